@@ -1,0 +1,97 @@
+"""The exception tree. Every message says where, what was got, what was needed, what to do.
+
+    LeanditError                    exit code 1
+    ├── RecipeError (ValueError)              2   a recipe or an option is wrong
+    ├── SourceError                           3   the pictures or captions cannot be read as asked
+    ├── EncoderError                          3   a VAE, text encoder or tokenizer is not usable
+    ├── StoreError                            3   a store cannot be used as asked
+    │   ├── StoreNotFound (FileNotFoundError)
+    │   ├── StoreIncomplete
+    │   ├── FormatVersionError
+    │   └── FingerprintMismatch
+    ├── RunError                              3   a run or checkpoint does not fit
+    ├── DamageError                           4   bytes on disk are not the bytes that were written
+    └── ResourceError                         5   disk or memory ran out
+
+``RecordRejected`` stands beside the tree: it is caught where a record is refused, and becomes a line of the ledger.
+"""
+
+from __future__ import annotations
+
+
+class LeanditError(Exception):
+    """Base of all errors that a user can mend; the command line prints it as one line."""
+
+    exit_code = 1
+
+
+class RecipeError(LeanditError, ValueError):
+    """A recipe, an override or an option is wrong."""
+
+    exit_code = 2
+
+
+class SourceError(LeanditError):
+    """The source of pictures and captions cannot be read as asked."""
+
+    exit_code = 3
+
+
+class EncoderError(LeanditError):
+    """A VAE, text encoder or tokenizer is missing or not usable."""
+
+    exit_code = 3
+
+
+class StoreError(LeanditError):
+    """A store cannot be used as asked."""
+
+    exit_code = 3
+
+
+class StoreNotFound(StoreError, FileNotFoundError):
+    """There is no store at the path."""
+
+
+class StoreIncomplete(StoreError):
+    """Some planned shards are not committed yet."""
+
+
+class FormatVersionError(StoreError):
+    """The store was written in a format version that this release does not read."""
+
+
+class FingerprintMismatch(StoreError):
+    """The store was made with other encoders or settings."""
+
+
+class RunError(LeanditError):
+    """A run directory, checkpoint or snapshot does not fit the recipe, the store or the model."""
+
+    exit_code = 3
+
+
+class DamageError(LeanditError):
+    """Bytes on disk are not the bytes that were written."""
+
+    exit_code = 4
+
+
+class ResourceError(LeanditError):
+    """Disk or memory ran out."""
+
+    exit_code = 5
+
+
+class RecordRejected(Exception):
+    """One record is refused.
+
+    Args:
+      stage: "scan", "decode" or "encode".
+      reason: one of the closed list in ``schema.REJECT_REASONS``.
+      detail: what was seen, for a person.
+    """
+
+    def __init__(self, stage: str, reason: str, detail: str) -> None:
+        super().__init__(f"{stage}: {reason}: {detail}")
+        self.stage, self.reason, self.detail = stage, reason, detail

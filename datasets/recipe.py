@@ -1,0 +1,148 @@
+"""From a TOML file to a frozen, typed recipe: shipped presets, overrides, and errors that name the nearest key.
+
+A recipe is data: no interpolation, no includes, no environment variables. What the keys mean stands beside the models,
+in ``precompute/config.py`` and ``train/config.py``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .errors import RecipeError
+
+
+class Section(BaseModel):
+    """Base of every recipe model: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+RecipeT = TypeVar("RecipeT", bound=Section)
+
+
+def shipped_recipes(package: str) -> dict[str, str]:
+    """Names and texts of the recipes that a package ships in ``recipes/``."""
+    folder = resources.files(package) / "recipes"
+    found = {f.name.removesuffix(".toml"): f.read_text() for f in folder.iterdir() if f.name.endswith(".toml")}
+    return dict(sorted(found.items()))
+
+
+def load_recipe(name: str, model: type[RecipeT], *, package: str, overrides: Sequence[str] = ()) -> RecipeT:
+    """Load a recipe by path or by the name of a shipped one, and apply ``section.key=value`` overrides.
+
+    Precedence: default of the model < recipe file < override.
+
+    Raises: RecipeError: no such recipe, not TOML, unknown key (the nearest is named), wrong type or value.
+    """
+    shipped = shipped_recipes(package)
+    path = Path(name)
+    if name in shipped:
+        text = shipped[name]
+    elif path.is_file():
+        text = path.read_text()
+    else:
+        near = difflib.get_close_matches(name, shipped, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise RecipeError(
+            f"recipe '{name}': neither a file nor a shipped recipe.{hint} Shipped are: {', '.join(shipped)}."
+        )
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"recipe '{name}': not valid TOML: {error}.") from error
+    for override in overrides:
+        _apply_override(values, override, model)
+    return parse_recipe(name, model, values)
+
+
+def parse_recipe(name: str, model: type[RecipeT], values: dict[str, Any]) -> RecipeT:
+    """Check plain values against a recipe model.
+
+    Raises: RecipeError: naming every key at fault.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        problems = "; ".join(_describe(problem, model) for problem in error.errors())
+        raise RecipeError(f"recipe '{name}': {problems}.") from error
+
+
+def _apply_override(values: dict[str, Any], override: str, model: type[Section]) -> None:
+    key, equals, text = override.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        raise RecipeError(f"--set '{override}': needed SECTION.KEY=VALUE, as in --set optimizer.lr=2e-4.")
+    section = values
+    for name in names[:-1]:
+        section = section.setdefault(name, {})
+        if not isinstance(section, dict):
+            raise RecipeError(f"--set '{override}': '{name}' is a key, not a section.")
+    section[names[-1]] = _typed(text.strip(), _annotation(model, names))
+
+
+def _typed(text: str, annotation: Any) -> Any:
+    """Read an override as TOML, or as plain text where the key holds text or the text is no TOML."""
+    if annotation is str:
+        return text.strip("\"'") if text[:1] in "\"'" else text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _annotation(model: type[BaseModel], names: list[str]) -> Any:
+    annotation: Any = model
+    for name in names:
+        fields = getattr(annotation, "model_fields", {})
+        if name not in fields:
+            return None
+        annotation = fields[name].annotation
+    return annotation
+
+
+def _describe(problem: Any, model: type[BaseModel]) -> str:
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, _all_keys(model), n=1, cutoff=0.5)
+        return f"unknown key '{key}'" + (f", did you mean '{near[0]}'?" if near else "")
+    got = problem["input"]
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"'{key}': {message[:1].lower()}{message[1:]} (got {got!r})" if key else message
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            keys += _all_keys(annotation, f"{prefix}{name}.")
+    return keys
+
+
+def to_toml(recipe: BaseModel) -> str:
+    """Write a resolved recipe as TOML, one table per section (what ``load_recipe`` reads back)."""
+    lines = []
+    for section, values in recipe.model_dump().items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return repr(value)

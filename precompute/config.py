@@ -1,0 +1,112 @@
+"""The precompute recipe: one frozen model per section, one line of meaning under each key."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from ..datasets.buckets import bucket_table
+from ..datasets.recipe import Section, load_recipe
+from ..datasets.shards import check_codec
+
+PACKAGE = "leandit.precompute"
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class SourceSection(Section):
+    """Where the pictures come from is said on the command line; this is how to read it."""
+
+    kind: Literal["auto", "imagefolder", "webdataset", "metadata"] = "auto"
+    """"auto" looks: metadata.jsonl, then *.tar, else an image folder."""
+
+
+class ImagesSection(Section):
+    """How a picture becomes pixels."""
+
+    resolution: Annotated[int, Field(ge=16, le=8192)] = 256
+    """Pixels; side of the square, or of the square of equal area for buckets."""
+    crop: Literal["adm", "bucket"] = "adm"
+    """"adm": DiT's centre crop, bit-exact. "bucket": cover-resize, centre crop."""
+    buckets: str | list[str] = "square"
+    """"square", "pixart" (the published tables), or your own list, as ["512x768", "768x512"]."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ImagesSection:
+        bucket_table(self.buckets, self.resolution)
+        if self.crop == "adm" and self.buckets != "square":
+            raise ValueError("crop 'adm' makes squares; use crop = \"bucket\" with these buckets")
+        return self
+
+
+class VaeSection(Section):
+    """The image encoder: any diffusers autoencoder."""
+
+    model: str = "stabilityai/sd-vae-ft-ema"
+    """Hub id, folder, or "shipped:vae"."""
+    subfolder: str = ""
+    """Folder inside the model, as "vae" in a pipeline."""
+    revision: str = ""
+    """Commit of the hub's repository; empty: the newest, and what that was is recorded."""
+    dtype: Dtype = "float32"
+    """Arithmetic of the encoder."""
+    keep: Literal["auto", "moments", "mean", "sample"] = "auto"
+    """"auto": moments where the VAE has a posterior, else its latent."""
+    flip: bool = False
+    """Also store the flipped picture's latent."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Pictures per forward; part of the fingerprint, because it changes the bits of a convolution."""
+
+
+class TextSection(Section):
+    """The caption encoder."""
+
+    kind: Literal["none", "t5", "gemma2"] = "none"
+    """"gemma2" is known to recipes, but this release encodes with T5 only."""
+    model: str = "google/t5-v1_1-xxl"
+    """Hub id, folder, or "shipped:t5"."""
+    subfolder: str = ""
+    """Folder of the text encoder inside the model."""
+    tokenizer_subfolder: str = ""
+    """Folder of the tokenizer inside the model."""
+    revision: str = ""
+    """Commit of the hub's repository."""
+    max_tokens: Annotated[int, Field(ge=1, le=4096)] = 300
+    """Longer captions are cut here, and counted."""
+    dtype: Dtype = "bfloat16"
+    """Arithmetic of the encoder."""
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Captions of equal length per forward; part of the fingerprint."""
+
+
+class StoreSection(Section):
+    """What lies on disk."""
+
+    dtype: Literal["float16", "float32"] = "float16"
+    """Of latents and caption embeddings."""
+    shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Size at which a shard is full."""
+    codec: str = "none"
+    """"none" is read by memory map; "zstd", "gzip", "blosc-lz4", "blosc-zstd" are smaller and slower."""
+
+    @field_validator("codec")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        check_codec(value)
+        return value
+
+
+class PrecomputeRecipe(Section):
+    """A precompute, fully described; only where the source and the store lie is said elsewhere."""
+
+    source: SourceSection = SourceSection()
+    images: ImagesSection = ImagesSection()
+    vae: VaeSection = VaeSection()
+    text: TextSection = TextSection()
+    store: StoreSection = StoreSection()
+
+
+def load(name: str, overrides: list[str]) -> PrecomputeRecipe:
+    """Load a precompute recipe by name or path."""
+    return load_recipe(name, PrecomputeRecipe, package=PACKAGE, overrides=overrides)

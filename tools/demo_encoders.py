@@ -1,0 +1,115 @@
+"""Build the two small encoders that the demo ships: a tiny ``AutoencoderKL`` and a tiny T5 with its tokenizer.
+
+    python -m leandit.tools.demo_encoders --out precompute/demo_encoders
+
+The VAE is trained for some minutes on the demo's own pictures; the T5 keeps its random weights (frozen random features
+are enough to tell some thousand captions apart). Both are saved in the layout of the hub, so the demo loads them
+through the very code that loads the full-size ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+from .pictures import COLOURS, RELATIONS, SHAPES, draw_scene, make_scenes
+
+DOWNSCALE = 2  # the VAE learns the pictures at the size the demo encodes: 64x64, 48x80, 80x48
+KL_WEIGHT = 5e-6  # with 1e-4 one sample in five came back in a neighbouring colour; LDM uses 1e-6 for photographs
+
+
+def build_t5(out: Path) -> None:
+    """Save a T5 encoder of random weights (seeded) and a word-level tokenizer of the demo's own words."""
+    words = {"a", "and", "big", "small", "tiny", *COLOURS, *SHAPES, *(w for r in RELATIONS for w in r.split())}
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *sorted(words)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=64
+    ).save_pretrained(out)
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=len(vocabulary),
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+        is_encoder_decoder=False,
+        use_cache=False,
+    )
+    T5EncoderModel(config).save_pretrained(out)
+
+
+def train_vae(out: Path, *, steps: int, batch_size: int, num_pictures: int) -> None:
+    """Train the VAE on the demo's pictures and save it with the shift and scale that whiten its latents."""
+    pictures = _pictures_by_size(num_pictures)
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(8, 16, 32, 64),
+        layers_per_block=1,
+        norm_num_groups=4,
+        latent_channels=4,
+        mid_block_add_attention=False,
+    )
+    vae.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1)
+    start = time.monotonic()
+    for step in range(steps):
+        group = pictures[step % len(pictures)]
+        batch = group[torch.from_numpy(rng.choice(len(group), batch_size, replace=False))].float() / 127.5 - 1
+        posterior = vae.encode(batch.contiguous(memory_format=torch.channels_last)).latent_dist
+        decoded = vae.decode(posterior.sample()).sample
+        loss = F.l1_loss(decoded, batch) + 2 * F.mse_loss(decoded, batch) + KL_WEIGHT * posterior.kl().mean()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0 or step == steps - 1:
+            print(f"step {step:5d}  loss {loss.item():.4f}  {time.monotonic() - start:.0f} s", flush=True)
+    vae.eval()
+    with torch.no_grad():
+        means = [vae.encode(group[:256].float() / 127.5 - 1).latent_dist.sample().flatten() for group in pictures]
+    latents = torch.cat(means)
+    vae.register_to_config(
+        shift_factor=round(latents.mean().item(), 4), scaling_factor=round(1 / latents.std().item(), 4)
+    )
+    vae.half().save_pretrained(out)
+
+
+def _pictures_by_size(num_pictures: int) -> list[torch.Tensor]:
+    """Demo pictures at half size, one (N, 3, H, W) uint8 tensor per aspect ratio."""
+    groups: dict[tuple[int, int], list[np.ndarray]] = {}
+    for scene in make_scenes(num_pictures, seed=1):  # another seed than the demo's own pictures
+        image = draw_scene(scene).resize((scene.width_px // DOWNSCALE, scene.height_px // DOWNSCALE), resample=3)
+        groups.setdefault((scene.height_px, scene.width_px), []).append(np.asarray(image))
+    return [torch.from_numpy(np.stack(group)).permute(0, 3, 1, 2) for group in groups.values()]
+
+
+def main() -> None:
+    """Parse the command line and build both encoders."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder that gets vae/ and t5/")
+    parser.add_argument("--steps", type=int, default=3500, help="optimizer steps of the VAE")
+    args = parser.parse_args()
+    build_t5(args.out / "t5")
+    train_vae(args.out / "vae", steps=args.steps, batch_size=16, num_pictures=3000)
+
+
+if __name__ == "__main__":
+    main()
