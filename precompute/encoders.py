@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -290,7 +290,7 @@ def local_folder(model: str) -> Path | None:
     """Folder of a model that needs no hub, or None for a hub id."""
     if model.startswith(SHIPPED):
         name = model.removeprefix(SHIPPED)
-        folder = Path(str(resources.files("leandit.precompute"))) / "demo_encoders" / name
+        folder = Path(__file__).parent / "demo_encoders" / name
         if not name.isidentifier() or not folder.is_dir():
             raise EncoderError(f"'{model}': no such encoder ships with leandit; there are shipped:vae and shipped:t5.")
         return folder

@@ -1,0 +1,125 @@
+"""The train recipe: one frozen model per section, one line of meaning under each key."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ..datasets.recipe import Section, load_recipe
+
+PACKAGE = "leandit.train"
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class ModelSection(Section):
+    """The diffusion transformer."""
+
+    name: str = "DiT-XL/2"
+    """"DiT-{S,B,L,XL}/{2,4,8}", "pixart-sigma", "pixart-tiny"; "sana-600m", "sana-1600m": not yet trained."""
+    init_from: str = ""
+    """Hub id or folder to fine-tune from; not in this release."""
+    channels: Count = 0
+    """Latent channels the model is made for; 0: as the store."""
+    num_classes: Count = 0
+    """Classes the label table is made for; 0: as the store."""
+
+
+class ObjectiveSection(Section):
+    """What the model learns."""
+
+    kind: Literal["ddpm", "flow"] = "ddpm"
+    """"ddpm": noise and learned variance (DiT, PixArt). "flow": velocity from data to noise (Sana, SD3)."""
+    time: Literal["uniform", "logit_normal"] = "logit_normal"
+    """How "flow" draws its times."""
+    shift: Annotated[float, Field(gt=0)] = 1.0
+    """Shift of the times of "flow" towards noise: t' = s t / (1 + (s - 1) t)."""
+
+
+class ConditioningSection(Section):
+    """Classifier-free guidance."""
+
+    drop: Share = 0.1
+    """Share of labels or captions replaced by null."""
+
+
+class OptimizerSection(Section):
+    """The optimizer."""
+
+    name: Literal["adamw", "came", "adamw8bit", "muon"] = "adamw"
+    """This release trains with "adamw"."""
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    """Peak learning rate."""
+    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.999])
+    """Decay of AdamW's first and second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+
+
+class ScheduleSection(Section):
+    """The learning rate over the steps."""
+
+    kind: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: constant, or a cosine to zero at the last step."""
+    warmup_steps: Count = 0
+    """Steps of linear warm-up."""
+
+
+class RunSection(Section):
+    """The run."""
+
+    steps: Positive = 400_000
+    """Optimizer updates."""
+    global_batch: Positive = 256
+    """Images per update."""
+    microbatch: Count = 0
+    """Images per forward; 0: the whole global batch at once."""
+    seed: Count = 0
+    """Of the weights, the order, the noise and every draw."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
+    """Arithmetic of forward and backward; weights and optimizer stay float32. A device without bf16 uses fp32."""
+    compile: bool = True
+    """torch.compile per block, on a GPU."""
+    activation_checkpointing: bool = False
+    """Recompute blocks in the backward pass to save memory."""
+    grad_clip: Annotated[float, Field(ge=0)] = 1.0
+    """Largest gradient norm; 0: no clipping."""
+    ema_decay: Share = 0.9999
+    """Decay of the averaged weights, per step."""
+    checkpoint_every: Positive = 5000
+    """Steps between checkpoints; the last step and an interruption make one too."""
+    keep_checkpoints: Positive = 2
+    """Newest checkpoints that stay."""
+    log_every: Positive = 10
+    """Steps between lines of metrics.jsonl."""
+    allow_incomplete: bool = False
+    """Train on a store whose precompute has not finished."""
+
+
+class ParallelSection(Section):
+    """How many processes share the work."""
+
+    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp", "deepspeed"] = "auto"
+    """This release trains in one process."""
+    deepspeed_config: str = ""
+    """Path of a ds_config.json."""
+
+
+class TrainRecipe(Section):
+    """A training run, fully described; only where the store and the run lie is said elsewhere."""
+
+    model: ModelSection = ModelSection()
+    objective: ObjectiveSection = ObjectiveSection()
+    conditioning: ConditioningSection = ConditioningSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    run: RunSection = RunSection()
+    parallel: ParallelSection = ParallelSection()
+
+
+def load(name: str, overrides: list[str]) -> TrainRecipe:
+    """Load a train recipe by name or path."""
+    return load_recipe(name, TrainRecipe, package=PACKAGE, overrides=overrides)
