@@ -70,6 +70,11 @@ class ImageEncoder:
         """The encoder gives a mean and a log-variance, not one latent."""
         return self._mean_logvar
 
+    @property
+    def num_channels(self) -> int:
+        """C of the latents."""
+        return self._probe.shape[1] // (2 if self.has_posterior else 1)
+
     def latent_spec(self, section: VaeSection, dtype: str) -> LatentSpec:
         """What the store will hold, with the model's own shift and scale.
 
@@ -82,7 +87,7 @@ class ImageEncoder:
                 'posterior. Use keep = "auto".'
             )
         kind = {"auto": "mean_logvar", "moments": "mean_logvar"}.get(keep, keep) if self.has_posterior else "latent"
-        channels = self._probe.shape[1] // (2 if self.has_posterior else 1)
+        channels = self.num_channels
         config = self._model.config
         scale = config.get("scaling_factor") or 1.0
         shift = config.get("shift_factor") or 0.0

@@ -2,9 +2,9 @@
 
     python -m leandit.tools.demo_encoders --out precompute/demo_encoders
 
-The VAE is trained for some minutes on the demo's own pictures; the T5 keeps its random weights (frozen random features
-are enough to tell some thousand captions apart). Both are saved in the layout of the hub, so the demo loads them
-through the very code that loads the full-size ones.
+The VAE learns the demo's own pictures for some minutes. The T5 learns, in one, to say at every token what the whole
+caption says: so the word "red" knows whether it is the main object's colour, as in a T5 that has read the web. Both are
+saved in the layout of the hub, so the demo loads them through the very code that loads the full-size ones.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ DOWNSCALE = 2  # the VAE learns the pictures at the size the demo encodes: 64x64
 KL_WEIGHT = 5e-6  # with 1e-4 one sample in five came back in a neighbouring colour; LDM uses 1e-6 for photographs
 
 
-def build_t5(out: Path) -> None:
-    """Save a T5 encoder of random weights (seeded) and a word-level tokenizer of the demo's own words."""
+def train_t5(out: Path, *, steps: int, batch_size: int) -> None:
+    """Train the T5 encoder on captions alone and save it with a word-level tokenizer of the demo's own words."""
     words = {"a", "and", "big", "small", "tiny", *COLOURS, *SHAPES, *(w for r in RELATIONS for w in r.split())}
     vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *sorted(words)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=64
-    ).save_pretrained(out)
+    )
+    wrapped.save_pretrained(out)
     torch.manual_seed(0)
     config = T5Config(
         vocab_size=len(vocabulary),
@@ -48,7 +49,27 @@ def build_t5(out: Path) -> None:
         is_encoder_decoder=False,
         use_cache=False,
     )
-    T5EncoderModel(config).save_pretrained(out)
+    t5 = T5EncoderModel(config)
+    captions = [caption for scene in make_scenes(6000, seed=1) for caption in scene.captions]
+    tokens = wrapped(captions, padding=True, return_tensors="pt")
+    facts = torch.tensor([[vocabulary.get(word, 0) for word in _facts(text)] for text in captions])  # (N, facts)
+    heads = torch.nn.Linear(config.d_model, facts.shape[1] * len(vocabulary))
+    optimizer = torch.optim.AdamW([*t5.parameters(), *heads.parameters()], lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps)
+    for step in range(steps):
+        rows = torch.randint(len(captions), (batch_size,))
+        mask = tokens["attention_mask"][rows]
+        states = t5(input_ids=tokens["input_ids"][rows], attention_mask=mask).last_hidden_state  # (B, L, D)
+        logits = heads(states).unflatten(2, (facts.shape[1], -1))  # (B, L, facts, words)
+        wanted = facts[rows][:, None].expand(logits.shape[:3])
+        loss = F.cross_entropy(logits[mask.bool()].flatten(0, 1), wanted[mask.bool()].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0 or step == steps - 1:
+            print(f"t5 step {step:5d}  loss {loss.item():.4f}", flush=True)
+    t5.eval().save_pretrained(out)
 
 
 def train_vae(out: Path, *, steps: int, batch_size: int, num_pictures: int) -> None:
@@ -92,6 +113,14 @@ def train_vae(out: Path, *, steps: int, batch_size: int, num_pictures: int) -> N
     vae.half().save_pretrained(out)
 
 
+def _facts(caption: str) -> list[str]:
+    """What a caption says: size, relation, colours and shapes of the main and the other object; "" where it is silent."""
+    words = caption.split()
+    said = [[w for w in words if w in kind] for kind in (("big", "small"), {r.split()[0] for r in RELATIONS})]
+    of_objects = [[w for w in words if w in kind] for kind in (COLOURS, SHAPES)]
+    return [(group + [""])[0] for group in said] + [w for group in of_objects for w in (group + [""])[:2]]
+
+
 def _pictures_by_size(num_pictures: int) -> list[torch.Tensor]:
     """Demo pictures at half size, one (N, 3, H, W) uint8 tensor per aspect ratio."""
     groups: dict[tuple[int, int], list[np.ndarray]] = {}
@@ -107,7 +136,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder that gets vae/ and t5/")
     parser.add_argument("--steps", type=int, default=3500, help="optimizer steps of the VAE")
     args = parser.parse_args()
-    build_t5(args.out / "t5")
+    train_t5(args.out / "t5", steps=800, batch_size=64)
     train_vae(args.out / "vae", steps=args.steps, batch_size=16, num_pictures=3000)
 
 

@@ -385,9 +385,10 @@ def _plain(value: Any) -> Any:
 def save(state: TrainState, run: Path) -> None:
     """Write a checkpoint and a snapshot of the current step."""
     common = {"spec": state.extra["spec"]}
-    checkpoint.save(
-        checkpoint.SNAPSHOT, run, state.step, {"model": {**_buffers(state), **state.ema.state_dict()}}, state.extra
-    )
+    averaged = {"model": {**_buffers(state), **state.ema.state_dict()}}
+    if state.conditioner.null_caption is not None:
+        averaged["null_caption"] = {"embedding": state.conditioner.null_caption}
+    checkpoint.save(checkpoint.SNAPSHOT, run, state.step, averaged, state.extra)
     groups = {
         "model": state.model.state_dict(),
         "ema": state.ema.state_dict(),

@@ -28,6 +28,7 @@ class Snapshot:
       path, step: which.
       model: in evaluation mode, on its device.
       spec, objective, latent, text: what it is, and what its latents and captions are.
+      conditioner: makes its conditioning.
       state: the rest of what was saved (encoders, classes, buckets).
     """
 
@@ -38,6 +39,7 @@ class Snapshot:
     objective: ObjectiveSection
     latent: LatentSpec
     text: TextSpec | None
+    conditioner: Conditioner
     state: dict
 
 
@@ -60,12 +62,22 @@ def load_snapshot(run: Path, device: torch.device) -> Snapshot:
     model = build_model(spec, seed=0)
     model.load_state_dict(saved.tensors("model"))
     model.to(device).eval().requires_grad_(False)
-    return Snapshot(saved.path, saved.state["step"], model, spec, objective, latent, text, saved.state)
+    null = saved.tensors("null_caption")["embedding"].to(device) if spec.takes_text else None
+    return Snapshot(
+        path=saved.path,
+        step=saved.state["step"],
+        model=model,
+        spec=spec,
+        objective=objective,
+        latent=latent,
+        text=text,
+        conditioner=Conditioner(spec, null),
+        state=saved.state,
+    )
 
 
 def draw_latents(
     snapshot: Snapshot,
-    conditioner: Conditioner,
     conditioning: Conditioning,
     *,
     size: tuple[int, int],
@@ -89,7 +101,7 @@ def draw_latents(
     count, channels = len(given), snapshot.spec.channels
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn((count, channels, *size), generator=generator).to(device)
-    null = conditioner.drop(conditioning, torch.ones(count, dtype=torch.bool, device=device))
+    null = snapshot.conditioner.drop(conditioning, torch.ones(count, dtype=torch.bool, device=device))
     scheduler = build_scheduler(snapshot.objective)
     scheduler.set_timesteps(steps)
     with torch.inference_mode():

@@ -1,0 +1,55 @@
+"""Progress on stderr: a live bar on a terminal, one plain line every 30 seconds elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+PLAIN_EVERY_SECONDS = 30.0
+
+
+class ProgressLine:
+    """Shows how far each stage is; call it with (stage, done, total) and perhaps a note."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._live: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._started: dict[str, tuple[float, int]] = {}
+        self._last_plain = time.monotonic()
+
+    def __enter__(self) -> ProgressLine:
+        if self._console.is_terminal:
+            columns = (
+                TextColumn("{task.description:>10}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
+            self._live = Progress(*columns, console=self._console)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """Show that ``done`` of ``total`` of a stage are there."""
+        start, first = self._started.setdefault(stage, (time.monotonic(), done))
+        rate = (done - first) / max(time.monotonic() - start, 1e-9)
+        note = note or (f"{rate:.1f}/s" if done > first else "")
+        if self._live:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._live.add_task(stage, total=total, note="")
+            self._live.update(self._tasks[stage], completed=done, note=note)
+            return
+        if done >= total or time.monotonic() - self._last_plain >= PLAIN_EVERY_SECONDS:
+            self._last_plain = time.monotonic()
+            self._console.print(f"{stage}: {done} of {total}  {note}".rstrip(), highlight=False, markup=False)
