@@ -62,16 +62,16 @@ def draw_scene(scene: Scene) -> Image.Image:
     image = Image.new("RGB", (scene.width_px * s, scene.height_px * s), (scene.background,) * 3)
     draw = ImageDraw.Draw(image)
     short = min(scene.height_px, scene.width_px)
-    radius = {"big": 0.27, "small": 0.19}[scene.size] * short
-    other_radius = 0.10 * short
+    radius = {"big": 0.30, "small": 0.21}[scene.size] * short
+    other_radius = 0.11 * short
     centre_y, centre_x = scene.height_px / 2, scene.width_px / 2
     if scene.relation is None:
-        centre_y += scene.shift[0] * (centre_y - radius) * 0.8
-        centre_x += scene.shift[1] * (centre_x - radius) * 0.8
+        centre_y += scene.shift[0] * (centre_y - radius) * 0.3
+        centre_x += scene.shift[1] * (centre_x - radius) * 0.3
     else:
         # The pair stands along one axis: "a above b" puts a in the upper part.
         sign_y, sign_x = {"above": (-1, 0), "below": (1, 0), "left of": (0, -1), "right of": (0, 1)}[scene.relation]
-        gap = 0.08 * short
+        gap = 0.06 * short
         lead = other_radius + gap / 2  # so that the pair as a whole is centred
         other_y = centre_y - sign_y * (radius + gap / 2)
         other_x = centre_x - sign_x * (radius + gap / 2)
@@ -99,7 +99,7 @@ def make_scenes(count: int, *, seed: int) -> list[Scene]:
                 relation=RELATIONS[rng.integers(4)] if rng.random() < 0.5 else None,
                 other_colour=colours[other_colour],
                 other_shape=SHAPES[rng.integers(3)],
-                background=int(rng.integers(190, 251)),
+                background=int(rng.choice((200, 225, 250))),
                 shift=(float(rng.uniform(-1, 1)), float(rng.uniform(-1, 1))),
             )
         )
