@@ -17,7 +17,7 @@ demo: $(READY)
 	$(BIN)/leandit demo --out leandit-demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m slow

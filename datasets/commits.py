@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
@@ -31,6 +33,8 @@ from .layout import (
     store_layouts,
 )
 from .schema import CAPTIONS_SCHEMA, FORMAT_VERSION, RECORDS_SCHEMA, CommitRecord, FileEntry, Manifest, StoreSpec
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 Commits = Mapping[tuple[str, int], CommitRecord]
 
@@ -168,10 +172,10 @@ def build_manifest(
       tables: bytes of RECORDS and CAPTIONS, not yet on disk.
     """
     records = merge_records(spec, plan, commits)
-    stored = records.filter(pa.compute.equal(records["status"], "stored"))
+    stored = records.filter(pc.equal(records["status"], "stored"))
     per_bucket = {e["values"]: e["counts"] for e in stored["bucket"].value_counts().to_pylist()}
     num_stored = stored.num_rows
-    num_rejected = records.filter(pa.compute.equal(records["status"], "rejected")).num_rows
+    num_rejected = records.filter(pc.equal(records["status"], "rejected")).num_rows
     assert num_stored + num_rejected == records.num_rows, "a record is neither stored nor rejected"
 
     files = [entry for commit in commits.values() for entry in commit.files]

@@ -191,7 +191,10 @@ def make_loader(
     if not plan.num_records:
         raise RunError(f"store '{store.path}': it holds no records, so there is nothing to train on.")
     return StatefulDataLoader(
-        BatchStream(store, plan, prefetch=prefetch, pin=pin), batch_size=None, num_workers=0, collate_fn=_as_it_is
+        BatchStream(store, plan, prefetch=prefetch, pin=pin),
+        batch_size=None,
+        num_workers=0,
+        collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType]
     )
 
 

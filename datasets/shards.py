@@ -192,7 +192,7 @@ def pack_shard(layout: ArrayLayout, rows: np.ndarray) -> list[Any]:
         rows = np.concatenate([rows, np.full((missing, *rows.shape[1:]), fill, rows.dtype)])
     compression = CODECS[layout.codec]
     if compression is None:
-        parts: list[Any] = [memoryview(rows).cast("B")] if rows.size else []
+        parts: list[Any] = [rows.view(np.uint8).reshape(-1).data] if rows.size else []
         lengths = np.full(num_chunks, layout.chunk_bytes, np.uint64)
     else:
         parts = []

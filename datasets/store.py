@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
@@ -36,6 +37,8 @@ from .layout import (
 )
 from .schema import FORMAT_VERSION, Manifest, StoreSpec
 from .shards import ArrayLayout, ShardedArray
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,11 @@ from .commits import (
 from .errors import StoreError
 from .files import canonical_json, sha256_of, sweep_strays, write_atomic, xxh3_parts
 from .layout import (
+    CAPTION_PART,
     CAPTIONS,
     LENGTHS,
     MANIFEST,
+    NULL_PART,
     OFFSETS,
     PLAN,
     PLAN_CAPTIONS,
@@ -57,21 +59,28 @@ def freeze_plan(root: Path, spec: StoreSpec, records: pa.Table, captions: pa.Tab
     plan = FrozenPlan(
         hash=sha256_of([spec.fingerprint, *contents]), listing=listing, records=records, captions=captions
     )
-    group = {"zarr_format": 3, "node_type": "group"}
-    write_atomic(root / "zarr.json", canonical_json(group | {"attributes": {"leandit": spec.model_dump()}}))
-    offsets = plan.offsets(spec)
-    layouts = {layout.path: layout for layout in store_layouts(spec, plan.bucket_rows, offsets, plan.num_tokens)}
-    for path in metadata_paths(spec, plan):
-        layout = layouts.get(path.removesuffix("/zarr.json"))
-        write_atomic(root / path, canonical_json(layout.metadata() if layout else group | {"attributes": {}}))
-    if spec.text and len(offsets):
-        for path, values in ((OFFSETS, offsets), (LENGTHS, plan.num_tokens)):
-            write_atomic(root / layouts[path].shard_path(0), pack_shard(layouts[path], values))
+    for path, content in static_files(spec, plan).items():
+        write_atomic(root / path, content)
     write_atomic(root / PLAN_RECORDS, table_bytes(records))
     write_atomic(root / PLAN_CAPTIONS, table_bytes(captions))
     head = {"format_version": FORMAT_VERSION, "plan": plan.hash, "listing": listing, "fingerprint": spec.fingerprint}
     write_atomic(root / PLAN, canonical_json(head))
     return plan
+
+
+def static_files(spec: StoreSpec, plan: FrozenPlan) -> dict[str, bytes]:
+    """Files that the plan alone decides: the metadata of all groups and arrays, and the caption index."""
+    group = {"zarr_format": 3, "node_type": "group"}
+    files = {"zarr.json": canonical_json(group | {"attributes": {"leandit": spec.model_dump()}})}
+    offsets = plan.offsets(spec)
+    layouts = {layout.path: layout for layout in store_layouts(spec, plan.bucket_rows, offsets, plan.num_tokens)}
+    for path in metadata_paths(spec, plan):
+        layout = layouts.get(path.removesuffix("/zarr.json"))
+        files[path] = canonical_json(layout.metadata() if layout else group | {"attributes": {}})
+    if spec.text and len(offsets):
+        for path, values in ((OFFSETS, offsets), (LENGTHS, plan.num_tokens)):
+            files[layouts[path].shard_path(0)] = b"".join(pack_shard(layouts[path], values))
+    return files
 
 
 def _digest(table: pa.Table) -> str:
@@ -83,7 +92,7 @@ def row_checksum(*rows: np.ndarray) -> str:
     """XXH3-64 of rows that follow each other, as 16 hex digits."""
     digest = xxhash.xxh3_64()
     for row in rows:
-        digest.update(np.ascontiguousarray(row))
+        digest.update(np.ascontiguousarray(row).data)
     return digest.hexdigest()
 
 
@@ -110,6 +119,15 @@ class StoreWriter:
     def is_sealed(self) -> bool:
         """The manifest is there, so nothing is left to do."""
         return (self.root / MANIFEST).is_file()
+
+    @property
+    def num_stored(self) -> int:
+        """Records that the committed shards hold."""
+        return sum(
+            len(commit.checksums) - len(commit.rejects)
+            for (part, _), commit in self._commits.items()
+            if part not in (CAPTION_PART, NULL_PART)
+        )
 
     def tasks(self) -> list[tuple[str, int]]:
         """All (part, shard) of the store."""
@@ -167,6 +185,9 @@ class StoreWriter:
                 f"store '{self.root}': {len(missing)} of {len(self.tasks())} shards are not committed, "
                 f"the first is {missing[0][1]} of '{missing[0][0]}'. Run the same precompute command again."
             )
+        for path, content in static_files(self.spec, self.plan).items():  # mends what was damaged since
+            if not (self.root / path).is_file() or (self.root / path).read_bytes() != content:
+                write_atomic(self.root / path, content)
         tables = {
             RECORDS: table_bytes(merge_records(self.spec, self.plan, self._commits)),
             CAPTIONS: table_bytes(merge_captions(self.spec, self.plan, self._commits)),

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, T5EncoderModel
 
 from ..datasets.errors import EncoderError, RecipeError
@@ -48,9 +49,12 @@ class ImageEncoder:
         weights = _weight_files(folder, "diffusion_pytorch_model", what="vae.model")
         self._dtype, self._device = getattr(torch, section.dtype), device
         try:
-            model = model_class.from_pretrained(folder, torch_dtype=self._dtype, use_safetensors=True)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            model, loading = model_class.from_pretrained(
+                folder, torch_dtype=self._dtype, use_safetensors=True, output_loading_info=True
+            )
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             raise EncoderError(f"vae.model '{folder}': cannot be loaded as {name}: {error}") from error
+        _check_loaded(loading, f"vae.model '{folder}'")
         self._model = model.to(device).eval().requires_grad_(False)
         self._mean_logvar = False
         self._probe = self.encode(np.zeros((1, PROBE_PX, PROBE_PX, 3), np.uint8))
@@ -86,7 +90,8 @@ class ImageEncoder:
                 f"vae.keep '{keep}': {self.identity.class_name} '{section.model}' is deterministic, it has no "
                 'posterior. Use keep = "auto".'
             )
-        kind = {"auto": "mean_logvar", "moments": "mean_logvar"}.get(keep, keep) if self.has_posterior else "latent"
+        kinds = {"auto": "mean_logvar", "moments": "mean_logvar", "mean": "mean", "sample": "sample"}
+        kind: Any = kinds[keep] if self.has_posterior else "latent"
         channels = self.num_channels
         config = self._model.config
         scale = config.get("scaling_factor") or 1.0
@@ -126,7 +131,7 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def _forward(self, pixels: np.ndarray) -> np.ndarray:
-        batch = torch.from_numpy(np.ascontiguousarray(pixels)).to(self._device)
+        batch = torch.from_numpy(np.require(pixels, requirements=["C", "W"])).to(self._device)
         batch = batch.permute(0, 3, 1, 2).to(self._dtype) / 127.5 - 1  # (B, 3, height_px, width_px) in -1..1
         output = self._model.encode(batch)
         if hasattr(output, "latent_dist"):
@@ -214,9 +219,12 @@ class CaptionEncoder:
         self._dtype, self._device, self.tokenizer = getattr(torch, section.dtype), device, tokenizer
         try:
             # Loaded in its dtype, not cast after: T5 keeps "wo" in float32 when the rest is float16.
-            model = T5EncoderModel.from_pretrained(folder, dtype=self._dtype, use_safetensors=True)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            model, loading = T5EncoderModel.from_pretrained(
+                folder, dtype=self._dtype, use_safetensors=True, output_loading_info=True
+            )
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             raise EncoderError(f"text.model '{folder}': cannot be loaded as a T5 encoder: {error}") from error
+        _check_loaded(loading, f"text.model '{folder}'")
         self._model = model.to(device).eval().requires_grad_(False)
         self.width = int(config["d_model"])
         self.identity = EncoderIdentity(
@@ -327,6 +335,15 @@ def _weight_files(folder: Path, stem: str, *, what: str) -> list[Path]:
             "Only safetensors are read; convert other weights with save_pretrained(..., safe_serialization=True)."
         )
     return files
+
+
+def _check_loaded(loading: dict[str, Any], where: str) -> None:
+    """The libraries fill what a file lacks with random numbers: refuse that."""
+    if missing := sorted(loading.get("missing_keys") or ()):
+        raise EncoderError(
+            f"{where}: {len(missing)} weights are missing from its safetensors, the first is '{missing[0]}'. "
+            "Fetch or save the model again."
+        )
 
 
 def _hash_files(files: list[Path]) -> str:

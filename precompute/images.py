@@ -16,7 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from ..datasets.buckets import adm_sizes, cover_size
 from ..datasets.errors import RecordRejected
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "MPO")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 MAX_PIXELS = 89_478_485  # Pillow's own warning limit: 256 MiB of RGB
 RESIZE_FILTER = "box halvings, then bicubic"
 COLOUR = "exif orientation; white under alpha; 16-bit grey scaled; no colour profile"
@@ -108,6 +108,10 @@ def _open(data: bytes) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
+    if image.format == "TIFF":
+        return 1  # Pillow's TIFF reader has turned it already
+    if image.format == "PNG" and not {"exif", "Raw profile type exif"} & image.info.keys():
+        return 1  # asking further would decode the whole picture
     try:
         return int(image.getexif().get(ORIENTATION_TAG, 1))
     except (OSError, SyntaxError, ValueError, TypeError, KeyError, struct.error):
@@ -119,7 +123,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         return _from_grey16(np.asarray(image))
     if image.mode == "I":
         values = np.asarray(image)
-        if image.format != "PNG" or values.min() < 0 or values.max() > 65535:
+        if image.format not in ("PNG", "PPM") or values.min() < 0 or values.max() > 65535:
             raise RecordRejected("decode", "unsupported_mode", "32-bit integer pixels")
         return _from_grey16(values)
     if image.mode == "F":

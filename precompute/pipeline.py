@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
+import pyarrow.compute
 import torch
 
 from .. import __version__
@@ -32,9 +32,10 @@ from ..datasets.errors import (
     RecordRejected,
     ResourceError,
     SourceError,
+    StoreError,
 )
-from ..datasets.files import sweep_strays
-from ..datasets.layout import CAPTION_PART, EMBEDDINGS, NULL_PART, PLAN, bucket_part, latent_layouts
+from ..datasets.files import read_json, sweep_strays
+from ..datasets.layout import CAPTION_PART, EMBEDDINGS, MANIFEST, NULL_PART, PLAN, bucket_part, latent_layouts
 from ..datasets.schema import FORMAT_VERSION, ImageSpec, Manifest, StoreSpec
 from ..datasets.store import LatentStore, read_spec
 from ..datasets.writer import StoreWriter, freeze_plan
@@ -44,6 +45,8 @@ from .images import COLOUR, RESIZE_FILTER, decode_picture
 from .plan import plan_captions, plan_pictures, plan_records
 from .shard_task import PackedShard, ShardBuilder, encode_caption_shard, encode_null_caption
 from .sources import Source, list_source, read_record
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 BATCHES_AHEAD = 3  # decoded batches that wait for the encoder
 WRITES_BEHIND = 2  # shards that wait for the disk
@@ -142,6 +145,11 @@ def precompute(
             num_encoded += len(shard.checksums)
 
     # Seal: merge the commit records.
+    if not writer.num_stored:
+        raise SourceError(
+            f"source '{source.root}': not one of {len(source.records)} pictures could be encoded, so the store is not "
+            f"sealed. Look at one of them; the reasons are in '{store_path / 'commits'}'."
+        )
     manifest = writer.seal()
     return Report(manifest, num_encoded, time.perf_counter() - start, clock.seconds, source.num_ignored)
 
@@ -201,18 +209,36 @@ def open_writer(
 
     Raises: FingerprintMismatch, SourceError: another recipe or source made it; StoreError: something else is there.
     """
+    if root.exists() and not root.is_dir():
+        raise StoreError(f"store '{root}': a file is there; needed a folder, or nothing. Give another --store.")
     if root.exists():
         sweep_strays(root)
         if (root / PLAN).is_file():
-            check_fingerprint(root, read_spec(root), spec)
+            found = _spec_on_disk(root, spec)
+            check_fingerprint(root, found, spec)
             plan = read_plan(root)
             check_source(root, plan, source)
-            return StoreWriter(root, read_spec(root), plan)
+            return StoreWriter(root, found, plan)
         if any(root.iterdir()):
             read_spec(root)  # refuses what is not ours
+            if (root / MANIFEST).exists() or (root / "commits").exists():
+                raise StoreError(
+                    f"store '{root}': its 'plan' folder is gone, so nothing can be mended. Nothing was changed. "
+                    "Restore the folder, or give another --store; a complete store can still be read."
+                )
             for folder in ("buckets", "captions", "plan"):  # of a plan that was never finished: nothing is committed
                 shutil.rmtree(root / folder, ignore_errors=True)
     return StoreWriter(root, spec, make_plan(root, spec, source, recipe, encoders, progress))
+
+
+def _spec_on_disk(root: Path, wanted: StoreSpec) -> StoreSpec:
+    """What the store says of itself; where that is damaged but the plan is of this fingerprint, what it said."""
+    try:
+        return read_spec(root)
+    except (DamageError, StoreError):
+        if read_json(root / PLAN).get("fingerprint") != wanted.fingerprint:
+            raise
+        return wanted
 
 
 def make_plan(
@@ -382,7 +408,8 @@ def encode_pictures(
     progress: Progress,
 ) -> Iterator[PackedShard]:
     """Encode the missing latent shards, in the order of the plan, decoding ahead."""
-    work = [batch for batch in _batches(writer) if (batch.part, batch.shard) in set(missing)]
+    wanted = set(missing)
+    work = [batch for batch in _batches(writer) if (batch.part, batch.shard) in wanted]
     total, done = sum(len(batch.rows) for batch in work), 0
     buckets = {batch.bucket: BucketRows(writer.plan, batch.bucket) for batch in work}
     builder: ShardBuilder | None = None

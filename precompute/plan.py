@@ -17,7 +17,7 @@ from ..datasets.errors import RecordRejected
 from ..datasets.schema import RECORDS_SCHEMA
 from .config import PrecomputeRecipe
 from .encoders import CaptionTokenizer
-from .images import crop_geometry, read_size
+from .images import MAX_PIXELS, crop_geometry, read_size
 from .sources import Source, SourceRecord, read_record
 
 PLAN_SCHEMA = pa.schema(
@@ -78,6 +78,9 @@ def plan_picture(source: Source, record: SourceRecord, recipe: PrecomputeRecipe)
     except RecordRejected as reject:
         return PlannedPicture(reject=RecordRejected("scan", reject.reason, reject.detail))
     sizes, top, left = crop_geometry(height_px, width_px, bucket, recipe.images.crop)
+    if sizes[-1][0] * sizes[-1][1] > MAX_PIXELS:
+        detail = f"{height_px}x{width_px} px would be resized to {sizes[-1][0]}x{sizes[-1][1]} px before the crop"
+        return PlannedPicture(reject=RecordRejected("scan", "aspect", detail))
     return PlannedPicture(height_px, width_px, bucket, sizes[-1], top, left)
 
 

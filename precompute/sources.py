@@ -11,7 +11,7 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ IMAGE_EXTENSIONS = frozenset(
     [".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jfif"]
 )
 METADATA = "metadata.jsonl"
+MAX_CLASSES = 1_000_000  # a larger label is a mistake, and would fill the memory with names
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,10 @@ def _list_image_folder(root: Path) -> Source:
     """Pictures below class folders (label = position of the folder's sorted name, as torchvision's ImageFolder)."""
     files = sorted(_walk(root), key=lambda path: path.split("/"))
     pictures = [path for path in files if Path(path).suffix.lower() in IMAGE_EXTENSIONS]
+    if unnameable := [path for path in pictures if not _is_text(path)]:
+        raise SourceError(
+            f"source '{root}': {len(unnameable)} file names are not UTF-8, the first is {unnameable[0]!r}. Rename them."
+        )
     classes = sorted({path.split("/")[0] for path in pictures if "/" in path})
     labels = {name: i for i, name in enumerate(classes)}
     records = []
@@ -136,12 +141,20 @@ def _list_image_folder(root: Path) -> Source:
     return Source("imagefolder", root, records, classes or None, len(files) - len(pictures))
 
 
+def _is_text(name: str) -> bool:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _walk(root: Path) -> Iterator[str]:
     """Relative paths of all files; a folder that is reached through a link is followed once."""
     seen = {os.path.realpath(root)}
     for folder, names, files in os.walk(root, followlinks=True):
         kept = []
-        for name in names:
+        for name in sorted(names):
             real = os.path.realpath(os.path.join(folder, name))
             if not name.startswith(".") and real not in seen:
                 seen.add(real)
@@ -156,22 +169,25 @@ def _file_record(root: Path, path: str, **more: Any) -> SourceRecord:
         found = os.stat(root / path)
     except OSError as error:
         return SourceRecord(path, path, **(more | {"problem": ("unreadable", f"{error.strerror}: {path}")}))
+    more |= {"num_bytes": found.st_size, "mtime_ns": found.st_mtime_ns}
     if not os.path.isfile(root / path):
         more |= {"problem": ("unreadable", f"not a regular file: {path}")}
-    return SourceRecord(path, path, num_bytes=found.st_size, mtime_ns=found.st_mtime_ns, **more)
+    return SourceRecord(path, path, **more)
 
 
 def _list_metadata(root: Path) -> Source:
     """A ``metadata.jsonl`` with ``file_name`` and ``captions`` (a list), ``caption`` or ``text``; perhaps ``label``."""
     records, largest_label, seen = [], -1, set()
-    with open(root / METADATA, encoding="utf-8") as lines:
+    if not (root / METADATA).is_file():
+        raise SourceError(f"source '{root}': there is no '{METADATA}', which source.kind \"metadata\" needs.")
+    with open(root / METADATA, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8"))
                 name = row["file_name"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise SourceError(
                     f"source '{root / METADATA}', line {number}: needed a JSON object with 'file_name' ({error!r})."
                 ) from error
@@ -188,22 +204,28 @@ def _list_metadata(root: Path) -> Source:
 
 def _metadata_record(root: Path, name: str, row: dict[str, Any]) -> SourceRecord:
     inside = os.path.normpath(name)
-    if os.path.isabs(inside) or inside.startswith(".."):
+    if os.path.isabs(inside) or inside.split(os.sep)[0] == "..":
         return SourceRecord(name, name, problem=("bad_metadata", "file_name leaves the source folder"))
     try:
         label, captions = _label_of(row), _captions_of(row)
     except (TypeError, ValueError) as error:
         return SourceRecord(name, inside, problem=("bad_metadata", str(error)))
-    if not (root / inside).exists():
+    if not _exists(root / inside):
         return SourceRecord(name, inside, problem=("missing_file", f"there is no '{name}'"))
-    record = _file_record(root, inside, label=label, captions=captions)
-    return SourceRecord(**(vars(record) | {"key": name}))
+    return replace(_file_record(root, inside, label=label, captions=captions), key=name)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that is too long, or holds a NUL
+        return False
 
 
 def _label_of(row: dict[str, Any]) -> int:
     label = row.get("label", row.get("cls", -1))
-    if isinstance(label, bool) or not isinstance(label, int) or label < -1:
-        raise ValueError(f"label {label!r} is not a class index")
+    if isinstance(label, bool) or not isinstance(label, int) or not -1 <= label < MAX_CLASSES:
+        raise ValueError(f"label {label!r} is not a class index below {MAX_CLASSES}")
     return label
 
 
@@ -212,6 +234,8 @@ def _captions_of(row: dict[str, Any]) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"captions {value!r} are not text")
+    for text in texts:
+        text.encode("utf-8")  # half a surrogate pair is no text
     return tuple(texts)
 
 
@@ -237,7 +261,7 @@ def _list_tar(root: Path, tar: Path) -> tuple[list[SourceRecord], int]:
         with tarfile.open(tar, "r:") as archive:
             for member in archive:
                 prefix, extension = base_plus_ext(member.name)
-                if not member.isfile() or prefix is None:
+                if not member.isfile() or prefix is None or extension is None:
                     continue
                 extension = extension.lower()
                 if f".{extension.split('.')[-1]}" in IMAGE_EXTENSIONS:
@@ -254,6 +278,7 @@ def _list_tar(root: Path, tar: Path) -> tuple[list[SourceRecord], int]:
         ) from error
     mtime_ns = tar.stat().st_mtime_ns
     records = []
+    path = tar.relative_to(root).as_posix()
     for prefix, images in groups.items():
         key = f"{tar.stem}/{prefix}"  # prefixes often start again in every tar
         extension, (offset, size) = next(iter(images.items()))
@@ -264,7 +289,6 @@ def _list_tar(root: Path, tar: Path) -> tuple[list[SourceRecord], int]:
             problem = ("bad_metadata", str(error))
         if len(images) > 1:
             problem = ("bad_metadata", f"several pictures for one key: {', '.join(images)}")
-        path = tar.relative_to(root).as_posix()
         records.append(SourceRecord(key, path, offset, size, mtime_ns, label, captions, problem))
     return records, ignored
 
@@ -274,6 +298,6 @@ def _tar_texts(members: dict[str, bytes]) -> tuple[int, tuple[str, ...]]:
     row = json.loads(members["json"]) if "json" in members else {}
     if not isinstance(row, dict):
         raise ValueError(".json is not an object")
-    label = int(members["cls"]) if "cls" in members else _label_of(row)
+    label = _label_of({"label": int(members["cls"])} if "cls" in members else row)
     captions = (members["txt"].decode("utf-8"),) if "txt" in members else _captions_of(row)
     return label, captions

@@ -15,7 +15,7 @@ from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.pipeline import Report, precompute
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test touches a network
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # the tests run in two processes
 
 Encode = Callable[..., Report]
 

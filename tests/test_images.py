@@ -113,8 +113,8 @@ def test_every_exif_orientation_gives_the_upright_picture(
     exif[0x0112] = orientation
     data = encoded(Image.fromarray(np.ascontiguousarray(LIES[orientation](upright))), kind, exif=exif, **options)
     assert read_size(data) == (height_px, width_px)
-    pixels = decoded(data, height_px, width_px)
-    assert np.abs(pixels.astype(int) - upright).max() <= (1 if kind == "JPEG" else 0)
+    worst = int(np.abs(decoded(data, height_px, width_px).astype(int) - upright).max())
+    assert worst <= (1 if kind == "JPEG" else 0)
 
 
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
@@ -124,6 +124,7 @@ def test_an_orientation_that_does_not_exist_is_ignored(orientation: int) -> None
     assert np.array_equal(decoded(encoded(noise(24, 40), "PNG", exif=exif), 24, 40), np.asarray(noise(24, 40)))
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
 def test_broken_exif_does_not_cost_the_picture() -> None:
     data = encoded(noise(24, 40), "PNG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
     assert read_size(data) == (24, 40)
@@ -269,15 +270,12 @@ def test_a_truncated_webp_is_rejected() -> None:
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
 def test_the_header_of_a_picture_is_read_without_its_pixels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(noise(24, 40), kind)
-    calls = []
-    load = Image.Image.load
     with Image.open(io.BytesIO(data)) as image:
-        cls = type(image)
-    own_load = cls.load
-    monkeypatch.setattr(cls, "load", lambda self: (calls.append(kind), own_load(self))[1])
+        format_class = type(image)
+    calls, load = [], format_class.load
+    monkeypatch.setattr(format_class, "load", lambda self: (calls.append(kind), load(self))[1])
     assert read_size(data) == (24, 40)
-    assert not calls
-    assert Image.Image.load is load
+    assert not calls  # else a scan costs as much as a decode
 
 
 def mutants(data: bytes, count: int, seed: int) -> list[bytes]:
@@ -309,14 +307,14 @@ def test_damaged_bytes_give_pixels_or_a_reason_never_another_error(kind: str, op
     exif = Image.Exif()
     exif[0x0112] = 6
     data = encoded(picture(3), kind, **options, **({} if kind in ("GIF", "BMP") else {"exif": exif}))
-    rejected = 0
+    reasons = set()
     for mutant in mutants(data, 40, seed=len(kind)):
         for work in (read_size, lambda b: decode_picture(b, bucket=(32, 32), crop="adm")):
             try:
                 result = work(mutant)
             except RecordRejected as reject:
-                rejected += 1
-                assert reject.reason in REJECT_REASONS
+                reasons.add(reject.reason)
             else:
                 assert isinstance(result, tuple) or result.shape == (32, 32, 3)
-    assert rejected
+    assert reasons
+    assert reasons <= REJECT_REASONS.keys()

@@ -13,13 +13,12 @@ import traceback as traceback_module
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 from .. import __version__
 from ..datasets.errors import LeanditError, RecipeError, ResourceError
 
-EXIT_UNEXPECTED, EXIT_RESOURCES, EXIT_INTERRUPTED, EXIT_CTRL_C = 1, 5, 75, 130
+EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES, EXIT_INTERRUPTED, EXIT_CTRL_C = 1, 2, 5, 75, 130
 TRACEBACK = "--traceback"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -32,19 +31,27 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
+UsageError = typer.BadParameter.__bases__[0]  # typer brings its own copy of click and exports only some of it
+
+
 class Terminated(Exception):
     """SIGTERM: stop now, resume later."""
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
 
 
 @app.callback()
 def options(
     traceback: Annotated[bool, typer.Option(TRACEBACK, help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
 ) -> None:
     """Encode once, train lean: latent stores for training diffusion transformers."""
-    if version:
-        print(__version__)
-        raise typer.Exit
 
 
 @app.command()
@@ -137,8 +144,9 @@ def train(
     signal.signal(signal.SIGTERM, request_stop)
     signal.signal(signal.SIGINT, request_stop)
     where = torch_device(device)
-    if loaded.run.precision == "bf16" and autocast_dtype("bf16", where) is None:
-        print(f"leandit: {where} has no fast bf16, the run computes in fp32", file=sys.stderr)
+    precision = loaded.run.precision
+    if precision == "bf16" and autocast_dtype("bf16", where) is None:
+        precision = f"fp32 (bf16 was asked for, {where} has no fast bf16)"
     with ProgressLine() as progress:
 
         def show(figures: StepReport) -> None:
@@ -149,7 +157,7 @@ def train(
             progress("train", figures.step, loaded.run.steps, note)
 
         outcome = train_run(loaded, store_path=store, run=run, device=where, report=show, stop=stop)
-    rows = [("run", str(run)), ("steps", f"{outcome.step} of {loaded.run.steps}")]
+    rows = [("run", str(run)), ("steps", f"{outcome.step} of {loaded.run.steps}"), ("computed in", precision)]
     if outcome.first_step is None:
         rows.append(("this run", "nothing to do, the run was finished"))
     elif outcome.losses:
@@ -281,10 +289,10 @@ def main() -> None:
     """Run the command; the one place where an exception becomes a line and an exit code."""
     try:
         code = app(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except UsageError as error:
+        error.show()  # pyright: ignore[reportAttributeAccessIssue]
+        code = EXIT_USAGE
+    except (KeyboardInterrupt, typer.Abort):
         code = _fail("interrupted; run the same command again to go on", EXIT_CTRL_C)
     except Terminated:
         code = _fail("terminated; run the same command again to go on", EXIT_INTERRUPTED)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
@@ -24,8 +24,8 @@ from .pictures import COLOURS, RELATIONS, SHAPES, draw_scene, make_scenes
 
 DOWNSCALE = 2  # the VAE learns the pictures at the size the demo encodes: 64x64, 48x80, 80x48
 KL_WEIGHT = 1e-6  # as LDM (Rombach et al. 2022, appendix G)
-# Three latent channels are drawn towards the picture itself, eight times smaller: latents that look like the picture are
-# far easier for a small transformer to learn in the demo's few minutes; the fourth is free for what an edge needs.
+# Three latent channels are drawn towards the picture itself, eight times smaller: latents that look like it are
+# far easier to learn for a small transformer in the few minutes of the demo; the fourth is free for what edges need.
 ANCHOR_WEIGHT = 1.0
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
+import pyarrow.compute
 
 from ..datasets.latents import LOGVAR_RANGE
 from ..datasets.layout import EMBEDDINGS, NULL_EMBEDDING, commit_path
 from ..datasets.schema import LatentSpec
 from ..datasets.store import LatentStore, Record
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 SCAN_BYTES = 2 << 30  # latents are read up to this; of a larger store, rows spread evenly over it
 SCAN_ROWS = 512  # read at a time
@@ -224,10 +226,15 @@ def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:
     values["shard"] = array.layout.shard_path(shard)
     values["commit"] = commit_path(f"buckets/{record.bucket}", shard)
     values["stored_shape"] = list(row.shape)
-    values["channel_mean"] = [round(float(value), 4) for value in row.mean(axis=(1, 2))]
-    values["channel_std"] = [round(float(value), 4) for value in row.std(axis=(1, 2))]
     values["finite"] = bool(np.isfinite(row).all())
+    values["channel_mean"] = [_rounded(value) for value in row.mean(axis=(1, 2))]
+    values["channel_std"] = [_rounded(value) for value in row.std(axis=(1, 2))]
     return values
+
+
+def _rounded(value: float) -> float | None:
+    """Four digits, or None where JSON has no number for it."""
+    return round(float(value), 4) if np.isfinite(value) else None
 
 
 def render_record(values: dict[str, Any]) -> str:

@@ -137,10 +137,13 @@ def caption_conditioning(
     snapshot: Snapshot, request: Request, run: Path, store: Path | None, text: str | None, device: torch.device
 ) -> tuple[list[str], Conditioning]:
     """Captions from the store, and those it does not have through the text encoder."""
-    try:
-        opened = LatentStore(store or run / read_json(run / RUN)["store"], allow_incomplete=True)
-    except (StoreError, FileNotFoundError):
-        opened = None
+    if store:
+        opened = LatentStore(store, allow_incomplete=True)
+    else:
+        try:
+            opened = LatentStore(run / read_json(run / RUN)["store"], allow_incomplete=True)
+        except (StoreError, FileNotFoundError):
+            opened = None  # the run's own store may be gone: then captions are encoded
     if opened and opened.spec.text_encoder:
         made_with = snapshot.state["text_encoder"]["weights_sha256"]
         if opened.spec.text_encoder.weights_sha256 != made_with:

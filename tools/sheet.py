@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from ..datasets.errors import StoreError
 from ..datasets.store import LatentStore
 from ..precompute.config import VaeSection
 from ..precompute.encoders import ImageEncoder
@@ -60,15 +61,13 @@ def store_sheet(store: LatentStore, decoder: ImageEncoder, *, count: int, seed: 
       decoder: of the store's VAE.
       count: of records.
     """
-    chosen = []
-    total = sum(store.buckets.values())
-    for bucket, num_records in store.buckets.items():
-        share = max(1, round(count * num_records / max(total, 1))) if num_records else 0
-        positions = np.unique(np.linspace(0, num_records - 1, share).round().astype(int)) if share else []
-        chosen += [(bucket, int(position)) for position in positions]
-    chosen = [
-        chosen[i] for i in np.unique(np.linspace(0, len(chosen) - 1, min(count, len(chosen))).round().astype(int))
-    ]
+    sizes = store.buckets
+    starts = np.cumsum([0, *sizes.values()])
+    places = np.unique(np.linspace(0, starts[-1] - 1, min(count, int(starts[-1]))).round().astype(int))
+    which = np.searchsorted(starts, places, side="right") - 1
+    chosen = [(list(sizes)[b], int(place - starts[b])) for b, place in zip(which, places, strict=True)]
+    if not chosen:
+        raise StoreError(f"store '{store.path}': it holds no records, so there is nothing to show.")
     pictures, captions = [], []
     for bucket, position in chosen:
         index = store.index(bucket)

@@ -18,7 +18,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..datasets.errors import DamageError, RunError
-from ..datasets.files import canonical_json, commit_folder, raise_if_full, read_json, temporary_beside, xxh3_file
+from ..datasets.files import (
+    canonical_json,
+    commit_folder,
+    raise_if_full,
+    read_json,
+    sha256_of,
+    temporary_beside,
+    xxh3_file,
+)
 
 FORMAT_VERSION = 1
 STATE = "state.json"
@@ -67,6 +75,7 @@ def save(kind: str, run: Path, step: int, groups: Mapping[str, Mapping[str, Tens
             save_file({name: t.detach().contiguous().cpu() for name, t in tensors.items()}, file)
             hashes[file.name] = xxh3_file(file)
         document = {"format_version": FORMAT_VERSION, "step": step, "xxh3_128": hashes} | state
+        document |= {"state_sha256": sha256_of(document)}
         (temporary / STATE).write_bytes(canonical_json(document))
         commit_folder(temporary, final)
     except (OSError, SafetensorError) as error:
@@ -85,10 +94,17 @@ def read(path: Path) -> Saved:
     if not (path / STATE).is_file():
         raise RunError(f"checkpoint '{path}': there is no '{STATE}', so it is no checkpoint. Check the path.")
     state = read_json(path / STATE)
+    if not isinstance(state, dict):
+        raise DamageError(f"checkpoint '{path}': '{STATE}' is no JSON object. Remove this folder.")
     if state.get("format_version") != FORMAT_VERSION:
         raise RunError(
             f"checkpoint '{path}': format version {state.get('format_version')}, this release reads {FORMAT_VERSION}. "
             "Use the release that wrote it."
+        )
+    digest = state.pop("state_sha256", None)
+    if digest != sha256_of(state):
+        raise DamageError(
+            f"checkpoint '{path}': '{STATE}' differs from its own hash. Remove this folder to resume from an older one."
         )
     for name, digest in state["xxh3_128"].items():
         file = path / name

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 # name -> depth, width, heads (table 1)
 SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
@@ -49,7 +50,7 @@ class TimestepEmbedder(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, t: Tensor) -> Tensor:
-        return self.mlp(time_features(t).to(self.mlp[0].weight.dtype))
+        return self.mlp(time_features(t))
 
 
 def time_features(t: Tensor) -> Tensor:
@@ -58,8 +59,9 @@ def time_features(t: Tensor) -> Tensor:
     The exponent divides by 128, as in DiT; diffusers' DiT class divides by 127, which is another function.
     """
     half = FREQUENCIES // 2
-    exponent = torch.arange(half, dtype=torch.float32, device=t.device) / half
-    angles = t.float()[:, None] * torch.exp(-math.log(10_000) * exponent)
+    t = t if t.dtype == torch.float64 else t.float()  # also under autocast: 16 bits do not tell 1000 times apart
+    exponent = torch.arange(half, dtype=t.dtype, device=t.device) / half
+    angles = t[:, None] * torch.exp(-math.log(10_000) * exponent)
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
@@ -166,6 +168,7 @@ class DiT(nn.Module):
         self.x_embedder = PatchEmbed(patch, channels, width)
         self.t_embedder = TimestepEmbedder(width)
         self.y_embedder = LabelEmbedder(num_classes, width)
+        self.pos_embed: Tensor
         self.register_buffer("pos_embed", position_table(self.base_grid, self.base_grid, width, self.base_grid)[None])
         self.blocks = nn.ModuleList(DiTBlock(width, heads) for _ in range(depth))
         self.final_layer = FinalLayer(width, patch, out_channels)
@@ -183,16 +186,13 @@ class DiT(nn.Module):
         nn.init.xavier_uniform_(patch_weight.view(patch_weight.shape[0], -1))
         assert self.x_embedder.proj.bias is not None
         nn.init.zeros_(self.x_embedder.proj.bias)
-        for weight in (
-            self.y_embedder.embedding_table.weight,
-            self.t_embedder.mlp[0].weight,
-            self.t_embedder.mlp[2].weight,
-        ):
-            nn.init.normal_(weight, std=0.02)
-        zeroed = [block.adaLN_modulation[1] for block in self.blocks]
-        for linear in (*zeroed, self.final_layer.adaLN_modulation[1], self.final_layer.linear):
-            nn.init.zeros_(linear.weight)
-            nn.init.zeros_(linear.bias)
+        for name, parameter in (*self.y_embedder.named_parameters(), *self.t_embedder.named_parameters()):
+            if name.endswith("weight"):
+                nn.init.normal_(parameter, std=0.02)
+        modulated = [module for module in self.modules() if isinstance(module, (DiTBlock, FinalLayer))]
+        for zeroed in (*(module.adaLN_modulation for module in modulated), self.final_layer.linear):
+            for parameter in zeroed.parameters():
+                nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """Predict noise (and variance), or velocity.
@@ -208,7 +208,7 @@ class DiT(nn.Module):
         c = self.t_embedder(t) + self.y_embedder(y)  # (B, E)
         for block in self.blocks:
             if self.activation_checkpointing and self.training:
-                x = torch.utils.checkpoint.checkpoint(block, x, c, use_reentrant=False)
+                x = checkpoint(block, x, c, use_reentrant=False)
             else:
                 x = block(x, c)
         return self.unpatchify(self.final_layer(x, c), rows, columns)

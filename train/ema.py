@@ -21,7 +21,8 @@ class Ema:
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Move the average towards the model: average += (1 - decay) * (weights - average)."""
-        torch._foreach_lerp_(list(self.weights.values()), [p.detach() for p in model.parameters()], 1 - self.decay)
+        weights, parameters = list(self.weights.values()), [p.detach() for p in model.parameters()]
+        torch._foreach_lerp_(weights, parameters, 1 - self.decay)  # pyright: ignore[reportPrivateImportUsage]
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averaged weights by parameter name."""

@@ -133,8 +133,9 @@ def train(
             loss, grad_norm = train_step(state, batch)
             window.add(loss, grad_norm, len(batch))
 
-            # Tell.
-            if state.step % recipe.run.log_every == 0 or state.step == recipe.run.steps:
+            # Tell; before a checkpoint always, since a loss that is not finite must not be saved.
+            saving = bool(stop) or state.step % recipe.run.checkpoint_every == 0 or state.step == recipe.run.steps
+            if saving or state.step % recipe.run.log_every == 0:
                 figures = window.report(state, batch.epoch)
                 meters.write(figures)
                 report(figures)
@@ -142,7 +143,7 @@ def train(
                 fastest = max(fastest, figures.images_per_second)
 
             # Save.
-            if state.step % recipe.run.checkpoint_every == 0 or state.step == recipe.run.steps or stop:
+            if saving:
                 save(state, run)
     finally:
         meters.close()

@@ -190,8 +190,8 @@ class TextDenoiser(nn.Module):
     def _initialize_weights(self) -> None:
         """Xavier, and zeros for the output; diffusers does neither.
 
-        PixArt also zeroes what cross-attention adds, because it begins with the weights of a DiT without text, and draws
-        the embeddings with deviation 0.02, which is what xavier gives at its width; from scratch, xavier fits all.
+        PixArt also zeroes what cross-attention adds, because it begins with the weights of a DiT without text, and has
+        embeddings of deviation 0.02, which is what xavier gives at its width; from scratch, xavier fits all.
         """
         net = self.net
         for module in net.modules():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -115,7 +116,7 @@ def draw_latents(
     return x
 
 
-def build_scheduler(objective: ObjectiveSection):
+def build_scheduler(objective: ObjectiveSection) -> Any:
     """The diffusers scheduler that goes with an objective."""
     from diffusers.schedulers.scheduling_ddim import DDIMScheduler
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler

@@ -1,0 +1,310 @@
+"""The ``leandit`` command: exit codes, one-line errors, what goes where, and a frozen list of flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import typer
+from making import LABEL_RECIPE, TRAIN_RECIPE, tree_digest
+
+from leandit import __version__
+from leandit.datasets.recipe import shipped_recipes
+from leandit.datasets.store import LatentStore
+from leandit.tools.cli import app, main
+from leandit.train.dit import SIZES
+
+SCRIPT = Path(sys.executable).with_name("leandit")
+TINY_LEANDIT = """
+from leandit.tools.cli import main
+from leandit.train.dit import SIZES
+SIZES["S"] = (2, 32, 2)
+main()
+"""
+PRECOMPUTE, TRAIN = sorted(shipped_recipes("leandit.precompute")), sorted(shipped_recipes("leandit.train"))
+
+# Put a new knob in the recipe: a flag is for where things lie, and for how this one call behaves.
+FLAGS = {
+    "precompute": ["--device", "--dry-run", "--set", "--source", "--store"],
+    "train": ["--device", "--dry-run", "--run", "--set", "--store"],
+    "inspect": ["--json", "--sheet", "--vae"],
+    "sample": [
+        *("--bucket", "--caption", "--device", "--guidance", "--json", "--label", "--num", "--out", "--seed"),
+        *("--steps", "--store", "--text", "--vae"),
+    ],
+    "demo": ["--out", "--pictures", "--set"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _tiny_models_and_own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(SIZES, "S", (2, 32, 2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small, the models are slower on two
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+Leandit = Callable[..., Ended]
+
+
+@pytest.fixture
+def leandit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Leandit:
+    """Run the command in this process, in an empty folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def run(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["leandit", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        return Ended(int(end.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+def settings(overrides: list[str]) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+TINY = settings(["model.name=DiT-S/4", "model.num_classes=0", "run.compile=false", *TRAIN_RECIPE])
+
+
+def test_the_flags_of_every_command_are_frozen() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    found = {
+        name: sorted(flag for param in command.params for flag in param.opts if flag.startswith("--"))
+        for name, command in commands.items()
+    }
+    assert found == FLAGS
+    everywhere = typer.main.get_command(app).params
+    assert {flag for param in everywhere for flag in param.opts} == {"--traceback", "--version"}
+
+
+def test_the_installed_command_ends_with_the_code_of_the_error(tmp_path: Path) -> None:
+    ended = subprocess.run([SCRIPT, "inspect", "no-store"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert ended.stderr.startswith("leandit: store 'no-store'")
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_every_command_has_help_with_an_example(command: str, leandit: Leandit) -> None:
+    ended = leandit(command, "--help")
+    assert ended.code == 0
+    assert f"Example: leandit {command}" in " ".join(ended.out.split())
+
+
+def test_the_version_is_the_packages(leandit: Leandit) -> None:
+    assert leandit("--version") == Ended(0, f"{__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train", "dit-s-2-265", "--dry-run"], 2, ["dit-s-2-265", "Did you mean 'dit-s-2-256'"]),
+        (["train", "dit-s-2-256", "--set", "optimizer.lrr=1", "--dry-run"], 2, ["optimizer.lrr", "optimizer.lr'"]),
+        (["train", "dit-s-2-256", "--set", "run.steps=many", "--dry-run"], 2, ["run.steps", "many"]),
+        (["train", "dit-s-2-256"], 2, ["--store", "--run"]),
+        (["precompute", "imagenet-256"], 2, ["--source", "--store"]),
+        (["train", "dit-s-2-256", "--device", "gpu", "--dry-run"], 2, ["--device 'gpu'"]),
+        (["train", "dit-s-2-256", "--device", "cuda:99", "--dry-run"], 2, ["cuda:99"]),
+        (
+            ["train", "dit-s-2-256", "--set", "run.precision=fp32", "--store", "no-store", "--run", "run"],
+            3,
+            ["no-store", "leandit precompute"],
+        ),
+        (["inspect", "no-store"], 3, ["no-store"]),
+        (["sample", "no-run", "--out", "out"], 3, ["no-run", "Train first"]),
+        (["precompute", "imagenet-256", "--source", "none", "--store", "store"], 3, ["none"]),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_its_exit_code(
+    arguments: list[str], code: int, words: list[str], leandit: Leandit
+) -> None:
+    ended = leandit(*arguments)
+    assert (ended.code, ended.out) == (code, "")
+    assert ended.err.startswith("leandit: ")
+    assert ended.err.count("\n") == 1
+    assert [word for word in words if word not in ended.err] == []
+    assert tree_digest(Path()) == {}  # and nothing was written
+
+
+@pytest.mark.parametrize("arguments", [["fly"], ["inspect"], ["inspect", "store", "--loud"], ["train", "--steps=4"]])
+def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], leandit: Leandit) -> None:
+    ended = leandit(*arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert "Traceback" not in ended.err
+
+
+def test_damage_has_its_own_exit_code(label_store: LatentStore, tmp_path: Path, leandit: Leandit) -> None:
+    path = shutil.copytree(label_store.path, tmp_path / "store")
+    shard = path / label_store.latents("32x32").layout.shard_path(0)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    ended = leandit("inspect", path)
+    assert (ended.code, ended.out) == (4, "")
+    assert "bytes" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (MemoryError(), 5, "out of memory"),
+        (ModuleNotFoundError("no", name="diffusers"), 5, "diffusers is not installed"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ZeroDivisionError("by zero"), 1, "ZeroDivisionError"),
+    ],
+)
+def test_other_errors_have_their_exit_codes(
+    error: BaseException, code: int, words: str, leandit: Leandit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr("leandit.precompute.pipeline.precompute", fail)
+    ended = leandit("precompute", "imagenet-256", "--source", tmp_path, "--store", tmp_path / "store")
+    assert (ended.code, ended.out) == (code, "")
+    assert words in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_the_traceback_is_shown_when_asked_for(leandit: Leandit) -> None:
+    ended = leandit("--traceback", "inspect", "no-store")
+    assert ended.code == 3
+    assert "Traceback (most recent call last)" in ended.err
+    assert ended.err.splitlines()[-1].startswith("leandit: store 'no-store'")
+
+
+def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_path: Path, leandit: Leandit) -> None:
+    store, run, out = tmp_path / "store", tmp_path / "run", tmp_path / "out"
+    command = ["precompute", "imagenet-256", "--source", class_folder, "--store", store, *settings(LABEL_RECIPE)]
+    ended = leandit(*command)
+    assert ended.code == 0
+    assert "15 planned = 15 stored + 0 rejected" in ended.out
+    assert "pictures: 15 of 15" in ended.err
+    assert "pictures: " not in ended.out
+    assert "nothing to do" in leandit(*command).out
+
+    ended = leandit("inspect", store, "--json", "--sheet", tmp_path / "sheet.png")
+    assert ended.code == 0
+    assert json.loads(ended.out)["num_stored"] == 15
+    assert "sheet.png" in ended.err
+    assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(leandit("inspect", store, "n001/2.png", "--json").out)["class"] == "n001"
+
+    command = ["train", "dit-s-2-256", "--store", store, "--run", run, *TINY]
+    ended = leandit(*command)
+    assert ended.code == 0
+    assert "6 of 6" in ended.out
+    assert "train: 6 of 6" in ended.err
+    assert "train: " not in ended.out
+    assert "finished" in leandit(*command).out
+
+    command = ["sample", run, "--out", out, "--label", 1, "--label", 2, "--steps", 2]
+    ended = leandit(*command, "--json")
+    assert json.loads(ended.out)["samples"] == ["1: n001", "2: n002"]
+    assert (out / "grid.png").read_bytes().startswith(b"\x89PNG")
+    assert leandit(*command, "--label", 7).code == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe"), [("precompute", name) for name in PRECOMPUTE] + [("train", name) for name in TRAIN]
+)
+def test_a_dry_run_of_every_shipped_recipe_shows_it_and_writes_nothing(
+    command: str, recipe: str, leandit: Leandit
+) -> None:
+    ended = leandit(command, recipe, "--dry-run", "--device", "cpu")
+    assert ended.code == 0, ended.err
+    assert "[images]" in ended.out or "[optimizer]" in ended.out
+    assert tree_digest(Path()) == {}
+
+
+def test_a_dry_run_counts_the_source_and_checks_the_store(
+    caption_folder: Path, caption_store: LatentStore, leandit: Leandit
+) -> None:
+    before = tree_digest(caption_folder), tree_digest(caption_store.path)
+    ended = leandit("precompute", "demo", "--source", caption_folder, "--store", "new", "--dry-run")
+    assert ended.code == 0
+    assert "14 records" in ended.out
+    assert "9 distinct" in ended.out
+    ended = leandit("train", "demo", "--store", caption_store.path, "--run", "new", "--dry-run", "--device", "cpu")
+    assert ended.code == 0
+    assert "14 records" in ended.out
+    assert "M parameters" in ended.out
+    assert leandit("train", "dit-s-2-256", "--store", caption_store.path, "--dry-run").code == 3
+    assert tree_digest(Path()) == {}
+    assert (tree_digest(caption_folder), tree_digest(caption_store.path)) == before
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(label_store: LatentStore, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    small = [*TRAIN_RECIPE, "run.steps=100000", "run.global_batch=1", "run.checkpoint_every=100000"]
+    overrides = settings(["model.name=DiT-S/4", "model.num_classes=0", "run.keep_checkpoints=1", *small])
+    command = [
+        sys.executable,
+        "-c",
+        TINY_LEANDIT,
+        "train",
+        "dit-s-2-256",
+        "--store",
+        label_store.path,
+        "--run",
+        run,
+        *overrides,
+    ]
+    reached, env = 0, os.environ | {"OMP_NUM_THREADS": "1"}
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGINT, 130)):
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            deadline = time.monotonic() + 90
+            while last_step(run) < reached + 2 and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == code, err
+        assert "interrupted" in out
+        assert "Traceback" not in err
+        step = last_step(run)
+        assert (run / f"checkpoint-{step}/state.json").is_file()
+        assert f"from step {reached + 1}," in out
+        assert step > reached
+        reached = step
+    lines = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(1, reached + 1))
+
+
+def last_step(run: Path) -> int:
+    """Of the last whole line of the metrics."""
+    path = run / "metrics.jsonl"
+    lines = (
+        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+    )
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def test_the_device_is_named_or_found(leandit: Leandit) -> None:
+    ended = leandit("train", "dit-s-2-256", "--dry-run", "--device", "auto")
+    assert ("cuda" if torch.cuda.is_available() else "cpu") in ended.out

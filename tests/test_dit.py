@@ -1,0 +1,265 @@
+"""Our DiT: the published parameters, the published function, and a start as identity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from leandit.train.dit import PATCHES, SIZES, DiT, position_table, time_features
+
+Weights = dict[str, Tensor]
+PARTS = ("weight", "bias")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small, the models are slower on two
+    yield
+    torch.set_num_threads(threads)
+
+
+def build(size: str, patch: int, *, base_size: int = 32, num_classes: int = 1000) -> DiT:
+    depth, width, heads = SIZES[size]
+    return DiT(
+        depth=depth,
+        width=width,
+        heads=heads,
+        patch=patch,
+        channels=4,
+        out_channels=8,
+        num_classes=num_classes,
+        base_size=base_size,
+    )
+
+
+def tiny_dit(*, base_size: int = 8) -> DiT:
+    return DiT(
+        depth=3, width=24, heads=3, patch=2, channels=4, out_channels=8, num_classes=5, base_size=base_size
+    ).double()
+
+
+def randomize(model: DiT) -> DiT:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def expected_parameters(size: str, patch: int, *, num_classes: int = 1000) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a published checkpoint of the 256 px models (the keys of facebookresearch/DiT)."""
+    depth, e, _ = SIZES[size]
+    shapes = {
+        "x_embedder.proj": ((e, 4, patch, patch), (e,)),
+        "t_embedder.mlp.0": ((e, 256), (e,)),
+        "t_embedder.mlp.2": ((e, e), (e,)),
+        "final_layer.linear": ((patch * patch * 8, e), (patch * patch * 8,)),
+        "final_layer.adaLN_modulation.1": ((2 * e, e), (2 * e,)),
+    }
+    for i in range(depth):
+        shapes |= {
+            f"blocks.{i}.attn.qkv": ((3 * e, e), (3 * e,)),
+            f"blocks.{i}.attn.proj": ((e, e), (e,)),
+            f"blocks.{i}.mlp.fc1": ((4 * e, e), (4 * e,)),
+            f"blocks.{i}.mlp.fc2": ((e, 4 * e), (e,)),
+            f"blocks.{i}.adaLN_modulation.1": ((6 * e, e), (6 * e,)),
+        }
+    named = {f"{name}.{part}": shape for name, pair in shapes.items() for part, shape in zip(PARTS, pair, strict=True)}
+    tokens = (32 // patch) ** 2
+    return named | {"y_embedder.embedding_table.weight": (num_classes + 1, e), "pos_embed": (1, tokens, e)}
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.parametrize("size", SIZES)
+def test_parameter_names_and_shapes_are_those_of_the_published_checkpoints(size: str, patch: int) -> None:
+    with torch.device("meta"):
+        state = build(size, patch).state_dict()
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == expected_parameters(size, patch)
+
+
+@pytest.mark.parametrize(
+    ("size", "trainable"), [("S", 32_865_056), ("B", 130_315_808), ("L", 457_840_672), ("XL", 674_834_720)]
+)
+def test_parameter_counts_are_the_published_ones(size: str, trainable: int) -> None:
+    with torch.device("meta"):
+        model = build(size, 2)
+    assert sum(p.numel() for p in model.parameters()) == trainable
+    assert sum(t.numel() for t in model.state_dict().values()) == trainable + 256 * SIZES[size][1]
+
+
+def test_the_largest_model_has_the_values_of_its_checkpoint() -> None:
+    with torch.device("meta"):
+        model = build("XL", 2)
+    assert sum(t.numel() for t in model.state_dict().values()) == 675_129_632
+
+
+def reference(weights: Weights, heads: int, base: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    """The paper's formulas in plain tensor arithmetic, one image at a time."""
+
+    def linear(name: str, v: Tensor) -> Tensor:
+        return v @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    def silu(v: Tensor) -> Tensor:
+        return v / (1 + torch.exp(-v))
+
+    def norm(v: Tensor) -> Tensor:
+        centred = v - v.mean(-1, keepdim=True)
+        return centred / ((centred**2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    def gelu(v: Tensor) -> Tensor:
+        return 0.5 * v * (1 + torch.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
+
+    def attend(name: str, v: Tensor) -> Tensor:
+        q, k, value = linear(f"{name}.qkv", v).split(v.shape[1], dim=1)
+        size = v.shape[1] // heads
+        out = []
+        for h in range(heads):
+            part = slice(h * size, (h + 1) * size)
+            scores = q[:, part] @ k[:, part].T / math.sqrt(size)
+            shares = torch.exp(scores - scores.max(1, keepdim=True).values.detach())
+            shares = shares / shares.sum(1, keepdim=True)
+            out.append(shares @ value[:, part])
+        return linear(f"{name}.proj", torch.cat(out, 1))
+
+    kernel = weights["x_embedder.proj.weight"]
+    width, _, p, _ = kernel.shape
+    rows, columns = x.shape[2] // p, x.shape[3] // p
+    depth = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks."))
+    images = []
+    for image, time, label in zip(x, t, y, strict=True):
+        tokens = []
+        for r in range(rows):
+            for c in range(columns):
+                patch = image[:, r * p : (r + 1) * p, c * p : (c + 1) * p]
+                # The column comes first, and both coordinates run from 0 to the base grid's size.
+                places = []
+                for coordinate in (c * base / columns, r * base / rows):
+                    angles = [coordinate / 10_000 ** (i / (width // 4)) for i in range(width // 4)]
+                    places += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+                place = torch.tensor(places, dtype=torch.float32).double()  # the table is stored in float32
+                embedded = kernel.reshape(width, -1) @ patch.reshape(-1) + weights["x_embedder.proj.bias"]
+                tokens.append(embedded + place)
+        v = torch.stack(tokens)
+        angles = time * torch.tensor([10_000 ** (-i / 128) for i in range(128)], dtype=torch.float64)
+        features = torch.cat([angles.cos(), angles.sin()])
+        condition = linear("t_embedder.mlp.2", silu(linear("t_embedder.mlp.0", features)))
+        condition = silu(condition + weights["y_embedder.embedding_table.weight"][label])
+        for i in range(depth):
+            name = f"blocks.{i}"
+            shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = linear(f"{name}.adaLN_modulation.1", condition).split(
+                width
+            )
+            v = v + gate_a * attend(f"{name}.attn", norm(v) * (1 + scale_a) + shift_a)
+            hidden = gelu(linear(f"{name}.mlp.fc1", norm(v) * (1 + scale_m) + shift_m))
+            v = v + gate_m * linear(f"{name}.mlp.fc2", hidden)
+        shift, scale = linear("final_layer.adaLN_modulation.1", condition).split(width)
+        patches = linear("final_layer.linear", norm(v) * (1 + scale) + shift)  # (T, p * p * out)
+        lines = []
+        for r in range(rows):
+            line = [patches[r * columns + c].view(p, p, -1).permute(2, 0, 1) for c in range(columns)]
+            lines.append(torch.cat(line, dim=2))
+        images.append(torch.cat(lines, dim=1))
+    return torch.stack(images)
+
+
+def example(height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn((3, 4, height, width), generator=generator, dtype=torch.float64)
+    return x, torch.tensor([3.0, 500.0, 999.0], dtype=torch.float64), torch.tensor([0, 4, 5])
+
+
+@pytest.fixture
+def exact_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time features in float64, so that the rest of the model can be compared to 1e-10."""
+
+    def exact(t: Tensor) -> Tensor:
+        frequencies = torch.tensor([10_000 ** (-i / 128) for i in range(128)], dtype=torch.float64)
+        angles = t.double()[:, None] * frequencies
+        return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+    monkeypatch.setattr("leandit.train.dit.time_features", exact)
+
+
+@pytest.mark.usefixtures("exact_times")
+@pytest.mark.parametrize("size", [(8, 8), (4, 12), (12, 8), (16, 16)])
+def test_the_output_and_all_gradients_are_those_of_the_formulas(size: tuple[int, int]) -> None:
+    model = randomize(tiny_dit())
+    x, t, y = example(*size)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    ours, theirs = model(x, t, y), reference(weights, heads=3, base=4, x=x, t=t, y=y)
+    assert ours.shape == (3, 8, *size)
+    assert theirs.abs().max() > 0.1  # else there is nothing to compare
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+    pull = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    (ours * pull).sum().backward()
+    (theirs * pull).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_time_features_are_cosines_then_sines_over_128_frequencies() -> None:
+    t = torch.tensor([0.0, 0.5, 37.0, 999.0])
+    wanted = torch.tensor(
+        [[f(float(v) * 10_000 ** (-i / 128)) for f in (math.cos, math.sin) for i in range(128)] for v in t]
+    )
+    torch.testing.assert_close(time_features(t), wanted, rtol=0, atol=2e-4)  # float32 angles up to 999
+
+
+def test_a_new_model_puts_out_exactly_zero_and_its_blocks_are_identity() -> None:
+    model = tiny_dit()
+    x, t, y = example(8, 8)
+    assert model(x, t, y).abs().max() == 0
+    tokens, condition = torch.randn(2, 16, 24, dtype=torch.float64), torch.randn(2, 24, dtype=torch.float64)
+    assert all(torch.equal(block(tokens, condition), tokens) for block in model.blocks)
+
+
+def test_the_base_position_table_holds_the_integers_with_the_column_first() -> None:
+    table = position_table(4, 4, 8, 4).view(4, 4, 8)  # width 8: sin, sin, cos, cos of the column, then of the row
+    integers = torch.arange(4).float()
+    for place in range(4):
+        torch.testing.assert_close(table[place, :, 0], integers.sin())
+        torch.testing.assert_close(table[:, place, 4], integers.sin())
+        torch.testing.assert_close(table[place, :, 3], (integers / 100).cos())
+        torch.testing.assert_close(table[:, place, 7], (integers / 100).cos())
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 8), (8, 2), (3, 5), (8, 8)])
+def test_other_grids_span_the_range_of_the_base_grid(rows: int, columns: int) -> None:
+    table = position_table(rows, columns, 8, 4).view(rows, columns, 8)
+    torch.testing.assert_close(table[0, :, 0], (torch.arange(columns) * 4 / columns).sin())
+    torch.testing.assert_close(table[:, 0, 4], (torch.arange(rows) * 4 / rows).sin())
+
+
+def test_activation_checkpointing_changes_no_bit() -> None:
+    gradients = []
+    for checkpointed in (False, True):
+        model = randomize(tiny_dit())
+        model.activation_checkpointing = checkpointed
+        model(*example(8, 8)).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_it_overfits_four_latents() -> None:
+    torch.manual_seed(0)
+    model = tiny_dit().float()
+    x, t, y = torch.randn(4, 4, 8, 8), torch.tensor([10.0, 300.0, 600.0, 990.0]), torch.arange(4)
+    target = torch.randn(4, 8, 8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss = (model(x, t, y) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]

@@ -1,0 +1,184 @@
+"""``inspect``: its keys and figures, what it flags, contact sheets, and the rule that reads the demo's pictures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from making import CPU
+from PIL import Image
+
+from leandit.datasets.errors import StoreError
+from leandit.datasets.latents import final_latents
+from leandit.datasets.store import LatentStore
+from leandit.tools.inspector import describe_record, render, render_record, summarise
+from leandit.tools.pictures import draw_scene, main_object_of, make_scenes, read_main_object
+from leandit.tools.sheet import CAPTION_LINES, CELL_PX, COLUMNS, LINE_PX, MARGIN_PX, load_decoder, store_sheet
+
+PROMISED = {
+    *("num_planned", "num_stored", "num_rejected", "complete", "buckets", "num_captions", "num_caption_tokens"),
+    *("bytes", "fingerprint", "latent", "text", "root_hash"),
+}
+
+
+def test_the_promised_keys_hold_the_values_of_the_store(label_store: LatentStore, caption_store: LatentStore) -> None:
+    labels, captions = summarise(label_store), summarise(caption_store)
+    for summary, store in ((labels, label_store), (captions, caption_store)):
+        assert PROMISED - summary.keys() == set()
+        assert summary["complete"] is True
+        assert summary["buckets"] == dict(store.buckets)
+        assert summary["fingerprint"] == store.spec.fingerprint
+        assert summary["root_hash"] == store.root_hash
+        assert summary["latent"] == store.spec.latent.model_dump()
+        assert store.manifest is not None
+        sizes = [path.stat().st_size for path in store.path.rglob("*") if path.is_file()]
+        sealed = sum(entry.bytes for entry in store.manifest.files)
+        assert summary["bytes"]["total"] == sealed <= sum(sizes)
+        assert sum(size for part, size in summary["bytes"].items() if part != "total") == sealed
+    assert [labels[key] for key in ("num_planned", "num_stored", "num_rejected", "num_captions")] == [15, 15, 0, 0]
+    assert (labels["num_classes"], labels["text"], labels["num_caption_tokens"]) == (3, None, 0)
+    assert (captions["num_planned"], captions["num_stored"]) == (14, 14)
+    assert captions["buckets"] == {"48x80": 5, "64x64": 5, "80x48": 4}
+    assert captions["num_captions"] == 3 + 6  # three short ones, and six pairs of shapes
+    words = [text.split() for text in caption_store.captions["text"].to_pylist()]
+    assert captions["num_caption_tokens"] == sum(len(w) + 1 for w in words)  # a word is a token, and an end mark
+    assert captions["text"]["width"] == 64
+
+
+@pytest.mark.parametrize("name", ["label_store", "caption_store"])
+def test_the_summary_is_json_and_text(name: str, request: pytest.FixtureRequest) -> None:
+    summary = summarise(request.getfixturevalue(name))
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    text = render(summary)
+    assert summary["root_hash"] in text
+    assert f"{summary['num_stored']} stored" in text
+
+
+def test_channel_statistics_are_those_of_the_latents_that_training_reads(caption_store: LatentStore) -> None:
+    drawn = []
+    for epoch in range(20):
+        for bucket in caption_store.buckets:
+            index = caption_store.index(bucket)
+            stored = caption_store.latents(bucket).take(index.rows)
+            latents = final_latents(stored, caption_store.spec.latent, seed=0, epoch=epoch, records=index.records)
+            drawn.append(latents.transpose(1, 0, 2, 3).reshape(latents.shape[1], -1))
+    values = np.concatenate(drawn, axis=1)
+    statistics = summarise(caption_store)["latent_statistics"]
+    np.testing.assert_allclose(statistics["channel_mean"], values.mean(1), atol=0.01)
+    np.testing.assert_allclose(statistics["channel_std"], values.std(1), atol=0.01)
+    assert (statistics["num_rows_read"], statistics["num_nonfinite"]) == (14, 0)
+
+
+@pytest.fixture
+def spoiled(label_store: LatentStore, tmp_path: Path) -> tuple[LatentStore, str]:
+    """A copy of the store whose fourth row was overwritten with NaN, and the key of that row's record."""
+    path = shutil.copytree(label_store.path, tmp_path / "store")
+    array = label_store.latents("32x32")
+    with open(path / array.layout.shard_path(0), "r+b") as file:
+        file.seek(3 * array.layout.row_bytes)
+        file.write(np.full(array.layout.shape[1:], np.nan, array.layout.dtype).tobytes())
+    store = LatentStore(path)
+    index = store.index("32x32")
+    return store, store.record_at(int(index.records[list(index.rows).index(3)])).key
+
+
+def test_a_row_of_nan_is_counted_and_named(spoiled: tuple[LatentStore, str]) -> None:
+    summary = summarise(spoiled[0])
+    statistics = summary["latent_statistics"]
+    assert (statistics["num_nonfinite"], statistics["nonfinite"]) == (1, ["32x32, row 3"])
+    assert np.isfinite(statistics["channel_mean"]).all()
+    assert "1 rows are not finite" in render(summary)
+    assert "32x32, row 3" in render(summary)
+
+
+def test_a_record_of_nan_is_still_valid_json(spoiled: tuple[LatentStore, str]) -> None:
+    store, key = spoiled
+    values = describe_record(store, store.record(key))
+    assert values["finite"] is False
+    json.dumps(values, allow_nan=False)
+
+
+def test_an_unusual_scale_is_flagged(label_store: LatentStore, tmp_path: Path) -> None:
+    path = shutil.copytree(label_store.path, tmp_path / "store")
+    attributes = json.loads((path / "zarr.json").read_text())
+    latent = attributes["attributes"]["leandit"]["latent"]
+    latent["scale"] = [value * 5.5 for value in latent["scale"]]
+    text = json.dumps(attributes, sort_keys=True, indent=1)
+    whole = (path / "zarr.json").stat().st_size
+    (path / "zarr.json").write_text(text + " " * max(0, whole - len(text)))
+    if (path / "manifest.json").exists():
+        (path / "manifest.json").unlink()  # its sizes may differ; the commits say the same
+    summary = summarise(LatentStore(path, allow_incomplete=True))
+    assert summary["latent_statistics"]["suspicious_channels"] == [0, 1, 2, 3]
+    assert render(summary).count("<- unusual") == 4
+    usual = summarise(label_store)["latent_statistics"]
+    ratio = np.array(summary["latent_statistics"]["channel_std"]) / np.array(usual["channel_std"])
+    np.testing.assert_allclose(ratio, 5.5, rtol=0.01)
+
+
+def test_an_incomplete_store_says_so(label_store: LatentStore, tmp_path: Path) -> None:
+    path = shutil.copytree(label_store.path, tmp_path / "store")
+    (path / "manifest.json").unlink()
+    summary = summarise(LatentStore(path, allow_incomplete=True))
+    assert (summary["complete"], summary["root_hash"], summary["num_stored"]) == (False, None, 15)
+    assert "INCOMPLETE" in render(summary)
+
+
+def test_a_record_is_described_with_its_captions_and_its_place(
+    label_store: LatentStore, caption_store: LatentStore
+) -> None:
+    record = caption_store.record_at(4)
+    values = describe_record(caption_store, record)
+    texts = caption_store.captions["text"].to_pylist()
+    assert [caption["text"] for caption in values["captions"]] == [texts[i] for i in record.caption_ids]
+    assert values["captions"][0]["num_tokens"] == len(caption_store.caption(record))
+    assert (caption_store.path / values["shard"]).is_file()
+    assert (caption_store.path / values["commit"]).is_file()
+    stored = caption_store.latents(values["bucket"])[values["row"]].astype(np.float64)
+    assert values["stored_shape"] == list(stored.shape)
+    np.testing.assert_allclose(values["channel_mean"], stored.mean((1, 2)), atol=1e-4)
+    text = render_record(values)
+    assert record.key in text
+    assert values["captions"][0]["text"] in text
+    labelled = describe_record(label_store, label_store.record_at(14))
+    assert (labelled["label"], labelled["class"]) == (2, "n002")
+
+
+def test_an_unknown_key_is_refused_with_the_nearest(label_store: LatentStore) -> None:
+    with pytest.raises(StoreError, match="n001"):
+        label_store.record("n001/")
+
+
+@pytest.mark.parametrize("count", [1, 7, 50])
+def test_a_contact_sheet_has_a_cell_for_each_record(count: int, caption_store: LatentStore, tmp_path: Path) -> None:
+    decoder = load_decoder(caption_store.spec.recipe["vae"], None, CPU)
+    store_sheet(caption_store, decoder, count=count).save(tmp_path / "sheet.png")
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.format == "PNG"
+        pixels = np.asarray(sheet.convert("RGB"))
+    step_x, step_y = CELL_PX + MARGIN_PX, CELL_PX + MARGIN_PX + CAPTION_LINES * LINE_PX
+    cells = min(count, 14)
+    rows, columns = -(-cells // COLUMNS), min(COLUMNS, cells)
+    assert pixels.shape == (rows * step_y + MARGIN_PX, columns * step_x + MARGIN_PX, 3)
+    filled = 0
+    for i in range(rows * columns):
+        top, left = MARGIN_PX + i // COLUMNS * step_y, MARGIN_PX + i % COLUMNS * step_x
+        filled += bool((pixels[top : top + CELL_PX, left : left + CELL_PX] < 250).any())
+    assert filled == cells
+
+
+def test_the_rule_reads_every_drawn_picture_at_the_size_of_the_demo() -> None:
+    wrong = []
+    for scene in make_scenes(400, seed=3):
+        picture = draw_scene(scene).resize((scene.width_px // 2, scene.height_px // 2), Image.Resampling.BICUBIC)
+        for caption in scene.captions:
+            if read_main_object(np.asarray(picture)) != main_object_of(caption):
+                wrong.append((caption, read_main_object(np.asarray(picture))))
+    assert wrong == []
+
+
+def test_the_rule_sees_nothing_in_grey() -> None:
+    assert read_main_object(np.full((64, 64, 3), 200, np.uint8)) is None

@@ -1,0 +1,262 @@
+"""Sampling: the solvers recover known targets, and ``sample`` finds captions, buckets and decoders or says why not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from making import CPU, train_recipe
+from torch import Tensor, nn
+
+from leandit.datasets.errors import EncoderError, LeanditError, RecipeError, RunError
+from leandit.datasets.store import LatentStore
+from leandit.precompute.encoders import local_folder
+from leandit.tools.sampler import Request, make_conditioning, sample
+from leandit.train.config import ObjectiveSection
+from leandit.train.dit import SIZES
+from leandit.train.loop import StopRequest, train
+from leandit.train.models import PIXART_SIZES, Conditioner, Conditioning, ModelSpec
+from leandit.train.objectives import ddpm_schedule
+from leandit.train.sample import Snapshot, draw_latents, load_snapshot
+
+LABELS = ModelSpec(name="DiT-S/2", channels=2, out_channels=4, num_classes=2, caption_width=0, base_size=8)
+ALPHA_BAR = ddpm_schedule(CPU)["alpha_bar"].double()
+MEANS = torch.tensor([0.7, -1.2, 3.0])  # of the classes 0, 1 and null
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tiny_models() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SIZES, "S", (2, 32, 2))
+        patch.setitem(PIXART_SIZES, "pixart-tiny", (2, 2, 16, 2))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # so small, they are slower on two
+        yield
+        torch.set_num_threads(threads)
+
+
+class Known(nn.Module):
+    """The exact denoiser of latents that are Gaussian with the mean of their class.
+
+    Args:
+      kind: what it puts out, velocity ("flow") or noise and variance ("ddpm").
+      std: of the latents, in each place.
+    """
+
+    def __init__(self, kind: str, std: float) -> None:
+        super().__init__()
+        self.anchor = nn.Parameter(torch.zeros(1))
+        self._kind, self._std = kind, std
+
+    def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
+        assert conditioning.labels is not None
+        mean = MEANS[conditioning.labels].double()[:, None, None, None]
+        if self._kind == "flow":
+            b = t.double()[:, None, None, None] / 1000
+            a = 1 - b
+        else:
+            alpha_bar = ALPHA_BAR[t.long()][:, None, None, None]
+            a, b = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
+        # x_t = a data + b noise; the best guesses of both, given x_t (Bishop 2006, equation 2.116).
+        surprise = (x.double() - a * mean) / (a**2 * self._std**2 + b**2)
+        data, noise = mean + a * self._std**2 * surprise, b * surprise
+        return (noise - data if self._kind == "flow" else torch.cat([noise, noise], 1)).float()
+
+
+def snapshot_of(objective: ObjectiveSection, std: float) -> Snapshot:
+    model = Known(objective.kind, std).eval()
+    return Snapshot(Path(), 0, model, LABELS, objective, None, None, Conditioner(LABELS, None), {})  # type: ignore
+
+
+def draw(objective: ObjectiveSection, std: float, count: int = 2, **options: float) -> Tensor:
+    labels = torch.arange(2).repeat_interleave(count // 2)
+    chosen = {"size": (8, 8), "steps": 100, "guidance": 1.0, "seed": 0} | options
+    return draw_latents(snapshot_of(objective, std), Conditioning(labels=labels), **chosen)  # type: ignore
+
+
+OBJECTIVES = [
+    ObjectiveSection(kind="flow"),
+    ObjectiveSection(kind="flow", shift=3.0),
+    ObjectiveSection(kind="ddpm"),
+]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=["flow", "flow-shift", "ddpm"])
+@pytest.mark.parametrize("steps", [1, 4, 50])
+def test_a_constant_target_is_recovered_exactly(objective: ObjectiveSection, steps: int) -> None:
+    latents = draw(objective, 0.0, steps=steps)
+    tolerance = 1e-3 if objective.kind == "flow" else 0.02  # DDIM's first step divides by the square root of 4e-5
+    torch.testing.assert_close(latents[0], torch.full((2, 8, 8), 0.7), rtol=0, atol=tolerance)
+    torch.testing.assert_close(latents[1], torch.full((2, 8, 8), -1.2), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=["flow", "flow-shift", "ddpm"])
+def test_a_gaussian_target_is_recovered(objective: ObjectiveSection) -> None:
+    latents = draw(objective, 0.5, count=64, steps=200)
+    for part, mean in ((latents[:32], 0.7), (latents[32:], -1.2)):
+        assert part.mean() == pytest.approx(mean, abs=0.05)
+        assert part.std() == pytest.approx(0.5, abs=0.05)
+
+
+def test_guidance_moves_away_from_null_by_its_formula() -> None:
+    latents = draw(OBJECTIVES[0], 0.0, guidance=3.0)
+    assert latents[0].mean() == pytest.approx(3.0 + 3 * (0.7 - 3.0), abs=1e-2)
+    assert latents[1].mean() == pytest.approx(3.0 + 3 * (-1.2 - 3.0), abs=1e-2)
+
+
+def test_guidance_of_one_never_asks_for_null(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    forward = Known.forward
+
+    def watch(self: Known, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
+        assert conditioning.labels is not None
+        seen.append(conditioning.labels)
+        return forward(self, x, t, conditioning)
+
+    monkeypatch.setattr(Known, "forward", watch)
+    draw(OBJECTIVES[0], 0.5, steps=3)
+    assert len(seen) == 3
+    assert torch.stack(seen).max() == 1
+    draw(OBJECTIVES[0], 0.5, steps=3, guidance=2.0)
+    assert torch.stack(seen[3:]).max() == 2
+
+
+def test_the_draw_depends_on_its_seed_alone() -> None:
+    torch.manual_seed(1)
+    first = draw(OBJECTIVES[2], 0.5, steps=5)
+    torch.manual_seed(2)
+    assert torch.equal(first, draw(OBJECTIVES[2], 0.5, steps=5))
+    assert not torch.equal(first, draw(OBJECTIVES[2], 0.5, steps=5, seed=1))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A trained run on labels and one on captions."""
+
+    labels: Path
+    captions: Path
+
+
+@pytest.fixture(scope="module")
+def runs(label_store: LatentStore, caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    root = tmp_path_factory.mktemp("runs")
+    for name, store in (("dit-s-4", label_store), ("pixart-tiny", caption_store)):
+        recipe = train_recipe(name, "run.steps=4", "run.ema_decay=0.0", "run.checkpoint_every=4", "optimizer.lr=1e-2")
+        train(recipe, store_path=store.path, run=root / name, device=CPU, report=lambda _: None, stop=StopRequest())
+    return Runs(root / "dit-s-4", root / "pixart-tiny")
+
+
+Draw = Callable[..., dict]
+
+
+@pytest.fixture
+def go(tmp_path: Path) -> Draw:
+    """Sample into a folder of the test."""
+
+    def run(
+        path: Path, request: Request, *, store: Path | None = None, vae: str | None = None, text: str | None = None
+    ) -> dict:
+        return sample(path, request, out=tmp_path / "out", device=CPU, store=store, vae=vae, text=text)
+
+    return run
+
+
+def test_sampling_twice_gives_the_same_picture_and_another_seed_another(go: Draw, runs: Runs) -> None:
+    grids = []
+    for seed in (0, 0, 1):
+        result = go(runs.labels, Request(labels=(0, 2), steps=3, seed=seed))
+        grids.append(Path(result["grid"]).read_bytes())
+    assert grids[0] == grids[1] != grids[2]
+    assert (result["samples"], result["warning"]) == (["0: n000", "2: n002"], None)
+
+
+@pytest.mark.parametrize("bucket", ["32x32", "64x32", "96x64"])
+def test_other_sizes_than_those_of_the_store_work(bucket: str, go: Draw, runs: Runs) -> None:
+    assert go(runs.labels, Request(labels=(1,), steps=2, bucket=bucket))["bucket"] == bucket
+
+
+def test_captions_of_the_store_equal_those_encoded_live(
+    go: Draw, runs: Runs, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    captions = caption_store.captions["text"].to_pylist()[:4]
+    moved = shutil.copytree(runs.captions, tmp_path / "elsewhere/run")  # from here the run does not find its store
+    snapshot = load_snapshot(runs.captions, CPU)
+    request = Request(captions=captions)
+    stored = make_conditioning(snapshot, request, runs.captions, None, None, CPU)[1]
+    live = make_conditioning(snapshot, request, moved, None, "shipped:t5", CPU)[1]
+    assert stored.captions is not None
+    assert live.captions is not None
+    assert stored.caption_mask is not None
+    assert live.caption_mask is not None
+    assert torch.equal(stored.caption_mask, live.caption_mask)
+    torch.testing.assert_close(stored.captions, live.captions, rtol=2e-3, atol=2e-3)  # stored as float16
+    assert not torch.equal(stored.captions, live.captions)  # so they were not both read from the store
+
+
+def test_any_new_caption_can_be_drawn_beside_one_of_the_store(go: Draw, runs: Runs) -> None:
+    captions = ("a tiny yellow square", "a red circle", "a purple triangle and a cyan square")
+    assert go(runs.captions, Request(captions=captions, steps=2))["samples"] == list(captions)
+
+
+def test_without_a_wish_labels_or_captions_of_the_store_are_drawn(go: Draw, runs: Runs) -> None:
+    assert go(runs.labels, Request(count=3, steps=1))["samples"] == ["0: n000", "1: n001", "2: n002"]
+    assert len(go(runs.captions, Request(count=3, steps=1))["samples"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("which", "request_", "words"),
+    [
+        ("labels", Request(labels=(3,)), "label 3.*0 to 2"),
+        ("labels", Request(labels=(-1,)), "label -1"),
+        ("labels", Request(captions=("a red circle",)), "takes class labels"),
+        ("captions", Request(labels=(1,)), "takes captions"),
+        ("labels", Request(labels=(1,), bucket="30x32"), "30x32.*multiples"),
+        ("labels", Request(labels=(1,), bucket="big"), "big.*HEIGHTxWIDTH"),
+    ],
+)
+def test_what_the_model_cannot_draw_is_refused(which: str, request_: Request, words: str, go: Draw, runs: Runs) -> None:
+    with pytest.raises(RecipeError, match=words):
+        go(getattr(runs, which), request_)
+
+
+def test_a_store_that_is_not_there_is_refused_when_it_is_named(go: Draw, runs: Runs, tmp_path: Path) -> None:
+    with pytest.raises(LeanditError, match="nowhere"):
+        go(runs.captions, Request(captions=("a red circle",), steps=1), store=tmp_path / "nowhere")
+
+
+def test_a_run_without_a_snapshot_is_refused(go: Draw, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no snapshot"):
+        go(tmp_path, Request())
+
+
+def other_vae(folder: Path, channels: int) -> str:
+    """A tiny untrained VAE of half the size each way, as the shipped one would be with other weights."""
+    from diffusers import AutoencoderKL
+
+    levels = 4
+    AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * levels,
+        up_block_types=("UpDecoderBlock2D",) * levels,
+        block_out_channels=(4,) * levels,
+        layers_per_block=1,
+        norm_num_groups=2,
+        latent_channels=channels,
+        mid_block_add_attention=False,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def test_another_vae_is_used_with_a_warning(go: Draw, runs: Runs, tmp_path: Path) -> None:
+    result = go(runs.labels, Request(labels=(0,), steps=1), vae=other_vae(tmp_path / "vae", 4))
+    assert "not the VAE that the store was made with" in result["warning"]
+    copy = shutil.copytree(local_folder("shipped:vae"), tmp_path / "same")  # type: ignore[arg-type]
+    assert go(runs.labels, Request(labels=(0,), steps=1), vae=str(copy))["warning"] is None
+
+
+def test_a_vae_of_other_channels_is_refused(go: Draw, runs: Runs, tmp_path: Path) -> None:
+    with pytest.raises(EncoderError, match="8 channels, the model makes 4"):
+        go(runs.labels, Request(labels=(0,), steps=1), vae=other_vae(tmp_path / "vae", 8))
