@@ -219,11 +219,12 @@ class CaptionEncoder:
         self._dtype, self._device, self.tokenizer = getattr(torch, section.dtype), device, tokenizer
         try:
             # Loaded in its dtype, not cast after: T5 keeps "wo" in float32 when the rest is float16.
-            model, loading = T5EncoderModel.from_pretrained(
+            loaded: Any = T5EncoderModel.from_pretrained(
                 folder, dtype=self._dtype, use_safetensors=True, output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             raise EncoderError(f"text.model '{folder}': cannot be loaded as a T5 encoder: {error}") from error
+        model, loading = loaded
         _check_loaded(loading, f"text.model '{folder}'")
         self._model = model.to(device).eval().requires_grad_(False)
         self.width = int(config["d_model"])

@@ -127,10 +127,6 @@ def _list_image_folder(root: Path) -> Source:
     """Pictures below class folders (label = position of the folder's sorted name, as torchvision's ImageFolder)."""
     files = sorted(_walk(root), key=lambda path: path.split("/"))
     pictures = [path for path in files if Path(path).suffix.lower() in IMAGE_EXTENSIONS]
-    if unnameable := [path for path in pictures if not _is_text(path)]:
-        raise SourceError(
-            f"source '{root}': {len(unnameable)} file names are not UTF-8, the first is {unnameable[0]!r}. Rename them."
-        )
     classes = sorted({path.split("/")[0] for path in pictures if "/" in path})
     labels = {name: i for i, name in enumerate(classes)}
     records = []
@@ -165,14 +161,17 @@ def _walk(root: Path) -> Iterator[str]:
 
 
 def _file_record(root: Path, path: str, **more: Any) -> SourceRecord:
+    if not _is_text(path):
+        name = path.encode("utf-8", "backslashreplace").decode()
+        return SourceRecord(name, name, **(more | {"problem": ("bad_metadata", "the file name is not UTF-8")}))
     try:
         found = os.stat(root / path)
     except OSError as error:
         return SourceRecord(path, path, **(more | {"problem": ("unreadable", f"{error.strerror}: {path}")}))
-    more |= {"num_bytes": found.st_size, "mtime_ns": found.st_mtime_ns}
+    record = SourceRecord(path, path, num_bytes=found.st_size, mtime_ns=found.st_mtime_ns, **more)
     if not os.path.isfile(root / path):
-        more |= {"problem": ("unreadable", f"not a regular file: {path}")}
-    return SourceRecord(path, path, **more)
+        return replace(record, problem=("unreadable", f"not a regular file: {path}"))
+    return record
 
 
 def _list_metadata(root: Path) -> Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,21 @@ from making import CPU, caption_recipe, label_recipe, make_caption_folder, make_
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.pipeline import Report, precompute
+from leandit.train.dit import SIZES
+from leandit.train.models import PIXART_SIZES
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test touches a network
 torch.set_num_threads(1)  # the tests run in two processes
+
+
+@pytest.fixture(scope="module")
+def tiny_models() -> Iterator[None]:
+    """DiT-S and pixart-tiny shrunk to milliseconds a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SIZES, "S", (2, 32, 2))
+        patch.setitem(PIXART_SIZES, "pixart-tiny", (2, 2, 16, 2))
+        yield
+
 
 Encode = Callable[..., Report]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,22 +13,12 @@ from leandit.datasets.errors import DamageError, LeanditError, ResourceError, Ru
 from leandit.datasets.files import canonical_json, read_json
 from leandit.datasets.store import LatentStore
 from leandit.train import checkpoint, loop
-from leandit.train.dit import SIZES
 from leandit.train.loop import StopRequest, train
-from leandit.train.models import PIXART_SIZES
 
 FILES = ("state.json", "model.safetensors", "ema.safetensors", "optimizer.safetensors")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _tiny_models() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SIZES, "S", (2, 32, 2))
-        patch.setitem(PIXART_SIZES, "pixart-tiny", (2, 2, 16, 2))
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # so small, they are slower on two
-        yield
-        torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
 def go(store: LatentStore, run: Path, steps: int, name: str = "dit-s-4") -> loop.Outcome:

@@ -22,7 +22,6 @@ from leandit import __version__
 from leandit.datasets.recipe import shipped_recipes
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli import app, main
-from leandit.train.dit import SIZES
 
 SCRIPT = Path(sys.executable).with_name("leandit")
 TINY_LEANDIT = """
@@ -47,13 +46,9 @@ FLAGS = {
 
 
 @pytest.fixture(autouse=True)
-def _tiny_models_and_own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(SIZES, "S", (2, 32, 2))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small, the models are slower on two
+def _own_signals(tiny_models: None) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
-    torch.set_num_threads(threads)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

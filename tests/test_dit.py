@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,14 +12,6 @@ from leandit.train.dit import PATCHES, SIZES, DiT, position_table, time_features
 
 Weights = dict[str, Tensor]
 PARTS = ("weight", "bias")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small, the models are slower on two
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(size: str, patch: int, *, base_size: int = 32, num_classes: int = 1000) -> DiT:

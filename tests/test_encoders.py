@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +56,6 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any], int]] = {  # class, config, downs
     "dc": (diffusers.AutoencoderDC, DC, 8),
 }
 Save = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Two threads that wait for each other on a busy machine are ten times slower, and may change bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from making import train_recipe
 
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
-from leandit.train.dit import SIZES
 from leandit.train.models import (
-    PIXART_SIZES,
     Conditioner,
     Conditioning,
     Denoiser,
@@ -26,12 +22,7 @@ LABELS = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, ca
 TEXT = ModelSpec(name="pixart-tiny", channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _tiny_models() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SIZES, "S", (2, 32, 2))
-        patch.setitem(PIXART_SIZES, "pixart-tiny", (2, 2, 16, 2))
-        yield
+pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
 def shake(model: Denoiser) -> Denoiser:

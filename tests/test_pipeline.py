@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any
@@ -57,15 +57,6 @@ def loaded(vae: VaeSection, text: TextSection) -> Encoders:
     return load_encoders(PrecomputeRecipe(vae=vae, text=text), CPU)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Two threads that wait for each other on a busy machine are ten times slower, and may change bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def _load_each_encoder_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of a run's second is loading; the encoders themselves are the real ones."""
@@ -85,13 +76,13 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def label_store(_one_thread: None, class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+def label_store(class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
     """As conftest's, encoded with as many threads as the tests here use."""
     return made(label_recipe(), class_folder, tmp_path_factory.mktemp("labels") / "store")
 
 
 @pytest.fixture(scope="module")
-def caption_store(_one_thread: None, caption_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+def caption_store(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
     """As conftest's, encoded with as many threads as the tests here use."""
     return made(caption_recipe(), caption_folder, tmp_path_factory.mktemp("captions") / "store")
 

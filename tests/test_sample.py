@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +17,8 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders import local_folder
 from leandit.tools.sampler import Request, make_conditioning, sample
 from leandit.train.config import ObjectiveSection
-from leandit.train.dit import SIZES
 from leandit.train.loop import StopRequest, train
-from leandit.train.models import PIXART_SIZES, Conditioner, Conditioning, ModelSpec
+from leandit.train.models import Conditioner, Conditioning, ModelSpec
 from leandit.train.objectives import ddpm_schedule
 from leandit.train.sample import Snapshot, draw_latents, load_snapshot
 
@@ -28,15 +27,7 @@ ALPHA_BAR = ddpm_schedule(CPU)["alpha_bar"].double()
 MEANS = torch.tensor([0.7, -1.2, 3.0])  # of the classes 0, 1 and null
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _tiny_models() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SIZES, "S", (2, 32, 2))
-        patch.setitem(PIXART_SIZES, "pixart-tiny", (2, 2, 16, 2))
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # so small, they are slower on two
-        yield
-        torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
 class Known(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,16 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.train import checkpoint
 from leandit.train.config import ScheduleSection, TrainRecipe
-from leandit.train.dit import SIZES
 from leandit.train.ema import Ema
 from leandit.train.loop import Outcome, StopRequest, train
 from leandit.train.meters import StepReport
-from leandit.train.models import PIXART_SIZES
 from leandit.train.optimizers import learning_rate
 
 MODELS = ("dit-s-4", "pixart-tiny")
 EVERY = "run.checkpoint_every=1"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _tiny_models() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SIZES, "S", (2, 32, 2))
-        patch.setitem(PIXART_SIZES, "pixart-tiny", (2, 2, 16, 2))
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # so small, they are slower on two
-        yield
-        torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-UsageError = typer.BadParameter.__bases__[0]  # typer brings its own copy of click and exports only some of it
+# typer brings its own copy of click and exports only some of it.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class Terminated(Exception):
@@ -289,11 +290,11 @@ def main() -> None:
     """Run the command; the one place where an exception becomes a line and an exit code."""
     try:
         code = app(standalone_mode=False)
+        if code == EXIT_CTRL_C:  # typer has caught a Ctrl-C itself
+            _fail("interrupted; run the same command again to go on", code)
     except UsageError as error:
         error.show()  # pyright: ignore[reportAttributeAccessIssue]
         code = EXIT_USAGE
-    except (KeyboardInterrupt, typer.Abort):
-        code = _fail("interrupted; run the same command again to go on", EXIT_CTRL_C)
     except Terminated:
         code = _fail("terminated; run the same command again to go on", EXIT_INTERRUPTED)
     except LeanditError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,15 +81,16 @@ def train_vae(out: Path, *, steps: int, batch_size: int, num_pictures: int) -> N
     pictures = _pictures_by_size(num_pictures)
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(8, 16, 32, 64),
-        layers_per_block=1,
-        norm_num_groups=4,
-        latent_channels=4,
-        mid_block_add_attention=False,
-    )
+    shape: dict[str, Any] = {
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "block_out_channels": (8, 16, 32, 64),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "latent_channels": 4,
+        "mid_block_add_attention": False,
+    }
+    vae: Any = AutoencoderKL(**shape)
     vae.to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1)

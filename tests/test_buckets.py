@@ -1,0 +1,149 @@
+"""Buckets: the published tables, the nearest ratio, and the sizes on the way to a crop."""
+
+from __future__ import annotations
+
+import pytest
+from diffusers.pipelines.pixart_alpha import pipeline_pixart_alpha, pipeline_pixart_sigma
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from leandit.datasets.buckets import (
+    MAX_RATIO,
+    PIXART_1024,
+    adm_sizes,
+    assign_bucket,
+    bucket_name,
+    bucket_size,
+    bucket_table,
+    cover_size,
+)
+from leandit.datasets.errors import RecipeError
+
+SIZES_1024 = {(height, width) for _, height, width in PIXART_1024}
+PUBLISHED = {
+    256: pipeline_pixart_alpha.ASPECT_RATIO_256_BIN,
+    512: pipeline_pixart_alpha.ASPECT_RATIO_512_BIN,
+    1024: pipeline_pixart_alpha.ASPECT_RATIO_1024_BIN,
+    2048: pipeline_pixart_sigma.ASPECT_RATIO_2048_BIN,
+}
+unhurried = settings(deadline=None)
+sides = st.integers(1, 20_000)
+
+
+@pytest.mark.parametrize("resolution_px", PUBLISHED)
+def test_the_pixart_table_holds_every_published_bucket(resolution_px: int) -> None:
+    ours = {(ratio, height, width) for ratio, height, width in bucket_table("pixart", resolution_px)}
+    theirs = {(float(ratio), int(height), int(width)) for ratio, (height, width) in PUBLISHED[resolution_px].items()}
+    assert theirs <= ours  # for inference diffusers keeps 33 of the 40 rows of the smaller tables
+    if resolution_px == 2048:
+        assert theirs == ours
+
+
+def test_the_pixart_table_has_40_rows_that_rise_and_say_their_ratio() -> None:
+    assert len(PIXART_1024) == len(SIZES_1024) == 40
+    ratios = [ratio for ratio, _, _ in PIXART_1024]
+    assert ratios == sorted(set(ratios))
+    assert all(abs(ratio - height / width) < 0.0051 for ratio, height, width in PIXART_1024)
+    assert all(0.9 < height * width / 1024**2 <= 1.0 for height, width in SIZES_1024)
+
+
+def test_the_pixart_table_holds_the_transpose_of_each_row_but_one() -> None:
+    # The published table itself has 704x1344 but not 1344x704; filling it in would move pictures to another bucket.
+    assert {size for size in SIZES_1024 if size[::-1] not in SIZES_1024} == {(704, 1344)}
+
+
+@pytest.mark.parametrize(("resolution_px", "multiple_px"), [(256, 16), (512, 32), (1024, 64), (2048, 128)])
+def test_the_other_pixart_tables_are_exact_multiples_of_the_one_for_1024(resolution_px: int, multiple_px: int) -> None:
+    table = bucket_table("pixart", resolution_px)
+    exact = [(r, h * resolution_px / 1024, w * resolution_px / 1024) for r, h, w in PIXART_1024]
+    assert list(table) == exact
+    assert all(height % multiple_px == width % multiple_px == 0 for _, height, width in table)
+
+
+def test_a_table_of_ones_own_is_sorted_by_ratio_and_free_of_doubles() -> None:
+    table = bucket_table(["80x48", "48x80", "64x64", "80x48"], 64)
+    assert table == ((48 / 80, 48, 80), (1.0, 64, 64), (80 / 48, 80, 48))
+
+
+@pytest.mark.parametrize(
+    ("buckets", "resolution_px", "words"),
+    [
+        ("pixart", 384, "256, 512, 1024, 2048"),
+        ("sqare", 256, "sqare"),
+        (["512x"], 512, "512x"),
+        (["0x64"], 64, "0x64"),
+        (["64 x 64"], 64, "64 x 64"),
+        (["-64x64"], 64, "-64x64"),
+    ],
+)
+def test_a_table_that_is_none_is_refused(buckets: str | list[str], resolution_px: int, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        bucket_table(buckets, resolution_px)
+
+
+@unhurried
+@given(st.integers(1, 999_999), st.integers(1, 999_999))
+def test_the_name_of_a_bucket_is_its_height_then_its_width(height_px: int, width_px: int) -> None:
+    name = bucket_name(height_px, width_px)
+    assert name == f"{height_px}x{width_px}"
+    assert bucket_size(name) == (height_px, width_px)
+
+
+@unhurried
+@given(sides, sides, st.sampled_from([*PUBLISHED, "own"]))
+def test_a_picture_goes_to_the_nearest_ratio_or_nowhere(height_px: int, width_px: int, which: int | str) -> None:
+    own = ["48x80", "64x64", "80x48"]
+    table = bucket_table(own, 64) if which == "own" else bucket_table("pixart", int(which))
+    found = assign_bucket(height_px, width_px, table)
+    # In integers: beyond 4.5 is 2 * long > 9 * short.
+    assert (found is None) == (2 * max(height_px, width_px) > 9 * min(height_px, width_px))
+    if found is not None:
+        distance = {(height, width): abs(ratio - height_px / width_px) for ratio, height, width in table}
+        assert distance[found] == min(distance.values())
+
+
+def test_the_limit_of_the_ratio_is_pixart_s() -> None:
+    assert MAX_RATIO == 4.5  # other limits drop or keep other pictures: the records of a store change
+
+
+@unhurried
+@given(sides, sides)
+def test_a_table_of_one_row_takes_every_picture(height_px: int, width_px: int) -> None:
+    assert assign_bucket(height_px, width_px, bucket_table("square", 256)) == (256, 256)
+
+
+@unhurried
+@given(sides, sides, st.tuples(st.integers(1, 4096), st.integers(1, 4096)))
+def test_cover_size_covers_the_bucket_with_one_side_exact(
+    height_px: int, width_px: int, bucket: tuple[int, int]
+) -> None:
+    height, width = cover_size(height_px, width_px, bucket)
+    assert height >= bucket[0]
+    assert width >= bucket[1]
+    assert height == bucket[0] or width == bucket[1]
+    # The other side keeps the ratio to within a pixel.
+    if height == bucket[0]:
+        assert abs(width - height * width_px / height_px) < 1
+    else:
+        assert abs(height - width * height_px / width_px) < 1
+
+
+def published_adm_sizes(width: int, height: int, image_size: int) -> list[tuple[int, int]]:
+    """guided-diffusion's center_crop_arr on the size of a PIL image (width first), the resizes written down."""
+    size, resizes = (width, height), []
+    while min(*size) >= 2 * image_size:
+        size = tuple(x // 2 for x in size)
+        resizes.append(size)
+    scale = image_size / min(*size)
+    size = tuple(round(x * scale) for x in size)
+    resizes.append(size)
+    return resizes
+
+
+@unhurried
+@given(sides, sides, st.integers(1, 1024))
+def test_adm_sizes_are_those_of_the_published_loader(height_px: int, width_px: int, side_px: int) -> None:
+    sizes = adm_sizes(height_px, width_px, side_px)
+    assert [size[::-1] for size in sizes] == published_adm_sizes(width_px, height_px, side_px)
+    assert min(sizes[-1]) == side_px
+    assert all(side_px <= min(size) for size in sizes[:-1])
