@@ -147,11 +147,12 @@ def merge_records(spec: StoreSpec, plan: FrozenPlan, commits: Commits) -> pa.Tab
 
 def merge_captions(spec: StoreSpec, plan: FrozenPlan, commits: Commits) -> pa.Table:
     """Captions table of a store: the plan's texts with the checksums of their embeddings."""
-    checksums: list[int | None] = []
-    for (part, _shard), commit in sorted(commits.items()):
+    checksums: list[int | None] = [None] * plan.captions.num_rows
+    offsets = plan.offsets(spec)
+    for (part, shard), commit in commits.items():
         if part == CAPTION_PART:
-            checksums += [int(digits, 16) for digits in commit.checksums]
-    checksums += [None] * (plan.captions.num_rows - len(checksums))
+            first = int(np.searchsorted(offsets, embedding_layout(spec, 0).shard_rows * shard))
+            checksums[first : first + len(commit.checksums)] = [int(digits, 16) for digits in commit.checksums]
     columns = {name: plan.captions[name] for name in ("text", "num_tokens", "truncated")}
     return pa.table(columns | {"checksum": pa.array(checksums, pa.uint64())}, schema=CAPTIONS_SCHEMA)
 

@@ -9,6 +9,7 @@ threads: worker processes make a cheap loader ten times slower, so there are non
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -140,6 +141,7 @@ class BatchStream(IterableDataset):
         return {
             "version": STATE_VERSION,
             "root_hash": self._store.root_hash,
+            "buckets": dict(self._plan.buckets),  # while a store is incomplete it has no root hash, but it grows
             "seed": self._plan.seed,
             "global_batch": self._plan.global_batch,
             "epoch": self._epoch,
@@ -152,7 +154,7 @@ class BatchStream(IterableDataset):
         Raises: RunError: the store, the seed or the batch size is another.
         """
         here = self.state_dict()
-        for name in ("version", "root_hash", "seed", "global_batch"):
+        for name in ("version", "root_hash", "buckets", "seed", "global_batch"):
             if state[name] != here[name]:
                 raise RunError(
                     f"loader state: {name} was {state[name]!r}, here it is {here[name]!r}, so the order of records "
@@ -190,13 +192,11 @@ def make_loader(
     plan = BatchPlan(store.buckets, global_batch, seed)
     if not plan.num_records:
         raise RunError(f"store '{store.path}': it holds no records, so there is nothing to train on.")
-    return StatefulDataLoader(
-        BatchStream(store, plan, prefetch=prefetch, pin=pin),
-        batch_size=None,
-        num_workers=0,
-        collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType]
-    )
+    stream = BatchStream(store, plan, prefetch=prefetch, pin=pin)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it, torch 2.13 warns
+        return StatefulDataLoader(stream, batch_size=None, num_workers=0, collate_fn=_as_it_is)
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _as_it_is(batch: Any) -> Any:
     return batch

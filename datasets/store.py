@@ -21,6 +21,7 @@ import pyarrow.compute
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
+from .buckets import bucket_size
 from .commits import merge_captions, merge_records, read_commits, read_plan
 from .errors import DamageError, FormatVersionError, StoreError, StoreIncomplete, StoreNotFound
 from .files import read_json, sha256_of, xxh3_file
@@ -115,11 +116,10 @@ class LatentStore:
 
     @property
     def buckets(self) -> dict[str, int]:
-        """Stored records per bucket."""
-        if self.manifest:
-            return dict(self.manifest.buckets)
-        rows = self._plan.bucket_rows
-        return {bucket: len(self.index(bucket).rows) for bucket in rows}
+        """Stored records per bucket, in order of height, then width."""
+        if self.manifest:  # its JSON is sorted as text; here the order is by size
+            return {name: self.manifest.buckets[name] for name in sorted(self.manifest.buckets, key=bucket_size)}
+        return {bucket: len(self.index(bucket).rows) for bucket in self._plan.bucket_rows}
 
     @property
     def root_hash(self) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, T5EncoderModel
+from transformers.utils import logging as transformers_logging
 
 from ..datasets.errors import EncoderError, RecipeError
 from ..datasets.files import sha256_file, sha256_of
 from ..datasets.schema import EncoderIdentity, LatentSpec, TextSpec
-from .config import TextSection, VaeSection
+from .config import PrecomputeRecipe, TextSection, VaeSection
 
 SHIPPED = "shipped:"
 PROBE_PX = 256  # a multiple of every published downscale up to 128
@@ -217,6 +219,7 @@ class CaptionEncoder:
             )
         weights = _weight_files(folder, "model", what="text.model")
         self._dtype, self._device, self.tokenizer = getattr(torch, section.dtype), device, tokenizer
+        transformers_logging.disable_progress_bar()  # of the weights being read; the command shows its own
         try:
             # Loaded in its dtype, not cast after: T5 keeps "wo" in float32 when the rest is float16.
             loaded: Any = T5EncoderModel.from_pretrained(
@@ -272,6 +275,32 @@ class CaptionEncoder:
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
         output = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device))
         return output.last_hidden_state.float().cpu().numpy()
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """The loaded encoders; no caption encoder where the recipe wants no text."""
+
+    image: ImageEncoder
+    caption: CaptionEncoder | None
+
+    @property
+    def tokenizer(self) -> CaptionTokenizer | None:
+        """Of the caption encoder."""
+        return self.caption and self.caption.tokenizer
+
+
+def load_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders:
+    """Load what the recipe names.
+
+    Raises: EncoderError; RecipeError: a kind of text encoder that this release does not have.
+    """
+    if recipe.text.kind == "gemma2":
+        raise RecipeError("text.kind 'gemma2': this release encodes captions with T5 only. Use text.kind = \"t5\".")
+    if recipe.text.kind == "none":
+        return Encoders(ImageEncoder(recipe.vae, device), None)
+    tokenizer = CaptionTokenizer(recipe.text)
+    return Encoders(ImageEncoder(recipe.vae, device), CaptionEncoder(recipe.text, tokenizer, device))
 
 
 def resolve_model(model: str, subfolder: str, revision: str, *, what: str) -> tuple[Path, str | None]:

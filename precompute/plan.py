@@ -6,6 +6,7 @@ rejected here, with its reason, and has no row.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -149,3 +150,8 @@ def plan_records(source: Source, pictures: Sequence[PlannedPicture], caption_ids
             }
         )
     return pa.Table.from_pylist(rows, schema=PLAN_SCHEMA)
+
+
+def num_threads() -> int:
+    """Threads for decoding: the cores of this process, at most 32."""
+    return min(32, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

@@ -39,13 +39,12 @@ from leandit.datasets.files import TEMPORARY_PREFIX, write_atomic
 from leandit.datasets.shards import CODECS
 from leandit.datasets.store import LatentStore
 from leandit.datasets.writer import StoreWriter
-from leandit.precompute import pipeline
+from leandit.precompute import opening, pipeline
 from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
-from leandit.precompute.encoders import ImageEncoder, local_folder
-from leandit.precompute.pipeline import Encoders, Report
+from leandit.precompute.encoders import Encoders, ImageEncoder, load_encoders, local_folder
+from leandit.precompute.pipeline import Report
 
 Encode = Callable[[PrecomputeRecipe, Path, Path], Report]
-load_encoders = pipeline.load_encoders
 
 
 class Crash(Exception):
@@ -598,7 +597,7 @@ def test_a_picture_that_changes_behind_the_plan_is_rejected(
     encode: Encode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_class_folder(tmp_path / "train", classes=2, per_class=2)
-    freeze = pipeline.freeze_plan
+    freeze = opening.freeze_plan
 
     def freeze_then_change(*args: Any, **kwargs: Any) -> Any:
         plan = freeze(*args, **kwargs)
@@ -606,7 +605,7 @@ def test_a_picture_that_changes_behind_the_plan_is_rejected(
         (source / "n001/1.png").unlink()
         return plan
 
-    monkeypatch.setattr(pipeline, "freeze_plan", freeze_then_change)
+    monkeypatch.setattr(opening, "freeze_plan", freeze_then_change)
     encode(label_recipe(), source, tmp_path / "store")
     rows = LatentStore(tmp_path / "store").records.to_pylist()
     assert [row["reason"] for row in rows] == ["source_changed", None, None, "unreadable"]

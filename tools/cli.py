@@ -129,9 +129,10 @@ def train(
         return
     if store is None or run is None:
         raise RecipeError("train: needed --store PATH and --run PATH (or --dry-run).")
-    from ..train.loop import StopRequest, autocast_dtype
+    from ..train.loop import StopRequest
     from ..train.loop import train as train_run
     from ..train.meters import StepReport
+    from ..train.state import autocast_dtype
     from .progress import ProgressLine
 
     stop, caught = StopRequest(), []

@@ -16,14 +16,14 @@ from ..datasets.layout import latent_layouts
 from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
 from ..precompute.config import PrecomputeRecipe
-from ..precompute.encoders import local_folder
+from ..precompute.encoders import Encoders, load_encoders, local_folder
 from ..precompute.images import decode_picture
-from ..precompute.pipeline import Encoders, describe_store, load_encoders, num_threads
-from ..precompute.plan import PlannedPicture, plan_captions, plan_pictures
+from ..precompute.pipeline import describe_store
+from ..precompute.plan import PlannedPicture, num_threads, plan_captions, plan_pictures
 from ..precompute.sources import Source, list_source, read_record
 from ..train.config import TrainRecipe
-from ..train.loop import autocast_dtype, check_recipe
 from ..train.models import build_model, check_model_name, check_sizes, model_spec
+from ..train.state import autocast_dtype, check_recipe
 from .progress import ProgressLine
 
 PROBE_RECORDS = 64  # encoded to estimate the time

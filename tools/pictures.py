@@ -24,6 +24,8 @@ SHAPES = ("circle", "square", "triangle")
 RELATIONS = ("above", "below", "left of", "right of")
 SIZES_PX = ((128, 128), (96, 160), (160, 96))  # height, width: the three aspect ratios
 SUPERSAMPLING = 3
+PAIR_SHARE = 0.35  # of pictures with two objects
+MAX_SHIFT = 0.15  # of a single object from the centre, as a share of the free room
 
 MIN_CHROMA = 0.25  # below it a pixel is background (which is grey); the palette's own chroma is 0.55 or more
 # Area over bounding box, measured on drawn pictures at 64 px: square 0.99 to 1, circle 0.75 to 0.84, triangle 0.56 to
@@ -45,7 +47,7 @@ class Scene:
     other_colour: str
     other_shape: str
     background: int  # grey level, 0 to 255
-    shift: tuple[float, float]  # of the main object, as a share of the free room, -1 to 1
+    shift: tuple[float, float]  # of a single object from the centre, -1 to 1 of what MAX_SHIFT allows
 
     @property
     def captions(self) -> list[str]:
@@ -66,8 +68,8 @@ def draw_scene(scene: Scene) -> Image.Image:
     other_radius = 0.11 * short
     centre_y, centre_x = scene.height_px / 2, scene.width_px / 2
     if scene.relation is None:
-        centre_y += scene.shift[0] * (centre_y - radius) * 0.3
-        centre_x += scene.shift[1] * (centre_x - radius) * 0.3
+        centre_y += scene.shift[0] * (centre_y - radius) * MAX_SHIFT
+        centre_x += scene.shift[1] * (centre_x - radius) * MAX_SHIFT
     else:
         # The pair stands along one axis: "a above b" puts a in the upper part.
         sign_y, sign_x = {"above": (-1, 0), "below": (1, 0), "left of": (0, -1), "right of": (0, 1)}[scene.relation]
@@ -96,7 +98,7 @@ def make_scenes(count: int, *, seed: int) -> list[Scene]:
                 size=("big", "small")[rng.integers(2)],
                 colour=colours[colour],
                 shape=SHAPES[rng.integers(3)],
-                relation=RELATIONS[rng.integers(4)] if rng.random() < 0.5 else None,
+                relation=RELATIONS[rng.integers(4)] if rng.random() < PAIR_SHARE else None,
                 other_colour=colours[other_colour],
                 other_shape=SHAPES[rng.integers(3)],
                 background=int(rng.choice((200, 225, 250))),

@@ -20,9 +20,9 @@ from ..datasets.loader import pad_captions
 from ..datasets.store import LatentStore
 from ..precompute.config import TextSection
 from ..precompute.encoders import CaptionEncoder, CaptionTokenizer, ImageEncoder
-from ..train.loop import RUN
 from ..train.models import Conditioning, patch_of
 from ..train.sample import Snapshot, draw_latents, load_snapshot
+from ..train.state import RUN
 from .sheet import draw_sheet, load_decoder
 
 BATCH = 64  # pictures drawn at once

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from ..datasets.errors import RunError
 from ..datasets.files import write_atomic
 
 METRICS = "metrics.jsonl"
@@ -34,6 +42,57 @@ class StepReport:
     seconds_per_step: float
     images_per_second: float
     data_wait_share: float
+
+
+class Window:
+    """Figures since the last report; the device is waited for only when they are read."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._start, self._wait, self._images = time.perf_counter(), 0.0, 0
+        self._losses: list[Tensor] = []
+        self._norms: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the block as waiting for data."""
+        start = time.perf_counter()
+        yield
+        self._wait += time.perf_counter() - start
+
+    def add(self, loss: Tensor, grad_norm: Tensor, num_images: int) -> None:
+        """Count one step."""
+        self._losses.append(loss)
+        self._norms.append(grad_norm)
+        self._images += num_images
+
+    def report(self, *, step: int, num_images: int, epoch: int, learning_rate: float) -> StepReport:
+        """Read the figures and begin anew.
+
+        Raises: RunError: the loss is not finite.
+        """
+        loss, norm = torch.stack(self._losses).mean().item(), torch.stack(self._norms).mean().item()
+        seconds = time.perf_counter() - self._start
+        figures = StepReport(
+            step=step,
+            num_images=num_images,
+            epoch=epoch,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=learning_rate,
+            seconds_per_step=seconds / len(self._losses),
+            images_per_second=self._images / seconds,
+            data_wait_share=self._wait / seconds,
+        )
+        self._reset()
+        if not math.isfinite(loss):
+            raise RunError(
+                f"step {step}: the loss is {loss}. Nothing of the last steps was saved; "
+                "lower optimizer.lr or set run.grad_clip, then run the same command again."
+            )
+        return figures
 
 
 class Meters:

@@ -1,0 +1,84 @@
+"""The documentation is complete and true: commands, options, recipe keys, files, and the commands that it shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from leandit.datasets.recipe import Section, shipped_recipes
+from leandit.precompute.config import PrecomputeRecipe
+from leandit.tools.cli import app
+from leandit.train.config import TrainRecipe
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = (ROOT / "docs/commands.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "docs/first-run.md", ROOT / "docs/commands.md"]
+GROUP = typer.main.get_command(app)
+
+
+def shown_commands() -> list[tuple[str, list[str]]]:
+    """Every ``leandit ...`` line in a code block of the documentation."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL):
+            joined = block.replace("\\\n", " ")
+            lines = re.findall(r"^(?:\$ )?(leandit .*)$", joined, re.MULTILINE)
+            found += [(page.name, shlex.split(line, comments=True)[1:]) for line in lines]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(GROUP.commands))  # type: ignore[attr-defined]
+def test_every_command_has_help_and_is_documented(name: str) -> None:
+    command = GROUP.commands[name]  # type: ignore[attr-defined]
+    assert command.help
+    assert "Example: leandit" in command.help
+    assert f"`leandit {name}" in COMMANDS
+    for parameter in command.params:
+        for option in parameter.opts:
+            if option.startswith("--") and option != "--help":
+                assert f"`{option}" in COMMANDS, f"{name} {option}"
+
+
+@pytest.mark.parametrize("model", [PrecomputeRecipe, TrainRecipe])
+def test_every_recipe_key_is_documented_with_its_default(model: type[Section]) -> None:
+    for section, field in model.model_fields.items():
+        inner = field.annotation
+        assert isinstance(inner, type)
+        assert issubclass(inner, Section)
+        for key in inner.model_fields:
+            assert f"| `{section}.{key}` |" in COMMANDS
+
+
+@pytest.mark.parametrize("package", ["leandit.precompute", "leandit.train"])
+def test_every_shipped_recipe_is_documented_and_says_its_command_and_hardware(package: str) -> None:
+    for name, text in shipped_recipes(package).items():
+        assert f"`{name}`" in COMMANDS
+        head = text.split("\n\n")[0] + text.split("\n\n")[1] if "\n\n" in text else text
+        assert f"leandit {package.split('.')[1]} {name}" in head, name
+
+
+def test_the_commands_shown_exist_with_their_options() -> None:
+    shown = shown_commands()
+    assert len(shown) > 5
+    for page, words in shown:
+        command = GROUP.commands[words[0]]  # type: ignore[attr-defined]
+        known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        used = {word.split("=")[0] for word in words[1:] if word.startswith("--")}
+        assert used <= known, f"{page}: {words}"
+
+
+def test_the_tree_in_the_readme_names_every_file_of_the_house() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for folder in ("datasets", "precompute", "train", "tools"):
+        for path in (ROOT / folder).glob("*.py"):
+            assert path.name in readme, path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_in_the_documentation_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target

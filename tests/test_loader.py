@@ -1,0 +1,300 @@
+"""The loader: what it hands out is what lies in the store, and a resumed one hands out exactly the rest."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from making import CPU, label_recipe, no_progress
+
+from leandit.datasets.batches import BatchPlan
+from leandit.datasets.errors import RunError
+from leandit.datasets.latents import draw_noise, normalise, sample_posterior
+from leandit.datasets.loader import Batch, BatchStream, make_loader, pad_captions
+from leandit.datasets.store import LatentStore
+from leandit.precompute.pipeline import precompute
+
+GLOBAL_BATCH = 4
+
+
+@pytest.fixture(scope="module")
+def flip_store(class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    path = tmp_path_factory.mktemp("flip-store") / "store"
+    recipe = label_recipe("vae.flip=true")
+    precompute(recipe, source_path=class_folder, store_path=path, device=CPU, progress=no_progress)
+    return LatentStore(path)
+
+
+@pytest.fixture(params=["label_store", "caption_store", "flip_store"])
+def store(request: pytest.FixtureRequest) -> LatentStore:
+    return request.getfixturevalue(request.param)
+
+
+def endless(loader: Any) -> Iterator[Batch]:
+    """Epoch after epoch, as training reads."""
+    while True:
+        yield from loader
+
+
+def take(loader: Any, count: int) -> list[Batch]:
+    return list(itertools.islice(endless(loader), count))
+
+
+def resume(loader: Any, state: dict[str, Any]) -> Batch:
+    """Load a state and read the next batch; only then does torchdata hand the state on."""
+    loader.load_state_dict(state)
+    return next(iter(loader))
+
+
+def assert_same(found: Batch, wanted: Batch) -> None:
+    for name, value in vars(wanted).items():
+        if isinstance(value, torch.Tensor):
+            assert found.__dict__[name].dtype == value.dtype
+            np.testing.assert_array_equal(found.__dict__[name].numpy(), value.numpy(), err_msg=name)
+        else:
+            assert found.__dict__[name] == value, name
+
+
+def assert_all_same(found: list[Batch], wanted: list[Batch]) -> None:
+    assert [(batch.epoch, batch.index) for batch in found] == [(batch.epoch, batch.index) for batch in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert_same(one, other)
+
+
+def test_a_batch_is_what_the_store_holds_drawn_and_normalised(label_store: LatentStore) -> None:
+    spec = label_store.spec.latent
+    for batch in take(make_loader(label_store, global_batch=GLOBAL_BATCH, seed=3), 8):
+        records = [label_store.record_at(int(i)) for i in batch.records]
+        assert {record.bucket for record in records} == {batch.bucket}
+        moments = np.stack([label_store.latents(batch.bucket)[record.row] for record in records]).astype(np.float32)
+        noise = draw_noise(tuple(batch.latents.shape[1:]), seed=3, epoch=batch.epoch, records=batch.records.numpy())
+        np.testing.assert_array_equal(batch.latents.numpy(), normalise(sample_posterior(moments, noise), spec))
+        assert batch.latents.dtype == torch.float32
+        assert batch.labels.tolist() == [record.label for record in records]
+        assert [f"n{record.label:03d}" for record in records] == [record.key.split("/")[0] for record in records]
+        assert (batch.captions, batch.caption_lengths) == (None, None)
+        assert len(batch) == len(records)
+
+
+def test_captions_are_padded_with_zeros_to_the_longest(caption_store: LatentStore) -> None:
+    lengths = set()
+    for batch in take(make_loader(caption_store, global_batch=5), 12):
+        assert batch.captions is not None
+        assert batch.caption_lengths is not None
+        assert batch.captions.dtype == torch.float16
+        assert batch.captions.shape[:2] == (len(batch), int(batch.caption_lengths.max()))
+        assert batch.labels.tolist() == [-1] * len(batch)
+        for index, padded, length in zip(batch.records, batch.captions, batch.caption_lengths, strict=True):
+            record = caption_store.record_at(int(index))
+            own = [caption_store.caption(record, which) for which in range(len(record.caption_ids))]
+            valid, rest = padded[: int(length)].numpy(), padded[int(length) :]
+            assert any(np.array_equal(valid, embedding) for embedding in own)
+            assert torch.count_nonzero(rest) == 0
+            lengths.add(int(length))
+    assert len(lengths) > 1  # else nothing was padded
+
+
+def test_padding_keeps_the_order_asked_for(caption_store: LatentStore) -> None:
+    ids = np.array([8, 0, 8, 3])
+    padded, lengths = pad_captions(caption_store, ids)
+    assert lengths.tolist() == [caption_store.captions["num_tokens"][int(i)].as_py() for i in ids]
+    assert lengths.dtype == torch.int64
+    for row, length, caption_id in zip(padded, lengths, ids, strict=True):
+        np.testing.assert_array_equal(row[: int(length)].numpy(), caption_store.caption_embedding(int(caption_id)))
+
+
+@pytest.mark.parametrize("global_batch", [1, 4, 100])
+def test_an_epoch_covers_every_record_once_and_the_next_in_another_order(store: LatentStore, global_batch: int) -> None:
+    loader = make_loader(store, global_batch=global_batch)
+    orders = []
+    for epoch in range(2):
+        batches = list(loader)
+        assert [(batch.epoch, batch.index) for batch in batches] == [(epoch, i) for i in range(len(loader))]
+        seen = [int(record) for batch in batches for record in batch.records]
+        assert Counter(seen) == Counter(range(store.records.num_rows))
+        orders.append(seen)
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 7])
+def test_batches_do_not_depend_on_how_far_is_read_ahead(store: LatentStore, prefetch: int) -> None:
+    count = 2 * len(make_loader(store, global_batch=GLOBAL_BATCH))
+    wanted = take(make_loader(store, global_batch=GLOBAL_BATCH), count)
+    assert_all_same(take(make_loader(store, global_batch=GLOBAL_BATCH, prefetch=prefetch), count), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+def test_a_resume_at_any_batch_gives_exactly_the_rest(store: LatentStore) -> None:
+    loader = make_loader(store, global_batch=GLOBAL_BATCH, seed=1)
+    count = 2 * len(loader) + 2  # over two ends of an epoch
+    states, wanted = [loader.state_dict()], []
+    for batch in itertools.islice(endless(loader), count):
+        wanted.append(batch)
+        states.append(loader.state_dict())
+    for k, state in enumerate(states):
+        resumed = make_loader(store, global_batch=GLOBAL_BATCH, seed=1)
+        resumed.load_state_dict(state)
+        assert_all_same(take(resumed, count - k), wanted[k:])
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_resume_at_the_end_of_an_epoch_warns_of_nothing(label_store: LatentStore) -> None:
+    loader = make_loader(label_store, global_batch=GLOBAL_BATCH)
+    take(loader, len(loader))
+    resumed = make_loader(label_store, global_batch=GLOBAL_BATCH)
+    resumed.load_state_dict(loader.state_dict())
+    assert [(batch.epoch, batch.index) for batch in take(resumed, 2)] == [(1, 0), (1, 1)]
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+def test_a_resume_of_a_resume_gives_exactly_the_rest(caption_store: LatentStore) -> None:
+    def new() -> Any:
+        return make_loader(caption_store, global_batch=GLOBAL_BATCH, seed=1)
+
+    wanted = take(new(), 3 * len(new()))
+    for step in (1, 2, len(new())):  # a run that is interrupted every so many batches
+        found: list[Batch] = []
+        state = None
+        while len(found) < len(wanted):
+            loader = new()
+            if state is not None:
+                loader.load_state_dict(state)
+            for batch in itertools.islice(endless(loader), min(step, len(wanted) - len(found))):
+                found.append(batch)
+            state = loader.state_dict()
+        assert_all_same(found, wanted)
+
+
+def test_a_state_that_is_loaded_and_saved_again_is_the_same(label_store: LatentStore) -> None:
+    loader = make_loader(label_store, global_batch=GLOBAL_BATCH)
+    take(loader, 3)
+    resumed = make_loader(label_store, global_batch=GLOBAL_BATCH)
+    resumed.load_state_dict(loader.state_dict())
+    rest = take(resumed, 1)
+    again = make_loader(label_store, global_batch=GLOBAL_BATCH)
+    again.load_state_dict(loader.state_dict())
+    third = make_loader(label_store, global_batch=GLOBAL_BATCH)
+    third.load_state_dict(again.state_dict())
+    assert_all_same(take(third, 1), rest)
+
+
+def test_a_state_counts_what_was_handed_out_not_what_was_read_ahead(label_store: LatentStore) -> None:
+    stream = BatchStream(label_store, BatchPlan(label_store.buckets, 2, 0), prefetch=6)
+    batches = iter(stream)
+    next(batches)
+    next(batches)
+    assert (stream.state_dict()["epoch"], stream.state_dict()["index"]) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [({"seed": 2}, "seed"), ({"global_batch": 5}, "global_batch"), ({"store": "flip"}, "root_hash")],
+)
+def test_a_state_of_another_order_is_refused(
+    changed: dict[str, Any], word: str, label_store: LatentStore, flip_store: LatentStore
+) -> None:
+    loader = make_loader(label_store, global_batch=GLOBAL_BATCH, seed=1)
+    take(loader, 2)
+    other = flip_store if changed.pop("store", None) else label_store
+    resumed = make_loader(other, **{"global_batch": GLOBAL_BATCH, "seed": 1, **changed})
+    with pytest.raises(RunError, match=f"{word} was .*here it is"):
+        resume(resumed, loader.state_dict())
+
+
+def test_a_state_of_an_incomplete_store_that_has_grown_is_refused(caption_store: LatentStore, tmp_path: Path) -> None:
+    # Its records are others than before, so the same position means another batch.
+    path = tmp_path / "store"
+    shutil.copytree(caption_store.path, path)
+    (path / "manifest.json").unlink()
+    commit = path / "commits/buckets/64x64/000000.json"
+    content = commit.read_bytes()
+    commit.unlink()
+
+    def new() -> tuple[LatentStore, Any]:
+        opened = LatentStore(path, allow_incomplete=True)
+        return opened, make_loader(opened, global_batch=GLOBAL_BATCH)
+
+    before, loader = new()
+    take(loader, 2)
+    commit.write_bytes(content)
+    after, resumed = new()
+    assert after.buckets != before.buckets
+    with pytest.raises(RunError, match="order of records"):
+        resume(resumed, loader.state_dict())
+
+
+def test_an_incomplete_store_hands_out_what_is_committed(caption_store: LatentStore, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(caption_store.path, path)
+    (path / "manifest.json").unlink()
+    (path / "commits/buckets/64x64/000000.json").unlink()
+    seen: Counter[str] = Counter()
+    for batch in make_loader(LatentStore(path, allow_incomplete=True), global_batch=2):
+        seen[batch.bucket] += len(batch)
+    assert seen == {bucket: count for bucket, count in caption_store.buckets.items() if bucket != "64x64"}
+
+
+def test_flipped_rows_come_about_half_of_the_time_and_the_same_each_run(flip_store: LatentStore) -> None:
+    spec, bucket = flip_store.spec.latent, "32x32"
+    count = 8 * len(make_loader(flip_store, global_batch=GLOBAL_BATCH))
+    flips: list[tuple[int, int, bool]] = []
+    for batch in take(make_loader(flip_store, global_batch=GLOBAL_BATCH, seed=2), count):
+        noise = draw_noise(tuple(batch.latents.shape[1:]), seed=2, epoch=batch.epoch, records=batch.records.numpy())
+        for i, record in enumerate(batch.records.tolist()):
+            row = flip_store.record_at(record).row
+            drawn = [
+                normalise(sample_posterior(array[row][None].astype(np.float32), noise[i : i + 1]), spec)[0]
+                for array in (flip_store.latents(bucket), flip_store.flipped_latents(bucket))
+            ]
+            assert not np.array_equal(*drawn)
+            which = [np.array_equal(batch.latents[i].numpy(), latent) for latent in drawn]
+            assert sum(which) == 1
+            flips.append((record, batch.epoch, which[1]))
+    share = np.mean([flipped for *_, flipped in flips])
+    assert 0.3 < share < 0.7  # of 120
+    # A record is flipped in some epochs and not in others; each record decides for itself.
+    by_record = {record: [flipped for r, _, flipped in flips if r == record] for record in range(15)}
+    assert sum(0 < sum(seen) < 8 for seen in by_record.values()) >= 13
+    assert len({tuple(seen) for seen in by_record.values()}) >= 13
+
+
+def test_every_caption_of_a_record_is_chosen_over_the_epochs(caption_store: LatentStore) -> None:
+    loader = make_loader(caption_store, global_batch=5)
+    chosen: dict[int, Counter[int]] = {}
+    for batch in take(loader, 12 * len(loader)):
+        assert batch.captions is not None
+        assert batch.caption_lengths is not None
+        for record, embedding, length in zip(
+            batch.records.tolist(), batch.captions, batch.caption_lengths, strict=True
+        ):
+            ids = caption_store.record_at(record).caption_ids
+            found = embedding[: int(length)].numpy()
+            which = [i for i in ids if np.array_equal(caption_store.caption_embedding(i), found)]
+            chosen.setdefault(record, Counter())[which[0]] += 1
+    for record, counts in chosen.items():
+        assert counts.total() == 12
+        assert set(counts) == set(caption_store.record_at(record).caption_ids)
+    assert len({tuple(sorted(counts.items())) for counts in chosen.values()}) > 3
+
+
+def test_another_seed_gives_another_order_and_other_draws(label_store: LatentStore) -> None:
+    one, two = (next(iter(make_loader(label_store, global_batch=100, seed=seed))) for seed in (0, 1))
+    assert one.records.tolist() != two.records.tolist()
+    order_one, order_two = np.argsort(one.records.numpy()), np.argsort(two.records.numpy())
+    assert not np.isclose(one.latents.numpy()[order_one], two.latents.numpy()[order_two]).all(axis=(1, 2, 3)).any()
+
+
+def test_a_store_without_records_is_refused(label_store: LatentStore, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(label_store.path, path)
+    (path / "manifest.json").unlink()
+    shutil.rmtree(path / "commits")
+    with pytest.raises(RunError, match="no records"):
+        make_loader(LatentStore(path, allow_incomplete=True), global_batch=4)

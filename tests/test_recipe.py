@@ -1,0 +1,255 @@
+"""Recipes: typed, frozen, every key explained, and an error that says which key was meant."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from leandit.datasets.errors import RecipeError
+from leandit.datasets.recipe import Section, load_recipe, parse_recipe, shipped_recipes, to_toml
+from leandit.precompute import config as precompute_config
+from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.config import load as load_precompute
+from leandit.train import config as train_config
+from leandit.train.config import TrainRecipe
+from leandit.train.config import load as load_train
+
+STAGES = {"precompute": (precompute_config, PrecomputeRecipe), "train": (train_config, TrainRecipe)}
+SHIPPED = [(stage, name) for stage in STAGES for name in shipped_recipes(f"leandit.{stage}")]
+
+
+def load(stage: str, name: str, *overrides: str) -> Any:
+    return STAGES[stage][0].load(name, list(overrides))
+
+
+def test_the_shipped_recipes_are_those_that_users_call_by_name() -> None:
+    # If a name goes, commands and scripts of users stop working: a CLI/RECIPE break.
+    assert {name for stage, name in SHIPPED if stage == "precompute"} >= {
+        *("demo", "imagenet-256", "imagenet-512", "pixart-256", "pixart-512", "pixart-1024"),
+        *("sana-512", "sana-1024"),
+    }
+    assert {name for stage, name in SHIPPED if stage == "train"} >= {
+        *("demo", "dit-s-2-256", "dit-b-2-256", "dit-l-2-256", "dit-xl-2-256", "dit-xl-2-512"),
+        *("pixart-sigma-512", "sana-1600m-1024"),
+    }
+
+
+@pytest.mark.parametrize(("stage", "name"), SHIPPED)
+def test_every_shipped_recipe_loads_and_survives_being_written_as_toml(stage: str, name: str, tmp_path: Path) -> None:
+    recipe = load(stage, name)
+    path = tmp_path / "resolved.toml"
+    path.write_text(to_toml(recipe))
+    assert load(stage, str(path)) == recipe
+    assert to_toml(load(stage, str(path))) == to_toml(recipe)
+    # Resolved: every key of every section is there, whatever the default of a later release.
+    assert tomllib.loads(path.read_text()).keys() == recipe.model_dump().keys()
+    assert tomllib.loads(path.read_text()) == recipe.model_dump(mode="json")
+
+
+@pytest.mark.parametrize(("stage", "name"), SHIPPED)
+def test_every_shipped_recipe_begins_with_the_command_that_uses_it(stage: str, name: str) -> None:
+    first = shipped_recipes(f"leandit.{stage}")[name].splitlines()[0]
+    assert first.startswith(f"# leandit {stage} {name} ")
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(codec="utf-8"), max_size=20))
+def test_any_text_survives_being_written_as_toml(text: str) -> None:
+    recipe = parse_recipe("made", TrainRecipe, {"model": {"init_from": text}})
+    assert tomllib.loads(to_toml(recipe))["model"]["init_from"] == text
+
+
+@settings(deadline=None)
+@given(st.floats(min_value=0, exclude_min=True, allow_infinity=False), st.integers(1, 2**62))
+def test_any_number_survives_being_written_as_toml(lr: float, steps: int) -> None:
+    recipe = parse_recipe("made", TrainRecipe, {"optimizer": {"lr": lr}, "run": {"steps": steps}})
+    assert parse_recipe("read", TrainRecipe, tomllib.loads(to_toml(recipe))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("stage", "override", "unknown", "nearest"),
+    [
+        ("train", "optimizer.lrr=1e-3", "optimizer.lrr", "optimizer.lr"),
+        ("train", "optimiser.lr=1e-3", "optimiser", "optimizer"),
+        ("train", "run.step=5", "run.step", "run.steps"),
+        ("train", "run.global_batchsize=5", "run.global_batchsize", "run.global_batch"),
+        ("precompute", "images.resolutoin=5", "images.resolutoin", "images.resolution"),
+        ("precompute", "vae.batchsize=5", "vae.batchsize", "vae.batch_size"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(stage: str, override: str, unknown: str, nearest: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(stage, "demo", override)
+    assert f"unknown key '{unknown}', did you mean '{nearest}'?" in str(caught.value)
+    assert "recipe 'demo'" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_an_unknown_key_that_is_like_none_names_no_other() -> None:
+    with pytest.raises(RecipeError, match="unknown key 'qqqqqqqq'") as caught:
+        load("train", "demo", "qqqqqqqq=1")
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides", "words"),
+    [
+        ("train", ["run.steps=many"], ["'run.steps'", "integer", "'many'"]),
+        ("train", ["run.steps=2.5"], ["'run.steps'", "integer", "2.5"]),
+        ("train", ["run.steps=true"], ["'run.steps'", "integer", "True"]),
+        ("train", ["run.steps=0"], ["'run.steps'", "greater than or equal to 1", "0"]),
+        ("train", ["run.compile=1"], ["'run.compile'", "boolean", "1"]),
+        ("train", ["optimizer.lr=fast"], ["'optimizer.lr'", "number", "'fast'"]),
+        ("train", ["optimizer.lr=0"], ["'optimizer.lr'", "greater than 0"]),
+        ("train", ["optimizer.betas=[0.9]"], ["'optimizer.betas'", "at least 2"]),
+        ("train", ["objective.kind=edm"], ["'objective.kind'", "'ddpm'", "'flow'", "'edm'"]),
+        ("train", ["conditioning.drop=1.5"], ["'conditioning.drop'", "less than or equal to 1"]),
+        ("train", ["run=5"], ["'run'", "5"]),
+        ("precompute", ["images.buckets=sqare"], ["'sqare'", "'square'", "'pixart'"]),
+        ("precompute", ['images.buckets=["5x"]'], ["'5x'", "HEIGHTxWIDTH"]),
+        ("precompute", ["images.crop=adm"], ["'adm'", "squares"]),
+        ("precompute", ["store.codec=zip"], ["'zip'", "zstd", "blosc-lz4"]),
+        ("precompute", ["images.resolution=8"], ["'images.resolution'", "16", "8"]),
+        ("train", ["run.steps=0", "optimizer.lr=0"], ["'run.steps'", "'optimizer.lr'"]),  # all at once
+    ],
+)
+def test_a_wrong_value_names_the_key_what_was_got_and_what_is_needed(
+    stage: str, overrides: list[str], words: list[str]
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(stage, "demo", *overrides)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("value", ["nan", "-nan", "inf"])
+@pytest.mark.parametrize(
+    "key", ["optimizer.lr", "optimizer.weight_decay", "run.ema_decay", "run.grad_clip", "objective.shift"]
+)
+def test_a_number_that_is_none_is_refused(key: str, value: str) -> None:
+    with pytest.raises(RecipeError, match=key):
+        load("train", "demo", f"{key}={value}")
+
+
+@pytest.mark.parametrize(
+    ("stage", "override", "value"),
+    [
+        ("train", "optimizer.lr=2e-4", 2e-4),
+        ("train", "optimizer.lr=1", 1.0),
+        ("train", " optimizer.lr = 2e-4 ", 2e-4),
+        ("train", "run.steps=400_000", 400_000),
+        ("train", "run.compile=false", False),
+        ("train", "run.precision=fp16", "fp16"),
+        ("train", 'run.precision="fp16"', "fp16"),
+        ("train", "optimizer.betas=[0.8, 0.95]", [0.8, 0.95]),
+        ("train", "model.name=DiT-B/2", "DiT-B/2"),
+        ("train", 'model.name="DiT-B/2"', "DiT-B/2"),
+        ("train", "model.init_from=0123", "0123"),
+        ("train", "model.init_from=true", "true"),
+        ("train", "model.init_from=a=b", "a=b"),
+        ("train", "model.init_from=", ""),
+        ("train", "model.init_from=2026-01-01", "2026-01-01"),
+        ("precompute", "vae.revision=1234567", "1234567"),
+        ("precompute", "vae.revision=12e4567", "12e4567"),
+        ("precompute", "vae.subfolder='vae'", "vae"),
+        ("precompute", "images.buckets=square", "square"),
+        ("precompute", 'images.buckets=["64x64"]', ["64x64"]),
+    ],
+)
+def test_an_override_has_the_type_of_its_key(stage: str, override: str, value: Any) -> None:
+    section, key = override.split("=")[0].strip().split(".")
+    found = getattr(getattr(load(stage, "demo", override), section), key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_the_last_override_wins_and_all_else_stays_as_in_the_file() -> None:
+    plain, changed = load("train", "demo"), load("train", "demo", "run.steps=5", "run.steps=6")
+    assert changed.run.steps == 6
+    assert changed.model_copy(update={"run": plain.run}) == plain
+    assert changed.run.model_copy(update={"steps": plain.run.steps}) == plain.run
+
+
+@pytest.mark.parametrize("override", ["run.steps", "", "=5", "run.=5", ".steps=5", "run..steps=5", "run"])
+def test_an_override_that_is_none_is_refused_with_an_example(override: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("train", "demo", override)
+    assert f"'{override}'" in str(caught.value)
+    assert "--set optimizer.lr=2e-4" in str(caught.value)
+
+
+def test_an_override_below_a_key_is_refused() -> None:
+    with pytest.raises(RecipeError, match="'steps' is a key, not a section"):
+        load("train", "demo", "run.steps.more=5")
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "nearest"),
+    [("train", "dit-xl-2-255", "dit-xl-2-256"), ("precompute", "imagnet-256", "imagenet-256")],
+)
+def test_an_unknown_recipe_names_the_nearest_and_all_that_are_shipped(stage: str, name: str, nearest: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(stage, name)
+    assert f"'{name}'" in str(caught.value)
+    assert f"Did you mean '{nearest}'?" in str(caught.value)
+    assert all(shipped in str(caught.value) for known, shipped in SHIPPED if known == stage)
+
+
+@pytest.mark.parametrize("content", [b"[run", b"steps = \n", b"[run]\nsteps = 1\nsteps = 2\n", b"# \xff\n", b"\x00"])
+def test_a_file_that_is_no_toml_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(content)
+    with pytest.raises(RecipeError, match=r"mine\.toml.*TOML"):
+        load_recipe(str(path), TrainRecipe, package="leandit.train")
+
+
+def test_what_a_file_leaves_out_has_its_default(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[run]\nsteps = 7\n")
+    for recipe, model in ((load_train(str(path), []), TrainRecipe()),):
+        assert recipe.run.steps == 7
+        assert recipe.optimizer == model.optimizer
+    path.write_text("")
+    assert load_precompute(str(path), []) == PrecomputeRecipe()
+
+
+@pytest.mark.parametrize("recipe", [PrecomputeRecipe(), TrainRecipe()])
+def test_a_recipe_is_frozen(recipe: Section) -> None:
+    for section in type(recipe).model_fields:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(recipe, section, None)
+        inner = getattr(recipe, section)
+        for key in type(inner).model_fields:
+            with pytest.raises(ValidationError, match="frozen"):
+                setattr(inner, key, None)
+
+
+def undocumented(module: Any) -> list[str]:
+    """Fields of a module's sections that no text stands under; the recipe itself, which holds sections, is left out."""
+    missing = []
+    for node in ast.parse(inspect.getsource(module)).body:
+        if not isinstance(node, ast.ClassDef) or node.name.endswith("Recipe"):
+            continue
+        assert ast.get_docstring(node), node.name
+        for field, below in zip(node.body, [*node.body[1:], None], strict=True):
+            text = below.value if isinstance(below, ast.Expr) else None
+            if isinstance(field, ast.AnnAssign) and not (
+                isinstance(text, ast.Constant) and isinstance(text.value, str)
+            ):
+                missing.append(f"{node.name}.{ast.unparse(field.target)}")
+    return missing
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_key_of_a_recipe_is_explained(stage: str) -> None:
+    module, recipe = STAGES[stage]
+    assert undocumented(module) == []
+    sections = [field.annotation for field in recipe.model_fields.values()]
+    assert all(isinstance(s, type) and issubclass(s, Section) and s.__module__ == module.__name__ for s in sections)
