@@ -21,6 +21,7 @@ import xxhash
 from .errors import DamageError, ResourceError
 
 TEMPORARY_PREFIX = ".leandit-tmp-"
+REPLACED_SUFFIX = ".leandit-replaced"
 
 
 def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
@@ -31,15 +32,16 @@ def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
       parts: the content, or contiguous buffers that follow each other.
     Raises: ResourceError: the disk is full or over quota; nothing is left behind.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             for part in [parts] if isinstance(parts, bytes) else parts:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        fsync_folder(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise_if_full(error, path)
@@ -47,18 +49,18 @@ def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_folder(path.parent)
 
 
 def temporary_beside(path: Path) -> Path:
     """Name a temporary in the same folder; the name says which process on which host owns it."""
-    return path.with_name(f"{TEMPORARY_PREFIX}{socket.gethostname()}-{os.getpid()}-{path.name}")
+    return path.with_name(f"{TEMPORARY_PREFIX}{socket.gethostname()}@{os.getpid()}@{path.name}")
 
 
 def raise_if_full(error: OSError, path: Path) -> None:
     """Turn "no space left" into a ResourceError that says how much is free."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free_mib = shutil.disk_usage(path.parent).free / 2**20
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        free_mib = shutil.disk_usage(folder).free / 2**20
         raise ResourceError(
             f"file '{path}': {error.strerror} ({free_mib:.0f} MiB free on this disk). "
             "Free some space, then run the same command again: it resumes."
@@ -68,7 +70,8 @@ def raise_if_full(error: OSError, path: Path) -> None:
 def commit_folder(temporary: Path, final: Path) -> None:
     """Move a finished folder of files into place: fsync of every file and folder, then one rename.
 
-    An older folder of the same name is moved out of the way first, and removed last.
+    An older folder of the same name is moved out of the way first, and removed last; if the process dies between,
+    ``sweep_strays`` moves it back.
     """
     for file in sorted(temporary.rglob("*")):
         descriptor = os.open(file, os.O_RDONLY)
@@ -77,7 +80,7 @@ def commit_folder(temporary: Path, final: Path) -> None:
         finally:
             os.close(descriptor)
     fsync_folder(temporary)
-    replaced = temporary_beside(final.with_name(f"{final.name}-replaced"))
+    replaced = final.with_name(final.name + REPLACED_SUFFIX)
     if final.exists():
         os.replace(final, replaced)
     os.replace(temporary, final)
@@ -97,12 +100,20 @@ def fsync_folder(folder: Path) -> None:
 def sweep_strays(folder: Path) -> list[Path]:
     """Remove temporaries whose process is gone; those of other hosts and of living processes stay.
 
+    A folder that ``commit_folder`` moved out of the way and never replaced is moved back.
+
     Returns: what was removed.
     """
-    mine = f"{TEMPORARY_PREFIX}{socket.gethostname()}-"
+    for path in sorted(folder.rglob(f"*{REPLACED_SUFFIX}")):
+        kept = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
+        if kept.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.replace(path, kept)
+    mine = f"{TEMPORARY_PREFIX}{socket.gethostname()}@"
     swept = []
     for path in sorted(folder.rglob(f"{mine}*")):
-        pid = path.name.removeprefix(mine).split("-")[0]
+        pid = path.name.removeprefix(mine).split("@")[0]
         if pid.isdigit() and int(pid) != os.getpid() and _is_alive(int(pid)):
             continue
         if path.is_dir():

@@ -82,14 +82,16 @@ class BatchStream(IterableDataset):
         self._store, self._plan, self._prefetch, self._pin = store, plan, prefetch, pin
         self._epoch, self._index = 0, 0
 
-    def __len__(self) -> int:
+    @property
+    def num_batches(self) -> int:
+        """Batches of an epoch."""
         return self._plan.batches_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, ahead = self._epoch, deque[Future[Batch]]()
         with ThreadPoolExecutor(self._prefetch, thread_name_prefix="leandit-read") as pool:
             try:
-                for index in range(self._index, len(self)):
+                for index in range(self._index, self.num_batches):
                     ahead.append(pool.submit(self.read, epoch, index))
                     if len(ahead) > self._prefetch:
                         yield self._deliver(ahead.popleft())
@@ -102,7 +104,7 @@ class BatchStream(IterableDataset):
     def _deliver(self, future: Future[Batch]) -> Batch:
         """Wait for a batch and move the position past it, so that the state counts only what was handed out."""
         batch = future.result()
-        last = batch.index + 1 == len(self)
+        last = batch.index + 1 == self.num_batches
         self._epoch, self._index = (batch.epoch + 1, 0) if last else (batch.epoch, batch.index + 1)
         return batch
 
@@ -176,9 +178,21 @@ def pad_captions(store: LatentStore, caption_ids: np.ndarray) -> tuple[torch.Ten
     return torch.from_numpy(padded), torch.from_numpy(lengths.astype(np.int64))
 
 
+class BatchLoader(StatefulDataLoader):
+    """``StatefulDataLoader`` over a ``BatchStream``; its length is the number of batches of an epoch.
+
+    torchdata's own length, of an iterable dataset, warns after a resume, because it counts on from the state.
+    """
+
+    dataset: BatchStream
+
+    def __len__(self) -> int:
+        return self.dataset.num_batches
+
+
 def make_loader(
     store: LatentStore, *, global_batch: int, seed: int = 0, prefetch: int = 2, pin: bool = False
-) -> StatefulDataLoader:
+) -> BatchLoader:
     """Loader over a store: each pass is one epoch, ``state_dict()`` resumes at any batch.
 
     Args:
@@ -195,7 +209,7 @@ def make_loader(
     stream = BatchStream(store, plan, prefetch=prefetch, pin=pin)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it, torch 2.13 warns
-        return StatefulDataLoader(stream, batch_size=None, num_workers=0, collate_fn=_as_it_is)
+        return BatchLoader(stream, batch_size=None, num_workers=0, collate_fn=_as_it_is)
 
 
 def _as_it_is(batch: Any) -> Any:

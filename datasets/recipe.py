@@ -7,6 +7,7 @@ in ``precompute/config.py`` and ``train/config.py``.
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Sequence
 from importlib import resources
@@ -21,7 +22,7 @@ from .errors import RecipeError
 class Section(BaseModel):
     """Base of every recipe model: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 RecipeT = TypeVar("RecipeT", bound=Section)
@@ -46,7 +47,10 @@ def load_recipe(name: str, model: type[RecipeT], *, package: str, overrides: Seq
     if name in shipped:
         text = shipped[name]
     elif path.is_file():
-        text = path.read_text()
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"recipe '{name}': not UTF-8 text ({error}). Needed a TOML file.") from error
     else:
         near = difflib.get_close_matches(name, shipped, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
@@ -141,8 +145,8 @@ def to_toml(recipe: BaseModel) -> str:
 def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    if isinstance(value, str):  # JSON's escapes are TOML's, but for one character
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     return repr(value)

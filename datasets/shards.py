@@ -219,6 +219,8 @@ class MappedShard:
 
     def __init__(self, path: Path, layout: ArrayLayout, num_rows: int) -> None:
         self._path, self._layout, self._num_rows = path, layout, num_rows
+        if not path.stat().st_size:
+            raise self._damage("the file is empty")
         self._bytes = np.memmap(path, np.uint8, mode="r")
         index_bytes = layout.shard_rows // layout.chunk_rows * 16
         start = len(self._bytes) - index_bytes - CRC_BYTES
@@ -316,7 +318,10 @@ class ShardedArray:
         Returns: (B, ...).
         Raises: IndexError: a row is out of bounds; ValueError: ``out`` does not fit.
         """
-        rows = np.asarray(rows, np.int64)
+        rows = np.asarray(rows)
+        if rows.dtype.kind not in "iu" and rows.size:
+            raise TypeError(f"rows are {rows.dtype}, needed integers")
+        rows = rows.astype(np.int64)
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(self):
             raise IndexError(f"array '{self.layout.path}': rows {rows.min()} to {rows.max()}, there are {len(self)}")
         shape = (len(rows), *self.layout.shape[1:])

@@ -266,6 +266,11 @@ class LatentStore:
                     + f", the manifest says {entry.bytes} bytes. "
                     "Run the same precompute command again: it makes what is missing anew."
                 )
+            if entry.path.endswith("zarr.json") and xxh3_file(path) != entry.xxh3_128:
+                raise DamageError(
+                    f"store '{self.path}': file '{entry.path}' differs from the manifest, so its numbers cannot be "
+                    "trusted. Run the same precompute command again: it writes it anew."
+                )
 
 
 def read_spec(path: Path) -> StoreSpec:
@@ -277,10 +282,11 @@ def read_spec(path: Path) -> StoreSpec:
         raise StoreNotFound(f"store '{path}': there is no such folder. Make it with 'leandit precompute'.")
     if not (path / "zarr.json").is_file():
         raise StoreError(f"store '{path}': the folder holds no 'zarr.json', so it is no leandit store. Check the path.")
-    attributes = read_json(path / "zarr.json").get("attributes", {}).get("leandit")
+    group = read_json(path / "zarr.json")
+    attributes = (group.get("attributes") or {}).get("leandit") if isinstance(group, dict) else None
     if not isinstance(attributes, dict):
         raise StoreError(
-            f"store '{path}': a Zarr group, but not a leandit store (no 'leandit' attribute). Check the path."
+            f"store '{path}': 'zarr.json' is that of a Zarr group, but not a leandit store (no 'leandit' attribute)."
         )
     version = attributes.get("format_version")
     if version != FORMAT_VERSION:

@@ -51,12 +51,15 @@ def open_writer(
 
 def _spec_on_disk(root: Path, wanted: StoreSpec) -> StoreSpec:
     """What the store says of itself; where that is damaged but the plan is of this fingerprint, what it said."""
+    planned = read_json(root / PLAN).get("fingerprint")
     try:
-        return read_spec(root)
+        found = read_spec(root)
     except (DamageError, StoreError):
-        if read_json(root / PLAN).get("fingerprint") != wanted.fingerprint:
+        if planned != wanted.fingerprint:
             raise
         return wanted
+    intact = found.with_fingerprint().fingerprint == planned
+    return found if intact or planned != wanted.fingerprint else wanted
 
 
 def make_plan(

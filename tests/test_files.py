@@ -233,7 +233,7 @@ def test_a_host_whose_name_begins_with_ours_keeps_its_temporaries(
 
 def test_a_temporary_names_its_host_and_process(tmp_path: Path) -> None:
     # FORMAT.md tells readers of this name, and an older release sweeps by it.
-    wanted = f".leandit-tmp-{socket.gethostname()}-{os.getpid()}-zarr.json"
+    wanted = f".leandit-tmp-{socket.gethostname()}@{os.getpid()}@zarr.json"
     assert temporary_beside(tmp_path / "zarr.json") == tmp_path / wanted
 
 

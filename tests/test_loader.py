@@ -40,7 +40,11 @@ def store(request: pytest.FixtureRequest) -> LatentStore:
 def endless(loader: Any) -> Iterator[Batch]:
     """Epoch after epoch, as training reads."""
     while True:
-        yield from loader
+        batches = iter(loader)
+        first = next(batches, None)
+        assert first is not None, "an epoch without batches"
+        yield first
+        yield from batches
 
 
 def take(loader: Any, count: int) -> list[Batch]:

@@ -295,7 +295,7 @@ def test_a_crash_in_the_middle_of_a_file_leaves_no_stray(
         if path.match("buckets/64x64/moments/c/0/0/0/0"):
             path.parent.mkdir(parents=True, exist_ok=True)
             dead = 2**22 + 1  # beyond the kernel's largest process id
-            (path.parent / f"{TEMPORARY_PREFIX}{os.uname().nodename}-{dead}-{path.name}").write_bytes(b"half")
+            (path.parent / f"{TEMPORARY_PREFIX}{os.uname().nodename}@{dead}@{path.name}").write_bytes(b"half")
             raise Crash
         write_atomic(path, parts)
 
