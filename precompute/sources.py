@@ -160,18 +160,25 @@ def _walk(root: Path) -> Iterator[str]:
         yield from ((relative / name).as_posix() for name in files if not name.startswith("."))
 
 
-def _file_record(root: Path, path: str, **more: Any) -> SourceRecord:
+def _file_record(
+    root: Path,
+    path: str,
+    *,
+    label: int,
+    captions: tuple[str, ...] = (),
+    problem: tuple[str, str] | None = None,
+) -> SourceRecord:
     if not _is_text(path):
         name = path.encode("utf-8", "backslashreplace").decode()
-        return SourceRecord(name, name, **(more | {"problem": ("bad_metadata", "the file name is not UTF-8")}))
+        return SourceRecord(name, name, problem=("bad_metadata", "the file name is not UTF-8"))
+    record = SourceRecord(path, path, label=label, captions=captions, problem=problem)
     try:
         found = os.stat(root / path)
     except OSError as error:
-        return SourceRecord(path, path, **(more | {"problem": ("unreadable", f"{error.strerror}: {path}")}))
-    record = SourceRecord(path, path, num_bytes=found.st_size, mtime_ns=found.st_mtime_ns, **more)
+        return replace(record, problem=("unreadable", f"{error.strerror}: {path}"))
     if not os.path.isfile(root / path):
         return replace(record, problem=("unreadable", f"not a regular file: {path}"))
-    return record
+    return replace(record, num_bytes=found.st_size, mtime_ns=found.st_mtime_ns)
 
 
 def _list_metadata(root: Path) -> Source:
