@@ -46,11 +46,11 @@ class VaeSection(Section):
     model: str = "stabilityai/sd-vae-ft-ema"
     """Hub id, folder, or "shipped:vae"."""
     subfolder: str = ""
-    """Folder inside the model, as "vae" in a pipeline."""
+    """Folder inside the model, as "vae" in a pipeline; a folder that is the model itself needs none."""
     revision: str = ""
     """Commit of the hub's repository; empty: the newest, and what that was is recorded."""
     dtype: Dtype = "float32"
-    """Arithmetic of the encoder."""
+    """Arithmetic of the encoder; a CPU always computes in float32, and the store says so."""
     keep: Literal["auto", "moments", "mean", "sample"] = "auto"
     """"auto": moments where the VAE has a posterior, else its latent."""
     flip: bool = False
@@ -75,7 +75,7 @@ class TextSection(Section):
     max_tokens: Annotated[int, Field(ge=1, le=4096)] = 300
     """Longer captions are cut here, and counted."""
     dtype: Dtype = "bfloat16"
-    """Arithmetic of the encoder."""
+    """Arithmetic of the encoder; a CPU always computes in float32, and the store says so."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Captions of equal length per forward; part of the fingerprint."""
 

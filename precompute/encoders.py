@@ -28,6 +28,7 @@ from ..datasets.schema import EncoderIdentity, LatentSpec, TextSpec
 from .config import PrecomputeRecipe, TextSection, VaeSection
 
 SHIPPED = "shipped:"
+CONFIG = "config.json"
 PROBE_PX = 256  # a multiple of every published downscale up to 128
 TEMPLATE = "{caption}"  # captions are stripped of white space at both ends, and otherwise left as they are
 
@@ -49,7 +50,8 @@ class ImageEncoder:
         if model_class is None:
             raise EncoderError(f"vae.model '{folder}': its config.json says '{name}', needed a diffusers autoencoder.")
         weights = _weight_files(folder, "diffusion_pytorch_model", what="vae.model")
-        self._dtype, self._device = getattr(torch, section.dtype), device
+        dtype = arithmetic(section.dtype, device)
+        self._dtype, self._device = getattr(torch, dtype), device
         try:
             model, loading = model_class.from_pretrained(
                 folder, torch_dtype=self._dtype, use_safetensors=True, output_loading_info=True
@@ -67,7 +69,7 @@ class ImageEncoder:
             config=_lasting(config),
             weights_sha256=_hash_files(weights),
             tokenizer_sha256=None,
-            dtype=section.dtype,
+            dtype=dtype,
             libraries=_majors("torch", "diffusers"),
         )
 
@@ -165,12 +167,15 @@ class CaptionTokenizer:
     """
 
     def __init__(self, section: TextSection) -> None:
-        folder, self.revision = resolve_model(section.model, "", section.revision, what="text.model")
-        self.model_folder = folder / section.subfolder
+        self.model_folder, self.revision = resolve_model(
+            section.model, section.subfolder, section.revision, what="text.model"
+        )
         config = _read_config(self.model_folder, what="text.model")
         self.vocabulary_size = int(config.get("vocab_size", 0))
         self._max_tokens = section.max_tokens
-        tokenizer_folder = folder / section.tokenizer_subfolder
+        tokenizer_folder, _ = resolve_model(
+            section.model, section.tokenizer_subfolder, section.revision, what="text.model"
+        )
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
         except (OSError, ValueError, ImportError) as error:
@@ -218,7 +223,8 @@ class CaptionEncoder:
                 f"text.model '{folder}': its config.json says '{config.get('model_type')}', needed 't5'."
             )
         weights = _weight_files(folder, "model", what="text.model")
-        self._dtype, self._device, self.tokenizer = getattr(torch, section.dtype), device, tokenizer
+        dtype = arithmetic(section.dtype, device)
+        self._dtype, self._device, self.tokenizer = getattr(torch, dtype), device, tokenizer
         transformers_logging.disable_progress_bar()  # of the weights being read; the command shows its own
         try:
             # Loaded in its dtype, not cast after: T5 keeps "wo" in float32 when the rest is float16.
@@ -238,7 +244,7 @@ class CaptionEncoder:
             config=_lasting(config),
             weights_sha256=_hash_files(weights),
             tokenizer_sha256=tokenizer.sha256,
-            dtype=section.dtype,
+            dtype=dtype,
             libraries=_majors("torch", "transformers"),
         )
 
@@ -303,6 +309,15 @@ def load_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders:
     return Encoders(ImageEncoder(recipe.vae, device), CaptionEncoder(recipe.text, tokenizer, device))
 
 
+def arithmetic(dtype: str, device: torch.device) -> str:
+    """Dtype that an encoder computes in: the recipe's, but float32 on a CPU.
+
+    There, 16 bits were seven times slower (TAESD at 256 px, no bf16 units) and are less exact. The identity in
+    the store says what was computed in.
+    """
+    return "float32" if device.type == "cpu" else dtype
+
+
 def resolve_model(model: str, subfolder: str, revision: str, *, what: str) -> tuple[Path, str | None]:
     """Find the folder of a model, fetching it from the hub if it is a hub id.
 
@@ -311,6 +326,8 @@ def resolve_model(model: str, subfolder: str, revision: str, *, what: str) -> tu
     """
     folder = local_folder(model)
     if folder is not None:
+        if (folder / CONFIG).is_file():
+            return folder, None  # the model itself, not a pipeline that holds it
         if not (folder / subfolder).is_dir():
             raise EncoderError(
                 f"{what} '{model}': there is no such folder as '{folder / subfolder}'. Check the recipe."
@@ -344,7 +361,7 @@ def local_folder(model: str) -> Path | None:
 
 
 def _read_config(folder: Path, *, what: str) -> dict[str, Any]:
-    path = folder / "config.json"
+    path = folder / CONFIG
     if not path.is_file():
         raise EncoderError(f"{what} '{folder}': there is no 'config.json'. Needed a folder saved by save_pretrained.")
     try:

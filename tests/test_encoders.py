@@ -177,7 +177,8 @@ def test_a_deterministic_encoder_has_no_posterior_to_keep(family: str, keep: str
         encoder.latent_spec(section, "float16")
 
 
-def test_encoding_in_float32_leaves_the_arithmetic_as_it_was(save: Save) -> None:
+def test_encoding_in_float32_leaves_the_arithmetic_as_it_was(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leandit.precompute.encoders.arithmetic", lambda dtype, device: dtype)  # as on a GPU
     folder = save("kl")
     low, _ = image_encoder(folder, dtype="bfloat16")
     high, _ = image_encoder(folder)
@@ -433,3 +434,15 @@ def test_the_identity_of_a_t5_follows_weights_and_tokenizer(t5: Path) -> None:
     after = caption_encoder(t5).identity
     assert after.weights_sha256 != before.weights_sha256
     assert after.tokenizer_sha256 != before.tokenizer_sha256
+
+
+def test_a_cpu_computes_in_float32_and_the_identity_says_so(save: Save) -> None:
+    encoder, _ = image_encoder(save("kl"), dtype="bfloat16")
+    assert encoder.identity.dtype == "float32"
+
+
+def test_a_folder_that_is_the_model_itself_needs_no_subfolder(save: Save) -> None:
+    folder = save("kl")
+    inside, _ = image_encoder(folder.parent, subfolder=folder.name)
+    itself, _ = image_encoder(folder, subfolder="vae")
+    assert inside.identity.weights_sha256 == itself.identity.weights_sha256
