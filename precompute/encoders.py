@@ -54,7 +54,11 @@ class ImageEncoder:
         self._dtype, self._device = getattr(torch, dtype), device
         try:
             model, loading = model_class.from_pretrained(
-                folder, torch_dtype=self._dtype, use_safetensors=True, output_loading_info=True
+                folder,
+                torch_dtype=self._dtype,
+                use_safetensors=True,
+                low_cpu_mem_usage=False,  # else diffusers asks for accelerate
+                output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             raise EncoderError(f"vae.model '{folder}': cannot be loaded as {name}: {error}") from error

@@ -446,3 +446,9 @@ def test_a_folder_that_is_the_model_itself_needs_no_subfolder(save: Save) -> Non
     inside, _ = image_encoder(folder.parent, subfolder=folder.name)
     itself, _ = image_encoder(folder, subfolder="vae")
     assert inside.identity.weights_sha256 == itself.identity.weights_sha256
+
+
+def test_the_identity_has_the_arithmetic_of_the_recipe_on_a_gpu(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leandit.precompute.encoders.arithmetic", lambda dtype, device: dtype)
+    dtypes = {image_encoder(save("kl"), dtype=dtype)[0].identity.dtype for dtype in ("float32", "bfloat16")}
+    assert dtypes == {"float32", "bfloat16"}
