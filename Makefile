@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long check format clean
+.PHONY: demo test check format clean
 
 # The exact versions that were tested; torch's CPU build where the index offers one.
 $(READY): pyproject.toml constraints.txt
@@ -18,9 +18,6 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2
-
-test-long: $(READY)
-	$(BIN)/python -m pytest -m slow
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -67,7 +67,7 @@ class ImageEncoder:
         self._mean_logvar = False
         self._probe = self.encode(np.zeros((1, PROBE_PX, PROBE_PX, 3), np.uint8))
         self.identity = EncoderIdentity(
-            model=section.model + (f"/{section.subfolder}" if section.subfolder else ""),
+            model=_model_name(section, folder),
             revision=revision,
             class_name=name,
             config=_lasting(config),
@@ -242,7 +242,7 @@ class CaptionEncoder:
         self._model = model.to(device).eval().requires_grad_(False)
         self.width = int(config["d_model"])
         self.identity = EncoderIdentity(
-            model=section.model + (f"/{section.subfolder}" if section.subfolder else ""),
+            model=_model_name(section, folder),
             revision=tokenizer.revision,
             class_name="T5EncoderModel",
             config=_lasting(config),
@@ -395,6 +395,12 @@ def _check_loaded(loading: dict[str, Any], where: str) -> None:
             f"{where}: {len(missing)} weights are missing from its safetensors, the first is '{missing[0]}'. "
             "Fetch or save the model again."
         )
+
+
+def _model_name(section: VaeSection | TextSection, folder: Path) -> str:
+    """What the recipe names, with its subfolder where the model lies in it."""
+    in_subfolder = section.subfolder and folder != local_folder(section.model)
+    return f"{section.model}/{section.subfolder}" if in_subfolder else section.model
 
 
 def _hash_files(files: list[Path]) -> str:

@@ -446,6 +446,8 @@ def test_a_folder_that_is_the_model_itself_needs_no_subfolder(save: Save) -> Non
     inside, _ = image_encoder(folder.parent, subfolder=folder.name)
     itself, _ = image_encoder(folder, subfolder="vae")
     assert inside.identity.weights_sha256 == itself.identity.weights_sha256
+    assert itself.identity.model == str(folder)  # the store does not name a subfolder that was not used
+    assert inside.identity.model == str(folder)
 
 
 def test_the_identity_has_the_arithmetic_of_the_recipe_on_a_gpu(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,9 +103,8 @@ def run_demo(
         outcome = train(recipe, store_path=store_path, run=run, device=device, report=show, stop=stop)
     if not outcome.finished:
         raise KeyboardInterrupt
-    trained = (outcome.step - outcome.first_step + 1) * recipe.run.global_batch if outcome.first_step else 0
     size = sum(path.stat().st_size for path in run.glob("snapshot-*/*"))
-    stages.append(Stage("train", time.perf_counter() - start, trained, size))
+    stages.append(Stage("train", time.perf_counter() - start, outcome.num_images, size))
 
     start = time.perf_counter()
     drawn, captions = sample_captions(run, store, device)

@@ -47,12 +47,14 @@ class Outcome:
       step: that the run has reached.
       first_step: that this call made, or None where the run was finished already.
       finished: all steps of the recipe are done.
+      num_images: seen by this call.
       losses: of the reports of this call, first and last, or None.
     """
 
     step: int
     first_step: int | None
     finished: bool
+    num_images: int
     losses: tuple[float, float] | None
     images_per_second: float
 
@@ -76,9 +78,9 @@ def train(
     # Open the store, build what trains.
     state = prepare(recipe, store_path, device)
     begin_or_resume(state, run, store_path)
-    first_step, losses, fastest = state.step + 1, [], 0.0
+    first_step, seen_before, losses, fastest = state.step + 1, state.num_images, [], 0.0
     if state.step >= recipe.run.steps:
-        return Outcome(state.step, None, True, None, 0.0)
+        return Outcome(state.step, None, True, 0, None, 0.0)
 
     meters = Meters(run, step=state.step)
     window = Window()
@@ -113,7 +115,8 @@ def train(
     finally:
         meters.close()
     ends = (losses[0], losses[-1]) if losses else None
-    return Outcome(state.step, first_step, state.step >= recipe.run.steps, ends, fastest)
+    finished = state.step >= recipe.run.steps
+    return Outcome(state.step, first_step, finished, state.num_images - seen_before, ends, fastest)
 
 
 def endless(loader: StatefulDataLoader) -> Iterator[Batch]:
