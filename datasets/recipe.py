@@ -132,6 +132,14 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested plain values by dotted key: {"a": {"b": 1}} to {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
 def to_toml(recipe: BaseModel) -> str:
     """Write a resolved recipe as TOML, one table per section (what ``load_recipe`` reads back)."""
     lines = []

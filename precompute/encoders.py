@@ -1,7 +1,7 @@
 """The two encoder roles: pictures to moments (any diffusers autoencoder), captions to embeddings (any T5).
 
-Weights come from a hub id, a folder, or from this package ("shipped:vae"), as safetensors only. Each encoder knows its
-identity: what the store's fingerprint hashes. Scale and shift are read from the model's own config, never assumed.
+Each encoder knows its identity: what the store's fingerprint hashes. Scale and shift are read from the model's own
+config, never assumed. Where the files come from stands in ``model_files.py``.
 """
 
 from __future__ import annotations
@@ -9,26 +9,30 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import diffusers
 import numpy as np
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, T5EncoderModel
 from transformers.utils import logging as transformers_logging
 
 from ..datasets.errors import EncoderError, RecipeError
-from ..datasets.files import sha256_file, sha256_of
+from ..datasets.files import sha256_of
 from ..datasets.schema import EncoderIdentity, LatentSpec, TextSpec
 from .config import PrecomputeRecipe, TextSection, VaeSection
+from .model_files import (
+    check_loaded,
+    hash_files,
+    lasting_config,
+    library_majors,
+    model_name,
+    read_config,
+    resolve_model,
+    weight_files,
+)
 
-SHIPPED = "shipped:"
-CONFIG = "config.json"
 PROBE_PX = 256  # a multiple of every published downscale up to 128
 TEMPLATE = "{caption}"  # captions are stripped of white space at both ends, and otherwise left as they are
 
@@ -44,12 +48,12 @@ class ImageEncoder:
 
     def __init__(self, section: VaeSection, device: torch.device) -> None:
         folder, revision = resolve_model(section.model, section.subfolder, section.revision, what="vae.model")
-        config = _read_config(folder, what="vae.model")
+        config = read_config(folder, what="vae.model")
         name = str(config.get("_class_name"))
         model_class = getattr(diffusers, name, None) if name.startswith("Autoencoder") else None
         if model_class is None:
             raise EncoderError(f"vae.model '{folder}': its config.json says '{name}', needed a diffusers autoencoder.")
-        weights = _weight_files(folder, "diffusion_pytorch_model", what="vae.model")
+        weights = weight_files(folder, "diffusion_pytorch_model", what="vae.model")
         dtype = arithmetic(section.dtype, device)
         self._dtype, self._device = getattr(torch, dtype), device
         try:
@@ -62,19 +66,19 @@ class ImageEncoder:
             )
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             raise EncoderError(f"vae.model '{folder}': cannot be loaded as {name}: {error}") from error
-        _check_loaded(loading, f"vae.model '{folder}'")
+        check_loaded(loading, f"vae.model '{folder}'")
         self._model = model.to(device).eval().requires_grad_(False)
         self._mean_logvar = False
         self._probe = self.encode(np.zeros((1, PROBE_PX, PROBE_PX, 3), np.uint8))
         self.identity = EncoderIdentity(
-            model=_model_name(section, folder),
+            model=model_name(section, folder),
             revision=revision,
             class_name=name,
-            config=_lasting(config),
-            weights_sha256=_hash_files(weights),
+            config=lasting_config(config),
+            weights_sha256=hash_files(weights),
             tokenizer_sha256=None,
             dtype=dtype,
-            libraries=_majors("torch", "diffusers"),
+            libraries=library_majors("torch", "diffusers"),
         )
 
     @property
@@ -174,7 +178,7 @@ class CaptionTokenizer:
         self.model_folder, self.revision = resolve_model(
             section.model, section.subfolder, section.revision, what="text.model"
         )
-        config = _read_config(self.model_folder, what="text.model")
+        config = read_config(self.model_folder, what="text.model")
         self.vocabulary_size = int(config.get("vocab_size", 0))
         self._max_tokens = section.max_tokens
         tokenizer_folder, _ = resolve_model(
@@ -221,12 +225,12 @@ class CaptionEncoder:
 
     def __init__(self, section: TextSection, tokenizer: CaptionTokenizer, device: torch.device) -> None:
         folder = tokenizer.model_folder
-        config = _read_config(folder, what="text.model")
+        config = read_config(folder, what="text.model")
         if config.get("model_type") != "t5":
             raise EncoderError(
                 f"text.model '{folder}': its config.json says '{config.get('model_type')}', needed 't5'."
             )
-        weights = _weight_files(folder, "model", what="text.model")
+        weights = weight_files(folder, "model", what="text.model")
         dtype = arithmetic(section.dtype, device)
         self._dtype, self._device, self.tokenizer = getattr(torch, dtype), device, tokenizer
         transformers_logging.disable_progress_bar()  # of the weights being read; the command shows its own
@@ -238,18 +242,18 @@ class CaptionEncoder:
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             raise EncoderError(f"text.model '{folder}': cannot be loaded as a T5 encoder: {error}") from error
         model, loading = loaded
-        _check_loaded(loading, f"text.model '{folder}'")
+        check_loaded(loading, f"text.model '{folder}'")
         self._model = model.to(device).eval().requires_grad_(False)
         self.width = int(config["d_model"])
         self.identity = EncoderIdentity(
-            model=_model_name(section, folder),
+            model=model_name(section, folder),
             revision=tokenizer.revision,
             class_name="T5EncoderModel",
-            config=_lasting(config),
-            weights_sha256=_hash_files(weights),
+            config=lasting_config(config),
+            weights_sha256=hash_files(weights),
             tokenizer_sha256=tokenizer.sha256,
             dtype=dtype,
-            libraries=_majors("torch", "transformers"),
+            libraries=library_majors("torch", "transformers"),
         )
 
     def text_spec(self, section: TextSection, dtype: str) -> TextSpec:
@@ -320,103 +324,3 @@ def arithmetic(dtype: str, device: torch.device) -> str:
     the store says what was computed in.
     """
     return "float32" if device.type == "cpu" else dtype
-
-
-def resolve_model(model: str, subfolder: str, revision: str, *, what: str) -> tuple[Path, str | None]:
-    """Find the folder of a model, fetching it from the hub if it is a hub id.
-
-    Returns: the folder, and the commit where it came from the hub.
-    Raises: EncoderError: there is no such folder, and the hub does not give it.
-    """
-    folder = local_folder(model)
-    if folder is not None:
-        if (folder / CONFIG).is_file():
-            return folder, None  # the model itself, not a pipeline that holds it
-        if not (folder / subfolder).is_dir():
-            raise EncoderError(
-                f"{what} '{model}': there is no such folder as '{folder / subfolder}'. Check the recipe."
-            )
-        return folder / subfolder, None
-    prefix = f"{subfolder}/" if subfolder else "**/"
-    patterns = [pattern for name in ("*.json", "*.safetensors", "*.model") for pattern in (prefix + name, name)]
-    try:
-        fetched = Path(snapshot_download(model, revision=revision or None, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise EncoderError(
-            f"{what} '{model}': not a folder here, and the hub does not give it ({reason}). "
-            f"Check the name, log in with 'hf auth login', or give a folder with --set {what}=PATH."
-        ) from error
-    return fetched / subfolder, fetched.name
-
-
-def local_folder(model: str) -> Path | None:
-    """Folder of a model that needs no hub, or None for a hub id."""
-    if model.startswith(SHIPPED):
-        name = model.removeprefix(SHIPPED)
-        folder = Path(__file__).parent / "demo_encoders" / name
-        if not name.isidentifier() or not folder.is_dir():
-            raise EncoderError(f"'{model}': no such encoder ships with leandit; there are shipped:vae and shipped:t5.")
-        return folder
-    path = Path(model).expanduser()
-    if path.is_dir() or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        return path
-    return None
-
-
-def _read_config(folder: Path, *, what: str) -> dict[str, Any]:
-    path = folder / CONFIG
-    if not path.is_file():
-        raise EncoderError(f"{what} '{folder}': there is no 'config.json'. Needed a folder saved by save_pretrained.")
-    try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise EncoderError(f"{what} '{path}': not valid JSON ({error}).") from error
-    if not isinstance(config, dict):
-        raise EncoderError(f"{what} '{path}': needed a JSON object.")
-    return config
-
-
-def _weight_files(folder: Path, stem: str, *, what: str) -> list[Path]:
-    files = sorted(path for path in folder.glob(f"{stem}*.safetensors") if ".fp16." not in path.name)
-    if not files:
-        others = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-        raise EncoderError(
-            f"{what} '{folder}': there are no weights '{stem}*.safetensors' (found: {others}). "
-            "Only safetensors are read; convert other weights with save_pretrained(..., safe_serialization=True)."
-        )
-    return files
-
-
-def _check_loaded(loading: dict[str, Any], where: str) -> None:
-    """The libraries fill what a file lacks with random numbers: refuse that."""
-    if missing := sorted(loading.get("missing_keys") or ()):
-        raise EncoderError(
-            f"{where}: {len(missing)} weights are missing from its safetensors, the first is '{missing[0]}'. "
-            "Fetch or save the model again."
-        )
-
-
-def _model_name(section: VaeSection | TextSection, folder: Path) -> str:
-    """What the recipe names, with its subfolder where the model lies in it."""
-    in_subfolder = section.subfolder and folder != local_folder(section.model)
-    return f"{section.model}/{section.subfolder}" if in_subfolder else section.model
-
-
-def _hash_files(files: list[Path]) -> str:
-    return sha256_of([[path.name, sha256_file(path)] for path in files])
-
-
-def _lasting(config: dict[str, Any]) -> dict[str, Any]:
-    """A config without what does not change the numbers."""
-    volatile = ("_diffusers_version", "transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype")
-    return {key: value for key, value in sorted(config.items()) if key not in volatile}
-
-
-def _majors(*packages: str) -> dict[str, str]:
-    """Major versions of libraries; of those before 1.0, the minor too."""
-    majors = {}
-    for name in packages:
-        major, minor = metadata.version(name).split(".")[:2]
-        majors[name] = f"0.{minor}" if major == "0" else major
-    return majors

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from ..datasets.commits import FrozenPlan, read_plan
 from ..datasets.errors import DamageError, FingerprintMismatch, ResourceError, SourceError, StoreError
 from ..datasets.files import read_json, sweep_strays
 from ..datasets.layout import CAPTION_PART, EMBEDDINGS, MANIFEST, PLAN
+from ..datasets.recipe import flatten
 from ..datasets.schema import Manifest, StoreSpec
 from ..datasets.store import LatentStore, read_spec
 from ..datasets.writer import StoreWriter, freeze_plan
@@ -91,22 +91,13 @@ def check_fingerprint(root: Path, found: StoreSpec, wanted: StoreSpec) -> None:
     """
     if found.fingerprint == wanted.fingerprint:
         return
-    there, here = _flatten(found.identity()), _flatten(wanted.identity())
+    there, here = flatten(found.identity()), flatten(wanted.identity())
     differing = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
     fields = "; ".join(f"{key} is {there.get(key)!r} in the store, {here.get(key)!r} now" for key in differing[:6])
     raise FingerprintMismatch(
         f"store '{root}': made with other encoders or settings: {fields}. Nothing was changed. "
         "Give another --store, or the settings that made this one."
     )
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    flat = {}
-    for key, inner in value.items():
-        flat |= _flatten(inner, f"{prefix}.{key}" if prefix else key)
-    return flat
 
 
 def check_source(root: Path, plan: FrozenPlan, source: Source) -> None:

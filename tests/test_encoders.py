@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.precompute.config import TextSection, VaeSection
-from leandit.precompute.encoders import CaptionEncoder, CaptionTokenizer, ImageEncoder, local_folder
+from leandit.precompute.encoders import CaptionEncoder, CaptionTokenizer, ImageEncoder
+from leandit.precompute.model_files import local_folder
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 KL = {
@@ -280,7 +281,7 @@ def test_a_hub_id_without_network_is_an_error_with_advice(
     def offline(*_: Any, **__: Any) -> str:
         raise LocalEntryNotFoundError("Cannot reach the hub: offline mode is enabled.")
 
-    monkeypatch.setattr("leandit.precompute.encoders.snapshot_download", offline)
+    monkeypatch.setattr("leandit.precompute.model_files.snapshot_download", offline)
     with pytest.raises(EncoderError, match=r"some/model.*offline.*hf auth login.*--set (vae|text)\.model=PATH"):
         load("some/model")
 
@@ -294,7 +295,7 @@ def test_the_revision_of_a_hub_model_is_recorded(vae: Path, tmp_path: Path, monk
         asked.append((model, revision))
         return str(snapshot)
 
-    monkeypatch.setattr("leandit.precompute.encoders.snapshot_download", download)
+    monkeypatch.setattr("leandit.precompute.model_files.snapshot_download", download)
     encoder, _ = image_encoder("some/model", revision="main")
     assert asked == [("some/model", "main")]
     assert (encoder.identity.model, encoder.identity.revision) == ("some/model", "0123abcd")

@@ -41,7 +41,8 @@ from leandit.datasets.store import LatentStore
 from leandit.datasets.writer import StoreWriter
 from leandit.precompute import opening, pipeline
 from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
-from leandit.precompute.encoders import Encoders, ImageEncoder, load_encoders, local_folder
+from leandit.precompute.encoders import Encoders, ImageEncoder, load_encoders
+from leandit.precompute.model_files import local_folder
 from leandit.precompute.pipeline import Report
 
 Encode = Callable[[PrecomputeRecipe, Path, Path], Report]

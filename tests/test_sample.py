@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from leandit.datasets.errors import EncoderError, LeanditError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
-from leandit.precompute.encoders import local_folder
+from leandit.precompute.model_files import local_folder
 from leandit.tools.sampler import Request, make_conditioning, sample
 from leandit.train.config import ObjectiveSection
 from leandit.train.loop import StopRequest, train

@@ -16,8 +16,9 @@ from ..datasets.layout import latent_layouts
 from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
 from ..precompute.config import PrecomputeRecipe
-from ..precompute.encoders import Encoders, load_encoders, local_folder
+from ..precompute.encoders import Encoders, load_encoders
 from ..precompute.images import decode_picture
+from ..precompute.model_files import local_folder
 from ..precompute.pipeline import describe_store
 from ..precompute.plan import PlannedPicture, num_threads, plan_captions, plan_pictures
 from ..precompute.sources import Source, list_source, read_record

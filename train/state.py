@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from ..datasets.errors import RecipeError, RunError
 from ..datasets.files import canonical_json, read_json, sweep_strays, write_atomic
 from ..datasets.loader import make_loader
-from ..datasets.recipe import to_toml
+from ..datasets.recipe import flatten, to_toml
 from ..datasets.store import LatentStore
 from . import checkpoint
 from .config import TrainRecipe
@@ -159,7 +159,7 @@ def check_head(run: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None
 
     Raises: RunError.
     """
-    there, here = _flat(found), _flat(wanted)
+    there, here = flatten(found), flatten(wanted)
     differing = [
         key
         for key in sorted(there.keys() | here.keys())
@@ -173,17 +173,6 @@ def check_head(run: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None
             f"run '{run}': begun with other settings: {fields}. "
             "Give another --run, or go on with the settings in its recipe.toml."
         )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: _plain(value)}
-    return flat
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def save(state: TrainState, run: Path) -> None:

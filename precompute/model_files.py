@@ -1,0 +1,130 @@
+"""Where the files of a model come from, and what identifies them: a hub id, a folder, or "shipped:NAME"."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from ..datasets.errors import EncoderError
+from ..datasets.files import sha256_file, sha256_of
+from .config import TextSection, VaeSection
+
+SHIPPED = "shipped:"
+CONFIG = "config.json"
+
+
+def resolve_model(model: str, subfolder: str, revision: str, *, what: str) -> tuple[Path, str | None]:
+    """Find the folder of a model, fetching it from the hub if it is a hub id.
+
+    Returns: the folder, and the commit where it came from the hub.
+    Raises: EncoderError: there is no such folder, and the hub does not give it.
+    """
+    folder = local_folder(model)
+    if folder is not None:
+        if (folder / CONFIG).is_file():
+            return folder, None  # the model itself, not a pipeline that holds it
+        if not (folder / subfolder).is_dir():
+            raise EncoderError(
+                f"{what} '{model}': there is no such folder as '{folder / subfolder}'. Check the recipe."
+            )
+        return folder / subfolder, None
+    prefix = f"{subfolder}/" if subfolder else "**/"
+    patterns = [pattern for name in ("*.json", "*.safetensors", "*.model") for pattern in (prefix + name, name)]
+    try:
+        fetched = Path(snapshot_download(model, revision=revision or None, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise EncoderError(
+            f"{what} '{model}': not a folder here, and the hub does not give it ({reason}). "
+            f"Check the name, log in with 'hf auth login', or give a folder with --set {what}=PATH."
+        ) from error
+    return fetched / subfolder, fetched.name
+
+
+def local_folder(model: str) -> Path | None:
+    """Folder of a model that needs no hub, or None for a hub id."""
+    if model.startswith(SHIPPED):
+        name = model.removeprefix(SHIPPED)
+        folder = Path(__file__).parent / "demo_encoders" / name
+        if not name.isidentifier() or not folder.is_dir():
+            raise EncoderError(f"'{model}': no such encoder ships with leandit; there are shipped:vae and shipped:t5.")
+        return folder
+    path = Path(model).expanduser()
+    if path.is_dir() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        return path
+    return None
+
+
+def read_config(folder: Path, *, what: str) -> dict[str, Any]:
+    """Read a model's config.json.
+
+    Raises: EncoderError: it is not there, or no JSON object.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise EncoderError(f"{what} '{folder}': there is no 'config.json'. Needed a folder saved by save_pretrained.")
+    try:
+        config = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise EncoderError(f"{what} '{path}': not valid JSON ({error}).") from error
+    if not isinstance(config, dict):
+        raise EncoderError(f"{what} '{path}': needed a JSON object.")
+    return config
+
+
+def weight_files(folder: Path, stem: str, *, what: str) -> list[Path]:
+    """Safetensors of a model, sorted.
+
+    Raises: EncoderError: there are none.
+    """
+    files = sorted(path for path in folder.glob(f"{stem}*.safetensors") if ".fp16." not in path.name)
+    if not files:
+        others = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+        raise EncoderError(
+            f"{what} '{folder}': there are no weights '{stem}*.safetensors' (found: {others}). "
+            "Only safetensors are read; convert other weights with save_pretrained(..., safe_serialization=True)."
+        )
+    return files
+
+
+def check_loaded(loading: dict[str, Any], where: str) -> None:
+    """Refuse a model that lacks weights: the libraries fill those with random numbers.
+
+    Raises: EncoderError.
+    """
+    if missing := sorted(loading.get("missing_keys") or ()):
+        raise EncoderError(
+            f"{where}: {len(missing)} weights are missing from its safetensors, the first is '{missing[0]}'. "
+            "Fetch or save the model again."
+        )
+
+
+def model_name(section: VaeSection | TextSection, folder: Path) -> str:
+    """What the recipe names, with its subfolder where the model lies in it."""
+    in_subfolder = section.subfolder and folder != local_folder(section.model)
+    return f"{section.model}/{section.subfolder}" if in_subfolder else section.model
+
+
+def hash_files(files: list[Path]) -> str:
+    """One SHA-256 for the names and contents of some files."""
+    return sha256_of([[path.name, sha256_file(path)] for path in files])
+
+
+def lasting_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without what does not change the numbers."""
+    volatile = ("_diffusers_version", "transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype")
+    return {key: value for key, value in sorted(config.items()) if key not in volatile}
+
+
+def library_majors(*packages: str) -> dict[str, str]:
+    """Major versions of libraries; of those before 1.0, the minor too."""
+    majors = {}
+    for name in packages:
+        major, minor = metadata.version(name).split(".")[:2]
+        majors[name] = f"0.{minor}" if major == "0" else major
+    return majors
