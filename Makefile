@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format clean
+.PHONY: demo test test-long check format clean
 
 # The exact versions that were tested; torch's CPU build where the index offers one.
 $(READY): pyproject.toml constraints.txt
@@ -18,6 +18,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2
+
+# The long forms: all crash points and bit flips, hundreds of kills. About an hour on two cores.
+test-long: $(READY)
+	$(BIN)/python -m pytest -n 2 -m slow --timeout 3600
 
 check: $(READY)
 	$(BIN)/ruff format --check .

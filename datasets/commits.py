@@ -1,224 +1,221 @@
-"""Commit records and their merge: what is in a store, and that it is all there.
+"""Commit records and their merge: what is in a revision of a store, and that it is all there.
 
-A shard counts only when its commit record is there, belongs to this plan and fingerprint, and names files of the right
-size. The merge is a pure function of the plan and the records, so it gives the same bytes whoever runs it, and when.
+A shard counts only when its commit record is there, fits its own hash, belongs to this plan, and names files of the
+right size. The merge is a pure function of the plan and the records, so it gives the same bytes whoever runs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from .errors import DamageError, StoreError
-from .files import canonical_json, read_json, xxh3_file, xxh3_parts
+from .errors import DamageError
+from .frozen import FrozenPlan, table_bytes
+from .hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
 from .layout import (
     CAPTION_PART,
-    PLAN,
-    PLAN_CAPTIONS,
-    PLAN_RECORDS,
+    CAPTIONS,
+    GROUP,
+    MANIFEST,
+    NULL_PART,
+    RECORDS,
+    REVISIONS,
     bucket_part,
     commit_path,
-    embedding_layout,
-    latent_layouts,
-    place_captions,
-    shard_tasks,
-    store_layouts,
+    revision_prefix,
 )
-from .schema import CAPTIONS_SCHEMA, FORMAT_VERSION, RECORDS_SCHEMA, CommitRecord, FileEntry, Manifest, StoreSpec
+from .schema import CAPTIONS_SCHEMA, FORMAT_VERSION, RECORDS_SCHEMA, REJECT_REASONS, CommitRecord, FileEntry, Manifest
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-Commits = Mapping[tuple[str, int], CommitRecord]
+Task = tuple[str, int]
+Commits = Mapping[Task, CommitRecord]
 
 
-@dataclass(frozen=True)
-class FrozenPlan:
-    """The plan as it lies in a store: every row's place, fixed before the first encode.
+def read_commits(root: Path, plan: FrozenPlan, *, check_bytes: bool = False) -> dict[Task, CommitRecord]:
+    """Read the commit records that hold; ``check_bytes`` as ``read_commit``."""
+    found = {task: read_commit(root, plan, *task, check_bytes=check_bytes) for task in plan.layout.tasks()}
+    return {task: record for task, record in found.items() if record}
+
+
+def read_commit(
+    root: Path, plan: FrozenPlan, part: str, shard: int, *, check_bytes: bool = False
+) -> CommitRecord | None:
+    """Read the commit record of a task, or None where it does not hold: then the shard is made again.
 
     Args:
-      hash: of the two tables (without the files' times), named by every commit record.
-      listing: hash of the source's listing (keys, sizes, times), to tell whether the source has changed.
-      records: RECORDS_SCHEMA's first columns, then where each picture lies in the source.
-      captions: text, num_tokens, truncated; sorted so that equal lengths lie together.
+      check_bytes: hash the shard's files too, not only look at their size: where a disk lost power they may hold zeros.
     """
-
-    hash: str
-    listing: str
-    records: pa.Table
-    captions: pa.Table
-
-    @property
-    def bucket_rows(self) -> dict[str, int]:
-        """Rows per bucket, buckets in order of their name's size."""
-        counts = self.records["bucket"].drop_null().value_counts().to_pylist()
-        rows = {entry["values"]: entry["counts"] for entry in counts}
-        return dict(sorted(rows.items(), key=lambda item: tuple(map(int, item[0].split("x")))))
-
-    @property
-    def num_tokens(self) -> np.ndarray:
-        """(num_captions,) tokens of each caption."""
-        return self.captions["num_tokens"].to_numpy()
-
-    def offsets(self, spec: StoreSpec) -> np.ndarray:
-        """(num_captions,) first row of each caption's tokens."""
-        if spec.text is None:
-            return np.empty(0, np.int64)
-        return place_captions(self.num_tokens, embedding_layout(spec, 0).shard_rows)
-
-    def num_token_rows(self, spec: StoreSpec) -> int:
-        """Rows of the embeddings array."""
-        offsets = self.offsets(spec)
-        return int(offsets[-1] + self.num_tokens[-1]) if len(offsets) else 0
+    record = read_record(root, plan, part, shard)
+    if record is None or not all(_has_size(root / entry.path, entry.bytes) for entry in record.files):
+        return None
+    if check_bytes and not all(xxh3_file(root / entry.path) == entry.xxh3_128 for entry in record.files):
+        return None
+    return record
 
 
-def read_plan(root: Path) -> FrozenPlan:
-    """Read the frozen plan of a store.
+def read_record(root: Path, plan: FrozenPlan, part: str, shard: int) -> CommitRecord | None:
+    """Read the commit record of a task whether or not its files are there; None where it is not of this plan."""
+    try:
+        record = CommitRecord.model_validate(read_json(root / commit_path(plan.revision, part, shard)))
+    except (OSError, DamageError, ValidationError):
+        return None
+    named = (record.fingerprint, record.plan, record.part, record.shard)
+    if named != (plan.spec.fingerprint, plan.hash, part, shard) or record != record.with_hash():
+        return None
+    return record if _fits_plan(plan, record) else None
 
-    Raises: StoreError: the plan was never finished; run precompute again.
-    """
-    if not (root / PLAN).is_file():
-        raise StoreError(f"store '{root}': its plan is not finished. Run the same precompute command again.")
-    head = read_json(root / PLAN)
-    return FrozenPlan(
-        hash=head["plan"],
-        listing=head["listing"],
-        records=pq.read_table(root / PLAN_RECORDS),
-        captions=pq.read_table(root / PLAN_CAPTIONS),
+
+def _fits_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
+    """It names the files and as many rows as the plan has for it; a record of others may say anything."""
+    if {entry.path for entry in record.files} != {
+        array.shard_path(record.shard) for array in plan.layout.part_arrays(record.part)
+    }:
+        return False
+    if record.part in (CAPTION_PART, NULL_PART):
+        count = len(plan.layout.captions_of(record.shard)) if record.part == CAPTION_PART else 1
+        return (
+            len(record.checksums) == count
+            and all(_HEX.fullmatch(digits) for digits in record.checksums)
+            and not record.source_checksums
+            and not record.rejects
+        )
+    rows = plan.layout.rows_of(record.part, record.shard)
+    return (
+        len(record.checksums) == len(record.source_checksums) == len(rows)
+        and all(not digits or _HEX.fullmatch(digits) for digits in (*record.checksums, *record.source_checksums))
+        and all(reject.row in rows and reject.reason in REJECT_REASONS for reject in record.rejects)
     )
 
 
-def read_commits(root: Path, spec: StoreSpec, plan: FrozenPlan) -> dict[tuple[str, int], CommitRecord]:
-    """Read the commit records that hold: of this plan and fingerprint, all files there with the right size."""
-    commits = {}
-    for part, shard in shard_tasks(spec, plan.bucket_rows, plan.num_token_rows(spec)):
-        record = _read_commit(root / commit_path(part, shard))
-        if record is None or (record.fingerprint, record.plan) != (spec.fingerprint, plan.hash):
-            continue
-        if all(_has_size(root / entry.path, entry.bytes) for entry in record.files):
-            commits[part, shard] = record
-    return commits
-
-
-def _read_commit(path: Path) -> CommitRecord | None:
-    try:
-        return CommitRecord.model_validate(read_json(path))
-    except (FileNotFoundError, DamageError, ValidationError):
-        return None  # not there, or torn: the shard is made again
+_HEX = re.compile("[0-9a-f]{16}")
 
 
 def _has_size(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
-def merge_records(spec: StoreSpec, plan: FrozenPlan, commits: Commits) -> pa.Table:
-    """Records table of a store: the plan's places joined with what became of each row."""
-    columns = {name: plan.records[name] for name in RECORDS_SCHEMA.names if name != "checksum"}
-    status = np.array(plan.records["status"].to_pylist(), object)
-    stage, reason, detail = (np.array(plan.records[name].to_pylist(), object) for name in ("stage", "reason", "detail"))
-    checksums = np.zeros(len(status), np.uint64)
-    bucket, row = np.array(plan.records["bucket"].to_pylist(), object), plan.records["row"].to_numpy()
-    for name, num_rows in plan.bucket_rows.items():
-        positions = np.flatnonzero(bucket == name)
-        positions = positions[np.argsort(row[positions], kind="stable")]  # position in the table of each row
-        layout = latent_layouts(spec, name, num_rows)[0]
-        for shard in range(layout.num_shards):
-            commit = commits.get((bucket_part(name), shard))
+def merge_records(plan: FrozenPlan, commits: Commits) -> pa.Table:
+    """Records table of a revision: the plan's places joined with what became of each row."""
+    columns = {name: plan.records[name] for name in RECORDS_SCHEMA.names}
+    changed = ("status", "stage", "reason", "detail", "checksum", "source_checksum")
+    values = {name: np.array(columns[name].to_pylist(), object) for name in changed}
+    for bucket, positions in plan.bucket_positions.items():
+        for shard in range(plan.layout.latents[bucket][0].num_shards):
+            commit = commits.get((bucket_part(bucket), shard))
             if commit is None:
                 continue
-            rows = layout.rows_of(shard)
+            rows = plan.layout.rows_of(bucket_part(bucket), shard)
             here = positions[rows.start : rows.stop]
-            status[here] = "stored"
-            checksums[here] = [int(digits, 16) if digits else 0 for digits in commit.checksums]
+            values["status"][here] = "stored"
+            for name, digits in (("checksum", commit.checksums), ("source_checksum", commit.source_checksums)):
+                values[name][here] = [int(text, 16) if text else None for text in digits]
             for reject in commit.rejects:
                 at = positions[reject.row]
-                status[at], stage[at], reason[at], detail[at] = "rejected", reject.stage, reject.reason, reject.detail
-    columns |= {"status": status, "stage": stage, "reason": reason, "detail": detail}
-    columns["checksum"] = pa.array(checksums, mask=status != "stored")
-    return pa.table(columns, schema=RECORDS_SCHEMA)
+                for name, value in (("status", "rejected"), ("checksum", None), ("source_checksum", None)):
+                    values[name][at] = value
+                for name in ("stage", "reason", "detail"):
+                    values[name][at] = getattr(reject, name)
+    return pa.table(columns | values, schema=RECORDS_SCHEMA)
 
 
-def merge_captions(spec: StoreSpec, plan: FrozenPlan, commits: Commits) -> pa.Table:
-    """Captions table of a store: the plan's texts with the checksums of their embeddings."""
-    checksums: list[int | None] = [None] * plan.captions.num_rows
-    offsets = plan.offsets(spec)
+def merge_captions(plan: FrozenPlan, commits: Commits) -> pa.Table:
+    """Captions table of a revision: the plan's texts with the checksums of their embeddings."""
+    checksums = plan.captions["checksum"].to_pylist()
     for (part, shard), commit in commits.items():
         if part == CAPTION_PART:
-            first = int(np.searchsorted(offsets, embedding_layout(spec, 0).shard_rows * shard))
-            checksums[first : first + len(commit.checksums)] = [int(digits, 16) for digits in commit.checksums]
-    columns = {name: plan.captions[name] for name in ("text", "num_tokens", "truncated")}
+            captions = plan.layout.captions_of(shard)
+            first = plan.first_caption + captions.start
+            checksums[first : first + len(captions)] = [int(digits, 16) for digits in commit.checksums]
+    columns = {name: plan.captions[name] for name in CAPTIONS_SCHEMA.names}
     return pa.table(columns | {"checksum": pa.array(checksums, pa.uint64())}, schema=CAPTIONS_SCHEMA)
 
 
-def table_bytes(table: pa.Table) -> bytes:
-    """A table as the bytes of a Parquet file."""
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", write_statistics=True)
-    return sink.getvalue().to_pybytes()
-
-
-def build_manifest(
-    root: Path, spec: StoreSpec, plan: FrozenPlan, commits: Commits, tables: Mapping[str, bytes]
-) -> Manifest:
-    """Merge everything into the manifest.
+def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes], Manifest]:
+    """Everything that a revision's seal writes, and the manifest over it.
 
     Args:
-      tables: bytes of RECORDS and CAPTIONS, not yet on disk.
+      commits: of all tasks of the plan.
+    Returns: path and content of the files that are neither shards nor commit records, then the manifest.
     """
-    records = merge_records(spec, plan, commits)
-    stored = records.filter(pc.equal(records["status"], "stored"))
-    per_bucket = {e["values"]: e["counts"] for e in stored["bucket"].value_counts().to_pylist()}
-    num_stored = stored.num_rows
-    num_rejected = records.filter(pc.equal(records["status"], "rejected")).num_rows
+    prefix = revision_prefix(plan.revision)
+    records, captions = merge_records(plan, commits), merge_captions(plan, commits)
+    tables = {prefix + RECORDS: table_bytes(records), prefix + CAPTIONS: table_bytes(captions)}
+    files = plan.layout.static_files() | tables
+    written = files | {
+        commit_path(plan.revision, *task): canonical_json(commit.model_dump()) for task, commit in commits.items()
+    }
+    entries = {entry.path: entry for entry in plan.carried}
+    entries |= {path: file_entry(path, content) for path, content in written.items()}
+    entries |= {entry.path: entry for commit in commits.values() for entry in commit.files}
+    statuses = pc.value_counts(records["status"]).to_pylist()
+    count = {entry["values"]: entry["counts"] for entry in statuses}
+    num_stored, num_rejected = count.get("stored", 0), count.get("rejected", 0)
     assert num_stored + num_rejected == records.num_rows, "a record is neither stored nor rejected"
-
-    files = [entry for commit in commits.values() for entry in commit.files]
-    for name, content in tables.items():
-        size, digest = xxh3_parts([content])
-        files.append(FileEntry(path=name, bytes=size, xxh3_128=digest))
-    committed = {entry.path for entry in files}
-    offsets = plan.offsets(spec)
-    for path in ["zarr.json", *metadata_paths(spec, plan)]:
-        files.append(file_entry(root, path))
-    for layout in store_layouts(spec, plan.bucket_rows, offsets, plan.num_tokens):
-        for shard in range(layout.num_shards):
-            if layout.shard_path(shard) not in committed:  # the caption index, which is written with the plan
-                files.append(file_entry(root, layout.shard_path(shard)))
-    return Manifest(
+    stored = records.filter(pc.equal(records["status"], "stored"))["bucket"].value_counts().to_pylist()
+    manifest = Manifest(
         format_version=FORMAT_VERSION,
-        fingerprint=spec.fingerprint,
+        revision=plan.revision,
+        base=plan.base,
+        stack=[*plan.stack, plan.revision],
+        copies=plan.copies,
+        fingerprint=plan.spec.fingerprint,
         plan=plan.hash,
         num_planned=records.num_rows,
         num_stored=num_stored,
         num_rejected=num_rejected,
-        buckets={name: per_bucket.get(name, 0) for name in plan.bucket_rows},
-        num_captions=plan.captions.num_rows,
-        num_caption_tokens=int(plan.num_tokens.sum()),
-        files=sorted(files, key=lambda entry: entry.path),
+        buckets=dict.fromkeys(plan.bucket_positions, 0) | {entry["values"]: entry["counts"] for entry in stored},
+        num_captions=captions.num_rows,
+        num_caption_tokens=int(captions["num_tokens"].to_numpy().sum()),
+        files=[entries[path] for path in sorted(entries)],
         root_hash="",
-    ).with_root_hash()
+    )
+    return files, with_root_hash(manifest)
 
 
-def metadata_paths(spec: StoreSpec, plan: FrozenPlan) -> list[str]:
-    """Paths of the ``zarr.json`` of every group and array below the root."""
-    groups = {"buckets"} | {bucket_part(bucket) for bucket in plan.bucket_rows}
-    groups |= {"captions"} if spec.text else set()
-    arrays = {layout.path for layout in store_layouts(spec, plan.bucket_rows, plan.offsets(spec), plan.num_tokens)}
-    return sorted(f"{path}/zarr.json" for path in groups | arrays)
+def carried_files(base: Manifest, stack: Sequence[int]) -> tuple[FileEntry, ...]:
+    """Files of a revision that the next one reads too: the root's metadata and the arrays of its stack."""
+    prefixes = [revision_prefix(revision) + name for revision in stack for name in ("buckets/", "captions/", GROUP)]
+    shared = (GROUP, f"{REVISIONS}/{GROUP}", *prefixes)
+    return tuple(entry for entry in base.files if entry.path.startswith(shared))
 
 
-def file_entry(root: Path, path: str) -> FileEntry:
-    """Size and hash of a file that is on disk."""
-    return FileEntry(path=path, bytes=(root / path).stat().st_size, xxh3_128=xxh3_file(root / path))
+def with_root_hash(manifest: Manifest) -> Manifest:
+    """The same manifest with the hash of all the rest filled in."""
+    return manifest.model_copy(update={"root_hash": root_hash(manifest)})
 
 
-def manifest_bytes(manifest: Manifest) -> bytes:
-    """The bytes of ``manifest.json``."""
-    return canonical_json(manifest.model_dump())
+def root_hash(manifest: Manifest) -> str:
+    """Hash of all that a manifest says but this."""
+    return sha256_of(manifest.model_dump(exclude={"root_hash"}))
+
+
+def file_entry(path: str, content: bytes) -> FileEntry:
+    """Size and hash of a file's content."""
+    size, digest = xxh3_parts([content])
+    return FileEntry(path=path, bytes=size, xxh3_128=digest)
+
+
+def read_manifest(root: Path, revision: int) -> Manifest:
+    """Read the manifest of a revision.
+
+    Raises: DamageError: it is not what was written.
+    """
+    name = revision_prefix(revision) + MANIFEST
+    mend = "Run 'leandit verify --repair': it is made anew from the commit records."
+    try:
+        manifest = Manifest.model_validate(read_json(root / name))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])[:80]
+        raise DamageError(f"store '{root}': '{name}' is not valid: {where}: {first['msg']}. {mend}") from error
+    if root_hash(manifest) != manifest.root_hash or manifest.revision != revision:
+        raise DamageError(f"store '{root}': '{name}' does not fit its own root hash. {mend}")
+    return manifest

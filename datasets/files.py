@@ -1,27 +1,78 @@
 """The one way bytes reach a disk: temporary file in the same folder, fsync, rename, fsync of the folder.
 
-A file is there whole or not at all, also after a power cut. Nothing is ever written through a memory map. What a killed
-process left behind carries a recognisable name and is swept at the next start.
+A file or folder is there whole or not at all, also after a power cut. Nothing is written through a memory map. What a
+killed process left behind carries a recognisable name and is swept at the next start. Every step is counted, and a
+test can let any one of them fail (``Failpoint``). How files are identified stands in ``hashing.py``.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
+import itertools
 import os
 import shutil
 import socket
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import xxhash
-
-from .errors import DamageError, ResourceError
+from .errors import ResourceError
 
 TEMPORARY_PREFIX = ".leandit-tmp-"
 REPLACED_SUFFIX = ".leandit-replaced"
+FAILPOINT_VARIABLE = "LEANDIT_FAILPOINT"
+EXIT_DIED = 137  # what a shell shows of kill -9
+NEEDS_SPACE = frozenset(["create", "write", "sync", "folder"])
+
+
+@dataclass
+class Failpoint:
+    """Lets one operation of this layer fail, for tests; from ``LEANDIT_FAILPOINT=KIND@NUMBER`` or set by hand.
+
+    Args:
+      kind: "die" ends the process at operation ``at``, a write half done; "eio" lets that operation fail; "enospc" lets
+        it and all later ones that need space fail; "short" lets the system take half of what it is given.
+      at: number of the operation, counted from 0; -1 counts only.
+    """
+
+    kind: Literal["die", "eio", "enospc", "short", "count"] = "count"
+    at: int = -1
+    seen: list[str] = field(default_factory=list)
+    _numbers: Any = field(default_factory=itertools.count, repr=False)
+
+    def step(self, operation: str, path: Path) -> bool:
+        """Count an operation and let it fail if its turn has come.
+
+        Returns: True where a write shall be done by half, then end the process.
+        """
+        number = next(self._numbers)
+        self.seen.append(f"{operation} {path.name}")
+        if self.kind == "enospc" and 0 <= self.at <= number and operation in NEEDS_SPACE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        if number != self.at:
+            return False
+        if self.kind == "eio":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        if self.kind == "die" and operation != "write":
+            os._exit(EXIT_DIED)
+        return self.kind == "die"
+
+    def takes(self, view: memoryview) -> memoryview:
+        """What the system takes of a write in one go."""
+        return view[: max(1, len(view) // 2)] if self.kind == "short" else view
+
+
+def _failpoint_of_environment() -> Failpoint | None:
+    kind, _, at = os.environ.get(FAILPOINT_VARIABLE, "").partition("@")
+    return Failpoint(kind, int(at or -1)) if kind else None  # pyright: ignore[reportArgumentType]
+
+
+failpoint: Failpoint | None = _failpoint_of_environment()
+
+
+def _step(operation: str, path: Path) -> bool:
+    return failpoint.step(operation, path) if failpoint else False
 
 
 def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
@@ -34,13 +85,9 @@ def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
     """
     temporary = temporary_beside(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            for part in [parts] if isinstance(parts, bytes) else parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        make_folder(path.parent)
+        _write_file(temporary, parts)
+        _rename(temporary, path)
         fsync_folder(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -51,9 +98,122 @@ def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
         raise
 
 
+def write_folder(final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]], *, replace: bool) -> bool:
+    """Write a folder of files so that it is there whole or not at all.
+
+    Args:
+      final: where it shall be; its parent is made if missing.
+      files: name and content of each; taken one at a time.
+      replace: an older folder of the same name makes room and is removed last (``sweep_strays`` moves it back if the
+        process dies between); otherwise the first one stays.
+    Returns: False where there was one already and it stays.
+    Raises: ResourceError: the disk is full or over quota; nothing is left behind.
+    """
+    temporary = temporary_beside(final)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        make_folder(temporary)
+        for name, parts in files:
+            _write_file(temporary / name, parts)
+        fsync_folder(temporary)
+        if replace:
+            _replace_folder(temporary, final)
+        else:
+            try:
+                _rename(temporary, final)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                shutil.rmtree(temporary)
+                return False
+        fsync_folder(final.parent)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise_if_full(error, final)
+        raise
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return True
+
+
+def _replace_folder(temporary: Path, final: Path) -> None:
+    replaced = final.with_name(final.name + REPLACED_SUFFIX)
+    if final.exists():
+        _rename(final, replaced)
+    _rename(temporary, final)
+    fsync_folder(final.parent)  # the new name first: a power cut must not take both
+    remove(replaced)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all in it; a folder is first given a temporary name, so it never looks whole."""
+    if path.is_dir() and not path.is_symlink():
+        doomed = path if path.name.startswith(TEMPORARY_PREFIX) else temporary_beside(path)
+        if doomed != path:
+            shutil.rmtree(doomed, ignore_errors=True)
+            _rename(path, doomed)
+        _step("remove", path)
+        shutil.rmtree(doomed)
+    elif os.path.lexists(path):
+        _step("remove", path)
+        path.unlink(missing_ok=True)
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename a file or folder within its folder, durably."""
+    _rename(source, target)
+    fsync_folder(target.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, each durable in its parent."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    _step("folder", folder)
+    folder.mkdir(exist_ok=True)
+    fsync_folder(folder.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    _step("sync", folder)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_file(path: Path, parts: bytes | Iterable[Any]) -> None:
+    _step("create", path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        for part in [parts] if isinstance(parts, bytes) else parts:
+            half = _step("write", path)
+            view = memoryview(part)
+            view = view.cast("B") if view.nbytes else memoryview(b"")  # an array without rows has no bytes to cast
+            left = view[: len(view) // 2] if half else view
+            while left:
+                left = left[os.write(descriptor, failpoint.takes(left) if failpoint else left) :]
+            if half:
+                os._exit(EXIT_DIED)
+        _step("sync", path)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename(source: Path, target: Path) -> None:
+    _step("rename", target)
+    os.rename(source, target)
+
+
 def temporary_beside(path: Path) -> Path:
-    """Name a temporary in the same folder; the name says which process on which host owns it."""
-    return path.with_name(f"{TEMPORARY_PREFIX}{socket.gethostname()}@{os.getpid()}@{path.name}")
+    """Name a temporary in the same folder; the name says which process on which host owns it, and since when."""
+    pid = os.getpid()
+    return path.with_name(f"{TEMPORARY_PREFIX}{socket.gethostname()}@{pid}-{_started(pid)}@{path.name}")
 
 
 def raise_if_full(error: OSError, path: Path) -> None:
@@ -67,113 +227,61 @@ def raise_if_full(error: OSError, path: Path) -> None:
         ) from error
 
 
-def commit_folder(temporary: Path, final: Path) -> None:
-    """Move a finished folder of files into place: fsync of every file and folder, then one rename.
-
-    An older folder of the same name is moved out of the way first, and removed last; if the process dies between,
-    ``sweep_strays`` moves it back.
-    """
-    for file in sorted(temporary.rglob("*")):
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    fsync_folder(temporary)
-    replaced = final.with_name(final.name + REPLACED_SUFFIX)
-    if final.exists():
-        os.replace(final, replaced)
-    os.replace(temporary, final)
-    fsync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def find_strays(folder: Path) -> list[Path]:
+    """All temporaries below a folder, whoever owns them."""
+    found = []
+    for parent, folders, files in os.walk(folder):
+        strays = [name for name in (*folders, *files) if name.startswith(TEMPORARY_PREFIX)]
+        found += [Path(parent) / name for name in strays]
+        folders[:] = [name for name in folders if name not in strays]
+    return sorted(found)
 
 
 def sweep_strays(folder: Path) -> list[Path]:
-    """Remove temporaries whose process is gone; those of other hosts and of living processes stay.
+    """Remove temporaries whose process is gone; those of other hosts and of other living processes stay.
 
-    A folder that ``commit_folder`` moved out of the way and never replaced is moved back.
+    A folder that ``write_folder`` moved out of the way and never replaced is moved back.
 
     Returns: what was removed.
     """
-    for path in sorted(folder.rglob(f"*{REPLACED_SUFFIX}")):
+    # os.walk, not rglob, which raises where another process removes a folder meanwhile.
+    walked = ((Path(parent), names) for parent, names, _ in os.walk(folder))
+    replaced = [parent / name for parent, names in walked for name in names if name.endswith(REPLACED_SUFFIX)]
+    for path in sorted(replaced):
         kept = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
         if kept.exists():
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
         else:
-            os.replace(path, kept)
-    mine = f"{TEMPORARY_PREFIX}{socket.gethostname()}@"
-    swept = []
-    for path in sorted(folder.rglob(f"{mine}*")):
-        pid = path.name.removeprefix(mine).split("@")[0]
-        if pid.isdigit() and int(pid) != os.getpid() and _is_alive(int(pid)):
-            continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-        swept.append(path)
+            _rename(path, kept)
+    swept = [path for path in find_strays(folder) if _is_abandoned(path)]
+    for path in swept:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     return swept
 
 
-def _is_alive(pid: int) -> bool:
+def _is_abandoned(path: Path) -> bool:
+    """The temporary was made on this host, by this process or one that is gone."""
+    host, _, rest = path.name.removeprefix(TEMPORARY_PREFIX).partition("@")
+    pid, _, started = rest.split("@")[0].partition("-")
+    if host != socket.gethostname():
+        return False
+    return not pid.isdecimal() or int(pid) == os.getpid() or not _is_alive(int(pid), started)
+
+
+def _is_alive(pid: int, started: str) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # no process has such a number
         return False
     except PermissionError:
-        return True
-    return True
+        pass
+    return not started or _started(pid) == started  # else the number was given to another process since
 
 
-def canonical_json(value: Any) -> bytes:
-    """Encode as JSON with sorted keys and one space of indent: equal values give equal bytes."""
-    return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file of ours.
-
-    Raises: DamageError: it is no valid JSON.
-    """
+def _started(pid: int) -> str:
+    """When a process was started, in clock ticks since boot; empty where the system does not say."""
     try:
-        return json.loads(path.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DamageError(f"file '{path}': not valid JSON ({error}). Restore it, or make it anew.") from error
-
-
-def sha256_of(value: Any) -> str:
-    """Hash a JSON value by its canonical bytes; 64 hex digits."""
-    return hashlib.sha256(canonical_json(value)).hexdigest()
-
-
-def sha256_file(path: Path) -> str:
-    """Hash a file with SHA-256; 64 hex digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def xxh3_file(path: Path) -> str:
-    """Hash a file with XXH3-128, which finds accidental damage at memory speed; 32 hex digits."""
-    with open(path, "rb") as file:
-        digest = xxhash.xxh3_128()
-        while block := file.read(1 << 22):
-            digest.update(block)
-        return digest.hexdigest()
-
-
-def xxh3_parts(parts: Iterable[Any]) -> tuple[int, str]:
-    """Size in bytes and XXH3-128 of buffers that follow each other in a file."""
-    digest, size = xxhash.xxh3_128(), 0
-    for part in parts:
-        digest.update(part)
-        size += memoryview(part).nbytes
-    return size, digest.hexdigest()
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[19]  # proc(5), field 22; the name before may hold anything

@@ -1,21 +1,33 @@
-"""Where everything lies in a store: paths, arrays with their shard and chunk sizes, the list of shard tasks. Pure."""
+"""Where everything lies in a store: paths, arrays with their shard and chunk sizes, the list of shard tasks. Pure.
+
+A store grows in revisions. The first lies at the root, each later one in a folder of its own that is laid out alike, so
+nothing that an earlier revision wrote is ever touched again.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .buckets import bucket_size
+from .hashing import canonical_json
 from .schema import StoreSpec
-from .shards import ArrayLayout
+from .shards import ArrayLayout, pack_shard
 
 MANIFEST = "manifest.json"
+GROUP = "zarr.json"
 RECORDS = "records.parquet"
 CAPTIONS = "captions.parquet"
-PLAN = "plan/plan.json"
-PLAN_RECORDS = "plan/records.parquet"
-PLAN_CAPTIONS = "plan/captions.parquet"
+PLAN = "plan"
+PLAN_HEAD = "plan.json"
+REVISIONS = "revisions"
+LEASES = "leases"
 
 CAPTION_PART = "captions"
 NULL_PART = "null_caption"
@@ -24,9 +36,35 @@ NULL_EMBEDDING = "captions/null"
 OFFSETS = "captions/offsets"
 LENGTHS = "captions/lengths"
 
-# More rows make no read faster; a shard's index (16 bytes a row) and commit record (19 bytes a row) stay small.
+# More rows make no read faster; a shard's index (16 bytes a row) and commit record (38 bytes a row) stay small.
 MAX_SHARD_ROWS = 8192
 TOKEN_CHUNK_BYTES = 1 << 16  # tokens are small: 64 KiB of them share a Zarr chunk
+
+
+def revision_prefix(revision: int) -> str:
+    """Folder of a revision within the store, with a slash at its end; empty for the first."""
+    return "" if revision == 1 else f"{REVISIONS}/{revision:06d}/"
+
+
+def revisions_with(root: Path, name: str) -> list[int]:
+    """Revisions of a store that have a file, in order."""
+    found = [1] if (root / name).is_file() else []
+    for path in root.glob(f"{REVISIONS}/*/{name}"):
+        number = path.relative_to(root / REVISIONS).parts[0]
+        if (
+            re.fullmatch(r"[0-9]{6,9}", number)
+            and int(number) > 1
+            and path == root / revision_prefix(int(number)) / name
+            and path.is_file()
+        ):
+            found.append(int(number))
+    return sorted(found)
+
+
+def group_json(spec: StoreSpec) -> bytes:
+    """Metadata of a revision's root group."""
+    attributes = {"leandit": spec.model_dump()}
+    return canonical_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
 
 
 def bucket_part(bucket: str) -> str:
@@ -34,12 +72,12 @@ def bucket_part(bucket: str) -> str:
     return f"buckets/{bucket}"
 
 
-def commit_path(part: str, shard: int) -> str:
+def commit_path(revision: int, part: str, shard: int) -> str:
     """Path of a shard task's commit record within the store."""
-    return f"commits/{part}/{shard:06d}.json"
+    return f"{revision_prefix(revision)}commits/{part}/{shard:06d}.json"
 
 
-def latent_layouts(spec: StoreSpec, bucket: str, num_rows: int) -> list[ArrayLayout]:
+def latent_layouts(spec: StoreSpec, bucket: str, num_rows: int, *, prefix: str = "") -> list[ArrayLayout]:
     """Arrays of one bucket: the latents or moments, then the flipped ones where the store has them."""
     height_px, width_px = bucket_size(bucket)
     latent = spec.latent
@@ -48,36 +86,8 @@ def latent_layouts(spec: StoreSpec, bucket: str, num_rows: int) -> list[ArrayLay
     shard_rows = max(1, min(MAX_SHARD_ROWS, (spec.shard_mib << 20) // row_bytes))
     names = [latent.array, f"{latent.array}_flip"] if latent.flip else [latent.array]
     return [
-        ArrayLayout(f"{bucket_part(bucket)}/{name}", shape, latent.dtype, shard_rows, codec=spec.codec)
+        ArrayLayout(f"{prefix}{bucket_part(bucket)}/{name}", shape, latent.dtype, shard_rows, codec=spec.codec)
         for name in names
-    ]
-
-
-def embedding_layout(spec: StoreSpec, num_token_rows: int) -> ArrayLayout:
-    """Array of all caption tokens, (rows, D)."""
-    assert spec.text is not None
-    row_bytes = spec.text.width * np.dtype(spec.text.dtype).itemsize
-    chunk_rows = max(1, TOKEN_CHUNK_BYTES // row_bytes)
-    # A shard holds at least one caption of full length, since no caption straddles two shards.
-    shard_rows = max((spec.shard_mib << 20) // row_bytes, spec.text.max_tokens)
-    shard_rows = -(-shard_rows // chunk_rows) * chunk_rows
-    shape = (num_token_rows, spec.text.width)
-    return ArrayLayout(EMBEDDINGS, shape, spec.text.dtype, shard_rows, chunk_rows, spec.codec)
-
-
-def null_layout(spec: StoreSpec) -> ArrayLayout:
-    """Array of the null caption at full length, (max_tokens, D): one shard of one chunk."""
-    assert spec.text is not None
-    tokens = spec.text.max_tokens
-    return ArrayLayout(NULL_EMBEDDING, (tokens, spec.text.width), spec.text.dtype, tokens, tokens)
-
-
-def index_layouts(num_captions: int) -> list[ArrayLayout]:
-    """Arrays that say where each caption's tokens lie: first row, and number of rows."""
-    rows = max(num_captions, 1)
-    return [
-        ArrayLayout(OFFSETS, (num_captions,), "int64", rows, rows),
-        ArrayLayout(LENGTHS, (num_captions,), "int64", rows, rows),
     ]
 
 
@@ -100,23 +110,124 @@ def place_captions(num_tokens: Sequence[int] | np.ndarray, shard_rows: int) -> n
     return offsets
 
 
-def store_layouts(
-    spec: StoreSpec, bucket_rows: Mapping[str, int], offsets: np.ndarray, num_tokens: np.ndarray
-) -> list[ArrayLayout]:
-    """All arrays of a store, given the rows of each bucket and where the captions lie."""
-    layouts = [layout for bucket, rows in bucket_rows.items() for layout in latent_layouts(spec, bucket, rows)]
-    if spec.text:
-        num_token_rows = int(offsets[-1] + num_tokens[-1]) if len(offsets) else 0
-        layouts += [embedding_layout(spec, num_token_rows), null_layout(spec), *index_layouts(len(offsets))]
-    return layouts
+@dataclass(frozen=True)
+class RevisionLayout:
+    """Where everything lies that one revision adds to a store.
 
+    Args:
+      spec: what the revision says of itself.
+      revision: its number, from 1.
+      bucket_rows: rows that it adds to each bucket.
+      num_tokens: (num_captions,) tokens of each caption that it adds.
+      has_null: it holds the null caption; later revisions of a stack use the first one's.
+    """
 
-def shard_tasks(spec: StoreSpec, bucket_rows: Mapping[str, int], num_token_rows: int) -> list[tuple[str, int]]:
-    """All (part, shard) that a store needs, in the order in which they are made."""
-    tasks = []
-    if spec.text:
-        tasks.append((NULL_PART, 0))
-        tasks += [(CAPTION_PART, i) for i in range(embedding_layout(spec, num_token_rows).num_shards)]
-    for bucket, rows in bucket_rows.items():
-        tasks += [(bucket_part(bucket), i) for i in range(latent_layouts(spec, bucket, rows)[0].num_shards)]
-    return tasks
+    spec: StoreSpec
+    revision: int
+    bucket_rows: Mapping[str, int]
+    num_tokens: np.ndarray
+    has_null: bool
+
+    @property
+    def prefix(self) -> str:
+        """Folder within the store, with a slash at its end; empty for the first revision."""
+        return revision_prefix(self.revision)
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """(num_captions,) first row of each caption's tokens."""
+        if not self.has_captions:
+            return np.empty(0, np.int64)
+        return place_captions(self.num_tokens, self._embedding_rows()[0])
+
+    @property
+    def has_captions(self) -> bool:
+        """The revision adds captions."""
+        return self.spec.text is not None and len(self.num_tokens) > 0
+
+    @cached_property
+    def latents(self) -> dict[str, list[ArrayLayout]]:
+        """Arrays of each bucket."""
+        return {
+            bucket: latent_layouts(self.spec, bucket, rows, prefix=self.prefix)
+            for bucket, rows in self.bucket_rows.items()
+        }
+
+    @cached_property
+    def arrays(self) -> dict[str, ArrayLayout]:
+        """All arrays, by their path within the store."""
+        layouts = [layout for layouts in self.latents.values() for layout in layouts]
+        if self.has_captions:
+            layouts += [self._embeddings(), *self._caption_index()]
+        if self.has_null:
+            layouts.append(self._null())
+        return {layout.path: layout for layout in layouts}
+
+    def part_arrays(self, part: str) -> list[ArrayLayout]:
+        """Arrays whose shards one task of a part makes."""
+        if part == NULL_PART:
+            return [self.arrays[self.prefix + NULL_EMBEDDING]]
+        if part == CAPTION_PART:
+            return [self.arrays[self.prefix + EMBEDDINGS]]
+        return self.latents[part.removeprefix("buckets/")]
+
+    def tasks(self) -> list[tuple[str, int]]:
+        """All (part, shard) that the revision needs, in the order in which they are made."""
+        parts = [NULL_PART] if self.has_null else []
+        parts += [CAPTION_PART] if self.has_captions else []
+        parts += [bucket_part(bucket) for bucket in self.bucket_rows]
+        return [(part, shard) for part in parts for shard in range(self.part_arrays(part)[0].num_shards)]
+
+    def rows_of(self, part: str, shard: int) -> range:
+        """Rows of the part's arrays that a task makes."""
+        return self.part_arrays(part)[0].rows_of(shard)
+
+    def captions_of(self, shard: int) -> range:
+        """Captions, counted within the revision, whose tokens a shard of the embeddings holds."""
+        rows = self.rows_of(CAPTION_PART, shard)
+        first, last = np.searchsorted(self.offsets, [rows.start, rows.stop])
+        return range(int(first), int(last))
+
+    def static_files(self) -> dict[str, bytes]:
+        """Files that the plan alone decides: the metadata of all groups and arrays, and the caption index."""
+        group: dict[str, Any] = {"zarr_format": 3, "node_type": "group"}
+        files = {self.prefix + GROUP: group_json(self.spec)}
+        groups = {bucket_part(bucket) for bucket in self.bucket_rows}
+        groups |= {"buckets"} if groups else set()
+        groups |= {"captions"} if self.has_captions or self.has_null else set()
+        paths = [self.prefix + name for name in groups] + ([REVISIONS] if self.prefix else [])
+        files |= {f"{path}/{GROUP}": canonical_json(group | {"attributes": {}}) for path in paths}
+        for path, layout in self.arrays.items():
+            files[f"{path}/{GROUP}"] = canonical_json(layout.metadata())
+        if self.has_captions:
+            for layout, values in zip(self._caption_index(), (self.offsets, self.num_tokens), strict=True):
+                files[layout.shard_path(0)] = b"".join(pack_shard(layout, values))
+        return files
+
+    def _embedding_rows(self) -> tuple[int, int]:
+        """Rows of a shard and of an inner chunk of the embeddings."""
+        assert self.spec.text is not None
+        row_bytes = self.spec.text.width * np.dtype(self.spec.text.dtype).itemsize
+        chunk_rows = max(1, TOKEN_CHUNK_BYTES // row_bytes)
+        # A shard holds at least one caption of full length, since no caption straddles two shards.
+        shard_rows = max((self.spec.shard_mib << 20) // row_bytes, self.spec.text.max_tokens)
+        return -(-shard_rows // chunk_rows) * chunk_rows, chunk_rows
+
+    def _embeddings(self) -> ArrayLayout:
+        """Array of all caption tokens, (rows, D)."""
+        assert self.spec.text is not None
+        shape = (int(self.offsets[-1] + self.num_tokens[-1]), self.spec.text.width)
+        path = self.prefix + EMBEDDINGS
+        return ArrayLayout(path, shape, self.spec.text.dtype, *self._embedding_rows(), self.spec.codec)
+
+    def _null(self) -> ArrayLayout:
+        """Array of the null caption at full length, (max_tokens, D): one shard of one chunk."""
+        assert self.spec.text is not None
+        tokens = self.spec.text.max_tokens
+        path = self.prefix + NULL_EMBEDDING
+        return ArrayLayout(path, (tokens, self.spec.text.width), self.spec.text.dtype, tokens, tokens)
+
+    def _caption_index(self) -> list[ArrayLayout]:
+        """Arrays that say where each caption's tokens lie: first row, and number of rows."""
+        count = len(self.num_tokens)
+        return [ArrayLayout(self.prefix + path, (count,), "int64", count, count) for path in (OFFSETS, LENGTHS)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -150,19 +150,33 @@ class BatchStream(IterableDataset):
             "index": self._index,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], earlier: Collection[str | None] = ()) -> None:
         """Go on from a state.
 
-        Raises: RunError: the store, the seed or the batch size is another.
+        Args:
+          earlier: root hashes of what was read before; a state of one of these begins the next pass, over this store.
+        Raises: RunError: the store, the seed or the batch size is another, or there is no such place.
         """
         here = self.state_dict()
-        for name in ("version", "root_hash", "buckets", "seed", "global_batch"):
-            if state[name] != here[name]:
+        moved = state.get("root_hash") != here["root_hash"] and state.get("root_hash") in earlier
+        fixed = ("version", "seed", "global_batch", *(() if moved else ("root_hash", "buckets")))
+        for name in fixed:
+            if state.get(name) != here[name]:
                 raise RunError(
-                    f"loader state: {name} was {state[name]!r}, here it is {here[name]!r}, so the order of records "
+                    f"loader state: {name} was {state.get(name)!r}, here it is {here[name]!r}, so the order of records "
                     "would be another. Resume with the same store and recipe, or start a new run."
                 )
-        self._epoch, self._index = state["epoch"], state["index"]
+        epoch, index = state.get("epoch"), state.get("index")
+        if not (isinstance(epoch, int) and isinstance(index, int) and min(epoch, index) >= 0):
+            raise RunError(f"loader state: epoch {epoch!r}, batch {index!r}: needed two counts. Start a new run.")
+        if moved:
+            epoch, index = (epoch + 1, 0) if index else (epoch, 0)
+        elif index >= self.num_batches:
+            raise RunError(
+                f"loader state: batch {index} of an epoch that has {self.num_batches}. Start a new run, or restore an "
+                "older checkpoint."
+            )
+        self._epoch, self._index = epoch, index
 
 
 def pad_captions(store: LatentStore, caption_ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ in ``precompute/config.py`` and ``train/config.py``.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import tomllib
@@ -61,6 +62,15 @@ def load_recipe(name: str, model: type[RecipeT], *, package: str, overrides: Seq
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"recipe '{name}': not valid TOML: {error}.") from error
+    return parse_with_overrides(name, model, values, overrides)
+
+
+def parse_with_overrides(name: str, model: type[RecipeT], values: dict[str, Any], overrides: Sequence[str]) -> RecipeT:
+    """Apply ``section.key=value`` overrides to plain values, and check them against a recipe model.
+
+    Raises: RecipeError: naming every key at fault.
+    """
+    values = copy.deepcopy(values)
     for override in overrides:
         _apply_override(values, override, model)
     return parse_recipe(name, model, values)

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .files import sha256_of
+from .hashing import sha256_of
 
 FORMAT_VERSION = 1
 
@@ -23,8 +24,10 @@ REJECT_REASONS = {
     "not_an_image": "the bytes are no picture of a known format",
     "truncated": "the picture ends too early",
     "decode_error": "the decoder refused the picture",
+    "decoder_crash": "the process that decoded the picture died of it",
+    "decoder_timeout": "the decoder did not come to an end in its time",
     "unsupported_mode": "the pixels have no defined meaning as RGB (32-bit or float)",
-    "too_large": "more pixels than the limit",
+    "too_large": "more pixels, or more memory for them, than the limit",
     "aspect": "the ratio of height to width is outside the bucket table",
     "source_changed": "the file is not the one that was planned",
     "nonfinite": "the encoder gave NaN or infinity, in its own dtype and in float32",
@@ -33,8 +36,9 @@ REJECT_REASONS = {
 RECORDS_SCHEMA = pa.schema(
     [
         ("key", pa.string()),
+        ("revision", pa.int32()),  # that encoded or rejected it: its arrays hold the row
         ("bucket", pa.string()),  # "HxW" in pixels; null where the record was rejected at scan
-        ("row", pa.int64()),  # row of the bucket's arrays; -1 where rejected at scan
+        ("row", pa.int64()),  # row of the revision's arrays of the bucket; -1 where rejected at scan
         ("label", pa.int64()),  # class index, -1 for none
         ("caption_ids", pa.list_(pa.int32())),
         ("height_px", pa.int32()),  # of the source picture, upright
@@ -47,18 +51,30 @@ RECORDS_SCHEMA = pa.schema(
         ("stage", pa.string()),  # of a reject: "scan", "decode" or "encode"
         ("reason", pa.string()),  # of a reject: one of REJECT_REASONS
         ("detail", pa.string()),
+        ("attempts", pa.int32()),  # how often it was tried; more than 1 after --retry-rejected
         ("checksum", pa.uint64()),  # XXH3-64 of the record's row in each latent array, in order; null if not stored
+        ("source_checksum", pa.uint64()),  # XXH3-64 of the picture's file as it was encoded; null if not stored
     ]
 )
 
 CAPTIONS_SCHEMA = pa.schema(
     [
         ("text", pa.string()),
+        ("revision", pa.int32()),  # whose arrays hold its tokens
         ("num_tokens", pa.int32()),  # as the tokenizer counts them, cut at max_tokens
         ("truncated", pa.bool_()),  # the caption had more tokens than max_tokens
         ("checksum", pa.uint64()),  # XXH3-64 of its rows
     ]
 )
+
+
+# A store of others may say anything. These limits are far beyond what any encoder needs, and keep products small.
+Count = Annotated[int, Field(ge=0, le=1 << 48)]
+Side = Annotated[int, Field(ge=1, le=1 << 20)]
+Dtype = Annotated[str, Field(pattern=r"^float(16|32)$")]
+BucketName = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}x[1-9][0-9]{0,5}$")]
+# Each part begins with a letter or a digit: no path leaves the store.
+StorePath = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.]{0,99}(/[a-z0-9][a-z0-9_.]{0,99}){0,15}$")]
 
 
 class _Model(BaseModel):
@@ -81,11 +97,12 @@ class EncoderIdentity(_Model):
 class ImageSpec(_Model):
     """How a picture became pixels."""
 
-    resolution_px: int
+    resolution_px: Side
     crop: str
     buckets: list[str]
     resize_filter: str
     colour: str
+    libraries: dict[str, str]
 
 
 class LatentSpec(_Model):
@@ -93,25 +110,33 @@ class LatentSpec(_Model):
 
     array: Literal["moments", "latents"]
     kind: Literal["mean_logvar", "mean", "sample", "latent"]
-    channels: int
-    stored_channels: int
-    downscale: int
-    dtype: str
+    channels: Side
+    stored_channels: Side
+    downscale: Side
+    dtype: Dtype
     shift: list[float]
     scale: list[float]
     flip: bool
-    batch_size: int
+    batch_size: Side
+
+    @model_validator(mode="after")
+    def _fits_its_channels(self) -> LatentSpec:
+        if self.stored_channels != self.channels * (2 if self.kind == "mean_logvar" else 1):
+            raise ValueError(f"{self.stored_channels} stored channels, the latents have {self.channels}")
+        if not len(self.shift) == len(self.scale) == self.channels:
+            raise ValueError("shift and scale need one number for each channel")
+        return self
 
 
 class TextSpec(_Model):
     """What the caption embeddings are."""
 
     kind: Literal["t5"]
-    width: int
-    max_tokens: int
-    dtype: str
+    width: Side
+    max_tokens: Side
+    dtype: Dtype
     template: str
-    batch_size: int
+    batch_size: Side
 
 
 class StoreSpec(_Model):
@@ -126,7 +151,7 @@ class StoreSpec(_Model):
     vae: EncoderIdentity
     text_encoder: EncoderIdentity | None
     classes: list[str] | None
-    shard_mib: int
+    shard_mib: Annotated[int, Field(ge=1, le=4096)]
     codec: str
     recipe: dict[str, Any]
 
@@ -147,8 +172,8 @@ class StoreSpec(_Model):
 class FileEntry(_Model):
     """One file of the store: its path relative to the store, its size and its XXH3-128."""
 
-    path: str
-    bytes: int
+    path: StorePath
+    bytes: Count
     xxh3_128: str
 
 
@@ -167,29 +192,68 @@ class CommitRecord(_Model):
 
     format_version: int
     fingerprint: str
-    plan: str  # hash of the frozen plan
+    plan: str  # hash of the frozen plan, which names the revision
     part: str  # "buckets/HxW", "captions" or "null_caption"
     shard: int
     files: list[FileEntry]
     checksums: list[str]  # 16 hex digits per row (or caption) of the shard; "" where rejected
+    source_checksums: list[str]  # the same of the pictures' files; empty for captions
     rejects: list[Reject]
+    record_hash: str
+
+    def with_hash(self) -> CommitRecord:
+        """The same record with the hash of all the rest filled in, so that a flipped bit in it is not trusted."""
+        return self.model_copy(update={"record_hash": sha256_of(self.model_dump(exclude={"record_hash"}))})
 
 
 class Manifest(_Model):
-    """The sorted merge of all commit records: readers open the store through it."""
+    """The sorted merge of all commit records: readers open a revision of the store through it."""
 
     format_version: int
+    revision: Annotated[int, Field(ge=1, le=999_999_999)]
+    base: str  # root hash of the revision before, "" for the first
+    stack: list[int]  # revisions whose arrays this one reads, itself included
+    copies: bool  # its rows were copied from the base, not encoded
     fingerprint: str
     plan: str
-    num_planned: int
-    num_stored: int
-    num_rejected: int
-    buckets: dict[str, int]  # stored records per bucket
-    num_captions: int
-    num_caption_tokens: int
+    num_planned: Count
+    num_stored: Count
+    num_rejected: Count
+    buckets: dict[BucketName, Count]  # stored records per bucket
+    num_captions: Count
+    num_caption_tokens: Count
     files: list[FileEntry]
     root_hash: str
 
-    def with_root_hash(self) -> Manifest:
-        """The same manifest with the hash of all the rest filled in."""
-        return self.model_copy(update={"root_hash": sha256_of(self.model_dump(exclude={"root_hash"}))})
+    @model_validator(mode="after")
+    def _ends_its_stack(self) -> Manifest:
+        if not is_stack(self.stack, self.revision) or self.stack[-1:] != [self.revision]:
+            raise ValueError("the stack is not a list of revisions, in order, that ends with this one")
+        return self
+
+
+class PlanHead(_Model):
+    """``plan/plan.json``: the frozen plan of a revision, but for its tables."""
+
+    format_version: int
+    revision: Annotated[int, Field(ge=1, le=999_999_999)]
+    base: str
+    stack: list[int]
+    carried: list[FileEntry]
+    copies: bool
+    listing: str
+    plan: str
+    spec: StoreSpec
+    files: Annotated[list[FileEntry], Field(min_length=2, max_length=2)]
+
+    @model_validator(mode="after")
+    def _follows_its_stack(self) -> PlanHead:
+        if not is_stack(self.stack, self.revision - 1):
+            raise ValueError("the stack is not a list of earlier revisions, in order")
+        return self
+
+
+def is_stack(stack: list[int], last: int) -> bool:
+    """Revisions in order, each once, from 1 on and none after ``last``."""
+    ends = [0, *stack, last + 1]
+    return all(before < after for before, after in pairwise(ends))

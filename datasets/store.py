@@ -9,6 +9,7 @@ store.caption(store.record("n01440764/n01440764_18.JPEG"))     # (L, D), the val
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,39 +19,46 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-import pyarrow.parquet as pq
 from pydantic import ValidationError
 
+from .arrays import ShardedArray
 from .buckets import bucket_size
-from .commits import merge_captions, merge_records, read_commits, read_plan
+from .commits import merge_captions, merge_records, read_commits, read_manifest
 from .errors import DamageError, FormatVersionError, StoreError, StoreIncomplete, StoreNotFound
-from .files import read_json, sha256_of, xxh3_file
+from .frozen import planned_revisions, read_plan, read_table, table_problem
+from .hashing import read_json, xxh3_file
 from .layout import (
     CAPTIONS,
     EMBEDDINGS,
+    GROUP,
     LENGTHS,
     MANIFEST,
     NULL_EMBEDDING,
     OFFSETS,
     RECORDS,
     bucket_part,
-    shard_tasks,
+    revision_prefix,
+    revisions_with,
 )
+from .probe import check_of, check_whole
 from .schema import FORMAT_VERSION, Manifest, StoreSpec
-from .shards import ArrayLayout, ShardedArray
+from .shards import ArrayLayout
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+MAX_METADATA_BYTES = 1 << 20  # of an array's zarr.json
+REPAIR = "Run 'leandit verify --repair --source PATH': it makes what is damaged anew."
 
 
 @dataclass(frozen=True)
 class Record:
     """One image with its captions and label, as stored.
 
-    ``index`` is its position in the records table; ``row`` its position in the arrays of its bucket.
+    ``index`` is its position in the records table; ``row`` its position in ``store.latents(bucket)``, -1 for none.
     """
 
     index: int
     key: str
+    revision: int
     bucket: str | None
     row: int
     label: int
@@ -61,6 +69,7 @@ class Record:
     stage: str | None
     reason: str | None
     detail: str | None
+    attempts: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class BucketIndex:
     """What training needs of a bucket's stored records, in order of their rows.
 
     Args:
-      rows: (N,) rows of the bucket's arrays.
+      rows: (N,) positions in ``store.latents(bucket)``.
       records: (N,) positions in the records table.
       labels: (N,) class index, -1 for none.
       caption_starts: (N + 1,) where each record's captions begin in ``caption_ids``.
@@ -83,35 +92,47 @@ class BucketIndex:
 
 
 class LatentStore:
-    """A store, opened for reading.
+    """A revision of a store, opened for reading.
 
     Args:
       path: of the store.
-      allow_incomplete: open it also while shards are missing; what is not there is then not listed as stored.
+      revision: number of the revision; 0 for the newest that is complete.
+      allow_incomplete: open the first revision also while shards are missing; what is not there is then not stored.
     Raises:
       StoreNotFound: there is nothing at the path.
-      StoreError: it is something else than a store.
+      StoreError: it is something else than a store, or has no such revision.
       FormatVersionError: it was written in another format version.
       StoreIncomplete: planned shards are missing.
       DamageError: a file is missing or has not the size that the manifest says.
     """
 
-    def __init__(self, path: str | Path, *, allow_incomplete: bool = False) -> None:
+    def __init__(self, path: str | Path, *, revision: int = 0, allow_incomplete: bool = False) -> None:
         self.path = Path(path)
-        self.spec = read_spec(self.path)
-        self.manifest = _read_manifest(self.path)
+        check_store(self.path)
+        sealed = sealed_revisions(self.path)
+        if revision and revision not in (sealed or [1]):
+            there = ", ".join(map(str, sealed)) or "none that is complete"
+            raise StoreError(f"store '{self.path}': it has no complete revision {revision}. There are: {there}.")
+        self.newest_revision = sealed[-1] if sealed else 1
+        self.revision = revision or self.newest_revision
+        self.complete = bool(sealed)
+        self.spec = read_spec(self.path, self.revision)
+        self.manifest = read_manifest(self.path, self.revision) if sealed else None
+        newest_planned = planned_revisions(self.path)[-1:]
+        is_unfinished = newest_planned and newest_planned[0] not in sealed and newest_planned[0] >= self.newest_revision
+        self.unfinished_revision = newest_planned[0] if is_unfinished else None
         if self.manifest:
+            self._sizes = {entry.path: entry.bytes for entry in self.manifest.files}
+            self._stack = self.manifest.stack
             self._check_files(self.manifest)
-            self.complete = True
             return
-        self.complete = False
-        self._plan = read_plan(self.path)
-        self._commits = read_commits(self.path, self.spec, self._plan)
-        tasks = shard_tasks(self.spec, self._plan.bucket_rows, self._plan.num_token_rows(self.spec))
+        self._sizes, self._stack = None, [1]
+        self._plan = read_plan(self.path, 1)
+        self._commits = read_commits(self.path, self._plan)
         if not allow_incomplete:
             raise StoreIncomplete(
-                f"store '{self.path}': incomplete, {len(self._commits)} of {len(tasks)} shards are committed. "
-                "Run the same precompute command again: it goes on where it stopped."
+                f"store '{self.path}': incomplete, {len(self._commits)} of {len(self._plan.layout.tasks())} shards are "
+                "committed. Run the same precompute command again: it goes on where it stopped."
             )
 
     @property
@@ -119,11 +140,11 @@ class LatentStore:
         """Stored records per bucket, in order of height, then width."""
         if self.manifest:  # its JSON is sorted as text; here the order is by size
             return {name: self.manifest.buckets[name] for name in sorted(self.manifest.buckets, key=bucket_size)}
-        return {bucket: len(self.index(bucket).rows) for bucket in self._plan.bucket_rows}
+        return {bucket: len(self.index(bucket).rows) for bucket in self._plan.bucket_positions}
 
     @property
     def root_hash(self) -> str | None:
-        """Hash that stands for every byte of the store, or None while it is incomplete."""
+        """Hash that stands for every byte of the revision, or None while it is incomplete."""
         return self.manifest.root_hash if self.manifest else None
 
     @property
@@ -135,15 +156,24 @@ class LatentStore:
     def records(self) -> pa.Table:
         """The records table (schema.RECORDS_SCHEMA), in the order of the source."""
         if self.manifest:
-            return self._table(RECORDS)
-        return merge_records(self.spec, self._plan, self._commits)
+            table = self._table(RECORDS)
+            if problem := table_problem(self.spec, self.revision, table, self.manifest.num_captions):
+                raise DamageError(f"store '{self.path}': its records table says what cannot be: {problem}. {REPAIR}")
+            return table
+        return merge_records(self._plan, self._commits)
 
     @cached_property
     def captions(self) -> pa.Table:
         """The captions table (schema.CAPTIONS_SCHEMA); the position is the caption's id."""
         if self.manifest:
-            return self._table(CAPTIONS)
-        return merge_captions(self.spec, self._plan, self._commits)
+            table = self._table(CAPTIONS)
+            if table.num_rows != self.manifest.num_captions:
+                raise DamageError(
+                    f"store '{self.path}': {table.num_rows} captions, the manifest says {self.manifest.num_captions}. "
+                    f"{REPAIR}"
+                )
+            return table
+        return merge_captions(self._plan, self._commits)
 
     def latents(self, bucket: str) -> ShardedArray:
         """Rows of a bucket as stored, (2C, H, W) moments or (C, H, W) latents, raw: neither shifted nor scaled."""
@@ -172,17 +202,40 @@ class LatentStore:
         wanted = pc.and_(pc.equal(self.records["bucket"], bucket), pc.equal(self.records["status"], "stored"))
         positions = np.flatnonzero(pc.fill_null(wanted, False).to_numpy(zero_copy_only=False))
         table = self.records.take(pa.array(positions))
-        order = np.argsort(table["row"].to_numpy(), kind="stable")
+        rows = self._stacked_rows(bucket, table["revision"].to_numpy(), table["row"].to_numpy())
+        order = np.argsort(rows, kind="stable")
         table, positions = table.take(pa.array(order)), positions[order]
+        labels = table["label"].to_numpy()
+        if len(labels) and not -1 <= labels.min() <= labels.max() < self.num_classes:
+            raise DamageError(
+                f"store '{self.path}': bucket '{bucket}' has label {labels.max()}, there are {self.num_classes} classes. "
+                f"{REPAIR}"
+            )
         captions = table["caption_ids"].combine_chunks()
         counts = pc.fill_null(pc.list_value_length(captions), 0).to_numpy(zero_copy_only=False)
         return BucketIndex(
-            rows=table["row"].to_numpy(),
+            rows=rows[order],
             records=positions,
-            labels=table["label"].to_numpy(),
+            labels=labels,
             caption_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             caption_ids=pc.list_flatten(captions).to_numpy(zero_copy_only=False).astype(np.int64),
         )
+
+    def _stacked_rows(self, bucket: str, revisions: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Positions in the stacked arrays of a bucket, from rows of each revision's own array."""
+        layouts = self._layouts(f"{bucket_part(bucket)}/{self.spec.latent.array}")
+        if not len(rows):
+            return rows.astype(np.int64)
+        there = np.array(list(layouts), np.int64)
+        counts = np.array([layout.shape[0] for layout in layouts.values()], np.int64)
+        which = np.searchsorted(there, revisions)
+        known = which < len(there)
+        known[known] = there[which[known]] == revisions[known]
+        if not known.all() or np.any(rows < 0) or np.any(rows >= counts[which]):
+            raise DamageError(
+                f"store '{self.path}': records of bucket '{bucket}' name rows that are not there. {REPAIR}"
+            )
+        return rows + (np.cumsum(counts) - counts)[which]
 
     def record(self, key: str) -> Record:
         """Find a record by its key.
@@ -200,6 +253,9 @@ class LatentStore:
         """The record at a position of the records table."""
         values = self.records.slice(index, 1).to_pylist()[0]
         values["caption_ids"] = tuple(values["caption_ids"] or ())
+        if values["bucket"] and values["row"] >= 0 and values["revision"] in self._stack:
+            place = np.array([values["revision"]]), np.array([values["row"]])
+            values["row"] = int(self._stacked_rows(values["bucket"], *place)[0])
         return Record(index=index, **{name: values[name] for name in Record.__dataclass_fields__ if name != "index"})
 
     def caption(self, record: Record, which: int = 0) -> np.ndarray:
@@ -218,13 +274,39 @@ class LatentStore:
 
     @cached_property
     def caption_offsets(self) -> np.ndarray:
-        """(num_captions,) first row of each caption in captions/embeddings."""
-        return self._array(OFFSETS).read(0, len(self._array(OFFSETS)))
+        """(num_captions,) first row of each caption in the stacked captions/embeddings."""
+        return self._caption_index[0]
 
     @cached_property
     def caption_lengths(self) -> np.ndarray:
         """(num_captions,) tokens of each caption."""
-        return self._array(LENGTHS).read(0, len(self._array(LENGTHS)))
+        return self._caption_index[1]
+
+    @cached_property
+    def _caption_index(self) -> tuple[np.ndarray, np.ndarray]:
+        """Offsets and lengths of all captions, each found to lie within the embeddings of its revision."""
+        embeddings, base = self._layouts(EMBEDDINGS), 0
+        offset_layouts, length_layouts = self._layouts(OFFSETS), self._layouts(LENGTHS)
+        offsets, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        longest = self.spec.text.max_tokens if self.spec.text else 0
+        fits = embeddings.keys() == offset_layouts.keys() == length_layouts.keys()
+        for revision, layout in embeddings.items() if fits else ():
+            first, count = (
+                ShardedArray(self.path, [one], self._sizes, check_whole(self)).read(0, one.shape[0])
+                for one in (offset_layouts[revision], length_layouts[revision])
+            )
+            # Asked in this order, because a sum of two hostile numbers can wrap around.
+            fits = fits and len(first) == len(count) and bool(np.all((count >= 1) & (count <= longest)))
+            fits = fits and bool(np.all((first >= 0) & (first <= layout.shape[0] - count)))
+            if not fits:
+                break
+            offsets.append(first + base)
+            lengths.append(count)
+            base += layout.shape[0]
+        found = np.concatenate(offsets), np.concatenate(lengths)
+        if not fits or (self.manifest and len(found[0]) != self.manifest.num_captions):
+            raise DamageError(f"store '{self.path}': its captions name tokens that are not there. {REPAIR}")
+        return found
 
     def find_captions(self, texts: Sequence[str]) -> list[int | None]:
         """Ids of captions by their exact text, None where the store has not encoded it."""
@@ -235,24 +317,69 @@ class LatentStore:
         return {}
 
     def _array(self, path: str) -> ShardedArray:
+        """An array, stacked over the revisions that hold a part of it."""
         if path not in self._arrays:
-            metadata = self.path / path / "zarr.json"
-            if not metadata.is_file():
+            layouts = self._layouts(path)
+            if not layouts:
                 raise StoreError(
                     f"store '{self.path}': there is no array '{path}'. Buckets: {', '.join(self.buckets)}."
                 )
-            self._arrays[path] = ShardedArray(self.path, ArrayLayout.from_metadata(path, read_json(metadata)))
+            self._arrays[path] = ShardedArray(self.path, list(layouts.values()), self._sizes, check_of(self, path))
         return self._arrays[path]
+
+    def _layouts(self, path: str) -> dict[int, ArrayLayout]:
+        """Layout of an array in each revision of the stack that has it."""
+        found = {}
+        for revision in self._stack:
+            array = revision_prefix(revision) + path
+            metadata = self.path / array / GROUP
+            if f"{array}/{GROUP}" in self._sizes if self._sizes is not None else metadata.is_file():
+                found[revision] = ArrayLayout.from_metadata(array, read_json(metadata, max_bytes=MAX_METADATA_BYTES))
+                self._check_layout(path, found[revision])
+        return found
+
+    def _check_layout(self, path: str, layout: ArrayLayout) -> None:
+        """An array that is not what the store says of itself is refused before anything is made of its numbers."""
+        if self._sizes is None:  # incomplete: the plan says what it must be
+            wanted = self._plan.layout.arrays.get(layout.path)
+            if wanted != layout:
+                raise DamageError(
+                    f"store '{self.path}': array '{layout.path}' is not the one that was planned. {REPAIR}"
+                )
+            return
+        if (layout.shape[1:], layout.dtype) != self._row_of(path):
+            raise DamageError(
+                f"store '{self.path}': array '{layout.path}' has rows of {layout.dtype} {layout.shape[1:]}, which are "
+                f"not those of the store's encoders. {REPAIR}"
+            )
+        if self._shard_counts[layout.path] != layout.num_shards:
+            raise DamageError(
+                f"store '{self.path}': array '{layout.path}' claims {layout.num_shards} shards, the manifest lists "
+                f"{self._shard_counts[layout.path]}. {REPAIR}"
+            )
+
+    @cached_property
+    def _shard_counts(self) -> Counter[str]:
+        """Shard files of each array, as the manifest lists them."""
+        return Counter(path.partition("/c/")[0] for path in self._sizes or () if "/c/" in path)
+
+    def _row_of(self, path: str) -> tuple[tuple[int, ...], str] | None:
+        """Shape and dtype of a row of an array, as the store's own description has them; None where it has no such."""
+        if path in (OFFSETS, LENGTHS):
+            return (), "int64"
+        if path in (EMBEDDINGS, NULL_EMBEDDING):
+            return self.spec.text and ((self.spec.text.width,), self.spec.text.dtype)
+        bucket, latent = path.split("/")[1], self.spec.latent
+        height, width = (side // latent.downscale for side in bucket_size(bucket))
+        return (latent.stored_channels, height, width), latent.dtype
 
     def _table(self, name: str) -> pa.Table:
         assert self.manifest is not None
-        entry = next(entry for entry in self.manifest.files if entry.path == name)
-        if xxh3_file(self.path / name) != entry.xxh3_128:
-            raise DamageError(
-                f"store '{self.path}': '{name}' differs from the manifest. "
-                f"Delete it and run the same precompute command again: it is made anew from the commits."
-            )
-        return pq.read_table(self.path / name)
+        path = revision_prefix(self.revision) + name
+        entry = next((entry for entry in self.manifest.files if entry.path == path), None)
+        if entry is None or xxh3_file(self.path / path) != entry.xxh3_128:
+            raise DamageError(f"store '{self.path}': '{path}' differs from the manifest. {REPAIR}")
+        return read_table(self.path / path)
 
     def _check_files(self, manifest: Manifest) -> None:
         """A missing shard would read as zeros to plain Zarr, a shorter one would kill the process: check first."""
@@ -260,33 +387,47 @@ class LatentStore:
             path = self.path / entry.path
             size = path.stat().st_size if path.is_file() else None
             if size != entry.bytes:
+                was = "is missing" if size is None else f"has {size} bytes"
                 raise DamageError(
-                    f"store '{self.path}': file '{entry.path}' "
-                    + ("is missing" if size is None else f"has {size} bytes")
-                    + f", the manifest says {entry.bytes} bytes. "
-                    "Run the same precompute command again: it makes what is missing anew."
+                    f"store '{self.path}': file '{entry.path}' {was}, the manifest says {entry.bytes} bytes. {REPAIR}"
                 )
-            if entry.path.endswith("zarr.json") and xxh3_file(path) != entry.xxh3_128:
+            if entry.path.endswith(GROUP) and xxh3_file(path) != entry.xxh3_128:
                 raise DamageError(
                     f"store '{self.path}': file '{entry.path}' differs from the manifest, so its numbers cannot be "
-                    "trusted. Run the same precompute command again: it writes it anew."
+                    f"trusted. {REPAIR}"
                 )
 
 
-def read_spec(path: Path) -> StoreSpec:
-    """Read what a store says of itself.
+def sealed_revisions(path: Path) -> list[int]:
+    """Complete revisions of a store, in order."""
+    return revisions_with(path, MANIFEST)
 
-    Raises: StoreNotFound, StoreError (something else is there), FormatVersionError, DamageError.
+
+def check_store(path: Path) -> None:
+    """Refuse what is no store.
+
+    Raises: StoreNotFound, StoreError (something else is there), StoreIncomplete (only its plan is there).
     """
     if not path.is_dir():
         raise StoreNotFound(f"store '{path}': there is no such folder. Make it with 'leandit precompute'.")
-    if not (path / "zarr.json").is_file():
+    if not (path / GROUP).is_file():
+        if planned_revisions(path):
+            read_plan(path, 1)  # refuses a plan that is none
+            raise StoreIncomplete(f"store '{path}': nothing is encoded yet. Run the same precompute command again.")
         raise StoreError(f"store '{path}': the folder holds no 'zarr.json', so it is no leandit store. Check the path.")
-    group = read_json(path / "zarr.json")
+
+
+def read_spec(path: Path, revision: int = 1) -> StoreSpec:
+    """Read what a revision of a store says of itself.
+
+    Raises: StoreError (something else is there), FormatVersionError, DamageError.
+    """
+    name = revision_prefix(revision) + GROUP
+    group = read_json(path / name) if (path / name).is_file() else None
     attributes = (group.get("attributes") or {}).get("leandit") if isinstance(group, dict) else None
     if not isinstance(attributes, dict):
         raise StoreError(
-            f"store '{path}': 'zarr.json' is that of a Zarr group, but not a leandit store (no 'leandit' attribute)."
+            f"store '{path}': '{name}' is missing or not that of a leandit store (no 'leandit' attribute). {REPAIR}"
         )
     version = attributes.get("format_version")
     if version != FORMAT_VERSION:
@@ -298,18 +439,3 @@ def read_spec(path: Path) -> StoreSpec:
         return StoreSpec.model_validate(attributes)
     except ValidationError as error:
         raise DamageError(f"store '{path}': its attributes are not valid: {error.errors()[0]['msg']}.") from error
-
-
-def _read_manifest(path: Path) -> Manifest | None:
-    if not (path / MANIFEST).is_file():
-        return None
-    try:
-        manifest = Manifest.model_validate(read_json(path / MANIFEST))
-    except ValidationError as error:
-        raise DamageError(f"store '{path}': '{MANIFEST}' is not valid: {error.errors()[0]['msg']}.") from error
-    if sha256_of(manifest.model_dump(exclude={"root_hash"})) != manifest.root_hash:
-        raise DamageError(
-            f"store '{path}': '{MANIFEST}' does not fit its own root hash. "
-            "Delete it and run the same precompute command again: it is made anew from the commits."
-        )
-    return manifest

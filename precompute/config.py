@@ -20,6 +20,12 @@ class SourceSection(Section):
 
     kind: Literal["auto", "imagefolder", "webdataset", "metadata"] = "auto"
     """"auto" looks: metadata.jsonl, then *.tar, else an image folder."""
+    check: Literal["stat", "content"] = "stat"
+    """When a store grows: "stat" reads a file again only if its size, time or place differs; "content" reads all."""
+    max_reject_share: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Stop when more than this share of all records is rejected (and more than ten)."""
+    max_rejects_in_a_row: Annotated[int, Field(ge=1)] = 100
+    """Stop when so many records in a row are rejected."""
 
 
 class ImagesSection(Section):

@@ -14,16 +14,18 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, T5EncoderModel
 from transformers.utils import logging as transformers_logging
 
 from ..datasets.errors import EncoderError, RecipeError
-from ..datasets.files import sha256_of
+from ..datasets.hashing import sha256_of
 from ..datasets.schema import EncoderIdentity, LatentSpec, TextSpec
 from .config import PrecomputeRecipe, TextSection, VaeSection
 from .model_files import (
     check_loaded,
+    check_tokenizer_files,
     hash_files,
     lasting_config,
     library_majors,
@@ -34,6 +36,21 @@ from .model_files import (
 )
 
 PROBE_PX = 256  # a multiple of every published downscale up to 128
+# What the libraries raise at a config or a file of others that is not as they need it.
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    NotImplementedError,
+    RuntimeError,
+    LookupError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+)
 TEMPLATE = "{caption}"  # captions are stripped of white space at both ends, and otherwise left as they are
 
 
@@ -50,8 +67,8 @@ class ImageEncoder:
         folder, revision = resolve_model(section.model, section.subfolder, section.revision, what="vae.model")
         config = read_config(folder, what="vae.model")
         name = str(config.get("_class_name"))
-        model_class = getattr(diffusers, name, None) if name.startswith("Autoencoder") else None
-        if model_class is None:
+        model_class: Any = getattr(diffusers, name, None) if name.startswith("Autoencoder") else None
+        if torch.nn.Module not in getattr(model_class, "__mro__", ()):
             raise EncoderError(f"vae.model '{folder}': its config.json says '{name}', needed a diffusers autoencoder.")
         weights = weight_files(folder, "diffusion_pytorch_model", what="vae.model")
         dtype = arithmetic(section.dtype, device)
@@ -64,7 +81,7 @@ class ImageEncoder:
                 low_cpu_mem_usage=False,  # else diffusers asks for accelerate
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        except LOADING_ERRORS as error:
             raise EncoderError(f"vae.model '{folder}': cannot be loaded as {name}: {error}") from error
         check_loaded(loading, f"vae.model '{folder}'")
         self._model = model.to(device).eval().requires_grad_(False)
@@ -106,9 +123,13 @@ class ImageEncoder:
         kind: Any = kinds[keep] if self.has_posterior else "latent"
         channels = self.num_channels
         config = self._model.config
-        scale = config.get("scaling_factor") or 1.0
-        shift = config.get("shift_factor") or 0.0
-        means, stds = config.get("latents_mean"), config.get("latents_std")
+        try:
+            shift, scale = _shift_and_scale(config, channels)
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise EncoderError(
+                f"vae.model '{section.model}': scaling_factor, shift_factor, latents_mean or latents_std of its config "
+                f"are not a number each, or one for each of {channels} channels ({error})."
+            ) from error
         return LatentSpec(
             array="moments" if kind == "mean_logvar" else "latents",
             kind=kind,
@@ -116,8 +137,8 @@ class ImageEncoder:
             stored_channels=2 * channels if kind == "mean_logvar" else channels,
             downscale=PROBE_PX // self._probe.shape[2],
             dtype=dtype,
-            shift=list(means) if means else [shift] * channels,
-            scale=[scale / std for std in stds] if stds else [scale] * channels,
+            shift=shift,
+            scale=scale,
             flip=section.flip,
             batch_size=section.batch_size,
         )
@@ -166,6 +187,21 @@ class ImageEncoder:
         return pixels.permute(0, 2, 3, 1).cpu().numpy()
 
 
+def _shift_and_scale(config: Any, channels: int) -> tuple[list[float], list[float]]:
+    """One shift and one scale for each channel, as a diffusers config gives them.
+
+    Raises: TypeError, ValueError, ZeroDivisionError: they are no numbers, or too few.
+    """
+    scale = config.get("scaling_factor") or 1.0
+    shift = config.get("shift_factor") or 0.0
+    means, stds = config.get("latents_mean"), config.get("latents_std")
+    shifts = list(means) if means else [shift] * channels
+    scales = [scale / std for std in stds] if stds else [scale] * channels
+    if not len(shifts) == len(scales) == channels or not all(np.isfinite([*shifts, *scales])):
+        raise ValueError(f"{len(shifts)} and {len(scales)} numbers")
+    return shifts, scales
+
+
 class CaptionTokenizer:
     """The tokenizer of a T5: counts tokens when planning, makes ids when encoding.
 
@@ -179,14 +215,21 @@ class CaptionTokenizer:
             section.model, section.subfolder, section.revision, what="text.model"
         )
         config = read_config(self.model_folder, what="text.model")
-        self.vocabulary_size = int(config.get("vocab_size", 0))
+        vocabulary_size = config.get("vocab_size", 0)
+        if not isinstance(vocabulary_size, int):
+            raise EncoderError(f"text.model '{self.model_folder}': config.json has no whole number as 'vocab_size'.")
+        self.vocabulary_size = vocabulary_size
         self._max_tokens = section.max_tokens
         tokenizer_folder, _ = resolve_model(
             section.model, section.tokenizer_subfolder, section.revision, what="text.model"
         )
+        check_tokenizer_files(tokenizer_folder, what="text.model")
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-        except (OSError, ValueError, ImportError) as error:
+            # Said, because without it a library asks on the terminal whether code of the folder may run.
+            self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, trust_remote_code=False)
+        except Exception as error:  # of a damaged tokenizer.json, its library raises just this class
+            if type(error) is not Exception and not isinstance(error, LOADING_ERRORS):
+                raise
             raise EncoderError(f"text.model '{tokenizer_folder}': no usable tokenizer: {error}") from error
         # A folder with only spiece.model can load as some hundred tokens that turn every word into <unk>.
         if not 0.9 * self.vocabulary_size <= len(self._tokenizer) <= self.vocabulary_size:
@@ -239,7 +282,7 @@ class CaptionEncoder:
             loaded: Any = T5EncoderModel.from_pretrained(
                 folder, dtype=self._dtype, use_safetensors=True, output_loading_info=True
             )
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        except LOADING_ERRORS as error:
             raise EncoderError(f"text.model '{folder}': cannot be loaded as a T5 encoder: {error}") from error
         model, loading = loaded
         check_loaded(loading, f"text.model '{folder}'")

@@ -2,16 +2,18 @@
 
 Every mode that Pillow knows is either converted in a defined way or rejected: transparency is composited on white,
 16-bit grey is scaled, CMYK and palettes are converted, the first frame of an animation is taken. Colour profiles are
-not applied, as in the published trainers.
+not applied, as in the published trainers. Where Pillow would give wrong colours without a word, it is corrected here,
+or the picture rejected.
 """
 
 from __future__ import annotations
 
 import io
 import struct
+from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageChops, ImageFile, UnidentifiedImageError
 
 from ..datasets.buckets import adm_sizes, cover_size
 from ..datasets.errors import RecordRejected
@@ -22,6 +24,9 @@ RESIZE_FILTER = "box halvings, then bicubic"
 COLOUR = "exif orientation; white under alpha; 16-bit grey scaled; no colour profile"
 
 ORIENTATION_TAG = 0x0112
+BITS_TAG, PHOTOMETRIC_TAG, SAMPLE_FORMAT_TAG, SUBSAMPLING_TAG = 258, 262, 339, 530  # TIFF 6.0
+OPAQUE_MODES = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr")
+ALPHA_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
 # EXIF 2.3, section 4.6.4 A: what makes each orientation upright.
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -43,7 +48,7 @@ def read_size(data: bytes) -> tuple[int, int]:
     try:
         with _open(data) as image:
             width, height = image.size
-            return (width, height) if _orientation(image) >= 5 else (height, width)
+            return (width, height) if _orientation(image, data) in (5, 6, 7, 8) else (height, width)
     except RecordRejected as reject:
         raise RecordRejected("scan", reject.reason, reject.detail) from reject
     except PROGRAMMING_ERRORS:
@@ -62,14 +67,21 @@ def decode_picture(data: bytes, *, bucket: tuple[int, int], crop: str) -> np.nda
     Returns: (height_px, width_px, 3) uint8.
     Raises: RecordRejected.
     """
+    return decode_sized(data, bucket=bucket, crop=crop)[0]
+
+
+def decode_sized(data: bytes, *, bucket: tuple[int, int], crop: str) -> tuple[np.ndarray, tuple[int, int]]:
+    """As ``decode_picture``, with the height and width in pixels of the upright picture before the resize."""
     try:
         with _open(data) as image:
-            orientation = _orientation(image)
+            orientation = _orientation(image, data)
+            _check_layout(image)
+            tile = image.tile[0] if image.tile else None  # loading forgets how the file holds the pixels
             image.load()
-            picture = _to_rgb(image)
+            picture = _to_rgb(image, tile)
         if orientation in UPRIGHT:
             picture = picture.transpose(UPRIGHT[orientation])
-        return crop_picture(picture, bucket, crop)
+        return crop_picture(picture, bucket, crop), (picture.height, picture.width)
     except (RecordRejected, *PROGRAMMING_ERRORS):
         raise
     except Exception as error:
@@ -89,8 +101,16 @@ def crop_geometry(
 
 
 def crop_picture(picture: Image.Image, bucket: tuple[int, int], crop: str) -> np.ndarray:
-    """Resize and centre-crop an RGB picture; (height_px, width_px, 3) uint8."""
+    """Resize and centre-crop an RGB picture; (height_px, width_px, 3) uint8.
+
+    Raises: RecordRejected: so long a picture that it would grow beyond MAX_PIXELS before the crop.
+    """
     sizes, top, left = crop_geometry(picture.height, picture.width, bucket, crop)
+    if sizes[-1][0] * sizes[-1][1] > MAX_PIXELS:
+        detail = (
+            f"{picture.height}x{picture.width} px would be resized to {sizes[-1][0]}x{sizes[-1][1]} px before the crop"
+        )
+        raise RecordRejected("decode", "aspect", detail)
     for height, width in sizes[:-1]:
         picture = picture.resize((width, height), resample=Image.Resampling.BOX)
     height, width = sizes[-1]
@@ -98,7 +118,7 @@ def crop_picture(picture: Image.Image, bucket: tuple[int, int], crop: str) -> np
     return np.asarray(picture)[top : top + bucket[0], left : left + bucket[1]]
 
 
-def _open(data: bytes) -> Image.Image:
+def _open(data: bytes) -> ImageFile.ImageFile:
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     if image.width * image.height > MAX_PIXELS:
         raise RecordRejected(
@@ -107,43 +127,94 @@ def _open(data: bytes) -> Image.Image:
     return image
 
 
-def _orientation(image: Image.Image) -> int:
+def _orientation(image: Image.Image, data: bytes) -> int:
     if image.format == "TIFF":
         return 1  # Pillow's TIFF reader has turned it already
-    if image.format == "PNG" and not {"exif", "Raw profile type exif"} & image.info.keys():
-        return 1  # asking further would decode the whole picture
+    # Where EXIF may come behind the pixels of a PNG, Pillow decodes them all to see: only then if there is some.
+    known = {"exif", "Raw profile type exif", "XML:com.adobe.xmp"} & image.info.keys()
+    if image.format == "PNG" and not known and b"eXIf" not in data and b"Raw profile type exif" not in data:
+        return 1
     try:
         return int(image.getexif().get(ORIENTATION_TAG, 1))
-    except (OSError, SyntaxError, ValueError, TypeError, KeyError, struct.error):
+    except (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error):
         return 1  # broken EXIF is common in the wild; the pixels are still good
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _check_layout(image: Image.Image) -> None:
+    """Reject what Pillow would take for something that it is not."""
+    if image.format != "TIFF":
+        return
+    tags = _tiff_tags(image)
+    if image.mode not in ("I", "F") and any(kind != 1 for kind in tags.get(SAMPLE_FORMAT_TAG, (1,))):
+        raise RecordRejected("decode", "unsupported_mode", "samples that are no unsigned integers")
+    # TIFF 6.0, section 21: 2x2 where nothing is said. Pillow reads uncompressed pixels as if it were 1x1.
+    if image.mode == "YCbCr" and tags.get(SUBSAMPLING_TAG, (2, 2)) != (1, 1):
+        raise RecordRejected("decode", "unsupported_mode", "uncompressed YCbCr with subsampled colour")
+
+
+def _to_rgb(image: Image.Image, tile: Any) -> Image.Image:
     if image.mode.startswith("I;16"):
-        return _from_grey16(np.asarray(image))
+        return _from_grey16(image, np.asarray(image))
     if image.mode == "I":
         values = np.asarray(image)
         if image.format not in ("PNG", "PPM") or values.min() < 0 or values.max() > 65535:
             raise RecordRejected("decode", "unsupported_mode", "32-bit integer pixels")
-        return _from_grey16(values)
+        return _from_grey16(image, values)
     if image.mode == "F":
         raise RecordRejected("decode", "unsupported_mode", "floating-point pixels")
-    if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
-        with_alpha = image.convert("RGBA")
+    if image.mode not in OPAQUE_MODES + ALPHA_MODES:
+        raise RecordRejected("decode", "unsupported_mode", f"{image.mode} pixels")
+    if image.mode == "P" and not image.getpalette():
+        raise RecordRejected("decode", "decode_error", "a palette picture without its palette")
+    if image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
+        return ImageChops.invert(image).convert("RGB")  # Pillow takes all of them for Adobe's, whose inks are inverted
+    if image.format == "PNG" and "transparency" in image.info:
+        _scale_transparent_colour(image, tile[3])
+    if image.mode in ALPHA_MODES or "transparency" in image.info:
+        # Pillow knows no way from La to RGBA but through LA.
+        with_alpha = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         white = Image.new("RGBA", with_alpha.size, "white")
-        return Image.alpha_composite(white, with_alpha).convert("RGB")
-    return image.convert("RGB")
+        picture = Image.alpha_composite(white, with_alpha).convert("RGB")
+    else:
+        picture = image.convert("RGB")
+    if image.format == "GIF" and tile[1] != (0, 0, *image.size):
+        # Nothing covers the canvas outside of the first frame; Pillow shows the first colour of the palette there.
+        canvas = Image.new("RGB", picture.size, "white")
+        canvas.paste(picture.crop(tile[1]), tile[1])
+        return canvas
+    return picture
 
 
-def _from_grey16(values: np.ndarray) -> Image.Image:
-    return Image.fromarray(np.round(values / 257).astype(np.uint8)).convert("RGB")
+def _scale_transparent_colour(image: Image.Image, raw_mode: str) -> None:
+    """Bring a PNG's transparent colour, which is in the depth of the file, to 8 bit, as Pillow did with the pixels."""
+    if raw_mode == "RGB;16B":
+        raise RecordRejected("decode", "unsupported_mode", "a transparent colour among 16-bit RGB")
+    if raw_mode in ("L;2", "L;4"):
+        depth = int(raw_mode[-1])
+        image.info["transparency"] = (image.info["transparency"] & (1 << depth) - 1) * (255 // ((1 << depth) - 1))
+
+
+def _from_grey16(image: Image.Image, values: np.ndarray) -> Image.Image:
+    tags = _tiff_tags(image) if image.format == "TIFF" else {}
+    largest = (1 << tags.get(BITS_TAG, (16,))[0]) - 1  # a TIFF may hold 12 bits a sample
+    scaled = np.round(np.minimum(np.arange(1 << 16), largest) / (largest / 255)).astype(np.uint8)
+    if tags.get(PHOTOMETRIC_TAG) == 0:  # white is zero
+        scaled = 255 - scaled
+    grey = scaled[values]  # a table costs a fraction of the arithmetic on every pixel
+    if "transparency" in image.info:
+        grey[values == image.info["transparency"]] = 255
+    return Image.fromarray(grey).convert("RGB")
+
+
+def _tiff_tags(image: Any) -> Any:
+    return image.tag_v2
 
 
 def _rejected(stage: str, error: Exception) -> RecordRejected:
     detail = f"{type(error).__name__}: {error}"[:200]
     if isinstance(error, UnidentifiedImageError):
         return RecordRejected(stage, "not_an_image", "no known picture format")
-    if isinstance(error, Image.DecompressionBombError):
+    if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning, MemoryError)):
         return RecordRejected(stage, "too_large", detail)
     if isinstance(error, OSError) and ("truncated" in str(error) or "Truncated" in str(error)):
         return RecordRejected(stage, "truncated", detail)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,21 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from ..datasets.errors import EncoderError
-from ..datasets.files import sha256_file, sha256_of
+from ..datasets.errors import DamageError, EncoderError
+from ..datasets.hashing import read_json, sha256_file, sha256_of
 from .config import TextSection, VaeSection
 
 SHIPPED = "shipped:"
 CONFIG = "config.json"
+MAX_JSON_BYTES = 1 << 26  # of a tokenizer.json; the largest published ones have 35 MB
+TOKENIZER_CLASSES = (
+    None,
+    "T5Tokenizer",
+    "T5TokenizerFast",
+    "PreTrainedTokenizerFast",
+    "PreTrainedTokenizer",
+    "TokenizersBackend",
+)
 
 
 def resolve_model(model: str, subfolder: str, revision: str, *, what: str) -> tuple[Path, str | None]:
@@ -68,13 +77,34 @@ def read_config(folder: Path, *, what: str) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise EncoderError(f"{what} '{folder}': there is no 'config.json'. Needed a folder saved by save_pretrained.")
+    return _read_object(path, what=what)
+
+
+def check_tokenizer_files(folder: Path, *, what: str) -> None:
+    """Refuse a tokenizer that needs code of its own, or whose files are none, before a library opens them.
+
+    Raises: EncoderError.
+    """
+    for path in sorted(folder.glob("*.json")):
+        if path.name.endswith(".index.json") or "token" not in path.name:
+            continue  # what lies beside it in a model's folder
+        said = _read_object(path, what=what)
+        name = said.get("tokenizer_class")
+        if path.name == "tokenizer_config.json" and ("auto_map" in said or name not in TOKENIZER_CLASSES):
+            raise EncoderError(
+                f"{what} '{path}': it asks for the tokenizer {str(name)[:80]!r} or for code of its own, needed a T5's. "
+                "Give a folder with the model's own tokenizer."
+            )
+
+
+def _read_object(path: Path, *, what: str) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise EncoderError(f"{what} '{path}': not valid JSON ({error}).") from error
-    if not isinstance(config, dict):
+        found = read_json(path, max_bytes=MAX_JSON_BYTES)
+    except (DamageError, OSError) as error:
+        raise EncoderError(f"{what}: {error}") from error
+    if not isinstance(found, dict):
         raise EncoderError(f"{what} '{path}': needed a JSON object.")
-    return config
+    return found
 
 
 def weight_files(folder: Path, stem: str, *, what: str) -> list[Path]:
@@ -89,7 +119,27 @@ def weight_files(folder: Path, stem: str, *, what: str) -> list[Path]:
             f"{what} '{folder}': there are no weights '{stem}*.safetensors' (found: {others}). "
             "Only safetensors are read; convert other weights with save_pretrained(..., safe_serialization=True)."
         )
+    index = folder / f"{stem}.safetensors.index.json"
+    if index.is_file():  # the libraries load what it names, whatever and wherever that is
+        named = _read_object(index, what=what).get("weight_map")
+        names = set(map(str, named.values())) if isinstance(named, dict) else {""}
+        if strange := sorted(names - {path.name for path in files}):
+            raise EncoderError(
+                f"{what} '{index}': it names '{strange[0][:80]}', needed only '{stem}*.safetensors' beside it. "
+                "Fetch or save the model again."
+            )
+    for path in files:
+        _check_header(path, what=what)
     return files
+
+
+def _check_header(path: Path, *, what: str) -> None:
+    """Refuse safetensors whose header is longer than their file, before anything makes room for it."""
+    size = path.stat().st_size if path.is_file() else 0
+    with open(path, "rb") if size else io.BytesIO() as file:
+        length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, MAX_JSON_BYTES):
+        raise EncoderError(f"{what} '{path}': cannot be loaded: {size} bytes, header of {length}. Fetch it again.")
 
 
 def check_loaded(loading: dict[str, Any], where: str) -> None:

@@ -1,87 +1,60 @@
-"""Take up a store or plan a new one, and refuse what is another store, another source or too small a disk."""
+"""Take up a store, plan its first revision or its next; refuse what is another store, or too small a disk."""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..datasets.commits import FrozenPlan, read_plan
-from ..datasets.errors import DamageError, FingerprintMismatch, ResourceError, SourceError, StoreError
-from ..datasets.files import read_json, sweep_strays
-from ..datasets.layout import CAPTION_PART, EMBEDDINGS, MANIFEST, PLAN
+import pyarrow as pa
+
+from ..datasets.commits import Task, carried_files
+from ..datasets.errors import FingerprintMismatch, ResourceError, SourceError, StoreError
+from ..datasets.files import TEMPORARY_PREFIX, sweep_strays
+from ..datasets.frozen import FrozenPlan, freeze_plan, planned_revisions, read_plan
 from ..datasets.recipe import flatten
-from ..datasets.schema import Manifest, StoreSpec
-from ..datasets.store import LatentStore, read_spec
-from ..datasets.writer import StoreWriter, freeze_plan
+from ..datasets.schema import FileEntry, StoreSpec
+from ..datasets.store import LatentStore, check_store, sealed_revisions
+from ..datasets.writer import StoreWriter
 from .config import PrecomputeRecipe
-from .encoders import Encoders
+from .decoder import Decoders
+from .encoders import CaptionTokenizer
+from .growth import Base, Comparison, Options, all_fresh, compare
 from .plan import num_threads, plan_captions, plan_pictures, plan_records
-from .sources import Source
+from .sources import Source, caption_texts
 from .stages import Progress
 
 
-def open_writer(
-    root: Path, spec: StoreSpec, source: Source, recipe: PrecomputeRecipe, encoders: Encoders, progress: Progress
-) -> StoreWriter:
-    """Take up the store at ``root`` if it is this one, else plan a new one.
+def newest_plan(root: Path) -> FrozenPlan | None:
+    """Plan of the newest revision, complete or not; None where nothing is planned yet.
 
-    Raises: FingerprintMismatch, SourceError: another recipe or source made it; StoreError: something else is there.
+    Raises: StoreError: something else is there, or the plan of a store is gone.
     """
     if root.exists() and not root.is_dir():
         raise StoreError(f"store '{root}': a file is there; needed a folder, or nothing. Give another --store.")
-    if root.exists():
-        sweep_strays(root)
-        if (root / PLAN).is_file():
-            found = _spec_on_disk(root, spec)
-            check_fingerprint(root, found, spec)
-            plan = read_plan(root)
-            check_source(root, plan, source)
-            return StoreWriter(root, found, plan)
-        if any(root.iterdir()):
-            read_spec(root)  # refuses what is not ours
-            if (root / MANIFEST).exists() or (root / "commits").exists():
-                raise StoreError(
-                    f"store '{root}': its 'plan' folder is gone, so nothing can be mended. Nothing was changed. "
-                    "Restore the folder, or give another --store; a complete store can still be read."
-                )
-            for folder in ("buckets", "captions", "plan"):  # of a plan that was never finished: nothing is committed
-                shutil.rmtree(root / folder, ignore_errors=True)
-    return StoreWriter(root, spec, make_plan(root, spec, source, recipe, encoders, progress))
-
-
-def _spec_on_disk(root: Path, wanted: StoreSpec) -> StoreSpec:
-    """What the store says of itself; where that is damaged but the plan is of this fingerprint, what it said."""
-    planned = read_json(root / PLAN).get("fingerprint")
-    try:
-        found = read_spec(root)
-    except (DamageError, StoreError):
-        if planned != wanted.fingerprint:
-            raise
-        return wanted
-    intact = found.with_fingerprint().fingerprint == planned
-    return found if intact or planned != wanted.fingerprint else wanted
-
-
-def make_plan(
-    root: Path, spec: StoreSpec, source: Source, recipe: PrecomputeRecipe, encoders: Encoders, progress: Progress
-) -> FrozenPlan:
-    """Plan every record of the source and freeze the plan in the store.
-
-    Raises: SourceError: not one record can be encoded.
-    """
-    total = len(source.records)
-    pictures = plan_pictures(
-        source, recipe, num_threads=num_threads(), progress=lambda done: progress("scan", done, total)
-    )
-    captions, caption_ids = plan_captions(source, pictures, encoders.tokenizer, recipe.text.max_tokens)
-    records = plan_records(source, pictures, caption_ids)
-    if all(picture.reject for picture in pictures):
-        reasons = ", ".join(f"{e['values']}: {e['counts']}" for e in records["reason"].value_counts().to_pylist())
-        raise SourceError(
-            f"source '{source.root}': all {total} records are rejected ({reasons}); "
-            f"the first is '{source.records[0].key}': {pictures[0].reject}. Nothing was written."
+    if not root.exists():
+        return None
+    sweep_strays(root)
+    planned, sealed = planned_revisions(root), sealed_revisions(root)
+    if planned and (not sealed or planned[-1] >= sealed[-1]):
+        plan = read_plan(root, planned[-1])
+        if plan.copies and plan.revision not in sealed:
+            raise StoreError(f"store '{root}': it is being compacted. Run 'leandit compact {root}' again: it goes on.")
+        return plan
+    if any(not path.name.startswith(TEMPORARY_PREFIX) for path in root.iterdir()):  # a plan that others write
+        if not planned and planned_revisions(root):  # others have finished theirs between the two looks
+            return newest_plan(root)
+        check_store(root)  # refuses what is not ours
+        raise StoreError(
+            f"store '{root}': its 'plan' folder is gone, so nothing can be added. Nothing was changed. Run "
+            "'leandit verify --repair --source PATH', or give another --store; a complete store can still be read."
         )
-    return freeze_plan(root, spec, records, captions, listing=source.listing_hash())
+    return None
+
+
+def is_sealed(root: Path, plan: FrozenPlan) -> bool:
+    """The revision of a plan is complete."""
+    return plan.revision in sealed_revisions(root)
 
 
 def check_fingerprint(root: Path, found: StoreSpec, wanted: StoreSpec) -> None:
@@ -94,58 +67,140 @@ def check_fingerprint(root: Path, found: StoreSpec, wanted: StoreSpec) -> None:
     there, here = flatten(found.identity()), flatten(wanted.identity())
     differing = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
     fields = "; ".join(f"{key} is {there.get(key)!r} in the store, {here.get(key)!r} now" for key in differing[:6])
+    more = f"; and {len(differing) - 6} more" if len(differing) > 6 else ""
+    beside = "or --new-revision to encode everything anew beside what is there"
+    if planned_revisions(root)[-1:] > sealed_revisions(root)[-1:]:
+        beside = "or first finish this one with the settings that made it, and then give --new-revision"
     raise FingerprintMismatch(
-        f"store '{root}': made with other encoders or settings: {fields}. Nothing was changed. "
-        "Give another --store, or the settings that made this one."
+        f"store '{root}': made with other encoders or settings: {fields}{more}. Nothing was changed. Two ways on: give "
+        f"another --store, {beside}. Or use the settings that made this store."
     )
 
 
-def check_source(root: Path, plan: FrozenPlan, source: Source) -> None:
-    """Refuse to go on when the source is not the one that was planned.
+@dataclass(frozen=True)
+class Planner:
+    """Plans revisions of one store from one source.
 
-    Raises: SourceError: saying how many records were added, are gone, or were written anew.
+    Args:
+      root: the store.
+      spec: what the revision will say of itself.
+      source, recipe, tokenizer, decoders: what is planned with.
+      progress: told of what is scanned.
     """
-    if source.listing_hash() == plan.listing:
-        return
-    columns = ("key", "source_path", "source_offset", "source_bytes", "source_mtime_ns", "label")
-    planned = {row["key"]: row for row in plan.records.select(columns).to_pylist()}
-    now = {record.key: record for record in source.records}
-    changed = [
-        key
-        for key in planned.keys() & now.keys()
-        if (planned[key]["source_bytes"], planned[key]["source_mtime_ns"]) != (now[key].num_bytes, now[key].mtime_ns)
-    ]
-    added, gone = sorted(now.keys() - planned.keys()), sorted(planned.keys() - now.keys())
-    examples = [*added, *gone, *sorted(changed)][:3]
-    raise SourceError(
-        f"source '{source.root}': it is not what store '{root}' planned: {len(added)} records new, {len(gone)} gone, "
-        f"{len(changed)} written anew"
-        + (f" ({', '.join(examples)})" if examples else ", or labels or captions differ")
-        + ". Restore the source, or precompute into another --store."
-    )
+
+    root: Path
+    spec: StoreSpec
+    source: Source
+    recipe: PrecomputeRecipe
+    tokenizer: CaptionTokenizer | None
+    decoders: Decoders
+    progress: Progress
+
+    def plan_first(self) -> FrozenPlan:
+        """Plan every record of the source as the first revision.
+
+        Raises: SourceError: not one record can be encoded.
+        """
+        return freeze_plan(self.root, self._plan(all_fresh(self.source.records), 1, "", (), None))
+
+    def plan_next(self, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
+        """Compare the source with the newest revision, which is complete, and plan the next one if they differ.
+
+        Where the spec is another, nothing can be carried over: all is planned anew, beside what is there.
+
+        Returns: the plan, or None where nothing has to be done; and what has changed, if the files were looked at.
+        Raises: SourceError: with another spec, records that are gone cannot be kept and nobody asked to drop them.
+        """
+        store, source = LatentStore(self.root), self.source
+        base_plan, manifest = read_plan(self.root, store.revision), store.manifest
+        assert manifest is not None
+        anew = self.spec.fingerprint != base_plan.spec.fingerprint
+        read_all = self.recipe.source.check == "content"
+        if not (anew or read_all or options != Options()) and source.listing_hash() == base_plan.listing:
+            return None, None
+        total = len(source.records)
+        comparison = compare(
+            source,
+            Base(base_plan, store.records, store.captions),
+            options,
+            check_content=read_all,
+            num_threads=num_threads(),
+            progress=lambda done: self.progress("compare", done, total),
+        )
+        if not anew and not comparison.changes_anything:
+            return None, comparison
+        if anew and comparison.num_gone > comparison.num_dropped:
+            raise SourceError(
+                f"source '{source.root}': {comparison.num_gone} records of store '{self.root}' are gone from it, so "
+                "they cannot be encoded anew. Restore them, or add --drop-gone to leave them out of the new revision."
+            )
+        stack = () if anew else tuple(manifest.stack)
+        plan = self._plan(
+            all_fresh(source.records) if anew else comparison,
+            store.revision + 1,
+            manifest.root_hash,
+            carried_files(manifest, stack),
+            None if anew else store.captions,
+            stack,
+        )
+        return freeze_plan(self.root, plan), comparison
+
+    def _plan(
+        self,
+        comparison: Comparison,
+        revision: int,
+        base: str,
+        carried: tuple[FileEntry, ...],
+        known_captions: pa.Table | None,
+        stack: tuple[int, ...] = (),
+    ) -> FrozenPlan:
+        """Plan a revision: what is carried over from its base, and the new records.
+
+        Raises: SourceError: there is nothing to carry over, and not one new record can be encoded.
+        """
+        source, fresh, total = self.source, comparison.fresh, len(comparison.fresh)
+        pictures = plan_pictures(
+            source, fresh, self.recipe, self.decoders, progress=lambda done: self.progress("scan", done, total)
+        )
+        if not comparison.kept and all(picture.reject for picture in pictures):
+            raise SourceError(
+                f"source '{source.root}': all {total} records are rejected; the first is '{fresh[0].record.key}': "
+                f"{pictures[0].reject}. Nothing was written."
+            )
+        fresh_texts = [
+            [] if picture.reject else caption_texts(one.record) for one, picture in zip(fresh, pictures, strict=True)
+        ]
+        captions, caption_ids = plan_captions(
+            [*comparison.texts, *fresh_texts],
+            self.tokenizer,
+            self.recipe.text.max_tokens,
+            revision=revision,
+            known=known_captions,
+        )
+        classes = [*(source.classes or ()), *comparison.gone_classes]
+        return FrozenPlan(
+            spec=self.spec.model_copy(update={"classes": classes or None}),
+            revision=revision,
+            base=base,
+            stack=stack,
+            carried=carried,
+            copies=False,
+            listing=source.listing_hash(),
+            records=plan_records(comparison, pictures, caption_ids, revision=revision),
+            captions=captions,
+        )
 
 
-def sealed_manifest(writer: StoreWriter) -> Manifest | None:
-    """Manifest of a store that is sealed and whole; None where it has to be sealed (again)."""
-    if not writer.is_sealed:
-        return None
-    try:
-        store = LatentStore(writer.root)
-        _ = store.records, store.captions  # checks the hashes of the tables
-        return store.manifest
-    except DamageError:
-        return None
-
-
-def check_disk(writer: StoreWriter, missing: list[tuple[str, int]]) -> None:
+def check_disk(writer: StoreWriter, missing: list[Task]) -> None:
     """Refuse to start when the disk cannot hold what is missing.
 
     Raises: ResourceError.
     """
-    needed = 0
-    for layout in writer.layouts.values():
-        part = {EMBEDDINGS: CAPTION_PART}.get(layout.path, layout.path.rsplit("/", 1)[0])
-        needed += sum(len(layout.rows_of(shard)) * layout.row_bytes for p, shard in missing if p == part)
+    needed = sum(
+        len(array.rows_of(shard)) * array.row_bytes
+        for part, shard in missing
+        for array in writer.plan.layout.part_arrays(part)
+    )
     free = shutil.disk_usage(writer.root).free
     if needed > free:
         raise ResourceError(

@@ -1,13 +1,14 @@
-"""Stage 1 as a story: list the source, load the encoders, freeze the plan, encode what is missing, seal.
+"""Stage 1 as a story: list the source, load the encoders, freeze the plan, encode what is missing, seal; then grow.
 
 Running the same command again goes on where the last one stopped: a shard with a valid commit record is never made
-twice. What overlaps with what stands in ``stages.py``, what may be taken up in ``opening.py``.
+twice. A source that has changed since makes a new revision, in which only what changed is encoded. What overlaps with
+what stands in ``stages.py``, what may be taken up in ``opening.py``, what has changed in ``growth.py``.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,24 +16,34 @@ import torch
 from .. import __version__
 from ..datasets.buckets import bucket_name, bucket_table
 from ..datasets.errors import RecipeError, SourceError
+from ..datasets.frozen import FrozenPlan
 from ..datasets.schema import FORMAT_VERSION, ImageSpec, Manifest, StoreSpec
+from ..datasets.writer import StoreWriter
 from .config import PrecomputeRecipe
+from .decoder import Decoders
 from .encoders import Encoders, load_encoders
+from .growth import Comparison, Options
 from .images import COLOUR, RESIZE_FILTER
-from .opening import check_disk, open_writer, sealed_manifest
+from .leases import Leases
+from .model_files import library_majors
+from .opening import Planner, check_disk, check_fingerprint, is_sealed, newest_plan
+from .plan import num_threads
+from .rejects import RejectLimit
 from .sources import Source, list_source
-from .stages import Background, Progress, StageClock, encode_captions, encode_pictures
+from .stages import Background, Progress, StageClock, encode_captions, encode_pictures, is_picture_task
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
     """What a precompute did.
 
     Args:
-      manifest: of the sealed store.
+      manifest: of the newest revision.
       num_encoded: pictures encoded by this call; 0 where the store was complete already.
-      seconds: of the whole call, and of each stage (decode and write run beside the encoder).
+      total_seconds: of the whole call.
+      seconds: of each stage (decode and write run beside the encoder).
       num_ignored: files of the source that are no pictures by their name.
+      changes: of the source since the revision before, where a revision was added.
     """
 
     manifest: Manifest
@@ -40,6 +51,7 @@ class Report:
     total_seconds: float
     seconds: dict[str, float]
     num_ignored: int
+    changes: Comparison | None = None
 
     @property
     def bound_by(self) -> str:
@@ -50,46 +62,112 @@ class Report:
         return slowest if waits[slowest] > encode else "encode"
 
 
+@dataclass
+class Stage1:
+    """What the stations share: the store, the source, the encoders, and where progress is told."""
+
+    root: Path
+    recipe: PrecomputeRecipe
+    source: Source
+    encoders: Encoders
+    decoders: Decoders
+    progress: Progress
+    clock: StageClock = field(default_factory=StageClock)
+    num_encoded: int = 0
+
+
 def precompute(
-    recipe: PrecomputeRecipe, *, source_path: Path, store_path: Path, device: torch.device, progress: Progress
+    recipe: PrecomputeRecipe,
+    *,
+    source_path: Path,
+    store_path: Path,
+    device: torch.device,
+    progress: Progress,
+    options: Options | None = None,
+    new_revision: bool = False,
 ) -> Report:
     """Run every picture and caption of a source through the encoders, exactly once, into a store.
 
+    Args:
+      options: what shall become of records that are gone or rejected.
+      new_revision: where the store was made with other encoders or settings, encode all anew as its next revision.
     Raises: LeanditError: of the class that says what to mend; the store then resumes with the same command.
     """
     start = time.perf_counter()
-    clock = StageClock()
+    manifest, changes = None, None
 
     # Scan: list the source, load the encoders.
     source = list_source(source_path, recipe.source.kind)
     encoders = load_encoders(recipe, device)
     spec = describe_store(recipe, source, encoders)
+    with Decoders(num_threads()) as decoders:
+        stage = Stage1(store_path, recipe, source, encoders, decoders, progress)
+        planner = Planner(store_path, spec, source, recipe, encoders.tokenizer, decoders, progress)
 
-    # Plan: freeze it, or take up the one that is there.
-    with clock.measure("plan"):
-        writer = open_writer(store_path, spec, source, recipe, encoders, progress)
+        # Plan: freeze it, or take up the newest one that is there.
+        with stage.clock.measure("plan"):
+            found = newest_plan(store_path)
+            if found and not (new_revision and is_sealed(store_path, found)):
+                check_fingerprint(store_path, found.spec, spec)
+            plan = found or planner.plan_first()
+
+        # Encode what is missing of it, and seal it.
+        if plan.spec.fingerprint == spec.fingerprint:
+            manifest = finish(stage, plan)
+
+        # Grow: what the source says now makes the next revision.
+        if found:
+            with stage.clock.measure("plan"):
+                following, changes = planner.plan_next(options or Options())
+            if following:
+                manifest = finish(stage, following)
+    assert manifest is not None
+    seconds = time.perf_counter() - start
+    return Report(manifest, stage.num_encoded, seconds, stage.clock.seconds, source.num_ignored, changes)
+
+
+def finish(stage: Stage1, plan: FrozenPlan) -> Manifest:
+    """Encode what is missing of a revision, decoding ahead and writing behind, and seal it."""
+    writer = StoreWriter(stage.root, plan)
     missing = writer.missing_tasks()
-    if not missing and (manifest := sealed_manifest(writer)):
-        return Report(manifest, 0, time.perf_counter() - start, clock.seconds, source.num_ignored)
     check_disk(writer, missing)
+    total = sum(len(plan.layout.rows_of(*task)) for task in missing if is_picture_task(task))
+    done = 0
 
-    # Encode: decoding ahead, writing behind.
-    num_encoded = 0
-    with Background(writer, clock) as background:
-        for shard in encode_captions(writer, encoders, missing, clock, progress):
-            background.commit(shard)
-        for shard in encode_pictures(writer, encoders, source, missing, clock, progress):
-            background.commit(shard)
-            num_encoded += len(shard.checksums)
+    def count(pictures: int) -> None:
+        nonlocal done
+        done += pictures
+        stage.progress("pictures", done, total)
 
-    # Seal: merge the commit records.
-    if not writer.num_stored:
+    limit = RejectLimit(stage.recipe.source, plan.records.num_rows, writer.num_rejected)
+    with Leases(writer) as leases:
+        while missing:
+            with Background(writer, leases, stage.clock) as background:
+                if stage.encoders.caption:
+                    texts = [task for task in missing if not is_picture_task(task)]
+                    for shard in encode_captions(plan, leases.take(texts), stage.encoders.caption, stage.clock):
+                        background.commit(shard)
+                        stage.progress("captions", shard.shard + 1, len(texts))
+                for shard in encode_pictures(
+                    plan,
+                    leases.take([task for task in missing if is_picture_task(task)]),
+                    stage.encoders.image,
+                    stage.decoders,
+                    stage.source.root,
+                    limit=limit,
+                    clock=stage.clock,
+                    progress=count,
+                ):
+                    background.commit(shard)
+                    stage.num_encoded += len(shard.checksums)
+            if missing := writer.missing_tasks():
+                leases.wait()  # for other coordinators
+    if not writer.num_stored and not plan.stack:
         raise SourceError(
-            f"source '{source.root}': not one of {len(source.records)} pictures could be encoded, so the store is not "
-            f"sealed. Look at one of them; the reasons are in '{store_path / 'commits'}'."
+            f"source '{stage.source.root}': not one of {plan.records.num_rows} pictures could be encoded, so the store "
+            f"is not sealed. Look at one of them; the reasons are in '{stage.root / 'commits'}'."
         )
-    manifest = writer.seal()
-    return Report(manifest, num_encoded, time.perf_counter() - start, clock.seconds, source.num_ignored)
+    return writer.seal()
 
 
 def describe_store(recipe: PrecomputeRecipe, source: Source, encoders: Encoders) -> StoreSpec:
@@ -115,6 +193,7 @@ def describe_store(recipe: PrecomputeRecipe, source: Source, encoders: Encoders)
             buckets=[bucket_name(height_px, width_px) for _, height_px, width_px in table],
             resize_filter=RESIZE_FILTER if recipe.images.crop == "adm" else "bicubic",
             colour=COLOUR,
+            libraries=library_majors("pillow"),
         ),
         latent=latent,
         text=encoders.caption and encoders.caption.text_spec(recipe.text, recipe.store.dtype),

@@ -1,7 +1,8 @@
-"""The plan: every record's bucket, row, crop and captions, frozen before the first encode.
+"""The plan of a revision: every record's bucket, row, crop and captions, frozen before the first encode.
 
 Tokens are counted and picture headers read here; pixels and weights are not. A record that cannot be planned is
-rejected here, with its reason, and has no row.
+rejected here, with its reason, and has no row. What an earlier revision holds and the source did not change is carried
+over as it is (``growth.py`` finds it).
 """
 
 from __future__ import annotations
@@ -11,25 +12,29 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 
 from ..datasets.buckets import assign_bucket, bucket_name, bucket_table
 from ..datasets.errors import RecordRejected
-from ..datasets.schema import RECORDS_SCHEMA
+from ..datasets.schema import CAPTIONS_SCHEMA, RECORDS_SCHEMA
 from .config import PrecomputeRecipe
+from .decoder import Decoders
 from .encoders import CaptionTokenizer
-from .images import MAX_PIXELS, crop_geometry, read_size
-from .sources import Source, SourceRecord, read_record
+from .growth import Comparison, Fresh
+from .images import MAX_PIXELS, crop_geometry
+from .rejects import RejectLimit
+from .sources import Source, SourceRecord, caption_texts
 
-PLAN_SCHEMA = pa.schema(
+SOURCE_SCHEMA = pa.schema(
     [
-        *(field for field in RECORDS_SCHEMA if field.name != "checksum"),
         ("source_path", pa.string()),
         ("source_offset", pa.int64()),
         ("source_bytes", pa.int64()),
         ("source_mtime_ns", pa.int64()),
     ]
 )
+PLAN_SCHEMA = pa.schema([*RECORDS_SCHEMA, *SOURCE_SCHEMA])
 TOKENIZE_BATCH = 4096
 
 
@@ -47,32 +52,41 @@ class PlannedPicture:
 
 
 def plan_pictures(
-    source: Source, recipe: PrecomputeRecipe, *, num_threads: int, progress: Callable[[int], None]
+    source: Source,
+    fresh: Sequence[Fresh],
+    recipe: PrecomputeRecipe,
+    decoders: Decoders,
+    *,
+    progress: Callable[[int], None],
 ) -> list[PlannedPicture]:
-    """Read the header of every picture and choose its bucket and crop.
+    """Read the header of every new picture and choose its bucket and crop.
 
     Args:
       progress: called with the number of pictures looked at so far.
-    Returns: one for each record of the source, in order.
+    Returns: one for each new record, in order.
+    Raises: SourceError: too many are rejected.
     """
-    planned = []
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="leandit-scan") as pool:
-        for done, picture in enumerate(
-            pool.map(lambda record: plan_picture(source, record, recipe), source.records), 1
-        ):
+    planned, limit = [], RejectLimit(recipe.source, len(source.records))
+    pool = ThreadPoolExecutor(num_threads(), thread_name_prefix="leandit-scan")
+    try:
+        pictures = pool.map(lambda one: plan_picture(source, one.record, recipe, decoders), fresh)
+        for done, (one, picture) in enumerate(zip(fresh, pictures, strict=True), 1):
+            limit.count(one.record.key, picture.reject)
             planned.append(picture)
             progress(done)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
     return planned
 
 
-def plan_picture(source: Source, record: SourceRecord, recipe: PrecomputeRecipe) -> PlannedPicture:
+def plan_picture(source: Source, record: SourceRecord, recipe: PrecomputeRecipe, decoders: Decoders) -> PlannedPicture:
     """Choose the bucket and crop of one picture; a reject is returned, not raised."""
     try:
         if record.problem:
             raise RecordRejected("scan", *record.problem)
-        if recipe.text.kind != "none" and not any(caption.strip() for caption in record.captions):
+        if recipe.text.kind != "none" and not caption_texts(record):
             raise RecordRejected("scan", "no_caption", "no caption, or only white space")
-        height_px, width_px = read_size(read_record(source.root, record.path, record.offset, record.num_bytes))
+        height_px, width_px = decoders.size(source.root / record.path, record.offset, record.num_bytes)
         bucket = assign_bucket(height_px, width_px, bucket_table(recipe.images.buckets, recipe.images.resolution))
         if bucket is None:
             raise RecordRejected("scan", "aspect", f"{height_px}x{width_px} px is outside the bucket table")
@@ -86,70 +100,105 @@ def plan_picture(source: Source, record: SourceRecord, recipe: PrecomputeRecipe)
 
 
 def plan_captions(
-    source: Source, pictures: Sequence[PlannedPicture], tokenizer: CaptionTokenizer | None, max_tokens: int
+    texts_of_records: Sequence[Sequence[str]],
+    tokenizer: CaptionTokenizer | None,
+    max_tokens: int,
+    *,
+    revision: int = 1,
+    known: pa.Table | None = None,
 ) -> tuple[pa.Table, list[list[int]]]:
-    """Deduplicate the captions of all planned records and sort them by length, so that equal lengths lie together.
+    """Deduplicate captions and sort the new ones by length, so that equal lengths lie together.
 
-    Returns: the captions table (text, num_tokens, truncated), and the caption ids of each record.
+    Args:
+      texts_of_records: captions of each record.
+      revision: that encodes the new ones.
+      known: captions table of the revision before; its captions keep their ids.
+    Returns: the captions table (CAPTIONS_SCHEMA), known ones first, and the caption ids of each record.
     """
-    first_seen: dict[str, int] = {}
-    of_record: list[list[int]] = []
-    for record, picture in zip(source.records, pictures, strict=True):
-        texts = [text.strip() for text in record.captions] if tokenizer and not picture.reject else []
-        unique = dict.fromkeys(text for text in texts if text)
-        of_record.append([first_seen.setdefault(text, len(first_seen)) for text in unique])
-    texts = list(first_seen)
+    before = known if known is not None else CAPTIONS_SCHEMA.empty_table()
+    if tokenizer is None:
+        return before, [[] for _ in texts_of_records]
+    known_ids = {text: i for i, text in enumerate(before["text"].to_pylist())}
+    texts = list(dict.fromkeys(text for texts in texts_of_records for text in texts if text not in known_ids))
     counts = []
-    for start in range(0, len(texts) if tokenizer else 0, TOKENIZE_BATCH):
-        assert tokenizer is not None
+    for start in range(0, len(texts), TOKENIZE_BATCH):
         counts += tokenizer.count(texts[start : start + TOKENIZE_BATCH])
     lengths = [min(count, max_tokens) for count in counts]
     order = sorted(range(len(texts)), key=lambda i: (lengths[i], i))
-    rank = {old: new for new, old in enumerate(order)}
-    table = pa.table(
-        {
-            "text": pa.array([texts[i] for i in order], pa.string()),
-            "num_tokens": pa.array([lengths[i] for i in order], pa.int32()),
-            "truncated": pa.array([counts[i] > max_tokens for i in order], pa.bool_()),
-        }
-    )
-    return table, [[rank[i] for i in ids] for ids in of_record]
+    new = {
+        "text": [texts[i] for i in order],
+        "revision": [revision] * len(texts),
+        "num_tokens": [lengths[i] for i in order],
+        "truncated": [counts[i] > max_tokens for i in order],
+        "checksum": [None] * len(texts),
+    }
+    ids = known_ids | {text: before.num_rows + i for i, text in enumerate(new["text"])}
+    table = pa.concat_tables([before, pa.table(new, schema=CAPTIONS_SCHEMA)])
+    return table, [[ids[text] for text in texts] for texts in texts_of_records]
 
 
-def plan_records(source: Source, pictures: Sequence[PlannedPicture], caption_ids: Sequence[Sequence[int]]) -> pa.Table:
-    """Give every planned record its row; rows of a bucket follow the order of the source."""
+def plan_records(
+    comparison: Comparison, pictures: Sequence[PlannedPicture], caption_ids: Sequence[Sequence[int]], *, revision: int
+) -> pa.Table:
+    """Records table of a revision: what is carried over, then the new records with their rows.
+
+    Args:
+      pictures: of the new records.
+      caption_ids: of all records: those carried over, then the new ones.
+    Returns: PLAN_SCHEMA; rows of a bucket follow the order of the source.
+    """
+    num_kept = len(comparison.kept)
+    kept = _carried_records(comparison, caption_ids[:num_kept])
     next_row: dict[tuple[int, int], int] = {}
-    rows = []
-    for record, picture, captions in zip(source.records, pictures, caption_ids, strict=True):
-        reject, bucket = picture.reject, picture.bucket
-        row = -1
-        if bucket:
-            row = next_row.get(bucket, 0)
-            next_row[bucket] = row + 1
-        rows.append(
-            {
-                "key": record.key,
-                "bucket": bucket_name(*bucket) if bucket else None,
-                "row": row,
-                "label": record.label,
-                "caption_ids": captions,
-                "height_px": picture.height_px,
-                "width_px": picture.width_px,
-                "resized_height_px": picture.resized and picture.resized[0],
-                "resized_width_px": picture.resized and picture.resized[1],
-                "crop_top_px": picture.crop_top_px,
-                "crop_left_px": picture.crop_left_px,
-                "status": "rejected" if reject else "planned",
-                "stage": reject and reject.stage,
-                "reason": reject and reject.reason,
-                "detail": reject and reject.detail,
-                "source_path": record.path,
-                "source_offset": record.offset,
-                "source_bytes": record.num_bytes,
-                "source_mtime_ns": record.mtime_ns,
-            }
-        )
-    return pa.Table.from_pylist(rows, schema=PLAN_SCHEMA)
+    rows = np.full(len(pictures), -1, np.int64)
+    for i, picture in enumerate(pictures):
+        if picture.bucket:
+            rows[i] = next_row.get(picture.bucket, 0)
+            next_row[picture.bucket] = int(rows[i]) + 1
+    records = [fresh.record for fresh in comparison.fresh]
+    rejects = [picture.reject for picture in pictures]
+    columns = {
+        "key": [record.key for record in records],
+        "revision": [revision] * len(records),
+        "bucket": [picture.bucket and bucket_name(*picture.bucket) for picture in pictures],
+        "row": rows,
+        "label": [record.label for record in records],
+        "caption_ids": list(caption_ids[num_kept:]),
+        "height_px": [picture.height_px for picture in pictures],
+        "width_px": [picture.width_px for picture in pictures],
+        "resized_height_px": [picture.resized and picture.resized[0] for picture in pictures],
+        "resized_width_px": [picture.resized and picture.resized[1] for picture in pictures],
+        "crop_top_px": [picture.crop_top_px for picture in pictures],
+        "crop_left_px": [picture.crop_left_px for picture in pictures],
+        "status": ["rejected" if reject else "planned" for reject in rejects],
+        "stage": [reject and reject.stage for reject in rejects],
+        "reason": [reject and reject.reason for reject in rejects],
+        "detail": [reject and reject.detail for reject in rejects],
+        "attempts": [fresh.attempts for fresh in comparison.fresh],
+        "checksum": pa.nulls(len(records), pa.uint64()),
+        "source_checksum": pa.nulls(len(records), pa.uint64()),
+        **_source_columns(records),
+    }
+    return pa.concat_tables([kept, pa.table(columns, schema=PLAN_SCHEMA)]).combine_chunks()
+
+
+def _carried_records(comparison: Comparison, caption_ids: Sequence[Sequence[int]]) -> pa.Table:
+    """Records carried over, with the label, captions and place in the source that they have now."""
+    if not comparison.kept:
+        return PLAN_SCHEMA.empty_table()
+    records = [kept.record for kept in comparison.kept]
+    columns = {name: comparison.table[name] for name in RECORDS_SCHEMA.names}
+    columns |= {"label": [record.label for record in records], "caption_ids": list(caption_ids)}
+    return pa.table(columns | _source_columns(records), schema=PLAN_SCHEMA)
+
+
+def _source_columns(records: Sequence[SourceRecord]) -> dict[str, list]:
+    return {
+        "source_path": [record.path for record in records],
+        "source_offset": [record.offset for record in records],
+        "source_bytes": [record.num_bytes for record in records],
+        "source_mtime_ns": [record.mtime_ns for record in records],
+    }
 
 
 def num_threads() -> int:

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-import pyarrow as pa
 
 from ..datasets.errors import RecordRejected
+from ..datasets.frozen import FrozenPlan
 from ..datasets.latents import draw_noise, sample_posterior
-from ..datasets.layout import CAPTION_PART, EMBEDDINGS, NULL_EMBEDDING, NULL_PART
+from ..datasets.layout import CAPTION_PART, NULL_PART, RevisionLayout
 from ..datasets.schema import LatentSpec, Reject
 from ..datasets.shards import ArrayLayout
 from ..datasets.writer import row_checksum
+from .decoder import Decoded
 from .encoders import CaptionEncoder, ImageEncoder
 
 
@@ -30,6 +31,7 @@ class PackedShard:
     shard: int
     arrays: dict[str, np.ndarray]
     checksums: list[str]
+    source_checksums: list[str] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
 
 
@@ -61,16 +63,17 @@ class ShardBuilder:
             layout.path: np.full((len(self._rows), *layout.shape[1:]), np.nan, layout.dtype) for layout in layouts
         }
         self._rejects: list[Reject] = []
+        self._source_checksums: list[str] = []
 
-    def add(self, rows: range, pictures: Sequence[np.ndarray | RecordRejected], encoder: ImageEncoder) -> None:
+    def add(self, rows: range, pictures: Sequence[Decoded | RecordRejected], encoder: ImageEncoder) -> None:
         """Encode one batch into its rows.
 
         Args:
           rows: of the bucket.
-          pictures: (height_px, width_px, 3) uint8 each, or why there is none.
+          pictures: decoded, or why there is none.
         """
         failed: dict[int, RecordRejected] = {}
-        shape = next((p.shape for p in pictures if isinstance(p, np.ndarray)), None)
+        shape = next((p.pixels.shape for p in pictures if isinstance(p, Decoded)), None)
         if shape is None:  # nothing to encode in the whole batch
             failed = {i: p for i, p in enumerate(pictures) if isinstance(p, RecordRejected)}
         else:
@@ -79,19 +82,23 @@ class ShardBuilder:
                 if isinstance(picture, RecordRejected):
                     failed[i] = picture
                 else:
-                    pixels[i] = picture
+                    pixels[i] = picture.pixels
             for flipped, path in enumerate(self._arrays):
                 stored, broken = self._encode(pixels[:, :, ::-1] if flipped else pixels, rows, encoder)
                 for i in broken:
                     failed.setdefault(i, RecordRejected("encode", "nonfinite", f"{encoder.identity.class_name} output"))
                 self._arrays[path][rows.start - self._rows.start : rows.stop - self._rows.start] = stored
-        for i, reject in sorted(failed.items()):
-            row = rows[i]
-            for array in self._arrays.values():
-                array[row - self._rows.start] = np.nan
-            self._rejects.append(
-                Reject(row=row, key=self._keys[row], stage=reject.stage, reason=reject.reason, detail=reject.detail)
-            )
+        for i, picture in enumerate(pictures):
+            reject = failed.get(i)
+            checksum = f"{picture.source_checksum:016x}" if isinstance(picture, Decoded) else ""
+            self._source_checksums.append("" if reject else checksum)
+            if reject is not None:
+                row = rows[i]
+                for array in self._arrays.values():
+                    array[row - self._rows.start] = np.nan
+                self._rejects.append(
+                    Reject(row=row, key=self._keys[row], stage=reject.stage, reason=reject.reason, detail=reject.detail)
+                )
 
     def _encode(self, pixels: np.ndarray, rows: range, encoder: ImageEncoder) -> tuple[np.ndarray, list[int]]:
         records = self._records[rows.start : rows.stop]
@@ -109,7 +116,9 @@ class ShardBuilder:
             "" if row in rejected else row_checksum(*(array[i] for array in self._arrays.values()))
             for i, row in enumerate(self._rows)
         ]
-        return PackedShard(self._part, self._shard, self._arrays, checksums, self._rejects)
+        return PackedShard(
+            self._part, self._shard, self._arrays, checksums, self._source_checksums, list(self._rejects)
+        )
 
 
 def to_stored(moments: np.ndarray, spec: LatentSpec, records: np.ndarray) -> np.ndarray:
@@ -129,33 +138,27 @@ def to_stored(moments: np.ndarray, spec: LatentSpec, records: np.ndarray) -> np.
         return moments.astype(spec.dtype)
 
 
-def encode_null_caption(encoder: CaptionEncoder, dtype: str) -> PackedShard:
+def encode_null_caption(layout: RevisionLayout, encoder: CaptionEncoder) -> PackedShard:
     """The empty caption at full length."""
-    rows = encoder.encode_null().astype(dtype)
-    return PackedShard(NULL_PART, 0, {NULL_EMBEDDING: rows}, [row_checksum(rows)])
+    (array,) = layout.part_arrays(NULL_PART)
+    rows = encoder.encode_null().astype(array.dtype)
+    return PackedShard(NULL_PART, 0, {array.path: rows}, [row_checksum(rows)])
 
 
-def encode_caption_shard(
-    shard: int, layout: ArrayLayout, captions: pa.Table, offsets: np.ndarray, encoder: CaptionEncoder, batch_size: int
-) -> PackedShard:
-    """All captions of one shard, in batches of equal length.
-
-    Args:
-      captions: text and num_tokens of all captions, sorted by length.
-      offsets: first row of each caption.
-    """
-    rows = layout.rows_of(shard)
-    first, last = np.searchsorted(offsets, [rows.start, rows.stop])
-    texts = captions["text"].slice(first, last - first).to_pylist()
-    lengths = captions["num_tokens"].slice(first, last - first).to_numpy()
-    places = offsets[first:last] - rows.start
+def encode_caption_shard(plan: FrozenPlan, shard: int, encoder: CaptionEncoder, batch_size: int) -> PackedShard:
+    """All captions of one shard, in batches of equal length."""
+    (layout,) = plan.layout.part_arrays(CAPTION_PART)
+    rows, captions = layout.rows_of(shard), plan.layout.captions_of(shard)
+    table = plan.own_captions.slice(captions.start, len(captions))
+    texts, lengths = table["text"].to_pylist(), table["num_tokens"].to_numpy()
+    places = plan.layout.offsets[captions.start : captions.stop] - rows.start
     array = np.full((len(rows), *layout.shape[1:]), np.nan, layout.dtype)
     for batch in equal_length_batches(lengths, batch_size):
         encoded = encoder.encode([texts[i] for i in batch])
         for i, embedding in zip(batch, encoded, strict=True):
             array[places[i] : places[i] + lengths[i]] = embedding
     checksums = [row_checksum(array[p : p + n]) for p, n in zip(places, lengths, strict=True)]
-    return PackedShard(CAPTION_PART, shard, {EMBEDDINGS: array}, checksums)
+    return PackedShard(CAPTION_PART, shard, {layout.path: array}, checksums)
 
 
 def equal_length_batches(lengths: np.ndarray, batch_size: int) -> list[range]:

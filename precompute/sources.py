@@ -1,7 +1,8 @@
 """Where raw pictures and captions come from: an image folder, WebDataset tars, or a folder with ``metadata.jsonl``.
 
 A source is listed, never opened: each record says where its bytes lie, so that any of them can be read at random,
-later, from any thread. Keys are names only; no path is ever made from one.
+later, from any thread. Keys are names only; no path is ever made from one, and nothing of a tar is ever unpacked to the
+disk. What a source of others can claim is bounded before it is believed (``docs/security.md``).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tarfile
+import reprlib
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,12 +20,20 @@ from typing import Any
 from webdataset.tariterators import base_plus_ext
 
 from ..datasets.errors import RecordRejected, SourceError
+from .tar_members import TarMember, tar_members
 
 IMAGE_EXTENSIONS = frozenset(
     [".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jfif"]
 )
 METADATA = "metadata.jsonl"
 MAX_CLASSES = 1_000_000  # a larger label is a mistake, and would fill the memory with names
+MAX_CAPTIONS = 256  # of one record
+MAX_CAPTION_CHARS = 1 << 16  # far beyond any encoder's cut
+MAX_TEXT_BYTES = 1 << 20  # of a .txt, .cls or .json of a tar
+MAX_LINE_BYTES = 1 << 24  # of metadata.jsonl
+MAX_KEY_CHARS = 1024
+MAX_TAR_NAME = 4096  # as long as a path can be
+TEXT_EXTENSIONS = ("cls", "txt", "json")
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,16 @@ class SourceRecord:
     label: int = -1
     captions: tuple[str, ...] = ()
     problem: tuple[str, str] | None = None
+
+    @property
+    def place(self) -> tuple[str, int, int, int]:
+        """Where the bytes lie, and since when: as long as it is the same, they are taken for the same."""
+        return self.path, self.offset, self.num_bytes, self.mtime_ns
+
+
+def caption_texts(record: SourceRecord) -> list[str]:
+    """Captions of a record as they are encoded: without white space at their ends, no empty one, none twice."""
+    return list(dict.fromkeys(text for caption in record.captions if (text := caption.strip())))
 
 
 @dataclass(frozen=True)
@@ -104,10 +124,16 @@ def read_record(root: Path, path: str, offset: int, num_bytes: int) -> bytes:
 
     Raises: RecordRejected: unreadable, or shorter than it was listed.
     """
+    data = b""
     try:
-        with open(root / path, "rb") as file:
-            file.seek(offset)
-            data = file.read(num_bytes)
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
+        with open(os.open(root / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise RecordRejected("decode", "unreadable", f"not a regular file: {path}")
+            if offset + num_bytes <= found.st_size:  # a read makes room for all that is asked for
+                file.seek(offset)
+                data = file.read(num_bytes)
     except OSError as error:
         raise RecordRejected("decode", "unreadable", f"{error.strerror}: {path}") from error
     if len(data) != num_bytes:
@@ -137,12 +163,15 @@ def _list_image_folder(root: Path) -> Source:
     return Source("imagefolder", root, records, classes or None, len(files) - len(pictures))
 
 
-def _is_text(name: str) -> bool:
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+def _usable_key(name: str) -> tuple[str, tuple[str, str] | None]:
+    """A name that a table can hold, and the problem of a record whose own name is not one."""
+    text = name.encode("utf-8", "backslashreplace").decode()
+    if text != name:
+        return text[:MAX_KEY_CHARS], ("bad_metadata", "the file name is not UTF-8")
+    if len(text) > MAX_KEY_CHARS:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]  # so that two of them stay two records
+        return f"{text[:MAX_KEY_CHARS]}...{digest}", ("bad_metadata", f"the name is longer than {MAX_KEY_CHARS}")
+    return text, None
 
 
 def _walk(root: Path) -> Iterator[str]:
@@ -168,15 +197,15 @@ def _file_record(
     captions: tuple[str, ...] = (),
     problem: tuple[str, str] | None = None,
 ) -> SourceRecord:
-    if not _is_text(path):
-        name = path.encode("utf-8", "backslashreplace").decode()
-        return SourceRecord(name, name, problem=("bad_metadata", "the file name is not UTF-8"))
+    key, unusable = _usable_key(path)
+    if unusable:
+        return SourceRecord(key, key, problem=unusable)
     record = SourceRecord(path, path, label=label, captions=captions, problem=problem)
     try:
         found = os.stat(root / path)
     except OSError as error:
         return replace(record, problem=("unreadable", f"{error.strerror}: {path}"))
-    if not os.path.isfile(root / path):
+    if not stat.S_ISREG(found.st_mode):  # a FIFO or a device need not come to an end
         return replace(record, problem=("unreadable", f"not a regular file: {path}"))
     return replace(record, num_bytes=found.st_size, mtime_ns=found.st_mtime_ns)
 
@@ -187,17 +216,26 @@ def _list_metadata(root: Path) -> Source:
     if not (root / METADATA).is_file():
         raise SourceError(f"source '{root}': there is no '{METADATA}', which source.kind \"metadata\" needs.")
     with open(root / METADATA, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        number = 0
+        while line := lines.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise SourceError(
+                    f"source '{root / METADATA}', line {number}: longer than {MAX_LINE_BYTES >> 20} MiB. Shorten it."
+                )
             if not line.strip():
                 continue
             try:
                 row = json.loads(line.decode("utf-8"))
                 name = row["file_name"]
-            except (ValueError, KeyError, TypeError) as error:
+                if not isinstance(name, str):
+                    raise TypeError(f"'file_name' is {type(name).__name__}")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise SourceError(
-                    f"source '{root / METADATA}', line {number}: needed a JSON object with 'file_name' ({error!r})."
+                    f"source '{root / METADATA}', line {number}: needed a JSON object with 'file_name' as text "
+                    f"({reprlib.repr(error)})."
                 ) from error
-            record = _metadata_record(root, str(name), row)
+            record = _metadata_record(root, name, row)
             if record.key in seen:
                 problem = ("duplicate_key", f"line {number} names it again")
                 record = SourceRecord(record.key, record.path, problem=problem)
@@ -209,6 +247,9 @@ def _list_metadata(root: Path) -> Source:
 
 
 def _metadata_record(root: Path, name: str, row: dict[str, Any]) -> SourceRecord:
+    key, unusable = _usable_key(name)
+    if unusable:
+        return SourceRecord(key, key, problem=unusable)
     inside = os.path.normpath(name)
     if os.path.isabs(inside) or inside.split(os.sep)[0] == "..":
         return SourceRecord(name, name, problem=("bad_metadata", "file_name leaves the source folder"))
@@ -231,7 +272,7 @@ def _exists(path: Path) -> bool:
 def _label_of(row: dict[str, Any]) -> int:
     label = row.get("label", row.get("cls", -1))
     if isinstance(label, bool) or not isinstance(label, int) or not -1 <= label < MAX_CLASSES:
-        raise ValueError(f"label {label!r} is not a class index below {MAX_CLASSES}")
+        raise ValueError(f"label {reprlib.repr(label)} is not a class index below {MAX_CLASSES}")
     return label
 
 
@@ -239,7 +280,11 @@ def _captions_of(row: dict[str, Any]) -> tuple[str, ...]:
     value = next((row[name] for name in ("captions", "caption", "text") if row.get(name) is not None), ())
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"captions {value!r} are not text")
+        raise ValueError(f"captions {reprlib.repr(value)} are not text")
+    if len(texts) > MAX_CAPTIONS:
+        raise ValueError(f"{len(texts)} captions, at most {MAX_CAPTIONS} are taken")
+    if longest := max((len(text) for text in texts if len(text) > MAX_CAPTION_CHARS), default=0):
+        raise ValueError(f"a caption of {longest} characters, at most {MAX_CAPTION_CHARS} are taken")
     for text in texts:
         text.encode("utf-8")  # half a surrogate pair is no text
     return tuple(texts)
@@ -259,44 +304,62 @@ def _list_webdataset(path: Path) -> Source:
     return Source("webdataset", root, records, classes, ignored)
 
 
+@dataclass
+class _TarRecord:
+    """The members of one key, as they come."""
+
+    images: dict[str, TarMember] = field(default_factory=dict)
+    texts: dict[str, bytes] = field(default_factory=dict)
+    problem: str = ""
+
+
 def _list_tar(root: Path, tar: Path) -> tuple[list[SourceRecord], int]:
-    groups: dict[str, dict[str, tuple[int, int]]] = {}
-    texts: dict[str, dict[str, bytes]] = {}
+    groups: dict[str, _TarRecord] = {}
     ignored = 0
-    try:
-        with tarfile.open(tar, "r:") as archive:
-            for member in archive:
-                prefix, extension = base_plus_ext(member.name)
-                if not member.isfile() or prefix is None or extension is None:
-                    continue
-                extension = extension.lower()
-                if f".{extension.split('.')[-1]}" in IMAGE_EXTENSIONS:
-                    groups.setdefault(prefix, {})[extension] = (member.offset_data, member.size)
-                elif extension in ("cls", "txt", "json"):
-                    extracted = archive.extractfile(member)
-                    assert extracted is not None
-                    texts.setdefault(prefix, {})[extension] = extracted.read()
-                else:
-                    ignored += 1
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise SourceError(
-            f"source '{tar}': not a readable, uncompressed tar file ({error}). Restore or remove it."
-        ) from error
-    mtime_ns = tar.stat().st_mtime_ns
-    records = []
+    with open(tar, "rb") as file:
+        for member in tar_members(file, tar):
+            prefix, extension = base_plus_ext(member.name) if len(member.name) <= MAX_TAR_NAME else ("", "")
+            extension = (extension or "").lower()
+            is_image = f".{extension.split('.')[-1]}" in IMAGE_EXTENSIONS
+            if not prefix or not (is_image or extension in TEXT_EXTENSIONS):
+                ignored += 1  # never opened, whatever it is
+                continue
+            group = groups.setdefault(prefix, _TarRecord())
+            if extension in (group.images if is_image else group.texts):
+                group.problem = f"the key has more than one .{extension[:40]}"
+            elif is_image:
+                if len(group.images) < 2:  # two are one too many already
+                    group.images[extension] = member
+            elif member.size > MAX_TEXT_BYTES:
+                group.problem = f".{extension} has {member.size} bytes, at most {MAX_TEXT_BYTES} are read"
+            else:
+                file.seek(member.offset)
+                group.texts[extension] = file.read(member.size)
+        mtime_ns = os.fstat(file.fileno()).st_mtime_ns
     path = tar.relative_to(root).as_posix()
-    for prefix, images in groups.items():
-        key = f"{tar.stem}/{prefix}"  # prefixes often start again in every tar
-        extension, (offset, size) = next(iter(images.items()))
-        label, captions, problem = -1, (), None
-        try:
-            label, captions = _tar_texts(texts.get(prefix, {}))
-        except (ValueError, TypeError) as error:
-            problem = ("bad_metadata", str(error))
-        if len(images) > 1:
-            problem = ("bad_metadata", f"several pictures for one key: {', '.join(images)}")
-        records.append(SourceRecord(key, path, offset, size, mtime_ns, label, captions, problem))
-    return records, ignored
+    # A prefix is no path: it often starts again in every tar, so the tar's name stands before it.
+    found = [_tar_record(f"{tar.stem}/{prefix}", path, mtime_ns, group) for prefix, group in groups.items()]
+    return [record for record in found if record], ignored
+
+
+def _tar_record(key: str, path: str, mtime_ns: int, group: _TarRecord) -> SourceRecord | None:
+    """The record of one key; None where it has no picture."""
+    if not group.images:
+        return None
+    key, problem = _usable_key(key)
+    image = next(iter(group.images.values()))
+    label, captions = -1, ()
+    try:
+        label, captions = _tar_texts(group.texts)
+    except (ValueError, TypeError, RecursionError) as error:
+        problem = problem or ("bad_metadata", str(error))
+    if len(group.images) > 1:
+        problem = ("bad_metadata", f"several pictures for one key: {', '.join(e[:40] for e in group.images)}")
+    if group.problem:
+        problem = ("bad_metadata", group.problem)
+    if image.is_sparse:
+        problem = ("bad_metadata", "a sparse member, whose bytes do not lie together")
+    return SourceRecord(key, path, image.offset, image.size, mtime_ns, label, captions, problem)
 
 
 def _tar_texts(members: dict[str, bytes]) -> tuple[int, tuple[str, ...]]:
@@ -305,5 +368,5 @@ def _tar_texts(members: dict[str, bytes]) -> tuple[int, tuple[str, ...]]:
     if not isinstance(row, dict):
         raise ValueError(".json is not an object")
     label = _label_of({"label": int(members["cls"])} if "cls" in members else row)
-    captions = (members["txt"].decode("utf-8"),) if "txt" in members else _captions_of(row)
+    captions = _captions_of({"text": members["txt"].decode("utf-8")} if "txt" in members else row)
     return label, captions

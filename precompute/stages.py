@@ -1,6 +1,6 @@
 """The work of stage 1, with decoding ahead of the encoder and writing behind it.
 
-Both sides are threads: decoders and hash functions let go of Python's lock, and the encoder stays busy.
+Both sides are threads: hash functions and the encoder let go of Python's lock, and pictures are decoded in children.
 """
 
 from __future__ import annotations
@@ -8,28 +8,24 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import pyarrow.compute
+from pathlib import Path
 
 from ..datasets.buckets import bucket_size
-from ..datasets.commits import FrozenPlan
+from ..datasets.commits import Task
 from ..datasets.errors import RecordRejected
-from ..datasets.layout import CAPTION_PART, EMBEDDINGS, NULL_PART, bucket_part, latent_layouts
-from ..datasets.schema import StoreSpec
+from ..datasets.frozen import FrozenPlan
+from ..datasets.layout import CAPTION_PART, NULL_PART
 from ..datasets.writer import StoreWriter
-from .encoders import Encoders
-from .images import decode_picture
+from .decoder import Decoded, Decoders
+from .encoders import CaptionEncoder, ImageEncoder
+from .leases import Leases
 from .plan import num_threads
+from .rejects import RejectLimit
 from .shard_task import PackedShard, ShardBuilder, encode_caption_shard, encode_null_caption
-from .sources import Source, read_record
-
-pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 BATCHES_AHEAD = 3  # decoded batches that wait for the encoder
 WRITES_BEHIND = 2  # shards that wait for the disk
@@ -59,8 +55,8 @@ class StageClock:
 class Background:
     """Commits finished shards in a thread; an error there is raised here at the next commit or at the end."""
 
-    def __init__(self, writer: StoreWriter, clock: StageClock) -> None:
-        self._writer, self._clock = writer, clock
+    def __init__(self, writer: StoreWriter, leases: Leases, clock: StageClock) -> None:
+        self._writer, self._leases, self._clock = writer, leases, clock
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="leandit-write")
         self._pending: deque[Future[None]] = deque()
 
@@ -76,7 +72,8 @@ class Background:
 
     def _write(self, shard: PackedShard) -> None:
         with self._clock.measure("write"):
-            self._writer.commit(shard.part, shard.shard, shard.arrays, checksums=shard.checksums, rejects=shard.rejects)
+            write_shard(self._writer, shard)
+            self._leases.release((shard.part, shard.shard))
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
@@ -88,62 +85,93 @@ class Background:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
 
+def write_shard(writer: StoreWriter, shard: PackedShard) -> None:
+    """Commit a packed shard."""
+    writer.commit(
+        shard.part,
+        shard.shard,
+        shard.arrays,
+        checksums=shard.checksums,
+        source_checksums=shard.source_checksums,
+        rejects=shard.rejects,
+    )
+
+
+def is_picture_task(task: tuple[str, int]) -> bool:
+    """The task makes latents, not caption embeddings."""
+    return task[0] not in (CAPTION_PART, NULL_PART)
+
+
 def encode_captions(
-    writer: StoreWriter, encoders: Encoders, missing: list[tuple[str, int]], clock: StageClock, progress: Progress
+    plan: FrozenPlan, tasks: Iterable[Task], encoder: CaptionEncoder, clock: StageClock
 ) -> Iterator[PackedShard]:
-    """Encode the missing caption shards."""
-    encoder, spec = encoders.caption, writer.spec
-    if encoder is None or spec.text is None:
-        return
-    shards = [(part, shard) for part, shard in missing if part in (NULL_PART, CAPTION_PART)]
-    for done, (part, shard) in enumerate(shards, 1):
+    """Encode shards of captions."""
+    assert plan.spec.text is not None
+    for part, shard in tasks:
         with clock.measure("text"):
             if part == NULL_PART:
-                packed = encode_null_caption(encoder, spec.text.dtype)
+                packed = encode_null_caption(plan.layout, encoder)
             else:
-                packed = encode_caption_shard(
-                    shard,
-                    writer.layouts[EMBEDDINGS],
-                    writer.plan.captions,
-                    writer.plan.offsets(spec),
-                    encoder,
-                    spec.text.batch_size,
-                )
+                packed = encode_caption_shard(plan, shard, encoder, plan.spec.text.batch_size)
         yield packed
-        progress("captions", done, len(shards))
 
 
 def encode_pictures(
-    writer: StoreWriter,
-    encoders: Encoders,
-    source: Source,
-    missing: list[tuple[str, int]],
+    plan: FrozenPlan,
+    tasks: Iterable[Task],
+    encoder: ImageEncoder,
+    decoders: Decoders,
+    source_root: Path,
+    *,
+    limit: RejectLimit,
     clock: StageClock,
-    progress: Progress,
+    progress: Callable[[int], None],
 ) -> Iterator[PackedShard]:
-    """Encode the missing latent shards, in the order of the plan, decoding ahead."""
-    wanted = set(missing)
-    work = [batch for batch in _batches(writer) if (batch.part, batch.shard) in wanted]
-    total, done = sum(len(batch.rows) for batch in work), 0
-    buckets = {batch.bucket: BucketRows(writer.plan, batch.bucket) for batch in work}
+    """Encode shards of latents in the order given, decoding ahead.
+
+    Args:
+      source_root: folder to which the plan's paths are relative.
+      progress: called with the number of pictures of each batch that is done.
+    Raises: SourceError: too many pictures are rejected.
+    """
     builder: ShardBuilder | None = None
-    with ThreadPoolExecutor(num_threads(), thread_name_prefix="leandit-decode") as pool:
-        for batch, pictures in _decode_ahead(pool, work, buckets, source, writer.spec, clock):
+    pool = ThreadPoolExecutor(num_threads(), thread_name_prefix="leandit-decode")
+    try:
+        for batch, futures in _decode_ahead(pool, plan, tasks, decoders, source_root, clock):
             if builder is None:
-                rows = buckets[batch.bucket]
-                layouts = latent_layouts(writer.spec, batch.bucket, len(rows.keys))
                 builder = ShardBuilder(
-                    batch.part, batch.shard, layouts, keys=rows.keys, records=rows.records, spec=writer.spec.latent
+                    batch.part,
+                    batch.shard,
+                    plan.layout.part_arrays(batch.part),
+                    keys=batch.source.keys,
+                    records=batch.source.positions,
+                    spec=plan.spec.latent,
                 )
             with clock.measure("wait_decode"):
-                decoded = [future.result() for future in pictures]
+                pictures = [future.result() for future in futures]
+            for row, picture in zip(batch.rows, pictures, strict=True):
+                limit.count(batch.source.keys[row], picture if isinstance(picture, RecordRejected) else None)
             with clock.measure("encode"):
-                builder.add(batch.rows, decoded, encoders.image)
-            done += len(batch.rows)
-            progress("pictures", done, total)
+                builder.add(batch.rows, pictures, encoder)
+            progress(len(batch.rows))
             if batch.is_last:
                 yield builder.finish()
                 builder = None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+class BucketSource:
+    """Where the pictures of a bucket lie in the source, and their size when they were planned; by row."""
+
+    def __init__(self, plan: FrozenPlan, bucket: str) -> None:
+        self.positions = plan.bucket_positions[bucket]
+        table = plan.records.take(self.positions)
+        self.keys: list[str] = table["key"].to_pylist()
+        self.paths: list[str] = table["source_path"].to_pylist()
+        self.offsets: list[int] = table["source_offset"].to_pylist()
+        self.num_bytes: list[int] = table["source_bytes"].to_pylist()
+        self.sizes = list(zip(table["height_px"].to_pylist(), table["width_px"].to_pylist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -151,69 +179,56 @@ class PictureBatch:
     """The next rows of a shard, encoded in one forward."""
 
     part: str
-    bucket: str
     shard: int
     rows: range
     is_last: bool
+    source: BucketSource
 
 
-def _batches(writer: StoreWriter) -> Iterator[PictureBatch]:
-    """All picture batches of the plan: a batch never crosses two shards."""
-    size = writer.spec.latent.batch_size
-    for bucket, num_rows in writer.plan.bucket_rows.items():
-        layout = latent_layouts(writer.spec, bucket, num_rows)[0]
-        for shard in range(layout.num_shards):
-            rows = layout.rows_of(shard)
-            for start in range(rows.start, rows.stop, size):
-                stop = min(start + size, rows.stop)
-                yield PictureBatch(bucket_part(bucket), bucket, shard, range(start, stop), stop == rows.stop)
+def _batches(plan: FrozenPlan, tasks: Iterable[Task]) -> Iterator[PictureBatch]:
+    """Batches of some shards: always the same rows together, and never rows of two shards."""
+    size, sources = plan.spec.latent.batch_size, {}
+    for part, shard in tasks:
+        if part not in sources:
+            sources[part] = BucketSource(plan, part.removeprefix("buckets/"))
+        rows = plan.layout.rows_of(part, shard)
+        for start in range(rows.start, rows.stop, size):
+            stop = min(start + size, rows.stop)
+            yield PictureBatch(part, shard, range(start, stop), stop == rows.stop, sources[part])
 
 
-class BucketRows:
-    """Where the pictures of a bucket lie in the source, by row."""
-
-    def __init__(self, plan: FrozenPlan, bucket: str) -> None:
-        wanted = pc.fill_null(pc.equal(plan.records["bucket"], bucket), False).to_numpy(zero_copy_only=False)
-        positions = np.flatnonzero(wanted)  # rows follow the order of the table
-        table = plan.records.take(positions)
-        self.records = positions
-        self.keys: list[str] = table["key"].to_pylist()
-        self.paths: list[str] = table["source_path"].to_pylist()
-        self.offsets: list[int] = table["source_offset"].to_pylist()
-        self.sizes: list[int] = table["source_bytes"].to_pylist()
-
-
-Picture = np.ndarray | RecordRejected
+Picture = Decoded | RecordRejected
 
 
 def _decode_ahead(
     pool: ThreadPoolExecutor,
-    work: list[PictureBatch],
-    buckets: dict[str, BucketRows],
-    source: Source,
-    spec: StoreSpec,
+    plan: FrozenPlan,
+    tasks: Iterable[Task],
+    decoders: Decoders,
+    source_root: Path,
     clock: StageClock,
 ) -> Iterator[tuple[PictureBatch, list[Future[Picture]]]]:
     """Hand out batches in order while the pictures of the next ones are being decoded."""
 
-    def decode(rows: BucketRows, row: int, size: tuple[int, int]) -> Picture:
+    def decode(source: BucketSource, row: int, bucket: tuple[int, int]) -> Picture:
+        place = source_root / source.paths[row], source.offsets[row], source.num_bytes[row]
         with clock.measure("decode"):
             try:
-                data = read_record(source.root, rows.paths[row], rows.offsets[row], rows.sizes[row])
-                return decode_picture(data, bucket=size, crop=spec.images.crop)
+                decoded = decoders.picture(*place, bucket=bucket, crop=plan.spec.images.crop)
             except RecordRejected as reject:
                 return reject
+        found = decoded.height_px, decoded.width_px
+        if found != source.sizes[row]:
+            planned = "{}x{}".format(*source.sizes[row])
+            detail = f"the picture has {found[0]}x{found[1]} px, the one that was planned had {planned} px"
+            return RecordRejected("decode", "source_changed", detail)
+        return decoded
 
     ahead: deque[tuple[PictureBatch, list[Future[Picture]]]] = deque()
-    try:
-        for batch in work:
-            rows, size = buckets[batch.bucket], bucket_size(batch.bucket)
-            ahead.append((batch, [pool.submit(decode, rows, row, size) for row in batch.rows]))
-            if len(ahead) > BATCHES_AHEAD:
-                yield ahead.popleft()
-        while ahead:
+    for batch in _batches(plan, tasks):
+        bucket = bucket_size(batch.part.removeprefix("buckets/"))
+        ahead.append((batch, [pool.submit(decode, batch.source, row, bucket) for row in batch.rows]))
+        if len(ahead) > BATCHES_AHEAD:
             yield ahead.popleft()
-    finally:
-        for _, futures in ahead:
-            for future in futures:
-                future.cancel()
+    while ahead:
+        yield ahead.popleft()

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from making import CPU, caption_recipe, label_recipe, make_caption_folder, make_class_folder, no_progress
+from making import (
+    CPU,
+    caption_recipe,
+    label_recipe,
+    loaded_encoders,
+    make_caption_folder,
+    make_class_folder,
+    no_progress,
+)
 
 from leandit.datasets.store import LatentStore
+from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.decoder import Decoders
 from leandit.precompute.pipeline import Report, precompute
 from leandit.train.dit import SIZES
 from leandit.train.models import PIXART_SIZES
@@ -27,6 +38,20 @@ def tiny_models() -> Iterator[None]:
         patch.setitem(SIZES, "S", (2, 32, 2))
         patch.setitem(PIXART_SIZES, "pixart-tiny", (2, 2, 16, 2))
         yield
+
+
+@pytest.fixture(scope="session")
+def decoders() -> Iterator[Decoders]:
+    """Two processes that decode pictures."""
+    with Decoders(2) as children:
+        yield children
+
+
+@pytest.fixture
+def quick(decoders: Decoders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a precompute takes a second to start is started once; the encoders and decoders are the real ones."""
+    monkeypatch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
+    monkeypatch.setattr(pipeline, "Decoders", lambda num_children: contextlib.nullcontext(decoders))
 
 
 Encode = Callable[..., Report]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import zarr
 from PIL import Image
 
-from leandit.precompute.config import PrecomputeRecipe
+from leandit.datasets.arrays import ShardedArray
+from leandit.datasets.files import write_atomic
+from leandit.datasets.hashing import canonical_json
+from leandit.datasets.shards import CODECS, ArrayLayout, pack_shard
+from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
 from leandit.precompute.config import load as load_precompute
+from leandit.precompute.encoders import Encoders, load_encoders
 from leandit.train.config import TrainRecipe
 from leandit.train.config import load as load_train
 
@@ -73,6 +81,12 @@ def caption_recipe(*overrides: str) -> PrecomputeRecipe:
     return load_precompute("demo", [*CAPTION_RECIPE, *overrides])
 
 
+@functools.cache
+def loaded_encoders(vae: VaeSection, text: TextSection) -> Encoders:
+    """The encoders of a recipe, loaded once: that is most of a small precompute's second."""
+    return load_encoders(PrecomputeRecipe(vae=vae, text=text), CPU)
+
+
 def train_recipe(name: str = "dit-s-4", *overrides: str) -> TrainRecipe:
     """A recipe that trains in a second: a DiT with few tokens, or the small PixArt."""
     base = {
@@ -85,3 +99,60 @@ def train_recipe(name: str = "dit-s-4", *overrides: str) -> TrainRecipe:
 def tree_digest(root: Path) -> dict[str, bytes]:
     """All files below a folder, by relative path."""
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+SHARD_ROWS = 4  # of the arrays below
+ARRAY_LAYOUTS = [
+    ArrayLayout("a/b", (rows, 2, 3, 5), dtype, SHARD_ROWS, chunk_rows, codec)
+    for codec in CODECS
+    for dtype in (["float16", "float32"] if codec in ("none", "blosc-lz4") else ["float16"])
+    for rows in (8, 9, 3)  # full last shard, one row in the last, less than a shard
+    for chunk_rows in (1, 2)
+]
+ARRAY_LAYOUTS += [
+    ArrayLayout("n", (7,), "int64", 7, 7),
+    ArrayLayout("n", (7, 3), "float16", 8, 4),
+    ArrayLayout("n", (0, 3), "float16", 8),
+]
+
+
+def small_array(codec: str = "none", rows: int = 10, chunk_rows: int = 1) -> ArrayLayout:
+    """Layout of an array of three shards of four rows."""
+    return ArrayLayout("a", (rows, 2, 3), "float16", SHARD_ROWS, chunk_rows, codec)
+
+
+def array_values(layout: ArrayLayout) -> np.ndarray:
+    """Numbers with a zero row and a row of the fill value, which a careless writer drops."""
+    values = (100 * np.random.default_rng(0).standard_normal(layout.shape)).astype(layout.dtype)
+    if len(values) > 2 and values.dtype.kind == "f":
+        values[1], values[2] = 0, np.nan
+    return values
+
+
+def write_array(root: Path, layout: ArrayLayout, values: np.ndarray) -> ShardedArray:
+    """Write an array as the store does."""
+    write_atomic(root / layout.path / "zarr.json", canonical_json(layout.metadata()))
+    for shard in range(layout.num_shards):
+        rows = layout.rows_of(shard)
+        write_atomic(root / layout.shard_path(shard), pack_shard(layout, values[rows.start : rows.stop]))
+    return ShardedArray(root, [layout])
+
+
+def write_array_with_zarr(
+    root: Path, layout: ArrayLayout, values: np.ndarray, *, write_empty_chunks: bool = True
+) -> None:
+    """Let zarr-python write the same array, from the same zarr.json."""
+    write_atomic(root / layout.path / "zarr.json", canonical_json(layout.metadata()))
+    with zarr.config.set({"array.write_empty_chunks": write_empty_chunks}):
+        array: Any = zarr.open_array(root / layout.path, mode="r+")
+        array[:] = values
+
+
+def crc32c(data: bytes) -> bytes:
+    """By its definition (RFC 3720), bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return (crc ^ 0xFFFFFFFF).to_bytes(4, "little")

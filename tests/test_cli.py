@@ -30,13 +30,18 @@ from leandit.train.dit import SIZES
 SIZES["S"] = (2, 32, 2)
 main()
 """
+SHARD = "buckets/32x32/moments/c/0/0/0/0"
 PRECOMPUTE, TRAIN = sorted(shipped_recipes("leandit.precompute")), sorted(shipped_recipes("leandit.train"))
 
 # Put a new knob in the recipe: a flag is for where things lie, and for how this one call behaves.
 FLAGS = {
-    "precompute": ["--device", "--dry-run", "--set", "--source", "--store"],
+    "precompute": [
+        *("--device", "--drop-gone", "--dry-run", "--new-revision", "--retry-rejected", "--set", "--source", "--store")
+    ],
     "train": ["--device", "--dry-run", "--run", "--set", "--store"],
-    "inspect": ["--json", "--sheet", "--vae"],
+    "inspect": ["--json", "--rejects", "--revision", "--sheet", "--vae"],
+    "verify": ["--deep", "--device", "--json", "--quick", "--repair", "--set", "--source"],
+    "compact": [],
     "sample": [
         *("--bucket", "--caption", "--device", "--guidance", "--json", "--label", "--num", "--out", "--seed"),
         *("--steps", "--store", "--text", "--vae"),
@@ -131,6 +136,9 @@ def test_the_version_is_the_packages(leandit: Leandit) -> None:
             ["no-store", "leandit precompute"],
         ),
         (["inspect", "no-store"], 3, ["no-store"]),
+        (["verify", "no-store"], 3, ["no-store"]),
+        (["compact", "no-store"], 3, ["no-store"]),
+        (["verify", "no-store", "--deep"], 2, ["--deep", "--source"]),
         (["sample", "no-run", "--out", "out"], 3, ["no-run", "Train first"]),
         (["precompute", "imagenet-256", "--source", "none", "--store", "store"], 3, ["none"]),
     ],
@@ -155,11 +163,90 @@ def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], leandit: Le
 
 def test_damage_has_its_own_exit_code(label_store: LatentStore, tmp_path: Path, leandit: Leandit) -> None:
     path = shutil.copytree(label_store.path, tmp_path / "store")
-    shard = path / label_store.latents("32x32").layout.shard_path(0)
+    shard = path / SHARD
     shard.write_bytes(shard.read_bytes()[:-1])
     ended = leandit("inspect", path)
     assert (ended.code, ended.out) == (4, "")
     assert "bytes" in ended.err
+
+
+def test_verify_says_what_is_whole_damaged_repaired_and_unfinished(
+    label_store: LatentStore, class_folder: Path, tmp_path: Path, leandit: Leandit
+) -> None:
+    path = shutil.copytree(label_store.path, tmp_path / "store")
+    ended = leandit("verify", path)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.splitlines()[-1].split() == ["state", "whole"]
+
+    (path / "notes.txt").write_text("mine")
+    ended = leandit("verify", path, "--quick")
+    assert ended.code == 4
+    assert "remove them yourself" in ended.out
+    (path / "notes.txt").unlink()
+
+    data = bytearray((path / SHARD).read_bytes())
+    data[10] ^= 1
+    (path / SHARD).write_bytes(data)
+    assert leandit("verify", path, "--quick").code == 0
+    ended = leandit("verify", path)
+    assert ended.code == 4
+    assert f"bucket '32x32', shard 0: file '{SHARD}'" in ended.out
+    assert "(1 records: n000/0.png)" in ended.out
+    assert "DAMAGED: run 'leandit verify --repair --source PATH'" in ended.out
+    ended = leandit("verify", path, "--json")
+    assert (ended.code, json.loads(ended.out)["findings"][0]["path"]) == (4, SHARD)
+    assert leandit("verify", path, "--repair").code == 4
+    ended = leandit("verify", path, "--repair", "--source", class_folder, "--set", "vae.batch_size=3")
+    assert (ended.code, ended.out) == (3, "")
+    assert "batch_size" in ended.err
+    ended = leandit("verify", path, "--repair", "--source", class_folder, "--deep", "--device", "cpu")
+    assert ended.code == 0
+    assert "1 findings before, 0 now" in ended.out
+    assert "15 records and 0 captions encoded again: 15 equal bit for bit" in ended.out
+    assert "repair: 1 of 1" in ended.err
+    assert tree_digest(path) == tree_digest(label_store.path)
+
+    (path / "manifest.json").unlink()
+    ended = leandit("verify", path, "--json")
+    assert (ended.code, json.loads(ended.out)["complete"]) == (3, False)
+    assert "incomplete" in leandit("verify", path).out
+    assert leandit("verify", path, "--repair").code == 0
+    assert tree_digest(path) == tree_digest(label_store.path)
+
+
+def test_a_store_grows_and_is_compacted(class_folder: Path, tmp_path: Path, leandit: Leandit) -> None:
+    source, store = shutil.copytree(class_folder, tmp_path / "source"), tmp_path / "store"
+    (source / "n001/1.png").write_bytes(b"no picture")
+    command = ["precompute", "imagenet-256", "--source", source, "--store", store, *settings(LABEL_RECIPE)]
+    assert "inspect" in leandit(*command).out
+    assert leandit("compact", store).out.splitlines()[1].split() == ["removed", "nothing"]
+
+    ended = leandit(*command, "--retry-rejected")
+    assert ended.code == 0
+    assert "1 tried again" in ended.out
+    ended = leandit("inspect", store, "--rejects")
+    assert (ended.code, ended.out.splitlines()[-1]) == (0, "1 rejected")
+    assert "(tried 2 times)" in ended.out
+    (reject,) = json.loads(leandit("inspect", store, "--rejects", "--json").out)
+    assert (reject["key"], reject["reason"], reject["attempts"]) == ("n001/1.png", "not_an_image", 2)
+    assert json.loads(leandit("inspect", store, "--json", "--revision", 1).out)["revision"] == 1
+
+    (source / "n002/2.png").unlink()
+    assert "(--drop-gone leaves them out)" in leandit(*command).out
+    assert "13 stored" in leandit(*command, "--drop-gone").out
+    ended = leandit(*command, "--set", "vae.keep=mean")
+    assert (ended.code, ended.out) == (3, "")
+    assert "--new-revision" in ended.err
+    assert "revision 4" in leandit(*command, "--set", "vae.keep=mean", "--new-revision").out
+
+    ended = leandit("compact", store)
+    assert ended.code == 0
+    assert "revision 4, 13 records" in ended.out
+    assert "revisions 1, 2, 3; " in ended.out
+    ended = leandit("inspect", store, "--revision", 1)
+    assert (ended.code, ended.out) == (3, "")
+    assert "There are: 4" in ended.err
+    assert leandit("verify", store).code == 0
 
 
 @pytest.mark.parametrize(
@@ -199,7 +286,7 @@ def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_pat
     assert "15 planned = 15 stored + 0 rejected" in ended.out
     assert "pictures: 15 of 15" in ended.err
     assert "pictures: " not in ended.out
-    assert "nothing to do" in leandit(*command).out
+    assert "no picture to encode" in leandit(*command).out
 
     ended = leandit("inspect", store, "--json", "--sheet", tmp_path / "sheet.png")
     assert ended.code == 0

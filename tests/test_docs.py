@@ -16,7 +16,7 @@ from leandit.train.config import TrainRecipe
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = (ROOT / "docs/commands.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "docs/first-run.md", ROOT / "docs/commands.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GROUP = typer.main.get_command(app)
 
 

@@ -8,28 +8,35 @@ import os
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from harness import Outcome, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from leandit.datasets import files
 from leandit.datasets.errors import DamageError, ResourceError
 from leandit.datasets.files import (
+    EXIT_DIED,
+    FAILPOINT_VARIABLE,
+    NEEDS_SPACE,
+    REPLACED_SUFFIX,
     TEMPORARY_PREFIX,
-    canonical_json,
-    commit_folder,
-    read_json,
-    sha256_file,
-    sha256_of,
+    Failpoint,
+    find_strays,
+    make_folder,
+    remove,
     sweep_strays,
     temporary_beside,
     write_atomic,
-    xxh3_file,
-    xxh3_parts,
+    write_folder,
 )
+from leandit.datasets.hashing import canonical_json, read_json, sha256_file, sha256_of, xxh3_file, xxh3_parts
 
 FULL = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG]
 
@@ -58,7 +65,7 @@ def test_a_write_replaces_the_content_and_makes_the_folder(tmp_path: Path) -> No
     assert names(path.parent) == ["file"]
 
 
-@pytest.mark.parametrize("function", ["os.replace", "os.fsync"])
+@pytest.mark.parametrize("function", ["os.rename", "os.fsync"])
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), KeyboardInterrupt(), MemoryError()])
 @pytest.mark.parametrize("old", [None, b"old"])
 def test_a_write_that_fails_leaves_the_old_content_and_no_temporary(
@@ -101,7 +108,7 @@ def test_when_only_the_sync_of_the_folder_fails_the_new_content_is_there(
 
 
 @pytest.mark.parametrize(
-    ("function", "calls_before"), [("os.replace", 0), ("os.fsync", 0), ("os.fsync", 1), ("os.mkdir", 0)]
+    ("function", "calls_before"), [("os.rename", 0), ("os.fsync", 0), ("os.fsync", 1), ("os.mkdir", 0)]
 )
 @pytest.mark.parametrize("number", FULL)
 def test_a_full_disk_is_a_resource_error_that_names_the_file_and_the_free_space(
@@ -121,56 +128,180 @@ def test_a_full_disk_is_a_resource_error_that_names_the_file_and_the_free_space(
 
 def test_the_order_is_write_sync_rename_sync_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Without the first sync a power cut leaves an empty file, without the second none at all.
-    path, seen, fsync, replace = tmp_path / "file", [], os.fsync, os.replace
+    path, seen, fsync, rename = tmp_path / "file", [], os.fsync, os.rename
 
     def spy_fsync(descriptor: int) -> None:
         seen.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
         fsync(descriptor)
 
-    def spy_replace(source: Path, target: Path) -> None:
+    def spy_rename(source: Path, target: Path) -> None:
         assert source.read_bytes() == b"content"
         seen.append(("rename", target.name))
-        replace(source, target)
+        rename(source, target)
 
     monkeypatch.setattr("os.fsync", spy_fsync)
-    monkeypatch.setattr("os.replace", spy_replace)
+    monkeypatch.setattr("os.rename", spy_rename)
     write_atomic(path, b"content")
     assert seen == [("sync", temporary_beside(path).name), ("rename", "file"), ("sync", tmp_path.name)]
 
 
-def make_folder(path: Path, content: str) -> Path:
-    path.mkdir()
-    (path / "file").write_text(content)
-    return path
+OLD, NEW = {"a": b"old", "gone": b"-"}, {"a": b"new", "b": b"n" * 100}
 
 
-def test_a_folder_is_moved_into_place_and_the_older_one_goes(tmp_path: Path) -> None:
-    final = make_folder(tmp_path / "final", "old")
-    commit_folder(make_folder(temporary_beside(final), "new"), final)
+def write_old(final: Path) -> Path:
+    write_folder(final, OLD.items(), replace=False)
+    return final
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.is_dir() else {}
+
+
+def test_a_folder_is_there_with_all_its_files_and_the_older_one_goes(tmp_path: Path) -> None:
+    final = tmp_path / "deep/final"
+    assert write_folder(final, ((name, iter([data])) for name, data in OLD.items()), replace=True)
+    assert content(final) == OLD
+    assert write_folder(final, NEW.items(), replace=True)
+    assert content(final) == NEW
+    assert names(final.parent) == ["final"]
+
+
+def test_without_replace_the_first_folder_stays(tmp_path: Path) -> None:
+    final = write_old(tmp_path / "final")
+    assert not write_folder(final, NEW.items(), replace=False)
+    assert content(final) == OLD
     assert names(tmp_path) == ["final"]
-    assert (final / "file").read_text() == "new"
 
 
-@pytest.mark.parametrize("calls_before", [0, 1])
-def test_a_crash_while_a_folder_is_replaced_loses_neither_content(
-    calls_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_contents_of_a_folder_are_taken_one_at_a_time(tmp_path: Path) -> None:
+    # A checkpoint's groups are made when their turn comes, and let go of before the next one is made.
+    alive: list[weakref.ref[Big]] = []
+
+    class Big(bytearray):
+        pass
+
+    def parts(data: Big) -> Iterator[Big]:
+        alive.append(weakref.ref(data))
+        yield data
+
+    def made() -> Iterator[tuple[str, Iterator[Big]]]:
+        for name in "abc":
+            assert [one for one in alive if one()] == []
+            yield name, parts(Big(b"x"))
+
+    write_folder(tmp_path / "final", made(), replace=True)
+    assert names(tmp_path / "final") == ["a", "b", "c"]
+
+
+def test_an_array_without_rows_is_written_as_nothing(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "file", [b"", np.empty((0, 3), np.float32), np.ones(2, np.uint8)])
+    assert (tmp_path / "file").read_bytes() == b"\1\1"
+
+
+def test_removing_takes_a_folder_a_file_or_nothing_and_leaves_what_a_link_names(tmp_path: Path) -> None:
+    target = write_old(tmp_path / "target")
+    (tmp_path / "link").symlink_to(target)
+    (tmp_path / "file").write_bytes(b"")
+    for name in ("link", "file", "nothing"):
+        remove(tmp_path / name)
+    assert content(target) == OLD
+    remove(target)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_folder_whose_removal_is_cut_off_does_not_look_whole(at: int, tmp_path: Path) -> None:
+    final = write_old(tmp_path / "final")
+    failing_at("die", at, lambda: remove(final), expected=EXIT_DIED)
+    assert content(final) == ({} if at else OLD)
+    sweep_strays(tmp_path)
+    assert names(tmp_path) == ([] if at else ["final"])
+
+
+# --- Failpoints -------------------------------------------------------------------------------------------------------
+
+
+def failing_at(kind: Any, at: int, work: Callable[[], Any], *, expected: int) -> Outcome:
+    """Do some work in a forked child whose operation ``at`` fails."""
+    outcome = start(work, failpoint=Failpoint(kind, at)).wait()
+    assert outcome.code == expected, outcome.message
+    return outcome
+
+
+def write_both(folder: Path) -> None:
+    write_atomic(folder / "file", [b"ne", b"w"])
+    write_folder(folder / "final", NEW.items(), replace=True)
+
+
+OPERATIONS = (
+    *("create", "write", "write", "sync", "rename file", "sync"),
+    *("folder", "sync", "create", "write", "sync a", "create", "write", "sync b", "sync"),
+    *("rename final.leandit-replaced", "rename final", "sync", "rename", "remove final.leandit-replaced", "sync"),
+)
+
+
+def starting(folder: Path) -> Path:
+    write_atomic(folder / "file", b"old")
+    write_old(folder / "final")
+    return folder
+
+
+def assert_old_or_new(folder: Path, said: str) -> None:
+    sweep_strays(folder)  # as the next start does
+    assert names(folder) == ["file", "final"], said
+    assert (folder / "file").read_bytes() in (b"old", b"new"), said
+    assert content(folder / "final") in (OLD, NEW), said
+
+
+def test_every_operation_is_counted(tmp_path: Path) -> None:
+    # Points to fail at: with one fewer, a crash at that place would no longer be tested.
+    folder = starting(tmp_path)
+    seen = failing_at("count", -1, lambda: write_both(folder), expected=0).operations
+    assert len(seen) == len(OPERATIONS)
+    assert [one for one, wanted in zip(seen, OPERATIONS, strict=True) if not one.startswith(wanted)] == []
+    assert content(folder / "final") == NEW
+
+
+@pytest.mark.parametrize("at", range(len(OPERATIONS)))
+@pytest.mark.parametrize(("kind", "code"), [("die", EXIT_DIED), ("eio", 1), ("enospc", 1)])
+def test_whatever_operation_fails_the_old_content_is_there_or_the_new(
+    kind: str, code: int, at: int, tmp_path: Path
 ) -> None:
-    final = make_folder(tmp_path / "final", "old")
-    temporary = make_folder(temporary_beside(final), "new")
-    left, replace = [calls_before], os.replace
+    folder = starting(tmp_path / "here")
+    fails = kind != "enospc" or any(one.split()[0] in NEEDS_SPACE for one in OPERATIONS[at:])
+    outcome = failing_at(kind, at, lambda: write_both(folder), expected=code if fails else 0)
+    if kind == "enospc":
+        assert "ResourceError" in outcome.error
+    assert_old_or_new(folder, f"{kind} at {at}, {OPERATIONS[at]}")
 
-    def crash(source: Path, target: Path) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        replace(source, target)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("os.replace", crash)
-        with pytest.raises(KeyboardInterrupt):
-            commit_folder(temporary, final)
-    sweep_strays(tmp_path)  # as the next start does
-    assert (final / "file").read_text() in ("old", "new")
+def test_a_system_that_takes_half_of_what_it_is_given_is_given_the_rest(tmp_path: Path) -> None:
+    folder = starting(tmp_path)
+    failing_at("short", -1, lambda: write_both(folder), expected=0)
+    assert (folder / "file").read_bytes() == b"new"
+    assert content(folder / "final") == NEW
+
+
+@pytest.mark.parametrize(("setting", "code"), [("die@0", EXIT_DIED), ("eio@1", 1), ("count", 0), ("", 0)])
+def test_a_failpoint_is_taken_from_the_environment(setting: str, code: int, tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from leandit.datasets.files import write_atomic
+write_atomic(Path(sys.argv[1]), b"new")
+"""
+    command = [sys.executable, "-c", script, tmp_path / "file"]
+    environment = os.environ | {FAILPOINT_VARIABLE: setting}
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "file").exists() == (code == 0)
+
+
+def test_nothing_fails_in_this_process() -> None:
+    assert files.failpoint is None
+
+
+# --- Strays -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -212,9 +343,8 @@ def test_strays_of_dead_processes_are_swept_and_those_of_living_ones_stay(
         tmp_path / "file",
     ]
     kept[-1].write_bytes(b"whole")
-    folder = temporary_beside(tmp_path / "checkpoint")
-    folder = folder.with_name(folder.name.replace(str(os.getpid()), str(dead_pid)))
-    make_folder(folder, "half")
+    folder = stray(tmp_path, dead_pid, monkeypatch).with_name(dead[0].name + "-folder")
+    write_folder(folder, OLD.items(), replace=False)
     assert sorted(sweep_strays(tmp_path)) == sorted([*dead, folder])
     assert not any(path.exists() for path in [*dead, folder])
     assert all(path.exists() for path in kept)
@@ -232,9 +362,50 @@ def test_a_host_whose_name_begins_with_ours_keeps_its_temporaries(
 
 
 def test_a_temporary_names_its_host_and_process(tmp_path: Path) -> None:
-    # FORMAT.md tells readers of this name, and an older release sweeps by it.
-    wanted = f".leandit-tmp-{socket.gethostname()}@{os.getpid()}@zarr.json"
+    # FORMAT.md tells readers of this name.
+    started = Path("/proc/self/stat").read_text().split()[21]
+    wanted = f".leandit-tmp-{socket.gethostname()}@{os.getpid()}-{started}@zarr.json"
     assert temporary_beside(tmp_path / "zarr.json") == tmp_path / wanted
+
+
+def test_a_number_that_now_belongs_to_another_process_keeps_nothing_alive(
+    tmp_path: Path, living_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = stray(tmp_path, living_pid, monkeypatch)
+    started = kept.name.split("@")[1]
+    earlier = kept.with_name(kept.name.replace(started, f"{living_pid}-1"))
+    unsaid = kept.with_name(kept.name.replace(started, f"{living_pid}-") + "2")  # a system that does not say since when
+    for path in (earlier, unsaid):
+        path.write_bytes(b"half")
+    assert sweep_strays(tmp_path) == [earlier]
+    assert names(tmp_path) == sorted([kept.name, unsaid.name])
+
+
+@pytest.mark.parametrize("pid", ["", "x", "²", "9" * 30, "-3"])
+def test_a_name_without_the_number_of_a_process_is_swept(pid: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{TEMPORARY_PREFIX}{socket.gethostname()}@{pid}@file"
+    path.write_bytes(b"")
+    assert sweep_strays(tmp_path) == [path]
+
+
+def test_strays_are_found_whoever_owns_them_but_not_what_lies_in_one(
+    tmp_path: Path, living_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path / "a/b")
+    theirs = [stray(tmp_path, living_pid, monkeypatch), stray(tmp_path / "a/b", 1, monkeypatch, host="another")]
+    folder = temporary_beside(tmp_path / "a/final")
+    write_folder(folder, [(temporary_beside(Path("inner")).name, b"")], replace=False)
+    assert find_strays(tmp_path) == sorted([*theirs, folder])
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_folder_that_made_room_comes_back_or_goes(replaced: bool, tmp_path: Path) -> None:
+    write_old(tmp_path / f"final{REPLACED_SUFFIX}")
+    if replaced:
+        write_folder(tmp_path / "final", NEW.items(), replace=False)
+    sweep_strays(tmp_path)
+    assert names(tmp_path) == ["final"]
+    assert content(tmp_path / "final") == (NEW if replaced else OLD)
 
 
 json_values = st.recursive(

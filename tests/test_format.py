@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from importlib import resources
@@ -15,12 +16,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from making import CPU, caption_recipe, make_caption_folder, no_progress
+import xxhash
+from making import CPU, caption_recipe, make_caption_folder, no_progress, picture
 from pydantic import BaseModel
 
+from leandit.datasets.compact import compact
 from leandit.datasets.layout import OFFSETS
 from leandit.datasets.schema import (
     FORMAT_VERSION,
+    RECORDS_SCHEMA,
     REJECT_REASONS,
     CommitRecord,
     EncoderIdentity,
@@ -34,6 +38,7 @@ from leandit.datasets.schema import (
 )
 from leandit.datasets.shards import CODECS
 from leandit.datasets.store import LatentStore
+from leandit.precompute.growth import Options
 from leandit.precompute.pipeline import precompute
 
 TEXT = (resources.files("leandit.datasets") / "FORMAT.md").read_text()
@@ -66,6 +71,7 @@ def keys_of(model: type[BaseModel]) -> set[str]:
 
 def general(path: str) -> str:
     """A path of a store with its bucket, part and shard number as FORMAT.md writes them."""
+    path = re.sub(r"^revisions/\d{6}/", "", path)  # laid out like the root
     path = re.sub(r"\b\d+x\d+\b", "HxW", path)
     return re.sub(r"commits/.*/\d{6}", "commits/PART/NNNNNN", path)
 
@@ -83,11 +89,43 @@ def flipped_store(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory
     return LatentStore(path)
 
 
-@pytest.mark.parametrize("name", ["label_store", "flipped_store"])
+@pytest.fixture(scope="module")
+def grown_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    """Two revisions: the second has a changed picture, one in another bucket, a new one, a new caption, one dropped."""
+    root = tmp_path_factory.mktemp("grown")
+    source = make_caption_folder(root / "source", count=9)
+
+    def run() -> None:
+        precompute(
+            caption_recipe("vae.flip=true"),
+            source_path=source,
+            store_path=root / "store",
+            device=CPU,
+            progress=no_progress,
+            options=Options(drop_gone=True),
+        )
+
+    run()
+    picture(70, 64, 64).save(source / "images/0.png")
+    picture(71, 64, 64).save(source / "images/1.png")
+    picture(72, 60, 100).save(source / "images/9.png")
+    rows = [json.loads(line) for line in (source / "metadata.jsonl").read_text().splitlines()]
+    rows[3]["captions"].append("a caption that was not there")
+    del rows[4]
+    rows.append({"file_name": "images/9.png", "caption": "a new picture"})
+    (source / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run()
+    store = LatentStore(root / "store")
+    assert (store.revision, store.records["revision"].to_pylist()) == (2, [1] * 6 + [2] * 3)
+    return store
+
+
+@pytest.mark.parametrize("name", ["label_store", "flipped_store", "grown_store"])
 def test_every_path_that_the_writer_makes_is_in_the_tree(name: str, request: pytest.FixtureRequest) -> None:
     root = request.getfixturevalue(name).path
     named = {line.split()[0] for line in TREE.splitlines() if line.startswith("  ")}
     plan = next(line for line in TREE.splitlines() if line.startswith("  plan/"))
+    assert {"leases/", "revisions/zarr.json", "revisions/NNNNNN/"} <= named
     assert "plan.json, records.parquet, captions.parquet" in plan
     named |= {"plan/plan.json", "plan/records.parquet", "plan/captions.parquet"}
     made = {general(path.relative_to(root).as_posix()) for path in root.rglob("*") if path.is_file()}
@@ -159,6 +197,7 @@ def test_every_column_of_the_records_is_named_with_its_type(caption_store: Laten
 
 def test_every_column_of_the_captions_is_named_with_its_type(caption_store: LatentStore) -> None:
     (said,) = [p for p in SECTION[4].split("\n\n") if p.startswith("`captions.parquet`")]
+    said = said.replace("\n", " ")
     for field in pq.read_schema(caption_store.path / "captions.parquet"):
         kind = re.search(rf"`{field.name}` \((\w+)", said)
         assert kind, field.name
@@ -178,18 +217,52 @@ def test_every_key_of_a_commit_record_and_of_the_manifest_is_named(caption_store
     assert keys_of(Manifest) <= manifest
     assert json.loads((caption_store.path / "manifest.json").read_bytes()).keys() == keys_of(Manifest)
     for path in (caption_store.path / "commits").rglob("*.json"):
-        assert json.loads(path.read_bytes()).keys() == keys_of(CommitRecord)
+        content = json.loads(path.read_bytes())
+        assert content.keys() == keys_of(CommitRecord)
+        assert content.pop("record_hash") == canonical_hash(content)
 
 
-def test_the_root_hash_and_the_files_are_made_as_said(caption_store: LatentStore) -> None:
-    content = json.loads((caption_store.path / "manifest.json").read_bytes())
+@pytest.mark.parametrize("revision", [1, 2])
+def test_every_key_of_the_plan_is_named_and_made_as_said(revision: int, grown_store: LatentStore) -> None:
+    folder = grown_store.path / ("plan" if revision == 1 else "revisions/000002/plan")
+    head = json.loads((folder / "plan.json").read_bytes())
+    named = quoted(SECTION[7])
+    assert head.keys() <= named
+    assert {path.name for path in folder.iterdir()} == {"plan.json", "records.parquet", "captions.parquet"} <= named
+    assert head.pop("sha256") == canonical_hash(head)
+    manifest = json.loads((folder.parent / "manifest.json").read_bytes())
+    for key in ("format_version", "revision", "base", "copies", "plan"):
+        assert head[key] == manifest[key]
+    assert [*head["stack"], revision] == manifest["stack"]
+    assert [entry for entry in manifest["files"] if entry in head["carried"]] == head["carried"]
+    assert head["spec"] == json.loads((folder.parent / "zarr.json").read_bytes())["attributes"]["leandit"]
+    for entry in head["files"]:
+        assert xxhash.xxh3_128_hexdigest((folder / entry["path"]).read_bytes()) == entry["xxh3_128"]
+    extra = set(pq.read_schema(folder / "records.parquet").names) - set(RECORDS_SCHEMA.names)
+    assert extra == {"source_path", "source_offset", "source_bytes", "source_mtime_ns"} <= named
+
+
+def canonical_hash(value: Any) -> str:
+    """As section 5 says."""
+    canonical = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("name", ["caption_store", "grown_store"])
+def test_the_root_hash_and_the_files_are_made_as_said(name: str, request: pytest.FixtureRequest) -> None:
+    store: LatentStore = request.getfixturevalue(name)
+    prefix = "revisions/000002/" if name == "grown_store" else ""
+    content = json.loads((store.path / prefix / "manifest.json").read_bytes())
     root_hash = content.pop("root_hash")
-    canonical = json.dumps(content, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
-    assert hashlib.sha256(canonical.encode()).hexdigest() == root_hash == caption_store.root_hash
+    assert canonical_hash(content) == root_hash == store.root_hash
     listed = [entry["path"] for entry in content["files"]]
-    there = {p.relative_to(caption_store.path).as_posix() for p in caption_store.path.rglob("*") if p.is_file()}
-    outside = {path for path in there if path.startswith(("commits/", "plan/")) or path == "manifest.json"}
-    assert listed == sorted(there - outside)
+    there = {p.relative_to(store.path).as_posix() for p in store.path.rglob("*") if p.is_file()}
+    unread = ("records.parquet", "captions.parquet", "commits/", "manifest.json") if prefix else ("manifest.json",)
+    outside = {path for path in there if path.startswith((*unread, "plan/", f"{prefix}plan/"))}
+    assert listed == sorted(there - outside - {f"{prefix}manifest.json"})
+    for entry in content["files"]:
+        data = (store.path / entry["path"]).read_bytes()
+        assert (len(data), xxhash.xxh3_128_hexdigest(data)) == (entry["bytes"], entry["xxh3_128"])
     assert content["num_planned"] == content["num_stored"] + content["num_rejected"]
 
 
@@ -246,3 +319,87 @@ def test_such_a_reader_reads_an_array_of_several_shards(
     rows = np.stack(list(read_rows(store.path, "buckets/64x64/moments")))
     assert len(list((store.path / "buckets/64x64/moments/c").iterdir())) == 3
     np.testing.assert_array_equal(rows, store.latents("64x64").read(0, 5))
+
+
+def folder_of(store: Path, revision: int) -> Path:
+    return store if revision == 1 else store / "revisions" / f"{revision:06d}"
+
+
+def open_by_the_page(store: Path) -> tuple[int, dict[str, Any]]:
+    """The newest complete revision and its manifest, checked as section 6 asks."""
+    later = [int(path.parent.name) for path in store.glob("revisions/*/manifest.json")]
+    revision = max([1] * (store / "manifest.json").is_file() + later)
+    manifest = json.loads((folder_of(store, revision) / "manifest.json").read_bytes())
+    said = dict(manifest)
+    assert said.pop("root_hash") == canonical_hash(said)
+    assert (manifest["format_version"], manifest["revision"]) == (1, revision)
+    for entry in manifest["files"]:
+        assert not entry["path"].startswith("/")
+        assert ".." not in entry["path"].split("/")
+        data = (store / entry["path"]).read_bytes()
+        assert len(data) == entry["bytes"]
+        if entry["path"].endswith((".parquet", "zarr.json")):
+            assert xxhash.xxh3_128_hexdigest(data) == entry["xxh3_128"]
+    return revision, manifest
+
+
+@pytest.mark.parametrize("name", ["caption_store", "grown_store", "compacted"])
+def test_such_a_reader_reads_every_record_of_the_newest_revision(
+    name: str, grown_store: LatentStore, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    if name == "compacted":
+        path = shutil.copytree(grown_store.path, tmp_path / "store")
+        compact(path, progress=no_progress)
+        ours = LatentStore(path)
+    else:
+        ours = request.getfixturevalue(name)
+    root = ours.path
+    revision, manifest = open_by_the_page(root)
+    records = pq.read_table(folder_of(root, revision) / "records.parquet").to_pylist()
+    captions = pq.read_table(folder_of(root, revision) / "captions.parquet").to_pylist()
+    attribute = json.loads((folder_of(root, revision) / "zarr.json").read_bytes())["attributes"]["leandit"]
+    arrays = [f"{attribute['latent']['array']}{suffix}" for suffix in ("", "_flip")[: 1 + attribute["latent"]["flip"]]]
+
+    def rows_of(number: int, path: str) -> np.ndarray:
+        assert number in manifest["stack"]
+        return np.stack(list(read_rows(folder_of(root, number), path)))
+
+    def length_of(number: int, path: str) -> int:
+        metadata = folder_of(root, number) / path / "zarr.json"
+        return json.loads(metadata.read_bytes())["shape"][0] if metadata.exists() else 0
+
+    count = dict.fromkeys(manifest["buckets"], 0)
+    for record in records:
+        assert record["status"] == "stored"
+        count[record["bucket"]] += 1
+        stored = [rows_of(record["revision"], f"buckets/{record['bucket']}/{a}")[record["row"]] for a in arrays]
+        digest = xxhash.xxh3_64()
+        for row in stored:
+            digest.update(row.tobytes())
+        assert digest.intdigest() == record["checksum"]
+        np.testing.assert_array_equal(stored[0], ours.latents(record["bucket"])[ours.record(record["key"]).row])
+        # The same row in one long array.
+        before = manifest["stack"][: manifest["stack"].index(record["revision"])]
+        path = f"buckets/{record['bucket']}/{arrays[0]}"
+        stacked = record["row"] + sum(length_of(number, path) for number in before)
+        assert stacked == ours.record(record["key"]).row
+    assert count == manifest["buckets"]
+
+    first = 0
+    for number in manifest["stack"]:
+        offsets, lengths = (rows_of(number, f"captions/{name}") for name in ("offsets", "lengths"))
+        tokens = rows_of(number, "captions/embeddings")
+        for i, caption in enumerate(captions[first : first + len(offsets)]):
+            embedding = tokens[offsets[i] : offsets[i] + lengths[i]]
+            assert (caption["revision"], caption["num_tokens"]) == (number, lengths[i])
+            assert xxhash.xxh3_64_intdigest(embedding.tobytes()) == caption["checksum"]
+            np.testing.assert_array_equal(embedding, ours.caption_embedding(first + i))
+        first += len(offsets)
+    assert first == len(captions) == manifest["num_captions"]
+    null = rows_of(manifest["stack"][0], "captions/null")
+    np.testing.assert_array_equal(null, ours.null_caption)
+    texts = {record["key"]: [captions[i]["text"] for i in record["caption_ids"]] for record in records}
+    if name != "caption_store":
+        assert "a caption that was not there" in texts["images/3.png"]
+        assert texts["images/9.png"] == ["a new picture"]
+        assert "images/4.png" not in texts

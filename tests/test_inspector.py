@@ -8,13 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from making import CPU
+from making import CPU, caption_recipe, no_progress, picture
 from PIL import Image
 
 from leandit.datasets.errors import StoreError
+from leandit.datasets.findings import Finding
 from leandit.datasets.latents import final_latents
 from leandit.datasets.store import LatentStore
-from leandit.tools.inspector import describe_record, render, render_record, summarise
+from leandit.datasets.verify import Verification
+from leandit.precompute.pipeline import precompute
+from leandit.tools.checker import render as render_verification
+from leandit.tools.inspector import describe_record, ledger, render, render_ledger, render_record, summarise
 from leandit.tools.pictures import draw_scene, main_object_of, make_scenes, read_main_object
 from leandit.tools.sheet import CAPTION_LINES, CELL_PX, COLUMNS, LINE_PX, MARGIN_PX, load_decoder, store_sheet
 
@@ -76,10 +80,10 @@ def test_channel_statistics_are_those_of_the_latents_that_training_reads(caption
 def spoiled(label_store: LatentStore, tmp_path: Path) -> tuple[LatentStore, str]:
     """A copy of the store whose fourth row was overwritten with NaN, and the key of that row's record."""
     path = shutil.copytree(label_store.path, tmp_path / "store")
-    array = label_store.latents("32x32")
-    with open(path / array.layout.shard_path(0), "r+b") as file:
-        file.seek(3 * array.layout.row_bytes)
-        file.write(np.full(array.layout.shape[1:], np.nan, array.layout.dtype).tobytes())
+    layout, shard = label_store.latents("32x32").locate(3)
+    with open(path / layout.shard_path(shard), "r+b") as file:
+        file.seek(3 * layout.row_bytes)
+        file.write(np.full(layout.shape[1:], np.nan, layout.dtype).tobytes())
     store = LatentStore(path)
     index = store.index("32x32")
     return store, store.record_at(int(index.records[list(index.rows).index(3)])).key
@@ -145,6 +149,50 @@ def test_a_record_is_described_with_its_captions_and_its_place(
     assert values["captions"][0]["text"] in text
     labelled = describe_record(label_store, label_store.record_at(14))
     assert (labelled["label"], labelled["class"]) == (2, "n002")
+
+
+HOSTILE = "a\x1b[2J\x07\n\u202eb\x9b.png"
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    """A store whose keys and captions would move the cursor, ring the bell and turn the text around."""
+    root = tmp_path_factory.mktemp("hostile")
+    lines = []
+    for name in (HOSTILE, f"broken{HOSTILE}"):
+        picture(1, 64, 64).save(root / "p.png")
+        (root / "p.png").rename(root / name)
+        lines.append({"file_name": name, "caption": f"red {name}"})
+    (root / f"broken{HOSTILE}").write_bytes(b"no picture")
+    (root / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe, store = caption_recipe(), root.parent / "hostile-store"
+    precompute(recipe, source_path=root, store_path=store, device=CPU, progress=no_progress)
+    return LatentStore(store)
+
+
+def test_no_control_character_of_a_key_or_caption_reaches_the_terminal(hostile: LatentStore) -> None:
+    record = hostile.record(HOSTILE)
+    found = ledger(hostile)
+    assert [reject["key"] for reject in found] == [f"broken{HOSTILE}"]  # as it is, for --json, which escapes
+    shard = "buckets/64x64/moments/c/0/0/0/0"
+    finding = Finding(shard, "content", "differs", 1, "64x64", 0, 1, [HOSTILE])
+    verification = Verification("store", "full", True, [1], findings=[finding, Finding("x\x1b", "stray", "?", 1)])
+    texts = [
+        render_record(describe_record(hostile, record)),
+        render_ledger(found),
+        render(summarise(hostile)),
+        render_verification(verification, {}),
+    ]
+    for text in texts:
+        assert [c for c in text.replace("\n", "") if not c.isprintable()] == []
+    assert "\\x1b[2J" in texts[0]
+    assert texts[1].splitlines()[-1] == "1 rejected"
+    assert len(texts[1].splitlines()) == 2
+    assert "\x1b" not in json.dumps(found)
+
+
+def test_the_ledger_lists_nothing_where_nothing_was_rejected(label_store: LatentStore) -> None:
+    assert (ledger(label_store), render_ledger([])) == ([], "0 rejected")
 
 
 def test_an_unknown_key_is_refused_with_the_nearest(label_store: LatentStore) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 import signal
@@ -33,34 +32,28 @@ from making import (
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from leandit.datasets import files
 from leandit.datasets import writer as writer_module
-from leandit.datasets.errors import FingerprintMismatch, SourceError, StoreError
-from leandit.datasets.files import TEMPORARY_PREFIX, write_atomic
+from leandit.datasets.errors import DamageError, FingerprintMismatch, SourceError, StoreError
+from leandit.datasets.files import TEMPORARY_PREFIX, Failpoint, write_atomic
 from leandit.datasets.shards import CODECS
 from leandit.datasets.store import LatentStore
 from leandit.datasets.writer import StoreWriter
 from leandit.precompute import opening, pipeline
-from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
-from leandit.precompute.encoders import Encoders, ImageEncoder, load_encoders
+from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.encoders import ImageEncoder
 from leandit.precompute.model_files import local_folder
 from leandit.precompute.pipeline import Report
 
 Encode = Callable[[PrecomputeRecipe, Path, Path], Report]
+PLAN_FILES = {"plan.json", "records.parquet", "captions.parquet"}
+
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 class Crash(Exception):
     """Stands for the death of the process."""
-
-
-@functools.cache
-def loaded(vae: VaeSection, text: TextSection) -> Encoders:
-    return load_encoders(PrecomputeRecipe(vae=vae, text=text), CPU)
-
-
-@pytest.fixture(autouse=True)
-def _load_each_encoder_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of a run's second is loading; the encoders themselves are the real ones."""
-    monkeypatch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded(recipe.vae, recipe.text))
 
 
 @pytest.fixture
@@ -268,7 +261,7 @@ def test_resume_after_a_crash_at_any_shard_gives_the_same_bytes(
 def test_resume_after_a_crash_at_any_write_gives_the_same_bytes(
     encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the plan, between an array and its commit record, and in the seal."""
+    """In the static files, between an array and its commit record, in the seal; the plan is there from the start."""
     encode(caption_recipe(), few, tmp_path / "whole")
     reached = set()
     for after in count():
@@ -281,12 +274,51 @@ def test_resume_after_a_crash_at_any_write_gives_the_same_bytes(
             except Crash:
                 pass
         reached |= {path.relative_to(store).as_posix() for path in store.rglob("*") if path.is_file()}
+        assert {path.name for path in (store / "plan").iterdir()} == PLAN_FILES
         encode(caption_recipe(), few, store)
         assert_same_tree(store, tmp_path / "whole")
         shutil.rmtree(store)
-    assert after == len(reached) + 1  # every file was once the last one; the manifest never
+    assert after == len(reached) + 1 - len(PLAN_FILES)  # every file was once the last one; the manifest never
     assert "manifest.json" not in reached
-    assert {"plan/plan.json", "records.parquet", "captions.parquet"} <= reached
+    assert {"zarr.json", "captions/offsets/c/0", "records.parquet", "captions.parquet"} <= reached
+
+
+@pytest.mark.parametrize(
+    "operation", ["create plan.json", "write captions.parquet", "sync records.parquet", "rename plan"]
+)
+def test_a_plan_that_fails_half_way_leaves_nothing_and_the_same_command_plans_it(
+    operation: str, encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    with monkeypatch.context() as patch:
+        counting = Failpoint()
+        patch.setattr(files, "failpoint", counting)
+        encode(caption_recipe(), few, tmp_path / "whole")
+        patch.setattr(files, "failpoint", Failpoint("eio", counting.seen.index(operation)))
+        with pytest.raises(OSError, match="Input/output"):
+            encode(caption_recipe(), few, store)
+    assert list(store.rglob("*")) == []
+    encode(caption_recipe(), few, store)
+    assert_same_tree(store, tmp_path / "whole")
+
+
+def test_the_first_plan_stays_when_two_are_written_at_once(
+    encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another coordinator plans while this one does: its temporary is seen at the start, its plan at the end."""
+    encode(caption_recipe(), few, tmp_path / "whole")
+    store, freeze = tmp_path / "store", opening.freeze_plan
+    temporary = store / f"{TEMPORARY_PREFIX}elsewhere@1-1@plan"
+
+    def comes_second(root: Path, plan: Any) -> Any:
+        temporary.rename(store / "plan")
+        return freeze(root, plan)
+
+    store.mkdir()
+    shutil.copytree(tmp_path / "whole/plan", temporary)
+    monkeypatch.setattr(opening, "freeze_plan", comes_second)
+    assert encode(caption_recipe(), few, store).num_encoded == 6
+    assert_same_tree(store, tmp_path / "whole")
 
 
 def test_a_crash_in_the_middle_of_a_file_leaves_no_stray(
@@ -320,12 +352,12 @@ from leandit.datasets import layout
 from leandit.precompute.pipeline import precompute
 layout.MAX_SHARD_ROWS = 4
 torch.set_num_threads(1)
-replace = os.replace
+rename = os.rename
 def slow(source, target):
     if str(target).endswith("moments/c/2/0/0/0"):
         time.sleep(600)  # the temporary file is there, its final name is not
-    replace(source, target)
-os.replace = slow
+    rename(source, target)
+os.rename = slow
 precompute(label_recipe(), source_path=Path({source!r}), store_path=Path({store!r}), device=CPU, progress=no_progress)
 """
 
@@ -443,29 +475,34 @@ def test_another_recipe_on_the_same_store_is_refused_and_the_field_is_named(
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "added", "gone", "encoded"),
     [
-        (lambda root: picture(99).save(root / "n000/new.png"), "1 records new, 0 gone, 0 written anew.*n000/new.png"),
-        (lambda root: (root / "n000/1.png").unlink(), "0 records new, 1 gone, 0 written anew.*n000/1.png"),
-        (lambda root: picture(99).save(root / "n000/1.png"), "0 records new, 0 gone, 1 written anew.*n000/1.png"),
-        (lambda root: (root / "n000").rename(root / "n009"), "2 records new, 2 gone"),
+        (lambda root: picture(99).save(root / "n000/new.png"), 1, 0, 1),
+        (lambda root: (root / "n000/1.png").unlink(), 0, 1, 0),
+        (lambda root: picture(99).save(root / "n000/1.png"), 0, 0, 1),
+        (lambda root: (root / "n000").rename(root / "n009"), 2, 2, 2),
     ],
     ids=["added", "gone", "written anew", "renamed"],
 )
-def test_a_changed_source_is_refused_and_the_change_is_named(
-    change: Callable[[Path], Any], words: str, encode: Encode, tmp_path: Path
+def test_a_changed_source_makes_a_revision_and_touches_nothing_that_is_there(
+    change: Callable[[Path], Any], added: int, gone: int, encoded: int, encode: Encode, tmp_path: Path
 ) -> None:
     source = make_class_folder(tmp_path / "train", classes=2, per_class=2)
     encode(label_recipe(), source, tmp_path / "store")
     before = tree_digest(tmp_path / "store")
     change(source)
-    with pytest.raises(SourceError, match=words):
-        encode(label_recipe(), source, tmp_path / "store")
-    assert tree_digest(tmp_path / "store") == before
+    report = encode(label_recipe(), source, tmp_path / "store")
+    after = tree_digest(tmp_path / "store")
+    assert {name: after[name] for name in before} == before
+    assert {name.split("/")[0] for name in after.keys() - before} == ({"revisions"} if encoded else set())
+    assert report.changes is not None
+    assert (report.changes.num_added, report.changes.num_gone, report.num_encoded) == (added, gone, encoded)
+    assert encode(label_recipe(), source, tmp_path / "store").num_encoded == 0
+    assert tree_digest(tmp_path / "store") == after
 
 
 @pytest.mark.parametrize(
-    "files",
+    "theirs",
     [
         {"notes.txt": "mine"},
         {"buckets/mine.txt": "mine", "plan/mine.txt": "mine"},
@@ -475,9 +512,9 @@ def test_a_changed_source_is_refused_and_the_change_is_named(
     ids=["a file", "folders of the same names", "another zarr group", "a later format"],
 )
 def test_a_foreign_folder_is_refused_and_untouched(
-    files: dict[str, str], encode: Encode, few: Path, tmp_path: Path
+    theirs: dict[str, str], encode: Encode, few: Path, tmp_path: Path
 ) -> None:
-    for name, content in files.items():
+    for name, content in theirs.items():
         path = tmp_path / "store" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
@@ -506,8 +543,8 @@ def test_whatever_file_a_sealed_store_loses_the_same_command_makes_it_again(
     encode(caption_recipe(), few, tmp_path / "whole")
     failed = {}
     for name in tree_digest(tmp_path / "whole"):
-        if name.startswith("plan/") or name == "zarr.json":
-            continue  # the store's own description: there is nothing to remake it from
+        if name.startswith("plan/"):
+            continue  # what all else is made from: test_a_damaged_plan_is_refused
         store = tmp_path / "store"
         shutil.copytree(tmp_path / "whole", store)
         if damage == "gone":
@@ -521,6 +558,19 @@ def test_whatever_file_a_sealed_store_loses_the_same_command_makes_it_again(
             failed[name] = f"{type(error).__name__}: {str(error)[:120]}"
         shutil.rmtree(store)
     assert failed == {}
+
+
+@pytest.mark.parametrize("name", ["plan.json", "records.parquet", "captions.parquet"])
+def test_a_damaged_plan_is_refused_and_nothing_is_changed(name: str, encode: Encode, few: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    encode(caption_recipe(), few, store)
+    content = bytearray((store / "plan" / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (store / "plan" / name).write_bytes(content)
+    before = tree_digest(store)
+    with pytest.raises(DamageError, match=r"plan.*(damaged|not valid JSON)"):
+        encode(caption_recipe(), few, store)
+    assert tree_digest(store) == before
 
 
 def test_a_sealed_store_without_its_plan_keeps_its_latents(encode: Encode, few: Path, tmp_path: Path) -> None:

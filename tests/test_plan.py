@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from making import caption_recipe, picture
 
+from leandit.datasets.errors import SourceError
 from leandit.datasets.layout import place_captions
+from leandit.datasets.schema import CAPTIONS_SCHEMA, RECORDS_SCHEMA
 from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.decoder import Decoders
 from leandit.precompute.encoders import CaptionTokenizer
+from leandit.precompute.growth import Comparison, Fresh, Kept, all_fresh
 from leandit.precompute.plan import PlannedPicture, plan_captions, plan_pictures, plan_records
 from leandit.precompute.shard_task import equal_length_batches
-from leandit.precompute.sources import Source, SourceRecord
+from leandit.precompute.sources import Source, SourceRecord, caption_texts
 
+Planned = Callable[[Source, PrecomputeRecipe], list[PlannedPicture]]
 MAX_TOKENS = 8
 LONG = "a big red circle above a tiny green square left of a blue triangle"
 
@@ -37,15 +43,29 @@ def made_source(root: Path, shapes: Sequence[tuple[int, int]], captions: Sequenc
     return Source("metadata", root, records, None, 0)
 
 
-def planned(source: Source, recipe: PrecomputeRecipe, threads: int = 2) -> list[PlannedPicture]:
-    return plan_pictures(source, recipe, num_threads=threads, progress=lambda done: None)
+@pytest.fixture(scope="module")
+def planned(decoders: Decoders) -> Planned:
+    """Pictures of a source as its first revision plans them."""
+
+    def plan(source: Source, recipe: PrecomputeRecipe) -> list[PlannedPicture]:
+        return plan_pictures(source, all_fresh(source.records).fresh, recipe, decoders, progress=lambda done: None)
+
+    return plan
 
 
-def test_rows_of_a_bucket_follow_the_source_and_rejects_have_none(tmp_path: Path) -> None:
+def table_of(source: Source, pictures: Sequence[PlannedPicture], caption_ids: Sequence[Sequence[int]]) -> pa.Table:
+    return plan_records(all_fresh(source.records), pictures, caption_ids, revision=1)
+
+
+def texts_of(source: Source, pictures: Sequence[PlannedPicture]) -> list[list[str]]:
+    return [[] if p.reject else caption_texts(r) for r, p in zip(source.records, pictures, strict=True)]
+
+
+def test_rows_of_a_bucket_follow_the_source_and_rejects_have_none(tmp_path: Path, planned: Planned) -> None:
     shapes = [(64, 64), (60, 100), (64, 64), (100, 60), (10, 90), (60, 100), (64, 64)]
     source = made_source(tmp_path, shapes, [("a red circle",)] * 7)
     pictures = planned(source, caption_recipe())
-    table = plan_records(source, pictures, [[i] for i in range(7)])
+    table = table_of(source, pictures, [[i] for i in range(7)])
     assert table["key"].to_pylist() == [f"key-{i}" for i in range(7)]
     names = {(64, 64): "64x64", (60, 100): "48x80", (100, 60): "80x48", (10, 90): None}
     assert table["bucket"].to_pylist() == [names[shape] for shape in shapes]
@@ -57,29 +77,35 @@ def test_rows_of_a_bucket_follow_the_source_and_rejects_have_none(tmp_path: Path
     assert table["source_path"].to_pylist() == [f"{i}.png" for i in range(7)]
 
 
-def test_the_plan_tells_the_sizes_and_the_crop(tmp_path: Path) -> None:
+def test_the_plan_tells_the_sizes_and_the_crop(tmp_path: Path, planned: Planned) -> None:
     source = made_source(tmp_path, [(60, 100), (100, 60)], [("x",), ("y",)])
-    rows = plan_records(source, planned(source, caption_recipe()), [[], []]).to_pylist()
+    rows = table_of(source, planned(source, caption_recipe()), [[], []]).to_pylist()
     columns = ("height_px", "width_px", "resized_height_px", "resized_width_px", "crop_top_px", "crop_left_px")
     assert [tuple(row[c] for c in columns) for row in rows] == [(60, 100, 48, 80, 0, 0), (100, 60, 80, 48, 0, 0)]
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_the_plan_does_not_depend_on_threads(tmp_path: Path, threads: int) -> None:
+def test_the_plan_does_not_depend_on_threads(
+    tmp_path: Path, planned: Planned, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = made_source(tmp_path, [(20 + 3 * i, 40) for i in range(12)], [("x",)] * 12)
-    assert planned(source, caption_recipe(), threads) == planned(source, caption_recipe(), 2)
+    wanted = planned(source, caption_recipe())
+    monkeypatch.setattr("leandit.precompute.plan.num_threads", lambda: threads)
+    assert planned(source, caption_recipe()) == wanted
 
 
 @pytest.mark.parametrize(
     ("size", "reason"),
     [((10, 45), None), ((10, 46), "aspect"), ((45, 10), None), ((46, 10), "aspect"), ((1, 200), "aspect")],
 )
-def test_a_ratio_beyond_four_and_a_half_is_rejected(tmp_path: Path, size: tuple[int, int], reason: str | None) -> None:
+def test_a_ratio_beyond_four_and_a_half_is_rejected(
+    tmp_path: Path, planned: Planned, size: tuple[int, int], reason: str | None
+) -> None:
     (found,) = planned(made_source(tmp_path, [size], [("x",)]), caption_recipe())
     assert (found.reject and found.reject.reason) == reason
 
 
-def test_a_square_takes_every_ratio(tmp_path: Path) -> None:
+def test_a_square_takes_every_ratio(tmp_path: Path, planned: Planned) -> None:
     source = made_source(tmp_path, [(10, 100)], [("x",)])
     (found,) = planned(source, caption_recipe('images.buckets="square"', "images.resolution=64"))
     assert (found.bucket, found.reject) == ((64, 64), None)
@@ -87,7 +113,7 @@ def test_a_square_takes_every_ratio(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("captions", [(), ("",), (" \t\n", "")])
 def test_a_record_without_a_caption_is_rejected_only_where_text_is_wanted(
-    tmp_path: Path, captions: tuple[str, ...]
+    tmp_path: Path, planned: Planned, captions: tuple[str, ...]
 ) -> None:
     source = made_source(tmp_path, [(64, 64)], [captions])
     (with_text,) = planned(source, caption_recipe())
@@ -97,7 +123,7 @@ def test_a_record_without_a_caption_is_rejected_only_where_text_is_wanted(
 
 
 def test_captions_are_listed_once_sorted_by_length_and_named_by_their_records(
-    tmp_path: Path, tokenizer: CaptionTokenizer
+    tmp_path: Path, planned: Planned, tokenizer: CaptionTokenizer
 ) -> None:
     captions = [
         ("a tiny red square above a big circle", "a circle"),
@@ -107,7 +133,7 @@ def test_captions_are_listed_once_sorted_by_length_and_named_by_their_records(
         ("never planned",),
     ]
     source = made_source(tmp_path, [*[(64, 64)] * 4, (1, 99)], captions)
-    table, ids = plan_captions(source, planned(source, caption_recipe()), tokenizer, MAX_TOKENS)
+    table, ids = plan_captions(texts_of(source, planned(source, caption_recipe())), tokenizer, MAX_TOKENS)
     texts = table["text"].to_pylist()
     assert sorted(texts) == sorted({c.strip() for texts in captions[:4] for c in texts} - {""})
     counts = tokenizer.count(texts)
@@ -122,21 +148,21 @@ def test_captions_are_listed_once_sorted_by_length_and_named_by_their_records(
 
 
 def test_more_captions_than_a_tokenizer_batch_are_counted_alike(
-    tmp_path: Path, tokenizer: CaptionTokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, planned: Planned, tokenizer: CaptionTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("red", "blue", "green square", "big circle", "tiny blue circle")
     source = made_source(tmp_path, [(64, 64)] * 5, [(f"a {word}", f"a {word} above a square") for word in words])
     pictures = planned(source, caption_recipe())
-    whole, ids = plan_captions(source, pictures, tokenizer, MAX_TOKENS)
+    whole, ids = plan_captions(texts_of(source, pictures), tokenizer, MAX_TOKENS)
     monkeypatch.setattr("leandit.precompute.plan.TOKENIZE_BATCH", 3)
-    assert plan_captions(source, pictures, tokenizer, MAX_TOKENS) == (whole, ids)
+    assert plan_captions(texts_of(source, pictures), tokenizer, MAX_TOKENS) == (whole, ids)
 
 
-def test_without_a_tokenizer_there_are_no_captions(tmp_path: Path) -> None:
+def test_without_a_tokenizer_there_are_no_captions(tmp_path: Path, planned: Planned) -> None:
     source = made_source(tmp_path, [(64, 64)], [("a circle",)])
-    table, ids = plan_captions(source, planned(source, caption_recipe("text.kind=none")), None, MAX_TOKENS)
+    table, ids = plan_captions(texts_of(source, planned(source, caption_recipe("text.kind=none"))), None, MAX_TOKENS)
     assert (table.num_rows, ids) == (0, [[]])
-    assert table.schema.types == [pa.string(), pa.int32(), pa.bool_()]
+    assert table.schema.types == CAPTIONS_SCHEMA.types
 
 
 lengths_and_rows = st.integers(1, 40).flatmap(
@@ -165,3 +191,46 @@ def test_batches_have_one_length_and_cover_everything_once(lengths: list[int], b
     assert all(0 < len(batch) <= batch_size and len({lengths[i] for i in batch}) == 1 for batch in batches)
     fewest = sum(-(-lengths.count(n) // batch_size) for n in set(lengths))
     assert len(batches) == fewest
+
+
+def test_a_later_revision_counts_its_rows_and_captions_on_its_own(
+    tmp_path: Path, planned: Planned, tokenizer: CaptionTokenizer
+) -> None:
+    # What is carried over keeps its revision and row; only the ids of captions count over all revisions.
+    first = made_source(tmp_path, [(64, 64), (60, 100)], [("a red circle",), ("a blue square",)])
+    known, ids = plan_captions([["a red circle"], ["a blue square"]], tokenizer, MAX_TOKENS)
+    before = table_of(first, planned(first, caption_recipe()), ids)
+    source = made_source(tmp_path, [(64, 64), (64, 64)], [("a blue square",), ("a circle",)])
+    fresh = [Fresh(replace(record, key=f"new-{i}"), attempts=i + 1) for i, record in enumerate(source.records)]
+    kept = [Kept(i, record) for i, record in enumerate(first.records)]
+    comparison = Comparison(kept, fresh, before.select(RECORDS_SCHEMA.names))
+    texts = [*comparison.texts, ["a blue square"], ["a circle"]]
+    captions, ids = plan_captions(texts, tokenizer, MAX_TOKENS, revision=2, known=known)
+    table = plan_records(comparison, planned(source, caption_recipe()), ids, revision=2)
+    assert table["key"].to_pylist() == ["key-0", "key-1", "new-0", "new-1"]
+    assert table["revision"].to_pylist() == [1, 1, 2, 2]
+    assert table["row"].to_pylist() == [0, 0, 0, 1]
+    assert table["attempts"].to_pylist() == [1, 1, 1, 2]
+    assert captions["text"].to_pylist() == [*known["text"].to_pylist(), "a circle"]
+    assert captions["revision"].to_pylist() == [1, 1, 2]
+    words = captions["text"].to_pylist()
+    assert [[words[i] for i in one] for one in table["caption_ids"].to_pylist()] == texts
+
+
+@pytest.mark.parametrize(
+    ("broken", "share", "in_a_row", "stops"),
+    [(10, 0.01, 100, None), (11, 0.01, 100, "max_reject_share"), (11, 0.95, 100, None), (5, 1.0, 5, "in_a_row")],
+    ids=["ten are never too many", "a large share", "allowed", "in a row"],
+)
+def test_too_many_rejects_stop_the_scan_and_say_why(
+    broken: int, share: float, in_a_row: int, stops: str | None, tmp_path: Path, planned: Planned
+) -> None:
+    source = made_source(tmp_path, [(8, 8)] * 12, [("x",)] * 12)
+    for record in source.records[:broken]:
+        (tmp_path / record.path).write_bytes(b"x" * record.num_bytes)
+    recipe = caption_recipe(f"source.max_reject_share={share}", f"source.max_rejects_in_a_row={in_a_row}")
+    if stops is None:
+        assert sum(picture.reject is not None for picture in planned(source, recipe)) == broken
+        return
+    with pytest.raises(SourceError, match=rf"{broken} .*rejected.*{stops}.*{broken} x not_an_image"):
+        planned(source, recipe)

@@ -13,7 +13,9 @@ import webdataset
 from making import caption_recipe, make_class_folder, picture
 
 from leandit.datasets.errors import SourceError
-from leandit.precompute.plan import plan_captions, plan_pictures, plan_records
+from leandit.precompute.decoder import Decoders
+from leandit.precompute.growth import all_fresh
+from leandit.precompute.plan import plan_pictures, plan_records
 from leandit.precompute.sources import Source, SourceRecord, list_source, read_record
 
 
@@ -203,8 +205,10 @@ def test_a_name_that_is_no_utf8_is_planned_or_rejected_but_never_a_crash(tmp_pat
         file.write(png())
     source = list_source(tmp_path)
     recipe = caption_recipe("text.kind=none")
-    pictures = plan_pictures(source, recipe, num_threads=1, progress=lambda done: None)
-    assert plan_records(source, pictures, plan_captions(source, pictures, None, 1)[1]).num_rows == 2
+    comparison = all_fresh(source.records)
+    with Decoders(1) as decoders:
+        pictures = plan_pictures(source, comparison.fresh, recipe, decoders, progress=lambda done: None)
+    assert plan_records(comparison, pictures, [[], []], revision=1).num_rows == 2
 
 
 def test_a_tar_gives_the_keys_bytes_labels_and_captions_that_webdataset_gives(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import xxhash
 import zarr
 from making import caption_recipe, make_caption_folder, tree_digest
 
-from leandit.datasets.commits import merge_captions, read_plan
+from leandit.datasets.commits import merge_captions
 from leandit.datasets.errors import (
     DamageError,
     FormatVersionError,
@@ -25,6 +26,7 @@ from leandit.datasets.errors import (
     StoreIncomplete,
     StoreNotFound,
 )
+from leandit.datasets.frozen import read_plan
 from leandit.datasets.loader import make_loader
 from leandit.datasets.schema import CAPTIONS_SCHEMA, RECORDS_SCHEMA, CommitRecord
 from leandit.datasets.store import LatentStore
@@ -78,12 +80,13 @@ def set_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], No
 
 
 SAME_COMMAND = "same precompute command again"
+REPAIR = "verify --repair"
 SPOILED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] = [
     ("missing folder", shutil.rmtree, StoreNotFound, ["no such folder", "leandit precompute"]),
     ("file", lambda p: (shutil.rmtree(p), p.write_text("")), StoreNotFound, ["no such folder"]),
     ("empty folder", empty, StoreError, ["no 'zarr.json'", "no leandit store"]),
-    ("foreign group", make_foreign_group, StoreError, ["Zarr group", "not a leandit store"]),
-    ("no attributes", lambda p: (p / "zarr.json").write_text("{}"), StoreError, ["not a leandit store"]),
+    ("foreign group", make_foreign_group, StoreError, ["zarr.json", "not that of a leandit store"]),
+    ("no attributes", lambda p: (p / "zarr.json").write_text("{}"), StoreError, ["not that of a leandit store"]),
     ("null attributes", lambda p: (p / "zarr.json").write_text('{"attributes": null}'), StoreError, ["zarr.json"]),
     ("other JSON", lambda p: (p / "zarr.json").write_text("[]"), StoreError, ["zarr.json"]),
     ("no JSON", lambda p: cut(p / "zarr.json") or cut(p / "zarr.json"), DamageError, ["zarr.json", "not valid JSON"]),
@@ -95,11 +98,11 @@ SPOILED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] 
     (
         "unfinished plan",
         lambda p: ((p / "manifest.json").unlink(), (p / "plan/plan.json").unlink()),
-        StoreError,
+        StoreIncomplete,
         ["plan is not finished", SAME_COMMAND],
     ),
-    ("missing shard", lambda p: (p / MOMENTS).unlink(), DamageError, [MOMENTS, "is missing", SAME_COMMAND]),
-    ("cut shard", lambda p: cut(p / MOMENTS), DamageError, [MOMENTS, "bytes, the manifest says", SAME_COMMAND]),
+    ("missing shard", lambda p: (p / MOMENTS).unlink(), DamageError, [MOMENTS, "is missing", REPAIR]),
+    ("cut shard", lambda p: cut(p / MOMENTS), DamageError, [MOMENTS, "bytes, the manifest says", REPAIR]),
     (
         "empty shard",
         lambda p: (p / "captions/embeddings/c/0/0").write_bytes(b""),
@@ -148,7 +151,7 @@ def test_a_store_that_is_not_whole_is_refused_when_opened(
 def test_an_edited_table_is_refused_when_read(name: str, attribute: str, copied: Path) -> None:
     flip_byte(copied / name)
     store = LatentStore(copied)  # its size is right
-    with pytest.raises(DamageError, match=rf"'{re.escape(name)}' differs from the manifest.*{SAME_COMMAND}"):
+    with pytest.raises(DamageError, match=rf"'{re.escape(name)}' differs from the manifest.*{REPAIR}"):
         getattr(store, attribute)
 
 
@@ -184,7 +187,9 @@ def test_an_incomplete_store_lists_only_what_is_committed(caption_store: LatentS
     whole = caption_store.records.to_pylist()
     for found, wanted in zip(store.records.to_pylist(), whole, strict=True):
         missing = wanted["bucket"] == "64x64"
-        assert found == (wanted | {"status": "planned", "checksum": None} if missing else wanted)
+        assert found == (
+            wanted | {"status": "planned", "checksum": None, "source_checksum": None} if missing else wanted
+        )
     assert store.captions.equals(caption_store.captions)
 
 
@@ -193,10 +198,11 @@ def test_the_checksums_of_an_incomplete_store_stand_beside_their_captions(
 ) -> None:
     # Shards of one caption at full length, of which the first is not committed (any more): the others must not move up.
     monkeypatch.setattr("leandit.datasets.layout.TOKEN_CHUNK_BYTES", 1)
-    text, plan = caption_store.spec.text, read_plan(copied)
+    text = caption_store.spec.text
     assert text is not None
     spec = caption_store.spec.model_copy(update={"shard_mib": 0})
-    shard_of = plan.offsets(spec) // text.max_tokens
+    plan = replace(read_plan(copied, 1), spec=spec)
+    shard_of = plan.layout.offsets // text.max_tokens
     assert shard_of.max() >= 2
     commits = {
         ("captions", shard): CommitRecord(
@@ -207,11 +213,13 @@ def test_the_checksums_of_an_incomplete_store_stand_beside_their_captions(
             shard=shard,
             files=[],
             checksums=[f"{i:016x}" for i in np.flatnonzero(shard_of == shard)],
+            source_checksums=[],
             rejects=[],
+            record_hash="",
         )
         for shard in range(1, int(shard_of.max()) + 1)
     }
-    found = merge_captions(spec, plan, commits)["checksum"].to_pylist()
+    found = merge_captions(plan, commits)["checksum"].to_pylist()
     assert found == [None if shard == 0 else i for i, shard in enumerate(shard_of.tolist())]
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from making import CPU, label_recipe, make_class_folder, no_progress, train_recipe, tree_digest
+from making import CPU, label_recipe, make_class_folder, no_progress, picture, train_recipe, tree_digest
 from safetensors.torch import load_file
 
-from leandit.datasets.errors import LeanditError, RecipeError, RunError, StoreIncomplete
+from leandit.datasets.errors import DamageError, LeanditError, RecipeError, RunError, StoreError, StoreIncomplete
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.train import checkpoint
@@ -37,17 +37,18 @@ def stores(label_store: LatentStore, caption_store: LatentStore) -> dict[str, Pa
 
 
 def run_to(
-    recipe: TrainRecipe, store: Path, run: Path, *, stop_at: int | None = None
+    recipe: TrainRecipe, store: Path, run: Path, *, stop_at: int | None = None, said: list[str] | None = None
 ) -> tuple[Outcome, list[StepReport]]:
-    """Train; with ``stop_at``, ask to stop while that step is reported."""
-    stop, seen = StopRequest(), []
+    """Train; with ``stop_at``, ask to stop while that step is reported; ``said`` takes the warnings."""
+    stop, seen, said = StopRequest(), [], [] if said is None else said
 
     def report(figures: StepReport) -> None:
         seen.append(figures)
         if figures.step == stop_at:
             stop.set()
 
-    return train(recipe, store_path=store, run=run, device=CPU, report=report, stop=stop), seen
+    outcome = train(recipe, store_path=store, run=run, device=CPU, report=report, stop=stop, warn=said.append)
+    return outcome, seen
 
 
 def constant(name: str, *overrides: str) -> TrainRecipe:
@@ -114,8 +115,9 @@ def test_a_run_that_was_stopped_twice_gives_the_bits_of_one_go(
     recipe = constant(name, "run.checkpoint_every=100")
     for stop_at in (2, 4):  # ends of epochs
         outcome, _ = run_to(recipe, stores[name], tmp_path / "run", stop_at=stop_at)
-        assert (outcome.step, outcome.finished) == (stop_at, False)
-    assert run_to(recipe, stores[name], tmp_path / "run")[0].finished
+        assert (outcome.first_step, outcome.step, outcome.finished) == (stop_at - 1, stop_at, False)
+    outcome, _ = run_to(recipe, stores[name], tmp_path / "run")
+    assert (outcome.first_step, outcome.finished) == (5, True)
     assert_equal_bits(whole[name], tmp_path / "run", 6)
 
 
@@ -382,3 +384,224 @@ def test_conditioning_is_dropped_at_the_rate_of_the_recipe(
     monkeypatch.setattr(Conditioner, "drop", watch)
     run_to(constant_steps(30, "conditioning.drop=0.3", "run.checkpoint_every=100"), stores["dit-s-4"], tmp_path / "run")
     assert torch.cat(seen).float().mean() == pytest.approx(0.3, abs=0.1)  # of 225 draws: three standard deviations
+
+
+# --- Revisions of the store -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """A store as it was with one, two and three revisions: 6, 9 and 12 pictures of 3 classes; do not change them."""
+    root, stores = tmp_path_factory.mktemp("grown"), {}
+    make_class_folder(root / "pictures", per_class=2)
+    for revision in (1, 2, 3):
+        if revision > 1:
+            for c in range(3):
+                picture(1000 * revision + c).save(root / f"pictures/n{c:03d}/{revision}x.png")
+        precompute(
+            label_recipe(), source_path=root / "pictures", store_path=root / "store", device=CPU, progress=no_progress
+        )
+        stores[revision] = shutil.copytree(root / "store", root / f"store-{revision}")
+    assert LatentStore(stores[3]).newest_revision == 3
+    return stores
+
+
+def growing(steps: int, revision: int = 0, *overrides: str) -> TrainRecipe:
+    """Two batches an epoch of revision 1, three of the others."""
+    return constant_steps(
+        steps,
+        "schedule.kind=constant",
+        "run.global_batch=4",
+        EVERY,
+        "run.keep_checkpoints=20",
+        f"run.revision={revision}",
+        *overrides,
+    )
+
+
+def revisions_of(run: Path) -> list[tuple[int, int]]:
+    """(revision, from step) of its head."""
+    return [(one["revision"], one["from_step"]) for one in json.loads((run / "run.json").read_text())["revisions"]]
+
+
+def epochs_of(run: Path) -> list[int]:
+    return [line[2] for line in metrics(run)]
+
+
+def root_hashes(store: Path) -> list[str | None]:
+    return [LatentStore(store, revision=revision).root_hash for revision in (1, 2, 3)]
+
+
+def test_a_run_reads_the_revision_that_it_began_with_and_says_that_there_is_a_newer_one(
+    grown: dict[int, Path], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    run_to(growing(6), grown[1], tmp_path / "whole", said=said)
+    run_to(growing(3), grown[1], tmp_path / "run", said=said)
+    assert said == []
+    outcome, _ = run_to(growing(6), grown[3], tmp_path / "run", said=said)
+    assert (outcome.first_step, outcome.finished) == (4, True)
+    assert said == ["store has revision 3, this run reads 1; move it with --set run.revision=3"]
+    assert revisions_of(tmp_path / "run") == [(1, 0)]
+    assert_equal_bits(tmp_path / "whole", tmp_path / "run", 6)
+    run_to(growing(6, 1), grown[3], tmp_path / "run", said=said)
+    assert len(said) == 1  # who names the revision knows of it
+
+
+def test_a_run_begins_with_the_newest_revision_or_the_one_that_is_asked_for(
+    grown: dict[int, Path], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    run_to(growing(4), grown[3], tmp_path / "newest", said=said)
+    run_to(growing(4, 2), grown[3], tmp_path / "second", said=said)
+    run_to(growing(4), grown[2], tmp_path / "then", said=said)
+    assert revisions_of(tmp_path / "newest") == [(3, 0)]
+    assert revisions_of(tmp_path / "second") == revisions_of(tmp_path / "then") == [(2, 0)]
+    assert said == []
+    assert_equal_bits(tmp_path / "second", tmp_path / "then", 4)
+    head = json.loads((tmp_path / "second/run.json").read_text())
+    assert head["revisions"][0]["root_hash"] == root_hashes(grown[3])[1]
+
+
+def test_a_run_that_is_moved_keeps_its_weights_and_begins_a_new_pass(grown: dict[int, Path], tmp_path: Path) -> None:
+    said: list[str] = []
+    run_to(growing(3), grown[1], tmp_path / "run")  # in the middle of epoch 1
+    before = weights(tmp_path / "run", 3)
+    outcome, _ = run_to(growing(7, 3), grown[3], tmp_path / "run", said=said)
+    assert (outcome.first_step, outcome.finished, said) == (4, True, [])
+    assert revisions_of(tmp_path / "run") == [(1, 0), (3, 3)]
+    assert epochs_of(tmp_path / "run") == [0, 0, 1, 2, 2, 2, 3]
+    assert [line[1] for line in metrics(tmp_path / "run")][3:6] == [6 + 4 + n for n in (4, 8, 12)]
+    head = json.loads((tmp_path / "run/run.json").read_text())
+    assert [one["root_hash"] for one in head["revisions"]] == [root_hashes(grown[3])[0], root_hashes(grown[3])[2]]
+    assert {name: torch.equal(t, before[name]) for name, t in weights(tmp_path / "run", 3).items()} == dict.fromkeys(
+        before, True
+    )
+    # From then on it stays there, and goes on bit for bit, also in pieces.
+    shutil.copytree(tmp_path / "run", tmp_path / "pieces")
+    for step in (5, 6, 7):
+        shutil.rmtree(tmp_path / f"pieces/checkpoint-{step}")
+    for steps in (5, 6, 7):
+        run_to(growing(steps), grown[3], tmp_path / "pieces", said=said)
+    assert said == []
+    assert_equal_bits(tmp_path / "run", tmp_path / "pieces", 7)
+
+
+def test_a_run_that_is_moved_at_the_end_of_an_epoch_skips_none(grown: dict[int, Path], tmp_path: Path) -> None:
+    run_to(growing(4), grown[1], tmp_path / "run")
+    run_to(growing(6, 2), grown[2], tmp_path / "run")
+    assert epochs_of(tmp_path / "run") == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_process_that_dies_between_the_move_and_the_first_checkpoint_loses_neither(
+    grown: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Crash(BaseException):
+        pass
+
+    def crash(*_: object) -> None:
+        raise Crash
+
+    for name in ("whole", "run"):
+        run_to(growing(3), grown[1], tmp_path / name)
+    run_to(growing(6, 2), grown[2], tmp_path / "whole")
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr("leandit.train.loop.save", crash)
+            with pytest.raises(Crash):
+                run_to(growing(6, 2), grown[2], tmp_path / "run")
+        assert revisions_of(tmp_path / "run") == [(1, 0), (2, 3)]
+    outcome, _ = run_to(growing(6), grown[2], tmp_path / "run")  # without the setting: it was moved
+    assert (outcome.first_step, outcome.finished) == (4, True)
+    assert_equal_bits(tmp_path / "whole", tmp_path / "run", 6)
+
+
+def test_a_run_may_be_moved_again_and_back(grown: dict[int, Path], tmp_path: Path) -> None:
+    said: list[str] = []
+    for steps, revision in ((2, 1), (4, 3), (6, 2), (8, 0)):
+        run_to(growing(steps, revision), grown[3], tmp_path / "run", said=said)
+    assert revisions_of(tmp_path / "run") == [(1, 0), (3, 2), (2, 4)]
+    assert said == ["store has revision 3, this run reads 2; move it with --set run.revision=3"]
+    assert epochs_of(tmp_path / "run") == sorted(epochs_of(tmp_path / "run"))
+    # Moved, and back before anything of it was kept: as if nothing had been.
+    run_to(growing(3, 1), grown[3], tmp_path / "back")
+    run_to(growing(3, 2), grown[3], tmp_path / "back")
+    run_to(growing(6, 1), grown[3], tmp_path / "back")
+    run_to(growing(6, 1), grown[3], tmp_path / "stayed")
+    assert_equal_bits(tmp_path / "stayed", tmp_path / "back", 6)
+
+
+def test_a_checkpoint_from_before_a_move_is_gone_on_with_where_the_later_ones_are_damaged(
+    grown: dict[int, Path], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    run_to(growing(3), grown[1], tmp_path / "run")
+    run_to(growing(5, 2), grown[2], tmp_path / "run")
+    for step in (3, 4, 5):
+        (tmp_path / f"run/checkpoint-{step}/ema.safetensors").write_bytes(b"")
+    outcome, _ = run_to(growing(5), grown[2], tmp_path / "run", said=said)
+    assert (outcome.first_step, outcome.finished, len(said)) == (3, True, 3)
+    assert revisions_of(tmp_path / "run") == [(1, 0), (2, 2)]
+    run_to(growing(2), grown[1], tmp_path / "whole")
+    run_to(growing(5, 2), grown[2], tmp_path / "whole")
+    assert_equal_bits(tmp_path / "whole", tmp_path / "run", 5)
+
+
+def change_root_hash(run: Path) -> None:
+    head = json.loads((run / "run.json").read_text())
+    head["revisions"][0]["root_hash"] = "0" * 64
+    (run / "run.json").write_text(json.dumps(head))
+
+
+@pytest.mark.parametrize("revision", [0, 1, 2])
+def test_a_store_whose_known_revision_has_another_root_hash_is_refused(
+    revision: int, grown: dict[int, Path], tmp_path: Path
+) -> None:
+    run_to(growing(2), grown[1], tmp_path / "run")
+    change_root_hash(tmp_path / "run")
+    before = tree_digest(tmp_path / "run")
+    with pytest.raises(RunError, match="root_hash of revision 1 was '0000"):
+        run_to(growing(4, revision), grown[3], tmp_path / "run")
+    assert tree_digest(tmp_path / "run") == before
+
+
+def test_a_revision_that_is_not_there_is_refused_and_a_way_on_is_named(grown: dict[int, Path], tmp_path: Path) -> None:
+    run_to(growing(3), grown[3], tmp_path / "run")
+    with pytest.raises(RunError, match=r"reads revision 3 .* only 1, 2 now.*run\.revision=2"):
+        run_to(growing(4), grown[2], tmp_path / "run")
+    with pytest.raises(StoreError, match="no complete revision 7"):
+        run_to(growing(4, 7), grown[3], tmp_path / "run")
+    run_to(growing(5, 2), grown[2], tmp_path / "run")  # as after the removal of a revision
+    assert revisions_of(tmp_path / "run") == [(3, 0), (2, 3)]
+
+
+def test_a_revision_with_other_classes_cannot_be_moved_to(tmp_path: Path) -> None:
+    source, store = make_class_folder(tmp_path / "pictures", per_class=2), tmp_path / "store"
+    precompute(label_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
+    run_to(growing(2), store, tmp_path / "run")
+    run_to(growing(2, 0, "model.num_classes=9"), store, tmp_path / "wide")
+    (source / "a-new-class").mkdir()  # first in order, so it moves the label of every other
+    picture(5).save(source / "a-new-class/0.png")
+    precompute(label_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
+    for run, more in (("run", []), ("wide", ["model.num_classes=9"])):
+        with pytest.raises(RunError, match="class"):
+            run_to(growing(4, 2, *more), store, tmp_path / run)
+        assert run_to(growing(4, 0, *more), store, tmp_path / run)[0].finished
+        assert revisions_of(tmp_path / run) == [(1, 0)]
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "", '{"revisions": []}'])
+def test_a_head_that_is_none_is_damage(content: str, grown: dict[int, Path], tmp_path: Path) -> None:
+    run_to(growing(1), grown[1], tmp_path / "run")
+    (tmp_path / "run/run.json").write_text(content)
+    with pytest.raises(DamageError, match=r"run\.json"):
+        run_to(growing(2), grown[1], tmp_path / "run")
+
+
+def test_a_process_that_died_before_the_head_was_there_hinders_nothing(grown: dict[int, Path], tmp_path: Path) -> None:
+    from leandit.datasets.files import temporary_beside
+
+    (tmp_path / "run").mkdir()
+    temporary_beside(tmp_path / "run/run.json").write_text("{")
+    assert run_to(growing(1), grown[1], tmp_path / "run")[0].finished
+    assert not list((tmp_path / "run").glob(".*"))

@@ -16,9 +16,10 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..datasets.errors import LeanditError, RecipeError, ResourceError
+from ..datasets.errors import DamageError, LeanditError, RecipeError, ResourceError, StoreIncomplete
+from ..train.stop import EXIT_RESUMABLE, StopRequest, Terminated
 
-EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES, EXIT_INTERRUPTED, EXIT_CTRL_C = 1, 2, 5, 75, 130
+EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES, EXIT_CTRL_C = 1, 2, 5, 130
 TRACEBACK = "--traceback"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -33,10 +34,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 # typer brings its own copy of click and exports only some of it.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-
-
-class Terminated(Exception):
-    """SIGTERM: stop now, resume later."""
 
 
 def _print_version(asked: bool) -> None:
@@ -57,14 +54,20 @@ def options(
 
 @app.command()
 def precompute(
+    context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
     source: Annotated[Path | None, typer.Option(help="Pictures: a folder, or a .tar.")] = None,
     store: Annotated[Path | None, typer.Option(help="Folder of the store; the same command again resumes.")] = None,
     device: Device = "auto",
     overrides: Overrides = None,
     dry_run: DryRun = False,
+    drop_gone: Annotated[bool, typer.Option("--drop-gone", help="Leave out records gone from the source.")] = False,
+    retry_rejected: Annotated[bool, typer.Option("--retry-rejected", help="Try rejected records again.")] = False,
+    new_revision: Annotated[
+        bool, typer.Option("--new-revision", help="Other encoders or settings: encode all anew, beside what is there.")
+    ] = False,
 ) -> None:
-    """Run every picture and caption through the encoders, exactly once.
+    """Run every picture and caption through the encoders, exactly once; again, it resumes, or adds what changed.
 
     Example: leandit precompute imagenet-256 --source imagenet/train --store imagenet-256
     """
@@ -78,36 +81,33 @@ def precompute(
         return
     if source is None or store is None:
         raise RecipeError("precompute: needed --source PATH and --store PATH (or --dry-run).")
-    signal.signal(signal.SIGTERM, _raise_terminated)
+    from ..precompute.growth import Options
     from ..precompute.pipeline import precompute as run
+    from .outcome import precompute_rows
     from .progress import ProgressLine
 
-    with ProgressLine() as progress:
-        report = run(loaded, source_path=source, store_path=store, device=torch_device(device), progress=progress)
-    manifest, rows = report.manifest, []
-    rows.append(("store", f"{store}: complete"))
-    rejected = f"{manifest.num_stored} stored + {manifest.num_rejected} rejected"
-    rows.append(("records", f"{manifest.num_planned} planned = {rejected}"))
-    if manifest.num_rejected:
-        rows.append(("", "why: 'leandit inspect' counts the reasons, records.parquet names each"))
-    if report.num_ignored:
-        rows.append(("ignored", f"{report.num_ignored} files that are no pictures by their name"))
-    rows.append(("buckets", ", ".join(f"{name}: {count}" for name, count in manifest.buckets.items())))
-    if manifest.num_captions:
-        rows.append(("captions", f"{manifest.num_captions} distinct, {manifest.num_caption_tokens} tokens"))
-    rows.append(("root hash", manifest.root_hash))
-    if report.num_encoded:
-        rate = report.num_encoded / report.total_seconds
-        rows.append(("this run", f"{report.num_encoded} pictures in {report.total_seconds:.1f} s, {rate:.1f} images/s"))
-        times = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in sorted(report.seconds.items()))
-        rows.append(("stages", f"{times}; bound by {report.bound_by}"))
-    else:
-        rows.append(("this run", "nothing to do, the store was complete"))
-    _print_rows(rows)
+    stop: StopRequest = context.obj
+    with ProgressLine() as line:
+
+        def progress(stage: str, done: int, total: int) -> None:
+            stop.check()
+            line(stage, done, total)
+
+        report = run(
+            loaded,
+            source_path=source,
+            store_path=store,
+            device=torch_device(device),
+            progress=progress,
+            options=Options(drop_gone=drop_gone, retry_rejected=retry_rejected),
+            new_revision=new_revision,
+        )
+    _print_rows(precompute_rows(report, store))
 
 
 @app.command()
 def train(
+    context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
     store: Annotated[Path | None, typer.Option(help="Store to train on.")] = None,
     run: Annotated[Path | None, typer.Option(help="Folder of the run; the same command again resumes.")] = None,
@@ -129,22 +129,13 @@ def train(
         return
     if store is None or run is None:
         raise RecipeError("train: needed --store PATH and --run PATH (or --dry-run).")
-    from ..train.loop import StopRequest
     from ..train.loop import train as train_run
     from ..train.meters import StepReport
     from ..train.state import autocast_dtype
     from .progress import ProgressLine
 
-    stop, caught = StopRequest(), []
-
-    def request_stop(number: int, _frame: object) -> None:
-        if caught and number == signal.SIGINT:
-            raise KeyboardInterrupt  # a second Ctrl-C does not wait for the step
-        caught.append(number)
-        stop.set()
-
-    signal.signal(signal.SIGTERM, request_stop)
-    signal.signal(signal.SIGINT, request_stop)
+    stop: StopRequest = context.obj
+    stop.catch(signal.SIGINT)
     where = torch_device(device)
     precision = loaded.run.precision
     if precision == "bf16" and autocast_dtype("bf16", where) is None:
@@ -166,10 +157,10 @@ def train(
         rows.append(("this run", f"from step {outcome.first_step}, at best {outcome.images_per_second:.1f} images/s"))
         rows.append(("loss", f"{outcome.losses[0]:.4f} at first, {outcome.losses[1]:.4f} at last"))
     if not outcome.finished:
-        rows.append(("state", "interrupted; a checkpoint is saved, run the same command again to go on"))
+        rows.append(("state", "interrupted; what was done is saved, run the same command again to go on"))
     _print_rows(rows)
     if not outcome.finished:
-        raise typer.Exit(EXIT_CTRL_C if caught and caught[0] == signal.SIGINT else EXIT_INTERRUPTED)
+        raise typer.Exit(EXIT_RESUMABLE if stop.is_terminated else EXIT_CTRL_C)
 
 
 @app.command()
@@ -177,6 +168,8 @@ def inspect(
     store: Annotated[Path, typer.Argument(help="Store to look at.")],
     key: Annotated[str | None, typer.Argument(help="Key of one record.")] = None,
     as_json: AsJson = False,
+    revision: Annotated[int, typer.Option(min=0, help="Revision of the store; 0: the newest.")] = 0,
+    rejects: Annotated[bool, typer.Option("--rejects", help="List every rejected record.")] = False,
     sheet: Annotated[Path | None, typer.Option(help="Write a contact sheet of decoded records here (PNG).")] = None,
     vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's own VAE.")] = None,
 ) -> None:
@@ -185,13 +178,16 @@ def inspect(
     Example: leandit inspect imagenet-256 --sheet sheet.png
     """
     from ..datasets.store import LatentStore
-    from .inspector import describe_record, render, render_record, summarise
+    from .inspector import describe_record, ledger, render, render_ledger, render_record, summarise
 
-    opened = LatentStore(store, allow_incomplete=True)
+    opened = LatentStore(store, revision=revision, allow_incomplete=True)
+    if rejects:
+        print(json.dumps(ledger(opened), indent=1) if as_json else render_ledger(ledger(opened)))
+        return
     if sheet:
         from .sheet import load_decoder, store_sheet
 
-        decoder = load_decoder(opened.spec.recipe["vae"], vae, torch_device("cpu"))
+        decoder = load_decoder(opened.spec.recipe.get("vae"), vae, torch_device("cpu"))
         sheet.parent.mkdir(parents=True, exist_ok=True)
         store_sheet(opened, decoder, count=24).save(sheet, format="PNG")
         print(f"leandit: contact sheet written to {sheet}", file=sys.stderr)
@@ -200,6 +196,60 @@ def inspect(
         print(json.dumps(values, indent=1))
     else:
         print(render_record(values) if key else render(values))
+
+
+@app.command()
+def verify(
+    store: Annotated[Path, typer.Argument(help="Store to check.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Sizes and records only, not every byte.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also encode a sample again, and compare.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Make what is damaged anew.")] = False,
+    source: Annotated[Path | None, typer.Option(help="Pictures, to encode again from.")] = None,
+    device: Device = "auto",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that a store holds the bytes that were written; name and repair what does not.
+
+    Example: leandit verify imagenet-256 --repair --source imagenet/train
+    """
+    from .checker import check, render
+    from .progress import ProgressLine
+
+    with ProgressLine() as progress:
+        found, done = check(
+            store,
+            quick=quick,
+            deep=deep,
+            repair=repair,
+            source=source,
+            device=lambda: torch_device(device),
+            overrides=overrides or [],
+            progress=progress,
+        )
+    print(json.dumps(found.to_json() | done, indent=1) if as_json else render(found, done))
+    if found.damaged:
+        raise typer.Exit(DamageError.exit_code)
+    if not found.complete:
+        raise typer.Exit(StoreIncomplete.exit_code)
+
+
+@app.command()
+def compact(store: Annotated[Path, typer.Argument(help="Store that has grown.")]) -> None:
+    """Copy what a store still uses into one revision and remove the earlier ones. Nothing is encoded.
+
+    Example: leandit compact imagenet-256
+    """
+    from ..datasets.compact import compact as run
+    from .progress import ProgressLine
+
+    with ProgressLine() as progress:
+        result = run(store, progress=progress)
+    rows = [("store", f"{store}: revision {result.manifest.revision}, {result.manifest.num_stored} records")]
+    gone = ", ".join(map(str, result.removed))
+    rows.append(("removed", f"revisions {gone}; {result.freed_bytes / 2**20:.1f} MiB freed" if gone else "nothing"))
+    rows.append(("root hash", result.manifest.root_hash))
+    _print_rows(rows)
 
 
 @app.command()
@@ -247,10 +297,8 @@ def demo(
 
     Example: leandit demo --out leandit-demo
     """
-    from ..train.loop import StopRequest
     from .demo import run_demo
 
-    signal.signal(signal.SIGTERM, _raise_terminated)
     out.mkdir(parents=True, exist_ok=True)
     run_demo(out, num_pictures=num_pictures, overrides=overrides or [], stop=StopRequest(), say=print)
 
@@ -283,33 +331,43 @@ def _print_rows(rows: list[tuple[str, str]]) -> None:
         print(f"{name:<12}{value}")
 
 
-def _raise_terminated(_number: int, _frame: object) -> None:
-    raise Terminated
-
-
 def main() -> None:
     """Run the command; the one place where an exception becomes a line and an exit code."""
+    stop = StopRequest()
+    stop.catch(signal.SIGTERM)
     try:
-        code = app(standalone_mode=False)
+        code = _run_command(stop)
+        stop.ignore(signal.SIGTERM)
+    except Terminated:
+        code = _fail("terminated; run the same command again to go on", EXIT_RESUMABLE)
+        stop.ignore(signal.SIGTERM)
+    sys.exit(code)
+
+
+def _run_command(stop: StopRequest) -> int:
+    try:
+        code = app(standalone_mode=False, obj=stop)
         if code == EXIT_CTRL_C:  # typer has caught a Ctrl-C itself
             _fail("interrupted; run the same command again to go on", code)
     except UsageError as error:
         error.show()  # pyright: ignore[reportAttributeAccessIssue]
         code = EXIT_USAGE
-    except Terminated:
-        code = _fail("terminated; run the same command again to go on", EXIT_INTERRUPTED)
     except LeanditError as error:
         code = _fail(str(error), error.exit_code)
     except MemoryError:
         code = _fail("out of memory. Use a smaller batch (see --set)", EXIT_RESOURCES)
-    except ModuleNotFoundError as error:
-        code = _fail(f"{error.name} is not installed. pip install 'leandit[all]'", EXIT_RESOURCES)
-    except Exception as error:  # noqa: BLE001 - the edge: nobody is above to catch it
-        what = f"{type(error).__name__}: {error}"
-        code = _fail(
-            f"unexpected {what}. Run again with '{TRACEBACK}' before the command, and report it", EXIT_UNEXPECTED
-        )
-    sys.exit(code if isinstance(code, int) else 0)
+    except Exception as error:  # the edge: nobody is above to catch it
+        if stop.is_terminated:  # an extension that is being imported makes an ImportError of whatever is raised
+            raise Terminated from error
+        code = _unexpected(error)
+    return code if isinstance(code, int) else 0
+
+
+def _unexpected(error: Exception) -> int:
+    if isinstance(error, ModuleNotFoundError):
+        return _fail(f"{error.name} is not installed. pip install 'leandit[all]'", EXIT_RESOURCES)
+    what = f"{type(error).__name__}: {error}"
+    return _fail(f"unexpected {what}. Run again with '{TRACEBACK}' before the command, and report it", EXIT_UNEXPECTED)
 
 
 def _fail(message: str, code: int) -> int:

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..datasets.files import canonical_json, write_atomic
+from ..datasets.files import write_atomic
+from ..datasets.hashing import canonical_json
 from ..datasets.store import LatentStore
 from ..precompute import config as precompute_config
 from ..precompute.pipeline import precompute

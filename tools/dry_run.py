@@ -16,18 +16,20 @@ from ..datasets.layout import latent_layouts
 from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
 from ..precompute.config import PrecomputeRecipe
+from ..precompute.decoder import Decoders
 from ..precompute.encoders import Encoders, load_encoders
-from ..precompute.images import decode_picture
+from ..precompute.growth import Fresh
 from ..precompute.model_files import local_folder
 from ..precompute.pipeline import describe_store
 from ..precompute.plan import PlannedPicture, num_threads, plan_captions, plan_pictures
-from ..precompute.sources import Source, list_source, read_record
+from ..precompute.sources import Source, caption_texts, list_source
 from ..train.config import TrainRecipe
 from ..train.models import build_model, check_model_name, check_sizes, model_spec
 from ..train.state import autocast_dtype, check_recipe
 from .progress import ProgressLine
 
 PROBE_RECORDS = 64  # encoded to estimate the time
+NO_LIMIT = {"max_reject_share": 1.0, "max_rejects_in_a_row": 1 << 62}  # a dry run counts all rejects
 
 
 def describe_precompute(recipe: PrecomputeRecipe, source_path: Path | None, device: torch.device) -> str:
@@ -40,12 +42,11 @@ def describe_precompute(recipe: PrecomputeRecipe, source_path: Path | None, devi
     if source_path is None:
         return "\n".join([*lines, "give --source to count its pictures"])
     source = list_source(source_path, recipe.source.kind)
-    with ProgressLine() as progress:
+    fresh = [Fresh(record) for record in source.records]
+    everything = recipe.model_copy(update={"source": recipe.source.model_copy(update=NO_LIMIT)})
+    with ProgressLine() as progress, Decoders(num_threads()) as decoders:
         pictures = plan_pictures(
-            source,
-            recipe,
-            num_threads=num_threads(),
-            progress=lambda done: progress("scan", done, len(source.records)),
+            source, fresh, everything, decoders, progress=lambda done: progress("scan", done, len(fresh))
         )
     rejects = Counter(picture.reject.reason for picture in pictures if picture.reject)
     buckets = Counter(bucket_name(*picture.bucket) for picture in pictures if picture.bucket)
@@ -93,7 +94,11 @@ def size_lines(
     )
     lines = [f"{'latents':<20}{latent_bytes / 2**20:>10.1f} MiB before any codec"]
     if spec.text:
-        captions, _ = plan_captions(source, pictures, encoders.tokenizer, recipe.text.max_tokens)
+        texts = [
+            [] if picture.reject else caption_texts(record)
+            for record, picture in zip(source.records, pictures, strict=True)
+        ]
+        captions, _ = plan_captions(texts, encoders.tokenizer, recipe.text.max_tokens)
         tokens = int(captions["num_tokens"].to_numpy().sum())
         size = tokens * spec.text.width * (2 if spec.text.dtype == "float16" else 4)
         lines.append(f"{'captions':<20}{size / 2**20:>10.1f} MiB, {captions.num_rows} distinct, {tokens} tokens")
@@ -111,14 +116,15 @@ def probe_seconds(
     planned = [(record, picture.bucket) for record, picture in zip(source.records, pictures, strict=True)]
     probe = [(record, bucket) for record, bucket in planned if bucket][:PROBE_RECORDS]
     start, done = time.perf_counter(), 0
-    for record, bucket in probe:
-        try:
-            data = read_record(source.root, record.path, record.offset, record.num_bytes)
-            pixels = decode_picture(data, bucket=bucket, crop=recipe.images.crop)
-        except RecordRejected:
-            continue
-        encoders.image.encode(pixels[None])
-        done += 1
+    with Decoders(1) as decoders:
+        for record, bucket in probe:
+            place = source.root / record.path, record.offset, record.num_bytes
+            try:
+                picture = decoders.picture(*place, bucket=bucket, crop=recipe.images.crop)
+            except RecordRejected:
+                continue
+            encoders.image.encode(picture.pixels[None])
+            done += 1
     return time.perf_counter() - start, done
 
 

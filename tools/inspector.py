@@ -32,6 +32,9 @@ def summarise(store: LatentStore) -> dict[str, Any]:
         "store": str(store.path),
         "format_version": spec.format_version,
         "complete": store.complete,
+        "revision": store.revision,
+        "newest_revision": store.newest_revision,
+        "unfinished_revision": store.unfinished_revision,
         "num_planned": records.num_rows,
         "num_stored": statuses.get("stored", 0),
         "num_rejected": statuses.get("rejected", 0),
@@ -87,8 +90,8 @@ def bytes_per_part(store: LatentStore) -> dict[str, int]:
     parts = {"latents": 0, "captions": 0, "tables and metadata": 0}
     for path, size in sizes.items():
         in_array = "/c/" in path or path.endswith("/c")
-        part = "latents" if path.startswith("buckets/") and in_array else "tables and metadata"
-        if path.startswith((f"{EMBEDDINGS}/c/", f"{NULL_EMBEDDING}/c/")):
+        part = "latents" if "buckets/" in path and in_array else "tables and metadata"
+        if f"{EMBEDDINGS}/c/" in path or f"{NULL_EMBEDDING}/c/" in path:
             part = "captions"
         parts[part] += size
     return parts | {"total": sum(sizes.values())}
@@ -140,7 +143,7 @@ def _moments_of(values: np.ndarray, spec: LatentSpec) -> tuple[np.ndarray, np.nd
 def _rows_to_scan(store: LatentStore) -> dict[str, np.ndarray]:
     """Rows of each bucket that are read: all of a store up to SCAN_BYTES, else evenly spread ones."""
     rows = {bucket: store.index(bucket).rows for bucket in store.buckets}
-    sizes = {bucket: store.latents(bucket).layout.row_bytes for bucket in rows}
+    sizes = {bucket: store.latents(bucket).row_bytes for bucket in rows}
     total = sum(len(rows[bucket]) * sizes[bucket] for bucket in rows)
     step = max(1, -(-total // SCAN_BYTES))
     return {bucket: found[::step] for bucket, found in rows.items()}
@@ -155,6 +158,9 @@ def render(summary: dict[str, Any]) -> str:
 
     line("store", summary["store"])
     line("state", "complete" if summary["complete"] else "INCOMPLETE: run the same precompute command again")
+    if summary["unfinished_revision"] and summary["complete"]:
+        line("", f"revision {summary['unfinished_revision']} is unfinished: run the same precompute command again")
+    line("revision", f"{summary['revision']} of {summary['newest_revision']}")
     line(
         "records",
         f"{summary['num_planned']} planned = {summary['num_stored']} stored + {summary['num_rejected']} rejected",
@@ -183,7 +189,7 @@ def render(summary: dict[str, Any]) -> str:
         lines.append(f"{channel:<20}{mean:>10.3f}{std:>10.3f}{mark}")
     lines.append(f"{stats['num_nonfinite']} rows are not finite, of {stats['num_rows_read']} read")
     lines += [f"  {where}" for where in stats["nonfinite"]]
-    return "\n".join(lines)
+    return "\n".join(printable(line) for line in lines)
 
 
 def _render_encoders(summary: dict[str, Any]) -> list[str]:
@@ -207,6 +213,27 @@ def _render_encoders(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
+def ledger(store: LatentStore) -> list[dict[str, Any]]:
+    """Every rejected record: key, stage, reason, detail, attempts, and the revision that rejected it."""
+    rejected = store.records.filter(pc.equal(store.records["status"], "rejected"))
+    return rejected.select(["key", "stage", "reason", "detail", "attempts", "revision"]).to_pylist()
+
+
+def render_ledger(rejects: list[dict[str, Any]]) -> str:
+    """The rejects as text, one a line."""
+    lines = [
+        f"{reject['reason']:<18}{reject['stage']:<8}{reject['key']}: {reject['detail']}"
+        + (f" (tried {reject['attempts']} times)" if reject["attempts"] > 1 else "")
+        for reject in rejects
+    ]
+    return "\n".join(printable(line) for line in [*lines, f"{len(rejects)} rejected"])
+
+
+def printable(text: str) -> str:
+    """Text without control characters, which a key or caption of others could bring onto the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:
     """Everything known of one record."""
     values: dict[str, Any] = {name: getattr(record, name) for name in Record.__dataclass_fields__}
@@ -221,10 +248,10 @@ def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:
     if record.status != "stored" or record.bucket is None:
         return values
     array = store.latents(record.bucket)
-    shard = record.row // array.layout.shard_rows
+    layout, shard = array.locate(record.row)
     row = array[record.row].astype(np.float64)
-    values["shard"] = array.layout.shard_path(shard)
-    values["commit"] = commit_path(f"buckets/{record.bucket}", shard)
+    values["shard"] = layout.shard_path(shard)
+    values["commit"] = commit_path(record.revision, f"buckets/{record.bucket}", shard)
     values["stored_shape"] = list(row.shape)
     values["finite"] = bool(np.isfinite(row).all())
     values["channel_mean"] = [_rounded(value) for value in row.mean(axis=(1, 2))]
@@ -245,4 +272,4 @@ def render_record(values: dict[str, Any]) -> str:
             lines += [f"{'caption':<20}{caption['text']}  ({caption['num_tokens']} tokens)" for caption in value]
         elif value is not None:
             lines.append(f"{name:<20}{value}")
-    return "\n".join(lines)
+    return "\n".join(printable(line) for line in lines)

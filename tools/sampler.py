@@ -14,7 +14,8 @@ import torch
 
 from ..datasets.buckets import bucket_size
 from ..datasets.errors import EncoderError, RecipeError, RunError, StoreError
-from ..datasets.files import canonical_json, read_json, write_atomic
+from ..datasets.files import write_atomic
+from ..datasets.hashing import canonical_json, read_json
 from ..datasets.latents import denormalise
 from ..datasets.loader import pad_captions
 from ..datasets.store import LatentStore

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from pydantic import ValidationError
 
-from ..datasets.errors import StoreError
+from ..datasets.errors import EncoderError, StoreError
 from ..datasets.store import LatentStore
 from ..precompute.config import VaeSection
 from ..precompute.encoders import ImageEncoder
@@ -92,7 +94,7 @@ def caption_of(store: LatentStore, caption_ids: Sequence[int], label: int, key: 
     return key
 
 
-def load_decoder(section: dict, vae: str | None, device: torch.device) -> ImageEncoder:
+def load_decoder(section: Any, vae: str | None, device: torch.device) -> ImageEncoder:
     """The VAE that a store or snapshot was made with, or another one that the user names.
 
     Args:
@@ -101,4 +103,8 @@ def load_decoder(section: dict, vae: str | None, device: torch.device) -> ImageE
     Raises: EncoderError: it is not to be had; the message says how to name another.
     """
     chosen = {"model": vae, "subfolder": "", "revision": ""} if vae else {}
-    return ImageEncoder(VaeSection.model_validate(section | chosen | {"dtype": "float32"}), device)
+    try:
+        wanted = VaeSection.model_validate(section | chosen | {"dtype": "float32"})
+    except (ValidationError, TypeError) as error:
+        raise EncoderError(f"the [vae] of the recipe is none ({error}). Name a VAE with --vae PATH.") from error
+    return ImageEncoder(wanted, device)

@@ -95,6 +95,9 @@ class RunSection(Section):
     """Newest checkpoints that stay."""
     log_every: Positive = 10
     """Steps between lines of metrics.jsonl."""
+    revision: Count = 0
+    """Revision of the store. 0: the newest when a run begins, then always the same; N: this one. A run that is moved to
+    another revision keeps weights, optimizer and averages, and begins a new pass over the data."""
     allow_incomplete: bool = False
     """Train on a store whose precompute has not finished."""
 

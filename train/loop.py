@@ -6,7 +6,7 @@ No encoder is imported here, nor by anything that this imports. All that is rand
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,29 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ..datasets.batches import keyed_hash
-from ..datasets.loader import Batch
+from ..datasets.loader import Batch, BatchLoader
 from .config import TrainRecipe
+from .head import open_store, read_head
 from .meters import Meters, StepReport, Window
 from .objectives import draw_times, loss_per_image
 from .optimizers import learning_rate
-from .state import TrainState, begin_or_resume, prepare, save
+from .state import TrainState, begin_or_resume, check_recipe, prepare, save
+from .stop import StopRequest
 
 
-class StopRequest:
-    """Set by a signal handler; the loop looks at it after each step."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def set(self) -> None:
-        """Ask the loop to save and stop."""
-        self._event.set()
-
-    def __bool__(self) -> bool:
-        return self._event.is_set()
+def print_warning(message: str) -> None:
+    """Say on stderr what went otherwise than planned."""
+    print(f"leandit: {message}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -67,26 +59,40 @@ def train(
     device: torch.device,
     report: Callable[[StepReport], None],
     stop: StopRequest,
+    warn: Callable[[str], None] = print_warning,
 ) -> Outcome:
-    """Train a model on a store; the same call again goes on from the newest checkpoint.
+    """Train a model on a store; the same call again goes on from the newest valid checkpoint.
 
     Args:
       report: called with the figures of every ``run.log_every`` steps.
       stop: set it to save a checkpoint after the current step and return.
+      warn: called with one line where a checkpoint is damaged, or the store has a newer revision than the run reads.
     Raises: LeanditError: before the first step, where recipe, store and run do not fit each other.
     """
-    # Open the store, build what trains.
-    state = prepare(recipe, store_path, device)
-    begin_or_resume(state, run, store_path)
-    first_step, seen_before, losses, fastest = state.step + 1, state.num_images, [], 0.0
+    # Open the revision that the run reads, build what trains.
+    check_recipe(recipe)
+    head = read_head(run)
+    state = prepare(recipe, open_store(recipe, store_path, run, head, warn), device)
+    stop.check()
+    begin_or_resume(state, run, head, warn)
+    first_step, seen_before, told = state.step + 1, state.num_images, list[StepReport]()
     if state.step >= recipe.run.steps:
         return Outcome(state.step, None, True, 0, None, 0.0)
 
     meters = Meters(run, step=state.step)
+    stop.check()
     window = Window()
     batches = endless(state.loader)
+    stopping = bool(stop)
+
+    def tell(epoch: int) -> None:
+        rate = state.optimizer.param_groups[0]["lr"]
+        told.append(window.report(step=state.step, num_images=state.num_images, epoch=epoch, learning_rate=rate))
+        meters.write(told[-1])
+        report(told[-1])
+
     try:
-        while state.step < recipe.run.steps and not stop:
+        while state.step < recipe.run.steps and not stopping:
             # One batch of one bucket.
             with window.waiting():
                 batch = next(batches).to(device)
@@ -94,32 +100,29 @@ def train(
             # Forward, backward, update, average.
             loss, grad_norm = train_step(state, batch)
             window.add(loss, grad_norm, len(batch))
+            stop.hold()  # the first step compiles, which is not worth waiting for; from here on each one is kept
 
             # Tell; before a checkpoint always, since a loss that is not finite must not be saved.
-            saving = bool(stop) or state.step % recipe.run.checkpoint_every == 0 or state.step == recipe.run.steps
-            if saving or state.step % recipe.run.log_every == 0:
-                figures = window.report(
-                    step=state.step,
-                    num_images=state.num_images,
-                    epoch=batch.epoch,
-                    learning_rate=state.optimizer.param_groups[0]["lr"],
-                )
-                meters.write(figures)
-                report(figures)
-                losses.append(figures.loss)
-                fastest = max(fastest, figures.images_per_second)
+            due = state.step % recipe.run.checkpoint_every == 0 or state.step == recipe.run.steps
+            if due or state.step % recipe.run.log_every == 0:
+                tell(batch.epoch)
 
-            # Save.
-            if saving:
+            # Save. The stop is looked at once a step and here, so that no run ends without having saved.
+            stopping = bool(stop)
+            if stopping and not window.is_empty:
+                tell(batch.epoch)
+            if stopping or due:
                 save(state, run)
     finally:
+        stop.release()
         meters.close()
-    ends = (losses[0], losses[-1]) if losses else None
+    ends = (told[0].loss, told[-1].loss) if told else None
+    fastest = max((figures.images_per_second for figures in told), default=0.0)
     finished = state.step >= recipe.run.steps
     return Outcome(state.step, first_step, finished, state.num_images - seen_before, ends, fastest)
 
 
-def endless(loader: StatefulDataLoader) -> Iterator[Batch]:
+def endless(loader: BatchLoader) -> Iterator[Batch]:
     """Batches of one epoch after the other."""
     while True:
         yield from loader

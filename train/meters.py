@@ -55,6 +55,11 @@ class Window:
         self._losses: list[Tensor] = []
         self._norms: list[Tensor] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """No step since the last report."""
+        return not self._losses
+
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time of the block as waiting for data."""

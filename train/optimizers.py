@@ -48,6 +48,16 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     }
 
 
+def expected_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Meta tensors with the names, shapes and dtypes of ``optimizer_tensors`` once AdamW has made a step."""
+    expected = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            expected |= {f"{name}/{field}": parameter.detach().to("meta") for field in ("exp_avg", "exp_avg_sq")}
+            expected[f"{name}/step"] = torch.empty((), dtype=torch.float32, device="meta")
+    return expected
+
+
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Undo ``optimizer_tensors``; the step counter stays where the optimizer keeps it, on the CPU unless fused."""
     parameters = dict(model.named_parameters())

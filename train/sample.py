@@ -16,6 +16,7 @@ from torch import Tensor
 from ..datasets.errors import RunError
 from ..datasets.schema import LatentSpec, TextSpec
 from . import checkpoint
+from .checkpoint import MODEL, NULL_CAPTION
 from .config import ObjectiveSection
 from .models import Conditioner, Conditioning, Denoiser, ModelSpec, build_model
 from .objectives import BETA_END, BETA_START, TRAIN_STEPS
@@ -61,9 +62,12 @@ def load_snapshot(run: Path, device: torch.device) -> Snapshot:
     except (KeyError, ValidationError) as error:
         raise RunError(f"snapshot '{saved.path}': its state is not valid ({error}).") from error
     model = build_model(spec, seed=0)
-    model.load_state_dict(saved.tensors("model"))
+    model.load_state_dict(saved.tensors(MODEL, model.state_dict()))
     model.to(device).eval().requires_grad_(False)
-    null = saved.tensors("null_caption")["embedding"].to(device) if spec.takes_text else None
+    null = None
+    if spec.takes_text and text:
+        wanted = torch.empty(text.max_tokens, text.width, device="meta")
+        null = saved.tensors(NULL_CAPTION, {"embedding": wanted})["embedding"].to(device)
     return Snapshot(
         path=saved.path,
         step=saved.state["step"],

@@ -1,42 +1,35 @@
-"""The state of a run: built from recipe and store, begun or resumed, saved.
+"""The state of a run: built from recipe and store, begun or resumed, saved. Nothing here takes a step.
 
-A run goes on only with what it was begun with; what differs is named. Nothing here takes a step.
+A run resumes from its newest valid checkpoint, and from all of it or not at all. What may differ stands in ``head.py``.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ..datasets.errors import RecipeError, RunError
-from ..datasets.files import canonical_json, read_json, sweep_strays, write_atomic
-from ..datasets.loader import make_loader
-from ..datasets.recipe import flatten, to_toml
+from ..datasets.errors import DamageError, RecipeError, RunError
+from ..datasets.files import sweep_strays, write_atomic
+from ..datasets.hashing import canonical_json
+from ..datasets.loader import BatchLoader, make_loader
+from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
 from . import checkpoint
+from .checkpoint import EMA, MODEL, NULL_CAPTION, OPTIMIZER, CheckpointDamage
 from .config import TrainRecipe
 from .ema import Ema
+from .head import RUN, Head, check_head, make_head
 from .models import Conditioner, Denoiser, ModelSpec, build_model, check_sizes, model_spec
-from .optimizers import build_optimizer, load_optimizer_tensors, optimizer_tensors
+from .optimizers import build_optimizer, expected_tensors, load_optimizer_tensors, optimizer_tensors
 
-RUN = "run.json"
 RECIPE = "recipe.toml"
-# Keys of the recipe that may differ when a run goes on: they change how far and how often, not what a step computes.
-FREE_ON_RESUME = {
-    "run.steps",
-    "run.checkpoint_every",
-    "run.keep_checkpoints",
-    "run.log_every",
-    "run.allow_incomplete",
-    "run.compile",
-    "run.activation_checkpointing",
-}
 
 
 @dataclass
@@ -44,11 +37,12 @@ class TrainState:
     """Everything that a step reads or changes."""
 
     recipe: TrainRecipe
+    store: LatentStore
     spec: ModelSpec
     model: Denoiser
     ema: Ema
     optimizer: torch.optim.AdamW
-    loader: StatefulDataLoader
+    loader: BatchLoader
     conditioner: Conditioner
     device: torch.device
     autocast_dtype: torch.dtype | None
@@ -57,14 +51,12 @@ class TrainState:
     extra: dict[str, Any] = field(default_factory=dict)  # of the snapshots: what is needed to sample
 
 
-def prepare(recipe: TrainRecipe, store_path: Path, device: torch.device) -> TrainState:
-    """Open the store and build model, averages, optimizer and loader.
+def prepare(recipe: TrainRecipe, store: LatentStore, device: torch.device) -> TrainState:
+    """Build model, averages, optimizer and loader.
 
     Raises: RecipeError, StoreError, RunError: something does not fit; nothing was written.
     """
-    check_recipe(recipe)
-    store = LatentStore(store_path, allow_incomplete=recipe.run.allow_incomplete)
-    spec = model_spec(recipe, store.spec, str(store_path))
+    spec = model_spec(recipe, store.spec, str(store.path))
     check_sizes(spec, store.spec.latent, list(store.buckets))
     loader = make_loader(store, global_batch=recipe.run.global_batch, seed=recipe.run.seed, pin=device.type == "cuda")
     model = build_model(spec, seed=recipe.run.seed).to(device)
@@ -81,6 +73,7 @@ def prepare(recipe: TrainRecipe, store_path: Path, device: torch.device) -> Trai
     vae = store.spec.vae
     return TrainState(
         recipe=recipe,
+        store=store,
         spec=spec,
         model=model,
         ema=ema,
@@ -131,84 +124,137 @@ def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if precision == "bf16" and has_bf16 else None
 
 
-def begin_or_resume(state: TrainState, run: Path, store_path: Path) -> None:
-    """Load the newest checkpoint of the run, or write the head of a new one.
+def begin_or_resume(state: TrainState, run: Path, head: Head | None, warn: Callable[[str], None]) -> None:
+    """Take all state from the newest valid checkpoint of the run, or write the head of a new one.
 
-    Raises: RunError: the run was begun with another model, store or recipe, or the folder holds something else.
+    Args:
+      head: of the run, None where there is none yet.
+      warn: told of damaged checkpoints; they are set aside, never deleted.
+    Raises: RunError: the run was begun with another model or recipe; DamageError: no checkpoint is valid any more.
     """
-    head = {
-        "store": os.path.relpath(store_path, run),
-        "root_hash": state.extra["root_hash"],
-        "spec": state.extra["spec"],
-        "recipe": state.recipe.model_dump(),
-    }
-    if (run / RUN).is_file():
-        check_head(run, read_json(run / RUN), head)
-    elif run.exists() and any(run.iterdir()):
-        raise RunError(f"run '{run}': the folder is not empty and no run of leandit. Give another --run.")
+    if head:
+        check_head(run, head, state.recipe, state.extra["spec"])
     run.mkdir(parents=True, exist_ok=True)
     sweep_strays(run)
-    write_atomic(run / RUN, canonical_json(head))
+    found = newest_valid(state, run, warn)
+    head_now = make_head(run, state.recipe, state.extra["spec"], state.store, head, found.step if found else 0)
+    write_atomic(run / RUN, canonical_json(head_now.model_dump()))
     write_atomic(run / RECIPE, to_toml(state.recipe).encode())
-    if found := checkpoint.find(checkpoint.CHECKPOINT, run):
-        restore(state, checkpoint.read(found[-1]))
+    if found:
+        restore(state, found, earlier={entry.root_hash for entry in head.revisions} if head else ())
 
 
-def check_head(run: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Refuse to go on with a run that computes something else, naming the fields.
+def newest_valid(state: TrainState, run: Path, warn: Callable[[str], None]) -> Loaded | None:
+    """Load the newest checkpoint that is whole, and set those aside that are newer and are not.
 
-    Raises: RunError.
+    Raises: DamageError: there are checkpoints, or were, and none is whole; RunError: it is of another model.
     """
-    there, here = flatten(found), flatten(wanted)
-    differing = [
-        key
-        for key in sorted(there.keys() | here.keys())
-        if there.get(key) != here.get(key) and key != "store" and key.removeprefix("recipe.") not in FREE_ON_RESUME
-    ]
-    if found["recipe"]["schedule"]["kind"] == "cosine" and there["recipe.run.steps"] != here["recipe.run.steps"]:
-        differing.append("recipe.run.steps")  # the cosine ends at the last step
-    if differing:
-        fields = "; ".join(f"{key} was {there.get(key)!r}, is {here.get(key)!r}" for key in differing[:4])
-        raise RunError(
-            f"run '{run}': begun with other settings: {fields}. "
-            "Give another --run, or go on with the settings in its recipe.toml."
+    problems: list[CheckpointDamage] = []
+    found = None
+    for path in reversed(checkpoint.find(checkpoint.CHECKPOINT, run)):
+        try:
+            found = load(state, path)
+            break
+        except CheckpointDamage as error:
+            problems.append(error)
+    aside = checkpoint.damaged(run)
+    if found is None and (problems or aside):
+        what = str(problems[0]) if problems else f"only '{aside[-1].name}' is left, and it is damaged."
+        raise DamageError(
+            f"run '{run}': not one valid checkpoint. {what} Training would begin from scratch: restore a checkpoint "
+            "from a copy, or give another --run."
         )
+    for problem in problems:
+        assert found is not None
+        name, renamed = problem.path.name, checkpoint.set_aside(problem.path).name
+        warn(
+            f"DAMAGED CHECKPOINT '{name}' of run '{run}': {problem.what}. It was renamed to '{renamed}'; "
+            f"the run goes on from '{found.path.name}' instead"
+        )
+    return found
+
+
+class _Progress(BaseModel, strict=True):
+    """What of a checkpoint's state resumes a run."""
+
+    spec: dict[str, Any]
+    num_images: Annotated[int, Field(ge=0)]
+    loader: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint in memory: checked against what the state has, and not applied yet."""
+
+    path: Path
+    step: int
+    progress: _Progress
+    model: dict[str, Tensor]
+    ema: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+def load(state: TrainState, path: Path) -> Loaded:
+    """Read a checkpoint and check every byte, name, shape and dtype of it; nothing is applied.
+
+    Raises: DamageError; RunError: it is of another model.
+    """
+    saved = checkpoint.read(path)
+    try:
+        progress = _Progress.model_validate(saved.state)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        what = f"'{checkpoint.STATE}': '{problem['loc'][0]}' is not valid: {problem['msg']}"
+        raise CheckpointDamage(path, what) from error
+    if progress.spec != state.extra["spec"]:
+        raise RunError(
+            f"checkpoint '{path}': of model {progress.spec}, this run has {state.extra['spec']}. Give another --run."
+        )
+    return Loaded(
+        path=path,
+        step=saved.state["step"],
+        progress=progress,
+        model=saved.tensors(MODEL, state.model.state_dict()),
+        ema=saved.tensors(EMA, state.ema.state_dict()),
+        optimizer=saved.tensors(OPTIMIZER, expected_tensors(state.model)),
+    )
+
+
+def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str | None] = ()) -> None:
+    """Take all state from a checkpoint; the place in the data first, since it may be refused.
+
+    Args:
+      earlier: root hashes of the revisions that the run has read; from one that is no longer read, a new pass begins.
+    Raises: RunError: the order of batches would be another.
+    """
+    state.loader.dataset.load_state_dict(loaded.progress.loader, earlier)
+    state.model.load_state_dict(loaded.model)
+    state.ema.load_state_dict(loaded.ema)
+    load_optimizer_tensors(state.optimizer, state.model, loaded.optimizer)
+    state.step, state.num_images = loaded.step, loaded.progress.num_images
 
 
 def save(state: TrainState, run: Path) -> None:
-    """Write a checkpoint and a snapshot of the current step."""
-    common = {"spec": state.extra["spec"]}
-    averaged = {"model": {**_buffers(state), **state.ema.state_dict()}}
+    """Write a snapshot and a checkpoint of the current step; older checkpoints go once this one has proven whole.
+
+    Raises: ResourceError: the disk is full; DamageError: it gives back other bytes. The older ones then stay.
+    """
+    averaged = {MODEL: {**_buffers(state), **state.ema.state_dict()}}
     if state.conditioner.null_caption is not None:
-        averaged["null_caption"] = {"embedding": state.conditioner.null_caption}
+        averaged[NULL_CAPTION] = {"embedding": state.conditioner.null_caption}
     checkpoint.save(checkpoint.SNAPSHOT, run, state.step, averaged, state.extra)
     groups = {
-        "model": state.model.state_dict(),
-        "ema": state.ema.state_dict(),
-        "optimizer": optimizer_tensors(state.optimizer, state.model),
+        MODEL: state.model.state_dict(),
+        EMA: state.ema.state_dict(),
+        OPTIMIZER: optimizer_tensors(state.optimizer, state.model),
     }
-    progress = {"num_images": state.num_images, "loader": state.loader.state_dict()}
-    checkpoint.save(checkpoint.CHECKPOINT, run, state.step, groups, common | progress)
-    checkpoint.prune(run, state.recipe.run.keep_checkpoints)
+    progress = _Progress(
+        spec=state.extra["spec"], num_images=state.num_images, loader=state.loader.dataset.state_dict()
+    )
+    proven = checkpoint.save(checkpoint.CHECKPOINT, run, state.step, groups, progress.model_dump())
+    checkpoint.prune(run, state.recipe.run.keep_checkpoints, proven=proven)
 
 
 def _buffers(state: TrainState) -> dict[str, Tensor]:
     saved = state.model.state_dict()
     return {name: saved[name] for name, _ in state.model.named_buffers() if name in saved}
-
-
-def restore(state: TrainState, saved: checkpoint.Saved) -> None:
-    """Take all state from a checkpoint.
-
-    Raises: RunError: it is of another model.
-    """
-    if saved.state.get("spec") != state.extra["spec"]:
-        raise RunError(
-            f"checkpoint '{saved.path}': of model {saved.state.get('spec')}, this run has {state.extra['spec']}. "
-            "Give another --run."
-        )
-    state.model.load_state_dict(saved.tensors("model"))
-    state.ema.load_state_dict(saved.tensors("ema"))
-    load_optimizer_tensors(state.optimizer, state.model, saved.tensors("optimizer"))
-    state.loader.load_state_dict(saved.state["loader"])
-    state.step, state.num_images = saved.state["step"], saved.state["num_images"]

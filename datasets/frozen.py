@@ -1,0 +1,307 @@
+"""The frozen plan of a revision: every row's place, fixed before the first encode, in a folder written as one.
+
+Whoever writes the folder first has planned the revision; all others go on with that plan. So coordinators that start at
+the same moment, or from a source that changes meanwhile, still make one store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet as pq
+import xxhash
+from pydantic import ValidationError
+
+from .buckets import bucket_size
+from .errors import DamageError, FormatVersionError, RecipeError, StoreIncomplete
+from .files import write_folder
+from .hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
+from .layout import CAPTIONS, PLAN, PLAN_HEAD, RECORDS, RevisionLayout, revision_prefix, revisions_with
+from .schema import CAPTIONS_SCHEMA, FORMAT_VERSION, RECORDS_SCHEMA, FileEntry, PlanHead, StoreSpec
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+VOLATILE_COLUMN = "source_mtime_ns"  # it says when a file was written, not what is in it
+MAX_LABEL = 1 << 31
+# How much a table may grow when it is read, for each byte of its file; far more than any of ours. A stored record has
+# 16 bytes of checksums alone, which no encoding shortens.
+MAX_ROWS_PER_BYTE, MAX_VALUES_PER_BYTE, MAX_TEXT_PER_BYTE = 4, 16, 256
+SMALL_TABLE = 1 << 16  # bytes that every table is allowed
+
+
+@dataclass(frozen=True)
+class FrozenPlan:
+    """The plan of one revision.
+
+    Args:
+      spec: what the revision says of itself.
+      revision: its number, from 1.
+      base: root hash of the revision that it builds on, "" for the first.
+      stack: earlier revisions whose arrays stay in use.
+      carried: files of earlier revisions that it reads: the root's metadata, and the arrays of its stack.
+      copies: its rows are copied from the base, not encoded (``leandit compact``).
+      listing: hash of the source's listing (keys, sizes, times), to tell whether the source has changed.
+      records: all records of the revision: RECORDS_SCHEMA's columns, then where each picture lies in the source. What
+        this revision makes has its number in ``revision``; the rest is carried over as it is.
+      captions: CAPTIONS_SCHEMA; those that this revision adds come last, sorted so that equal lengths lie together.
+      recorded_hash: as the store says it; computed where the plan is new.
+    """
+
+    spec: StoreSpec
+    revision: int
+    base: str
+    stack: tuple[int, ...]
+    carried: tuple[FileEntry, ...]
+    copies: bool
+    listing: str
+    records: pa.Table
+    captions: pa.Table
+    recorded_hash: str = ""
+
+    @cached_property
+    def hash(self) -> str:
+        """What commit records name: a hash of all that decides the bytes."""
+        if self.recorded_hash:
+            return self.recorded_hash
+        tables = [_digest(self.records.drop_columns([VOLATILE_COLUMN])), _digest(self.captions)]
+        return sha256_of([self.spec.fingerprint, self.revision, self.base, self.stack, self.copies, *tables])
+
+    @cached_property
+    def own_positions(self) -> np.ndarray:
+        """(N,) positions in the records table of the records with a row in this revision's arrays."""
+        own = self.records["revision"].to_numpy() == self.revision
+        return np.flatnonzero(own & (self.records["row"].to_numpy() >= 0))
+
+    @cached_property
+    def bucket_positions(self) -> dict[str, np.ndarray]:
+        """Of each bucket, (N,) positions in the records table by row; buckets in order of their size."""
+        buckets = np.array(self.records["bucket"].take(pa.array(self.own_positions)).to_pylist(), object)
+        rows = self.records["row"].to_numpy()[self.own_positions]
+        found = {}
+        for name in sorted(set(buckets.tolist()), key=bucket_size):
+            here = np.flatnonzero(buckets == name)
+            found[name] = self.own_positions[here[np.argsort(rows[here], kind="stable")]]
+        return found
+
+    @cached_property
+    def own_captions(self) -> pa.Table:
+        """The captions that this revision adds."""
+        return self.captions.slice(self.first_caption)
+
+    @cached_property
+    def first_caption(self) -> int:
+        """Id of the first caption that this revision adds."""
+        return int(np.searchsorted(self.captions["revision"].to_numpy(), self.revision))
+
+    @cached_property
+    def layout(self) -> RevisionLayout:
+        """Where everything of the revision lies."""
+        return RevisionLayout(
+            spec=self.spec,
+            revision=self.revision,
+            bucket_rows={name: len(positions) for name, positions in self.bucket_positions.items()},
+            num_tokens=self.own_captions["num_tokens"].to_numpy(),
+            has_null=self.spec.text is not None and not self.stack,
+        )
+
+
+def freeze_plan(root: Path, plan: FrozenPlan) -> FrozenPlan:
+    """Write the plan of a revision, unless there is one.
+
+    Returns: the plan that holds: this one, or the one that was there.
+    """
+    return plan if write_plan(root, plan, replace=False) else read_plan(root, plan.revision)
+
+
+def write_plan(root: Path, plan: FrozenPlan, *, replace: bool) -> bool:
+    """Write the folder of a plan; returns False where there is one that stays."""
+    tables = {RECORDS: table_bytes(plan.records), CAPTIONS: table_bytes(plan.captions)}
+    entries = []
+    for name, content in tables.items():
+        size, digest = xxh3_parts([content])
+        entries.append(FileEntry(path=name, bytes=size, xxh3_128=digest).model_dump())
+    head = {
+        "format_version": FORMAT_VERSION,
+        "revision": plan.revision,
+        "base": plan.base,
+        "stack": list(plan.stack),
+        "carried": [entry.model_dump() for entry in plan.carried],
+        "copies": plan.copies,
+        "listing": plan.listing,
+        "plan": plan.hash,
+        "spec": plan.spec.model_dump(),
+        "files": entries,
+    }
+    head |= {"sha256": sha256_of(head)}
+    folder = root / revision_prefix(plan.revision) / PLAN
+    return write_folder(folder, [*tables.items(), (PLAN_HEAD, canonical_json(head))], replace=replace)
+
+
+def planned_revisions(root: Path) -> list[int]:
+    """Revisions of a store that have a plan, in order."""
+    return revisions_with(root, f"{PLAN}/{PLAN_HEAD}")
+
+
+def read_plan(root: Path, revision: int) -> FrozenPlan:
+    """Read the frozen plan of a revision.
+
+    Raises: StoreIncomplete: there is none; DamageError: a file of it is not what was written.
+    """
+    folder = root / revision_prefix(revision) / PLAN
+    if not (folder / PLAN_HEAD).is_file():
+        raise StoreIncomplete(f"store '{root}': its plan is not finished. Run the same precompute command again.")
+    head = read_json(folder / PLAN_HEAD)
+    damaged = DamageError(
+        f"store '{root}': the plan of revision {revision} is damaged. Run 'leandit verify --repair --source PATH'."
+    )
+    if not isinstance(head, dict) or head.pop("sha256", None) != sha256_of(head):
+        raise damaged
+    if head.get("format_version") != FORMAT_VERSION:
+        raise FormatVersionError(
+            f"store '{root}': its plan has format version {head.get('format_version')}, this release reads "
+            f"{FORMAT_VERSION}. Use the release that wrote it, or precompute again."
+        )
+    try:
+        said = PlanHead.model_validate(head)
+    except ValidationError as error:
+        raise damaged from error
+    if said.revision != revision:
+        raise damaged
+    for name, entry in zip((RECORDS, CAPTIONS), said.files, strict=True):
+        if not (folder / name).is_file() or xxh3_file(folder / name) != entry.xxh3_128:
+            raise damaged
+    records, captions = read_table(folder / RECORDS), read_table(folder / CAPTIONS)
+    if problem := table_problem(said.spec, revision, records, captions.num_rows, captions) or _place_problem(
+        records, revision
+    ):
+        raise DamageError(f"{damaged} It says what cannot be: {problem}.")
+    return FrozenPlan(
+        spec=said.spec,
+        revision=revision,
+        base=said.base,
+        stack=tuple(said.stack),
+        carried=tuple(said.carried),
+        copies=said.copies,
+        listing=said.listing,
+        records=records,
+        captions=captions,
+        recorded_hash=said.plan,
+    )
+
+
+def table_problem(
+    spec: StoreSpec, revision: int, records: pa.Table, num_captions: int, captions: pa.Table | None = None
+) -> str:
+    """What cannot be in the tables of a revision, or "": numbers that would lead outside of its arrays and tables."""
+    for name in pc.unique(records["bucket"]).drop_null().to_pylist():
+        try:
+            sides = bucket_size(name)
+        except RecipeError:
+            return f"a bucket named {name[:40]!r}"
+        if min(sides) < spec.latent.downscale:
+            return f"bucket {name!r}, smaller than one place of a latent"
+    bounds: list[tuple[str, pa.ChunkedArray, int, int]] = [
+        ("revision", records["revision"], 1, revision),
+        ("row", records["row"], -1, 1 << 40),
+        ("label", records["label"], -1, MAX_LABEL),
+        ("caption id", pc.list_flatten(records["caption_ids"]), 0, num_captions - 1),
+    ]
+    if captions is not None:
+        longest = spec.text.max_tokens if spec.text else 0
+        bounds += [("revision", captions["revision"], 1, revision), ("length", captions["num_tokens"], 1, longest)]
+        revisions = captions["revision"].to_numpy()
+        if np.any(np.diff(revisions) < 0):
+            return "captions that are not in order of their revision"
+    for what, values, low, high in bounds:
+        found = pc.min_max(values).as_py()
+        if values.null_count or (len(values) and not low <= found["min"] <= found["max"] <= high):
+            return f"a {what} of {found['min']} to {found['max']}, it must be {low} to {high}"
+    return ""
+
+
+def _place_problem(records: pa.Table, revision: int) -> str:
+    """Rows of a bucket that are not 0, 1, 2, ..., or ""."""
+    own = records.filter(pc.and_(pc.equal(records["revision"], revision), pc.greater_equal(records["row"], 0))).select(
+        ["bucket", "row"]
+    )
+    if own["bucket"].null_count:
+        return "a row without a bucket"
+    for part in (
+        own.group_by("bucket").aggregate([("row", "max"), ("row", "count_distinct"), ("row", "count")]).to_pylist()
+    ):
+        if not part["row_max"] + 1 == part["row_count_distinct"] == part["row_count"]:
+            return f"rows of bucket {part['bucket']!r} that do not follow each other"
+    return ""
+
+
+def table_bytes(table: pa.Table) -> bytes:
+    """A table as the bytes of a Parquet file."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", write_statistics=True)
+    return sink.getvalue().to_pybytes()
+
+
+def read_table(path: Path) -> pa.Table:
+    """Read a Parquet table of ours, whose hash was checked before.
+
+    Raises: DamageError: it is none, has not the columns of its name, or claims more than its file can hold.
+    """
+    wanted = {RECORDS: RECORDS_SCHEMA, CAPTIONS: CAPTIONS_SCHEMA}[path.name]
+    try:
+        # Arrow's own memory, not Python's: one of its threads may let go of it when the process is ending, and to ask for
+        # Python's lock then would abort a command that has just succeeded.
+        with pa.OSFile(str(path)) as file:
+            content = file.read_buffer()
+        _check_parquet(content, wanted)
+        table = pq.ParquetFile(pa.BufferReader(content)).read()
+        table.validate(full=True)  # offsets, and that text is UTF-8
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DamageError(f"table '{path}': not a readable Parquet file of ours ({error}).") from error
+    never_null = ("key", "revision", "row", "label", "status", "text", "num_tokens", "truncated")
+    if nulls := [name for name in never_null if name in wanted.names and table[name].null_count]:
+        raise DamageError(f"table '{path}': nulls in column '{nulls[0]}', where there are none.")
+    return table
+
+
+def _check_parquet(content: pa.Buffer, wanted: pa.Schema) -> None:
+    """Refuse a table that would fill the memory: repeated values take no space in a file.
+
+    Raises: ValueError, pa.ArrowException.
+    """
+    room = len(content) + SMALL_TABLE
+    file = pq.ParquetFile(pa.BufferReader(content))
+    if [(field.name, field.type) for field in file.schema_arrow][: len(wanted)] != [(f.name, f.type) for f in wanted]:
+        raise ValueError("its columns are not those of its name")
+    metadata = file.metadata
+    if metadata.num_rows > MAX_ROWS_PER_BYTE * room:
+        raise ValueError(f"it claims {metadata.num_rows} rows in {len(content)} bytes")
+    # Reads every value, a few at a time, and keeps none. Without it, asking a damaged footer what a column claims ends
+    # the process: that pyarrow does not turn into an exception (26.0).
+    if file.scan_contents() != metadata.num_rows:
+        raise ValueError(f"it has not the {metadata.num_rows} rows that it claims")
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    for column in range(metadata.num_columns):
+        parts = [group.column(column) for group in groups]
+        values, size = sum(p.num_values for p in parts), sum(p.total_uncompressed_size for p in parts)
+        if values > MAX_VALUES_PER_BYTE * room or size > MAX_TEXT_PER_BYTE * room:
+            raise ValueError(f"column {column} claims {values} values of {size} bytes in {len(content)} bytes")
+    texts = [field.name for field in wanted if field.type == pa.string()]
+    file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=texts)
+    for name in texts:  # a long text that stands there once can be named in every row
+        size = 0
+        for chunk in file.read(columns=[name]).column(0).chunks:
+            lengths = pc.binary_length(chunk.dictionary).take(chunk.indices)
+            size += pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0
+        if size > MAX_TEXT_PER_BYTE * room:
+            raise ValueError(f"column '{name}' would be {size} bytes, from a file of {len(content)}")
+
+
+def _digest(table: pa.Table) -> str:
+    """Hash of a table's values."""
+    return xxhash.xxh3_128_hexdigest(table_bytes(table.combine_chunks()))

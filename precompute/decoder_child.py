@@ -1,0 +1,136 @@
+"""The child process that reads and decodes pictures of others; ``decoder.py`` starts it, asks it and ends it.
+
+A decoder written in C may crash, hang or eat the memory on hostile bytes: here it costs one picture. Nothing is
+unpickled on either side: a message is JSON, or the bare bytes of the pixels. Only what decodes is imported, so that a
+fresh child is there in a fraction of a second.
+
+    python -m leandit.precompute.decoder_child SOCKET TIMEOUT_SECONDS MEMORY_MIB PARENT_PID
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import signal
+import stat
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import xxhash
+from PIL import Image
+
+from ..datasets.errors import RecordRejected
+from .images import PROGRAMMING_ERRORS, decode_sized, read_size
+
+READY = b"ready"
+PARENT_CHECK_SECONDS = 5.0
+
+Answer = tuple[dict[str, Any], np.ndarray | None]
+"""What is known of a picture, and its pixels where they were asked for."""
+
+
+def read_bytes(path: str, offset: int, num_bytes: int, stage: str) -> bytes:
+    """Read the bytes of one picture, of a regular file only: nothing else can be trusted to end.
+
+    Raises: RecordRejected: unreadable, or shorter than it was listed.
+    """
+    name = os.path.basename(path)
+    try:
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise RecordRejected(stage, "unreadable", f"not a regular file: {name}")
+            if offset == 0 and found.st_size > num_bytes:  # a picture in a tar never lies at its beginning
+                detail = f"{name} has {found.st_size} bytes, {num_bytes} were planned"
+                raise RecordRejected(stage, "source_changed", detail)
+            # Looked at before the read, which makes room for all that is asked for.
+            data = b""
+            if offset + num_bytes <= found.st_size:
+                file.seek(offset)
+                data = file.read(num_bytes)
+    except OSError as error:
+        raise RecordRejected(stage, "unreadable", f"{error.strerror or error}: {name}") from error
+    except ValueError as error:  # a NUL in the name
+        raise RecordRejected(stage, "unreadable", f"{error}: {name!r}") from error
+    if len(data) != num_bytes:
+        left = max(0, found.st_size - offset)
+        raise RecordRejected(stage, "source_changed", f"{left} bytes of {num_bytes} are left in {name}")
+    return data
+
+
+def answer(job: dict[str, Any]) -> Answer:
+    """Do one job.
+
+    Args:
+      job: path, offset, num_bytes, stage; and for stage "decode": bucket (height_px, width_px), crop.
+    Returns: "size" (height_px, width_px) of the upright picture, and of a decoded one its "checksum" and its pixels.
+    Raises: RecordRejected.
+    """
+    data = read_bytes(job["path"], job["offset"], job["num_bytes"], job["stage"])
+    if job["stage"] == "scan":
+        return {"size": read_size(data)}, None
+    height_px, width_px = job["bucket"]
+    pixels, size = decode_sized(data, bucket=(height_px, width_px), crop=job["crop"])
+    return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data)}, pixels
+
+
+def serve(
+    connection: Connection, timeout_seconds: float, parent: int, answer: Callable[[dict[str, Any]], Answer]
+) -> None:
+    """Answer jobs until the parent is gone."""
+    connection.send_bytes(READY)
+    while True:
+        # A copy of the parent's end in another of its children would keep the end of the stream from being seen.
+        while not connection.poll(PARENT_CHECK_SECONDS):
+            if os.getppid() != parent:
+                return
+        job = json.loads(connection.recv_bytes())
+        signal.alarm(math.ceil(2 * timeout_seconds))  # the parent ends a child that hangs, unless it is dead itself
+        head: dict[str, Any]
+        pixels = None
+        try:
+            head, pixels = answer(job)
+        except RecordRejected as reject:
+            head = {"reject": (reject.stage, reject.reason, reject.detail)}
+        except MemoryError:
+            head = {"reject": (job["stage"], "too_large", "more memory than a decoder may take")}
+        except PROGRAMMING_ERRORS:
+            head = {"error": traceback.format_exc()}
+        if pixels is not None:
+            head["shape"] = pixels.shape
+        connection.send_bytes(json.dumps(head).encode())
+        if pixels is not None:
+            connection.send_bytes(np.ascontiguousarray(pixels).data.cast("B"))
+        signal.alarm(0)
+
+
+def limit(memory_mib: int) -> None:
+    """Cap the memory of this process, forbid core files, leave the end to the parent."""
+    for kind, wanted in ((resource.RLIMIT_AS, memory_mib << 20), (resource.RLIMIT_CORE, 0)):
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (wanted, wanted) if hard == resource.RLIM_INFINITY else (min(wanted, hard), hard))
+    # A stop request goes to all processes of a job, but the pictures that the parent waits for are still to come.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    warnings.simplefilter("error", Image.DecompressionBombWarning)
+
+
+def main(answer: Callable[[dict[str, Any]], Answer] = answer) -> None:
+    """Serve the socket that the command line names."""
+    descriptor, timeout_seconds, memory_mib, parent = sys.argv[1:]
+    limit(int(memory_mib))
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent closed the socket: that is how it ends
+        serve(Connection(int(descriptor)), float(timeout_seconds), int(parent), answer)
+
+
+if __name__ == "__main__":
+    main()

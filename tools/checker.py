@@ -1,0 +1,136 @@
+"""``leandit verify``: check a store, encode a sample again, repair what is damaged; as text or as values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..datasets.errors import RecipeError
+from ..datasets.findings import HARMLESS, Finding
+from ..datasets.store import read_spec, sealed_revisions
+from ..datasets.verify import Verification, verify_store
+from .inspector import printable
+
+if TYPE_CHECKING:
+    from ..precompute.repair import Tools
+
+DEEP_RECORDS = 64
+SHOWN = 50  # findings in the text; --json has all
+
+Progress = Callable[[str, int, int], None]
+
+
+def check(
+    store: Path,
+    *,
+    quick: bool,
+    deep: bool,
+    repair: bool,
+    source: Path | None,
+    device: Any,
+    overrides: list[str],
+    progress: Progress,
+) -> tuple[Verification, dict[str, Any]]:
+    """Verify a store, and repair it or encode a sample again where asked.
+
+    Args:
+      device: gives the torch device; only called where something is encoded.
+    Returns: what is (still) wrong, and what else was done.
+    Raises: RecipeError: encoding needs a source.
+    """
+    if deep and source is None:
+        raise RecipeError("verify --deep: encoding a sample again needs the pictures. Give --source PATH.")
+    done: dict[str, Any] = {}
+    found = verify_store(store, quick=quick and not repair)
+    if repair and found.findings:
+        from ..datasets.mend import mend_without_encoding
+
+        done["before"] = len(found.findings)
+        found = mend_without_encoding(store, found)
+        if found.damaged and source:
+            from ..precompute.repair import repair as encode_again
+
+            with loaded_tools(store, source, device(), overrides) as tools:
+                found = encode_again(store, tools, found, progress)
+    if deep and source and not found.damaged and found.revisions:
+        from ..precompute.deep import deep_check
+
+        with loaded_tools(store, source, device(), overrides) as tools:
+            sample = deep_check(store, tools, num_records=DEEP_RECORDS, seed=0)
+        found.findings += sample.findings
+        done["deep"] = asdict(sample) | {"findings": len(sample.findings)}
+    elif deep:
+        done["deep"] = None  # what is damaged, or nowhere complete, is not worth encoding again
+    return found, done
+
+
+@contextmanager
+def loaded_tools(store: Path, source: Path, device: Any, overrides: list[str]) -> Iterator[Tools]:
+    """Source and encoders of a store, by its own recipe.
+
+    Raises: FingerprintMismatch: the encoders are not those that made the newest revision.
+    """
+    from ..datasets.recipe import parse_with_overrides
+    from ..precompute.config import PrecomputeRecipe
+    from ..precompute.decoder import Decoders
+    from ..precompute.encoders import load_encoders
+    from ..precompute.opening import check_fingerprint
+    from ..precompute.pipeline import describe_store
+    from ..precompute.plan import num_threads
+    from ..precompute.repair import Tools
+    from ..precompute.sources import list_source
+
+    spec = read_spec(store, (sealed_revisions(store) or [1])[-1])
+    recipe = parse_with_overrides(str(store), PrecomputeRecipe, spec.recipe, overrides)
+    listed, encoders = list_source(source, recipe.source.kind), load_encoders(recipe, device)
+    check_fingerprint(store, spec, describe_store(recipe, listed, encoders))
+    with Decoders(num_threads()) as decoders:
+        yield Tools(listed, recipe, spec.fingerprint, encoders, decoders)
+
+
+def render(found: Verification, done: dict[str, Any]) -> str:
+    """A verification as text: what was checked, the findings, what to do."""
+    rate = f"{found.num_bytes / 2**20:.1f} MiB in {found.seconds:.1f} s, {found.mib_per_second:.0f} MiB/s"
+    lines = [
+        f"{'store':<12}{found.store}",
+        f"{'revisions':<12}{', '.join(map(str, found.revisions)) or 'none complete'}",
+        f"{'checked':<12}{found.mode}: {found.num_files} files, {rate}; {found.num_records} records",
+    ]
+    if "before" in done:
+        lines.append(f"{'repaired':<12}{done['before']} findings before, {len(found.findings)} now")
+    if "deep" in done:
+        lines.append(f"{'deep':<12}{_deep_line(done['deep']) if done['deep'] else 'not done: see below'}")
+    lines += [_finding_line(finding) for finding in found.findings[:SHOWN]]
+    if len(found.findings) > SHOWN:
+        lines.append(f"{'':<12}and {len(found.findings) - SHOWN} more: see --json")
+    lines.append(f"{'state':<12}{_state(found)}")
+    return "\n".join(printable(line) for line in lines)
+
+
+def _deep_line(deep: dict[str, Any]) -> str:
+    return (
+        f"{deep['num_records']} records and {deep['num_captions']} captions encoded again: {deep['num_exact']} equal "
+        f"bit for bit, {deep['num_close']} within rounding, {deep['findings']} not"
+    )
+
+
+def _finding_line(finding: Finding) -> str:
+    return f"{finding.cause:<16}{finding.line()}"
+
+
+def _state(found: Verification) -> str:
+    if found.damaged:
+        causes = {finding.cause for finding in found.findings} - HARMLESS
+        if causes == {"stray"}:
+            return "files that are not the store's: remove them yourself, nothing here touches them"
+        if "not_reproduced" in causes:
+            return "DAMAGED: see above"
+        return "DAMAGED: run 'leandit verify --repair --source PATH'"
+    if found.compacting:
+        return f"whole so far, but being compacted: run 'leandit compact {found.store}' again"
+    if not found.complete:
+        return "whole so far, but incomplete: run the same precompute command again"
+    return "whole" if not found.findings else "whole; what is listed above does no harm"

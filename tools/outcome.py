@@ -1,0 +1,51 @@
+"""What a precompute did, as rows for a person."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..precompute.growth import Comparison
+from ..precompute.pipeline import Report
+
+
+def precompute_rows(report: Report, store: Path) -> list[tuple[str, str]]:
+    """Name and value of each line."""
+    manifest, rows = report.manifest, []
+    rows.append(("store", f"{store}: complete, revision {manifest.revision}"))
+    rejected = f"{manifest.num_stored} stored + {manifest.num_rejected} rejected"
+    rows.append(("records", f"{manifest.num_planned} planned = {rejected}"))
+    if manifest.num_rejected:
+        rows.append(("", f"why: 'leandit inspect {store} --rejects' names each, with its reason"))
+    if report.num_ignored:
+        rows.append(("ignored", f"{report.num_ignored} files that are no pictures by their name"))
+    if report.changes:
+        rows += change_rows(report.changes)
+    rows.append(("buckets", ", ".join(f"{name}: {count}" for name, count in manifest.buckets.items())))
+    if manifest.num_captions:
+        rows.append(("captions", f"{manifest.num_captions} distinct, {manifest.num_caption_tokens} tokens"))
+    rows.append(("root hash", manifest.root_hash))
+    if report.num_encoded:
+        rate = report.num_encoded / report.total_seconds
+        rows.append(("this run", f"{report.num_encoded} pictures in {report.total_seconds:.1f} s, {rate:.1f} images/s"))
+        times = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in sorted(report.seconds.items()))
+        rows.append(("stages", f"{times}; bound by {report.bound_by}"))
+    else:
+        rows.append(("this run", "no picture to encode, the store was complete"))
+    return rows
+
+
+def change_rows(changes: Comparison) -> list[tuple[str, str]]:
+    """What the source has become since the revision before."""
+    counts = {
+        "new": changes.num_added,
+        "changed": changes.num_changed,
+        "tried again": changes.num_retried,
+        "with another label or caption": changes.num_described,
+        "gone": changes.num_gone,
+    }
+    said = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    rows = [("source", f"since the revision before: {said}" if said else "nothing has changed")]
+    if changes.num_gone:
+        fate = "left out" if changes.num_dropped else "still in the store (--drop-gone leaves them out)"
+        rows.append(("", f"what is gone from the source is {fate}"))
+    return rows
