@@ -254,8 +254,8 @@ def read_table(path: Path) -> pa.Table:
     """
     wanted = {RECORDS: RECORDS_SCHEMA, CAPTIONS: CAPTIONS_SCHEMA}[path.name]
     try:
-        # Arrow's own memory, not Python's: one of its threads may let go of it when the process is ending, and to ask for
-        # Python's lock then would abort a command that has just succeeded.
+        # Arrow's own memory, not Python's: one of its threads may let go of it when the process is ending, and to ask
+        # for Python's lock then would abort a command that has just succeeded.
         with pa.OSFile(str(path)) as file:
             content = file.read_buffer()
         _check_parquet(content, wanted)

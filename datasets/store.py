@@ -208,7 +208,7 @@ class LatentStore:
         labels = table["label"].to_numpy()
         if len(labels) and not -1 <= labels.min() <= labels.max() < self.num_classes:
             raise DamageError(
-                f"store '{self.path}': bucket '{bucket}' has label {labels.max()}, there are {self.num_classes} classes. "
+                f"store '{self.path}': bucket '{bucket}' has label {labels.max()}, with {self.num_classes} classes. "
                 f"{REPAIR}"
             )
         captions = table["caption_ids"].combine_chunks()
