@@ -28,8 +28,9 @@ from .layout import (
     bucket_part,
     revision_prefix,
 )
+from .revisions import sealed_revisions
 from .schema import CAPTIONS_SCHEMA, Manifest
-from .store import LatentStore, sealed_revisions
+from .store import LatentStore
 from .writer import StoreWriter, row_checksum
 
 OF_FIRST_REVISION = (PLAN, RECORDS, CAPTIONS, "buckets", "captions", "commits")  # in the order of their removal

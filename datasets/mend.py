@@ -19,8 +19,8 @@ from .findings import shard_place
 from .frozen import FrozenPlan, planned_revisions, read_plan, read_table, write_plan
 from .hashing import canonical_json, xxh3_file, xxh3_parts
 from .layout import CAPTION_PART, CAPTIONS, GROUP, NULL_PART, RECORDS, commit_path, group_json, revision_prefix
+from .revisions import read_spec
 from .schema import CAPTIONS_SCHEMA, FORMAT_VERSION, CommitRecord, FileEntry, Manifest, Reject
-from .store import read_spec
 from .verify import Verification, verify_store
 from .writer import StoreWriter, row_checksum
 

@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-from pydantic import ValidationError
 
 from .arrays import ShardedArray
 from .buckets import bucket_size
 from .commits import merge_captions, merge_records, read_commits, read_manifest
-from .errors import DamageError, FormatVersionError, StoreError, StoreIncomplete, StoreNotFound
+from .errors import DamageError, StoreError, StoreIncomplete
 from .frozen import planned_revisions, read_plan, read_table, table_problem
 from .hashing import read_json, xxh3_file
 from .layout import (
@@ -32,21 +31,19 @@ from .layout import (
     EMBEDDINGS,
     GROUP,
     LENGTHS,
-    MANIFEST,
     NULL_EMBEDDING,
     OFFSETS,
     RECORDS,
     bucket_part,
     revision_prefix,
-    revisions_with,
 )
 from .probe import check_of, check_whole
-from .schema import FORMAT_VERSION, Manifest, StoreSpec
+from .revisions import REPAIR, check_store, read_spec, sealed_revisions
+from .schema import Manifest
 from .shards import ArrayLayout
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 MAX_METADATA_BYTES = 1 << 20  # of an array's zarr.json
-REPAIR = "Run 'leandit verify --repair --source PATH': it makes what is damaged anew."
 
 
 @dataclass(frozen=True)
@@ -396,46 +393,3 @@ class LatentStore:
                     f"store '{self.path}': file '{entry.path}' differs from the manifest, so its numbers cannot be "
                     f"trusted. {REPAIR}"
                 )
-
-
-def sealed_revisions(path: Path) -> list[int]:
-    """Complete revisions of a store, in order."""
-    return revisions_with(path, MANIFEST)
-
-
-def check_store(path: Path) -> None:
-    """Refuse what is no store.
-
-    Raises: StoreNotFound, StoreError (something else is there), StoreIncomplete (only its plan is there).
-    """
-    if not path.is_dir():
-        raise StoreNotFound(f"store '{path}': there is no such folder. Make it with 'leandit precompute'.")
-    if not (path / GROUP).is_file():
-        if planned_revisions(path):
-            read_plan(path, 1)  # refuses a plan that is none
-            raise StoreIncomplete(f"store '{path}': nothing is encoded yet. Run the same precompute command again.")
-        raise StoreError(f"store '{path}': the folder holds no 'zarr.json', so it is no leandit store. Check the path.")
-
-
-def read_spec(path: Path, revision: int = 1) -> StoreSpec:
-    """Read what a revision of a store says of itself.
-
-    Raises: StoreError (something else is there), FormatVersionError, DamageError.
-    """
-    name = revision_prefix(revision) + GROUP
-    group = read_json(path / name) if (path / name).is_file() else None
-    attributes = (group.get("attributes") or {}).get("leandit") if isinstance(group, dict) else None
-    if not isinstance(attributes, dict):
-        raise StoreError(
-            f"store '{path}': '{name}' is missing or not that of a leandit store (no 'leandit' attribute). {REPAIR}"
-        )
-    version = attributes.get("format_version")
-    if version != FORMAT_VERSION:
-        raise FormatVersionError(
-            f"store '{path}': format version {version}, this release reads {FORMAT_VERSION}. "
-            "Use the release that wrote it, or precompute again."
-        )
-    try:
-        return StoreSpec.model_validate(attributes)
-    except ValidationError as error:
-        raise DamageError(f"store '{path}': its attributes are not valid: {error.errors()[0]['msg']}.") from error

@@ -27,8 +27,8 @@ from .findings import CAUSES, HARMLESS, Finding, Locator, revision_of, shard_pla
 from .frozen import FrozenPlan, planned_revisions, read_plan
 from .hashing import canonical_json, read_json, sha256_of, xxh3_file
 from .layout import CAPTIONS, LEASES, MANIFEST, PLAN, PLAN_HEAD, RECORDS, commit_path, revision_prefix
+from .revisions import check_store, sealed_revisions
 from .schema import FileEntry, Manifest
-from .store import check_store, sealed_revisions
 
 
 @dataclass

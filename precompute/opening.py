@@ -13,8 +13,9 @@ from ..datasets.errors import FingerprintMismatch, ResourceError, SourceError, S
 from ..datasets.files import TEMPORARY_PREFIX, sweep_strays
 from ..datasets.frozen import FrozenPlan, freeze_plan, planned_revisions, read_plan
 from ..datasets.recipe import flatten
+from ..datasets.revisions import check_store, sealed_revisions
 from ..datasets.schema import FileEntry, StoreSpec
-from ..datasets.store import LatentStore, check_store, sealed_revisions
+from ..datasets.store import LatentStore
 from ..datasets.writer import StoreWriter
 from .config import PrecomputeRecipe
 from .decoder import Decoders

@@ -170,6 +170,13 @@ def test_damage_has_its_own_exit_code(label_store: LatentStore, tmp_path: Path, 
     assert "bytes" in ended.err
 
 
+def test_an_error_brings_no_control_character_onto_the_terminal(leandit: Leandit) -> None:
+    ended = leandit("inspect", "no\x1b[2J\nstore")
+    assert ended.code == 3
+    assert "no\\x1b[2J\\nstore" in ended.err
+    assert ended.err.count("\n") == 1
+
+
 def test_verify_says_what_is_whole_damaged_repaired_and_unfinished(
     label_store: LatentStore, class_folder: Path, tmp_path: Path, leandit: Leandit
 ) -> None:

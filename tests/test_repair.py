@@ -113,11 +113,13 @@ def damage(file: Path, how: str) -> None:
         os.truncate(file, file.stat().st_size // 2)
 
 
-def check_each_file(pictures: Pictures, store: Path, work: Path, seen: list[tuple[str, int]], hows: list[str]) -> None:
+def check_each_file(
+    pictures: Pictures, store: Path, work: Path, seen: list[tuple[str, int]], hows: list[str], step: int = 1
+) -> None:
     """Damage one file after the other and repair each, with the source."""
     whole = tree_digest(store)
     root = copy_of(store, work / "store")
-    for number, path in enumerate(files_of(store)):
+    for number, path in enumerate(files_of(store)[::step]):
         how = hows[number % len(hows)]
         damage(root / path, how)
         seen.clear()
@@ -135,11 +137,11 @@ def check_each_file(pictures: Pictures, store: Path, work: Path, seen: list[tupl
 ROTATED = [["flip", "gone", "half"], ["gone", "half", "flip"], ["half", "flip", "gone"]]
 
 
-@pytest.mark.parametrize("name", ["plain", "added", "flipped"])
+@pytest.mark.parametrize(("name", "step"), [("plain", 1), ("added", 4), ("flipped", 2)])
 def test_every_file_is_repaired_to_the_byte(
-    name: str, request: pytest.FixtureRequest, tmp_path: Path, tasks_encoded: list[tuple[str, int]]
+    name: str, step: int, request: pytest.FixtureRequest, tmp_path: Path, tasks_encoded: list[tuple[str, int]]
 ) -> None:
-    check_each_file(*request.getfixturevalue(name), tmp_path, tasks_encoded, ROTATED[0])
+    check_each_file(*request.getfixturevalue(name), tmp_path, tasks_encoded, ROTATED[0], step)
 
 
 def test_a_row_is_repaired_though_other_pictures_of_its_shard_are_gone(
@@ -166,7 +168,7 @@ def test_a_row_is_repaired_though_other_pictures_of_its_shard_are_gone(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("hows", ROTATED[1:])
+@pytest.mark.parametrize("hows", ROTATED)
 @pytest.mark.parametrize("name", ["plain", "added", "flipped"])
 def test_every_file_is_repaired_to_the_byte_from_any_damage(
     name: str, hows: list[str], request: pytest.FixtureRequest, tmp_path: Path, tasks_encoded: list[tuple[str, int]]

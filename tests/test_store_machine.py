@@ -47,7 +47,8 @@ from leandit.datasets.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
 from leandit.datasets.findings import HARMLESS
 from leandit.datasets.frozen import planned_revisions, read_plan
 from leandit.datasets.layout import CAPTIONS, MANIFEST, RECORDS, revision_prefix
-from leandit.datasets.store import LatentStore, sealed_revisions
+from leandit.datasets.revisions import sealed_revisions
+from leandit.datasets.store import LatentStore
 from leandit.datasets.verify import verify_store
 from leandit.precompute import decoder, encoders, pipeline
 from leandit.precompute.growth import Options

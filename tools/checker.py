@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..datasets.errors import RecipeError
 from ..datasets.findings import HARMLESS, Finding
-from ..datasets.store import read_spec, sealed_revisions
+from ..datasets.revisions import read_spec, sealed_revisions
 from ..datasets.verify import Verification, verify_store
 from .inspector import printable
 

@@ -334,8 +334,8 @@ def _print_rows(rows: list[tuple[str, str]]) -> None:
 def main() -> None:
     """Run the command; the one place where an exception becomes a line and an exit code."""
     stop = StopRequest()
-    stop.catch(signal.SIGTERM)
     try:
+        stop.catch(signal.SIGTERM)
         code = _run_command(stop)
         stop.ignore(signal.SIGTERM)
     except Terminated:
@@ -373,5 +373,9 @@ def _unexpected(error: Exception) -> int:
 def _fail(message: str, code: int) -> int:
     if TRACEBACK in sys.argv:
         traceback_module.print_exc()
+    if not message.isprintable():  # a key of others could bring control characters onto the terminal
+        from .inspector import printable
+
+        message = printable(message)
     print(f"leandit: {message}", file=sys.stderr)
     return code

@@ -18,7 +18,8 @@ from ..datasets.errors import DamageError, RunError
 from ..datasets.files import TEMPORARY_PREFIX
 from ..datasets.hashing import read_json
 from ..datasets.recipe import flatten
-from ..datasets.store import LatentStore, read_spec, sealed_revisions
+from ..datasets.revisions import read_spec, sealed_revisions
+from ..datasets.store import LatentStore
 from .config import TrainRecipe
 
 RUN = "run.json"
