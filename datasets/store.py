@@ -239,12 +239,13 @@ class LatentStore:
 
         Raises: StoreError: there is none; the nearest keys are named.
         """
-        position = pc.index(self.records["key"], key).as_py()
-        if position < 0:
+        positions = np.flatnonzero(pc.equal(self.records["key"], key).to_numpy(zero_copy_only=False))
+        if not len(positions):
             near = pc.filter(self.records["key"], pc.match_substring(self.records["key"], key)).to_pylist()[:3]
             hint = f" Keys that contain it: {', '.join(near)}." if near else ""
             raise StoreError(f"store '{self.path}': no record has the key '{key}'.{hint}")
-        return self.record_at(position)
+        found = [self.record_at(int(position)) for position in positions]  # several: rejected as "duplicate_key"
+        return next((record for record in found if record.status == "stored"), found[0])
 
     def record_at(self, index: int) -> Record:
         """The record at a position of the records table."""

@@ -408,6 +408,7 @@ def test_a_key_that_is_listed_twice_is_one_record_and_one_reject_for_ever(tmp_pa
             ("rejected", "duplicate_key"),
             ("stored", None),
         ]
+        assert LatentStore(path).record("images/1.png").status == "stored"
         assert (manifest.num_planned, manifest.num_stored, seen.pictures) == (5, 4, 1 if seed else 4)
         assert_covers_once(LatentStore(path))
     seen.forget()

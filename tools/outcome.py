@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..datasets.buckets import bucket_size
 from ..precompute.growth import Comparison
 from ..precompute.pipeline import Report
 
@@ -20,7 +21,8 @@ def precompute_rows(report: Report, store: Path) -> list[tuple[str, str]]:
         rows.append(("ignored", f"{report.num_ignored} files that are no pictures by their name"))
     if report.changes:
         rows += change_rows(report.changes)
-    rows.append(("buckets", ", ".join(f"{name}: {count}" for name, count in manifest.buckets.items())))
+    buckets = sorted(manifest.buckets.items(), key=lambda entry: bucket_size(entry[0]))
+    rows.append(("buckets", ", ".join(f"{name}: {count}" for name, count in buckets)))
     if manifest.num_captions:
         rows.append(("captions", f"{manifest.num_captions} distinct, {manifest.num_caption_tokens} tokens"))
     rows.append(("root hash", manifest.root_hash))
