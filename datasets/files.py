@@ -153,8 +153,12 @@ def remove(path: Path) -> None:
         if doomed != path:
             shutil.rmtree(doomed, ignore_errors=True)
             _rename(path, doomed)
-        _step("remove", path)
-        shutil.rmtree(doomed)
+        try:
+            _step("remove", path)
+            shutil.rmtree(doomed)
+        except OSError:
+            shutil.rmtree(doomed, ignore_errors=True)  # as much as goes; the rest is swept by the next command
+            raise
     elif os.path.lexists(path):
         _step("remove", path)
         path.unlink(missing_ok=True)

@@ -142,7 +142,7 @@ def check_flips(whole: Whole, count: int) -> None:
             located += check_place(root, named[0], bit)
         flip(root / path, bit)
     assert missed == []
-    assert located > count // 10
+    assert located > count // 20  # of a grown store, most files hold no rows
     assert verify_store(root).findings == []
 
 
