@@ -1,120 +1,146 @@
-"""Reading the rows of a stored array: its shard files, mapped when they are first touched."""
+"""Reading the rows of a stored array, over all its shards: views where they lie, and whole batches by one gather.
+
+Uncompressed shards are mapped, each when it is first touched, into one range of addresses (``window.py``), where all
+rows of the array are rows of one numpy array. What cannot be there is read shard by shard: compressed or sparse ones,
+more shards than a process may map, and all of them with ``access="pread"``.
+"""
 
 from __future__ import annotations
 
-import math
-import zlib
+import os
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
-import google_crc32c
 import numpy as np
 
 from .errors import DamageError
-from .shards import CODECS, CRC_BYTES, ArrayLayout
+from .shard_file import REPAIR, ShardFile
+from .shards import ArrayLayout
+from .watch import ChangeWatch
+from .window import AddressWindow
+
+Access = Literal["map", "pread"]
+ShardCheck = Callable[[ArrayLayout, int, int, ShardFile], None]
+"""Called with the Zarr array, the number of its shard, the first of its rows in the stacked array, and the shard."""
+
+MAX_OPEN_SHARDS = 256  # that are not in a window: descriptors, or maps
+READ_THREADS = min(8, 2 * (os.cpu_count() or 1))  # of a batch that is read shard by shard
+ROWS_PER_JOB = 16
 
 
-class MappedShard:
-    """One shard file, mapped read-only.
-
-    Args:
-      path: of the shard file; its size has been checked against the manifest.
-      num_rows: rows that it holds.
-    Raises: DamageError: the index does not fit its checksum, or names chunks that are not there.
-    """
-
-    def __init__(self, path: Path, layout: ArrayLayout, num_rows: int) -> None:
-        self._path, self._layout, self._num_rows = path, layout, num_rows
-        if not path.stat().st_size:
-            raise self._damage("the file is empty")
-        self._bytes = np.memmap(path, np.uint8, mode="r")
-        index_bytes = layout.shard_rows // layout.chunk_rows * 16
-        start = len(self._bytes) - index_bytes - CRC_BYTES
-        index = self._bytes[start : start + index_bytes].tobytes() if start >= 0 else b""
-        checksum = int.from_bytes(self._bytes[len(self._bytes) - CRC_BYTES :].tobytes(), "little")
-        if start < 0 or google_crc32c.value(index) != checksum:
-            raise self._damage("the index does not fit its checksum")
-        num_chunks = math.ceil(num_rows / layout.chunk_rows)
-        self._index = np.frombuffer(index, "<u8").reshape(-1, 2)[:num_chunks]
-        offsets, lengths = self._index[:, 0], self._index[:, 1]
-        # Not by their sum, which wraps around: absent chunks are the largest number there is.
-        if len(self._index) != num_chunks or np.any(offsets > start) or np.any(lengths > start - offsets):
-            raise self._damage("the index names chunks that are not there")
-        # Contiguous and in order: then the file is one array. Checked, because a writer that drops chunks equal to the
-        # fill value moves all later ones by a row.
-        wanted = np.arange(num_chunks, dtype=np.uint64) * layout.chunk_bytes
-        dense = np.array_equal(offsets, wanted) and np.all(lengths == layout.chunk_bytes)
-        if layout.codec == "none" and not dense:
-            raise self._damage("the chunks are not contiguous")
-
-    def _damage(self, what: str) -> DamageError:
-        return DamageError(
-            f"shard '{self._path}': {what}. Run 'leandit verify --repair --source PATH': it makes this shard anew."
-        )
-
-    @cached_property
-    def rows(self) -> np.ndarray | None:
-        """(n, ...) view of the whole shard, or None where it is compressed."""
-        if self._layout.codec != "none":
-            return None
-        payload = self._bytes[: self._num_rows * self._layout.row_bytes]
-        dtype = np.dtype(self._layout.dtype).newbyteorder("<")
-        return payload.view(np.ndarray).view(dtype).reshape(self._num_rows, *self._layout.shape[1:])
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Rows start to stop: a view where uncompressed, else decoded and checked."""
-        if self.rows is not None:
-            return self.rows[start:stop]
-        chunk_rows = self._layout.chunk_rows
-        first, last = start // chunk_rows, -(-stop // chunk_rows)
-        chunks = [self._decode(i) for i in range(first, last)]
-        rows = np.concatenate(chunks) if chunks else np.empty((0, *self._layout.shape[1:]), self._layout.dtype)
-        return rows[start - first * chunk_rows : stop - first * chunk_rows]
-
-    def _decode(self, chunk: int) -> np.ndarray:
-        offset, length = (int(n) for n in self._index[chunk])
-        encoded = self._bytes[offset : offset + length].tobytes()
-        payload, checksum = encoded[:-CRC_BYTES], int.from_bytes(encoded[-CRC_BYTES:], "little")
-        if google_crc32c.value(payload) != checksum:
-            raise self._damage(f"chunk {chunk} does not fit its checksum")
-        compression = CODECS[self._layout.codec]
-        assert compression is not None
-        # Blosc believes the size in its header, and would read beyond the buffer.
-        if self._layout.codec.startswith("blosc") and payload[12:16] != len(payload).to_bytes(4, "little"):
-            raise self._damage(f"chunk {chunk} has not the size that its Blosc header says")
-        decoded = np.zeros((self._layout.chunk_rows, *self._layout.shape[1:]), self._layout.dtype)
-        try:
-            compression[1].decode(payload, out=decoded)  # into a buffer of the right size: what claims more is refused
-        except (RuntimeError, ValueError, OSError, EOFError, zlib.error) as error:
-            raise self._damage(f"chunk {chunk} cannot be decoded ({error})") from error
-        return decoded
-
-
-class ShardedArray:
-    """A stored array: a sequence of rows over all its shards, each shard mapped when it is first touched.
+class ShardFolder:
+    """Where the shard files of a store lie, and how they are read.
 
     Args:
       root: the store.
-      layouts: of the Zarr arrays that follow each other: one for each revision that added rows.
-      sizes: bytes of each shard file by its path, as the manifest says; checked again when a shard is mapped.
-      check: called with each shard when it is mapped, to refuse one that is not what it should be (``probe.py``).
+      sizes: bytes of each file by its path, as the manifest says; checked when a shard is opened.
+      access: "map" the shards, or read them by "pread", as on a network file system, where a map that fails ends the
+        process with SIGBUS.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        layouts: Sequence[ArrayLayout],
-        sizes: Mapping[str, int] | None = None,
-        check: Callable[[ArrayLayout, int, int, MappedShard], None] | None = None,
-    ) -> None:
-        self._root, self._sizes, self._check = root, sizes, check
+    def __init__(self, root: Path, sizes: Mapping[str, int] | None = None, *, access: Access = "map") -> None:
+        self.root, self.access, self._sizes = root, access, sizes
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process, self.lock = os.getpid(), threading.RLock()
+        self._open: OrderedDict[str, ShardFile] = OrderedDict()
+        self._watch: ChangeWatch | None = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    def renew(self) -> bool:
+        """Begin anew in a fork, where threads, locks and the queue of changes are the parent's; True if it is one."""
+        if os.getpid() == self._process:
+            return False
+        self._begin()
+        return True
+
+    def open(self, layout: ArrayLayout, shard: int, *, mapped: bool) -> ShardFile:
+        """Open a shard of the size that the manifest says.
+
+        Raises: DamageError.
+        """
+        name = layout.shard_path(shard)
+        path = self.root / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None or (self._sizes is not None and size != self._sizes.get(name)):
+            was = "is missing" if size is None else f"has {size} bytes, not those of the manifest"
+            raise DamageError(f"shard '{path}': {was}. {REPAIR}")
+        if self._watch is None:
+            self._watch = ChangeWatch()
+        self._watch.add(os.fspath(path))
+        return ShardFile(path, layout, len(layout.rows_of(shard)), mapped=mapped)
+
+    def keep_open(self, layout: ArrayLayout, shard: int, check: Callable[[ShardFile], None]) -> ShardFile:
+        """The same, kept open until others were used more recently.
+
+        Args:
+          check: called where it had to be opened.
+        """
+        name = layout.shard_path(shard)
+        with self.lock:
+            if name not in self._open:
+                opened = self.open(layout, shard, mapped=self.access == "map")
+                check(opened)
+                self._open[name] = opened
+                if len(self._open) > MAX_OPEN_SHARDS:
+                    self._open.popitem(last=False)  # who reads it at this moment holds it
+            self._open.move_to_end(name)
+            return self._open[name]
+
+    def check_unchanged(self) -> None:
+        """Raises: DamageError: a shard that is open was written to."""
+        if self._watch is not None and (changed := self._watch.look()):
+            path = min(changed)
+            size = os.stat(path).st_size if os.path.exists(path) else 0
+            raise DamageError(
+                f"shard '{path}': something wrote to it while it was read, it has {size} bytes now. Stop what writes "
+                f"there. {REPAIR}"
+            )
+
+    def run(self, jobs: Sequence[Callable[[], None]]) -> None:
+        """Do several things at once."""
+        if len(jobs) < 2:
+            for job in jobs:
+                job()
+            return
+        with self.lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="leandit-shards")
+        for future in [self._pool.submit(job) for job in jobs]:
+            future.result()
+
+
+class ShardedArray:
+    """A stored array: a sequence of rows over all its shards, each opened when it is first touched. Safe in threads.
+
+    Args:
+      folder: where the shards lie.
+      layouts: of the Zarr arrays that follow each other: one for each revision that added rows.
+      check: called with each shard when it is opened, to refuse one that is not what it should be (``probe.py``).
+    """
+
+    def __init__(self, folder: ShardFolder, layouts: Sequence[ArrayLayout], check: ShardCheck | None = None) -> None:
+        self._folder, self._check = folder, check
         self._places = [(layout, shard) for layout in layouts for shard in range(layout.num_shards)]
         counts = [len(layout.rows_of(shard)) for layout, shard in self._places]
         self._starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # of each shard, then the end
-        self._shards: dict[int, MappedShard] = {}
         self.path, self.dtype = layouts[-1].path, layouts[-1].dtype
         self.row_shape, self.row_bytes = layouts[-1].shape[1:], layouts[-1].row_bytes
+        self._may_map = folder.access == "map" and all(layout.codec == "none" for layout in layouts)
+        self._shard_bytes = max(layout.shard_rows * layout.row_bytes for layout in layouts)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._window: AddressWindow | None = None
+        self._grid = np.empty(0)  # all rows of the window, those of the gaps included
+        self._in_window = np.zeros(len(self._places), bool)
+        self._opened = np.zeros(len(self._places), bool)
+        self._shift = np.zeros(len(self._places), np.int64)  # from a row to its place in the grid, by shard
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -137,8 +163,12 @@ class ShardedArray:
         parts = []
         while start < stop:
             shard = self._shard_of(start)
-            base, end = int(self._starts[shard]), int(self._starts[shard + 1])
-            parts.append(self._shard(shard).read(start - base, min(stop, end) - base))
+            base, end = int(self._starts[shard]), min(stop, int(self._starts[shard + 1]))
+            self._prepare(np.array([shard]))
+            if self._in_window[shard]:
+                parts.append(self._grid[start + self._shift[shard] : end + self._shift[shard]])
+            else:
+                parts.append(self._kept(shard).read(start - base, end - base))
             start = end
         if not parts:
             return np.empty((0, *self.row_shape), self.dtype)
@@ -149,51 +179,108 @@ class ShardedArray:
 
         Args:
           rows: (B,) integers, 0 <= row < len(self).
-          out: (B, ...) of the array's dtype, reused; else a new array.
+          out: (B, ...) of the array's dtype, contiguous, reused; else a new array.
         Returns: (B, ...).
-        Raises: IndexError: a row is out of bounds; ValueError: ``out`` does not fit.
+        Raises: IndexError: a row is out of bounds; ValueError: ``out`` does not fit; DamageError: a shard is not what
+          was written, or was changed while it was read.
         """
         rows = np.asarray(rows)
         if rows.dtype.kind not in "iu" and rows.size:
             raise TypeError(f"rows are {rows.dtype}, needed integers")
-        rows = rows.astype(np.int64)
+        rows = rows.astype(np.int64, copy=False)
+        # Before any arithmetic of addresses: a row in a gap between shards would be read without an error.
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(self):
             raise IndexError(f"array '{self.path}': rows {rows.min()} to {rows.max()}, there are {len(self)}")
         shape = (len(rows), *self.row_shape)
         if out is None:
             out = np.empty(shape, self.dtype)
-        elif out.shape != shape or out.dtype != np.dtype(self.dtype):
-            raise ValueError(f"out is {out.dtype} {out.shape}, needed {self.dtype} {shape}")
+        elif out.shape != shape or out.dtype != np.dtype(self.dtype) or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.dtype} {out.shape}, needed contiguous {self.dtype} {shape}")
+        if not len(rows):
+            return out
         shards = np.searchsorted(self._starts, rows, side="right") - 1
-        for shard in np.unique(shards):
-            where = np.flatnonzero(shards == shard)
-            local = rows[where] - self._starts[shard]
-            mapped = self._shard(int(shard))
-            if mapped.rows is None:
-                for position, row in zip(where, local, strict=True):
-                    out[position] = mapped.read(row, row + 1)[0]
-            elif len(where) == len(rows):
-                np.take(mapped.rows, local, axis=0, out=out, mode="clip")  # in bounds already; "raise" would buffer
-            else:
-                out[where] = mapped.rows[local]
+        self._prepare(shards)
+        self._folder.check_unchanged()
+        if self._in_window[shards].all():
+            # Bounds were checked; the other modes of numpy would buffer the output, or check again.
+            np.take(self._grid, rows + self._shift[shards], axis=0, out=out, mode="clip")
+        else:
+            self._take_apart(shards, rows, out)
+        self._folder.check_unchanged()  # during the copy: then the rows may be torn
         return out
+
+    def take_ranges(self, starts: np.ndarray, lengths: np.ndarray, *, out: np.ndarray | None = None) -> np.ndarray:
+        """Gather ranges of rows, one after the other, as the tokens of captions.
+
+        Args:
+          starts, lengths: (B,) integers.
+          out: (lengths.sum(), ...), as of ``take``.
+        Returns: (lengths.sum(), ...).
+        """
+        ends = np.cumsum(lengths)
+        rows = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+        return self.take(rows, out=out)
+
+    def _prepare(self, shards: np.ndarray) -> None:
+        """Open shards, (B,) numbers, that were not yet."""
+        if self._folder.renew():
+            self._begin()
+        if self._opened[shards].all():
+            return
+        with self._folder.lock:
+            if self._may_map and self._window is None:
+                self._open_window()
+            for shard in np.unique(shards[~self._opened[shards]]).tolist():
+                if self._window is not None:
+                    self._map(shard)
+                self._opened[shard] = True
+
+    def _open_window(self) -> None:
+        try:
+            window = AddressWindow(len(self._places), self.row_bytes, self._shard_bytes)
+        except OSError:
+            self._may_map = False  # then each is mapped alone, and the least recently used ones are let go
+            return
+        slots = np.arange(len(self._places), dtype=np.int64)
+        self._shift = slots * window.slot_rows - self._starts[:-1]
+        dtype = self._places[0][0].disk_dtype
+        self._grid = window.bytes.view(dtype).reshape(-1, *self.row_shape)
+        self._window = window
+
+    def _map(self, shard: int) -> None:
+        """Map a shard into the window, if it is dense."""
+        assert self._window is not None
+        opened = self._folder.open(*self._places[shard], mapped=False)
+        if opened.is_dense:
+            self._check_shard(shard, opened)
+            self._window.map_file(shard, opened.file, min(opened.size, self._window.slot_bytes))
+            self._in_window[shard] = True
+
+    def _kept(self, shard: int) -> ShardFile:
+        """A shard that is not in the window."""
+        return self._folder.keep_open(*self._places[shard], lambda opened: self._check_shard(shard, opened))
+
+    def _check_shard(self, shard: int, opened: ShardFile) -> None:
+        if self._check:
+            self._check(*self._places[shard], int(self._starts[shard]), opened)
+
+    def _take_apart(self, shards: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+        """Gather shard by shard, in threads; rows in their order on disk, so that none is read or decoded twice."""
+        order = np.argsort(rows, kind="stable")
+        jobs = []
+        edges = np.flatnonzero(np.diff(shards[order])) + 1
+        for group in np.split(order, edges):
+            shard = int(shards[group[0]])
+            for first in range(0, len(group), ROWS_PER_JOB):
+                where = group[first : first + ROWS_PER_JOB]
+                jobs.append(lambda shard=shard, where=where: self._take_some(shard, rows[where], out, where))
+        self._folder.run(jobs)
+
+    def _take_some(self, shard: int, rows: np.ndarray, out: np.ndarray, where: np.ndarray) -> None:
+        if self._in_window[shard]:
+            out[where] = self._grid[rows + self._shift[shard]]
+        else:
+            self._kept(shard).read_into(rows - self._starts[shard], out, where)
 
     def _shard_of(self, row: int) -> int:
         return int(np.searchsorted(self._starts, row, side="right")) - 1
-
-    def _shard(self, shard: int) -> MappedShard:
-        if shard not in self._shards:
-            layout, number = self._places[shard]
-            name = layout.shard_path(number)
-            path = self._root / name
-            size = path.stat().st_size if path.is_file() else None
-            if size is None or (self._sizes is not None and size != self._sizes.get(name)):
-                was = "is missing" if size is None else f"has {size} bytes, not those of the manifest"
-                raise DamageError(
-                    f"shard '{path}': {was}. Run 'leandit verify --repair --source PATH': it makes this shard anew."
-                )
-            mapped = MappedShard(path, layout, len(layout.rows_of(number)))
-            if self._check:
-                self._check(layout, number, int(self._starts[shard]), mapped)
-            self._shards[shard] = mapped
-        return self._shards[shard]

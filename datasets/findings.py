@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from .arrays import MappedShard
 from .errors import DamageError, LeanditError
 from .frozen import read_table
 from .hashing import read_json, xxh3_file
@@ -29,6 +28,7 @@ from .layout import (
     revision_prefix,
 )
 from .schema import FileEntry, Manifest
+from .shard_file import ShardFile
 from .shards import ArrayLayout
 from .writer import row_checksum
 
@@ -205,11 +205,11 @@ class Locator:
                 found.append(row["text"])
         return found
 
-    def _map(self, layout: ArrayLayout, shard: int) -> MappedShard:
-        return MappedShard(self._root / layout.shard_path(shard), layout, len(layout.rows_of(shard)))
+    def _map(self, layout: ArrayLayout, shard: int) -> ShardFile:
+        return ShardFile(self._root / layout.shard_path(shard), layout, len(layout.rows_of(shard)))
 
 
-def _checksum_of(maps: list[MappedShard], rows: range) -> int | None:
+def _checksum_of(maps: list[ShardFile], rows: range) -> int | None:
     try:
         return int(row_checksum(*(mapped.read(rows.start, rows.stop) for mapped in maps)), 16)
     except DamageError:

@@ -6,6 +6,7 @@ the same moment, or from a source that changes meanwhile, still make one store.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -198,20 +199,23 @@ def read_plan(root: Path, revision: int) -> FrozenPlan:
 def table_problem(
     spec: StoreSpec, revision: int, records: pa.Table, num_captions: int, captions: pa.Table | None = None
 ) -> str:
-    """What cannot be in the tables of a revision, or "": numbers that would lead outside of its arrays and tables."""
-    for name in pc.unique(records["bucket"]).drop_null().to_pylist():
+    """What cannot be in the tables of a revision, or "": numbers that would lead outside of its arrays and tables.
+
+    Args:
+      records: all columns of the table, or some.
+    """
+    columns = records.column_names
+    for name in pc.unique(records["bucket"]).drop_null().to_pylist() if "bucket" in columns else ():
         try:
             sides = bucket_size(name)
         except RecipeError:
             return f"a bucket named {name[:40]!r}"
         if min(sides) < spec.latent.downscale:
             return f"bucket {name!r}, smaller than one place of a latent"
-    bounds: list[tuple[str, pa.ChunkedArray, int, int]] = [
-        ("revision", records["revision"], 1, revision),
-        ("row", records["row"], -1, 1 << 40),
-        ("label", records["label"], -1, MAX_LABEL),
-        ("caption id", pc.list_flatten(records["caption_ids"]), 0, num_captions - 1),
-    ]
+    limits = {"revision": (1, revision), "row": (-1, 1 << 40), "label": (-1, MAX_LABEL)}
+    bounds = [(name, records[name], *limit) for name, limit in limits.items() if name in columns]
+    if "caption_ids" in columns:
+        bounds.append(("caption id", pc.list_flatten(records["caption_ids"]), 0, num_captions - 1))
     if captions is not None:
         longest = spec.text.max_tokens if spec.text else 0
         bounds += [("revision", captions["revision"], 1, revision), ("length", captions["num_tokens"], 1, longest)]
@@ -247,9 +251,11 @@ def table_bytes(table: pa.Table) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def read_table(path: Path) -> pa.Table:
+def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a Parquet table of ours, whose hash was checked before.
 
+    Args:
+      columns: only these, with texts as dictionaries; else all.
     Raises: DamageError: it is none, has not the columns of its name, or claims more than its file can hold.
     """
     wanted = {RECORDS: RECORDS_SCHEMA, CAPTIONS: CAPTIONS_SCHEMA}[path.name]
@@ -258,19 +264,27 @@ def read_table(path: Path) -> pa.Table:
         # for Python's lock then would abort a command that has just succeeded.
         with pa.OSFile(str(path)) as file:
             content = file.read_buffer()
-        _check_parquet(content, wanted)
-        table = pq.ParquetFile(pa.BufferReader(content)).read()
+        _check_parquet(content, wanted, expand=columns is None)
+        texts = None if columns is None else _texts(wanted)
+        table = pq.ParquetFile(pa.BufferReader(content), read_dictionary=texts).read(columns=columns)
         table.validate(full=True)  # offsets, and that text is UTF-8
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DamageError(f"table '{path}': not a readable Parquet file of ours ({error}).") from error
     never_null = ("key", "revision", "row", "label", "status", "text", "num_tokens", "truncated")
-    if nulls := [name for name in never_null if name in wanted.names and table[name].null_count]:
+    if nulls := [name for name in never_null if name in table.column_names and table[name].null_count]:
         raise DamageError(f"table '{path}': nulls in column '{nulls[0]}', where there are none.")
     return table
 
 
-def _check_parquet(content: pa.Buffer, wanted: pa.Schema) -> None:
+def _texts(schema: pa.Schema) -> list[str]:
+    return [field.name for field in schema if field.type == pa.string()]
+
+
+def _check_parquet(content: pa.Buffer, wanted: pa.Schema, *, expand: bool) -> None:
     """Refuse a table that would fill the memory: repeated values take no space in a file.
+
+    Args:
+      expand: texts will be read as they are, not as dictionaries.
 
     Raises: ValueError, pa.ArrowException.
     """
@@ -291,9 +305,9 @@ def _check_parquet(content: pa.Buffer, wanted: pa.Schema) -> None:
         values, size = sum(p.num_values for p in parts), sum(p.total_uncompressed_size for p in parts)
         if values > MAX_VALUES_PER_BYTE * room or size > MAX_TEXT_PER_BYTE * room:
             raise ValueError(f"column {column} claims {values} values of {size} bytes in {len(content)} bytes")
-    texts = [field.name for field in wanted if field.type == pa.string()]
+    texts = _texts(wanted)
     file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=texts)
-    for name in texts:  # a long text that stands there once can be named in every row
+    for name in texts if expand else ():  # a long text that stands there once can be named in every row
         size = 0
         for chunk in file.read(columns=[name]).column(0).chunks:
             lengths = pc.binary_length(chunk.dictionary).take(chunk.indices)

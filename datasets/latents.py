@@ -1,68 +1,114 @@
-"""From a stored row to the model's input: draw from the posterior, then shift and scale, once.
+"""From stored rows to the model's input: draw from the posterior, then shift and scale, once.
 
-The draw is keyed by (seed, epoch, record): it depends on no rank, worker, batch or call order, so a resumed run and a
-run on other hardware see the same latents.
+All of it happens where the rows are, after the copy to the device: half the bytes travel, and no CPU draws. The draw is
+keyed by (seed, epoch, record) and computed by integer and exactly rounded arithmetic alone, so it is the same on every
+device and depends on no rank, worker, batch or call order.
 """
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
+from statistics import NormalDist
+
 import numpy as np
+import torch
 
-from .schema import LatentSpec
+from .schema import LOGVAR_RANGE, LatentSpec
+from .shuffle import FACTORS, GOLDEN, PURPOSE_DRAW, keyed_hash, mix
 
-LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers' DiagonalGaussianDistribution clamps it
-
-
-def record_generator(seed: int, epoch: int, record: int) -> np.random.Generator:
-    """Random generator of one record in one epoch (Philox: counter-based, so any record can be asked for alone)."""
-    return np.random.Generator(np.random.Philox(key=[seed % 2**64, epoch % 2**64], counter=[0, 0, 0, record]))
+QUANTILE_BITS = 16
 
 
-def draw_noise(shape: tuple[int, ...], *, seed: int, epoch: int, records: np.ndarray) -> np.ndarray:
-    """Standard normal noise for a batch, (B, *shape) float32, each record from its own generator."""
-    noise = np.empty((len(records), *shape), np.float32)
-    for i, record in enumerate(records):
-        record_generator(seed, epoch, int(record)).standard_normal(dtype=np.float32, out=noise[i])
-    return noise
+def draw_keys(seed: int, epochs: np.ndarray, records: np.ndarray) -> torch.Tensor:
+    """Key of each record's draw, (B,) int64.
+
+    Args:
+      epochs, records: (B,) the epoch in which a record is seen, its position in the records table.
+    """
+    bases = {epoch: keyed_hash(seed, epoch, PURPOSE_DRAW) for epoch in np.unique(epochs).tolist()}
+    base = np.array([bases[epoch] for epoch in epochs.tolist()], np.uint64)
+    return torch.from_numpy(mix(mix(records.astype(np.uint64)) ^ base).view(np.int64))
 
 
-def final_latents(stored: np.ndarray, spec: LatentSpec, *, seed: int, epoch: int, records: np.ndarray) -> np.ndarray:
-    """The model's input of a batch of stored rows.
+def keyed_noise(keys: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Standard normal numbers, (B, *shape) float32: the same for the same key on every device.
+
+    Each is the sum of two of 65,536 quantiles of the normal distribution, divided by the root of two: variance 1 and
+    kurtosis 3.000 (2.9996), the largest 6.1. No logarithm or cosine, which differ between devices, and no rejection.
+
+    Args:
+      keys: (B,) int64.
+    Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 12 (the integers).
+    """
+    count = int(np.prod(shape))
+    steps = torch.arange(1, (count + 1) // 2 + 1, device=keys.device) * _signed(GOLDEN)
+    bits = _mix(keys[:, None] + steps)  # 64 for two numbers
+    table, mask = _quantiles(keys.device), (1 << QUANTILE_BITS) - 1
+    first, second, third, fourth = (table[(bits >> shift) & mask] for shift in (0, 16, 32, 48))
+    numbers = torch.stack([first + second, third + fourth], dim=2)
+    return numbers.reshape(len(keys), -1)[:, :count].reshape(len(keys), *shape)
+
+
+def final_latents(stored: torch.Tensor, spec: LatentSpec, keys: torch.Tensor) -> torch.Tensor:
+    """The model's input of a batch of stored rows, on their device.
 
     Args:
       stored: (B, 2C, H, W) moments or (B, C, H, W) latents, raw.
       spec: of the store.
-      seed, epoch: key of the draw.
-      records: (B,) positions in the records table, the rest of the key.
+      keys: (B,) int64, of ``draw_keys``.
     Returns: (B, C, H, W) float32, shifted and scaled.
     Source: Kingma and Welling 2014, section 2.4 (reparameterization); (z - shift) * scale as in diffusers.
     """
-    values = stored.astype(np.float32)
+    values = stored.float()
     if spec.kind == "mean_logvar":
-        values = sample_posterior(
-            values, draw_noise(values[0, : spec.channels].shape, seed=seed, epoch=epoch, records=records)
-        )
+        mean, logvar = values.chunk(2, dim=1)
+        std = torch.exp(0.5 * logvar.clamp(*LOGVAR_RANGE))
+        values = mean + std * keyed_noise(keys, tuple(mean.shape[1:]))
     return normalise(values, spec)
 
 
-def sample_posterior(moments: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """mean + std * noise, (B, C, H, W) float32.
-
-    Args:
-      moments: (B, 2C, H, W) float32, mean then log-variance.
-      noise: (B, C, H, W) float32.
-    """
-    mean, logvar = np.split(moments, 2, axis=1)
-    return mean + np.exp(0.5 * np.clip(logvar, *LOGVAR_RANGE)) * noise
-
-
-def normalise(latents: np.ndarray, spec: LatentSpec) -> np.ndarray:
+def normalise(latents: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
     """(z - shift) * scale per channel; (B, C, H, W) float32."""
-    shift, scale = (np.asarray(values, np.float32)[:, None, None] for values in (spec.shift, spec.scale))
+    shift, scale = _shift_scale(tuple(spec.shift), tuple(spec.scale), latents.device)
     return (latents - shift) * scale
 
 
-def denormalise(latents: np.ndarray, spec: LatentSpec) -> np.ndarray:
+def denormalise(latents: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
     """Undo ``normalise``: what the VAE's decoder wants; (B, C, H, W) float32."""
-    shift, scale = (np.asarray(values, np.float32)[:, None, None] for values in (spec.shift, spec.scale))
+    shift, scale = _shift_scale(tuple(spec.shift), tuple(spec.scale), latents.device)
     return latents / scale + shift
+
+
+@lru_cache(maxsize=8)
+def _shift_scale(
+    shift: tuple[float, ...], scale: tuple[float, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = (
+        torch.tensor(values, dtype=torch.float32, device=device)[:, None, None] for values in (shift, scale)
+    )
+    return first, second
+
+
+@cache
+def _quantiles(device: torch.device) -> torch.Tensor:
+    """(65536,) float32 quantiles, of variance one half."""
+    count = 1 << QUANTILE_BITS
+    values = np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])
+    return torch.tensor(values / values.std() / np.sqrt(2), dtype=torch.float32, device=device)
+
+
+def _mix(values: torch.Tensor) -> torch.Tensor:
+    """``shuffle.mix`` on int64: the same bits, since multiplication wraps around alike."""
+    values = values + _signed(GOLDEN)
+    values = (values ^ _shifted(values, 30)) * _signed(FACTORS[0])
+    values = (values ^ _shifted(values, 27)) * _signed(FACTORS[1])
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right; torch's own keeps the sign."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

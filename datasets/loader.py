@@ -3,193 +3,182 @@
     for batch in make_loader(store, global_batch=256, seed=0):      # one epoch
         ...                                                         # batch.latents, .labels, .captions
 
-The order comes from ``BatchPlan``; the state is (epoch, batch) and what must not have changed. Reading ahead happens in
-threads: worker processes make a cheap loader ten times slower, so there are none.
+Which records a batch holds comes from its order (``batches.py``), what it holds from its records alone (``reader.py``).
+The state is one number, and what must not have changed. Reading ahead happens in threads: worker processes make a cheap
+loader ten times slower, so there are none. Who must have them reads by number, in any order, on any rank:
+
+    DataLoader(BatchReader([store], plan), batch_size=None, sampler=range(step, steps), num_workers=4)
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from .batches import PURPOSE_CAPTION, PURPOSE_FLIP, BatchPlan, keyed_choice
+from .batches import BatchPlan, Leftovers
 from .errors import RunError
-from .latents import final_latents
+from .order import changed_fields
+from .reader import Batch, BatchReader, TextForm
+from .shuffle import ShardWindow
 from .store import LatentStore
 
-STATE_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One global batch of one bucket.
-
-    Args:
-      latents: (B, C, H, W) float32, drawn, shifted and scaled: the model's input at t = 0.
-      labels: (B,) int64 class index, -1 for none.
-      captions: (B, L, D) in the store's dtype, padded with zeros to the longest, or None.
-      caption_lengths: (B,) int64 valid tokens, or None.
-      records: (B,) int64 positions in the records table.
-      bucket: "HxW" in pixels.
-      epoch, index: the batch's place in the plan.
-    """
-
-    latents: torch.Tensor
-    labels: torch.Tensor
-    captions: torch.Tensor | None
-    caption_lengths: torch.Tensor | None
-    records: torch.Tensor
-    bucket: str
-    epoch: int
-    index: int
-
-    def __len__(self) -> int:
-        return len(self.latents)
-
-    def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def to(self, device: torch.device) -> Batch:
-        """The same batch on a device, copied asynchronously from pinned memory."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def _map(self, move: Any) -> Batch:
-        values = vars(self)
-        return Batch(**{k: move(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+STATE_VERSION = 2
+RESUME = "Resume with the same store and recipe, or start a new run."
 
 
 class BatchStream(IterableDataset):
-    """The batches of a plan, from where the state stands to the end of its epoch; iterate again for the next epoch.
+    """The batches of an order, from where the state stands to the end of its epoch; iterate again for the next one.
+
+    An order without epochs, as a mixture, does not end.
 
     Args:
-      store: an open store.
-      plan: which records when.
-      prefetch: batches read ahead, each by one thread.
-      pin: hand out page-locked memory, for a copy to the GPU that does not wait.
+      reader: of the batches.
+      prefetch: batches read ahead, each by one thread; 0 reads them when they are asked for.
+      device: where batches are handed out, with their latents ready; None leaves them in memory, as stored. On a GPU
+        the copy, the draw and the scaling happen ahead, on a stream of their own.
     """
 
-    def __init__(self, store: LatentStore, plan: BatchPlan, *, prefetch: int = 2, pin: bool = False) -> None:
-        self._store, self._plan, self._prefetch, self._pin = store, plan, prefetch, pin
-        self._epoch, self._index = 0, 0
+    def __init__(self, reader: BatchReader, *, prefetch: int = 2, device: torch.device | None = None) -> None:
+        self.reader, self._prefetch, self._device = reader, prefetch, device
+        self.number = 0
+        self.wait_seconds = 0.0
+        self._side = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: deque[tuple[int, Future[Batch]]] = deque()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch; of an order without epochs 0."""
+        return self._plan.place_of(self.number)[0] if self._plan else 0
+
+    @property
+    def _plan(self) -> BatchPlan | None:
+        """The plan, where the order has epochs."""
+        return self.reader.order if isinstance(self.reader.order, BatchPlan) else None
 
     @property
     def num_batches(self) -> int:
-        """Batches of an epoch."""
-        return self._plan.batches_per_epoch
+        """Batches of the epoch that the next batch is of.
+
+        Raises: TypeError: the order has no epochs.
+        """
+        if self._plan is None:
+            raise TypeError("a mixture or stages have no epochs, so they have no length")
+        return self._plan.num_batches(self.epoch)
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, ahead = self._epoch, deque[Future[Batch]]()
-        with ThreadPoolExecutor(self._prefetch, thread_name_prefix="leandit-read") as pool:
-            try:
-                for index in range(self._index, self.num_batches):
-                    ahead.append(pool.submit(self.read, epoch, index))
-                    if len(ahead) > self._prefetch:
-                        yield self._deliver(ahead.popleft())
-                while ahead:
-                    yield self._deliver(ahead.popleft())
-            finally:
-                for future in ahead:
-                    future.cancel()
+        if get_worker_info() is not None:
+            raise RunError(
+                "loader: a stream of batches reads ahead in threads and cannot be split over worker processes. Use "
+                "num_workers=0, or DataLoader(stream.reader, batch_size=None, sampler=range(step, steps), ...)."
+            )
+        end = self._plan.batches_before(self.epoch + 1) if self._plan else None
+        while end is None or self.number < end:
+            batch = self._next()
+            self.number += 1  # before it is handed out, so that the state counts what was
+            yield batch
 
-    def _deliver(self, future: Future[Batch]) -> Batch:
-        """Wait for a batch and move the position past it, so that the state counts only what was handed out."""
-        batch = future.result()
-        last = batch.index + 1 == self.num_batches
-        self._epoch, self._index = (batch.epoch + 1, 0) if last else (batch.epoch, batch.index + 1)
+    def _next(self) -> Batch:
+        """The next batch, and reading ahead of it; also beyond the end of the epoch."""
+        start = time.perf_counter()
+        batch = self._take_ahead() if self._prefetch else self._read(self.number)
+        self.wait_seconds += time.perf_counter() - start
+        if self._side is not None:
+            torch.cuda.current_stream(self._device).wait_event(batch.ready)
         return batch
 
-    def read(self, epoch: int, index: int) -> Batch:
-        """Read one batch of the plan; the result depends on nothing else."""
-        store, seed = self._store, self._plan.seed
-        planned = self._plan.batch(epoch, index)
-        bucket = store.index(planned.bucket)
-        rows, records = bucket.rows[planned.positions], bucket.records[planned.positions]
-        stored = store.latents(planned.bucket).take(rows)
-        if store.spec.latent.flip:
-            both = np.full(len(records), 2)
-            flip = keyed_choice(both, seed=seed, epoch=epoch, records=records, purpose=PURPOSE_FLIP) == 1
-            stored[flip] = store.flipped_latents(planned.bucket).take(rows[flip])
-        latents = final_latents(stored, store.spec.latent, seed=seed, epoch=epoch, records=records)
-        captions = lengths = None
-        if store.spec.text:
-            starts = bucket.caption_starts[planned.positions]
-            choices = bucket.caption_starts[planned.positions + 1] - starts
-            which = keyed_choice(choices, seed=seed, epoch=epoch, records=records, purpose=PURPOSE_CAPTION)
-            captions, lengths = pad_captions(store, bucket.caption_ids[starts + which])
-        batch = Batch(
-            latents=torch.from_numpy(latents),
-            labels=torch.from_numpy(bucket.labels[planned.positions]),
-            captions=captions,
-            caption_lengths=lengths,
-            records=torch.from_numpy(records),
-            bucket=planned.bucket,
-            epoch=epoch,
-            index=index,
-        )
-        return batch.pin_memory() if self._pin else batch
+    def _take_ahead(self) -> Batch:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._prefetch, thread_name_prefix="leandit-read")
+        if self._ahead and self._ahead[0][0] != self.number:  # the state was moved
+            self._cancel()
+        first = self.number + len(self._ahead)
+        for number in range(first, self.number + self._prefetch + 1):
+            self._ahead.append((number, self._pool.submit(self._read, number)))
+        try:
+            return self._ahead.popleft()[1].result()
+        except BaseException:
+            self._cancel()
+            raise
+
+    def _read(self, number: int) -> Batch:
+        """Read a batch and bring it to the device."""
+        batch = self.reader[number]
+        if self._device is None:
+            return batch
+        if self._side is None:
+            return batch.to(self._device).finish()
+        with torch.cuda.stream(self._side):
+            moved = batch.to(self._device).finish()
+            moved.ready.record(self._side)
+            moved.hold(batch)  # pinned memory must not be used again before it is copied
+            return moved
+
+    def _cancel(self) -> None:
+        while self._ahead:
+            self._ahead.pop()[1].cancel()
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._cancel()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def __del__(self) -> None:
+        self._cancel()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, and what must not have changed when it goes on."""
+        plan = self._plan
         return {
             "version": STATE_VERSION,
-            "root_hash": self._store.root_hash,
-            "buckets": dict(self._plan.buckets),  # while a store is incomplete it has no root hash, but it grows
-            "seed": self._plan.seed,
-            "global_batch": self._plan.global_batch,
-            "epoch": self._epoch,
-            "index": self._index,
+            "number": self.number,
+            "passes": plan.place_of(self.number)[0] + bool(plan.place_of(self.number)[1]) if plan else None,
+            "root_hashes": [store.root_hash for store in self.reader.stores],
+            "order": self.reader.order.identity(),
+            "draw_seed": self.reader.seed,
         }
 
     def load_state_dict(self, state: dict[str, Any], earlier: Collection[str | None] = ()) -> None:
-        """Go on from a state.
+        """Go on from a state; ranks, workers and microbatches may be others.
 
         Args:
           earlier: root hashes of what was read before; a state of one of these begins the next pass, over this store.
-        Raises: RunError: the store, the seed or the batch size is another, or there is no such place.
+        Raises: RunError: the store, or what decides the order, is another, or there is no such place.
         """
         here = self.state_dict()
-        moved = state.get("root_hash") != here["root_hash"] and state.get("root_hash") in earlier
-        fixed = ("version", "seed", "global_batch", *(() if moved else ("root_hash", "buckets")))
+        was = state.get("root_hashes")
+        moved = self._plan is not None and was != here["root_hashes"] and was in [[root] for root in earlier]
+        fixed = ("version", "draw_seed", *(("root_hashes", "order") if not moved else ()))
         for name in fixed:
-            if state.get(name) != here[name]:
-                raise RunError(
-                    f"loader state: {name} was {state.get(name)!r}, here it is {here[name]!r}, so the order of records "
-                    "would be another. Resume with the same store and recipe, or start a new run."
-                )
-        epoch, index = state.get("epoch"), state.get("index")
-        if not (isinstance(epoch, int) and isinstance(index, int) and min(epoch, index) >= 0):
-            raise RunError(f"loader state: epoch {epoch!r}, batch {index!r}: needed two counts. Start a new run.")
+            if changes := changed_fields(state.get(name), here[name], name):
+                raise RunError(f"loader state: {changes[0]}, so the order of records would be another. {RESUME}")
+        place = state.get("passes" if moved else "number")
+        if not isinstance(place, int) or place < 0:
+            raise RunError(f"loader state: number {place!r}: needed a count of batches. Start a new run.")
         if moved:
-            epoch, index = (epoch + 1, 0) if index else (epoch, 0)
-        elif index >= self.num_batches:
-            raise RunError(
-                f"loader state: batch {index} of an epoch that has {self.num_batches}. Start a new run, or restore an "
-                "older checkpoint."
-            )
-        self._epoch, self._index = epoch, index
+            assert self._plan is not None
+            was_order = state.get("order")
+            if changes := changed_fields(_kept(was_order), _kept(here["order"]), "order"):
+                raise RunError(f"loader state: {changes[0]}, so the order of records would be another. {RESUME}")
+            place = self._plan.batches_before(place)
+        self.number = place
 
 
-def pad_captions(store: LatentStore, caption_ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather caption embeddings, padded with zeros to the longest.
-
-    Returns: (B, L, D) in the store's dtype and (B,) int64 lengths.
-    """
-    assert store.spec.text is not None
-    lengths = store.caption_lengths[caption_ids]
-    padded = np.zeros((len(caption_ids), int(lengths.max()), store.spec.text.width), store.spec.text.dtype)
-    for i, caption_id in enumerate(caption_ids):
-        padded[i, : lengths[i]] = store.caption_embedding(int(caption_id))
-    return torch.from_numpy(padded), torch.from_numpy(lengths.astype(np.int64))
+def _kept(order: Any) -> Any:
+    """What must be the same of an order when its store has grown."""
+    return {name: order.get(name) for name in ("seed", "leftovers")} if isinstance(order, dict) else order
 
 
 class BatchLoader(StatefulDataLoader):
@@ -205,25 +194,52 @@ class BatchLoader(StatefulDataLoader):
 
 
 def make_loader(
-    store: LatentStore, *, global_batch: int, seed: int = 0, prefetch: int = 2, pin: bool = False
+    store: LatentStore,
+    *,
+    global_batch: int | Mapping[str, int],
+    seed: int = 0,
+    leftovers: Leftovers = "short",
+    window: ShardWindow | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    text: TextForm = "padded",
+    prefetch: int = 2,
+    device: torch.device | None = None,
 ) -> BatchLoader:
     """Loader over a store: each pass is one epoch, ``state_dict()`` resumes at any batch.
 
     Args:
       store: an open store.
-      global_batch: records in a full batch.
+      global_batch: records in a full batch, over all ranks; one number, or one for each bucket.
       seed: of the order, the posterior draw, and the choice of caption and flip.
+      leftovers: what becomes of the records of a bucket that fill no batch (``BatchPlan``).
+      window: a shuffle for slow disks (``ShardWindow``).
+      rank, world_size: this process reads its slice of every global batch.
+      text: captions "padded" to the longest of the batch, or "packed" one after the other.
       prefetch: batches read ahead.
-      pin: hand out page-locked memory.
+      device: where batches are handed out, with their latents ready; None leaves them in memory, as stored.
     Raises: RunError: the store has no records.
     """
-    plan = BatchPlan(store.buckets, global_batch, seed)
-    if not plan.num_records:
-        raise RunError(f"store '{store.path}': it holds no records, so there is nothing to train on.")
-    stream = BatchStream(store, plan, prefetch=prefetch, pin=pin)
+    plan = BatchPlan(store.buckets, global_batch, seed, leftovers=leftovers, window=window)
+    reader = BatchReader([store], plan, rank=rank, world_size=world_size, text=text, pin=_is_gpu(device))
+    return loader_of(BatchStream(reader, prefetch=prefetch, device=device))
+
+
+def loader_of(stream: BatchStream) -> BatchLoader:
+    """A ``torchdata`` loader over a stream, as of a mixture of stores.
+
+    Raises: RunError: there are no records.
+    """
+    if not all(plan.num_records for plan in stream.reader.order.plans):
+        path = stream.reader.stores[0].path
+        raise RunError(f"store '{path}': it holds no records, so there is nothing to train on.")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it, torch 2.13 warns
         return BatchLoader(stream, batch_size=None, num_workers=0, collate_fn=_as_it_is)
+
+
+def _is_gpu(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cuda"
 
 
 def _as_it_is(batch: Any) -> Any:

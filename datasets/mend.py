@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from .arrays import MappedShard
 from .commits import Task, carried_files, file_entry, read_manifest, read_record
 from .errors import DamageError, StoreError, StoreIncomplete
 from .files import find_strays, remove, sweep_strays, write_atomic
@@ -21,6 +20,7 @@ from .hashing import canonical_json, xxh3_file, xxh3_parts
 from .layout import CAPTION_PART, CAPTIONS, GROUP, NULL_PART, RECORDS, commit_path, group_json, revision_prefix
 from .revisions import read_spec
 from .schema import CAPTIONS_SCHEMA, FORMAT_VERSION, CommitRecord, FileEntry, Manifest, Reject
+from .shard_file import ShardFile
 from .verify import Verification, verify_store
 from .writer import StoreWriter, row_checksum
 
@@ -206,7 +206,7 @@ def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str
         shard_path = root / files[0].path
         if not shard_path.is_file() or xxh3_file(shard_path) != files[0].xxh3_128:
             return None
-        checksums = [row_checksum(MappedShard(shard_path, arrays[0], arrays[0].shape[0]).read(0, arrays[0].shape[0]))]
+        checksums = [row_checksum(ShardFile(shard_path, arrays[0], arrays[0].shape[0]).read(0, arrays[0].shape[0]))]
     else:
         rows = plan.layout.rows_of(part, shard)
         positions = plan.bucket_positions[part.removeprefix("buckets/")][rows.start : rows.stop]

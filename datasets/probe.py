@@ -6,24 +6,21 @@ by its checksum, at the price of one row; ``leandit verify`` reads all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .arrays import MappedShard
+from .arrays import ShardCheck
 from .errors import DamageError
 from .hashing import xxh3_file
 from .layout import EMBEDDINGS
+from .shard_file import ShardFile
 from .shards import ArrayLayout
 from .writer import row_checksum
 
 if TYPE_CHECKING:
     from .store import LatentStore
-
-ShardCheck = Callable[[ArrayLayout, int, int, MappedShard], None]
-"""Called with the Zarr array, the number of its shard, the first of its rows in the stacked array, and the shard."""
 
 
 def _refuse(store: LatentStore, layout: ArrayLayout, shard: int) -> DamageError:
@@ -36,13 +33,13 @@ def _refuse(store: LatentStore, layout: ArrayLayout, shard: int) -> DamageError:
 def check_latents(store: LatentStore, bucket: str) -> ShardCheck:
     """A check of a bucket's shards by their first stored record."""
 
-    def check(layout: ArrayLayout, shard: int, first: int, mapped: MappedShard) -> None:
+    def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
         index, rows = store.index(bucket), layout.rows_of(shard)
         position = int(np.searchsorted(index.rows, first))
         if position == len(index.rows) or index.rows[position] >= first + len(rows):
             return  # no record of it is left, so nobody reads it
         row = int(index.rows[position]) - first
-        wanted = store.records["checksum"][int(index.records[position])].as_py()
+        wanted = int(store.checksums[index.records[position]])
         found = [mapped.read(row, row + 1)]
         if store.spec.latent.flip:  # the checksum covers the row of both arrays
             path = layout.path.removesuffix("_flip")
@@ -51,9 +48,9 @@ def check_latents(store: LatentStore, bucket: str) -> ShardCheck:
             sibling = store.path / other.shard_path(shard)
             if not sibling.is_file():
                 raise _refuse(store, other, shard)
-            found.append(MappedShard(sibling, other, len(rows)).read(row, row + 1))
+            found.append(ShardFile(sibling, other, len(rows)).read(row, row + 1))
             found = found[::-1] if flipped else found
-        if wanted is not None and int(row_checksum(*found), 16) != wanted:
+        if int(row_checksum(*found), 16) != wanted:
             raise _refuse(store, layout, shard)
 
     return check
@@ -62,15 +59,15 @@ def check_latents(store: LatentStore, bucket: str) -> ShardCheck:
 def check_captions(store: LatentStore) -> ShardCheck:
     """A check of the shards of caption embeddings by their first caption."""
 
-    def check(layout: ArrayLayout, shard: int, first: int, mapped: MappedShard) -> None:
+    def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
         offsets = store.caption_offsets
         caption = int(np.searchsorted(offsets, first))
         if caption == len(offsets) or offsets[caption] >= first + len(layout.rows_of(shard)):
             return
         start = int(offsets[caption]) - first
-        wanted = store.captions["checksum"][caption].as_py()
+        wanted = int(store.caption_checksums[caption])
         found = row_checksum(mapped.read(start, start + int(store.caption_lengths[caption])))
-        if wanted is not None and int(found, 16) != wanted:
+        if int(found, 16) != wanted:
             raise _refuse(store, layout, shard)
 
     return check
@@ -79,7 +76,7 @@ def check_captions(store: LatentStore) -> ShardCheck:
 def check_whole(store: LatentStore) -> ShardCheck:
     """A check of small arrays, which no table holds a checksum of, by the hash of the file."""
 
-    def check(layout: ArrayLayout, shard: int, first: int, mapped: MappedShard) -> None:
+    def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
         path = layout.shard_path(shard)
         entries = store.manifest.files if store.manifest else []
         entry = next((entry for entry in entries if entry.path == path), None)

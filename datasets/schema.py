@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from .hashing import sha256_of
 
 FORMAT_VERSION = 1
+LOGVAR_RANGE = (-30.0, 20.0)  # of a stored log-variance, as diffusers' DiagonalGaussianDistribution clamps it
 
 REJECT_REASONS = {
     "unreadable": "the file cannot be opened or read",

@@ -86,6 +86,16 @@ class ArrayLayout:
         """Bytes of a row before compression."""
         return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
 
+    @property
+    def disk_dtype(self) -> np.dtype:
+        """The dtype as it lies on disk, little-endian."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    @property
+    def fill_value(self) -> float | int:
+        """What a row holds that was never written."""
+        return float("nan") if self.dtype.startswith("float") else 0
+
     def rows_of(self, shard: int) -> range:
         """Rows of the array that the shard holds."""
         return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.shape[0]))
@@ -114,7 +124,7 @@ class ArrayLayout:
                 "configuration": {"chunk_shape": [self.shard_rows, *self.shape[1:]]},
             },
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": "NaN" if self.dtype.startswith("float") else 0,
+            "fill_value": "NaN" if math.isnan(self.fill_value) else self.fill_value,
             "codecs": [
                 {
                     "name": "sharding_indexed",
@@ -197,12 +207,11 @@ def pack_shard(layout: ArrayLayout, rows: np.ndarray) -> list[Any]:
       rows: (n, ...) of the layout's dtype; n may be smaller than a shard in the last one.
     Returns: contiguous buffers that follow each other in the file.
     """
-    rows = np.ascontiguousarray(rows, dtype=np.dtype(layout.dtype).newbyteorder("<"))
+    rows = np.ascontiguousarray(rows, dtype=layout.disk_dtype)
     num_chunks = math.ceil(len(rows) / layout.chunk_rows)
     missing = num_chunks * layout.chunk_rows - len(rows)
     if missing:  # a chunk is always whole; what no row fills holds the fill value
-        fill = np.nan if rows.dtype.kind == "f" else 0
-        rows = np.concatenate([rows, np.full((missing, *rows.shape[1:]), fill, rows.dtype)])
+        rows = np.concatenate([rows, np.full((missing, *rows.shape[1:]), layout.fill_value, rows.dtype)])
     compression = CODECS[layout.codec]
     if compression is None:
         parts: list[Any] = [rows.view(np.uint8).reshape(-1).data] if rows.size else []

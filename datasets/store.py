@@ -20,12 +20,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from .arrays import ShardedArray
+from .arrays import Access, ShardedArray, ShardFolder
 from .buckets import bucket_size
 from .commits import merge_captions, merge_records, read_commits, read_manifest
 from .errors import DamageError, StoreError, StoreIncomplete
 from .frozen import planned_revisions, read_plan, read_table, table_problem
 from .hashing import read_json, xxh3_file
+from .index import INDEX_COLUMNS, BucketIndex, build_indexes
 from .layout import (
     CAPTIONS,
     EMBEDDINGS,
@@ -69,25 +70,6 @@ class Record:
     attempts: int
 
 
-@dataclass(frozen=True)
-class BucketIndex:
-    """What training needs of a bucket's stored records, in order of their rows.
-
-    Args:
-      rows: (N,) positions in ``store.latents(bucket)``.
-      records: (N,) positions in the records table.
-      labels: (N,) class index, -1 for none.
-      caption_starts: (N + 1,) where each record's captions begin in ``caption_ids``.
-      caption_ids: (M,) caption ids, record after record.
-    """
-
-    rows: np.ndarray
-    records: np.ndarray
-    labels: np.ndarray
-    caption_starts: np.ndarray
-    caption_ids: np.ndarray
-
-
 class LatentStore:
     """A revision of a store, opened for reading.
 
@@ -95,6 +77,7 @@ class LatentStore:
       path: of the store.
       revision: number of the revision; 0 for the newest that is complete.
       allow_incomplete: open the first revision also while shards are missing; what is not there is then not stored.
+      access: "map" the shards, or "pread" them: for a network file system, where a map that fails ends the process.
     Raises:
       StoreNotFound: there is nothing at the path.
       StoreError: it is something else than a store, or has no such revision.
@@ -103,7 +86,9 @@ class LatentStore:
       DamageError: a file is missing or has not the size that the manifest says.
     """
 
-    def __init__(self, path: str | Path, *, revision: int = 0, allow_incomplete: bool = False) -> None:
+    def __init__(
+        self, path: str | Path, *, revision: int = 0, allow_incomplete: bool = False, access: Access = "map"
+    ) -> None:
         self.path = Path(path)
         check_store(self.path)
         sealed = sealed_revisions(self.path)
@@ -121,9 +106,11 @@ class LatentStore:
         if self.manifest:
             self._sizes = {entry.path: entry.bytes for entry in self.manifest.files}
             self._stack = self.manifest.stack
+            self._folder = ShardFolder(self.path, self._sizes, access=access)
             self._check_files(self.manifest)
             return
         self._sizes, self._stack = None, [1]
+        self._folder = ShardFolder(self.path, access=access)
         self._plan = read_plan(self.path, 1)
         self._commits = read_commits(self.path, self._plan)
         if not allow_incomplete:
@@ -131,6 +118,10 @@ class LatentStore:
                 f"store '{self.path}': incomplete, {len(self._commits)} of {len(self._plan.layout.tasks())} shards are "
                 "committed. Run the same precompute command again: it goes on where it stopped."
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the store anew."""
+        return _reopen, (self.path, self.revision, self.manifest is None, self._folder.access)
 
     @property
     def buckets(self) -> dict[str, int]:
@@ -152,25 +143,45 @@ class LatentStore:
     @cached_property
     def records(self) -> pa.Table:
         """The records table (schema.RECORDS_SCHEMA), in the order of the source."""
-        if self.manifest:
-            table = self._table(RECORDS)
-            if problem := table_problem(self.spec, self.revision, table, self.manifest.num_captions):
-                raise DamageError(f"store '{self.path}': its records table says what cannot be: {problem}. {REPAIR}")
-            return table
-        return merge_records(self._plan, self._commits)
+        return self._record_columns(None)
+
+    @cached_property
+    def checksums(self) -> np.ndarray:
+        """(records,) uint64 checksum of each record's rows, as the records table has it; 0 where not stored."""
+        column = self._record_columns(("checksum",))["checksum"]
+        return pc.fill_null(column, 0).to_numpy()
 
     @cached_property
     def captions(self) -> pa.Table:
         """The captions table (schema.CAPTIONS_SCHEMA); the position is the caption's id."""
-        if self.manifest:
-            table = self._table(CAPTIONS)
-            if table.num_rows != self.manifest.num_captions:
-                raise DamageError(
-                    f"store '{self.path}': {table.num_rows} captions, the manifest says {self.manifest.num_captions}. "
-                    f"{REPAIR}"
-                )
-            return table
-        return merge_captions(self._plan, self._commits)
+        return self._caption_columns(None)
+
+    @cached_property
+    def caption_checksums(self) -> np.ndarray:
+        """(captions,) uint64 checksum of each caption's tokens, as the captions table has it."""
+        return pc.fill_null(self._caption_columns(("checksum",))["checksum"], 0).to_numpy()
+
+    def _record_columns(self, columns: Sequence[str] | None) -> pa.Table:
+        """Some columns of the records table, or all; texts that repeat may be dictionaries."""
+        if not self.manifest:
+            table = merge_records(self._plan, self._commits)
+            return table.select(columns) if columns else table
+        table = self._table(RECORDS, columns)
+        if problem := table_problem(self.spec, self.revision, table, self.manifest.num_captions):
+            raise DamageError(f"store '{self.path}': its records table says what cannot be: {problem}. {REPAIR}")
+        return table
+
+    def _caption_columns(self, columns: Sequence[str] | None) -> pa.Table:
+        if not self.manifest:
+            table = merge_captions(self._plan, self._commits)
+            return table.select(columns) if columns else table
+        table = self._table(CAPTIONS, columns)
+        if table.num_rows != self.manifest.num_captions:
+            raise DamageError(
+                f"store '{self.path}': {table.num_rows} captions, the manifest says {self.manifest.num_captions}. "
+                f"{REPAIR}"
+            )
+        return table
 
     def latents(self, bucket: str) -> ShardedArray:
         """Rows of a bucket as stored, (2C, H, W) moments or (C, H, W) latents, raw: neither shifted nor scaled."""
@@ -187,36 +198,19 @@ class LatentStore:
 
     def index(self, bucket: str) -> BucketIndex:
         """Labels and captions of the stored records of a bucket, in order of their rows."""
-        if bucket not in self._indexes:
-            self._indexes[bucket] = self._build_index(bucket)
         return self._indexes[bucket]
 
     @cached_property
     def _indexes(self) -> dict[str, BucketIndex]:
-        return {}
-
-    def _build_index(self, bucket: str) -> BucketIndex:
-        wanted = pc.and_(pc.equal(self.records["bucket"], bucket), pc.equal(self.records["status"], "stored"))
-        positions = np.flatnonzero(pc.fill_null(wanted, False).to_numpy(zero_copy_only=False))
-        table = self.records.take(pa.array(positions))
-        rows = self._stacked_rows(bucket, table["revision"].to_numpy(), table["row"].to_numpy())
-        order = np.argsort(rows, kind="stable")
-        table, positions = table.take(pa.array(order)), positions[order]
-        labels = table["label"].to_numpy()
-        if len(labels) and not -1 <= labels.min() <= labels.max() < self.num_classes:
-            raise DamageError(
-                f"store '{self.path}': bucket '{bucket}' has label {labels.max()}, with {self.num_classes} classes. "
-                f"{REPAIR}"
-            )
-        captions = table["caption_ids"].combine_chunks()
-        counts = pc.fill_null(pc.list_value_length(captions), 0).to_numpy(zero_copy_only=False)
-        return BucketIndex(
-            rows=rows[order],
-            records=positions,
-            labels=labels,
-            caption_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-            caption_ids=pc.list_flatten(captions).to_numpy(zero_copy_only=False).astype(np.int64),
-        )
+        buckets = self.manifest.buckets if self.manifest else self._plan.bucket_positions
+        indexes = build_indexes(self._record_columns(INDEX_COLUMNS), buckets, self._stacked_rows)
+        for bucket, index in indexes.items():
+            if len(index) and not -1 <= index.labels.min() <= index.labels.max() < self.num_classes:
+                raise DamageError(
+                    f"store '{self.path}': bucket '{bucket}' has label {index.labels.max()}, with {self.num_classes} "
+                    f"classes. {REPAIR}"
+                )
+        return indexes
 
     def _stacked_rows(self, bucket: str, revisions: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Positions in the stacked arrays of a bucket, from rows of each revision's own array."""
@@ -263,7 +257,12 @@ class LatentStore:
     def caption_embedding(self, caption_id: int) -> np.ndarray:
         """Embedding of a caption, (L, D): its valid tokens, a mapped view."""
         offset, length = int(self.caption_offsets[caption_id]), int(self.caption_lengths[caption_id])
-        return self._array(EMBEDDINGS).read(offset, offset + length)
+        return self.caption_embeddings.read(offset, offset + length)
+
+    @property
+    def caption_embeddings(self) -> ShardedArray:
+        """(tokens, D): the tokens of all captions; ``caption_offsets`` and ``caption_lengths`` say whose."""
+        return self._array(EMBEDDINGS)
 
     @cached_property
     def null_caption(self) -> np.ndarray:
@@ -290,7 +289,7 @@ class LatentStore:
         fits = embeddings.keys() == offset_layouts.keys() == length_layouts.keys()
         for revision, layout in embeddings.items() if fits else ():
             first, count = (
-                ShardedArray(self.path, [one], self._sizes, check_whole(self)).read(0, one.shape[0])
+                ShardedArray(self._folder, [one], check_whole(self)).read(0, one.shape[0])
                 for one in (offset_layouts[revision], length_layouts[revision])
             )
             # Asked in this order, because a sum of two hostile numbers can wrap around.
@@ -322,7 +321,7 @@ class LatentStore:
                 raise StoreError(
                     f"store '{self.path}': there is no array '{path}'. Buckets: {', '.join(self.buckets)}."
                 )
-            self._arrays[path] = ShardedArray(self.path, list(layouts.values()), self._sizes, check_of(self, path))
+            self._arrays[path] = ShardedArray(self._folder, list(layouts.values()), check_of(self, path))
         return self._arrays[path]
 
     def _layouts(self, path: str) -> dict[int, ArrayLayout]:
@@ -371,13 +370,13 @@ class LatentStore:
         height, width = (side // latent.downscale for side in bucket_size(bucket))
         return (latent.stored_channels, height, width), latent.dtype
 
-    def _table(self, name: str) -> pa.Table:
+    def _table(self, name: str, columns: Sequence[str] | None) -> pa.Table:
         assert self.manifest is not None
         path = revision_prefix(self.revision) + name
         entry = next((entry for entry in self.manifest.files if entry.path == path), None)
         if entry is None or xxh3_file(self.path / path) != entry.xxh3_128:
             raise DamageError(f"store '{self.path}': '{path}' differs from the manifest. {REPAIR}")
-        return read_table(self.path / path)
+        return read_table(self.path / path, columns)
 
     def _check_files(self, manifest: Manifest) -> None:
         """A missing shard would read as zeros to plain Zarr, a shorter one would kill the process: check first."""
@@ -394,3 +393,7 @@ class LatentStore:
                     f"store '{self.path}': file '{entry.path}' differs from the manifest, so its numbers cannot be "
                     f"trusted. {REPAIR}"
                 )
+
+
+def _reopen(path: Path, revision: int, allow_incomplete: bool, access: Access) -> LatentStore:
+    return LatentStore(path, revision=revision, allow_incomplete=allow_incomplete, access=access)

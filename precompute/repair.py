@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from ..datasets.arrays import MappedShard
 from ..datasets.commits import Task, read_record
 from ..datasets.errors import DamageError
 from ..datasets.findings import part_of
 from ..datasets.frozen import FrozenPlan
 from ..datasets.hashing import xxh3_parts
 from ..datasets.mend import mend_revision, reseal, revisions_to_mend
+from ..datasets.shard_file import ShardFile
 from ..datasets.shards import pack_shard
 from ..datasets.verify import Verification, verify_store
 from ..datasets.writer import StoreWriter, row_checksum
@@ -133,7 +133,7 @@ def _keep_intact_rows(writer: StoreWriter, shard: PackedShard) -> PackedShard:
         return shard
     try:
         maps = {
-            path: MappedShard(writer.root / layout.shard_path(shard.shard), layout, len(rows))
+            path: ShardFile(writer.root / layout.shard_path(shard.shard), layout, len(rows))
             for path, rows in shard.arrays.items()
             for layout in [writer.plan.layout.arrays[path]]
         }

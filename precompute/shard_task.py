@@ -14,13 +14,13 @@ import numpy as np
 
 from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
-from ..datasets.latents import draw_noise, sample_posterior
 from ..datasets.layout import CAPTION_PART, NULL_PART, RevisionLayout
 from ..datasets.schema import LatentSpec, Reject
 from ..datasets.shards import ArrayLayout
 from ..datasets.writer import row_checksum
 from .decoder import Decoded
 from .encoders import CaptionEncoder, ImageEncoder
+from .posterior import sample_once
 
 
 @dataclass
@@ -132,8 +132,7 @@ def to_stored(moments: np.ndarray, spec: LatentSpec, records: np.ndarray) -> np.
     if spec.kind == "mean":
         moments = moments[:, : spec.channels]
     elif spec.kind == "sample":
-        noise = draw_noise((spec.channels, *moments.shape[2:]), seed=0, epoch=0, records=records)
-        moments = sample_posterior(moments, noise)
+        moments = sample_once(moments, records)
     with np.errstate(over="ignore"):  # what float16 cannot hold becomes infinity, and is rejected as such
         return moments.astype(spec.dtype)
 

@@ -12,7 +12,7 @@ import torch
 import zarr
 from PIL import Image
 
-from leandit.datasets.arrays import ShardedArray
+from leandit.datasets.arrays import ShardedArray, ShardFolder
 from leandit.datasets.files import write_atomic
 from leandit.datasets.hashing import canonical_json
 from leandit.datasets.shards import CODECS, ArrayLayout, pack_shard
@@ -135,7 +135,7 @@ def write_array(root: Path, layout: ArrayLayout, values: np.ndarray) -> ShardedA
     for shard in range(layout.num_shards):
         rows = layout.rows_of(shard)
         write_atomic(root / layout.shard_path(shard), pack_shard(layout, values[rows.start : rows.stop]))
-    return ShardedArray(root, [layout])
+    return ShardedArray(ShardFolder(root), [layout])
 
 
 def write_array_with_zarr(

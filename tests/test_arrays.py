@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import ARRAY_LAYOUTS, SHARD_ROWS, array_values, crc32c, small_array, write_array, write_array_with_zarr
 
-from leandit.datasets.arrays import MappedShard, ShardedArray
+from leandit.datasets import arrays, watch, window
+from leandit.datasets.arrays import ShardedArray, ShardFolder
 from leandit.datasets.errors import DamageError
 from leandit.datasets.hashing import read_json
+from leandit.datasets.shard_file import ShardFile
 from leandit.datasets.shards import CODECS, ArrayLayout, pack_shard
 
+# How shards are read: all in one range of addresses, each mapped alone where that cannot be had, or not mapped.
+WAYS = ["window", "alone", "pread"]
 COMPRESSED = [codec for codec in CODECS if codec != "none"]
+
+
+def open_array(root: Path, layouts: list[ArrayLayout], way: str, monkeypatch: pytest.MonkeyPatch) -> ShardedArray:
+    if way == "alone":
+        monkeypatch.setattr(arrays, "AddressWindow", no_window)
+    return ShardedArray(ShardFolder(root, access="pread" if way == "pread" else "map"), layouts)
+
+
+def no_window(*_: int) -> None:
+    raise OSError("no such range of addresses")
 
 
 @pytest.mark.parametrize("layout", ARRAY_LAYOUTS, ids=lambda a: f"{a.codec}-{a.dtype}-{a.shape[0]}-{a.chunk_rows}")
@@ -39,7 +55,7 @@ def test_any_row_any_range_and_any_gathering_equal_numpy(
 ) -> None:
     layout = small_array(codec, chunk_rows=chunk_rows)
     values, root = array_values(layout), tmp_path_factory.getbasetemp() / f"any-{codec}-{chunk_rows}"
-    array = ShardedArray(root, [layout]) if root.exists() else write_array(root, layout, values)
+    array = ShardedArray(ShardFolder(root), [layout]) if root.exists() else write_array(root, layout, values)
     start = data.draw(st.integers(0, len(values)))
     stop = data.draw(st.integers(start, len(values)))
     rows = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=12))
@@ -87,11 +103,14 @@ def test_a_row_out_of_bounds_is_an_index_error(codec: str, tmp_path: Path) -> No
     assert [len(list(array)), len(array)] == [10, 10]  # iteration ends
 
 
-def memory_map_of(array: np.ndarray) -> np.memmap | None:
-    base: Any = array
-    while base is not None and not isinstance(base, np.memmap):
-        base = getattr(base, "base", None)
-    return base
+def mapped_file_of(array: np.ndarray) -> str:
+    """The file whose map an array's numbers lie in, as the system says; "" where they lie in plain memory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, last = line.split(maxsplit=5)
+        low, high = (int(end, 16) for end in addresses.split("-"))
+        if low <= array.ctypes.data < high:
+            return last if last.startswith("/") else ""
+    return ""
 
 
 def test_an_uncompressed_row_is_a_read_only_view_onto_the_mapped_file(tmp_path: Path) -> None:
@@ -99,9 +118,7 @@ def test_an_uncompressed_row_is_a_read_only_view_onto_the_mapped_file(tmp_path: 
     array = write_array(tmp_path, layout, array_values(layout))
     row, rows = array[5], array.read(4, 8)
     for view in (row, rows):
-        mapped = memory_map_of(view)
-        assert mapped is not None
-        assert Path(str(mapped.filename)) == tmp_path / layout.shard_path(1)
+        assert mapped_file_of(view) == str(tmp_path / layout.shard_path(1))
         assert not view.flags.writeable
         assert not view.flags.owndata
     assert np.shares_memory(row, rows)
@@ -110,7 +127,7 @@ def test_an_uncompressed_row_is_a_read_only_view_onto_the_mapped_file(tmp_path: 
         row[:] = 0
     with pytest.raises(ValueError, match="WRITEABLE"):
         row.flags.writeable = True
-    assert memory_map_of(array.take([5])) is None  # a batch is the caller's own
+    assert mapped_file_of(array.take([5])) == ""  # a batch is the caller's own
 
 
 def test_a_shard_is_mapped_when_it_is_first_touched(tmp_path: Path) -> None:
@@ -126,13 +143,13 @@ def test_a_shard_that_has_not_the_size_of_the_manifest_is_refused_when_it_is_map
     layout = small_array()
     write_array(tmp_path, layout, array_values(layout))
     sizes = {layout.shard_path(i): (tmp_path / layout.shard_path(i)).stat().st_size for i in range(3)}
-    array = ShardedArray(tmp_path, [layout], sizes | {layout.shard_path(1): 1})
+    array = ShardedArray(ShardFolder(tmp_path, sizes | {layout.shard_path(1): 1}), [layout])
     assert array[0].shape == (2, 3)
     with pytest.raises(DamageError, match=r"a/c/1/0/0'.*not those of the manifest"):
         array[4]
     del sizes[layout.shard_path(2)]
     with pytest.raises(DamageError, match=r"a/c/2/0/0'"):
-        ShardedArray(tmp_path, [layout], sizes)[8]
+        ShardedArray(ShardFolder(tmp_path, sizes), [layout])[8]
 
 
 @settings(deadline=None, max_examples=60)
@@ -147,7 +164,7 @@ def test_arrays_that_follow_each_other_read_as_one(
     if not root.exists():
         for layout, part in zip(layouts, values, strict=True):
             write_array(root, layout, part)
-    whole, array = np.concatenate(values), ShardedArray(root, layouts)
+    whole, array = np.concatenate(values), ShardedArray(ShardFolder(root), layouts)
     start = data.draw(st.integers(0, 16))
     stop = data.draw(st.integers(start, 16))
     rows = data.draw(st.lists(st.integers(0, 15), max_size=20))
@@ -172,7 +189,7 @@ def test_a_flip_of_any_bit_of_the_index_is_found(codec: str, tmp_path: Path) -> 
         bad[position] ^= 1 << position % 8
         path.write_bytes(bad)
         with pytest.raises(DamageError, match="index") as caught:
-            MappedShard(path, layout, 3)
+            ShardFile(path, layout, 3)
         assert str(path) in str(caught.value)
 
 
@@ -185,7 +202,7 @@ def test_a_cut_shard_is_found(codec: str, keep: str, tmp_path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: eval(keep, {"size": len(content)})])
     with pytest.raises(DamageError, match=r"shard .*/a/c/0"):
-        MappedShard(path, layout, 4)
+        ShardFile(path, layout, 4)
 
 
 def test_a_shard_of_another_length_is_found(tmp_path: Path) -> None:
@@ -195,7 +212,7 @@ def test_a_shard_of_another_length_is_found(tmp_path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[12:])  # a row is gone in front, the index at the end is whole
     with pytest.raises(DamageError, match="not there"):
-        MappedShard(path, layout, 4)
+        ShardFile(path, layout, 4)
 
 
 @pytest.mark.parametrize("codec", COMPRESSED)
@@ -210,7 +227,7 @@ def test_a_flip_of_any_byte_of_a_compressed_chunk_is_found(codec: str, tmp_path:
         bad = bytearray(good)
         bad[position] ^= 0x10
         path.write_bytes(bad)
-        array = ShardedArray(tmp_path, [layout])
+        array = ShardedArray(ShardFolder(tmp_path), [layout])
         with pytest.raises(DamageError, match="chunk 2 "):
             array[2]
         with pytest.raises(DamageError, match="chunk 2 "):
@@ -220,16 +237,22 @@ def test_a_flip_of_any_byte_of_a_compressed_chunk_is_found(codec: str, tmp_path:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("empty", [0, 1, 3])
-def test_a_shard_with_a_dropped_chunk_is_refused_not_misread(codec: str, empty: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_shard_with_a_dropped_chunk_is_read_right(
+    codec: str, empty: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = small_array(codec, rows=4)
     values = np.ones(layout.shape, np.float16)
     values[empty] = np.nan  # the fill value: zarr-python drops the chunk by default, and all later ones move up
+    values[[i for i in range(4) if i != empty]] = np.arange(3, dtype=np.float16)[:, None, None]
     write_array_with_zarr(tmp_path, layout, values, write_empty_chunks=False)
-    with pytest.raises(DamageError, match="chunks"):
-        ShardedArray(tmp_path, [layout]).read(0, 4)
+    array = open_array(tmp_path, [layout], way, monkeypatch)
+    np.testing.assert_array_equal(array.read(0, 4), values)
+    np.testing.assert_array_equal(array.take([3, 0, 1, 3, 2]), values[[3, 0, 1, 3, 2]])
 
 
-def test_chunks_in_another_order_are_refused_without_a_codec(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_chunks_in_another_order_are_read_right(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = small_array(rows=4)
     values = array_values(layout)
     write_array(tmp_path, layout, values)
@@ -237,5 +260,151 @@ def test_chunks_in_another_order_are_refused_without_a_codec(tmp_path: Path) -> 
     *_, tail = pack_shard(layout, values)
     swapped = np.frombuffer(bytes(tail)[:-4], "<u8").reshape(-1, 2)[[1, 0, 2, 3]].tobytes()
     path.write_bytes(path.read_bytes()[: -len(tail)] + swapped + crc32c(swapped))
-    with pytest.raises(DamageError, match="contiguous"):
-        MappedShard(path, layout, 4)
+    array = open_array(tmp_path, [layout], way, monkeypatch)
+    np.testing.assert_array_equal(array.read(0, 4), values[[1, 0, 2, 3]])
+    np.testing.assert_array_equal(array.take([0, 3]), values[[1, 3]])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), st.sampled_from(WAYS), st.sampled_from([(2, 3), (1,), (4, 26, 38), (17,)]))
+def test_rows_of_any_size_are_gathered_right_in_every_way(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, way: str, shape: tuple[int, ...]
+) -> None:
+    # In the window the rows of all shards share one grid, whatever a row measures; 17 and 2 bytes share little.
+    layout = ArrayLayout("a", (29, *shape), "float16", 5)
+    root, values = tmp_path_factory.getbasetemp() / f"sizes-{shape}", array_values(layout)
+    if not root.exists():
+        write_array(root, layout, values)
+    with pytest.MonkeyPatch.context() as patch:
+        array = open_array(root, [layout], way, patch)
+        starts = data.draw(st.lists(st.integers(0, 28), min_size=1, max_size=9))
+        lengths = [data.draw(st.integers(1, 29 - start)) for start in starts]
+        out = np.empty((sum(lengths), *shape), np.float16)
+        assert array.take_ranges(np.array(starts), np.array(lengths), out=out) is out
+    ranges = [values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    np.testing.assert_array_equal(out, np.concatenate(ranges))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [[-1], [10], [0, 2**40], [3, -(2**62)]])
+def test_a_row_out_of_bounds_is_an_error_in_every_way(
+    way: str, rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = small_array()
+    write_array(tmp_path, layout, array_values(layout))
+    with pytest.raises(IndexError, match=r"there are 10"):
+        open_array(tmp_path, [layout], way, monkeypatch).take(rows)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", ["truncate", "shorten to a page", "overwrite"])
+def test_a_shard_that_is_changed_under_a_running_reader_is_an_error_that_names_it(
+    way: str, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = ArrayLayout("a", (40, 2, 512), "float16", 10)  # 2 KiB a row, so a shard has several pages
+    values = array_values(layout)
+    write_array(tmp_path, layout, values)
+    array, path = open_array(tmp_path, [layout], way, monkeypatch), tmp_path / layout.shard_path(2)
+    everything = np.arange(40)
+    np.testing.assert_array_equal(array.take(everything), values)
+    if change == "overwrite":
+        with path.open("r+b") as file:
+            file.write(b"other")
+    else:
+        os.truncate(path, 0 if change == "truncate" else 4096)
+    for _ in range(2):
+        with pytest.raises(DamageError, match=r"a/c/2/0/0'.*wrote to it.*verify --repair"):
+            array.take(everything)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_shard_that_is_replaced_whole_or_removed_is_read_on(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a repair or a compaction does: the file that is open stays what it was.
+    layout = small_array()
+    values = array_values(layout)
+    write_array(tmp_path, layout, values)
+    array = open_array(tmp_path, [layout], way, monkeypatch)
+    array.take(np.arange(10))
+    write_array(tmp_path, layout, values + 1)
+    (tmp_path / layout.shard_path(1)).unlink()
+    np.testing.assert_array_equal(array.take(np.arange(10)), values)
+
+
+def test_without_inotify_a_change_is_found_by_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_inotify", lambda: (None, None))
+    monkeypatch.setattr(watch, "POLL_SECONDS", 0)
+    layout = small_array()
+    array = write_array(tmp_path, layout, array_values(layout))
+    array.take([0, 4])
+    os.truncate(tmp_path / layout.shard_path(1), 100)
+    with pytest.raises(DamageError, match=r"a/c/1/0/0'.*it has 100 bytes now"):
+        array.take([0])
+
+
+def test_rows_are_views_of_one_window_that_outlives_the_array(tmp_path: Path) -> None:
+    layout = small_array()
+    values = array_values(layout)
+    array = write_array(tmp_path, layout, values)
+    rows = [array[i] for i in range(10)]
+    del array
+    gc.collect()
+    np.testing.assert_array_equal(np.array(rows), values)
+
+
+def test_files_are_let_go_when_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "MAX_OPEN_SHARDS", 3)
+    layout = ArrayLayout("a", (40, 5), "float16", 1)
+    values = array_values(layout)
+    write_array(tmp_path, layout, values)
+    for way in ("alone", "pread"):
+        before = len(os.listdir("/proc/self/fd"))
+        array = open_array(tmp_path, [layout], way, monkeypatch)
+        np.testing.assert_array_equal(array.take(np.arange(40)[::-1]), values[::-1])
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) - before <= 3 + 1  # and the queue of changes
+        assert Path("/proc/self/maps").read_text().count(str(tmp_path)) <= 3
+
+
+def test_windows_give_their_maps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "_maps_left", 5)
+    layout = small_array()  # of three shards
+    write_array(tmp_path, layout, array_values(layout))
+    kept = []
+    for left in (2, 2, 2):
+        kept.append(ShardedArray(ShardFolder(tmp_path), [layout]))
+        kept[-1].take(np.arange(10))
+        assert window._maps_left == left  # the second and third found too few, and map file by file
+    kept.clear()
+    gc.collect()
+    assert window._maps_left == 5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fork_reads_what_its_parent_has_open(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = small_array()
+    values = array_values(layout)
+    write_array(tmp_path, layout, values)
+    array = open_array(tmp_path, [layout], way, monkeypatch)
+    array.take(np.arange(10))
+    child = os.fork()
+    if not child:
+        os._exit(0 if np.array_equal(array.take(np.arange(10)), values, equal_nan=True) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_many_threads_open_and_read_one_array(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "MAX_OPEN_SHARDS", 4)
+    layout = ArrayLayout("a", (400, 5), "float16", 10)
+    values = array_values(layout)
+    write_array(tmp_path, layout, values)
+    array = open_array(tmp_path, [layout], way, monkeypatch)
+
+    def read(seed: int) -> bool:
+        rows = np.random.default_rng(seed).integers(0, 400, 100)
+        return np.array_equal(array.take(rows), values[rows], equal_nan=True)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(100)))

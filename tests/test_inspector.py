@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from making import CPU, caption_recipe, no_progress, picture
 from PIL import Image
 
 from leandit.datasets.errors import StoreError
 from leandit.datasets.findings import Finding
-from leandit.datasets.latents import final_latents
+from leandit.datasets.latents import draw_keys, final_latents
 from leandit.datasets.store import LatentStore
 from leandit.datasets.verify import Verification
 from leandit.precompute.pipeline import precompute
@@ -66,8 +67,9 @@ def test_channel_statistics_are_those_of_the_latents_that_training_reads(caption
     for epoch in range(20):
         for bucket in caption_store.buckets:
             index = caption_store.index(bucket)
-            stored = caption_store.latents(bucket).take(index.rows)
-            latents = final_latents(stored, caption_store.spec.latent, seed=0, epoch=epoch, records=index.records)
+            stored = torch.from_numpy(caption_store.latents(bucket).take(index.rows))
+            keys = draw_keys(0, np.full(len(index), epoch), index.records)
+            latents = final_latents(stored, caption_store.spec.latent, keys).numpy()
             drawn.append(latents.transpose(1, 0, 2, 3).reshape(latents.shape[1], -1))
     values = np.concatenate(drawn, axis=1)
     statistics = summarise(caption_store)["latent_statistics"]

@@ -6,6 +6,7 @@ import itertools
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import torch
 from making import CPU, label_recipe, no_progress
 
 from leandit.datasets.batches import BatchPlan
+from leandit.datasets.buffers import BufferPool
 from leandit.datasets.errors import RunError
-from leandit.datasets.latents import draw_noise, normalise, sample_posterior
-from leandit.datasets.loader import Batch, BatchStream, make_loader, pad_captions
+from leandit.datasets.latents import draw_keys, final_latents
+from leandit.datasets.loader import BatchStream, make_loader
+from leandit.datasets.reader import Batch, BatchReader, read_padded
+from leandit.datasets.shuffle import ShardWindow
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 
@@ -58,16 +62,17 @@ def resume(loader: Any, state: dict[str, Any]) -> Batch:
 
 
 def assert_same(found: Batch, wanted: Batch) -> None:
-    for name, value in vars(wanted).items():
+    for name in (*(entry.name for entry in fields(Batch) if entry.init), "latents"):
+        value, other = getattr(wanted, name), getattr(found, name)
         if isinstance(value, torch.Tensor):
-            assert found.__dict__[name].dtype == value.dtype
-            np.testing.assert_array_equal(found.__dict__[name].numpy(), value.numpy(), err_msg=name)
+            assert other.dtype == value.dtype
+            np.testing.assert_array_equal(other.numpy(), value.numpy(), err_msg=name)
         else:
-            assert found.__dict__[name] == value, name
+            assert other == value, name
 
 
 def assert_all_same(found: list[Batch], wanted: list[Batch]) -> None:
-    assert [(batch.epoch, batch.index) for batch in found] == [(batch.epoch, batch.index) for batch in wanted]
+    assert [(batch.epoch, batch.number) for batch in found] == [(batch.epoch, batch.number) for batch in wanted]
     for one, other in zip(found, wanted, strict=True):
         assert_same(one, other)
 
@@ -77,9 +82,10 @@ def test_a_batch_is_what_the_store_holds_drawn_and_normalised(label_store: Laten
     for batch in take(make_loader(label_store, global_batch=GLOBAL_BATCH, seed=3), 8):
         records = [label_store.record_at(int(i)) for i in batch.records]
         assert {record.bucket for record in records} == {batch.bucket}
-        moments = np.stack([label_store.latents(batch.bucket)[record.row] for record in records]).astype(np.float32)
-        noise = draw_noise(tuple(batch.latents.shape[1:]), seed=3, epoch=batch.epoch, records=batch.records.numpy())
-        np.testing.assert_array_equal(batch.latents.numpy(), normalise(sample_posterior(moments, noise), spec))
+        stored = np.stack([label_store.latents(batch.bucket)[record.row] for record in records])
+        np.testing.assert_array_equal(batch.stored.numpy(), stored)
+        keys = draw_keys(3, np.full(len(batch), batch.epoch), batch.records.numpy())
+        np.testing.assert_array_equal(batch.latents, final_latents(torch.from_numpy(stored), spec, keys))
         assert batch.latents.dtype == torch.float32
         assert batch.labels.tolist() == [record.label for record in records]
         assert [f"n{record.label:03d}" for record in records] == [record.key.split("/")[0] for record in records]
@@ -107,7 +113,7 @@ def test_captions_are_padded_with_zeros_to_the_longest(caption_store: LatentStor
 
 def test_padding_keeps_the_order_asked_for(caption_store: LatentStore) -> None:
     ids = np.array([8, 0, 8, 3])
-    padded, lengths = pad_captions(caption_store, ids)
+    padded, lengths = read_padded(caption_store, ids, BufferPool())
     assert lengths.tolist() == [caption_store.captions["num_tokens"][int(i)].as_py() for i in ids]
     assert lengths.dtype == torch.int64
     for row, length, caption_id in zip(padded, lengths, ids, strict=True):
@@ -120,7 +126,9 @@ def test_an_epoch_covers_every_record_once_and_the_next_in_another_order(store: 
     orders = []
     for epoch in range(2):
         batches = list(loader)
-        assert [(batch.epoch, batch.index) for batch in batches] == [(epoch, i) for i in range(len(loader))]
+        assert [(batch.epoch, batch.number) for batch in batches] == [
+            (epoch, epoch * len(loader) + i) for i in range(len(loader))
+        ]
         seen = [int(record) for batch in batches for record in batch.records]
         assert Counter(seen) == Counter(range(store.records.num_rows))
         orders.append(seen)
@@ -154,7 +162,7 @@ def test_a_resume_at_the_end_of_an_epoch_warns_of_nothing(label_store: LatentSto
     take(loader, len(loader))
     resumed = make_loader(label_store, global_batch=GLOBAL_BATCH)
     resumed.load_state_dict(loader.state_dict())
-    assert [(batch.epoch, batch.index) for batch in take(resumed, 2)] == [(1, 0), (1, 1)]
+    assert [(batch.epoch, batch.number) for batch in take(resumed, 2)] == [(1, len(loader)), (1, len(loader) + 1)]
 
 
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")
@@ -190,16 +198,22 @@ def test_a_state_that_is_loaded_and_saved_again_is_the_same(label_store: LatentS
 
 
 def test_a_state_counts_what_was_handed_out_not_what_was_read_ahead(label_store: LatentStore) -> None:
-    stream = BatchStream(label_store, BatchPlan(label_store.buckets, 2, 0), prefetch=6)
+    stream = BatchStream(BatchReader([label_store], BatchPlan(label_store.buckets, 2, 0)), prefetch=6)
     batches = iter(stream)
     next(batches)
     next(batches)
-    assert (stream.state_dict()["epoch"], stream.state_dict()["index"]) == (0, 2)
+    assert stream.state_dict()["number"] == 2
 
 
 @pytest.mark.parametrize(
     ("changed", "word"),
-    [({"seed": 2}, "seed"), ({"global_batch": 5}, "global_batch"), ({"store": "flip"}, "root_hash")],
+    [
+        ({"seed": 2}, "seed"),
+        ({"global_batch": 5}, "order.buckets.32x32.batch_size"),
+        ({"store": "flip"}, "root_hashes"),
+        ({"leftovers": "carry"}, "order.leftovers"),
+        ({"window": ShardWindow(2, 4)}, "order.window_shards"),
+    ],
 )
 def test_a_state_of_another_order_is_refused(
     changed: dict[str, Any], word: str, label_store: LatentStore, flip_store: LatentStore
@@ -208,7 +222,7 @@ def test_a_state_of_another_order_is_refused(
     take(loader, 2)
     other = flip_store if changed.pop("store", None) else label_store
     resumed = make_loader(other, **{"global_batch": GLOBAL_BATCH, "seed": 1, **changed})
-    with pytest.raises(RunError, match=f"{word} was .*here it is"):
+    with pytest.raises(RunError, match=rf"{word}.*: was .*here it is"):
         resume(resumed, loader.state_dict())
 
 
@@ -246,19 +260,15 @@ def test_an_incomplete_store_hands_out_what_is_committed(caption_store: LatentSt
 
 
 def test_flipped_rows_come_about_half_of_the_time_and_the_same_each_run(flip_store: LatentStore) -> None:
-    spec, bucket = flip_store.spec.latent, "32x32"
+    bucket = "32x32"
     count = 8 * len(make_loader(flip_store, global_batch=GLOBAL_BATCH))
     flips: list[tuple[int, int, bool]] = []
     for batch in take(make_loader(flip_store, global_batch=GLOBAL_BATCH, seed=2), count):
-        noise = draw_noise(tuple(batch.latents.shape[1:]), seed=2, epoch=batch.epoch, records=batch.records.numpy())
         for i, record in enumerate(batch.records.tolist()):
             row = flip_store.record_at(record).row
-            drawn = [
-                normalise(sample_posterior(array[row][None].astype(np.float32), noise[i : i + 1]), spec)[0]
-                for array in (flip_store.latents(bucket), flip_store.flipped_latents(bucket))
-            ]
-            assert not np.array_equal(*drawn)
-            which = [np.array_equal(batch.latents[i].numpy(), latent) for latent in drawn]
+            both = [array[row] for array in (flip_store.latents(bucket), flip_store.flipped_latents(bucket))]
+            assert not np.array_equal(*both)
+            which = [np.array_equal(batch.stored[i].numpy(), stored) for stored in both]
             assert sum(which) == 1
             flips.append((record, batch.epoch, which[1]))
     share = np.mean([flipped for *_, flipped in flips])

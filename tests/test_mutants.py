@@ -297,12 +297,8 @@ def rejected_record_is_left_out() -> None:
 
 
 def noise_is_keyed_by_process() -> None:
-    draw = shard_task.draw_noise
-
-    def draw_noise(shape: Any, *, seed: int, epoch: int, records: Any) -> Any:
-        return draw(shape, seed=seed + os.getpid(), epoch=epoch, records=records)
-
-    shard_task.draw_noise = draw_noise
+    draw = shard_task.sample_once
+    shard_task.sample_once = lambda moments, records: draw(moments, records + os.getpid())
 
 
 def rows_are_in_an_order_of_the_process() -> None:

@@ -32,12 +32,12 @@ import pyarrow.parquet as pq
 import pytest
 from making import CPU, make_class_folder, picture, train_recipe, tree_digest
 
-from leandit.datasets.arrays import MappedShard
 from leandit.datasets.commits import file_entry, with_root_hash
 from leandit.datasets.errors import DamageError, EncoderError, LeanditError, RunError, SourceError, StoreError
 from leandit.datasets.frozen import read_table
 from leandit.datasets.hashing import canonical_json, read_json, sha256_of
 from leandit.datasets.schema import CommitRecord, Manifest
+from leandit.datasets.shard_file import ShardFile
 from leandit.datasets.shards import CODECS, ArrayLayout, pack_shard
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import TextSection, VaeSection
@@ -270,7 +270,7 @@ def put_rows(name: str, values: Callable[[np.ndarray], np.ndarray]) -> Spoil:
     def spoil(root: Path) -> None:
         layout = ArrayLayout.from_metadata(name, read_json(root / name / "zarr.json"))
         path = root / layout.shard_path(0)
-        rows = np.array(MappedShard(path, layout, layout.shape[0]).read(0, layout.shape[0]))
+        rows = np.array(ShardFile(path, layout, layout.shape[0]).read(0, layout.shape[0]))
         path.write_bytes(b"".join(pack_shard(layout, values(rows))))
         forge(root)
 
@@ -529,10 +529,17 @@ def put(row: int, offset: int, length: int) -> Callable[[np.ndarray], Any]:
         put(0, 0, 10**6),
         put(3, 2**64 - 8, 16),  # their sum wraps around to 8
         put(3, 2**63, 2**63 + 8),
-        put(5, 2**64 - 1, 2**64 - 1),
+        put(5, 2**64 - 1, 24),
         put(2, 10, 3),
     ],
-    ids=["offset beyond", "length beyond", "wrapped", "wrapped in the middle", "absent", "shorter than a checksum"],
+    ids=[
+        "offset beyond",
+        "length beyond",
+        "wrapped",
+        "wrapped amid",
+        "half absent",
+        "shorter than a checksum",
+    ],
 )
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_a_shard_index_that_leads_outside_is_refused(
@@ -543,7 +550,7 @@ def test_a_shard_index_that_leads_outside_is_refused(
     encode = CODECS[codec]
     encoded = bytes(encode[1].encode(chunk)) if encode else chunk.tobytes()
     with pytest.raises(DamageError):
-        MappedShard(shard_file(tmp_path / "s", [encoded] * 6, index), layout, 6).read(0, 6)
+        ShardFile(shard_file(tmp_path / "s", [encoded] * 6, index), layout, 6).read(0, 6)
 
 
 @pytest.mark.parametrize("codec", [name for name, known in CODECS.items() if known])
@@ -558,7 +565,7 @@ def test_a_chunk_that_claims_gigabytes_is_refused_without_them(codec: str, tmp_p
         block = (((128 << 10) - 1) << 3 | 1 << 1).to_bytes(3, "little") + b"\0"
         bomb = b"\x28\xb5\x2f\xfd\x00\x58" + block * 30_000 + b"\x03\x00\x00\0"
     layout = ArrayLayout("a", LAYOUT.shape, "float16", 6, 1, codec)
-    shard = MappedShard(shard_file(tmp_path / "s", [bomb] * 6), layout, 6)
+    shard = ShardFile(shard_file(tmp_path / "s", [bomb] * 6), layout, 6)
     del big
     forget_peak()
     before = peak_mib()
@@ -574,7 +581,7 @@ import numpy as np
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from leandit.datasets.arrays import MappedShard
+from leandit.datasets.shard_file import ShardFile
 from leandit.datasets.errors import DamageError
 from leandit.datasets.shards import CODECS, ArrayLayout
 resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
@@ -592,7 +599,7 @@ for codec, known in CODECS.items():
         if rng.random() < 0.3:
             del mutant[rng.randrange(len(mutant)):]
         try:
-            MappedShard(shard_file(Path(sys.argv[1]), [bytes(mutant)]), layout, 1).read(0, 1)
+            ShardFile(shard_file(Path(sys.argv[1]), [bytes(mutant)]), layout, 1).read(0, 1)
         except DamageError:
             refused += 1
 print("refused", refused)
@@ -615,7 +622,7 @@ def test_a_blosc_chunk_that_claims_to_be_longer_than_it_is_is_refused(tmp_path: 
     chunk[12:16] = (1 << 30).to_bytes(4, "little")
     layout = ArrayLayout("a", LAYOUT.shape, "float16", 6, 1, "blosc-lz4")
     with pytest.raises(DamageError, match="Blosc"):
-        MappedShard(shard_file(tmp_path / "s", [bytes(chunk)] * 6), layout, 6).read(0, 1)
+        ShardFile(shard_file(tmp_path / "s", [bytes(chunk)] * 6), layout, 6).read(0, 1)
 
 
 def wide_rows(table: pa.Table) -> pa.Table:

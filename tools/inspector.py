@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute
 
-from ..datasets.latents import LOGVAR_RANGE
+from ..datasets.schema import LOGVAR_RANGE
 from ..datasets.layout import EMBEDDINGS, NULL_EMBEDDING, commit_path
 from ..datasets.schema import LatentSpec
 from ..datasets.store import LatentStore, Record

@@ -17,7 +17,6 @@ from ..datasets.errors import EncoderError, RecipeError, RunError, StoreError
 from ..datasets.files import write_atomic
 from ..datasets.hashing import canonical_json, read_json
 from ..datasets.latents import denormalise
-from ..datasets.loader import pad_captions
 from ..datasets.store import LatentStore
 from ..precompute.config import TextSection
 from ..precompute.encoders import CaptionEncoder, CaptionTokenizer, ImageEncoder
@@ -112,7 +111,7 @@ def draw_pictures(
             guidance=request.guidance,
             seed=request.seed + start,
         )
-        pictures.append(decoder.decode(denormalise(latents.cpu().numpy(), snapshot.latent)))
+        pictures.append(decoder.decode(denormalise(latents.cpu(), snapshot.latent).numpy()))
     return np.concatenate(pictures)
 
 
@@ -166,7 +165,7 @@ def caption_conditioning(
             rows.append(encoded[caption])
         else:
             assert opened is not None
-            rows.append(pad_captions(opened, np.array([i]))[0][0])
+            rows.append(torch.from_numpy(np.array(opened.caption_embedding(i))))
     lengths = torch.tensor([len(row) for row in rows])
     padded = torch.nn.utils.rnn.pad_sequence([row.float() for row in rows], batch_first=True).to(device)  # (B, L, D)
     return captions, snapshot.conditioner(None, padded, lengths)

@@ -1,6 +1,7 @@
 """Stores of made-up rows, written by the real plan and writer: what benchmarks read, at any size, with no encoder.
 
-A row is Gaussian noise that begins with its own number, so that whoever reads it back can tell whether it is the right one.
+A row is Gaussian noise that begins with its own number, so that whoever reads it back can tell whether it is the right
+one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pyarrow as pa
 
 from .. import __version__
 from ..datasets.frozen import FrozenPlan, freeze_plan
-from ..datasets.layout import CAPTION_PART, NULL_PART, bucket_part
+from ..datasets.layout import CAPTION_PART, NULL_PART
 from ..datasets.schema import (
     CAPTIONS_SCHEMA,
     FORMAT_VERSION,

@@ -95,7 +95,7 @@ def train(
         while state.step < recipe.run.steps and not stopping:
             # One batch of one bucket.
             with window.waiting():
-                batch = next(batches).to(device)
+                batch = next(batches)
 
             # Forward, backward, update, average.
             loss, grad_norm = train_step(state, batch)

@@ -1,0 +1,212 @@
+"""Reading one global batch: the records that its order names, gathered from the store into memory used again.
+
+What a batch holds is a function of its number alone: any rank, worker or thread may read it, at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from .buffers import BufferPool
+from .index import BucketIndex
+from .latents import draw_keys, final_latents
+from .order import BatchOrder, PlannedBatch
+from .schema import LatentSpec
+from .shuffle import PURPOSE_CAPTION, PURPOSE_FLIP, keyed_choice
+from .slices import rank_slice
+from .store import LatentStore
+
+TextForm = Literal["padded", "packed", "none"]
+PLANNED_AHEAD = 16  # batches that are planned in one go, at little more than the price of one
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A rank's slice of one global batch of one bucket; B records, fewer than 1 only where a "short" batch is smaller
+    than the number of ranks.
+
+    Args:
+      stored: (B, 2C, H, W) moments or (B, C, H, W) latents in the store's dtype, as they lie there.
+      labels: (B,) int64 class index, -1 for none.
+      captions: in the store's dtype, or None: (B, L, D), padded with zeros to the longest, or packed (sum L, D).
+      caption_lengths: (B,) int64 valid tokens, or None.
+      records: (B,) int64 positions in the records table.
+      draw_keys: (B,) int64 keys of the posterior draw.
+      spec: what ``stored`` is, and how it becomes the model's input.
+      bucket: "HxW" in pixels.
+      number: of the global batch, over all epochs.
+      epoch: that the batch belongs to.
+      store: which of the reader's stores it is of.
+    """
+
+    stored: torch.Tensor
+    labels: torch.Tensor
+    captions: torch.Tensor | None
+    caption_lengths: torch.Tensor | None
+    records: torch.Tensor
+    draw_keys: torch.Tensor
+    spec: LatentSpec
+    bucket: str
+    number: int
+    epoch: int
+    store: int = 0
+    _held: list[Batch] = field(default_factory=list, init=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    @cached_property
+    def latents(self) -> torch.Tensor:
+        """(B, C, H, W) float32, drawn, shifted and scaled: the model's input at t = 0, on the device of the batch."""
+        return final_latents(self.stored, self.spec, self.draw_keys)
+
+    @cached_property
+    def caption_offsets(self) -> torch.Tensor:
+        """(B + 1,) int32 where each packed caption begins, then the end: cu_seqlens of variable-length attention."""
+        assert self.caption_lengths is not None, "the store has no captions"
+        zero = torch.zeros(1, dtype=torch.int64, device=self.caption_lengths.device)
+        return torch.cat([zero, self.caption_lengths.cumsum(0)]).int()
+
+    @cached_property
+    def ready(self) -> torch.cuda.Event:
+        """Recorded when the batch is whole on its GPU."""
+        return torch.cuda.Event()
+
+    def finish(self) -> Batch:
+        """The same batch, with its latents computed."""
+        _ = self.latents
+        return self
+
+    def hold(self, batch: Batch) -> None:
+        """Keep another batch as long as this one, as the memory that it is copied from."""
+        self._held.append(batch)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device, copied asynchronously from pinned memory."""
+        values: dict[str, Any] = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = value.to(device, non_blocking=True)
+        return Batch(**values)
+
+
+class BatchReader(Dataset):
+    """Global batches by their number; a map-style dataset of endless length.
+
+    Args:
+      stores: of each of the order's plans.
+      order: which records when.
+      rank, world_size: this reader gives its slice of every global batch.
+      text: form of the captions, or none of them.
+      pin: into page-locked memory.
+      seed: of the posterior draw and the choice of caption and flip; None: that of the first plan.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[LatentStore],
+        order: BatchOrder,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        text: TextForm = "padded",
+        pin: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        assert len(stores) == len(order.plans), f"{len(stores)} stores for {len(order.plans)} plans"
+        self.stores, self.order = list(stores), order
+        self.seed = order.plans[0].seed if seed is None else seed
+        self._rank, self._world_size, self._text = rank, world_size, text
+        self._buffers = BufferPool(pin=pin)
+        self._planned: Callable[[int], list[PlannedBatch]] | None = None
+
+    def __getitem__(self, number: int) -> Batch:
+        """Read a global batch, or this rank's slice of it."""
+        planned = self._plan(number)
+        mine = rank_slice(len(planned.positions), self._rank, self._world_size)
+        positions, epochs = planned.positions[mine], planned.epochs[mine]
+        store = self.stores[planned.plan]
+        index = store.index(planned.bucket)
+        rows, records = index.rows[positions], index.records[positions]
+        captions = lengths = None
+        if store.spec.text and self._text != "none":
+            ids = self._choose_captions(index, positions, epochs, records)
+            read = read_packed if self._text == "packed" else read_padded
+            captions, lengths = read(store, ids, self._buffers)
+        return Batch(
+            stored=torch.from_numpy(self._read_latents(store, planned.bucket, rows, epochs, records)),
+            labels=torch.from_numpy(index.labels[positions]),
+            captions=captions,
+            caption_lengths=lengths,
+            records=torch.from_numpy(records),
+            draw_keys=draw_keys(self.seed, epochs, records),
+            spec=store.spec.latent,
+            bucket=planned.bucket,
+            number=number,
+            epoch=planned.epoch,
+            store=planned.plan,
+        )
+
+    def _plan(self, number: int) -> PlannedBatch:
+        if self._planned is None:
+            self._planned = lru_cache(maxsize=4)(lambda group: self.order.batches(group * PLANNED_AHEAD, PLANNED_AHEAD))
+        return self._planned(number // PLANNED_AHEAD)[number % PLANNED_AHEAD]
+
+    def _read_latents(
+        self, store: LatentStore, bucket: str, rows: np.ndarray, epochs: np.ndarray, records: np.ndarray
+    ) -> np.ndarray:
+        """(B, ...) stored rows, of the flipped picture where the draw says so."""
+        array = store.latents(bucket)
+        stored = self._buffers.take((len(rows), *array.row_shape), array.dtype)
+        array.take(rows, out=stored)
+        if store.spec.latent.flip:
+            both = np.full(len(records), 2)
+            flip = keyed_choice(both, seed=self.seed, epoch=epochs, records=records, purpose=PURPOSE_FLIP) == 1
+            stored[flip] = store.flipped_latents(bucket).take(rows[flip])
+        return stored
+
+    def _choose_captions(
+        self, index: BucketIndex, positions: np.ndarray, epochs: np.ndarray, records: np.ndarray
+    ) -> np.ndarray:
+        """(B,) id of one of the captions of each record."""
+        starts = index.caption_starts[positions]
+        choices = index.caption_starts[positions + 1] - starts
+        which = keyed_choice(choices, seed=self.seed, epoch=epochs, records=records, purpose=PURPOSE_CAPTION)
+        return index.caption_ids[starts + which]
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"_planned": None}
+
+
+def read_padded(store: LatentStore, caption_ids: np.ndarray, buffers: BufferPool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather caption embeddings, padded with zeros to the longest.
+
+    Returns: (B, L, D) in the store's dtype and (B,) int64 lengths.
+    """
+    assert store.spec.text is not None
+    lengths = store.caption_lengths[caption_ids]
+    longest = int(lengths.max(initial=0))
+    padded = buffers.take((len(caption_ids), longest, store.spec.text.width), store.spec.text.dtype)
+    for row, caption_id, length in zip(padded, caption_ids.tolist(), lengths.tolist(), strict=True):
+        row[:length] = store.caption_embedding(caption_id)
+        row[length:] = 0
+    return torch.from_numpy(padded), torch.from_numpy(lengths)
+
+
+def read_packed(store: LatentStore, caption_ids: np.ndarray, buffers: BufferPool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather caption embeddings, one after the other.
+
+    Returns: (sum L, D) in the store's dtype and (B,) int64 lengths.
+    """
+    assert store.spec.text is not None
+    lengths = store.caption_lengths[caption_ids]
+    packed = buffers.take((int(lengths.sum()), store.spec.text.width), store.spec.text.dtype)
+    store.caption_embeddings.take_ranges(store.caption_offsets[caption_ids], lengths, out=packed)
+    return torch.from_numpy(packed), torch.from_numpy(lengths)
