@@ -1,34 +1,51 @@
-"""BatchPlan: which records training reads at which step. A pure function of (seed, epoch, step); no array of N is held.
+"""BatchPlan: which records training reads at which step. A pure function of (seed, number); no array of N is held.
 
-An epoch is a fixed set of global batches: each bucket is permuted and cut into batches, and the batches of all buckets
-are permuted among each other. Every record comes exactly once per epoch; what is left of a bucket makes one smaller
-batch. Both permutations are keyed and computed index by index, so any step of a store of any size is known at once.
+    plan = BatchPlan(store.buckets, global_batch=256, seed=0)
+    plan.batch_at(1_000_000)            # bucket, positions and epochs of a global batch
+    plan.place_of(1_000_000)            # its epoch, and its index there
+
+Global batches are counted from 0 over all epochs, so the state of a reader is one integer. Each batch is wholly of one
+bucket, and the buckets are mixed within an epoch. Every record comes once per epoch, but for what is left of a bucket
+(``leftovers``). Nothing here depends on ranks or microbatches: those cut a global batch, see ``slices.py``.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-FEISTEL_ROUNDS = 6
-# What a keyed hash is asked for; the numbers are part of the batch order and must not change.
-PURPOSE_BATCHES, PURPOSE_RECORDS, PURPOSE_CAPTION, PURPOSE_FLIP = range(4)
+from .errors import RecipeError
+from .order import ORDER_VERSION, PlannedBatch
+from .shuffle import (
+    PURPOSE_BATCHES,
+    PURPOSE_BLOCKS,
+    PURPOSE_RECORDS,
+    ShardWindow,
+    keyed_hash,
+    permute,
+    permute_groups,
+    permute_in_windows,
+)
 
+# Until the loader takes them from shuffle.py.
+from .shuffle import PURPOSE_CAPTION as PURPOSE_CAPTION
+from .shuffle import PURPOSE_FLIP as PURPOSE_FLIP
+from .shuffle import keyed_choice as keyed_choice
+from .slices import by_bucket
 
-@dataclass(frozen=True)
-class PlannedBatch:
-    """One global batch, all of one bucket.
+if TYPE_CHECKING:
+    from .filters import Selection
 
-    ``positions``: (B,) positions within the bucket's stored records (see ``LatentStore.index``).
-    """
-
-    bucket: str
-    positions: np.ndarray
+Leftovers = Literal["short", "carry", "drop"]
+# A batch as a piece of its bucket's stream, in which epoch follows epoch: which bucket, start, stop.
+_Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -36,87 +53,246 @@ class BatchPlan:
     """The batches of every epoch.
 
     Args:
-      buckets: stored records per bucket; the order of the mapping is part of the plan.
-      global_batch: records in a full batch, over all ranks.
+      buckets: records per bucket; the order of the mapping is part of the plan.
+      global_batch: records in a full batch, over all ranks: one number, or one for each bucket.
       seed: of the order.
+      leftovers: what becomes of the records of a bucket that fill no batch. "short": they make one smaller batch.
+        "carry": they wait, and share a batch with the next epoch's first of the bucket, so that all batches are full (a
+        record can be in such a batch twice). "drop": they are left out of this epoch; the next one leaves out others.
+      window: read from a few shards at a time; None to shuffle over all. Its blocks are of positions (of those
+        selected, if there is a selection): where records are rejected, a block reaches into the next shard.
+      selection: the records that train, whose counts are then ``buckets``; None for all.
+    Raises: RecipeError: a size below 1, a bucket without a size, another word, or "drop" leaves no batch.
     """
 
     buckets: Mapping[str, int]
-    global_batch: int
+    global_batch: int | Mapping[str, int]
     seed: int
+    leftovers: Leftovers = "short"
+    window: ShardWindow | None = None
+    selection: Selection | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.leftovers not in get_args(Leftovers):
+            raise RecipeError(f"leftovers {self.leftovers!r}: needed one of {', '.join(get_args(Leftovers))}.")
+        numbers = [(f"bucket '{bucket}': a batch size", size) for bucket, size in self.batch_sizes.items()]
+        if self.window:
+            numbers += [(f"bucket '{bucket}': rows of a block", rows) for bucket, rows in self.shard_rows.items()]
+            numbers.append(("shards of a window", self.window.shards))
+        for what, number in numbers:
+            if number < 1:
+                raise RecipeError(f"{what}: {number}; needed at least 1.")
+        if self.selection and dict(self.selection.counts) != dict(self.buckets):
+            raise RecipeError("the selection has other counts than the plan's buckets; give the plan selection.counts.")
+        if self.num_records and not self._rate:
+            raise RecipeError(
+                "leftovers 'drop': no bucket has the records of one batch, so nothing would be trained on. "
+                "Lower the batch size, or take 'carry'."
+            )
 
     @cached_property
-    def _starts(self) -> list[int]:
-        """First batch number of each bucket, and the total."""
-        return [0, *accumulate(-(-count // self.global_batch) for count in self.buckets.values())]
+    def batch_sizes(self) -> dict[str, int]:
+        """Records in a full batch of each bucket."""
+        return by_bucket("batch size", self.global_batch, self.buckets)
+
+    @cached_property
+    def shard_rows(self) -> dict[str, int]:
+        """Records in a block of each bucket.
+
+        Raises: RecipeError: the plan has no window.
+        """
+        if self.window is None:
+            raise RecipeError("the plan shuffles over all shards; for blocks it needs a window.")
+        return by_bucket("rows of a block", self.window.rows, self.buckets)
+
+    @cached_property
+    def _table(self) -> list[tuple[str, int, int]]:
+        """Name, records and batch size of each bucket."""
+        return [(bucket, count, self.batch_sizes[bucket]) for bucket, count in self.buckets.items()]
 
     @property
-    def batches_per_epoch(self) -> int:
-        """Number of global batches in an epoch, the smaller ones included."""
-        return self._starts[-1]
+    def plans(self) -> tuple[BatchPlan, ...]:
+        """This plan."""
+        return (self,)
 
     @property
     def num_records(self) -> int:
         """Records in an epoch."""
         return sum(self.buckets.values())
 
+    @property
+    def batches_per_epoch(self) -> int:
+        """Number of global batches in an epoch, the smaller ones included.
+
+        Raises: RecipeError: with "carry" it is not the same in every epoch (see ``num_batches``).
+        """
+        if self.leftovers == "carry":
+            raise RecipeError("leftovers 'carry': the number of batches is not the same in every epoch.")
+        return self.num_batches(0)
+
+    def num_batches(self, epoch: int) -> int:
+        """Number of global batches in an epoch; with "carry" it varies, and can be 0."""
+        return self.batches_before(epoch + 1) - self.batches_before(epoch)
+
+    def num_left_over(self, epoch: int) -> int:
+        """Records that fill no batch at the end of an epoch: left out of it ("drop"), or handed on ("carry")."""
+        if self.leftovers == "short":
+            return 0
+        epochs = epoch + 1 if self.leftovers == "carry" else 1
+        return sum(epochs * count % size for _, count, size in self._table)
+
+    @property
+    def never_read(self) -> dict[str, int]:
+        """Records of the buckets that "drop" leaves out of every epoch, because they never fill a batch."""
+        return {b: count for b, count, size in self._table if self.leftovers == "drop" and 0 < count < size}
+
+    def batches_before(self, epoch: int) -> int:
+        """Number of global batches in all epochs before this one."""
+        return sum(self._ordinals(epoch))
+
+    def _ordinals(self, epoch: int) -> list[int]:
+        """Batches of each bucket in all epochs before this one."""
+        if self.leftovers == "carry":
+            return [epoch * count // size for _, count, size in self._table]
+        if self.leftovers == "drop":
+            return [epoch * (count // size) for _, count, size in self._table]
+        return [epoch * -(-count // size) for _, count, size in self._table]
+
+    @cached_property
+    def _rate(self) -> Fraction:
+        """Batches in an epoch, on average over all epochs."""
+        if self.leftovers == "carry":
+            return sum((Fraction(count, size) for _, count, size in self._table), Fraction(0))
+        return Fraction(self.num_batches(0))
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """Epoch of a global batch, and its index within.
+
+        Raises: IndexError: the number is negative, or the plan has no records.
+        """
+        if number < 0 or not self._rate:
+            raise IndexError(f"batch {number} of a plan of {self.num_records} records")
+        # Rounding down takes less than one batch from each bucket, so the epoch lies between these two.
+        low, high = int(number / self._rate), -int(-(number + len(self._table)) // self._rate)
+        epoch = low + bisect.bisect_right(range(low + 1, high + 1), number, key=self.batches_before)
+        return epoch, number - self.batches_before(epoch)
+
+    def batch_at(self, number: int) -> PlannedBatch:
+        """Global batch ``number``, counted from 0 over all epochs.
+
+        Raises: IndexError: the number is negative, or the plan has no records.
+        """
+        return self.batches(number, 1)[0]
+
     def batch(self, epoch: int, index: int) -> PlannedBatch:
         """Global batch number ``index`` of an epoch.
 
         Raises: IndexError: the epoch has fewer batches.
         """
-        if not 0 <= index < self.batches_per_epoch:
-            raise IndexError(f"batch {index} of an epoch of {self.batches_per_epoch}")
-        key = keyed_hash(self.seed, epoch, PURPOSE_BATCHES)
-        number = int(permute(np.array([index]), self.batches_per_epoch, key)[0])
-        which = bisect.bisect_right(self._starts, number) - 1
-        bucket, count = list(self.buckets.items())[which]
-        start = (number - self._starts[which]) * self.global_batch
-        places = np.arange(start, min(start + self.global_batch, count))
-        return PlannedBatch(bucket, permute(places, count, keyed_hash(self.seed, epoch, PURPOSE_RECORDS, which)))
+        if not 0 <= index < self.num_batches(epoch):
+            raise IndexError(f"batch {index} of an epoch of {self.num_batches(epoch)}")
+        return self._fill(self._spans(epoch, index, 1))[0]
 
+    def batches(self, first: int, count: int) -> list[PlannedBatch]:
+        """Global batches ``first`` to ``first + count - 1``; sixteen at once take little longer than one.
 
-def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Apply a keyed permutation of range(size) to some indices.
+        Raises: IndexError: as ``batch_at``.
+        """
+        (epoch, index), spans = self.place_of(first), list[_Span]()
+        while len(spans) < count:
+            here = min(count - len(spans), self.num_batches(epoch) - index)
+            spans += self._spans(epoch, index, here)
+            epoch, index = epoch + 1, 0
+        return self._fill(spans)
 
-    A Feistel network over the next even number of bits, walked until the value falls back into the range; on average
-    under four walks, whatever the size.
+    def _spans(self, epoch: int, index: int, count: int) -> list[_Span]:
+        """Batches ``index`` to ``index + count - 1`` of an epoch, as pieces of their buckets' streams."""
+        before, after = self._ordinals(epoch), self._ordinals(epoch + 1)
+        here, spans = [high - low for low, high in zip(before, after, strict=True)], list[_Span]()
+        while count:
+            # The round that the batch is of: the batches of a round are permuted, so that the buckets are mixed.
+            later = range(1, self._num_rounds)
+            number = bisect.bisect_right(later, index, key=lambda r: sum(self._until_round(here, r)))
+            lows, highs = self._until_round(here, number), self._until_round(here, number + 1)
+            starts = [0, *accumulate(high - low for low, high in zip(lows, highs, strict=True))]
+            first = index - sum(lows)
+            taken = min(count, starts[-1] - first)
+            key = keyed_hash(self.seed, epoch, PURPOSE_BATCHES, *([number] if self.window else []))
+            for place in permute(np.arange(first, first + taken), starts[-1], key).tolist():
+                which = bisect.bisect_right(starts, place) - 1
+                spans.append(self._span(epoch, which, before[which], lows[which] + place - starts[which]))
+            index, count = index + taken, count - taken
+        return spans
 
-    Args:
-      indices: (B,) integers in 0..size - 1.
-    Returns: (B,) int64.
-    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section 3 (cycle walking).
-    """
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
-    values = np.asarray(indices).astype(np.uint64)
-    outside = np.ones(len(values), bool)
-    while outside.any():
-        left, right = values[outside] >> half, values[outside] & mask
-        for round_number in range(FEISTEL_ROUNDS):
-            left, right = right, left ^ (_mix(right + np.uint64(keyed_hash(key, round_number))) & mask)
-        values[outside] = (left << half) | right
-        outside = values >= size
-    return values.astype(np.int64)
+    def _span(self, epoch: int, which: int, before: int, ordinal: int) -> _Span:
+        """Batch ``ordinal`` of a bucket in an epoch, ``before`` of its batches having been before that epoch."""
+        _, count, size = self._table[which]
+        if self.leftovers == "carry":
+            return which, (before + ordinal) * size, (before + ordinal + 1) * size
+        start = epoch * count + ordinal * size
+        return which, start, min(start + size, (epoch + 1) * count)
 
+    @cached_property
+    def _num_rounds(self) -> int:
+        """Pieces of an epoch whose batches are mixed among each other: a window of the longest bucket, or all."""
+        if self.window is None:
+            return 1
+        return max(-(-n // (self.window.shards * self.shard_rows[bucket])) for bucket, n in self.buckets.items())
 
-def keyed_choice(num_choices: np.ndarray, *, seed: int, epoch: int, records: np.ndarray, purpose: int) -> np.ndarray:
-    """One number in range(num_choices) a record, (B,) int64: a function of (seed, epoch, record, purpose) alone."""
-    hashes = _mix(records.astype(np.uint64) + np.uint64(keyed_hash(seed, epoch, purpose)))
-    return ((hashes >> np.uint64(32)) * num_choices.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
+    def _until_round(self, counts: Sequence[int], number: int) -> list[int]:
+        """Batches of each bucket in the rounds of an epoch before this one, of so many in the epoch."""
+        return [count * number // self._num_rounds for count in counts]
 
+    def _fill(self, spans: Sequence[_Span]) -> list[PlannedBatch]:
+        """Find the records at some pieces of the buckets' streams, all in one go."""
+        if not spans:
+            return []
+        lengths = [stop - start for _, start, stop in spans]
+        stream = np.concatenate([np.arange(start, stop) for _, start, stop in spans])
+        which = np.repeat([number for number, _, _ in spans], lengths)
+        epochs, places = np.divmod(stream, np.array(list(self.buckets.values()))[which])
+        orders, groups = np.unique(epochs * len(self._table) + which, return_inverse=True)
+        found = self._shuffled(places, groups, [divmod(order, len(self._table)) for order in orders.tolist()])
+        batches = []
+        for (number, _, _), (start, stop) in zip(spans, pairwise([0, *accumulate(lengths)]), strict=True):
+            bucket, positions = self._table[number][0], found[start:stop]
+            chosen = self.selection.positions[bucket] if self.selection else None
+            positions = positions if chosen is None else chosen[positions].astype(np.int64)
+            batches.append(PlannedBatch(bucket, positions, epochs[start:stop]))
+        return batches
 
-def keyed_hash(*values: int) -> int:
-    """Mix integers into one of 64 bits; the order of the arguments matters."""
-    state = np.zeros(1, np.uint64)
-    for value in values:
-        state = _mix(state ^ np.uint64(value % 2**64))
-    return int(state[0])
+    def _shuffled(self, places: np.ndarray, groups: np.ndarray, orders: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Send (B,) places through permutations, those of (epoch, which bucket) ``orders[group]``."""
+        sizes = [self._table[which][1] for _, which in orders]
+        keys = [keyed_hash(self.seed, epoch, PURPOSE_RECORDS, which) for epoch, which in orders]
+        if self.window is None:
+            return permute_groups(places, groups, sizes, keys)
+        found = np.empty(len(places), np.int64)
+        for group, (epoch, which) in enumerate(orders):
+            here = groups == group
+            found[here] = permute_in_windows(
+                places[here],
+                sizes[group],
+                rows=self.shard_rows[self._table[which][0]],
+                shards=self.window.shards,
+                block_key=keyed_hash(self.seed, epoch, PURPOSE_BLOCKS, which),
+                row_key=keys[group],
+            )
+        return found
 
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's step on every element (Steele, Lea and Flood 2014, figure 12); wraps around at 64 bits."""
-    z = values + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    def identity(self) -> dict[str, Any]:
+        """Plain values of everything that decides the order."""
+        rows = self.shard_rows if self.window else {}
+        return {
+            "kind": "plan",
+            "order_version": ORDER_VERSION,
+            "seed": self.seed,
+            "leftovers": self.leftovers,
+            "window_shards": self.window.shards if self.window else 0,
+            "bucket_order": list(self.buckets),
+            "buckets": {
+                name: {"records": count, "batch_size": size} | ({"shard_rows": rows[name]} if self.window else {})
+                for name, count, size in self._table
+            },
+            "filter": dict(self.selection.identity) if self.selection else None,
+        }

@@ -1,0 +1,92 @@
+"""What an order of batches is: the face that a plan, a mixture of plans and stages of plans show to a loader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .batches import BatchPlan
+
+ORDER_VERSION = 1  # raised where the same identity would give another order
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBatch:
+    """One global batch, all of one bucket.
+
+    Args:
+      bucket: "HxW" in pixels.
+      positions: (B,) int64 positions within the bucket's stored records (see ``LatentStore.index``).
+      epochs: (B,) int64 epoch of each record, never falling; with "carry" a batch can hold several.
+      plan: which of the order's ``plans`` it is of.
+    """
+
+    bucket: str
+    positions: np.ndarray
+    epochs: np.ndarray
+    plan: int = 0
+
+    @property
+    def epoch(self) -> int:
+        """Epoch that the batch belongs to: the one in which it is complete."""
+        return int(self.epochs[-1])
+
+
+class BatchOrder(Protocol):
+    """An endless sequence of global batches, each known by its number alone. Orders nest."""
+
+    @property
+    def plans(self) -> tuple[BatchPlan, ...]:
+        """The plans beneath, depth first; ``PlannedBatch.plan`` counts in them. Each reads one store."""
+        ...
+
+    def batches(self, first: int, count: int) -> list[PlannedBatch]:
+        """Global batches ``first`` to ``first + count - 1``; sixteen at once take little longer than one.
+
+        Raises: IndexError: the number is negative.
+        """
+        ...
+
+    def batch_at(self, number: int) -> PlannedBatch:
+        """Global batch ``number``, counted from 0.
+
+        Raises: IndexError: the number is negative.
+        """
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Plain values of everything that decides the order, but for the stores' own root hashes."""
+        ...
+
+
+class Blocks(NamedTuple):
+    """The blocks (shards) of a bucket that a batch reads: (n,) int64, sorted, in the store of a plan."""
+
+    plan: int
+    bucket: str
+    blocks: np.ndarray
+
+
+def blocks_of(order: BatchOrder, number: int) -> Blocks:
+    """Which blocks a global batch will read, so that they can be fetched ahead.
+
+    Raises: RecipeError: the plan of this batch has no window, so that it reads from everywhere.
+    """
+    batch = order.batch_at(number)
+    rows = order.plans[batch.plan].shard_rows[batch.bucket]
+    return Blocks(batch.plan, batch.bucket, np.unique(batch.positions // rows))
+
+
+def changed_fields(was: Any, here: Any, name: str = "") -> list[str]:
+    """Say field by field how two identities differ: ["seed: was 1, here it is 2"]; empty where they are equal."""
+    if isinstance(was, dict) and isinstance(here, dict):
+        dotted = f"{name}." if name else ""
+        keys = [*was, *(key for key in here if key not in was)]
+        return [line for key in keys for line in changed_fields(was.get(key), here.get(key), f"{dotted}{key}")]
+    if isinstance(was, list) and isinstance(here, list) and len(was) == len(here):
+        pairs = enumerate(zip(was, here, strict=True))
+        return [line for i, pair in pairs for line in changed_fields(*pair, f"{name}[{i}]")]
+    return [] if was == here else [f"{name}: was {was!r}, here it is {here!r}"]
