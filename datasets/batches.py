@@ -33,20 +33,12 @@ from .shuffle import (
     permute_groups,
     permute_in_windows,
 )
-
-# Until the loader takes them from shuffle.py.
-from .shuffle import PURPOSE_CAPTION as PURPOSE_CAPTION
-from .shuffle import PURPOSE_FLIP as PURPOSE_FLIP
-from .shuffle import keyed_choice as keyed_choice
 from .slices import by_bucket
 
 if TYPE_CHECKING:
     from .filters import Selection
 
-
 Leftovers = Literal["short", "carry", "drop"]
-
-
 # A batch as a piece of its bucket's stream, in which epoch follows epoch: which bucket, start, stop.
 _Span = tuple[int, int, int]
 
@@ -60,8 +52,8 @@ class BatchPlan:
       global_batch: records in a full batch, over all ranks: one number, or one for each bucket.
       seed: of the order.
       leftovers: what becomes of the records of a bucket that fill no batch. "short": they make one smaller batch.
-        "carry": they wait, and share a batch with the next epoch's first of the bucket. "drop": they are left out of
-        this epoch; the next one's order is another, and so are its leftovers.
+        "carry": they wait, and share a batch with the next epoch's first of the bucket, so that all batches are full (a
+        record can be in such a batch twice). "drop": they are left out of this epoch; the next one leaves out others.
       window: read from a few shards at a time; None to shuffle over all. Its blocks are of positions (of those
         selected, if there is a selection): where records are rejected, a block reaches into the next shard.
       selection: the records that train, whose counts are then ``buckets``; None for all.
@@ -177,7 +169,7 @@ class BatchPlan:
             raise IndexError(f"batch {number} of a plan of {self.num_records} records")
         # Rounding down takes less than one batch from each bucket, so the epoch lies between these two.
         low, high = int(number / self._rate), -int(-(number + len(self._table)) // self._rate)
-        epoch = bisect.bisect_right(range(low, high + 1), number, key=self.batches_before) - 1 + low
+        epoch = low + bisect.bisect_right(range(low + 1, high + 1), number, key=self.batches_before)
         return epoch, number - self.batches_before(epoch)
 
     def batch_at(self, number: int) -> PlannedBatch:
@@ -214,8 +206,8 @@ class BatchPlan:
         here, spans = [high - low for low, high in zip(before, after, strict=True)], list[_Span]()
         while count:
             # The round that the batch is of: the batches of a round are permuted, so that the buckets are mixed.
-            number = bisect.bisect_right(range(self._num_rounds), index, key=lambda r: sum(self._until_round(here, r)))
-            number -= 1
+            later = range(1, self._num_rounds)
+            number = bisect.bisect_right(later, index, key=lambda r: sum(self._until_round(here, r)))
             lows, highs = self._until_round(here, number), self._until_round(here, number + 1)
             starts = [0, *accumulate(high - low for low, high in zip(lows, highs, strict=True))]
             first = index - sum(lows)
@@ -240,8 +232,7 @@ class BatchPlan:
         """Pieces of an epoch whose batches are mixed among each other: a window of the longest bucket, or all."""
         if self.window is None:
             return 1
-        rows = (self.window.shards * self.shard_rows[bucket] for bucket in self.buckets)
-        return max(-(-count // most) for count, most in zip(self.buckets.values(), rows, strict=True))
+        return max(-(-n // (self.window.shards * self.shard_rows[bucket])) for bucket, n in self.buckets.items())
 
     def _until_round(self, counts: Sequence[int], number: int) -> list[int]:
         """Batches of each bucket in the rounds of an epoch before this one, of so many in the epoch."""
@@ -257,9 +248,8 @@ class BatchPlan:
         epochs, places = np.divmod(stream, np.array(list(self.buckets.values()))[which])
         orders, groups = np.unique(epochs * len(self._table) + which, return_inverse=True)
         found = self._shuffled(places, groups, [divmod(order, len(self._table)) for order in orders.tolist()])
-        cuts = [0, *accumulate(lengths)]
         batches = []
-        for (number, _, _), (start, stop) in zip(spans, pairwise(cuts), strict=True):
+        for (number, _, _), (start, stop) in zip(spans, pairwise([0, *accumulate(lengths)]), strict=True):
             bucket, positions = self._table[number][0], found[start:stop]
             chosen = self.selection.positions[bucket] if self.selection else None
             positions = positions if chosen is None else chosen[positions].astype(np.int64)
@@ -267,13 +257,7 @@ class BatchPlan:
         return batches
 
     def _shuffled(self, places: np.ndarray, groups: np.ndarray, orders: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Send places in an epoch of a bucket through its permutation.
-
-        Args:
-          places: (B,) in 0..count - 1.
-          groups: (B,) which of the orders.
-          orders: epoch, and which bucket.
-        """
+        """Send (B,) places through permutations, those of (epoch, which bucket) ``orders[group]``."""
         sizes = [self._table[which][1] for _, which in orders]
         keys = [keyed_hash(self.seed, epoch, PURPOSE_RECORDS, which) for epoch, which in orders]
         if self.window is None:

@@ -31,6 +31,7 @@ from .shuffle import ShardWindow
 from .store import LatentStore
 
 STATE_VERSION = 2
+MAX_NUMBER = 1 << 62
 RESUME = "Resume with the same store and recipe, or start a new run."
 
 
@@ -165,7 +166,7 @@ class BatchStream(IterableDataset):
             if changes := changed_fields(state.get(name), here[name], name):
                 raise RunError(f"loader state: {changes[0]}, so the order of records would be another. {RESUME}")
         place = state.get("passes" if moved else "number")
-        if not isinstance(place, int) or place < 0:
+        if type(place) is not int or not 0 <= place < MAX_NUMBER:
             raise RunError(f"loader state: number {place!r}: needed a count of batches. Start a new run.")
         if moved:
             assert self._plan is not None

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pyarrow.compute
 
-from ..datasets.schema import LOGVAR_RANGE
 from ..datasets.layout import EMBEDDINGS, NULL_EMBEDDING, commit_path
-from ..datasets.schema import LatentSpec
+from ..datasets.schema import LOGVAR_RANGE, LatentSpec
 from ..datasets.store import LatentStore, Record
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them

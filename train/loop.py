@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..datasets.batches import keyed_hash
 from ..datasets.loader import Batch, BatchLoader
+from ..datasets.shuffle import keyed_hash
 from .config import TrainRecipe
 from .head import open_store, read_head
 from .meters import Meters, StepReport, Window

@@ -13,9 +13,9 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from ..datasets.batches import keyed_hash
 from ..datasets.errors import RecipeError, RunError
 from ..datasets.schema import LatentSpec, StoreSpec
+from ..datasets.shuffle import keyed_hash
 from .config import TrainRecipe
 from .dit import PATCHES, SIZES, DiT
 
