@@ -6,7 +6,8 @@ epoch's order is known at once, on any rank, after any resume.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ GOLDEN, FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  
 # As arrays of no dimension, which numpy takes up faster than its scalars.
 _GOLDEN = np.array(GOLDEN, np.uint64)
 _FACTORS = tuple(np.array(factor, np.uint64) for factor in FACTORS)
+_HALF = np.array(32, np.uint64)
 _SHIFTS = tuple(np.array(shift, np.uint64) for shift in (30, 27, 31))
 FEW = 12  # indices up to which Python's integers are faster than numpy's calls (measured on one core of a Xeon)
 
@@ -48,13 +50,14 @@ class ShardWindow:
 def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
     """Apply a keyed permutation of range(size) to some indices.
 
-    A Feistel network over the next even number of bits, walked until the value falls back into the range; on average
-    under four walks, whatever the size.
+    A Feistel network over a grid of about the square root of the size on each side, walked until the value falls back
+    into the range: of a thousand values, some thirty walk twice, and fewer of more.
 
     Args:
       indices: (B,) integers in 0..size - 1.
     Returns: (B,) int64.
-    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section 3 (cycle walking).
+    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section 3 (cycle walking) and section 4
+      (generalized Feistel).
     """
     return permute_groups(indices, np.zeros(len(indices), np.int64), [size], [key])
 
@@ -81,25 +84,24 @@ def permute_groups(
       inverse: undo them.
     Returns: (B,) int64, each as ``permute`` (or ``unpermute``) gives it.
     """
-    halves = [max(1, ((size - 1).bit_length() + 1) // 2) for size in sizes]
+    sides = [_sides(size) for size in sizes]
     rounds = np.array([keyed_hash(key, r) for key in keys for r in range(FEISTEL_ROUNDS)], np.uint64)
-    rounds = rounds.reshape(-1, FEISTEL_ROUNDS)[:, :: -1 if inverse else 1]  # (G, FEISTEL_ROUNDS)
-    masks, limits = np.array([(1 << half) - 1 for half in halves], np.uint64), np.array(sizes, np.uint64)
-    shifts = np.array(halves, np.uint64)
+    rounds = rounds.reshape(-1, FEISTEL_ROUNDS)  # (G, FEISTEL_ROUNDS)
+    heights, widths = np.array(sides, np.uint64).T
+    limits = np.array(sizes, np.uint64)
     found = np.array(indices, np.uint64)
     outside, walking = np.arange(len(found)), found  # walked until each value lies in its range
     while len(outside) > FEW:
-        which = groups[outside] if len(sizes) > 1 else groups[:1]
-        walking = _network(walking, shifts[which], masks[which], rounds[which].T + _GOLDEN, _scramble, inverse)
+        which = groups[outside] if len(sizes) > 1 else groups[0]
+        walking = _network(walking, heights[which], widths[which], rounds[which].T + _GOLDEN, inverse)
         found[outside] = walking
         still = walking >= limits[which]
         outside, walking = outside[still], walking[still]
     for place, value in zip(outside.tolist(), walking.tolist(), strict=True):
         group = int(groups[place])
-        half, round_keys = halves[group], rounds[group].tolist()
-        value = _network(value, half, (1 << half) - 1, round_keys, _mix_int, inverse)
+        value = _network_int(value, *sides[group], rounds[group].tolist(), inverse)
         while value >= sizes[group]:
-            value = _network(value, half, (1 << half) - 1, round_keys, _mix_int, inverse)
+            value = _network_int(value, *sides[group], rounds[group].tolist(), inverse)
         found[place] = value
     return found.astype(np.int64)
 
@@ -163,16 +165,47 @@ def keyed_hash(*values: int) -> int:
     return state
 
 
-def _network(value: Any, half: Any, mask: Any, keys: Any, mix: Callable[[Any], Any], inverse: bool) -> Any:
-    """The rounds of a Feistel network; backward they are the same rounds with the halves exchanged."""
-    left, right = value >> half, value & mask
-    if inverse:
-        left, right = right, left
-    for key in keys:
-        left, right = right, left ^ (mix(right + key) & mask)
-    if inverse:
-        left, right = right, left
-    return (left << half) | right
+def _sides(size: int) -> tuple[int, int]:
+    """Height and width of the smallest grid, nearly square, that has a place for each of so many values."""
+    height = math.isqrt(max(size - 1, 0)) + 1
+    return height, max(1, -(-size // height))
+
+
+def _network(values: np.ndarray, height: Any, width: Any, keys: np.ndarray, inverse: bool) -> np.ndarray:
+    """A permutation of the places of a grid: row and column are moved in turn, each by a hash of the other.
+
+    Args:
+      values: (B,) uint64 row * width + column.
+      height, width: uint64, of one grid or (B,) of each.
+      keys: (FEISTEL_ROUNDS,) or (FEISTEL_ROUNDS, B) uint64.
+    """
+    moved, other = np.divmod(values, width)
+    moved_side, other_side = height, width
+    if inverse and FEISTEL_ROUNDS % 2 == 0:  # the round that was last moved the column
+        moved, other, moved_side, other_side = other, moved, other_side, moved_side
+    for key in keys[::-1] if inverse else keys:
+        step = ((_scramble(other + key) >> _HALF) * moved_side) >> _HALF  # below moved_side
+        moved = moved + (moved_side - step if inverse else step)
+        moved = np.minimum(moved, moved - moved_side)  # of what is too small, the difference wraps around
+        moved, other, moved_side, other_side = other, moved, other_side, moved_side
+    if inverse and FEISTEL_ROUNDS % 2 == 0:
+        moved, other = other, moved
+    return moved * width + other
+
+
+def _network_int(value: int, height: int, width: int, keys: list[int], inverse: bool) -> int:
+    """The same of one value, without the overhead of arrays."""
+    moved, other = divmod(value, width)
+    sides = (height, width)
+    if inverse and FEISTEL_ROUNDS % 2 == 0:
+        moved, other, sides = other, moved, sides[::-1]
+    for key in keys[::-1] if inverse else keys:
+        step = ((_mix_int(other + key) >> 32) * sides[0]) >> 32
+        moved = (moved + (sides[0] - step if inverse else step)) % sides[0]
+        moved, other, sides = other, moved, sides[::-1]
+    if inverse and FEISTEL_ROUNDS % 2 == 0:
+        moved, other = other, moved
+    return moved * width + other
 
 
 def mix(values: np.ndarray) -> np.ndarray:

@@ -19,10 +19,10 @@ from leandit.datasets.shuffle import (
 few = settings(deadline=None, max_examples=25)  # no deadline: the machine may be busy
 seeds = st.integers(0, 2**64 - 1)
 
-GOLDEN_PERMUTED = [939805097687, 315238059137, 141052350041]
+GOLDEN_PERMUTED = [706125455025, 75605624888, 658012575310]
 GOLDEN_HASH = 0x5DEF8C1F8A9E3322
 GOLDEN_CHOICES = [2, 0, 3, 5, 5, 5, 4, 2, 2, 3, 2, 0]
-GOLDEN_WINDOWS = [0, 5, 2, 1, 3, 4, 12, 13, 14, 16, 15, 7, 10, 8, 11, 6, 9]
+GOLDEN_WINDOWS = [8, 2, 7, 1, 0, 6, 15, 16, 4, 3, 5, 13, 14, 9, 10, 11, 12]
 
 
 def in_windows(places: np.ndarray, size: int, rows: int, shards: int, seed: int = 0) -> np.ndarray:
