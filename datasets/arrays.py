@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ ShardCheck = Callable[[ArrayLayout, int, int, ShardFile], None]
 MAX_OPEN_SHARDS = 256  # that are not in a window: descriptors, or maps
 READ_THREADS = min(8, 2 * (os.cpu_count() or 1))  # of a batch that is read shard by shard
 ROWS_PER_JOB = 16
+FRESH_SECONDS = 1e-3  # a look at the changes is good for so long; each costs some microseconds
 
 
 class ShardFolder:
@@ -50,6 +52,7 @@ class ShardFolder:
         self._process, self.lock = os.getpid(), threading.RLock()
         self._open: OrderedDict[str, ShardFile] = OrderedDict()
         self._watch: ChangeWatch | None = None
+        self._looked = 0.0
         self._pool: ThreadPoolExecutor | None = None
 
     def renew(self) -> bool:
@@ -92,9 +95,18 @@ class ShardFolder:
             self._open.move_to_end(name)
             return self._open[name]
 
-    def check_unchanged(self) -> None:
-        """Raises: DamageError: a shard that is open was written to."""
-        if self._watch is not None and (changed := self._watch.look()):
+    def check_unchanged(self, *, within_seconds: float = 0) -> None:
+        """Look whether a shard that is open was written to.
+
+        Args:
+          within_seconds: no need to look again so soon.
+        Raises: DamageError: it was.
+        """
+        now = time.monotonic()
+        if self._watch is None or now - self._looked < within_seconds:
+            return
+        self._looked = now
+        if changed := self._watch.look():
             path = min(changed)
             size = os.stat(path).st_size if os.path.exists(path) else 0
             raise DamageError(
@@ -200,7 +212,7 @@ class ShardedArray:
             return out
         shards = np.searchsorted(self._starts, rows, side="right") - 1
         self._prepare(shards)
-        self._folder.check_unchanged()
+        self._folder.check_unchanged(within_seconds=FRESH_SECONDS)
         if self._in_window[shards].all():
             # Bounds were checked; the other modes of numpy would buffer the output, or check again.
             np.take(self._grid, rows + self._shift[shards], axis=0, out=out, mode="clip")

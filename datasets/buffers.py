@@ -26,6 +26,8 @@ class BufferPool:
     def __init__(self, *, pin: bool = False) -> None:
         self._pin = pin
         self._spare: list[np.ndarray] = []
+        # The arrays over each that are in use, by the number of the reference: an array has no hash.
+        self._lent: dict[int, tuple[weakref.ref, np.ndarray]] = {}
         self._lock = threading.RLock()  # a finalizer may run while it is held
 
     def take(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -40,11 +42,14 @@ class BufferPool:
         if buffer is None:
             buffer = self._allocate(num_bytes)
         array = buffer[:num_bytes].view(dtype).reshape(shape)
-        weakref.finalize(array, self._give_back, buffer).atexit = False
+        watch = weakref.ref(array, self._give_back)
+        self._lent[id(watch)] = watch, buffer
         return array
 
-    def _give_back(self, buffer: np.ndarray) -> None:
+    def _give_back(self, watch: weakref.ref) -> None:
+        """Take a buffer back when the array over it is gone."""
         with self._lock:
+            buffer = self._lent.pop(id(watch))[1]
             self._spare.append(buffer)
             if len(self._spare) > SPARE_BUFFERS:
                 sizes = [spare.nbytes for spare in self._spare]

@@ -25,8 +25,8 @@ def draw_keys(seed: int, epochs: np.ndarray, records: np.ndarray) -> torch.Tenso
     Args:
       epochs, records: (B,) the epoch in which a record is seen, its position in the records table.
     """
-    bases = {epoch: keyed_hash(seed, epoch, PURPOSE_DRAW) for epoch in np.unique(epochs).tolist()}
-    base = np.array([bases[epoch] for epoch in epochs.tolist()], np.uint64)
+    found, which = np.unique(epochs, return_inverse=True)
+    base = np.array([keyed_hash(seed, epoch, PURPOSE_DRAW) for epoch in found.tolist()], np.uint64)[which]
     return torch.from_numpy(mix(mix(records.astype(np.uint64)) ^ base).view(np.int64))
 
 
@@ -49,18 +49,19 @@ def keyed_noise(keys: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return numbers.reshape(len(keys), -1)[:, :count].reshape(len(keys), *shape)
 
 
-def final_latents(stored: torch.Tensor, spec: LatentSpec, keys: torch.Tensor) -> torch.Tensor:
+def final_latents(stored: torch.Tensor, spec: LatentSpec, keys: torch.Tensor | None) -> torch.Tensor:
     """The model's input of a batch of stored rows, on their device.
 
     Args:
       stored: (B, 2C, H, W) moments or (B, C, H, W) latents, raw.
       spec: of the store.
-      keys: (B,) int64, of ``draw_keys``.
+      keys: (B,) int64, of ``draw_keys``; needed where a posterior is stored.
     Returns: (B, C, H, W) float32, shifted and scaled.
     Source: Kingma and Welling 2014, section 2.4 (reparameterization); (z - shift) * scale as in diffusers.
     """
     values = stored.float()
     if spec.kind == "mean_logvar":
+        assert keys is not None
         mean, logvar = values.chunk(2, dim=1)
         std = torch.exp(0.5 * logvar.clamp(*LOGVAR_RANGE))
         values = mean + std * keyed_noise(keys, tuple(mean.shape[1:]))

@@ -38,7 +38,7 @@ class Batch:
       captions: in the store's dtype, or None: (B, L, D), padded with zeros to the longest, or packed (sum L, D).
       caption_lengths: (B,) int64 valid tokens, or None.
       records: (B,) int64 positions in the records table.
-      draw_keys: (B,) int64 keys of the posterior draw.
+      draw_keys: (B,) int64 keys of the posterior draw, or None where nothing is drawn.
       spec: what ``stored`` is, and how it becomes the model's input.
       bucket: "HxW" in pixels.
       number: of the global batch, over all epochs.
@@ -51,7 +51,7 @@ class Batch:
     captions: torch.Tensor | None
     caption_lengths: torch.Tensor | None
     records: torch.Tensor
-    draw_keys: torch.Tensor
+    draw_keys: torch.Tensor | None
     spec: LatentSpec
     bucket: str
     number: int
@@ -135,7 +135,7 @@ class BatchReader(Dataset):
         store = self.stores[planned.plan]
         index = store.index(planned.bucket)
         rows, records = index.rows[positions], index.records[positions]
-        captions = lengths = None
+        latent, captions, lengths = store.spec.latent, None, None
         if store.spec.text and self._text != "none":
             ids = self._choose_captions(index, positions, epochs, records)
             read = read_packed if self._text == "packed" else read_padded
@@ -146,8 +146,8 @@ class BatchReader(Dataset):
             captions=captions,
             caption_lengths=lengths,
             records=torch.from_numpy(records),
-            draw_keys=draw_keys(self.seed, epochs, records),
-            spec=store.spec.latent,
+            draw_keys=draw_keys(self.seed, epochs, records) if latent.kind == "mean_logvar" else None,
+            spec=latent,
             bucket=planned.bucket,
             number=number,
             epoch=planned.epoch,
