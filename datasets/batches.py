@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from .errors import RecipeError
-from .order import ORDER_VERSION, PlannedBatch
+from .order import MAX_NUMBER, ORDER_VERSION, PlannedBatch
 from .shuffle import (
     PURPOSE_BATCHES,
     PURPOSE_BLOCKS,
@@ -163,9 +163,9 @@ class BatchPlan:
     def place_of(self, number: int) -> tuple[int, int]:
         """Epoch of a global batch, and its index within.
 
-        Raises: IndexError: the number is negative, or the plan has no records.
+        Raises: IndexError: the number is negative or from MAX_NUMBER on, or the plan has no records.
         """
-        if number < 0 or not self._rate:
+        if not 0 <= number < MAX_NUMBER or not self._rate:
             raise IndexError(f"batch {number} of a plan of {self.num_records} records")
         # Rounding down takes less than one batch from each bucket, so the epoch lies between these two.
         low, high = int(number / self._rate), -int(-(number + len(self._table)) // self._rate)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .batches import BatchPlan
 
 ORDER_VERSION = 1  # raised where the same identity would give another order
+MAX_NUMBER = 1 << 48  # batches; up to here the records of a bucket, counted over all epochs, fit into 64 bits
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from leandit.datasets import shuffle
 from leandit.datasets.batches import BatchPlan
 from leandit.datasets.errors import RecipeError
-from leandit.datasets.order import PlannedBatch, blocks_of, changed_fields
+from leandit.datasets.order import MAX_NUMBER, PlannedBatch, blocks_of, changed_fields
 from leandit.datasets.shuffle import ShardWindow
 from leandit.datasets.slices import rank_slice
 
@@ -155,11 +155,12 @@ def test_batches_of_many_buckets_that_are_complete_in_the_same_late_epoch_are_fo
 
 
 @few
-@given(plans(), st.integers(0, 10**15))
+@given(plans(), st.integers(0, MAX_NUMBER - 1))
 def test_a_number_far_away_has_its_place(plan: BatchPlan, number: int) -> None:
     epoch, index = plan.place_of(number)
     assert plan.batches_before(epoch) + index == number
     assert 0 <= index < plan.num_batches(epoch)
+    assert plan.batch_at(number).epoch == epoch
 
 
 @many
@@ -454,7 +455,10 @@ def test_a_batch_beyond_the_epoch_is_refused(index: int) -> None:
         BatchPlan({"a": 7}, 2, seed=0).batch(0, index)
 
 
-@pytest.mark.parametrize(("plan", "number"), [(BatchPlan({"a": 7}, 2, 0), -1), (BatchPlan({"a": 0}, 2, 0), 0)])
+@pytest.mark.parametrize(
+    ("plan", "number"),
+    [(BatchPlan({"a": 7}, 2, 0), -1), (BatchPlan({"a": 7}, 2, 0), MAX_NUMBER), (BatchPlan({"a": 0}, 2, 0), 0)],
+)
 def test_a_batch_that_cannot_be_is_refused(plan: BatchPlan, number: int) -> None:
     with pytest.raises(IndexError, match=str(number)):
         plan.batch_at(number)
