@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,6 @@ ShardCheck = Callable[[ArrayLayout, int, int, ShardFile], None]
 MAX_OPEN_SHARDS = 256  # that are not in a window: descriptors, or maps
 READ_THREADS = min(8, 2 * (os.cpu_count() or 1))  # of a batch that is read shard by shard
 ROWS_PER_JOB = 16
-FRESH_SECONDS = 1e-3  # a look at the changes is good for so long; each costs some microseconds
 
 
 class ShardFolder:
@@ -52,7 +50,6 @@ class ShardFolder:
         self._process, self.lock = os.getpid(), threading.RLock()
         self._open: OrderedDict[str, ShardFile] = OrderedDict()
         self._watch: ChangeWatch | None = None
-        self._looked = 0.0
         self._pool: ThreadPoolExecutor | None = None
 
     def renew(self) -> bool:
@@ -95,18 +92,9 @@ class ShardFolder:
             self._open.move_to_end(name)
             return self._open[name]
 
-    def check_unchanged(self, *, within_seconds: float = 0) -> None:
-        """Look whether a shard that is open was written to.
-
-        Args:
-          within_seconds: no need to look again so soon.
-        Raises: DamageError: it was.
-        """
-        now = time.monotonic()
-        if self._watch is None or now - self._looked < within_seconds:
-            return
-        self._looked = now
-        if changed := self._watch.look():
+    def check_unchanged(self) -> None:
+        """Raises: DamageError: a shard that is open was written to."""
+        if self._watch is not None and (changed := self._watch.look()):
             path = min(changed)
             size = os.stat(path).st_size if os.path.exists(path) else 0
             raise DamageError(
@@ -150,6 +138,7 @@ class ShardedArray:
     def _begin(self) -> None:
         self._window: AddressWindow | None = None
         self._grid = np.empty(0)  # all rows of the window, those of the gaps included
+        self._is_grid = False  # there are no gaps, and all shards are there: a row is its own place
         self._in_window = np.zeros(len(self._places), bool)
         self._opened = np.zeros(len(self._places), bool)
         self._shift = np.zeros(len(self._places), np.int64)  # from a row to its place in the grid, by shard
@@ -210,11 +199,17 @@ class ShardedArray:
             raise ValueError(f"out is {out.dtype} {out.shape}, needed contiguous {self.dtype} {shape}")
         if not len(rows):
             return out
-        shards = np.searchsorted(self._starts, rows, side="right") - 1
-        self._prepare(shards)
-        self._folder.check_unchanged(within_seconds=FRESH_SECONDS)
-        if self._in_window[shards].all():
-            # Bounds were checked; the other modes of numpy would buffer the output, or check again.
+        if self._folder.renew():
+            self._begin()
+        shards = None
+        if not self._is_grid:
+            shards = np.searchsorted(self._starts, rows, side="right") - 1
+            self._prepare(shards)
+        self._folder.check_unchanged()
+        # Bounds were checked; the other modes of numpy would buffer the output, or check again.
+        if shards is None:
+            np.take(self._grid, rows, axis=0, out=out, mode="clip")
+        elif self._in_window[shards].all():
             np.take(self._grid, rows + self._shift[shards], axis=0, out=out, mode="clip")
         else:
             self._take_apart(shards, rows, out)
@@ -246,6 +241,7 @@ class ShardedArray:
                 if self._window is not None:
                     self._map(shard)
                 self._opened[shard] = True
+            self._is_grid = bool(self._in_window.all() and not self._shift.any())
 
     def _open_window(self) -> None:
         try:

@@ -25,13 +25,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from .batches import BatchPlan, Leftovers
 from .errors import RunError
-from .order import changed_fields
+from .order import MAX_NUMBER, changed_fields
 from .reader import Batch, BatchReader, TextForm
 from .shuffle import ShardWindow
 from .store import LatentStore
 
 STATE_VERSION = 2
-MAX_NUMBER = 1 << 62
 RESUME = "Resume with the same store and recipe, or start a new run."
 
 

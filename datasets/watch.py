@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import struct
 import sys
 import threading
@@ -31,6 +32,9 @@ class ChangeWatch:
         self._marks: dict[str, tuple[int, int]] = {}  # size and time, of files that inotify does not watch
         self._looked = time.monotonic()
         self._libc, self._queue = _inotify()
+        if self._queue is not None:
+            self._poll = select.epoll()  # asks without an exception where there is nothing, and from many threads
+            self._poll.register(self._queue, select.EPOLLIN)
 
     def add(self, path: str) -> None:
         """Watch a file from now on."""
@@ -44,25 +48,29 @@ class ChangeWatch:
 
     def look(self) -> set[str]:
         """Files that were written to, of all that were added."""
-        if self._queue is not None:
-            try:
-                events = os.read(self._queue, READ_BYTES)
-            except BlockingIOError:
-                events = b""
-            position = 0
-            while position < len(events):
-                number, mask, _, length = _EVENT.unpack_from(events, position)
-                position += _EVENT.size + length
-                if mask & IN_MODIFY:
-                    self.changed.add(self._names[number])
+        if self._queue is not None and self._poll.poll(0, 1):
+            with self._lock:
+                self._read_events(self._queue)
         if self._marks and time.monotonic() - self._looked > POLL_SECONDS:
             self._looked = time.monotonic()
             with self._lock:
                 self.changed |= {path for path, mark in self._marks.items() if _mark(path) != mark}
         return self.changed
 
+    def _read_events(self, queue: int) -> None:
+        try:
+            events, position = os.read(queue, READ_BYTES), 0
+        except BlockingIOError:
+            return  # another thread has read them
+        while position < len(events):
+            number, mask, _, length = _EVENT.unpack_from(events, position)
+            position += _EVENT.size + length
+            if mask & IN_MODIFY:
+                self.changed.add(self._names[number])
+
     def __del__(self) -> None:
         if self._queue is not None:
+            self._poll.close()
             os.close(self._queue)
 
 
