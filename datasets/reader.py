@@ -5,9 +5,11 @@ What a batch holds is a function of its number alone: any rank, worker or thread
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +26,7 @@ from .slices import rank_slice
 from .store import LatentStore
 
 TextForm = Literal["padded", "packed", "none"]
-PLANNED_AHEAD = 16  # batches that are planned in one go, at little more than the price of one
+PLANNED_AHEAD = 64  # batches that are planned in one go, at little more than the price of one
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +127,11 @@ class BatchReader(Dataset):
         self.seed = order.plans[0].seed if seed is None else seed
         self._rank, self._world_size, self._text = rank, world_size, text
         self._buffers = BufferPool(pin=pin)
-        self._planned: Callable[[int], list[PlannedBatch]] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._planned: OrderedDict[int, list[PlannedBatch]] = OrderedDict()  # by number // PLANNED_AHEAD
+        self._lock = threading.Lock()
 
     def __getitem__(self, number: int) -> Batch:
         """Read a global batch, or this rank's slice of it."""
@@ -155,9 +161,13 @@ class BatchReader(Dataset):
         )
 
     def _plan(self, number: int) -> PlannedBatch:
-        if self._planned is None:
-            self._planned = lru_cache(maxsize=4)(lambda group: self.order.batches(group * PLANNED_AHEAD, PLANNED_AHEAD))
-        return self._planned(number // PLANNED_AHEAD)[number % PLANNED_AHEAD]
+        group, place = divmod(number, PLANNED_AHEAD)
+        with self._lock:  # else two threads would plan the same batches
+            if group not in self._planned:
+                self._planned[group] = self.order.batches(group * PLANNED_AHEAD, PLANNED_AHEAD)
+                if len(self._planned) > 2:  # threads read on both sides of a border
+                    self._planned.popitem(last=False)
+            return self._planned[group][place]
 
     def _read_latents(
         self, store: LatentStore, bucket: str, rows: np.ndarray, epochs: np.ndarray, records: np.ndarray
@@ -181,8 +191,12 @@ class BatchReader(Dataset):
         which = keyed_choice(choices, seed=self.seed, epoch=epochs, records=records, purpose=PURPOSE_CAPTION)
         return index.caption_ids[starts + which]
 
-    def __getstate__(self) -> dict:
-        return vars(self) | {"_planned": None}
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_planned", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
 
 
 def read_padded(store: LatentStore, caption_ids: np.ndarray, buffers: BufferPool) -> tuple[torch.Tensor, torch.Tensor]:
