@@ -46,7 +46,7 @@ def keyed_noise(keys: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     table, mask = _quantiles(keys.device), (1 << QUANTILE_BITS) - 1
     first, second, third, fourth = (table[(bits >> shift) & mask] for shift in (0, 16, 32, 48))
     numbers = torch.stack([first + second, third + fourth], dim=2)
-    return numbers.reshape(len(keys), -1)[:, :count].reshape(len(keys), *shape)
+    return numbers.flatten(1)[:, :count].reshape(len(keys), *shape)
 
 
 def final_latents(stored: torch.Tensor, spec: LatentSpec, keys: torch.Tensor | None) -> torch.Tensor:

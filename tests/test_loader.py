@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -13,15 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from making import CPU, label_recipe, no_progress
+from torch.utils.data import DataLoader
 
 from leandit.datasets.batches import BatchPlan
 from leandit.datasets.buffers import BufferPool
-from leandit.datasets.errors import RunError
+from leandit.datasets.errors import DamageError, RunError
+from leandit.datasets.filters import RecordFilter
 from leandit.datasets.latents import draw_keys, final_latents
 from leandit.datasets.loader import BatchStream, make_loader
+from leandit.datasets.mixture import Mixture
 from leandit.datasets.reader import Batch, BatchReader, read_padded
 from leandit.datasets.shuffle import ShardWindow
+from leandit.datasets.slices import microbatches
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 
@@ -312,3 +319,180 @@ def test_a_store_without_records_is_refused(label_store: LatentStore, tmp_path: 
     shutil.rmtree(path / "commits")
     with pytest.raises(RunError, match="no records"):
         make_loader(LatentStore(path, allow_incomplete=True), global_batch=4)
+
+
+def reader_of(store: LatentStore, **settings: Any) -> BatchReader:
+    plan = BatchPlan(store.buckets, GLOBAL_BATCH, 1, leftovers=settings.pop("leftovers", "short"))
+    return BatchReader([store], plan, **settings)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_stock_dataloader_with_workers_gives_the_same_batches_from_any_step(
+    method: str, caption_store: LatentStore
+) -> None:
+    reader = reader_of(caption_store)
+    next(iter(BatchStream(reader)))  # what the parent has open, a fork must not use
+    wanted = [reader[number] for number in range(17)]
+    for first, workers in ((0, 2), (5, 3)) if method == "fork" else ((3, 1),):
+        loader = DataLoader(
+            reader,
+            batch_size=None,
+            sampler=range(first, 17),
+            num_workers=workers,
+            multiprocessing_context=method,
+        )
+        assert_all_same(list(loader), wanted[first:])
+
+
+def test_a_stream_in_a_worker_says_what_to_do(label_store: LatentStore) -> None:
+    with pytest.raises(RunError, match=r"num_workers=0, or DataLoader\(stream.reader"):
+        next(iter(DataLoader(BatchStream(reader_of(label_store)), batch_size=None, num_workers=1)))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 8), st.integers(1, 4), st.sampled_from(["short", "carry", "drop"]), st.integers(0, 200))
+def test_the_slices_of_all_ranks_are_the_global_batch(
+    caption_store: LatentStore, world_size: int, accumulation: int, leftovers: str, number: int
+) -> None:
+    whole = reader_of(caption_store, leftovers=leftovers)[number]
+    ranks = [
+        reader_of(caption_store, leftovers=leftovers, rank=rank, world_size=world_size)[number]
+        for rank in range(world_size)
+    ]
+    assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+    assert {(rank.bucket, rank.number, rank.epoch) for rank in ranks} == {(whole.bucket, whole.number, whole.epoch)}
+    for name in ("stored", "labels", "records", "latents", "caption_lengths"):
+        parts = [getattr(rank, name)[part] for rank in ranks for part in microbatches(len(rank), accumulation)]
+        np.testing.assert_array_equal(torch.cat(parts), getattr(whole, name))
+    assert whole.captions is not None
+    start = 0
+    for rank in ranks:  # each is padded to its own longest
+        assert rank.captions is not None
+        longest = rank.captions.shape[1]
+        np.testing.assert_array_equal(rank.captions, whole.captions[start : start + len(rank), :longest])
+        assert torch.count_nonzero(whole.captions[start : start + len(rank), longest:]) == 0
+        start += len(rank)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(caption_store: LatentStore) -> None:
+    def records(world_size: int, state: dict[str, Any] | None, count: int) -> tuple[list[list[int]], dict[str, Any]]:
+        loaders = [
+            make_loader(caption_store, global_batch=GLOBAL_BATCH, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        batches = zip(*(take(loader, count) for loader in loaders), strict=True)
+        seen = [[int(record) for part in parts for record in part.records] for parts in batches]
+        states = [loader.state_dict() for loader in loaders]
+        assert all(other == states[0] for other in states)  # whoever saves it
+        return seen, states[0]
+
+    wanted, _ = records(1, None, 14)
+    found, state = records(3, None, 5)
+    for world_size in (2, 4, 1):
+        more, state = records(world_size, state, 3)
+        found += more
+    assert found == wanted
+
+
+def test_packed_captions_are_the_padded_ones_without_the_padding(caption_store: LatentStore) -> None:
+    for number in range(8):
+        padded, packed = (reader_of(caption_store, text=text)[number] for text in ("padded", "packed"))
+        assert padded.captions is not None
+        assert packed.captions is not None
+        assert packed.caption_lengths is not None
+        assert packed.caption_lengths.tolist() == padded.caption_lengths.tolist()  # pyright: ignore
+        offsets = packed.caption_offsets
+        assert (offsets.dtype, int(offsets[-1])) == (torch.int32, len(packed.captions))
+        for row, start, stop in zip(padded.captions, offsets, offsets[1:], strict=False):
+            np.testing.assert_array_equal(packed.captions[start:stop], row[: stop - start])
+    without = reader_of(caption_store, text="none")[0]
+    assert (without.captions, without.caption_lengths) == (None, None)
+
+
+def test_a_batch_that_is_kept_is_never_overwritten(caption_store: LatentStore) -> None:
+    kept = take(make_loader(caption_store, global_batch=2, prefetch=4), 60)
+    copies = [batch.stored.clone() for batch in kept]
+    part = kept[7].stored[0, :1]  # a view keeps its buffer too
+    wanted = part.clone()
+    del kept[7]
+    kept += take(make_loader(caption_store, global_batch=2, prefetch=4), 60)
+    del copies[7]
+    for batch, copy in zip(kept, copies, strict=False):
+        np.testing.assert_array_equal(batch.stored, copy)
+    np.testing.assert_array_equal(part, wanted)
+
+
+def test_memory_is_used_again(label_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated: list[int] = []
+    allocate = BufferPool._allocate
+    monkeypatch.setattr(BufferPool, "_allocate", lambda *a: allocated.append(a[1]) or allocate(*a))
+    loader = make_loader(label_store, global_batch=2, prefetch=3)
+    for _ in range(10):
+        for _batch in loader:
+            pass
+    assert len(allocated) <= 3 + 3  # read ahead, handed out, and on the way between
+
+
+def test_buffers_are_aligned_and_fit(caption_store: LatentStore) -> None:
+    pool = BufferPool()
+    for size in (1, 7, 1000, 3, 10**6, 10**6 + 5, 0, 40):
+        array = pool.take((size, 2), "float16")
+        assert (array.shape, array.dtype, array.flags.c_contiguous) == ((size, 2), np.float16, True)
+        assert array.ctypes.data % 64 == 0
+
+
+def test_an_epoch_is_read_ahead_over_its_end(label_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = BatchStream(reader_of(label_store), prefetch=2)
+    for epoch in range(3):
+        assert {batch.epoch for batch in stream} == {epoch}
+        assert [number for number, _ in stream._ahead] == [stream.number, stream.number + 1]
+    stream.close()
+    assert not stream._ahead
+
+
+def test_a_mixture_of_stores_has_the_batches_of_each(label_store: LatentStore, flip_store: LatentStore) -> None:
+    plans = [BatchPlan(store.buckets, 4, seed) for seed, store in enumerate((label_store, flip_store))]
+    mixture = Mixture([(plans[0], 0.75), (plans[1], 0.25)], seed=5)
+    stores = [label_store, flip_store]
+    stream = BatchStream(BatchReader(stores, mixture), prefetch=2)
+    batches = list(itertools.islice(stream, 16))
+    assert Counter(batch.store for batch in batches) == {0: 12, 1: 4}
+    for which, plan in enumerate(plans):
+        own = [batch for batch in batches if batch.store == which]
+        for ordinal, batch in enumerate(own):
+            planned = plan.batch_at(ordinal)
+            index = stores[which].index(planned.bucket)
+            assert batch.records.tolist() == index.records[planned.positions].tolist()
+            rows = stores[which].latents(planned.bucket).take(index.rows[planned.positions])
+            assert which == 1 or np.array_equal(batch.stored, rows)
+    resumed = BatchStream(BatchReader(stores, mixture))
+    resumed.load_state_dict(stream.state_dict() | {"number": 9})
+    assert_all_same(list(itertools.islice(resumed, 7)), batches[9:])
+    with pytest.raises(TypeError, match="no epochs"):
+        _ = resumed.num_batches
+
+
+def test_records_of_a_filter_alone_are_read(label_store: LatentStore) -> None:
+    selection = RecordFilter(labels=["n001"]).select(label_store)
+    plan = BatchPlan(selection.counts, 2, 0, selection=selection)
+    batches = list(BatchStream(BatchReader([label_store], plan)))
+    assert Counter(label for batch in batches for label in batch.labels.tolist()) == {1: 5}
+    stream = BatchStream(BatchReader([label_store], BatchPlan(label_store.buckets, 2, 0)))
+    with pytest.raises(RunError, match=r"order\..*: was .*here it is"):
+        stream.load_state_dict(BatchStream(BatchReader([label_store], plan)).state_dict())
+
+
+def test_a_damaged_shard_ends_the_loop_with_its_name(label_store: LatentStore, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(label_store.path, path)
+    loader = make_loader(LatentStore(path), global_batch=2, prefetch=2)
+    batches = endless(loader)
+    next(batches)
+    shard = next(path.glob("buckets/*/moments/c/0/0/0/0"))
+    os.truncate(shard, 100)
+    with pytest.raises(DamageError, match=r"moments/c/0/0/0/0'.*wrote to it"):
+        list(itertools.islice(batches, 10))

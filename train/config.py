@@ -93,6 +93,8 @@ class RunSection(Section):
     """Steps between checkpoints; the last step and an interruption make one too."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints that stay."""
+    prefetch: Count = 2
+    """Batches read ahead, each by one thread; 0 reads them when they are asked for."""
     log_every: Positive = 10
     """Steps between lines of metrics.jsonl."""
     revision: Count = 0

@@ -30,6 +30,7 @@ FREE_ON_RESUME = {
     "run.checkpoint_every",
     "run.keep_checkpoints",
     "run.log_every",
+    "run.prefetch",
     "run.revision",
     "run.allow_incomplete",
     "run.compile",

@@ -58,7 +58,9 @@ def prepare(recipe: TrainRecipe, store: LatentStore, device: torch.device) -> Tr
     """
     spec = model_spec(recipe, store.spec, str(store.path))
     check_sizes(spec, store.spec.latent, list(store.buckets))
-    loader = make_loader(store, global_batch=recipe.run.global_batch, seed=recipe.run.seed, device=device)
+    loader = make_loader(
+        store, global_batch=recipe.run.global_batch, seed=recipe.run.seed, prefetch=recipe.run.prefetch, device=device
+    )
     model = build_model(spec, seed=recipe.run.seed).to(device)
     optimizer = build_optimizer(recipe.optimizer, model)
     ema = Ema(model, recipe.run.ema_decay)
