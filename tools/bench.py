@@ -162,16 +162,19 @@ def _cell(request: Request, workload: Workload, folder: Path, peer: Peer, job: s
     asked = Job(job, peer.name, asdict(workload) | {"buckets": dict(workload.buckets)}, str(folder), **how)
     python = request.pythons.get(peer.name, sys.executable)
     limit = CELL_SECONDS + workload.num_records * workload.record_bytes / 1e6
-    child = subprocess.Popen(
-        [python, "-m", "leandit.tools.bench_cell"],
-        cwd=folder,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"},
-        start_new_session=True,  # so that its workers end with it
-    )
+    try:
+        child = subprocess.Popen(
+            [python, "-m", "leandit.tools.bench_cell"],
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"},
+            start_new_session=True,  # so that its workers end with it
+        )
+    except OSError as error:
+        return {"failed": f"'{python}' does not start: {error.strerror}"}
     try:
         out, said = child.communicate(json.dumps(asdict(asked)), timeout=limit)
     except subprocess.TimeoutExpired:

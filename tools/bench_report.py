@@ -37,7 +37,7 @@ HEAD = (
     "shuffle",
 )
 GROUPS = ((1, "in process"), (5, "2 workers"))  # columns above which they stand
-OURS_COLOUR, PEER_COLOUR, PALE = "#c2410c", "#64748b", 0.45
+OURS_COLOUR, PEER_COLOUR, PALE, BAR = "#c2410c", "#64748b", 0.45, 0.4
 
 
 def summarise(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -159,8 +159,9 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         _panel(axes, workload)
     machine = result["hardware"]
     figure.supxlabel(
-        f"share of the limit, logarithmic: one gather a batch from a flat mapped file. Medians and ranges of "
-        f"{result['rounds']} rounds, {machine['cpu']}, {machine['cores']} cores, {result['date'][:10]}",
+        f"records/s as a share of the limit, one gather a batch from a flat mapped file\n"
+        f"medians and ranges of {result['rounds']} rounds; {machine['cpu']}, {machine['cores']} cores; "
+        f"{result['date'][:10]}",
         fontsize=8,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,10 +174,9 @@ def _panel(axes: Any, workload: Mapping[str, Any]) -> None:
     for place, peer in enumerate(peers):
         colour = OURS_COLOUR if peer["name"] in OURS else PEER_COLOUR
         modes = [mode for mode in (IN_PROCESS, WORKERS) if mode in peer["modes"]]
-        height = 0.8 / len(modes)
         for i, mode in enumerate(modes):
-            ratio, y = peer["modes"][mode]["ratio"], place + 0.4 - height * (i + 0.5)
-            axes.barh(y, ratio["median"], height * 0.92, color=colour, alpha=1 if mode == IN_PROCESS else PALE)
+            ratio, y = peer["modes"][mode]["ratio"], place + BAR * (len(modes) / 2 - i - 0.5)
+            axes.barh(y, ratio["median"], BAR * 0.92, color=colour, alpha=1 if mode == IN_PROCESS else PALE)
             axes.plot([ratio["min"], ratio["max"]], [y, y], color="black", linewidth=0.8)
             axes.annotate(
                 _significant(ratio["median"]),
@@ -191,6 +191,7 @@ def _panel(axes: Any, workload: Mapping[str, Any]) -> None:
         label.set_color(OURS_COLOUR if peer["name"] in OURS else "black")
         label.set_fontweight("bold" if peer["name"] in OURS else "normal")
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlim(lowest / 2, 3)
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
     axes.spines[["top", "right"]].set_visible(False)
