@@ -156,3 +156,12 @@ def crc32c(data: bytes) -> bytes:
         for _ in range(8):
             crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
     return (crc ^ 0xFFFFFFFF).to_bytes(4, "little")
+
+
+def all_commands(group: Any) -> dict[str, Any]:
+    """Commands of a typer group by name, those of its sub-groups as "GROUP COMMAND"."""
+    found = dict(group.commands)
+    for name, command in group.commands.items():
+        inner = all_commands(command) if hasattr(command, "commands") else {}
+        found |= {f"{name} {inner_name}": each for inner_name, each in inner.items()}
+    return found

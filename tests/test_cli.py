@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import typer
-from making import LABEL_RECIPE, TRAIN_RECIPE, tree_digest
+from making import LABEL_RECIPE, TRAIN_RECIPE, all_commands, tree_digest
 
 from leandit import __version__
 from leandit.datasets.recipe import shipped_recipes
@@ -47,6 +47,10 @@ FLAGS = {
         *("--steps", "--store", "--text", "--vae"),
     ],
     "demo": ["--out", "--pictures", "--set"],
+    "bench": [],
+    "bench loader": [
+        *("--json", "--peers", "--plot", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),
+    ],
 }
 
 
@@ -93,10 +97,9 @@ TINY = settings(["model.name=DiT-S/4", "model.num_classes=0", "run.compile=false
 
 
 def test_the_flags_of_every_command_are_frozen() -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     found = {
         name: sorted(flag for param in command.params for flag in param.opts if flag.startswith("--"))
-        for name, command in commands.items()
+        for name, command in all_commands(typer.main.get_command(app)).items()
     }
     assert found == FLAGS
     everywhere = typer.main.get_command(app).params
@@ -111,7 +114,7 @@ def test_the_installed_command_ends_with_the_code_of_the_error(tmp_path: Path) -
 
 @pytest.mark.parametrize("command", FLAGS)
 def test_every_command_has_help_with_an_example(command: str, leandit: Leandit) -> None:
-    ended = leandit(command, "--help")
+    ended = leandit(*command.split(), "--help")
     assert ended.code == 0
     assert f"Example: leandit {command}" in " ".join(ended.out.split())
 
@@ -138,6 +141,9 @@ def test_the_version_is_the_packages(leandit: Leandit) -> None:
         (["inspect", "no-store"], 3, ["no-store"]),
         (["verify", "no-store"], 3, ["no-store"]),
         (["compact", "no-store"], 3, ["no-store"]),
+        (["bench", "loader", "--scratch", "bench", "--peers", "nobody"], 2, ["--peers 'nobody'", "leandit"]),
+        (["bench", "loader", "--scratch", "bench", "--workload", "pictures"], 2, ["--workload 'pictures'", "latents"]),
+        (["bench", "loader", "--scratch", "bench", "--python", "nobody=python"], 2, ["--python 'nobody'", "leandit"]),
         (["verify", "no-store", "--deep"], 2, ["--deep", "--source"]),
         (["sample", "no-run", "--out", "out"], 3, ["no-run", "Train first"]),
         (["precompute", "imagenet-256", "--source", "none", "--store", "store"], 3, ["none"]),
