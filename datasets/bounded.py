@@ -85,7 +85,7 @@ class BoundedFolder:
     def hold(self, name: str) -> int | None:
         """Keep a file from being removed by any process, and mark it as used now.
 
-        Returns: a descriptor; closing it lets go. None where the file is not there.
+        Returns: a descriptor for ``let_go``; None where the file is not there.
         """
         try:
             descriptor = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
@@ -94,7 +94,7 @@ class BoundedFolder:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         found = os.fstat(descriptor)
         if not found.st_nlink or found.st_size != size_of(name):
-            os.close(descriptor)
+            let_go(descriptor)
             return None
         self._mark(descriptor, found)
         return descriptor
@@ -161,13 +161,13 @@ class BoundedFolder:
         try:
             fcntl.flock(marker, fcntl.LOCK_SH)  # until whoever brings it is done, or dead
         finally:
-            os.close(marker)
+            let_go(marker)
         return None
 
     def _drop(self, name: str, marker: int) -> None:
         """Take back that a file is coming; only under the lock."""
         (self._coming / name).unlink(missing_ok=True)
-        os.close(marker)
+        let_go(marker)
 
     def _make_room(self, name: str, order: Order, gone: list[str]) -> bool:
         """Remove what must go so that a file fits whose marker is there, and so counts already.
@@ -222,7 +222,7 @@ class BoundedFolder:
             (self._coming / name).unlink()
             return True
         finally:
-            os.close(marker)
+            let_go(marker)
 
     def _remove(self, name: str) -> bool:
         """Remove a file unless somebody holds it."""
@@ -236,7 +236,7 @@ class BoundedFolder:
             remove(self.path(name))
             return True
         finally:
-            os.close(descriptor)
+            let_go(descriptor)
 
     def _locked(self) -> contextlib.AbstractContextManager[None]:
         return locked(self._lock)
@@ -250,7 +250,13 @@ def locked(path: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)
+        let_go(descriptor)
+
+
+def let_go(descriptor: int) -> None:
+    """Free a lock; closing alone would not, where the process has forked meanwhile and its child has the descriptor."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -10,7 +10,7 @@
     FOLDER/store/        manifests, tables, and the zarr.json of groups and arrays
     FOLDER/shards/       shards, bounded (``bounded.py``); how a URL is read: ``remote_reader.py``
 
-A folder may be shared by processes, and deleted while no process reads it. It is opened anew after a fork.
+A folder may be shared by processes, forks too, and deleted while no process reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from .ahead import Ahead
-from .bounded import BoundedFolder, NoRoom, locked
+from .bounded import BoundedFolder, NoRoom, let_go, locked
 from .errors import DamageError, LeanditError, ResourceError
 from .hashing import xxh3_file
 from .mirror import (
@@ -73,13 +73,18 @@ class RemoteFolder:
         for entry in self._entries.values():
             self._paths.setdefault(name_of(entry), []).append(entry.path)
         check_entries(self.url, self._entries.values(), capacity)
-        self._room = BoundedFolder(folder, capacity, self._tell)
-        self._changed = threading.Condition(self._room.mutex)
+        self._folder, self._capacity, self._num_threads = folder, capacity, threads
         self._checked: set[str] = set()  # names whose bytes this process has seen to be right
+        self._listeners: list[Callable[[str], object]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._room = BoundedFolder(self._folder, self._capacity, self._tell)
+        self._changed = threading.Condition(self._room.mutex)
         self._pins, self._holds = Counter[str](), Counter[str]()
         self._wishes: dict[str, int] = {}  # their place in the list
-        self._ahead = Ahead(threads, self._bring_ahead)
-        self._listeners: list[Callable[[str], None]] = []
+        self._ahead = Ahead(self._num_threads, self._bring_ahead)
         self.num_brought = self.num_evicted = 0  # files, by this process
 
     def fetch(self, path: str) -> Path:
@@ -108,7 +113,7 @@ class RemoteFolder:
             try:
                 yield self._room.path(name)
             finally:
-                os.close(lock)
+                let_go(lock)
 
     def use(self, path: str) -> bool:
         """Mark a shard as used now, as every use of a mapped one should; False where it has gone since."""
@@ -129,7 +134,7 @@ class RemoteFolder:
             self._wishes = {name: place for place, name in enumerate(names)}
         self._ahead.follow(names)
 
-    def on_evict(self, listener: Callable[[str], None]) -> None:
+    def on_evict(self, listener: Callable[[str], object]) -> None:
         """Call this with the path of every shard that this process makes go: its room is free once its maps are gone.
 
         The listener may be called by any thread, and must wait for no lock under which shards are fetched.
@@ -147,6 +152,12 @@ class RemoteFolder:
         self.close()
 
     def _entry(self, path: str) -> FileEntry:
+        """What the manifest says of a shard.
+
+        Raises: DamageError: it is none.
+        """
+        if os.getpid() != self._process:  # a fork, which has none of the threads; every method comes through here
+            self._begin()
         if path not in self._entries:
             raise DamageError(f"store '{self.url}': file '{path}' is no shard of the manifest. Check the store.")
         return self._entries[path]
@@ -169,7 +180,7 @@ class RemoteFolder:
             return lock
         is_right = xxh3_file(self._room.path(name)) == name.partition("-")[0]
         if not is_right:
-            os.close(lock)
+            let_go(lock)
             self._room.discard(name)
             return None
         self._checked.add(name)
@@ -219,7 +230,7 @@ class RemoteFolder:
     def _refuse_what_cannot_fit(self, entry: FileEntry, there: dict[str, int], is_late: bool) -> None:
         with self._changed:
             pinned = {name: size for name, size in there.items() if self._pins[name] and name != name_of(entry)}
-        capacity, taken = self._room.capacity, sum(pinned.values())
+        capacity, taken = self._capacity, sum(pinned.values())
         if taken + entry.bytes > capacity or is_late:
             what = "held by others" if is_late else f"pinned ({in_mib(taken)})"
             raise ResourceError(
@@ -231,7 +242,7 @@ class RemoteFolder:
         """Bring a wish; False where there is no room for it, nor for those after it."""
         try:
             if (lock := self._hold(name)) is not None:
-                os.close(lock)
+                let_go(lock)
             else:
                 self._bring(self._entries[self._paths[name][0]], ahead=True)
         except NoRoom:

@@ -7,6 +7,7 @@ and divided into three: there is no such file, we may not, and all others, which
 from __future__ import annotations
 
 import errno
+import os
 import random
 import re
 import sys
@@ -67,11 +68,9 @@ class RemoteReader:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        self.url = shown(url)
+        self.url, self._connect = shown(url), lambda: _connect(url, options or {})
         try:
-            import fsspec  # the base does without
-
-            self._fs, root = fsspec.core.url_to_fs(url, **(options or {}))
+            self._connection, root = self._connect()
         except ImportError as error:
             raise RecipeError(
                 f"store '{self.url}': {_one_line(error)}. To read stores at a URL run pip install 'leandit[remote]' "
@@ -79,8 +78,15 @@ class RemoteReader:
             ) from error
         except (ValueError, OSError, *_library_errors()) as error:
             raise RecipeError(f"store '{self.url}': {_one_line(error)}. Check the URL.") from error
-        self._root = str(root).rstrip("/")
+        self._root, self._process = str(root).rstrip("/"), os.getpid()
         self._fs.invalidate_cache()  # what this process listed earlier may have grown since
+
+    @property
+    def _fs(self) -> Any:
+        """The file system; a new one after a fork, which those of fsspec with a thread of their own do not outlive."""
+        if os.getpid() != self._process:
+            self._connection, self._process = self._connect()[0], os.getpid()
+        return self._connection
 
     def names(self, folder: str) -> list[str]:
         """Names directly below a folder; none where there is no such folder."""
@@ -192,6 +198,12 @@ class RemoteReader:
             pause = min(FIRST_WAIT_SECONDS * 2**attempt, MAX_WAIT_SECONDS)
             time.sleep(pause * random.uniform(0.5, 1.0))
         raise AssertionError("the last attempt returns or raises")
+
+
+def _connect(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    import fsspec  # the base does without
+
+    return fsspec.core.url_to_fs(url, **options)
 
 
 def shown(url: str) -> str:

@@ -891,6 +891,27 @@ def test_processes_that_open_a_store_at_once_bring_its_tables_once(caption_store
     assert len(renamed) == 1
 
 
+@pytest.mark.parametrize("url", ["s3", "file"])
+def test_a_fork_reads_on(url: str, s3: str, caption_store: LatentStore, tmp_path: Path) -> None:
+    where = f"{s3}/fork" if url == "s3" else f"file://{tmp_path}/origin"
+    upload(caption_store.path, where)
+    folder = open_remote(where, folder=tmp_path / "local")
+    paths = [entry.path for entry in shards_of(caption_store)]
+    folder.fetch(paths[0])
+
+    def work() -> bool:
+        folder.prefetch(paths[3:])
+        with folder._changed:
+            folder._changed.wait_for(lambda: folder.num_brought, 20)
+        return all(folder.fetch(path).read_bytes() == (caption_store.path / path).read_bytes() for path in paths)
+
+    with folder._room.mutex:  # as if another thread had it at this moment
+        child = start(work)
+    outcome = child.wait()
+    assert (outcome.value, outcome.message) == (True, "")
+    assert folder.fetch(paths[2]).read_bytes() == (caption_store.path / paths[2]).read_bytes()
+
+
 def test_a_full_disk_is_named_and_leaves_nothing(origin: str, tmp_path: Path) -> None:
     local = tmp_path / "local"
     local.mkdir()
@@ -974,7 +995,7 @@ def test_what_a_fetch_costs_beside_a_copy(tmp_path: Path, monkeypatch: pytest.Mo
         base = np.median(seconds["copy and sync"])
         for name, taken in seconds.items():
             print(f"{name:16} {512 / np.median(taken):6.0f} MiB/s  {np.median(taken) / base:5.2f}")
-        assert np.median(seconds["file, one"]) < 5 * base
+        assert np.median(seconds["s3, one"]) < 4 * np.median(seconds["s3fs alone, one"])
     finally:
         server.terminate()
         server.wait()
