@@ -83,7 +83,7 @@ class FaultyFileSystem(MemoryFileSystem):
         return what(content) if what else content
 
 
-fsspec.register_implementation("faulty", FaultyFileSystem)
+fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
 
 
 @pytest.fixture(autouse=True)
