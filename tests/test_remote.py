@@ -170,7 +170,7 @@ def s3() -> Iterator[str]:
         for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
             patch.setenv(name, os.devnull)
         fsspec.get_filesystem_class("s3").clear_instance_cache()  # one of another server would go on with that
-        fsspec.filesystem("s3").mkdir("latents")
+        fsspec.filesystem("s3").makedirs("latents", exist_ok=True)
         yield "s3://latents"
     server.stop()
 
