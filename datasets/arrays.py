@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from .shard_file import REPAIR, ShardFile
 from .shards import ArrayLayout
 from .watch import ChangeWatch
 from .window import AddressWindow
+
+if TYPE_CHECKING:
+    from .remote import RemoteFolder
 
 Access = Literal["map", "pread"]
 ShardCheck = Callable[[ArrayLayout, int, int, ShardFile], None]
@@ -42,9 +45,18 @@ class ShardFolder:
         process with SIGBUS.
     """
 
-    def __init__(self, root: Path, sizes: Mapping[str, int] | None = None, *, access: Access = "map") -> None:
-        self.root, self.access, self._sizes = root, access, sizes
+    def __init__(
+        self,
+        root: Path,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        access: Access = "map",
+        remote: RemoteFolder | None = None,
+    ) -> None:
+        self.root, self.access, self._sizes, self.remote = root, access, sizes, remote
         self._begin()
+        if remote is not None:
+            remote.on_evict(lambda name: self._open.pop(name, None))  # its room is free once nobody maps it
 
     def _begin(self) -> None:
         self._process, self.lock = os.getpid(), threading.RLock()
@@ -65,6 +77,9 @@ class ShardFolder:
         Raises: DamageError.
         """
         name = layout.shard_path(shard)
+        if self.remote is not None:  # whole, and checked by its hash; nobody but this library writes there
+            with self.remote.held(name) as path:
+                return ShardFile(path, layout, len(layout.rows_of(shard)), mapped=mapped)
         path = self.root / name
         size = path.stat().st_size if path.is_file() else None
         if size is None or (self._sizes is not None and size != self._sizes.get(name)):
@@ -82,15 +97,17 @@ class ShardFolder:
           check: called where it had to be opened.
         """
         name = layout.shard_path(shard)
+        if self.remote is not None:
+            self.remote.fetch(name)  # not under the lock, where others would wait for it; marks it as used, too
         with self.lock:
-            if name not in self._open:
+            opened = self._open.pop(name, None)
+            if opened is None:
                 opened = self.open(layout, shard, mapped=self.access == "map")
                 check(opened)
-                self._open[name] = opened
-                if len(self._open) > MAX_OPEN_SHARDS:
-                    self._open.popitem(last=False)  # who reads it at this moment holds it
-            self._open.move_to_end(name)
-            return self._open[name]
+            self._open[name] = opened  # last: the most recently used
+            if len(self._open) > MAX_OPEN_SHARDS:
+                self._open.popitem(last=False)  # who reads it at this moment holds it
+            return opened
 
     def check_unchanged(self) -> None:
         """Raises: DamageError: a shard that is open was written to."""
@@ -131,7 +148,9 @@ class ShardedArray:
         self._starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # of each shard, then the end
         self.path, self.dtype = layouts[-1].path, layouts[-1].dtype
         self.row_shape, self.row_bytes = layouts[-1].shape[1:], layouts[-1].row_bytes
-        self._may_map = folder.access == "map" and all(layout.codec == "none" for layout in layouts)
+        # Not where shards come and go: a slot of the window cannot be given back while views of it are out.
+        in_place = folder.access == "map" and folder.remote is None
+        self._may_map = in_place and all(layout.codec == "none" for layout in layouts)
         self._shard_bytes = max(layout.shard_rows * layout.row_bytes for layout in layouts)
         self._begin()
 
@@ -149,6 +168,11 @@ class ShardedArray:
     def locate(self, row: int) -> tuple[ArrayLayout, int]:
         """The Zarr array that holds a row, and the number of its shard."""
         return self._places[self._shard_of(row)]
+
+    def shard_paths(self, rows: np.ndarray) -> list[str]:
+        """Paths of the shards, within the store, that hold some rows."""
+        shards = np.unique(np.searchsorted(self._starts, rows, side="right") - 1)
+        return [layout.shard_path(shard) for layout, shard in (self._places[i] for i in shards.tolist())]
 
     def __getitem__(self, row: int) -> np.ndarray:
         """One row, (...): a read-only mapped view where uncompressed."""

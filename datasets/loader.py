@@ -31,6 +31,7 @@ from .shuffle import ShardWindow
 from .store import LatentStore
 
 STATE_VERSION = 2
+BRING_EVERY, BRING_AHEAD = 16, 64  # batches, of stores at a URL
 RESUME = "Resume with the same store and recipe, or start a new run."
 
 
@@ -89,6 +90,8 @@ class BatchStream(IterableDataset):
     def _next(self) -> Batch:
         """The next batch, and reading ahead of it; also beyond the end of the epoch."""
         start = time.perf_counter()
+        if self.number % BRING_EVERY == 0 and any(store.remote is not None for store in self.reader.stores):
+            self.reader.bring_ahead(self.number, BRING_AHEAD)
         batch = self._take_ahead() if self._prefetch else self._read(self.number)
         self.wait_seconds += time.perf_counter() - start
         if self._side is not None:

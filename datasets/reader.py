@@ -160,6 +160,31 @@ class BatchReader(Dataset):
             store=planned.plan,
         )
 
+    def shards_of(self, number: int) -> tuple[LatentStore, list[str]]:
+        """The store and the paths of the shards that this rank's slice of a batch reads; flips are not looked at."""
+        planned = self._plan(number)
+        mine = rank_slice(len(planned.positions), self._rank, self._world_size)
+        positions, store = planned.positions[mine], self.stores[planned.plan]
+        index = store.index(planned.bucket)
+        rows, records = index.rows[positions], index.records[positions]
+        paths = store.latents(planned.bucket).shard_paths(rows)
+        if store.spec.latent.flip:
+            paths += store.flipped_latents(planned.bucket).shard_paths(rows)
+        if store.spec.text and self._text != "none":
+            ids = self._choose_captions(index, positions, planned.epochs[mine], records)
+            paths += store.caption_embeddings.shard_paths(store.caption_offsets[ids])
+        return store, paths
+
+    def bring_ahead(self, first: int, count: int) -> None:
+        """Let stores at a URL bring the shards of these batches, in their order."""
+        wanted: dict[int, list[str]] = {}
+        for number in range(first, first + count):
+            store, paths = self.shards_of(number)
+            wanted.setdefault(id(store), []).extend(paths)
+        for store in self.stores:
+            if store.remote is not None:
+                store.remote.prefetch(wanted.get(id(store), []))
+
     def _plan(self, number: int) -> PlannedBatch:
         group, place = divmod(number, PLANNED_AHEAD)
         with self._lock:  # else two threads would plan the same batches

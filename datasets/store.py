@@ -10,7 +10,7 @@ store.caption(store.record("n01440764/n01440764_18.JPEG"))     # (L, D), the val
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -87,9 +87,20 @@ class LatentStore:
     """
 
     def __init__(
-        self, path: str | Path, *, revision: int = 0, allow_incomplete: bool = False, access: Access = "map"
+        self,
+        path: str | Path,
+        *,
+        revision: int = 0,
+        allow_incomplete: bool = False,
+        access: Access = "map",
+        remote: Mapping[str, Any] | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.remote, self._opened_as = None, (path, remote)
+        if "://" in str(path):
+            from .remote import open_remote  # fsspec, and locks that Windows has not
+
+            self.remote = open_remote(str(path), revision=revision, **(remote or {}))
+        self.path = self.remote.store if self.remote else Path(path)
         check_store(self.path)
         sealed = sealed_revisions(self.path)
         if revision and revision not in (sealed or [1]):
@@ -106,11 +117,12 @@ class LatentStore:
         if self.manifest:
             self._sizes = {entry.path: entry.bytes for entry in self.manifest.files}
             self._stack = self.manifest.stack
-            self._folder = ShardFolder(self.path, self._sizes, access=access)
-            self._check_files(self.manifest)
+            self.folder = ShardFolder(self.path, self._sizes, access=access, remote=self.remote)
+            if self.remote is None:  # else open_remote has checked them
+                self._check_files(self.manifest)
             return
         self._sizes, self._stack = None, [1]
-        self._folder = ShardFolder(self.path, access=access)
+        self.folder = ShardFolder(self.path, access=access)
         self._plan = read_plan(self.path, 1)
         self._commits = read_commits(self.path, self._plan)
         if not allow_incomplete:
@@ -121,7 +133,8 @@ class LatentStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the store anew."""
-        return _reopen, (self.path, self.revision, self.manifest is None, self._folder.access)
+        path, remote = self._opened_as
+        return _reopen, (path, self.revision, self.manifest is None, self.folder.access, remote)
 
     @property
     def buckets(self) -> dict[str, int]:
@@ -289,7 +302,7 @@ class LatentStore:
         fits = embeddings.keys() == offset_layouts.keys() == length_layouts.keys()
         for revision, layout in embeddings.items() if fits else ():
             first, count = (
-                ShardedArray(self._folder, [one], check_whole(self)).read(0, one.shape[0])
+                ShardedArray(self.folder, [one], check_whole(self)).read(0, one.shape[0])
                 for one in (offset_layouts[revision], length_layouts[revision])
             )
             # Asked in this order, because a sum of two hostile numbers can wrap around.
@@ -321,7 +334,7 @@ class LatentStore:
                 raise StoreError(
                     f"store '{self.path}': there is no array '{path}'. Buckets: {', '.join(self.buckets)}."
                 )
-            self._arrays[path] = ShardedArray(self._folder, list(layouts.values()), check_of(self, path))
+            self._arrays[path] = ShardedArray(self.folder, list(layouts.values()), check_of(self, path))
         return self._arrays[path]
 
     def _layouts(self, path: str) -> dict[int, ArrayLayout]:
@@ -395,5 +408,7 @@ class LatentStore:
                 )
 
 
-def _reopen(path: Path, revision: int, allow_incomplete: bool, access: Access) -> LatentStore:
-    return LatentStore(path, revision=revision, allow_incomplete=allow_incomplete, access=access)
+def _reopen(
+    path: str | Path, revision: int, allow_incomplete: bool, access: Access, remote: Mapping[str, Any] | None
+) -> LatentStore:
+    return LatentStore(path, revision=revision, allow_incomplete=allow_incomplete, access=access, remote=remote)
