@@ -19,7 +19,7 @@ import torch
 
 from leandit.datasets.errors import RecipeError, ResourceError
 from leandit.datasets.store import LatentStore
-from leandit.tools import bench
+from leandit.tools import bench, bench_open
 from leandit.tools.bench import Request, make_request, run
 from leandit.tools.bench_cell import Job, endless, run_cell
 from leandit.tools.bench_check import Check, check_epoch
@@ -311,3 +311,13 @@ def test_meters_read_this_machine() -> None:
         assert tree_anonymous_mb() > memory + block.nbytes / 2e6  # type: ignore[operator]
     assert hardware()["cores"] >= 1
     assert aligned((3, 5), "float16").ctypes.data % 64 == 0
+
+
+def test_opening_is_measured_in_fresh_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_open, "PLANNED_BATCHES", 64)
+    result = bench_open.run(tmp_path, 1000, rounds=2)
+    assert result["open"].keys() == {"open_seconds", "open_mb", "first_batch_ms"}
+    assert min(result["open"].values()) > 0
+    assert list(result["plan_us_per_batch"]) == ["10000", "1281167", "1000000000"]
+    assert [name for name, _ in bench_open.render(result)] == ["machine", "open", "first batch", *["plan"] * 3]
+    assert LatentStore(tmp_path / "open-1000").buckets == {"256x256": 1000}

@@ -48,6 +48,7 @@ FLAGS = {
     ],
     "demo": ["--out", "--pictures", "--set"],
     "bench": [],
+    "bench open": ["--json", "--records", "--rounds", "--scratch"],
     "bench loader": [
         *("--json", "--peers", "--plot", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),
     ],

@@ -27,7 +27,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from harness import Child, start
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from making import tree_digest
+from making import CPU, train_recipe, tree_digest
 from moto.server import ThreadedMotoServer
 
 from leandit.datasets import mirror, remote, remote_reader
@@ -43,10 +43,14 @@ from leandit.datasets.errors import (
     StoreNotFound,
 )
 from leandit.datasets.hashing import canonical_json
+from leandit.datasets.loader import make_loader
 from leandit.datasets.remote import RemoteFolder, open_remote
 from leandit.datasets.remote_reader import RemoteReader
 from leandit.datasets.schema import FileEntry, Manifest
 from leandit.datasets.store import LatentStore
+from leandit.train.loop import train
+from leandit.train.meters import StepReport
+from leandit.train.stop import StopRequest
 
 MOMENTS = "buckets/64x64/moments/c/0/0/0/0"
 SIZES = [700, 900, 1100, 1300, 500, 1500, 800, 1000]  # bytes of the made-up shards
@@ -1000,3 +1004,46 @@ def test_what_a_fetch_costs_beside_a_copy(tmp_path: Path, monkeypatch: pytest.Mo
     finally:
         server.terminate()
         server.wait()
+
+
+# ------------------------------------------------------------ a store at a URL, read as any other
+
+
+@pytest.mark.parametrize("access", ["map", "pread"])
+@pytest.mark.parametrize("is_tight", [False, True], ids=["roomy", "tight"])
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_the_batches_of_a_store_at_a_url_are_those_of_the_local_one(
+    kind: str, is_tight: bool, access: Any, s3: str, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    url = f"{s3}/batches" if kind == "s3" else f"file://{tmp_path}/origin"
+    upload(caption_store.path, url)
+    assert caption_store.manifest is not None
+    sizes = [entry.bytes for entry in caption_store.manifest.files if mirror.is_shard(entry)]
+    capacity = int(max(sizes) * 1.4) if is_tight else 10**9
+    store = LatentStore(url, access=access, remote={"folder": tmp_path / "l", "capacity_gib": capacity / 2**30})
+    assert store.remote is not None
+    for seed in range(2):
+        local, away = (make_loader(one, global_batch=4, seed=seed) for one in (caption_store, store))
+        for batch, wanted in zip(away, local, strict=True):
+            assert (batch.bucket, batch.records.tolist()) == (wanted.bucket, wanted.records.tolist())
+            np.testing.assert_array_equal(batch.stored, wanted.stored)
+            np.testing.assert_array_equal(batch.captions, wanted.captions)  # pyright: ignore[reportArgumentType]
+        assert bytes_in(tmp_path / "l") <= capacity
+    assert bool(store.remote.num_evicted) == is_tight
+    store.remote.close()
+
+
+def test_a_run_trains_on_a_store_at_a_url_as_on_the_local_one(
+    caption_store: LatentStore, tmp_path: Path, tiny_models: None
+) -> None:
+    upload(caption_store.path, f"file://{tmp_path}/origin")
+    recipe = train_recipe("pixart-tiny", "run.steps=3", f"run.remote_folder={tmp_path}/local", "run.remote_gib=0.1")
+    losses = {}
+    for name, path in (("local", caption_store.path), ("away", f"file://{tmp_path}/origin")):
+        for steps in (2, 3):  # the second goes on with the first
+            seen: list[StepReport] = []
+            now = recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": steps})})
+            train(now, store_path=path, run=tmp_path / name, device=CPU, report=seen.append, stop=StopRequest())
+            losses.setdefault(name, []).extend(figures.loss for figures in seen)
+    assert losses["away"] == losses["local"]
+    assert len(losses["away"]) == 3

@@ -109,7 +109,7 @@ def precompute(
 def train(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
-    store: Annotated[Path | None, typer.Option(help="Store to train on.")] = None,
+    store: Annotated[str | None, typer.Option(help="Store to train on: a folder, or s3://, gs://, hf://.")] = None,
     run: Annotated[Path | None, typer.Option(help="Folder of the run; the same command again resumes.")] = None,
     device: Device = "auto",
     overrides: Overrides = None,
@@ -350,6 +350,26 @@ def bench_loader(
     if plot:
         draw(result, plot)
         print(f"leandit: chart written to {plot}", file=sys.stderr)
+
+
+@bench.command("open")
+def bench_open(
+    scratch: Annotated[Path, typer.Option(help="Folder for the store; it stays there.")],
+    records: Annotated[int, typer.Option(min=1000, help="Of the store; 8 KiB each.")] = 1_281_167,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that it is opened.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how long a store takes to open, what it holds in memory, and what a batch costs to plan.
+
+    Example: leandit bench open --scratch bench
+    """
+    from .bench_open import render, run
+
+    result = run(scratch, records, rounds)
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        _print_rows(render(result))
 
 
 def torch_device(name: str) -> Any:

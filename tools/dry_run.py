@@ -128,7 +128,7 @@ def probe_seconds(
     return time.perf_counter() - start, done
 
 
-def describe_train(recipe: TrainRecipe, store_path: Path | None, device: torch.device) -> str:
+def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: torch.device) -> str:
     """What a training run would do.
 
     Args:

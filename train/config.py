@@ -95,6 +95,10 @@ class RunSection(Section):
     """Newest checkpoints that stay."""
     prefetch: Count = 2
     """Batches read ahead, each by one thread; 0 reads them when they are asked for."""
+    remote_gib: Annotated[float, Field(gt=0)] = 64.0
+    """Room for the shards of a store at a URL, in GiB of the local folder."""
+    remote_folder: str = ""
+    """That local folder; empty: one for the URL below ~/.cache/leandit."""
     log_every: Positive = 10
     """Steps between lines of metrics.jsonl."""
     revision: Count = 0

@@ -31,6 +31,8 @@ FREE_ON_RESUME = {
     "run.keep_checkpoints",
     "run.log_every",
     "run.prefetch",
+    "run.remote_gib",
+    "run.remote_folder",
     "run.revision",
     "run.allow_incomplete",
     "run.compile",
@@ -86,21 +88,28 @@ def read_head(run: Path) -> Head | None:
 
 
 def open_store(
-    recipe: TrainRecipe, path: Path, run: Path, head: Head | None, warn: Callable[[str], None]
+    recipe: TrainRecipe, path: Path | str, run: Path, head: Head | None, warn: Callable[[str], None]
 ) -> LatentStore:
     """Open the revision that the recipe asks for, else the one that the run reads, else the newest.
 
+    Args:
+      path: of the store, or its URL.
     Raises: StoreError; RunError: the store is another one, or no longer has the revision.
     """
     pinned = head and head.revisions[-1]
-    sealed = sealed_revisions(path)
+    sealed = [] if "://" in str(path) else sealed_revisions(Path(path))  # of a URL, opening it tells
     if pinned and not recipe.run.revision and sealed and pinned.revision not in sealed:
         raise RunError(
             f"run '{run}': it reads revision {pinned.revision} of store '{path}', which has only "
             f"{', '.join(map(str, sealed))} now. Move it with --set run.revision={sealed[-1]}."
         )
     asked = recipe.run.revision or (pinned.revision if pinned else 0)
-    store = LatentStore(path, revision=asked, allow_incomplete=recipe.run.allow_incomplete)
+    store = LatentStore(
+        path,
+        revision=asked,
+        allow_incomplete=recipe.run.allow_incomplete,
+        remote={"capacity_gib": recipe.run.remote_gib, "folder": recipe.run.remote_folder or None},
+    )
     if head:
         _check_store(run, head.revisions, store)
     if not recipe.run.revision and store.newest_revision > store.revision:

@@ -54,7 +54,7 @@ class Outcome:
 def train(
     recipe: TrainRecipe,
     *,
-    store_path: Path,
+    store_path: Path | str,
     run: Path,
     device: torch.device,
     report: Callable[[StepReport], None],
@@ -64,6 +64,7 @@ def train(
     """Train a model on a store; the same call again goes on from the newest valid checkpoint.
 
     Args:
+      store_path: of the store, or its URL.
       report: called with the figures of every ``run.log_every`` steps.
       stop: set it to save a checkpoint after the current step and return.
       warn: called with one line where a checkpoint is damaged, or the store has a newer revision than the run reads.
