@@ -56,10 +56,10 @@ def open_flat(workload: Workload, folder: Path, bucket: str) -> Flat:
 def open_gather(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
     """The limit: one gather a batch, straight from the map into memory that is used again; with workers, in threads.
 
-    A batch is overwritten some batches later: nobody can do with less.
+    A batch is overwritten by the next one (with threads, some batches later): nobody can do with less.
     """
     buckets = {bucket: open_flat(workload, folder, bucket) for bucket in workload.buckets}
-    return in_threads(_Gather(workload, buckets, slots=2 * workers + 2), workload, seed, workers)
+    return in_threads(_Gather(workload, buckets, slots=2 * workers + 1), workload, seed, workers)
 
 
 class _Gather:

@@ -190,6 +190,7 @@ def _panel(axes: Any, workload: Mapping[str, Any]) -> None:
     for label, peer in zip(axes.get_yticklabels(), peers, strict=True):
         label.set_color(OURS_COLOUR if peer["name"] in OURS else "black")
         label.set_fontweight("bold" if peer["name"] in OURS else "normal")
+    axes.set_ylim(-0.7, len(peers) - 0.3)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlim(lowest / 2, 3)
