@@ -1037,7 +1037,8 @@ def test_a_run_trains_on_a_store_at_a_url_as_on_the_local_one(
     caption_store: LatentStore, tmp_path: Path, tiny_models: None
 ) -> None:
     upload(caption_store.path, f"file://{tmp_path}/origin")
-    recipe = train_recipe("pixart-tiny", "run.steps=3", f"run.remote_folder={tmp_path}/local", "run.remote_gib=0.1")
+    away = [f"run.remote_folder={tmp_path}/folder", "run.remote_gib=0.1"]
+    recipe = train_recipe("pixart-tiny", "schedule.kind=constant", "schedule.warmup_steps=1", *away)
     losses = {}
     for name, path in (("local", caption_store.path), ("away", f"file://{tmp_path}/origin")):
         for steps in (2, 3):  # the second goes on with the first

@@ -42,7 +42,13 @@ def load_tiny(*args):
     SIZES["S"] = (2, 32, 2)
     return load(*args)
 config.load = load_tiny
-print("main", flush=True)
+from leandit.train.stop import StopRequest
+catch = StopRequest.catch
+def catch_and_say(stop, number):
+    catch(stop, number)
+    StopRequest.catch = catch
+    print("main", flush=True)
+StopRequest.catch = catch_and_say
 main()
 """
 
@@ -60,7 +66,7 @@ def settings(overrides: list[str]) -> list[str]:
 
 
 def begin(*arguments: object) -> subprocess.Popen[str]:
-    """Start the command in a process of its own; returns when it is about to enter ``main()``."""
+    """Start the command in a process of its own; returns when its ``main()`` has begun, and catches SIGTERM."""
     process = subprocess.Popen(
         [sys.executable, "-c", TINY_LEANDIT, *map(str, arguments)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

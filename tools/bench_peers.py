@@ -7,7 +7,6 @@ Left out: ffcv, which needs a C++ compiler and OpenCV's headers to install.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -59,9 +58,8 @@ class Peer:
     @property
     def missing(self) -> list[str]:
         """Distributions that are not installed."""
-        return [
-            name for module, name in self.libraries.items() if importlib.util.find_spec(module.split(".")[0]) is None
-        ]
+        installed = {distribution.name.lower().replace("_", "-") for distribution in metadata.distributions()}
+        return [name for name in self.libraries.values() if name.lower().replace("_", "-") not in installed]
 
     @property
     def versions(self) -> dict[str, str]:
