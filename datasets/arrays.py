@@ -261,7 +261,9 @@ class ShardedArray:
         with self._folder.lock:
             if self._may_map and self._window is None:
                 self._open_window()
-            for shard in np.unique(shards[~self._opened[shards]]).tolist():
+            wanted = np.zeros(len(self._opened), bool)
+            wanted[shards] = True
+            for shard in np.flatnonzero(wanted & ~self._opened).tolist():
                 if self._window is not None:
                     self._map(shard)
                 self._opened[shard] = True

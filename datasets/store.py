@@ -158,11 +158,10 @@ class LatentStore:
         """The records table (schema.RECORDS_SCHEMA), in the order of the source."""
         return self._record_columns(None)
 
-    @cached_property
+    @property
     def checksums(self) -> np.ndarray:
         """(records,) uint64 checksum of each record's rows, as the records table has it; 0 where not stored."""
-        column = self._record_columns(("checksum",))["checksum"]
-        return pc.fill_null(column, 0).to_numpy()
+        return self._indexed[1]
 
     @cached_property
     def captions(self) -> pa.Table:
@@ -211,19 +210,21 @@ class LatentStore:
 
     def index(self, bucket: str) -> BucketIndex:
         """Labels and captions of the stored records of a bucket, in order of their rows."""
-        return self._indexes[bucket]
+        return self._indexed[0][bucket]
 
     @cached_property
-    def _indexes(self) -> dict[str, BucketIndex]:
+    def _indexed(self) -> tuple[dict[str, BucketIndex], np.ndarray]:
+        """All that is kept of the records table, read once: the indexes of the buckets, and the checksums."""
         buckets = self.manifest.buckets if self.manifest else self._plan.bucket_positions
-        indexes = build_indexes(self._record_columns(INDEX_COLUMNS), buckets, self._stacked_rows)
+        table = self._record_columns((*INDEX_COLUMNS, "checksum"))
+        indexes = build_indexes(table, buckets, self._stacked_rows)
         for bucket, index in indexes.items():
             if len(index) and not -1 <= index.labels.min() <= index.labels.max() < self.num_classes:
                 raise DamageError(
                     f"store '{self.path}': bucket '{bucket}' has label {index.labels.max()}, with {self.num_classes} "
                     f"classes. {REPAIR}"
                 )
-        return indexes
+        return indexes, pc.fill_null(table["checksum"], 0).to_numpy()
 
     def _stacked_rows(self, bucket: str, revisions: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Positions in the stacked arrays of a bucket, from rows of each revision's own array."""
