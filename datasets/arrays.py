@@ -214,7 +214,7 @@ class ShardedArray:
             raise TypeError(f"rows are {rows.dtype}, needed integers")
         rows = rows.astype(np.int64, copy=False)
         # Before any arithmetic of addresses: a row in a gap between shards would be read without an error.
-        if len(rows) and not 0 <= rows.min() <= rows.max() < len(self):
+        if len(rows) and rows.view(np.uint64).max() >= len(self):  # what is negative is very large, too
             raise IndexError(f"array '{self.path}': rows {rows.min()} to {rows.max()}, there are {len(self)}")
         shape = (len(rows), *self.row_shape)
         if out is None:
@@ -232,9 +232,9 @@ class ShardedArray:
         self._folder.check_unchanged()
         # Bounds were checked; the other modes of numpy would buffer the output, or check again.
         if shards is None:
-            np.take(self._grid, rows, axis=0, out=out, mode="clip")
+            self._grid.take(rows, axis=0, out=out, mode="clip")
         elif self._in_window[shards].all():
-            np.take(self._grid, rows + self._shift[shards], axis=0, out=out, mode="clip")
+            self._grid.take(rows + self._shift[shards], axis=0, out=out, mode="clip")
         else:
             self._take_apart(shards, rows, out)
         self._folder.check_unchanged()  # during the copy: then the rows may be torn

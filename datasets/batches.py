@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from .filters import Selection
 
 Leftovers = Literal["short", "carry", "drop"]
-# A batch as a piece of its bucket's stream, in which epoch follows epoch: which bucket, start, stop.
-_Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -104,6 +102,14 @@ class BatchPlan:
     def _table(self) -> list[tuple[str, int, int]]:
         """Name, records and batch size of each bucket."""
         return [(bucket, count, self.batch_sizes[bucket]) for bucket, count in self.buckets.items()]
+
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        return np.array([count for _, count, _ in self._table], np.int64)
+
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        return np.array([size for _, _, size in self._table], np.int64)
 
     @property
     def plans(self) -> tuple[BatchPlan, ...]:
@@ -193,39 +199,41 @@ class BatchPlan:
 
         Raises: IndexError: as ``batch_at``.
         """
-        (epoch, index), spans = self.place_of(first), list[_Span]()
-        while len(spans) < count:
-            here = min(count - len(spans), self.num_batches(epoch) - index)
-            spans += self._spans(epoch, index, here)
-            epoch, index = epoch + 1, 0
-        return self._fill(spans)
+        (epoch, index), spans = self.place_of(first), list[np.ndarray]()
+        while count:
+            if here := min(count, self.num_batches(epoch) - index):  # with "carry", an epoch can have none
+                spans.append(self._spans(epoch, index, here))
+            epoch, index, count = epoch + 1, 0, count - here
+        return self._fill(np.concatenate(spans)) if spans else []
 
-    def _spans(self, epoch: int, index: int, count: int) -> list[_Span]:
-        """Batches ``index`` to ``index + count - 1`` of an epoch, as pieces of their buckets' streams."""
+    def _spans(self, epoch: int, index: int, count: int) -> np.ndarray:
+        """Batches ``index`` to ``index + count - 1`` of an epoch, (count, 3) as pieces of their buckets' streams."""
         before, after = self._ordinals(epoch), self._ordinals(epoch + 1)
-        here, spans = [high - low for low, high in zip(before, after, strict=True)], list[_Span]()
+        here, spans = [high - low for low, high in zip(before, after, strict=True)], list[np.ndarray]()
         while count:
             # The round that the batch is of: the batches of a round are permuted, so that the buckets are mixed.
             later = range(1, self._num_rounds)
             number = bisect.bisect_right(later, index, key=lambda r: sum(self._until_round(here, r)))
             lows, highs = self._until_round(here, number), self._until_round(here, number + 1)
-            starts = [0, *accumulate(high - low for low, high in zip(lows, highs, strict=True))]
+            starts = np.array([0, *accumulate(high - low for low, high in zip(lows, highs, strict=True))])
             first = index - sum(lows)
-            taken = min(count, starts[-1] - first)
+            taken = min(count, int(starts[-1]) - first)
             key = keyed_hash(self.seed, epoch, PURPOSE_BATCHES, *([number] if self.window else []))
-            for place in permute(np.arange(first, first + taken), starts[-1], key).tolist():
-                which = bisect.bisect_right(starts, place) - 1
-                spans.append(self._span(epoch, which, before[which], lows[which] + place - starts[which]))
+            places = permute(np.arange(first, first + taken), int(starts[-1]), key)
+            which = np.searchsorted(starts, places, side="right") - 1
+            ordinals = np.array(lows)[which] + places - starts[which]
+            spans.append(self._cut_streams(epoch, which, np.array(before)[which], ordinals))
             index, count = index + taken, count - taken
-        return spans
+        return np.concatenate(spans)
 
-    def _span(self, epoch: int, which: int, before: int, ordinal: int) -> _Span:
-        """Batch ``ordinal`` of a bucket in an epoch, ``before`` of its batches having been before that epoch."""
-        _, count, size = self._table[which]
+    def _cut_streams(self, epoch: int, which: np.ndarray, before: np.ndarray, ordinals: np.ndarray) -> np.ndarray:
+        """(n, 3) bucket, start, stop of the batches with these ordinals in an epoch, after those before it."""
+        counts, sizes = self._counts[which], self._sizes[which]
         if self.leftovers == "carry":
-            return which, (before + ordinal) * size, (before + ordinal + 1) * size
-        start = epoch * count + ordinal * size
-        return which, start, min(start + size, (epoch + 1) * count)
+            starts = (before + ordinals) * sizes
+            return np.stack([which, starts, starts + sizes], axis=1)
+        starts = epoch * counts + ordinals * sizes
+        return np.stack([which, starts, np.minimum(starts + sizes, (epoch + 1) * counts)], axis=1)
 
     @cached_property
     def _num_rounds(self) -> int:
@@ -238,23 +246,44 @@ class BatchPlan:
         """Batches of each bucket in the rounds of an epoch before this one, of so many in the epoch."""
         return [count * number // self._num_rounds for count in counts]
 
-    def _fill(self, spans: Sequence[_Span]) -> list[PlannedBatch]:
-        """Find the records at some pieces of the buckets' streams, all in one go."""
-        if not spans:
-            return []
-        lengths = [stop - start for _, start, stop in spans]
-        stream = np.concatenate([np.arange(start, stop) for _, start, stop in spans])
-        which = np.repeat([number for number, _, _ in spans], lengths)
-        epochs, places = np.divmod(stream, np.array(list(self.buckets.values()))[which])
-        orders, groups = np.unique(epochs * len(self._table) + which, return_inverse=True)
-        found = self._shuffled(places, groups, [divmod(order, len(self._table)) for order in orders.tolist()])
-        batches = []
-        for (number, _, _), (start, stop) in zip(spans, pairwise([0, *accumulate(lengths)]), strict=True):
+    def _fill(self, spans: np.ndarray) -> list[PlannedBatch]:
+        """Find the records at some pieces of the buckets' streams, all in one go.
+
+        Args:
+          spans: (n, 3) int64, a batch as a piece of its bucket's stream, in which epoch follows epoch: which bucket,
+            start, stop.
+        """
+        which, epochs, places, lengths = self._pieces(spans)
+        keys, groups = np.unique(epochs * len(self._table) + which, return_inverse=True)
+        orders = [divmod(key, len(self._table)) for key in keys.tolist()]
+        edges = np.cumsum(lengths) - lengths
+        inside = np.arange(lengths.sum()) + np.repeat(places - edges, lengths)
+        found = self._shuffled(inside, np.repeat(groups, lengths), orders)
+        of_each, batches = np.repeat(epochs, lengths), []
+        stops = np.cumsum(spans[:, 2] - spans[:, 1]).tolist()
+        for number, (start, stop) in zip(spans[:, 0].tolist(), pairwise([0, *stops]), strict=True):
             bucket, positions = self._table[number][0], found[start:stop]
             chosen = self.selection.positions[bucket] if self.selection else None
             positions = positions if chosen is None else chosen[positions].astype(np.int64)
-            batches.append(PlannedBatch(bucket, positions, epochs[start:stop]))
+            batches.append(PlannedBatch(bucket, positions, of_each[start:stop]))
         return batches
+
+    def _pieces(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Cut spans where an epoch ends: bucket, epoch, first place in the epoch and length of each piece."""
+        which, starts, stops = spans.T
+        epochs, places = np.divmod(starts, self._counts[which])
+        lengths = stops - starts
+        if (places + lengths <= self._counts[which]).all():
+            return which, epochs, places, lengths
+        pieces = []
+        for number, start, stop in spans.tolist():
+            while start < stop:
+                epoch, place = divmod(start, self._table[number][1])
+                length = min(stop - start, self._table[number][1] - place)
+                pieces.append((number, epoch, place, length))
+                start += length
+        which, epochs, places, lengths = np.array(pieces).T
+        return which, epochs, places, lengths
 
     def _shuffled(self, places: np.ndarray, groups: np.ndarray, orders: Sequence[tuple[int, int]]) -> np.ndarray:
         """Send (B,) places through permutations, those of (epoch, which bucket) ``orders[group]``."""

@@ -12,7 +12,8 @@ import weakref
 import numpy as np
 import torch
 
-ALIGNMENT = 64  # bytes: a gather into lines of the cache is a quarter faster than into memory as it comes
+# Bytes: allocators begin 16 bytes past a page, and there some processors copy at a quarter of their speed.
+ALIGNMENT = 4096
 SPARE_BUFFERS = 16  # kept at most
 
 
@@ -34,11 +35,11 @@ class BufferPool:
         """An array with any content; make it a tensor with ``torch.from_numpy``."""
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         with self._lock:
-            fitting = [i for i, spare in enumerate(self._spare) if num_bytes <= spare.nbytes]
-            smallest = min(fitting, key=lambda i: self._spare[i].nbytes, default=None)
-            # One that is far too large waits for a batch that needs it.
-            wasteful = smallest is not None and self._spare[smallest].nbytes > 4 * max(num_bytes, 1 << 16)
-            buffer = None if smallest is None or wasteful else self._spare.pop(smallest)
+            most = 4 * max(num_bytes, 1 << 16)  # one that is far too large waits for a batch that needs it
+            fitting = [i for i, spare in enumerate(self._spare) if num_bytes <= spare.nbytes <= most]
+            # Of the smallest the one used last: the caches still have it.
+            smallest = min(reversed(fitting), key=lambda i: self._spare[i].nbytes, default=None)
+            buffer = None if smallest is None else self._spare.pop(smallest)
         if buffer is None:
             buffer = self._allocate(num_bytes)
         array = buffer[:num_bytes].view(dtype).reshape(shape)

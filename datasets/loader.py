@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from .batches import BatchPlan, Leftovers
 from .errors import RunError
 from .order import MAX_NUMBER, changed_fields
-from .reader import Batch, BatchReader, TextForm
+from .reader import PLANNED_AHEAD, Batch, BatchReader, TextForm
 from .shuffle import ShardWindow
 from .store import LatentStore
 
@@ -52,7 +52,7 @@ class BatchStream(IterableDataset):
         self.number = 0
         self.wait_seconds = 0.0
         self._side = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
-        self._pool: ThreadPoolExecutor | None = None
+        self._pools: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
 
     @property
@@ -99,13 +99,17 @@ class BatchStream(IterableDataset):
         return batch
 
     def _take_ahead(self) -> Batch:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._prefetch, thread_name_prefix="leandit-read")
+        if self._pools is None:
+            readers = ThreadPoolExecutor(self._prefetch, thread_name_prefix="leandit-read")
+            self._pools = readers, ThreadPoolExecutor(1, thread_name_prefix="leandit-plan")
+        readers, planner = self._pools
         if self._ahead and self._ahead[0][0] != self.number:  # the state was moved
             self._cancel()
+        if self.number % PLANNED_AHEAD == PLANNED_AHEAD // 2:
+            planner.submit(self.reader.plan_ahead, self.number + PLANNED_AHEAD)
         first = self.number + len(self._ahead)
         for number in range(first, self.number + self._prefetch + 1):
-            self._ahead.append((number, self._pool.submit(self._read, number)))
+            self._ahead.append((number, readers.submit(self._read, number)))
         try:
             return self._ahead.popleft()[1].result()
         except BaseException:
@@ -131,15 +135,17 @@ class BatchStream(IterableDataset):
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._cancel()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._stop(wait=True)
 
     def __del__(self) -> None:
+        self._stop(wait=False)
+
+    def _stop(self, *, wait: bool) -> None:
         self._cancel()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
+        if self._pools is not None:
+            for pool in self._pools:
+                pool.shutdown(wait=wait)
+            self._pools = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, and what must not have changed when it goes on."""

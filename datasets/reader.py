@@ -5,6 +5,7 @@ What a batch holds is a function of its number alone: any rank, worker or thread
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,16 +18,15 @@ import torch
 from torch.utils.data import Dataset
 
 from .buffers import BufferPool
-from .index import BucketIndex
-from .latents import draw_keys, final_latents
-from .order import BatchOrder, PlannedBatch
+from .latents import final_latents
+from .order import BatchOrder
 from .schema import LatentSpec
-from .shuffle import PURPOSE_CAPTION, PURPOSE_FLIP, keyed_choice
-from .slices import rank_slice
 from .store import LatentStore
+from .wanted import Lookup, Records, WantedBatch
 
 TextForm = Literal["padded", "packed", "none"]
-PLANNED_AHEAD = 64  # batches that are planned in one go, at little more than the price of one
+PLANNED_AHEAD = 32  # batches that are planned in one go, at little more than the price of one
+KEPT_GROUPS = 3  # of planned batches: threads read on both sides of a border, and the next is planned ahead
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +99,13 @@ class Batch:
         return Batch(**values)
 
 
+class _Group:
+    """Batches that are planned in one go, by the first who asks for one of them."""
+
+    def __init__(self) -> None:
+        self.lock, self.batches = threading.Lock(), list[WantedBatch]()
+
+
 class BatchReader(Dataset):
     """Global batches by their number; a map-style dataset of endless length.
 
@@ -125,35 +132,31 @@ class BatchReader(Dataset):
         assert len(stores) == len(order.plans), f"{len(stores)} stores for {len(order.plans)} plans"
         self.stores, self.order = list(stores), order
         self.seed = order.plans[0].seed if seed is None else seed
-        self._rank, self._world_size, self._text = rank, world_size, text
+        self._text: TextForm = text
+        self._lookup = Lookup(self.stores, self.seed, rank, world_size, captions=text != "none")
         self._buffers = BufferPool(pin=pin)
         self._begin()
 
     def _begin(self) -> None:
-        self._planned: OrderedDict[int, list[PlannedBatch]] = OrderedDict()  # by number // PLANNED_AHEAD
-        self._lock = threading.Lock()
+        self._planned: OrderedDict[int, _Group] = OrderedDict()  # by number // PLANNED_AHEAD
+        self._lock, self._process = threading.Lock(), os.getpid()
 
     def __getitem__(self, number: int) -> Batch:
         """Read a global batch, or this rank's slice of it."""
-        planned = self._plan(number)
-        mine = rank_slice(len(planned.positions), self._rank, self._world_size)
-        positions, epochs = planned.positions[mine], planned.epochs[mine]
-        store = self.stores[planned.plan]
-        index = store.index(planned.bucket)
-        rows, records = index.rows[positions], index.records[positions]
-        latent, captions, lengths = store.spec.latent, None, None
-        if store.spec.text and self._text != "none":
-            ids = self._choose_captions(index, positions, epochs, records)
+        looked_up = self._look_up(number)
+        planned, wanted = looked_up.planned, looked_up.wanted
+        store, captions, lengths = self.stores[planned.plan], None, None
+        if wanted.caption_ids is not None:
             read = read_packed if self._text == "packed" else read_padded
-            captions, lengths = read(store, ids, self._buffers)
+            captions, lengths = read(store, wanted.caption_ids, self._buffers)
         return Batch(
-            stored=torch.from_numpy(self._read_latents(store, planned.bucket, rows, epochs, records)),
-            labels=torch.from_numpy(index.labels[positions]),
+            stored=torch.from_numpy(self._read_latents(store, planned.bucket, wanted)),
+            labels=torch.from_numpy(wanted.labels),
             captions=captions,
             caption_lengths=lengths,
-            records=torch.from_numpy(records),
-            draw_keys=draw_keys(self.seed, epochs, records) if latent.kind == "mean_logvar" else None,
-            spec=latent,
+            records=torch.from_numpy(wanted.records),
+            draw_keys=None if wanted.draw_keys is None else torch.from_numpy(wanted.draw_keys),
+            spec=store.spec.latent,
             bucket=planned.bucket,
             number=number,
             epoch=planned.epoch,
@@ -162,17 +165,14 @@ class BatchReader(Dataset):
 
     def shards_of(self, number: int) -> tuple[LatentStore, list[str]]:
         """The store and the paths of the shards that this rank's slice of a batch reads; flips are not looked at."""
-        planned = self._plan(number)
-        mine = rank_slice(len(planned.positions), self._rank, self._world_size)
-        positions, store = planned.positions[mine], self.stores[planned.plan]
-        index = store.index(planned.bucket)
-        rows, records = index.rows[positions], index.records[positions]
-        paths = store.latents(planned.bucket).shard_paths(rows)
-        if store.spec.latent.flip:
-            paths += store.flipped_latents(planned.bucket).shard_paths(rows)
-        if store.spec.text and self._text != "none":
-            ids = self._choose_captions(index, positions, planned.epochs[mine], records)
-            paths += store.caption_embeddings.shard_paths(store.caption_offsets[ids])
+        looked_up = self._look_up(number)
+        planned, wanted = looked_up.planned, looked_up.wanted
+        store = self.stores[planned.plan]
+        paths = store.latents(planned.bucket).shard_paths(wanted.rows)
+        if wanted.flipped is not None:
+            paths += store.flipped_latents(planned.bucket).shard_paths(wanted.rows)
+        if wanted.caption_ids is not None:
+            paths += store.caption_embeddings.shard_paths(store.caption_offsets[wanted.caption_ids])
         return store, paths
 
     def bring_ahead(self, first: int, count: int) -> None:
@@ -185,39 +185,34 @@ class BatchReader(Dataset):
             if store.remote is not None:
                 store.remote.prefetch(wanted.get(id(store), []))
 
-    def _plan(self, number: int) -> PlannedBatch:
-        group, place = divmod(number, PLANNED_AHEAD)
-        with self._lock:  # else two threads would plan the same batches
-            if group not in self._planned:
-                self._planned[group] = self.order.batches(group * PLANNED_AHEAD, PLANNED_AHEAD)
-                if len(self._planned) > 2:  # threads read on both sides of a border
-                    self._planned.popitem(last=False)
-            return self._planned[group][place]
+    def plan_ahead(self, number: int) -> None:
+        """Plan a batch and its neighbours, so that nobody waits for it later."""
+        self._look_up(number)
 
-    def _read_latents(
-        self, store: LatentStore, bucket: str, rows: np.ndarray, epochs: np.ndarray, records: np.ndarray
-    ) -> np.ndarray:
+    def _look_up(self, number: int) -> WantedBatch:
+        if os.getpid() != self._process:
+            self._begin()  # in a fork, where what another thread was planning is never done
+        group, place = divmod(number, PLANNED_AHEAD)
+        with self._lock:
+            planned = self._planned.setdefault(group, _Group())
+            if len(self._planned) > KEPT_GROUPS:
+                self._planned.popitem(last=False)
+        with planned.lock:  # others may read batches of other groups while this one is planned
+            if not planned.batches:
+                planned.batches = self._lookup.batches(self.order.batches(group * PLANNED_AHEAD, PLANNED_AHEAD))
+        return planned.batches[place]
+
+    def _read_latents(self, store: LatentStore, bucket: str, wanted: Records) -> np.ndarray:
         """(B, ...) stored rows, of the flipped picture where the draw says so."""
         array = store.latents(bucket)
-        stored = self._buffers.take((len(rows), *array.row_shape), array.dtype)
-        array.take(rows, out=stored)
-        if store.spec.latent.flip:
-            both = np.full(len(records), 2)
-            flip = keyed_choice(both, seed=self.seed, epoch=epochs, records=records, purpose=PURPOSE_FLIP) == 1
-            stored[flip] = store.flipped_latents(bucket).take(rows[flip])
+        stored = self._buffers.take((len(wanted.rows), *array.row_shape), array.dtype)
+        array.take(wanted.rows, out=stored)
+        if wanted.flipped is not None:
+            stored[wanted.flipped] = store.flipped_latents(bucket).take(wanted.rows[wanted.flipped])
         return stored
 
-    def _choose_captions(
-        self, index: BucketIndex, positions: np.ndarray, epochs: np.ndarray, records: np.ndarray
-    ) -> np.ndarray:
-        """(B,) id of one of the captions of each record."""
-        starts = index.caption_starts[positions]
-        choices = index.caption_starts[positions + 1] - starts
-        which = keyed_choice(choices, seed=self.seed, epoch=epochs, records=records, purpose=PURPOSE_CAPTION)
-        return index.caption_ids[starts + which]
-
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_planned", "_lock")}
+        return {name: value for name, value in vars(self).items() if name not in ("_planned", "_lock", "_process")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

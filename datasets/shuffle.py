@@ -179,14 +179,20 @@ def _network(values: np.ndarray, height: Any, width: Any, keys: np.ndarray, inve
       height, width: uint64, of one grid or (B,) of each.
       keys: (FEISTEL_ROUNDS,) or (FEISTEL_ROUNDS, B) uint64.
     """
-    moved, other = np.divmod(values, width)
+    moved = values // width
+    other = values - moved * width
     moved_side, other_side = height, width
+    step, spare = np.empty_like(values), np.empty_like(values)
     if inverse and FEISTEL_ROUNDS % 2 == 0:  # the round that was last moved the column
         moved, other, moved_side, other_side = other, moved, other_side, moved_side
     for key in keys[::-1] if inverse else keys:
-        step = ((_scramble(other + key) >> _HALF) * moved_side) >> _HALF  # below moved_side
-        moved = moved + (moved_side - step if inverse else step)
-        moved = np.minimum(moved, moved - moved_side)  # of what is too small, the difference wraps around
+        _scramble(np.add(other, key, out=step), spare)
+        step >>= _HALF
+        step *= moved_side
+        step >>= _HALF  # below moved_side
+        moved += np.subtract(moved_side, step, out=step) if inverse else step
+        # Of what is too small, the difference wraps around.
+        np.minimum(moved, np.subtract(moved, moved_side, out=spare), out=moved)
         moved, other, moved_side, other_side = other, moved, other_side, moved_side
     if inverse and FEISTEL_ROUNDS % 2 == 0:
         moved, other = other, moved
@@ -210,14 +216,17 @@ def _network_int(value: int, height: int, width: int, keys: list[int], inverse: 
 
 def mix(values: np.ndarray) -> np.ndarray:
     """SplitMix64's step on every element (Steele, Lea and Flood 2014, figure 12); wraps around at 64 bits."""
-    return _scramble(values + _GOLDEN)
+    return _scramble(values + _GOLDEN, np.empty(values.shape, np.uint64))
 
 
-def _scramble(z: np.ndarray) -> np.ndarray:
-    """The second half of SplitMix64's step."""
-    z = (z ^ (z >> _SHIFTS[0])) * _FACTORS[0]
-    z = (z ^ (z >> _SHIFTS[1])) * _FACTORS[1]
-    return z ^ (z >> _SHIFTS[2])
+def _scramble(z: np.ndarray, spare: np.ndarray) -> np.ndarray:
+    """The second half of SplitMix64's step, in place; ``spare`` is overwritten, too."""
+    z ^= np.right_shift(z, _SHIFTS[0], out=spare)
+    z *= _FACTORS[0]
+    z ^= np.right_shift(z, _SHIFTS[1], out=spare)
+    z *= _FACTORS[1]
+    z ^= np.right_shift(z, _SHIFTS[2], out=spare)
+    return z
 
 
 def _mix_int(value: int) -> int:
