@@ -182,14 +182,21 @@ class ShardedArray:
         return self.read(row, row + 1)[0]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Rows start to stop, (stop - start, ...): a mapped view where they lie in one uncompressed shard."""
+        """Rows start to stop, (stop - start, ...): a mapped view where they lie in one uncompressed shard.
+
+        Who copies from views calls ``check_unchanged`` afterwards.
+        """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"array '{self.path}': rows {start} to {stop}, there are {len(self)}")
+        if self._folder.renew():
+            self._begin()
+        self._folder.check_unchanged()
         parts = []
         while start < stop:
             shard = self._shard_of(start)
             base, end = int(self._starts[shard]), min(stop, int(self._starts[shard + 1]))
-            self._prepare(np.array([shard]))
+            if not self._opened[shard]:
+                self._prepare(np.array([shard]))
             if self._in_window[shard]:
                 parts.append(self._grid[start + self._shift[shard] : end + self._shift[shard]])
             else:
@@ -198,6 +205,10 @@ class ShardedArray:
         if not parts:
             return np.empty((0, *self.row_shape), self.dtype)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def check_unchanged(self) -> None:
+        """Raises: DamageError: a shard that is open was written to."""
+        self._folder.check_unchanged()
 
     def take(self, rows: Sequence[int] | np.ndarray, *, out: np.ndarray | None = None) -> np.ndarray:
         """Gather rows in the order given.

@@ -228,9 +228,11 @@ def read_padded(store: LatentStore, caption_ids: np.ndarray, buffers: BufferPool
     lengths = store.caption_lengths[caption_ids]
     longest = int(lengths.max(initial=0))
     padded = buffers.take((len(caption_ids), longest, store.spec.text.width), store.spec.text.dtype)
-    for row, caption_id, length in zip(padded, caption_ids.tolist(), lengths.tolist(), strict=True):
-        row[:length] = store.caption_embedding(caption_id)
+    starts, embeddings = store.caption_offsets[caption_ids].tolist(), store.caption_embeddings
+    for row, start, length in zip(padded, starts, lengths.tolist(), strict=True):
+        row[:length] = embeddings.read(start, start + length)
         row[length:] = 0
+    embeddings.check_unchanged()
     return torch.from_numpy(padded), torch.from_numpy(lengths)
 
 

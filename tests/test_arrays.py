@@ -315,6 +315,20 @@ def test_a_shard_that_is_changed_under_a_running_reader_is_an_error_that_names_i
     for _ in range(2):
         with pytest.raises(DamageError, match=r"a/c/2/0/0'.*wrote to it.*verify --repair"):
             array.take(everything)
+        with pytest.raises(DamageError, match=r"a/c/2/0/0'.*wrote to it.*verify --repair"):
+            array.read(20, 30)
+
+
+def test_views_that_were_read_are_checked_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = small_array()
+    write_array(tmp_path, layout, array_values(layout))
+    array = open_array(tmp_path, [layout], "window", monkeypatch)
+    array.read(0, 1)
+    array.check_unchanged()
+    with (tmp_path / layout.shard_path(0)).open("r+b") as file:
+        file.write(b"other")
+    with pytest.raises(DamageError, match=r"a/c/0/0/0'.*wrote to it"):
+        array.check_unchanged()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -26,7 +26,7 @@ from leandit.datasets.filters import RecordFilter
 from leandit.datasets.latents import draw_keys, final_latents
 from leandit.datasets.loader import BatchStream, make_loader
 from leandit.datasets.mixture import Mixture
-from leandit.datasets.reader import Batch, BatchReader, read_padded
+from leandit.datasets.reader import Batch, BatchReader, TextForm, read_padded
 from leandit.datasets.shuffle import ShardWindow
 from leandit.datasets.slices import microbatches
 from leandit.datasets.store import LatentStore
@@ -484,6 +484,21 @@ def test_records_of_a_filter_alone_are_read(label_store: LatentStore) -> None:
     stream = BatchStream(BatchReader([label_store], BatchPlan(label_store.buckets, 2, 0)))
     with pytest.raises(RunError, match=r"order\..*: was .*here it is"):
         stream.load_state_dict(BatchStream(BatchReader([label_store], plan)).state_dict())
+
+
+@pytest.mark.parametrize("text", ["padded", "packed"])
+def test_captions_that_change_under_a_running_reader_are_an_error(
+    text: TextForm, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(caption_store.path, path)
+    batches = iter(make_loader(LatentStore(path), global_batch=2, prefetch=0, text=text))
+    next(batches)
+    for shard in (path / "captions").glob("embeddings/c/*/0"):
+        with shard.open("r+b") as file:
+            file.write(file.read(1))
+    with pytest.raises(DamageError, match=r"embeddings/c/.*wrote to it"):
+        list(itertools.islice(batches, 10))
 
 
 def test_a_damaged_shard_ends_the_loop_with_its_name(label_store: LatentStore, tmp_path: Path) -> None:

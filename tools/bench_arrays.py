@@ -29,9 +29,9 @@ def load_leandit() -> None:
 
 
 def open_leandit(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """What a training loop gets: ``make_loader``, reading ahead in threads; one of them stands for "in process"."""
+    """What a training loop gets: ``make_loader``; "workers" are the threads that read ahead."""
     store = LatentStore(folder)
-    loader = make_loader(store, global_batch=workload.batch, seed=seed, text="packed", prefetch=max(1, workers))
+    loader = make_loader(store, global_batch=workload.batch, seed=seed, text="packed", prefetch=workers)
 
     def epoch(_number: int) -> Iterator[Served]:
         return map(served, loader)  # every pass is the next epoch
