@@ -151,7 +151,8 @@ class ShardedArray:
         # Not where shards come and go: a slot of the window cannot be given back while views of it are out.
         in_place = folder.access == "map" and folder.remote is None
         self._may_map = in_place and all(layout.codec == "none" for layout in layouts)
-        self._shard_bytes = max(layout.shard_rows * layout.row_bytes for layout in layouts)
+        self.shard_rows = max(layout.shard_rows for layout in layouts)  # of a full shard
+        self._shard_bytes = self.shard_rows * self.row_bytes
         self._begin()
 
     def _begin(self) -> None:

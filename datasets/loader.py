@@ -25,6 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from .batches import BatchPlan, Leftovers
 from .errors import RunError
+from .filters import Selection
 from .order import MAX_NUMBER, changed_fields
 from .reader import PLANNED_AHEAD, Batch, BatchReader, TextForm
 from .shuffle import ShardWindow
@@ -221,6 +222,7 @@ def make_loader(
     seed: int = 0,
     leftovers: Leftovers = "short",
     window: ShardWindow | None = None,
+    selection: Selection | None = None,
     rank: int = 0,
     world_size: int = 1,
     text: TextForm = "padded",
@@ -235,13 +237,15 @@ def make_loader(
       seed: of the order, the posterior draw, and the choice of caption and flip.
       leftovers: what becomes of the records of a bucket that fill no batch (``BatchPlan``).
       window: a shuffle for slow disks (``ShardWindow``).
+      selection: the records that train (``RecordFilter.select``); None for all.
       rank, world_size: this process reads its slice of every global batch.
       text: captions "padded" to the longest of the batch, or "packed" one after the other.
       prefetch: batches read ahead.
       device: where batches are handed out, with their latents ready; None leaves them in memory, as stored.
     Raises: RunError: the store has no records.
     """
-    plan = BatchPlan(store.buckets, global_batch, seed, leftovers=leftovers, window=window)
+    buckets = selection.counts if selection else store.buckets
+    plan = BatchPlan(buckets, global_batch, seed, leftovers=leftovers, window=window, selection=selection)
     reader = BatchReader([store], plan, rank=rank, world_size=world_size, text=text, pin=_is_gpu(device))
     return loader_of(BatchStream(reader, prefetch=prefetch, device=device))
 

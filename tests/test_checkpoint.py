@@ -61,7 +61,7 @@ def silent(_: str) -> None:
 def new_state(store: LatentStore, run: Path, steps: int, name: str = "dit-s-4") -> state.TrainState:
     """A state as a call of ``train`` builds it, nothing loaded yet."""
     recipe = recipe_of(steps, name)
-    return state.prepare(recipe, open_store(recipe, store.path, run, read_head(run), silent), CPU)
+    return state.prepare(recipe, open_store(recipe, store.path, run, read_head(run), silent), CPU, silent)
 
 
 def resume(trained: state.TrainState, run: Path, warn: Callable[[str], None] = silent) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from making import all_commands
 
 from leandit.datasets.recipe import Section, shipped_recipes
+from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.tools.cli import app
 from leandit.train.config import TrainRecipe
@@ -70,6 +72,18 @@ def test_the_commands_shown_exist_with_their_options() -> None:
         known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
         used = {word.split("=")[0] for word in words[1:] if word.startswith("--")}
         assert used <= known, f"{page}: {words}"
+
+
+def test_the_code_about_batches_runs(
+    caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "S2").symlink_to(caption_store.path)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/batches.md").read_text(), re.DOTALL):
+        exec(block.replace("global_batch=16", "global_batch=4"), names)
+    assert names["batch"].number == 5
+    assert names["again"].dataset.number == 2
 
 
 def test_the_tree_in_the_readme_names_every_file_of_the_house() -> None:

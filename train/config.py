@@ -68,6 +68,31 @@ class ScheduleSection(Section):
     """Steps of linear warm-up."""
 
 
+class DataSection(Section):
+    """Which records of the store train, and in what order."""
+
+    leftovers: Literal["short", "carry", "drop"] = "short"
+    """Records of a bucket that fill no batch: a smaller one; "carry": into the next pass; "drop": not in this pass."""
+    window_shards: Count = 0
+    """Shuffle within so many shards of a bucket at a time, for slow disks and stores at a URL; 0: over all."""
+    batch_tokens: Count = 0
+    """Image tokens of an update, so that large buckets have smaller batches; 0: run.global_batch images of any size."""
+    labels: list[str | int] = Field(default=[])
+    """Names or numbers of the classes that train; empty: all."""
+    min_aspect: Annotated[float, Field(ge=0)] = 0.0
+    """Least height over width of the source picture; 0: no limit."""
+    max_aspect: Annotated[float, Field(ge=0)] = 0.0
+    """Largest height over width of the source picture; 0: no limit."""
+    scores: str = ""
+    """Parquet file with a score for each record; empty: no scores."""
+    score_column: str = "score"
+    """Its column of numbers."""
+    score_key: str = "key"
+    """Its column with the records' keys."""
+    min_score: float = 0.0
+    """Records with a lower score, or none, do not train."""
+
+
 class RunSection(Section):
     """The run."""
 
@@ -125,6 +150,7 @@ class TrainRecipe(Section):
     conditioning: ConditioningSection = ConditioningSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
+    data: DataSection = DataSection()
     run: RunSection = RunSection()
     parallel: ParallelSection = ParallelSection()
 

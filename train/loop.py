@@ -67,13 +67,14 @@ def train(
       store_path: of the store, or its URL.
       report: called with the figures of every ``run.log_every`` steps.
       stop: set it to save a checkpoint after the current step and return.
-      warn: called with one line where a checkpoint is damaged, or the store has a newer revision than the run reads.
+      warn: called with one line where a checkpoint is damaged, the store has a newer revision than the run reads, or
+        not all of its records train.
     Raises: LeanditError: before the first step, where recipe, store and run do not fit each other.
     """
     # Open the revision that the run reads, build what trains.
     check_recipe(recipe)
     head = read_head(run)
-    state = prepare(recipe, open_store(recipe, store_path, run, head, warn), device)
+    state = prepare(recipe, open_store(recipe, store_path, run, head, warn), device, warn)
     stop.check()
     begin_or_resume(state, run, head, warn)
     first_step, seen_before, told = state.step + 1, state.num_images, list[StepReport]()

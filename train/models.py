@@ -112,6 +112,11 @@ def check_model_name(name: str) -> None:
         raise RecipeError(f"model.name '{name}': needed one of {', '.join([*dit_names(), *PIXART_SIZES])}.")
 
 
+def pixels_per_token(spec: ModelSpec, latent: LatentSpec) -> int:
+    """Side of a patch, in pixels of the picture."""
+    return patch_of(spec) * latent.downscale
+
+
 def patch_of(spec: ModelSpec) -> int:
     """Side of a patch, in latent pixels."""
     return PIXART_SIZES[spec.name][3] if spec.takes_text else int(spec.name.split("/")[1])
@@ -122,7 +127,7 @@ def check_sizes(spec: ModelSpec, latent: LatentSpec, buckets: list[str]) -> None
 
     Raises: RunError.
     """
-    step = patch_of(spec) * latent.downscale
+    step = pixels_per_token(spec, latent)
     for bucket in buckets:
         if any(int(side) % step for side in bucket.split("x")):
             raise RunError(

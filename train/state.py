@@ -18,12 +18,13 @@ from torch import Tensor
 from ..datasets.errors import DamageError, RecipeError, RunError
 from ..datasets.files import sweep_strays, write_atomic
 from ..datasets.hashing import canonical_json
-from ..datasets.loader import BatchLoader, make_loader
+from ..datasets.loader import BatchLoader
 from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
 from . import checkpoint
 from .checkpoint import EMA, MODEL, NULL_CAPTION, OPTIMIZER, CheckpointDamage
 from .config import TrainRecipe
+from .data import build_loader
 from .ema import Ema
 from .head import RUN, Head, check_head, make_head
 from .models import Conditioner, Denoiser, ModelSpec, build_model, check_sizes, model_spec
@@ -51,16 +52,16 @@ class TrainState:
     extra: dict[str, Any] = field(default_factory=dict)  # of the snapshots: what is needed to sample
 
 
-def prepare(recipe: TrainRecipe, store: LatentStore, device: torch.device) -> TrainState:
+def prepare(recipe: TrainRecipe, store: LatentStore, device: torch.device, warn: Callable[[str], None]) -> TrainState:
     """Build model, averages, optimizer and loader.
 
+    Args:
+      warn: told what of the store does not train.
     Raises: RecipeError, StoreError, RunError: something does not fit; nothing was written.
     """
     spec = model_spec(recipe, store.spec, str(store.path))
     check_sizes(spec, store.spec.latent, list(store.buckets))
-    loader = make_loader(
-        store, global_batch=recipe.run.global_batch, seed=recipe.run.seed, prefetch=recipe.run.prefetch, device=device
-    )
+    loader = build_loader(recipe, store, spec, device, warn)
     model = build_model(spec, seed=recipe.run.seed).to(device)
     optimizer = build_optimizer(recipe.optimizer, model)
     ema = Ema(model, recipe.run.ema_decay)

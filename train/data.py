@@ -1,0 +1,61 @@
+"""The data of a run: which records of its store train, in which order, and the loader that brings them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..datasets.filters import RecordFilter, ScoreTable, Selection
+from ..datasets.loader import BatchLoader, make_loader
+from ..datasets.shuffle import ShardWindow
+from ..datasets.slices import batch_sizes_by_tokens
+from ..datasets.store import LatentStore
+from .config import DataSection, TrainRecipe
+from .models import ModelSpec, pixels_per_token
+
+
+def build_loader(
+    recipe: TrainRecipe, store: LatentStore, spec: ModelSpec, device: torch.device, warn: Callable[[str], None]
+) -> BatchLoader:
+    """The loader of a run.
+
+    Args:
+      warn: told how many records a filter keeps, and which buckets never fill a batch.
+    Raises: RecipeError: the filter leaves no record, a bucket has no batch of so few tokens, or there is no batch.
+    """
+    data = recipe.data
+    selection = select_records(data, store)
+    if selection:
+        warn(f"store '{store.path}': {selection.describe()}")
+    buckets = selection.counts if selection else store.buckets
+    sizes = recipe.run.global_batch
+    if data.batch_tokens:
+        sizes = batch_sizes_by_tokens(buckets, data.batch_tokens, pixels_per_token(spec, store.spec.latent))
+    rows = {bucket: store.latents(bucket).shard_rows for bucket in buckets}
+    loader = make_loader(
+        store,
+        global_batch=sizes,
+        seed=recipe.run.seed,
+        leftovers=data.leftovers,
+        window=ShardWindow(data.window_shards, rows) if data.window_shards else None,
+        selection=selection,
+        prefetch=recipe.run.prefetch,
+        device=device,
+    )
+    for plan in loader.dataset.reader.order.plans:
+        if plan.never_read:
+            names = ", ".join(f"{bucket} ({count})" for bucket, count in plan.never_read.items())
+            warn(f"data.leftovers 'drop': never read, because they fill no batch, are the records of {names}")
+    return loader
+
+
+def select_records(data: DataSection, store: LatentStore) -> Selection | None:
+    """The records that the recipe's conditions keep; None where there is no condition.
+
+    Raises: RecipeError: as ``RecordFilter.select``.
+    """
+    if not (data.labels or data.min_aspect or data.max_aspect or data.scores):
+        return None
+    scores = ScoreTable(data.scores, data.score_column, data.min_score, data.score_key) if data.scores else None
+    return RecordFilter(data.labels or None, data.min_aspect or None, data.max_aspect or None, scores).select(store)
