@@ -224,7 +224,10 @@ class LatentStore:
                     f"store '{self.path}': bucket '{bucket}' has label {index.labels.max()}, with {self.num_classes} "
                     f"classes. {REPAIR}"
                 )
-        return indexes, pc.fill_null(table["checksum"], 0).to_numpy()
+        checksums = pc.fill_null(table["checksum"], 0).to_numpy().copy()  # not a view, which would keep the table
+        del table
+        pa.default_memory_pool().release_unused()  # the table was ten times what is kept of it
+        return indexes, checksums
 
     def _stacked_rows(self, bucket: str, revisions: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Positions in the stacked arrays of a bucket, from rows of each revision's own array."""
