@@ -7,17 +7,19 @@ more shards than a process may map, and all of them with ``access="pread"``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from .errors import DamageError
+from .forks import in_forks
 from .shard_file import REPAIR, ShardFile
 from .shards import ArrayLayout
 from .watch import ChangeWatch
@@ -32,7 +34,7 @@ ShardCheck = Callable[[ArrayLayout, int, int, ShardFile], None]
 
 MAX_OPEN_SHARDS = 256  # that are not in a window: descriptors, or maps
 READ_THREADS = min(8, 2 * (os.cpu_count() or 1))  # of a batch that is read shard by shard
-ROWS_PER_JOB = 16
+JOB_BYTES = 1 << 18  # of rows that one thread reads or decodes in a go
 
 
 class ShardFolder:
@@ -54,22 +56,17 @@ class ShardFolder:
         remote: RemoteFolder | None = None,
     ) -> None:
         self.root, self.access, self._sizes, self.remote = root, access, sizes, remote
-        self._begin()
+        self.begin_anew()
+        in_forks(self)
         if remote is not None:
             remote.on_evict(lambda name: self._open.pop(name, None))  # its room is free once nobody maps it
 
-    def _begin(self) -> None:
-        self._process, self.lock = os.getpid(), threading.RLock()
+    def begin_anew(self) -> None:
+        """Nothing is open."""
+        self.lock = threading.RLock()
         self._open: OrderedDict[str, ShardFile] = OrderedDict()
         self._watch: ChangeWatch | None = None
         self._pool: ThreadPoolExecutor | None = None
-
-    def renew(self) -> bool:
-        """Begin anew in a fork, where threads, locks and the queue of changes are the parent's; True if it is one."""
-        if os.getpid() == self._process:
-            return False
-        self._begin()
-        return True
 
     def open(self, layout: ArrayLayout, shard: int, *, mapped: bool) -> ShardFile:
         """Open a shard of the size that the manifest says.
@@ -97,17 +94,26 @@ class ShardFolder:
           check: called where it had to be opened.
         """
         name = layout.shard_path(shard)
-        if self.remote is not None:
-            self.remote.fetch(name)  # not under the lock, where others would wait for it; marks it as used, too
+        if self.remote is not None and name not in self._open:
+            self.remote.fetch(name)  # not under the lock, where others would wait for it
         with self.lock:
             opened = self._open.pop(name, None)
+            is_new = opened is None
             if opened is None:
                 opened = self.open(layout, shard, mapped=self.access == "map")
                 check(opened)
             self._open[name] = opened  # last: the most recently used
             if len(self._open) > MAX_OPEN_SHARDS:
                 self._open.popitem(last=False)  # who reads it at this moment holds it
+            if is_new and self.remote is not None and not self.remote.use(name):
+                self._open.pop(name, None)  # it went meanwhile; its room is free once nobody maps it
             return opened
+
+    def mark_used(self, names: Iterable[str]) -> None:
+        """Tell a remote store's folder that these shards are in use, so that others go first."""
+        if self.remote is not None:
+            for name in names:
+                self.remote.use(name)
 
     def check_unchanged(self) -> None:
         """Raises: DamageError: a shard that is open was written to."""
@@ -128,7 +134,9 @@ class ShardFolder:
         with self.lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="leandit-shards")
-        for future in [self._pool.submit(job) for job in jobs]:
+        futures = [self._pool.submit(job) for job in jobs]
+        wait(futures)  # all of them, also where one has failed: they write into memory of the caller
+        for future in futures:
             future.result()
 
 
@@ -153,9 +161,11 @@ class ShardedArray:
         self._may_map = in_place and all(layout.codec == "none" for layout in layouts)
         self.shard_rows = max(layout.shard_rows for layout in layouts)  # of a full shard
         self._shard_bytes = self.shard_rows * self.row_bytes
-        self._begin()
+        self.begin_anew()
+        in_forks(self)
 
-    def _begin(self) -> None:
+    def begin_anew(self) -> None:
+        """Nothing is open."""
         self._window: AddressWindow | None = None
         self._grid = np.empty(0)  # all rows of the window, those of the gaps included
         self._is_grid = False  # there are no gaps, and all shards are there: a row is its own place
@@ -173,7 +183,7 @@ class ShardedArray:
     def shard_paths(self, rows: np.ndarray) -> list[str]:
         """Paths of the shards, within the store, that hold some rows."""
         shards = np.unique(np.searchsorted(self._starts, rows, side="right") - 1)
-        return [layout.shard_path(shard) for layout, shard in (self._places[i] for i in shards.tolist())]
+        return [self._name(shard) for shard in shards.tolist()]
 
     def __getitem__(self, row: int) -> np.ndarray:
         """One row, (...): a read-only mapped view where uncompressed."""
@@ -189,8 +199,6 @@ class ShardedArray:
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"array '{self.path}': rows {start} to {stop}, there are {len(self)}")
-        if self._folder.renew():
-            self._begin()
         self._folder.check_unchanged()
         parts = []
         while start < stop:
@@ -235,8 +243,6 @@ class ShardedArray:
             raise ValueError(f"out is {out.dtype} {out.shape}, needed contiguous {self.dtype} {shape}")
         if not len(rows):
             return out
-        if self._folder.renew():
-            self._begin()
         shards = None
         if not self._is_grid:
             shards = np.searchsorted(self._starts, rows, side="right") - 1
@@ -266,8 +272,6 @@ class ShardedArray:
 
     def _prepare(self, shards: np.ndarray) -> None:
         """Open shards, (B,) numbers, that were not yet."""
-        if self._folder.renew():
-            self._begin()
         if self._opened[shards].all():
             return
         with self._folder.lock:
@@ -299,12 +303,17 @@ class ShardedArray:
         opened = self._folder.open(*self._places[shard], mapped=False)
         if opened.is_dense:
             self._check_shard(shard, opened)
-            self._window.map_file(shard, opened.file, min(opened.size, self._window.slot_bytes))
-            self._in_window[shard] = True
+            with contextlib.suppress(OSError):  # too many maps: then it is read by itself
+                self._window.map_file(shard, opened.file, min(opened.size, self._window.slot_bytes))
+                self._in_window[shard] = True
 
     def _kept(self, shard: int) -> ShardFile:
         """A shard that is not in the window."""
         return self._folder.keep_open(*self._places[shard], lambda opened: self._check_shard(shard, opened))
+
+    def _name(self, shard: int) -> str:
+        layout, number = self._places[shard]
+        return layout.shard_path(number)
 
     def _check_shard(self, shard: int, opened: ShardFile) -> None:
         if self._check:
@@ -315,10 +324,13 @@ class ShardedArray:
         order = np.argsort(rows, kind="stable")
         jobs = []
         edges = np.flatnonzero(np.diff(shards[order])) + 1
-        for group in np.split(order, edges):
+        groups = np.split(order, edges)
+        self._folder.mark_used(self._name(int(shards[group[0]])) for group in groups)
+        rows_per_job = max(1, JOB_BYTES // self.row_bytes)
+        for group in groups:
             shard = int(shards[group[0]])
-            for first in range(0, len(group), ROWS_PER_JOB):
-                where = group[first : first + ROWS_PER_JOB]
+            for first in range(0, len(group), rows_per_job):
+                where = group[first : first + rows_per_job]
                 jobs.append(lambda shard=shard, where=where: self._take_some(shard, rows[where], out, where))
         self._folder.run(jobs)
 

@@ -1,6 +1,7 @@
 """Memory for batches that is used again: a fresh buffer for every batch costs more than reading it from a warm store.
 
-A buffer goes back when the last array or tensor over it is gone, whoever holds it, so no batch is ever overwritten.
+A buffer goes back when the array over it is gone, and the last tensor that was made of that array, whoever holds them,
+so no batch is ever overwritten. Views that numpy makes of the array do not count: hold the array, or make it a tensor.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import weakref
 
 import numpy as np
 import torch
+
+from .forks import in_forks
 
 # Bytes: allocators begin 16 bytes past a page, and there some processors copy at a quarter of their speed.
 ALIGNMENT = 4096
@@ -26,7 +29,12 @@ class BufferPool:
 
     def __init__(self, *, pin: bool = False) -> None:
         self._pin = pin
-        self._spare: list[np.ndarray] = []
+        self.begin_anew()
+        in_forks(self)
+
+    def begin_anew(self) -> None:
+        """Without memory that is used by others."""
+        self._spare: list[np.ndarray] = []  # in the order in which they came back
         # The arrays over each that are in use, by the number of the reference: an array has no hash.
         self._lent: dict[int, tuple[weakref.ref, np.ndarray]] = {}
         self._lock = threading.RLock()  # a finalizer may run while it is held
@@ -53,8 +61,7 @@ class BufferPool:
             buffer = self._lent.pop(id(watch))[1]
             self._spare.append(buffer)
             if len(self._spare) > SPARE_BUFFERS:
-                sizes = [spare.nbytes for spare in self._spare]
-                del self._spare[sizes.index(min(sizes))]
+                del self._spare[0]
 
     def _allocate(self, num_bytes: int) -> np.ndarray:
         """Aligned memory, an eighth larger than asked for, so that it fits the next one that is a little longer."""

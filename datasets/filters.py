@@ -12,6 +12,7 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +113,7 @@ class RecordFilter:
         Raises: RecipeError: the store has no such class, the score table cannot be used, or no record is left.
         """
         here = {bucket: store.index(bucket).records for bucket in store.buckets}
-        stored = np.zeros(store.records.num_rows, bool)
+        stored = np.zeros(len(store.checksums), bool)
         for records in here.values():
             stored[records] = True
 
@@ -137,11 +138,12 @@ class RecordFilter:
         identity |= {"labels": None, "min_aspect": self.min_aspect, "max_aspect": self.max_aspect, "scores": None}
         if self.labels is not None:
             identity["labels"] = label_indices(self.labels, store)
-            yield "label", np.isin(store.records["label"].to_numpy(), identity["labels"])
+            labels = store.record_columns(("label",))["label"].to_numpy()
+            yield "label", np.isin(labels, identity["labels"])
         if self.min_aspect is not None or self.max_aspect is not None:
-            height_px, width_px = (
-                pc.fill_null(store.records[side], 0).to_numpy().astype(np.float64) for side in ("height_px", "width_px")
-            )
+            sides = ("height_px", "width_px")
+            table = store.record_columns(sides)
+            height_px, width_px = (pc.fill_null(table[side], 0).to_numpy().astype(np.float64) for side in sides)
             low, high = self._aspects
             known = (height_px > 0) & (width_px > 0)
             aspect = np.divide(height_px, width_px, out=np.zeros(len(known)), where=known)
@@ -166,8 +168,8 @@ def label_indices(labels: Sequence[str | int], store: LatentStore) -> list[int]:
     classes = store.spec.classes or []
     found = set()
     for label in labels:
-        if isinstance(label, int) and 0 <= label < len(classes):
-            found.add(label)
+        if isinstance(label, Integral) and 0 <= label < len(classes):
+            found.add(int(label))
         elif isinstance(label, str) and label in classes:
             found.add(classes.index(label))
         else:
@@ -208,9 +210,10 @@ def read_scores(table: ScoreTable, store: LatentStore, stored: np.ndarray) -> np
         counts = pc.value_counts(keys)
         twice = counts.field("values")[int(np.argmax(counts.field("counts").to_numpy()))]
         raise RecipeError(f"{where}: the key '{twice}' stands there more than once. Needed one line a record.")
-    lines = pc.fill_null(pc.index_in(store.records["key"], value_set=keys), -1).to_numpy()
+    own = store.record_columns(("key",))["key"].cast(pa.string())
+    lines = pc.fill_null(pc.index_in(own, value_set=keys), -1).to_numpy()
     if not np.any(lines[stored] >= 0):
-        one = store.records["key"][int(np.argmax(stored))]
+        one = own[int(np.argmax(stored))]
         raise RecipeError(
             f"{where}: no key in common with store '{store.path}', whose first is '{one}'. "
             f"Its own are {', '.join(repr(key) for key in keys.slice(0, 3).to_pylist()) or 'none'}."

@@ -26,6 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from .batches import BatchPlan, Leftovers
 from .errors import RunError
 from .filters import Selection
+from .forks import in_forks
 from .order import MAX_NUMBER, changed_fields
 from .reader import PLANNED_AHEAD, Batch, BatchReader, TextForm
 from .shuffle import ShardWindow
@@ -49,10 +50,16 @@ class BatchStream(IterableDataset):
     """
 
     def __init__(self, reader: BatchReader, *, prefetch: int = 2, device: torch.device | None = None) -> None:
+        self.begin_anew()
         self.reader, self._prefetch, self._device = reader, prefetch, device
         self.number = 0
         self.wait_seconds = 0.0
-        self._side = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+        self._brought = range(0)  # numbers for which shards of a store at a URL were asked for
+        self._side = torch.cuda.Stream(device) if _is_gpu(device) else None
+        in_forks(self)
+
+    def begin_anew(self) -> None:
+        """Nothing is read ahead, and no thread is there that would."""
         self._pools: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
 
@@ -91,12 +98,15 @@ class BatchStream(IterableDataset):
     def _next(self) -> Batch:
         """The next batch, and reading ahead of it; also beyond the end of the epoch."""
         start = time.perf_counter()
-        if self.number % BRING_EVERY == 0 and any(store.remote is not None for store in self.reader.stores):
-            self.reader.bring_ahead(self.number, BRING_AHEAD)
+        if self.number not in self._brought:
+            self._brought = range(self.number, self.number + BRING_EVERY)
+            if any(store.remote is not None for store in self.reader.stores):
+                self.reader.bring_ahead(self.number, BRING_AHEAD)
         batch = self._take_ahead() if self._prefetch else self._read(self.number)
         self.wait_seconds += time.perf_counter() - start
         if self._side is not None:
-            torch.cuda.current_stream(self._device).wait_event(batch.ready)
+            # Else its memory could be used for the next one while the GPU still computes on it.
+            batch.record_stream(torch.cuda.current_stream(self._device))
         return batch
 
     def _take_ahead(self) -> Batch:
@@ -126,9 +136,10 @@ class BatchStream(IterableDataset):
             return batch.to(self._device).finish()
         with torch.cuda.stream(self._side):
             moved = batch.to(self._device).finish()
-            moved.ready.record(self._side)
-            moved.hold(batch)  # pinned memory must not be used again before it is copied
-            return moved
+            copied = torch.cuda.Event()
+            copied.record(self._side)
+        copied.synchronize()  # before the pinned memory is used again; only this thread waits
+        return moved
 
     def _cancel(self) -> None:
         while self._ahead:
@@ -239,10 +250,10 @@ def make_loader(
       window: a shuffle for slow disks (``ShardWindow``).
       selection: the records that train (``RecordFilter.select``); None for all.
       rank, world_size: this process reads its slice of every global batch.
-      text: captions "padded" to the longest of the batch, or "packed" one after the other.
+      text: captions "padded" to the longest of the batch, "packed" one after the other, or "none" of them.
       prefetch: batches read ahead.
       device: where batches are handed out, with their latents ready; None leaves them in memory, as stored.
-    Raises: RunError: the store has no records.
+    Raises: RunError: the store has no records; RecipeError: the selection is of another store.
     """
     buckets = selection.counts if selection else store.buckets
     plan = BatchPlan(buckets, global_batch, seed, leftovers=leftovers, window=window, selection=selection)

@@ -36,11 +36,6 @@ def is_shard(entry: FileEntry) -> bool:
     return "/c/" in entry.path
 
 
-def is_remote(path: str | Path) -> bool:
-    """A store is named by a URL, not by a path."""
-    return re.match(r"[a-z][a-z0-9+.-]*://", str(path)) is not None
-
-
 def default_folder(url: str) -> Path:
     """Where the local folder of a URL is if nothing else is said."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

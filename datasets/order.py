@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -61,24 +61,6 @@ class BatchOrder(Protocol):
     def identity(self) -> dict[str, Any]:
         """Plain values of everything that decides the order, but for the stores' own root hashes."""
         ...
-
-
-class Blocks(NamedTuple):
-    """The blocks (shards) of a bucket that a batch reads: (n,) int64, sorted, in the store of a plan."""
-
-    plan: int
-    bucket: str
-    blocks: np.ndarray
-
-
-def blocks_of(order: BatchOrder, number: int) -> Blocks:
-    """Which blocks a global batch will read, so that they can be fetched ahead.
-
-    Raises: RecipeError: the plan of this batch has no window, so that it reads from everywhere.
-    """
-    batch = order.batch_at(number)
-    rows = order.plans[batch.plan].shard_rows[batch.bucket]
-    return Blocks(batch.plan, batch.bucket, np.unique(batch.positions // rows))
 
 
 def changed_fields(was: Any, here: Any, name: str = "") -> list[str]:

@@ -5,24 +5,29 @@ What a batch holds is a function of its number alone: any rank, worker or thread
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from .buffers import BufferPool
+from .errors import RecipeError
+from .forks import in_forks
 from .latents import final_latents
 from .order import BatchOrder
 from .schema import LatentSpec
+from .slices import rank_slice
 from .store import LatentStore
 from .wanted import Lookup, Records, WantedBatch
+
+if TYPE_CHECKING:
+    from .batches import BatchPlan
 
 TextForm = Literal["padded", "packed", "none"]
 PLANNED_AHEAD = 32  # batches that are planned in one go, at little more than the price of one
@@ -59,7 +64,6 @@ class Batch:
     number: int
     epoch: int
     store: int = 0
-    _held: list[Batch] = field(default_factory=list, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -76,23 +80,20 @@ class Batch:
         zero = torch.zeros(1, dtype=torch.int64, device=self.caption_lengths.device)
         return torch.cat([zero, self.caption_lengths.cumsum(0)]).int()
 
-    @cached_property
-    def ready(self) -> torch.cuda.Event:
-        """Recorded when the batch is whole on its GPU."""
-        return torch.cuda.Event()
-
     def finish(self) -> Batch:
         """The same batch, with its latents computed."""
         _ = self.latents
         return self
 
-    def hold(self, batch: Batch) -> None:
-        """Keep another batch as long as this one, as the memory that it is copied from."""
-        self._held.append(batch)
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of a batch on a GPU from others until the stream has done what it was given so far."""
+        for value in vars(self).values():  # the latents too, once they are computed
+            if isinstance(value, torch.Tensor):
+                value.record_stream(stream)
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device, copied asynchronously from pinned memory."""
-        values: dict[str, Any] = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
+        values: dict[str, Any] = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 values[name] = value.to(device, non_blocking=True)
@@ -116,6 +117,8 @@ class BatchReader(Dataset):
       text: form of the captions, or none of them.
       pin: into page-locked memory.
       seed: of the posterior draw and the choice of caption and flip; None: that of the first plan.
+    Raises: RecipeError: a plan or its selection is of another store, or there is no such form of captions; IndexError:
+      no such rank.
     """
 
     def __init__(
@@ -132,17 +135,24 @@ class BatchReader(Dataset):
         assert len(stores) == len(order.plans), f"{len(stores)} stores for {len(order.plans)} plans"
         self.stores, self.order = list(stores), order
         self.seed = order.plans[0].seed if seed is None else seed
+        rank_slice(0, rank, world_size)  # is there such a rank?
+        if text not in get_args(TextForm):
+            raise RecipeError(f"text {text!r}: needed one of {', '.join(get_args(TextForm))}.")
+        for store, plan in zip(self.stores, order.plans, strict=True):
+            check_fit(store, plan)
         self._text: TextForm = text
         self._lookup = Lookup(self.stores, self.seed, rank, world_size, captions=text != "none")
         self._buffers = BufferPool(pin=pin)
-        self._begin()
+        self.begin_anew()
+        in_forks(self)
 
-    def _begin(self) -> None:
+    def begin_anew(self) -> None:
+        """Nothing is planned."""
         self._planned: OrderedDict[int, _Group] = OrderedDict()  # by number // PLANNED_AHEAD
-        self._lock, self._process = threading.Lock(), os.getpid()
+        self._lock = threading.Lock()
 
     def __getitem__(self, number: int) -> Batch:
-        """Read a global batch, or this rank's slice of it."""
+        """Read a global batch, or this rank's slice of it; in order is cheapest, since they are planned together."""
         looked_up = self._look_up(number)
         planned, wanted = looked_up.planned, looked_up.wanted
         store, captions, lengths = self.stores[planned.plan], None, None
@@ -151,11 +161,11 @@ class BatchReader(Dataset):
             captions, lengths = read(store, wanted.caption_ids, self._buffers)
         return Batch(
             stored=torch.from_numpy(self._read_latents(store, planned.bucket, wanted)),
-            labels=torch.from_numpy(wanted.labels),
+            labels=_tensor(wanted.labels),
             captions=captions,
             caption_lengths=lengths,
-            records=torch.from_numpy(wanted.records),
-            draw_keys=None if wanted.draw_keys is None else torch.from_numpy(wanted.draw_keys),
+            records=_tensor(wanted.records),
+            draw_keys=None if wanted.draw_keys is None else _tensor(wanted.draw_keys),
             spec=store.spec.latent,
             bucket=planned.bucket,
             number=number,
@@ -164,7 +174,7 @@ class BatchReader(Dataset):
         )
 
     def shards_of(self, number: int) -> tuple[LatentStore, list[str]]:
-        """The store and the paths of the shards that this rank's slice of a batch reads; flips are not looked at."""
+        """The store and the paths of the shards that this rank's slice of a batch may read."""
         looked_up = self._look_up(number)
         planned, wanted = looked_up.planned, looked_up.wanted
         store = self.stores[planned.plan]
@@ -190,11 +200,10 @@ class BatchReader(Dataset):
         self._look_up(number)
 
     def _look_up(self, number: int) -> WantedBatch:
-        if os.getpid() != self._process:
-            self._begin()  # in a fork, where what another thread was planning is never done
         group, place = divmod(number, PLANNED_AHEAD)
         with self._lock:
             planned = self._planned.setdefault(group, _Group())
+            self._planned.move_to_end(group)
             if len(self._planned) > KEPT_GROUPS:
                 self._planned.popitem(last=False)
         with planned.lock:  # others may read batches of other groups while this one is planned
@@ -212,11 +221,36 @@ class BatchReader(Dataset):
         return stored
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_planned", "_lock", "_process")}
+        return {name: value for name, value in vars(self).items() if name not in ("_planned", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._begin()
+        for store, plan in zip(self.stores, self.order.plans, strict=True):
+            check_fit(store, plan)  # an incomplete store may hold more than it did in the other process
+        self.begin_anew()
+        in_forks(self)
+
+
+def check_fit(store: LatentStore, plan: BatchPlan) -> None:
+    """Refuse to read a store by a plan of another one.
+
+    Raises: RecipeError: naming the bucket and both counts.
+    """
+    for bucket in {**plan.buckets, **store.buckets}:
+        planned, there = plan.buckets.get(bucket, 0), store.buckets.get(bucket, 0)
+        chosen = plan.selection.positions.get(bucket) if plan.selection else None
+        beyond = chosen is not None and len(chosen) and chosen[-1] >= there
+        if beyond or (chosen is None and planned != there):
+            raise RecipeError(
+                f"store '{store.path}': it has {there} records in bucket '{bucket}', the plan is of a store with "
+                f"{int(chosen[-1]) + 1 if chosen is not None and beyond else planned} there. Make the plan from "
+                "store.buckets, or from a selection of this store."
+            )
+
+
+def _tensor(column: np.ndarray) -> torch.Tensor:
+    """A copy, which may be changed: the column is kept for who reads the batch again."""
+    return torch.from_numpy(column.copy())
 
 
 def read_padded(store: LatentStore, caption_ids: np.ndarray, buffers: BufferPool) -> tuple[torch.Tensor, torch.Tensor]:

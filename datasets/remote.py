@@ -16,7 +16,6 @@ A folder may be shared by processes, forks too, and deleted while no process rea
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from typing import Any
 from .ahead import Ahead
 from .bounded import BoundedFolder, NoRoom, let_go, locked
 from .errors import DamageError, LeanditError, ResourceError
+from .forks import in_forks
 from .hashing import xxh3_file
 from .mirror import (
     MAX_LISTED,
@@ -76,10 +76,15 @@ class RemoteFolder:
         self._folder, self._capacity, self._num_threads = folder, capacity, threads
         self._checked: set[str] = set()  # names whose bytes this process has seen to be right
         self._listeners: list[Callable[[str], object]] = []
+        self._beginning, self._is_fork = threading.Lock(), False
         self._begin()
+        in_forks(self)
+
+    def begin_anew(self) -> None:
+        """Begin when it is first used: that asks the file system, which a fork should not."""
+        self._beginning, self._is_fork = threading.Lock(), True
 
     def _begin(self) -> None:
-        self._process = os.getpid()
         self._room = BoundedFolder(self._folder, self._capacity, self._tell)
         self._changed = threading.Condition(self._room.mutex)
         self._pins, self._holds = Counter[str](), Counter[str]()
@@ -156,8 +161,11 @@ class RemoteFolder:
 
         Raises: DamageError: it is none.
         """
-        if os.getpid() != self._process:  # a fork, which has none of the threads; every method comes through here
-            self._begin()
+        if self._is_fork:  # every method comes through here
+            with self._beginning:
+                if self._is_fork:
+                    self._begin()
+                    self._is_fork = False
         if path not in self._entries:
             raise DamageError(f"store '{self.url}': file '{path}' is no shard of the manifest. Check the store.")
         return self._entries[path]

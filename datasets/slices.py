@@ -8,6 +8,7 @@ then leaves some of them an empty slice; "carry" and "drop" with batch sizes tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 
 from .buckets import bucket_size
 from .errors import RecipeError
@@ -24,7 +25,7 @@ def rank_slice(size: int, rank: int, world_size: int) -> slice:
     Raises: IndexError: there is no such rank.
     """
     if not 0 <= rank < world_size:
-        raise IndexError(f"rank {rank} of {world_size}")
+        raise IndexError(f"rank {rank} of {world_size} ranks: needed 0 to {world_size - 1}")
     return slice(size * rank // world_size, size * (rank + 1) // world_size)
 
 
@@ -69,10 +70,12 @@ def batch_sizes_by_tokens(
 def by_bucket(what: str, value: int | Mapping[str, int], buckets: Iterable[str]) -> dict[str, int]:
     """One number for each bucket, from one for all or from a mapping.
 
-    Raises: RecipeError: the mapping lacks a bucket; ``what`` says what it maps to.
+    Raises: RecipeError: it is neither, or the mapping lacks a bucket; ``what`` says what it maps to.
     """
-    if isinstance(value, int):
-        return dict.fromkeys(buckets, value)
+    if isinstance(value, Integral):
+        return dict.fromkeys(buckets, int(value))
+    if not isinstance(value, Mapping):
+        raise RecipeError(f"a {what} of {value!r}: needed a whole number, or one for each bucket.")
     if missing := [bucket for bucket in buckets if bucket not in value]:
         raise RecipeError(f"bucket '{missing[0]}': no {what} is given. There are: {', '.join(value) or 'none'}.")
     return {bucket: value[bucket] for bucket in buckets}

@@ -156,7 +156,7 @@ class LatentStore:
     @cached_property
     def records(self) -> pa.Table:
         """The records table (schema.RECORDS_SCHEMA), in the order of the source."""
-        return self._record_columns(None)
+        return self.record_columns(None)
 
     @property
     def checksums(self) -> np.ndarray:
@@ -173,8 +173,8 @@ class LatentStore:
         """(captions,) uint64 checksum of each caption's tokens, as the captions table has it."""
         return pc.fill_null(self._caption_columns(("checksum",))["checksum"], 0).to_numpy()
 
-    def _record_columns(self, columns: Sequence[str] | None) -> pa.Table:
-        """Some columns of the records table, or all; texts that repeat may be dictionaries."""
+    def record_columns(self, columns: Sequence[str] | None) -> pa.Table:
+        """Some columns of the records table, or all, read anew; texts may be dictionaries."""
         if not self.manifest:
             table = merge_records(self._plan, self._commits)
             return table.select(columns) if columns else table
@@ -216,7 +216,7 @@ class LatentStore:
     def _indexed(self) -> tuple[dict[str, BucketIndex], np.ndarray]:
         """All that is kept of the records table, read once: the indexes of the buckets, and the checksums."""
         buckets = self.manifest.buckets if self.manifest else self._plan.bucket_positions
-        table = self._record_columns((*INDEX_COLUMNS, "checksum"))
+        table = self.record_columns((*INDEX_COLUMNS, "checksum"))
         indexes = build_indexes(table, buckets, self._stacked_rows)
         for bucket, index in indexes.items():
             if len(index) and not -1 <= index.labels.min() <= index.labels.max() < self.num_classes:
@@ -224,6 +224,8 @@ class LatentStore:
                     f"store '{self.path}': bucket '{bucket}' has label {index.labels.max()}, with {self.num_classes} "
                     f"classes. {REPAIR}"
                 )
+            if self.spec.text and np.any(np.diff(index.caption_starts) == 0):
+                raise DamageError(f"store '{self.path}': bucket '{bucket}' has a record without captions. {REPAIR}")
         checksums = pc.fill_null(table["checksum"], 0).to_numpy().copy()  # not a view, which would keep the table
         del table
         pa.default_memory_pool().release_unused()  # the table was ten times what is kept of it
@@ -332,14 +334,17 @@ class LatentStore:
 
     def _array(self, path: str) -> ShardedArray:
         """An array, stacked over the revisions that hold a part of it."""
-        if path not in self._arrays:
-            layouts = self._layouts(path)
-            if not layouts:
-                raise StoreError(
-                    f"store '{self.path}': there is no array '{path}'. Buckets: {', '.join(self.buckets)}."
-                )
-            self._arrays[path] = ShardedArray(self.folder, list(layouts.values()), check_of(self, path))
-        return self._arrays[path]
+        if path in self._arrays:
+            return self._arrays[path]
+        with self.folder.lock:  # two of one path would map its shards twice
+            if path not in self._arrays:
+                layouts = self._layouts(path)
+                if not layouts:
+                    raise StoreError(
+                        f"store '{self.path}': there is no array '{path}'. Buckets: {', '.join(self.buckets)}."
+                    )
+                self._arrays[path] = ShardedArray(self.folder, list(layouts.values()), check_of(self, path))
+            return self._arrays[path]
 
     def _layouts(self, path: str) -> dict[int, ArrayLayout]:
         """Layout of an array in each revision of the stack that has it."""

@@ -3,7 +3,8 @@
 A map of a file that gets shorter ends the process with SIGBUS, and one that is written to gives torn rows. Nothing of
 leandit does either, files are only ever replaced whole, which a map does not see. For what others do, Linux tells
 (inotify), at the price of one system call a batch. Elsewhere sizes and times are looked at twice a second. Neither
-sees what another machine does on a network file system: read there with ``access="pread"``.
+sees a write through a map of another process, nor what another machine does on a network file system: read there with
+``access="pread"``.
 """
 
 from __future__ import annotations

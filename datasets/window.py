@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from .forks import in_forks
+
 PROT_NONE = 0
 MAP_FIXED = 0x10  # the same on Linux and macOS
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0x40
@@ -36,22 +38,22 @@ class AddressWindow:
     """
 
     def __init__(self, num_slots: int, row_bytes: int, shard_bytes: int) -> None:
-        global _maps_left
         grid = math.lcm(row_bytes, mmap.PAGESIZE)
         self.slot_bytes = -(-shard_bytes // grid) * grid
         self.slot_rows = self.slot_bytes // row_bytes
         total = num_slots * self.slot_bytes
         if total > MAX_WINDOW_BYTES:
             raise OSError(f"{num_slots} files of {self.slot_bytes} bytes do not fit into one range of addresses")
-        with _maps_lock:
-            if num_slots > _maps_left:
-                raise OSError(f"{num_slots} more files are too many to be mapped at once")
-            _maps_left -= num_slots
+        _maps.take(num_slots)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        self._address = _map(None, total, PROT_NONE, flags, -1)
-        # The range lives as long as any view of it.
+        try:
+            self._address = _map(None, total, PROT_NONE, flags, -1)
+        except OSError:
+            _maps.give_back(num_slots)
+            raise
+        # The range lives as long as any view of it, also while the process ends.
         memory = (ctypes.c_ubyte * total).from_address(self._address)
-        weakref.finalize(memory, _unmap, self._address, total, num_slots)
+        weakref.finalize(memory, _unmap, self._address, total, num_slots).atexit = False
         self.bytes = np.frombuffer(memoryview(memory).toreadonly(), np.uint8)
 
     def map_file(self, slot: int, file: int, size: int) -> None:
@@ -60,10 +62,36 @@ class AddressWindow:
         Args:
           file: descriptor; it may be closed afterwards.
           size: bytes from the beginning of the file, at most those of a slot.
+        Raises: OSError: the process has too many maps.
         """
         assert 0 < size <= self.slot_bytes
         address = self._address + slot * self.slot_bytes
         _map(address, size, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, file)
+
+
+class _Maps:
+    """How many more files this process may map."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.begin_anew()
+        in_forks(self)
+
+    def begin_anew(self) -> None:
+        """Another lock."""
+        self._lock = threading.RLock()  # a finalizer may run while it is held
+
+    def take(self, count: int) -> None:
+        """Raises: OSError: so many are not left."""
+        with self._lock:
+            if count > self.left:
+                raise OSError(f"{count} more files are too many to be mapped at once")
+            self.left -= count
+
+    def give_back(self, count: int) -> None:
+        """They are mapped no more."""
+        with self._lock:
+            self.left += count
 
 
 def _max_maps() -> int:
@@ -84,10 +112,8 @@ def _map(address: int | None, length: int, protection: int, flags: int, file: in
 
 
 def _unmap(address: int, length: int, num_slots: int) -> None:
-    global _maps_left
     _libc().munmap(address, length)
-    with _maps_lock:
-        _maps_left += num_slots
+    _maps.give_back(num_slots)
 
 
 def _libc() -> Any:
@@ -115,5 +141,4 @@ def _libc() -> Any:
 
 
 _library: Any = None
-_maps_left = _max_maps()
-_maps_lock = threading.RLock()  # a finalizer may run while it is held
+_maps = _Maps(_max_maps())

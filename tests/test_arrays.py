@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zarr
+from faults import in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import ARRAY_LAYOUTS, SHARD_ROWS, array_values, crc32c, small_array, write_array, write_array_with_zarr
 
 from leandit.datasets import arrays, watch, window
 from leandit.datasets.arrays import ShardedArray, ShardFolder
+from leandit.datasets.buffers import BufferPool
 from leandit.datasets.errors import DamageError
 from leandit.datasets.hashing import read_json
 from leandit.datasets.shard_file import ShardFile
@@ -382,17 +389,17 @@ def test_files_are_let_go_when_there_are_too_many(tmp_path: Path, monkeypatch: p
 
 
 def test_windows_give_their_maps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "_maps_left", 5)
+    monkeypatch.setattr(window._maps, "left", 5)
     layout = small_array()  # of three shards
     write_array(tmp_path, layout, array_values(layout))
     kept = []
     for left in (2, 2, 2):
         kept.append(ShardedArray(ShardFolder(tmp_path), [layout]))
         kept[-1].take(np.arange(10))
-        assert window._maps_left == left  # the second and third found too few, and map file by file
+        assert window._maps.left == left  # the second and third found too few, and map file by file
     kept.clear()
     gc.collect()
-    assert window._maps_left == 5
+    assert window._maps.left == 5
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -406,6 +413,122 @@ def test_a_fork_reads_what_its_parent_has_open(way: str, tmp_path: Path, monkeyp
     if not child:
         os._exit(0 if np.array_equal(array.take(np.arange(10)), values, equal_nan=True) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fork_notices_a_change_of_any_array_that_its_parent_had_open(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = [replace(small_array(), path=path) for path in ("a", "b")]
+    for layout in layouts:
+        write_array(tmp_path, layout, array_values(layout))
+    first = open_array(tmp_path, [layouts[0]], way, monkeypatch)
+    second = ShardedArray(first._folder, [layouts[1]])
+    for array in (first, second):
+        array.take(np.arange(10))
+
+    def change_and_read() -> int:
+        first.take(np.arange(10))
+        second.take(np.arange(10))
+        with (tmp_path / layouts[1].shard_path(0)).open("r+b") as file:
+            file.write(b"other")
+        with pytest.raises(DamageError, match=r"b/c/0/0/0'.*wrote to it"):
+            second.take(np.arange(10))
+        return 0
+
+    assert in_child(change_and_read) == 0
+
+
+def test_a_fork_does_not_wait_for_what_a_thread_of_its_parent_holds(tmp_path: Path) -> None:
+    layout = small_array()
+    write_array(tmp_path, layout, array_values(layout))
+    array, pool = ShardedArray(ShardFolder(tmp_path), [layout]), BufferPool()
+    lent = pool.take((10, *layout.shape[1:]), layout.dtype)
+    array.take(np.arange(10), out=lent)
+
+    def read() -> int:
+        nonlocal lent
+        del lent
+        other = ShardedArray(ShardFolder(tmp_path), [layout])
+        for one in (array, other):
+            one.take(np.arange(10), out=pool.take((10, *layout.shape[1:]), layout.dtype))
+        return 0
+
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with array._folder.lock, pool._lock, window._maps._lock:
+            held.set()
+            release.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(60)
+    try:
+        assert in_child(read) == 0
+    finally:
+        release.set()
+        holder.join()
+
+
+def test_views_can_be_read_while_the_process_ends(tmp_path: Path) -> None:
+    layout = small_array()
+    write_array(tmp_path, layout, array_values(layout))
+    program = f"""
+import atexit, numpy as np
+from pathlib import Path
+from leandit.datasets.arrays import ShardFolder, ShardedArray
+from leandit.datasets.shards import ArrayLayout
+views = []
+atexit.register(lambda: print(float(views[0].sum()) == float(views[0].sum())))
+layout = ArrayLayout({layout.path!r}, {layout.shape}, {layout.dtype!r}, {layout.shard_rows})
+array = ShardedArray(ShardFolder(Path({str(tmp_path)!r})), [layout])
+views.append(array.read(0, 1))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
+
+
+def test_a_range_that_cannot_be_mapped_gives_its_maps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError("no")
+
+    left = window._maps.left
+    monkeypatch.setattr(window, "_map", refuse)
+    with pytest.raises(OSError, match="no"):
+        window.AddressWindow(100, 8, 4096)
+    assert window._maps.left == left
+
+
+def test_a_shard_that_cannot_be_mapped_is_read_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = small_array()
+    values = array_values(layout)
+    write_array(tmp_path, layout, values)
+    map_file = window.AddressWindow.map_file
+
+    def refuse_one(self: window.AddressWindow, slot: int, file: int, size: int) -> None:
+        if slot == 1:
+            raise OSError("too many maps")
+        map_file(self, slot, file, size)
+
+    monkeypatch.setattr(window.AddressWindow, "map_file", refuse_one)
+    array = ShardedArray(ShardFolder(tmp_path), [layout])
+    np.testing.assert_array_equal(array.take(np.arange(10)), values)
+
+
+def test_no_thread_writes_on_after_an_error(tmp_path: Path) -> None:
+    folder, done = ShardFolder(tmp_path), list[int]()
+
+    def fail() -> None:
+        raise DamageError("one")
+
+    def finish() -> None:
+        time.sleep(0.2)
+        done.append(1)
+
+    with pytest.raises(DamageError, match="one"):
+        folder.run([fail, finish])
+    assert done == [1]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from leandit.datasets import shuffle
 from leandit.datasets.batches import BatchPlan
 from leandit.datasets.errors import RecipeError
-from leandit.datasets.order import MAX_NUMBER, PlannedBatch, blocks_of, changed_fields
+from leandit.datasets.order import MAX_NUMBER, PlannedBatch, changed_fields
 from leandit.datasets.shuffle import ShardWindow
 from leandit.datasets.slices import rank_slice
 
@@ -225,11 +225,8 @@ def test_a_batch_reads_the_blocks_of_one_window_or_of_two_at_a_seam(plan: BatchP
     assert plan.window is not None
     most = (3 if plan.leftovers == "carry" else 2) * plan.window.shards  # "carry" has the seam of epochs, too
     batches = plan.batches(0, plan.batches_before(2))
-    blocks = [sorted(set((b.positions // plan.shard_rows[b.bucket]).tolist())) for b in batches]
+    blocks = [set((b.positions // plan.shard_rows[b.bucket]).tolist()) for b in batches]
     assert max(map(len, blocks), default=0) <= most
-    for number in range(0, len(batches), 9):
-        found = blocks_of(plan, number)
-        assert (found.plan, found.bucket, found.blocks.tolist()) == (0, batches[number].bucket, blocks[number])
 
 
 @pytest.mark.parametrize("leftovers", ["short", "carry", "drop"])
@@ -256,14 +253,15 @@ def test_a_window_of_all_shards_is_a_whole_shuffle() -> None:
 
 def test_rows_of_a_block_can_differ_from_bucket_to_bucket() -> None:
     plan = BatchPlan({"a": 64, "b": 64}, 8, seed=0, window=ShardWindow(1, {"a": 8, "b": 16}))
-    found = [blocks_of(plan, number) for number in range(16)]
-    assert {bucket: max(int(f.blocks[-1]) for f in found if f.bucket == bucket) for bucket in "ab"} == {"a": 7, "b": 3}
-    assert all(len(f.blocks) == 1 for f in found)
-
-
-def test_blocks_without_a_window_are_refused() -> None:
-    with pytest.raises(RecipeError, match="window"):
-        blocks_of(BatchPlan({"a": 7}, 2, seed=0), 0)
+    found = [
+        (batch.bucket, set((batch.positions // {"a": 8, "b": 16}[batch.bucket]).tolist()))
+        for batch in plan.batches(0, 16)
+    ]
+    assert all(len(blocks) == 1 for _, blocks in found)
+    assert {(bucket, block) for bucket, blocks in found for block in blocks} == {
+        *(("a", block) for block in range(8)),
+        *(("b", block) for block in range(4)),
+    }
 
 
 # Mixing.

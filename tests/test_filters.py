@@ -41,7 +41,8 @@ def made_up_store(records: list[dict[str, Any]], classes: list[str] | None = Non
     indexes = {name: SimpleNamespace(records=np.array(rows[::-1], np.int64)) for name, rows in buckets.items()}
     store = SimpleNamespace(
         path=Path("made-up"),
-        records=table,
+        record_columns=table.select,
+        checksums=np.zeros(len(records), np.uint64),
         buckets={name: len(rows) for name, rows in buckets.items()},
         index=lambda bucket: indexes[bucket],
         spec=SimpleNamespace(classes=classes),

@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults import in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import CPU, label_recipe, no_progress
 from torch.utils.data import DataLoader
 
 from leandit.datasets.batches import BatchPlan
-from leandit.datasets.buffers import BufferPool
-from leandit.datasets.errors import DamageError, RunError
+from leandit.datasets.buffers import SPARE_BUFFERS, BufferPool
+from leandit.datasets.errors import DamageError, RecipeError, RunError
 from leandit.datasets.filters import RecordFilter
 from leandit.datasets.latents import draw_keys, final_latents
 from leandit.datasets.loader import BatchStream, make_loader
@@ -63,7 +64,7 @@ def take(loader: Any, count: int) -> list[Batch]:
 
 
 def resume(loader: Any, state: dict[str, Any]) -> Batch:
-    """Load a state and read the next batch; only then does torchdata hand the state on."""
+    """Load a state and read the next batch."""
     loader.load_state_dict(state)
     return next(iter(loader))
 
@@ -343,6 +344,57 @@ def test_a_stock_dataloader_with_workers_gives_the_same_batches_from_any_step(
             multiprocessing_context=method,
         )
         assert_all_same(list(loader), wanted[first:])
+
+
+def test_a_stream_goes_on_in_a_fork(label_store: LatentStore) -> None:
+    stream = BatchStream(reader_of(label_store), prefetch=2)
+    batches = iter(stream)
+    next(batches)
+    wanted = reader_of(label_store)[1].stored
+    assert in_child(lambda: int(not torch.equal(next(batches).stored, wanted))) == 0
+    assert torch.equal(next(batches).stored, wanted)
+
+
+def test_a_batch_that_is_changed_is_whole_when_it_is_read_again(store: LatentStore) -> None:
+    reader = reader_of(store)
+    first, second = reader[0], reader[0]
+    for entry in fields(first):
+        value = getattr(first, entry.name)
+        if isinstance(value, torch.Tensor):
+            value.fill_(7)
+    assert_all_same([reader[0]], [second])
+
+
+@pytest.mark.parametrize("change", ["fewer", "more", "another bucket", "no bucket"])
+def test_a_plan_of_another_store_is_refused(change: str, caption_store: LatentStore) -> None:
+    buckets = dict(caption_store.buckets)
+    bucket = next(iter(buckets))
+    buckets |= {"fewer": {bucket: 1}, "more": {bucket: 100}, "another bucket": {"8x8": 3}, "no bucket": {}}[change]
+    if change == "no bucket":
+        del buckets[bucket]
+    with pytest.raises(RecipeError, match=r"Make the plan from store\.buckets"):
+        BatchReader([caption_store], BatchPlan(buckets, 2, 0))
+
+
+def test_a_selection_of_another_store_is_refused(label_store: LatentStore, caption_store: LatentStore) -> None:
+    selection = RecordFilter(labels=[0]).select(label_store)
+    with pytest.raises(RecipeError, match="a selection of this store"):
+        make_loader(caption_store, global_batch=2, selection=selection)
+
+
+def test_ranks_and_forms_of_captions_that_are_none_are_refused(label_store: LatentStore) -> None:
+    with pytest.raises(IndexError, match="needed 0 to 1"):
+        make_loader(label_store, global_batch=2, rank=2, world_size=2)
+    with pytest.raises(RecipeError, match="'pakced': needed one of padded, packed, none"):
+        make_loader(label_store, global_batch=2, text="pakced")  # type: ignore[arg-type]
+
+
+def test_buffers_used_last_stay_where_too_many_come_back() -> None:
+    pool = BufferPool()
+    large = [pool.take((1 << 20,), "uint8") for _ in range(SPARE_BUFFERS)]
+    large.clear()
+    first = pool.take((1 << 10,), "uint8").ctypes.data
+    assert pool.take((1 << 10,), "uint8").ctypes.data == first
 
 
 def test_a_stream_in_a_worker_says_what_to_do(label_store: LatentStore) -> None:

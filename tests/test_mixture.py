@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from leandit.datasets.batches import BatchPlan
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.mixture import MAX_PERIOD, Mixture, Stages
-from leandit.datasets.order import BatchOrder, PlannedBatch, blocks_of, changed_fields
-from leandit.datasets.shuffle import ShardWindow
+from leandit.datasets.order import BatchOrder, PlannedBatch, changed_fields
 
 few = settings(deadline=None, max_examples=40)  # no deadline: the machine may be busy
 seeds = st.integers(0, 2**64 - 1)
@@ -241,19 +240,6 @@ def test_a_change_anywhere_beneath_is_named() -> None:
 def test_another_kind_of_order_is_named() -> None:
     found = changed_fields(A.identity(), Mixture([(A, 1)], 0).identity())
     assert "kind: was 'plan', here it is 'mixture'" in found
-
-
-def test_blocks_are_those_of_the_plan_that_a_batch_is_of() -> None:
-    windowed = BatchPlan({"64x64": 100}, 4, 0, window=ShardWindow(2, 10))
-    order = Mixture([(A, 1), (windowed, 1)], seed=0)
-    for number in range(20):
-        if order.part_of(number)[0] == 1:
-            found = blocks_of(order, number)
-            assert (found.plan, found.bucket) == (1, "64x64")
-            assert found.blocks.tolist() == sorted(set((order.batch_at(number).positions // 10).tolist()))
-        else:
-            with pytest.raises(RecipeError, match="window"):
-                blocks_of(order, number)
 
 
 @pytest.mark.parametrize("order", [Mixture([(A, 1)], 0), Stages([(A, None)])])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +14,7 @@ from making import CPU, train_recipe
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.reader import Batch
 from leandit.datasets.store import LatentStore
-from leandit.train.data import build_loader
+from leandit.train.data import build_loader, shard_window
 from leandit.train.loop import StopRequest, train
 from leandit.train.models import model_spec, pixels_per_token
 
@@ -94,6 +95,20 @@ def test_what_is_dropped_in_every_pass_is_said(caption_store: LatentStore) -> No
     assert {len(batch) for batch in batches} == {largest}
     assert "never read" in said[0]
     assert all(f"{b} ({count})" in said[0] for b, count in caption_store.buckets.items() if count < largest)
+
+
+def test_a_model_of_labels_reads_no_captions(caption_store: LatentStore) -> None:
+    recipe, said = train_recipe("dit-s-4"), list[str]()
+    spec = model_spec(train_recipe("pixart-tiny"), caption_store.spec, "store")
+    labels = spec.model_copy(update={"name": "DiT-S/4"})
+    assert next(iter(build_loader(recipe, caption_store, labels, CPU, said.append))).captions is None
+    assert next(iter(build_loader(recipe, caption_store, spec, CPU, said.append))).captions is not None
+
+
+def test_a_window_of_a_filtered_bucket_has_as_many_shards() -> None:
+    store = SimpleNamespace(buckets={"a": 1000, "b": 50}, latents=lambda _: SimpleNamespace(shard_rows=100))
+    window = shard_window(3, store, {"a": 100, "b": 50})  # type: ignore[arg-type]
+    assert (window.shards, window.rows) == (3, {"a": 10, "b": 100})
 
 
 def test_a_window_changes_the_order_and_not_the_records(label_store: LatentStore) -> None:

@@ -272,6 +272,15 @@ def test_an_incomplete_store_is_refused_unless_allowed(stores: dict[str, Path], 
     assert not run.exists()
     outcome, _ = run_to(constant_steps(1, "run.allow_incomplete=true"), store, run)
     assert outcome.finished
+    shutil.copy(
+        stores["dit-s-4"] / "manifest.json", store
+    )  # precompute has finished: the run begins a new pass over it
+    outcome, _ = run_to(constant_steps(2), store, run)
+    assert (outcome.finished, outcome.first_step) == (True, 2)
+    assert [entry["root_hash"] is None for entry in json.loads((run / "run.json").read_text())["revisions"]] == [
+        True,
+        False,
+    ]
 
 
 def test_metrics_have_their_keys_with_units_and_one_line_a_report(stores: dict[str, Path], tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -32,14 +32,14 @@ def build_loader(
     sizes = recipe.run.global_batch
     if data.batch_tokens:
         sizes = batch_sizes_by_tokens(buckets, data.batch_tokens, pixels_per_token(spec, store.spec.latent))
-    rows = {bucket: store.latents(bucket).shard_rows for bucket in buckets}
     loader = make_loader(
         store,
         global_batch=sizes,
         seed=recipe.run.seed,
         leftovers=data.leftovers,
-        window=ShardWindow(data.window_shards, rows) if data.window_shards else None,
+        window=shard_window(data.window_shards, store, buckets) if data.window_shards else None,
         selection=selection,
+        text="padded" if spec.takes_text else "none",
         prefetch=recipe.run.prefetch,
         device=device,
     )
@@ -48,6 +48,19 @@ def build_loader(
             names = ", ".join(f"{bucket} ({count})" for bucket, count in plan.never_read.items())
             warn(f"data.leftovers 'drop': never read, because they fill no batch, are the records of {names}")
     return loader
+
+
+def shard_window(shards: int, store: LatentStore, buckets: Mapping[str, int]) -> ShardWindow:
+    """A window of so many shards of each bucket; where only a part of a bucket trains, its blocks have fewer records.
+
+    Args:
+      buckets: records that train, per bucket.
+    """
+    rows = {}
+    for bucket, count in buckets.items():
+        share = count / max(1, store.buckets[bucket])
+        rows[bucket] = max(1, round(store.latents(bucket).shard_rows * share))
+    return ShardWindow(shards, rows)
 
 
 def select_records(data: DataSection, store: LatentStore) -> Selection | None:

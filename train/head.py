@@ -140,7 +140,7 @@ def _check_store(run: Path, known: list[RevisionRead], store: LatentStore) -> No
                 f"{pinned.revision}, which the model has learned. Start a new run."
             )
     for revision, was, found in hashes:
-        if was != found:
+        if was is not None and was != found:  # None: it was incomplete, and has been finished since
             raise RunError(
                 f"run '{run}': begun with another store: root_hash of revision {revision} was {was!r}, is {found!r}. "
                 "Give another --run, or the store that it was begun with."

@@ -1,0 +1,36 @@
+"""What a fork must not take over from its parent: threads, locks that they hold, queues that both would read.
+
+A child begins with one thread. What has such things says here how to begin anew, and does so before that thread goes
+on, in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Protocol
+
+
+class BeginsAnew(Protocol):
+    """Something that holds threads, locks or queues."""
+
+    def begin_anew(self) -> None:
+        """Make them anew; called in a fork, where no other thread runs."""
+        ...
+
+
+_known: weakref.WeakKeyDictionary[BeginsAnew, None] = weakref.WeakKeyDictionary()
+
+
+def in_forks(thing: BeginsAnew) -> None:
+    """Let something begin anew in every fork, as long as it lives."""
+    _known[thing] = None
+
+
+def _begin_anew() -> None:
+    for thing in list(_known):
+        thing.begin_anew()
+
+
+if hasattr(os, "register_at_fork"):  # elsewhere there are no forks
+    os.register_at_fork(after_in_child=_begin_anew)
