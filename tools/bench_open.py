@@ -17,13 +17,14 @@ from typing import Any
 from ..datasets.batches import BatchPlan
 from ..datasets.errors import ResourceError
 from ..datasets.loader import make_loader
+from ..datasets.reader import PLANNED_AHEAD
 from ..datasets.store import LatentStore
 from .bench_meters import hardware, tree_anonymous_mb
 from .synthetic import make_store
 
 BUCKET, BATCH = "256x256", 256
 PLANNED_SIZES = (10_000, 1_281_167, 1_000_000_000)
-PLANNED_BATCHES, AT_ONCE = 4096, 64  # at once, as the loader does
+PLANNED_BATCHES = 4096
 
 
 def run(scratch: Path, records: int, rounds: int) -> dict[str, Any]:
@@ -81,10 +82,10 @@ def _in_fresh_process(store: Path) -> dict[str, float]:
 def _plan_seconds(size: int) -> float:
     """Of one batch, planned as the loader does; from all over the epoch."""
     plan = BatchPlan({BUCKET: size}, BATCH, seed=0)
-    plan.batches(0, AT_ONCE)
+    plan.batches(0, PLANNED_AHEAD)
     start = time.perf_counter()
-    for first in range(0, PLANNED_BATCHES, AT_ONCE):
-        plan.batches(first, AT_ONCE)
+    for first in range(0, PLANNED_BATCHES, PLANNED_AHEAD):
+        plan.batches(first, PLANNED_AHEAD)
     return (time.perf_counter() - start) / PLANNED_BATCHES
 
 
