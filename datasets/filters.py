@@ -12,7 +12,6 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,7 +167,7 @@ def label_indices(labels: Sequence[str | int], store: LatentStore) -> list[int]:
     classes = store.spec.classes or []
     found = set()
     for label in labels:
-        if isinstance(label, Integral) and 0 <= label < len(classes):
+        if not isinstance(label, str) and 0 <= label < len(classes):
             found.add(int(label))
         elif isinstance(label, str) and label in classes:
             found.add(classes.index(label))
