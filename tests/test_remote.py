@@ -575,27 +575,25 @@ def test_what_is_pinned_stays_and_what_cannot_fit_beside_it_is_refused(tmp_path:
     assert folder.fetch(PATHS[5]).stat().st_size == 1500
 
 
-def test_what_is_held_by_another_thread_is_waited_for(tmp_path: Path) -> None:
-    folder = made_up(tmp_path / "local", 1500)
+def assert_waits_for_what_is_held(holder: RemoteFolder, asker: RemoteFolder) -> None:
     with ThreadPoolExecutor(1) as pool:
-        with folder.held(PATHS[0]) as local:
-            other = pool.submit(folder.fetch, PATHS[5])
+        with holder.held(PATHS[0]) as local:
+            other = pool.submit(asker.fetch, PATHS[5])
             time.sleep(0.1)
             assert not other.done()
             assert local.read_bytes() == CONTENT[PATHS[0]]
         assert other.result(20).stat().st_size == 1500
+
+
+def test_what_is_held_by_another_thread_is_waited_for(tmp_path: Path) -> None:
+    folder = made_up(tmp_path / "local", 1500)
+    assert_waits_for_what_is_held(folder, folder)
 
 
 def test_what_another_process_holds_stays(tmp_path: Path) -> None:
     # A second folder over the same files knows as little of the first one's holds as another process.
     first, second = made_up(tmp_path / "local", 1500), made_up(tmp_path / "local", 1500)
-    with ThreadPoolExecutor(1) as pool:
-        with first.held(PATHS[0]) as local:
-            other = pool.submit(second.fetch, PATHS[5])
-            time.sleep(0.1)
-            assert not other.done()
-            assert local.read_bytes() == CONTENT[PATHS[0]]
-        assert other.result(20).stat().st_size == 1500
+    assert_waits_for_what_is_held(first, second)
     assert not first.use(PATHS[0])
 
 
