@@ -9,7 +9,6 @@ store.caption(store.record("n01440764/n01440764_18.JPEG"))     # (L, D), the val
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,15 +24,13 @@ from .buckets import bucket_size
 from .commits import merge_captions, merge_records, read_commits, read_manifest
 from .errors import DamageError, StoreError, StoreIncomplete
 from .frozen import planned_revisions, read_plan, read_table, table_problem
-from .hashing import read_json, xxh3_file
+from .hashing import xxh3_file
 from .index import INDEX_COLUMNS, BucketIndex, build_indexes
 from .layout import (
     CAPTIONS,
     EMBEDDINGS,
     GROUP,
-    LENGTHS,
     NULL_EMBEDDING,
-    OFFSETS,
     RECORDS,
     bucket_part,
     revision_prefix,
@@ -41,10 +38,9 @@ from .layout import (
 from .probe import check_of, check_whole
 from .revisions import REPAIR, check_store, read_spec, sealed_revisions
 from .schema import Manifest
-from .shards import ArrayLayout
+from .stack import ArrayStack
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
-MAX_METADATA_BYTES = 1 << 20  # of an array's zarr.json
 
 
 @dataclass(frozen=True)
@@ -115,15 +111,15 @@ class LatentStore:
         is_unfinished = newest_planned and newest_planned[0] not in sealed and newest_planned[0] >= self.newest_revision
         self.unfinished_revision = newest_planned[0] if is_unfinished else None
         if self.manifest:
-            self._sizes = {entry.path: entry.bytes for entry in self.manifest.files}
-            self._stack = self.manifest.stack
-            self.folder = ShardFolder(self.path, self._sizes, access=access, remote=self.remote)
+            sizes = {entry.path: entry.bytes for entry in self.manifest.files}
+            self._stack = ArrayStack(self.path, self.spec, self.manifest.stack, sizes=sizes, planned={})
+            self.folder = ShardFolder(self.path, sizes, access=access, remote=self.remote)
             if self.remote is None:  # else open_remote has checked them
                 self._check_files(self.manifest)
             return
-        self._sizes, self._stack = None, [1]
         self.folder = ShardFolder(self.path, access=access)
         self._plan = read_plan(self.path, 1)
+        self._stack = ArrayStack(self.path, self.spec, [1], sizes=None, planned=self._plan.layout.arrays)
         self._commits = read_commits(self.path, self._plan)
         if not allow_incomplete:
             raise StoreIncomplete(
@@ -217,7 +213,7 @@ class LatentStore:
         """All that is kept of the records table, read once: the indexes of the buckets, and the checksums."""
         buckets = self.manifest.buckets if self.manifest else self._plan.bucket_positions
         table = self.record_columns((*INDEX_COLUMNS, "checksum"))
-        indexes = build_indexes(table, buckets, self._stacked_rows)
+        indexes = build_indexes(table, buckets, self._stack.rows)
         for bucket, index in indexes.items():
             if len(index) and not -1 <= index.labels.min() <= index.labels.max() < self.num_classes:
                 raise DamageError(
@@ -230,22 +226,6 @@ class LatentStore:
         del table
         pa.default_memory_pool().release_unused()  # the table was ten times what is kept of it
         return indexes, checksums
-
-    def _stacked_rows(self, bucket: str, revisions: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Positions in the stacked arrays of a bucket, from rows of each revision's own array."""
-        layouts = self._layouts(f"{bucket_part(bucket)}/{self.spec.latent.array}")
-        if not len(rows):
-            return rows.astype(np.int64)
-        there = np.array(list(layouts), np.int64)
-        counts = np.array([layout.shape[0] for layout in layouts.values()], np.int64)
-        which = np.searchsorted(there, revisions)
-        known = which < len(there)
-        known[known] = there[which[known]] == revisions[known]
-        if not known.all() or np.any(rows < 0) or np.any(rows >= counts[which]):
-            raise DamageError(
-                f"store '{self.path}': records of bucket '{bucket}' name rows that are not there. {REPAIR}"
-            )
-        return rows + (np.cumsum(counts) - counts)[which]
 
     def record(self, key: str) -> Record:
         """Find a record by its key.
@@ -264,9 +244,9 @@ class LatentStore:
         """The record at a position of the records table."""
         values = self.records.slice(index, 1).to_pylist()[0]
         values["caption_ids"] = tuple(values["caption_ids"] or ())
-        if values["bucket"] and values["row"] >= 0 and values["revision"] in self._stack:
+        if values["bucket"] and values["row"] >= 0 and values["revision"] in self._stack.revisions:
             place = np.array([values["revision"]]), np.array([values["row"]])
-            values["row"] = int(self._stacked_rows(values["bucket"], *place)[0])
+            values["row"] = int(self._stack.rows(values["bucket"], *place)[0])
         return Record(index=index, **{name: values[name] for name in Record.__dataclass_fields__ if name != "index"})
 
     def caption(self, record: Record, which: int = 0) -> np.ndarray:
@@ -291,36 +271,17 @@ class LatentStore:
     @cached_property
     def caption_offsets(self) -> np.ndarray:
         """(num_captions,) first row of each caption in the stacked captions/embeddings."""
-        return self._caption_index[0]
+        return self._caption_spans[0]
 
     @cached_property
     def caption_lengths(self) -> np.ndarray:
         """(num_captions,) tokens of each caption."""
-        return self._caption_index[1]
+        return self._caption_spans[1]
 
     @cached_property
-    def _caption_index(self) -> tuple[np.ndarray, np.ndarray]:
-        """Offsets and lengths of all captions, each found to lie within the embeddings of its revision."""
-        embeddings, base = self._layouts(EMBEDDINGS), 0
-        offset_layouts, length_layouts = self._layouts(OFFSETS), self._layouts(LENGTHS)
-        offsets, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        longest = self.spec.text.max_tokens if self.spec.text else 0
-        fits = embeddings.keys() == offset_layouts.keys() == length_layouts.keys()
-        for revision, layout in embeddings.items() if fits else ():
-            first, count = (
-                ShardedArray(self.folder, [one], check_whole(self)).read(0, one.shape[0])
-                for one in (offset_layouts[revision], length_layouts[revision])
-            )
-            # Asked in this order, because a sum of two hostile numbers can wrap around.
-            fits = fits and len(first) == len(count) and bool(np.all((count >= 1) & (count <= longest)))
-            fits = fits and bool(np.all((first >= 0) & (first <= layout.shape[0] - count)))
-            if not fits:
-                break
-            offsets.append(first + base)
-            lengths.append(count)
-            base += layout.shape[0]
-        found = np.concatenate(offsets), np.concatenate(lengths)
-        if not fits or (self.manifest and len(found[0]) != self.manifest.num_captions):
+    def _caption_spans(self) -> tuple[np.ndarray, np.ndarray]:
+        found = self._stack.caption_spans(self.folder, check_whole(self))
+        if self.manifest and len(found[0]) != self.manifest.num_captions:
             raise DamageError(f"store '{self.path}': its captions name tokens that are not there. {REPAIR}")
         return found
 
@@ -338,59 +299,13 @@ class LatentStore:
             return self._arrays[path]
         with self.folder.lock:  # two of one path would map its shards twice
             if path not in self._arrays:
-                layouts = self._layouts(path)
+                layouts = self._stack.layouts(path)
                 if not layouts:
                     raise StoreError(
                         f"store '{self.path}': there is no array '{path}'. Buckets: {', '.join(self.buckets)}."
                     )
                 self._arrays[path] = ShardedArray(self.folder, list(layouts.values()), check_of(self, path))
             return self._arrays[path]
-
-    def _layouts(self, path: str) -> dict[int, ArrayLayout]:
-        """Layout of an array in each revision of the stack that has it."""
-        found = {}
-        for revision in self._stack:
-            array = revision_prefix(revision) + path
-            metadata = self.path / array / GROUP
-            if f"{array}/{GROUP}" in self._sizes if self._sizes is not None else metadata.is_file():
-                found[revision] = ArrayLayout.from_metadata(array, read_json(metadata, max_bytes=MAX_METADATA_BYTES))
-                self._check_layout(path, found[revision])
-        return found
-
-    def _check_layout(self, path: str, layout: ArrayLayout) -> None:
-        """An array that is not what the store says of itself is refused before anything is made of its numbers."""
-        if self._sizes is None:  # incomplete: the plan says what it must be
-            wanted = self._plan.layout.arrays.get(layout.path)
-            if wanted != layout:
-                raise DamageError(
-                    f"store '{self.path}': array '{layout.path}' is not the one that was planned. {REPAIR}"
-                )
-            return
-        if (layout.shape[1:], layout.dtype) != self._row_of(path):
-            raise DamageError(
-                f"store '{self.path}': array '{layout.path}' has rows of {layout.dtype} {layout.shape[1:]}, which are "
-                f"not those of the store's encoders. {REPAIR}"
-            )
-        if self._shard_counts[layout.path] != layout.num_shards:
-            raise DamageError(
-                f"store '{self.path}': array '{layout.path}' claims {layout.num_shards} shards, the manifest lists "
-                f"{self._shard_counts[layout.path]}. {REPAIR}"
-            )
-
-    @cached_property
-    def _shard_counts(self) -> Counter[str]:
-        """Shard files of each array, as the manifest lists them."""
-        return Counter(path.partition("/c/")[0] for path in self._sizes or () if "/c/" in path)
-
-    def _row_of(self, path: str) -> tuple[tuple[int, ...], str] | None:
-        """Shape and dtype of a row of an array, as the store's own description has them; None where it has no such."""
-        if path in (OFFSETS, LENGTHS):
-            return (), "int64"
-        if path in (EMBEDDINGS, NULL_EMBEDDING):
-            return self.spec.text and ((self.spec.text.width,), self.spec.text.dtype)
-        bucket, latent = path.split("/")[1], self.spec.latent
-        height, width = (side // latent.downscale for side in bucket_size(bucket))
-        return (latent.stored_channels, height, width), latent.dtype
 
     def _table(self, name: str, columns: Sequence[str] | None) -> pa.Table:
         assert self.manifest is not None

@@ -232,7 +232,7 @@ def test_all_but_the_shards_is_a_store_that_opens(
     assert opened.records.equals(caption_store.records)
     assert opened.captions.equals(caption_store.captions)
     assert opened.index("64x64").rows.tolist() == caption_store.index("64x64").rows.tolist()
-    assert opened._layouts("captions/embeddings") == caption_store._layouts("captions/embeddings")
+    assert opened._stack.layouts("captions/embeddings") == caption_store._stack.layouts("captions/embeddings")
 
 
 def test_eight_threads_bring_a_shard_from_s3_once(s3: str, caption_store: LatentStore, tmp_path: Path) -> None:

@@ -11,26 +11,21 @@ import signal
 import sys
 import traceback as traceback_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from .. import __version__
-from ..datasets.errors import DamageError, LeanditError, RecipeError, ResourceError, StoreIncomplete
+from ..datasets.errors import DamageError, LeanditError, RecipeError, StoreIncomplete
 from ..train.stop import EXIT_RESUMABLE, StopRequest, Terminated
+from .cli_bench import bench
+from .cli_options import AsJson, Device, DryRun, Overrides, print_rows, torch_device
 
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES, EXIT_CTRL_C = 1, 2, 5, 130
 TRACEBACK = "--traceback"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one recipe key; repeatable.")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
+app.add_typer(bench, name="bench")
 
 # typer brings its own copy of click and exports only some of it.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -102,7 +97,7 @@ def precompute(
             options=Options(drop_gone=drop_gone, retry_rejected=retry_rejected),
             new_revision=new_revision,
         )
-    _print_rows(precompute_rows(report, store))
+    print_rows(precompute_rows(report, store))
 
 
 @app.command()
@@ -158,7 +153,7 @@ def train(
         rows.append(("loss", f"{outcome.losses[0]:.4f} at first, {outcome.losses[1]:.4f} at last"))
     if not outcome.finished:
         rows.append(("state", "interrupted; what was done is saved, run the same command again to go on"))
-    _print_rows(rows)
+    print_rows(rows)
     if not outcome.finished:
         raise typer.Exit(EXIT_RESUMABLE if stop.is_terminated else EXIT_CTRL_C)
 
@@ -249,7 +244,7 @@ def compact(store: Annotated[Path, typer.Argument(help="Store that has grown.")]
     gone = ", ".join(map(str, result.removed))
     rows.append(("removed", f"revisions {gone}; {result.freed_bytes / 2**20:.1f} MiB freed" if gone else "nothing"))
     rows.append(("root hash", result.manifest.root_hash))
-    _print_rows(rows)
+    print_rows(rows)
 
 
 @app.command()
@@ -284,7 +279,7 @@ def sample(
         print(json.dumps(result, indent=1))
     else:
         shown = ("snapshot", "bucket", "guidance", "grid")
-        _print_rows([("samples", str(len(result["samples"]))), *((name, str(result[name])) for name in shown)])
+        print_rows([("samples", str(len(result["samples"]))), *((name, str(result[name])) for name in shown)])
 
 
 @app.command()
@@ -301,103 +296,6 @@ def demo(
 
     out.mkdir(parents=True, exist_ok=True)
     run_demo(out, num_pictures=num_pictures, overrides=overrides or [], stop=StopRequest(), say=print)
-
-
-bench = typer.Typer(no_args_is_help=True)
-app.add_typer(bench, name="bench")
-
-
-@bench.callback()
-def bench_options() -> None:
-    """Measure leandit beside its peers, on this machine.
-
-    Example: leandit bench loader --scratch bench
-    """
-
-
-@bench.command("loader")
-def bench_loader(
-    scratch: Annotated[Path, typer.Option(help="Folder for the store and the peers' files; they stay there.")],
-    workload: Annotated[str, typer.Option(help="latents, captions or both.")] = "both",
-    rounds: Annotated[int, typer.Option(min=1, help="Times that every peer is measured.")] = 5,
-    peers: Annotated[str | None, typer.Option(metavar="A,B", help="Only these peers, beside the limit.")] = None,
-    records: Annotated[
-        int | None, typer.Option(min=40, help="Of each workload, else 100000 latents and 2000 with captions.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Length of a measured window.")] = 1.0,
-    pythons: Annotated[
-        list[str] | None,
-        typer.Option("--python", metavar="PEER=PATH", help="Interpreter of a peer's own environment; repeatable."),
-    ] = None,
-    as_json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a bar chart here (PNG).")] = None,
-) -> None:
-    """Read the same records through this store and through its peers, side by side.
-
-    Example: leandit bench loader --scratch bench --workload latents --plot loaders.png
-    """
-    from .bench import make_request, run
-    from .bench_report import check_plot, render
-    from .bench_report import plot as draw
-    from .progress import ProgressLine
-
-    request = make_request(scratch, workload, records, peers, pythons or [], rounds=rounds, seconds=seconds)
-    if plot:
-        check_plot(plot)
-    with ProgressLine() as progress:
-        result = run(request, progress)
-    print(json.dumps(result, indent=1) if as_json else render(result))
-    if plot:
-        draw(result, plot)
-        print(f"leandit: chart written to {plot}", file=sys.stderr)
-
-
-@bench.command("open")
-def bench_open(
-    scratch: Annotated[Path, typer.Option(help="Folder for the store; it stays there.")],
-    records: Annotated[int, typer.Option(min=1000, help="Of the store; 8 KiB each.")] = 1_281_167,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that it is opened.")] = 5,
-    as_json: AsJson = False,
-) -> None:
-    """Measure how long a store takes to open, what it holds in memory, and what a batch costs to plan.
-
-    Example: leandit bench open --scratch bench
-    """
-    from .bench_open import render, run
-
-    result = run(scratch, records, rounds)
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        _print_rows(render(result))
-
-
-def torch_device(name: str) -> Any:
-    """The device that ``--device`` names.
-
-    Raises: RecipeError: there is no such device; ResourceError: torch is not installed.
-    """
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        raise ResourceError("this command needs torch, which is not installed. pip install 'leandit[all]'") from error
-
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise RecipeError(f"--device '{name}': needed cpu, cuda, cuda:N or auto.") from error
-    if device.type not in ("cpu", "cuda"):
-        raise RecipeError(f"--device '{name}': needed cpu, cuda, cuda:N or auto.")
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise RecipeError(f"--device '{name}': torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here.")
-    return device
-
-
-def _print_rows(rows: list[tuple[str, str]]) -> None:
-    for name, value in rows:
-        print(f"{name:<12}{value}")
 
 
 def main() -> None:

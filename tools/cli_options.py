@@ -1,0 +1,45 @@
+"""What the sub-commands share: options of one name and meaning, the device, aligned results."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ..datasets.errors import RecipeError, ResourceError
+
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one recipe key; repeatable.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def torch_device(name: str) -> Any:
+    """The device that ``--device`` names.
+
+    Raises: RecipeError: there is no such device; ResourceError: torch is not installed.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise ResourceError("this command needs torch, which is not installed. pip install 'leandit[all]'") from error
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise RecipeError(f"--device '{name}': needed cpu, cuda, cuda:N or auto.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise RecipeError(f"--device '{name}': needed cpu, cuda, cuda:N or auto.")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise RecipeError(f"--device '{name}': torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here.")
+    return device
+
+
+def print_rows(rows: list[tuple[str, str]]) -> None:
+    """Print names and values, the values under each other."""
+    for name, value in rows:
+        print(f"{name:<12}{value}")
