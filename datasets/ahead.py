@@ -17,7 +17,7 @@ class Ahead:
 
     def __init__(self, num_threads: int, work: Callable[[str], bool]) -> None:
         self._num_threads, self._work = num_threads, work
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that drops the list may run while it is held
         self._names = deque[str]()
         self._running: set[threading.Thread] = set()
 

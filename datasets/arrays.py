@@ -74,18 +74,26 @@ class ShardFolder:
         Raises: DamageError.
         """
         name = layout.shard_path(shard)
-        if self.remote is not None:  # whole, and checked by its hash; nobody but this library writes there
+        if self.remote is not None:  # whole, and checked by its hash
             with self.remote.held(name) as path:
-                return ShardFile(path, layout, len(layout.rows_of(shard)), mapped=mapped)
+                self._watch_file(path)
+                return ShardFile(path, layout, len(layout.rows_of(shard)), mapped=mapped, mend=self._mend)
         path = self.root / name
         size = path.stat().st_size if path.is_file() else None
         if size is None or (self._sizes is not None and size != self._sizes.get(name)):
             was = "is missing" if size is None else f"has {size} bytes, not those of the manifest"
             raise DamageError(f"shard '{path}': {was}. {REPAIR}")
+        self._watch_file(path)
+        return ShardFile(path, layout, len(layout.rows_of(shard)), mapped=mapped)
+
+    def _watch_file(self, path: Path) -> None:
         if self._watch is None:
             self._watch = ChangeWatch()
         self._watch.add(os.fspath(path))
-        return ShardFile(path, layout, len(layout.rows_of(shard)), mapped=mapped)
+
+    @property
+    def _mend(self) -> str:
+        return REPAIR if self.remote is None else "Remove this file: it comes again from the store's URL."
 
     def keep_open(self, layout: ArrayLayout, shard: int, check: Callable[[ShardFile], None]) -> ShardFile:
         """The same, kept open until others were used more recently.
@@ -122,7 +130,7 @@ class ShardFolder:
             size = os.stat(path).st_size if os.path.exists(path) else 0
             raise DamageError(
                 f"shard '{path}': something wrote to it while it was read, it has {size} bytes now. Stop what writes "
-                f"there. {REPAIR}"
+                f"there. {self._mend}"
             )
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:

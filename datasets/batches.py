@@ -15,12 +15,13 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
 from itertools import accumulate, pairwise
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from .cached import cached_property
 from .errors import RecipeError
 from .order import MAX_NUMBER, ORDER_VERSION, PlannedBatch
 from .shuffle import (
@@ -66,6 +67,9 @@ class BatchPlan:
     selection: Selection | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.seed, Integral):
+            raise RecipeError(f"a seed of {self.seed!r}: needed a whole number.")
+        object.__setattr__(self, "seed", int(self.seed))  # numpy's would overflow, and cannot be written as JSON
         if self.leftovers not in get_args(Leftovers):
             raise RecipeError(f"leftovers {self.leftovers!r}: needed one of {', '.join(get_args(Leftovers))}.")
         numbers = [(f"bucket '{bucket}': a batch size", size) for bucket, size in self.batch_sizes.items()]
@@ -313,10 +317,10 @@ class BatchPlan:
             "seed": self.seed,
             "leftovers": self.leftovers,
             "window_shards": self.window.shards if self.window else 0,
+            "filter": dict(self.selection.identity) if self.selection else None,
             "bucket_order": list(self.buckets),
             "buckets": {
                 name: {"records": count, "batch_size": size} | ({"shard_rows": rows[name]} if self.window else {})
                 for name, count, size in self._table
             },
-            "filter": dict(self.selection.identity) if self.selection else None,
         }

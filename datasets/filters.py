@@ -12,6 +12,7 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +56,14 @@ class Selection:
       positions: of each bucket, sorted positions of those that train, in the smallest integer dtype; None for all.
       num_filtered: records filtered out, by reason; a record counts for the first that applies.
       identity: plain values of the filter, for the state of a loader.
+      plan_hash: of the store's revision, whose records these are.
     """
 
     counts: Mapping[str, int]
     positions: Mapping[str, np.ndarray | None]
     num_filtered: Mapping[str, int]
     identity: Mapping[str, Any]
+    plan_hash: str
 
     @property
     def num_records(self) -> int:
@@ -91,8 +94,8 @@ class RecordFilter:
     scores: ScoreTable | None = None
 
     def __post_init__(self) -> None:
-        if self.labels is not None and not self.labels:
-            raise RecipeError("a filter with an empty list of labels: needed at least one, or None for all.")
+        if self.labels is not None and (isinstance(self.labels, str) or not len(self.labels)):
+            raise RecipeError(f"a filter with labels {self.labels!r}: needed a list of at least one, or None for all.")
         low, high = self._aspects
         if not low <= high:
             raise RecipeError(f"a filter with aspects from {low} to {high}: needed a minimum up to the maximum.")
@@ -125,7 +128,7 @@ class RecordFilter:
 
         positions = {bucket: _positions(passing[records]) for bucket, records in here.items()}
         counts = {b: len(here[b]) if chosen is None else len(chosen) for b, chosen in positions.items()}
-        selection = Selection(counts, positions, num_filtered, identity)
+        selection = Selection(counts, positions, num_filtered, identity, store.plan_hash)
         if not selection.num_records:
             raise RecipeError(f"store '{store.path}': {selection.describe()}. Loosen the filter.")
         return selection
@@ -167,7 +170,7 @@ def label_indices(labels: Sequence[str | int], store: LatentStore) -> list[int]:
     classes = store.spec.classes or []
     found = set()
     for label in labels:
-        if not isinstance(label, str) and 0 <= label < len(classes):
+        if isinstance(label, Integral) and not isinstance(label, bool) and 0 <= int(label) < len(classes):
             found.add(int(label))
         elif isinstance(label, str) and label in classes:
             found.add(classes.index(label))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import xxhash
 from pydantic import ValidationError
 
 from .buckets import bucket_size
+from .cached import cached_property
 from .errors import DamageError, FormatVersionError, RecipeError, StoreIncomplete
 from .files import write_folder
 from .hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts

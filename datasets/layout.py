@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .buckets import bucket_size
+from .cached import cached_property
 from .hashing import canonical_json
 from .schema import StoreSpec
 from .shards import ArrayLayout, pack_shard
@@ -28,6 +28,7 @@ PLAN = "plan"
 PLAN_HEAD = "plan.json"
 REVISIONS = "revisions"
 LEASES = "leases"
+REMOTE_ABOUT = "about.json"  # beside a store of which only a part has come from its URL
 
 CAPTION_PART = "captions"
 NULL_PART = "null_caption"

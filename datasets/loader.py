@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from .batches import BatchPlan, Leftovers
-from .errors import RunError
+from .errors import RecipeError, RunError
 from .filters import Selection
 from .forks import in_forks
 from .order import MAX_NUMBER, changed_fields
@@ -47,12 +47,18 @@ class BatchStream(IterableDataset):
       prefetch: batches read ahead, each by one thread; 0 reads them when they are asked for.
       device: where batches are handed out, with their latents ready; None leaves them in memory, as stored. On a GPU
         the copy, the draw and the scaling happen ahead, on a stream of their own.
+    Raises: RecipeError: no such number of batches, or no such device.
     """
 
     def __init__(self, reader: BatchReader, *, prefetch: int = 2, device: torch.device | None = None) -> None:
+        if not isinstance(prefetch, int) or prefetch < 0:
+            raise RecipeError(f"a prefetch of {prefetch!r} batches: needed a whole number, 0 or more.")
+        if _is_gpu(device) and not torch.cuda.is_available():
+            raise RecipeError(f"device '{device}': torch {torch.__version__} sees no GPU here.")
         self.begin_anew()
         self.reader, self._prefetch, self._device = reader, prefetch, device
         self.number = 0
+        self._moves = 0  # how often a state was loaded
         self.wait_seconds = 0.0
         self._brought = range(0)  # numbers for which shards of a store at a URL were asked for
         self._side = torch.cuda.Stream(device) if _is_gpu(device) else None
@@ -89,11 +95,16 @@ class BatchStream(IterableDataset):
                 "loader: a stream of batches reads ahead in threads and cannot be split over worker processes. Use "
                 "num_workers=0, or DataLoader(stream.reader, batch_size=None, sampler=range(step, steps), ...)."
             )
-        end = self._plan.batches_before(self.epoch + 1) if self._plan else None
+        moves, end = self._moves, self._end_of_epoch()
         while end is None or self.number < end:
             batch = self._next()
             self.number += 1  # before it is handed out, so that the state counts what was
             yield batch
+            if moves != self._moves:  # a state was loaded meanwhile: on from there, to the end of its epoch
+                moves, end = self._moves, self._end_of_epoch()
+
+    def _end_of_epoch(self) -> int | None:
+        return self._plan.batches_before(self.epoch + 1) if self._plan else None
 
     def _next(self) -> Batch:
         """The next batch, and reading ahead of it; also beyond the end of the epoch."""
@@ -153,11 +164,27 @@ class BatchStream(IterableDataset):
         self._stop(wait=False)
 
     def _stop(self, *, wait: bool) -> None:
+        if "_pools" not in vars(self):
+            return  # a copy that was not made whole
         self._cancel()
         if self._pools is not None:
             for pool in self._pools:
                 pool.shutdown(wait=wait)
             self._pools = None
+        if self._brought:
+            self._brought = range(0)
+            for store in self.reader.stores:
+                if store.remote is not None:
+                    store.remote.prefetch([])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_pools", "_ahead", "_side")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.begin_anew()
+        self._side = torch.cuda.Stream(self._device) if _is_gpu(self._device) else None
+        in_forks(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, and what must not have changed when it goes on."""
@@ -166,18 +193,21 @@ class BatchStream(IterableDataset):
             "version": STATE_VERSION,
             "number": self.number,
             "passes": plan.place_of(self.number)[0] + bool(plan.place_of(self.number)[1]) if plan else None,
-            "root_hashes": [store.root_hash for store in self.reader.stores],
+            "root_hashes": [content_hash(store.root_hash, store.plan_hash) for store in self.reader.stores],
             "order": self.reader.order.identity(),
             "draw_seed": self.reader.seed,
         }
 
-    def load_state_dict(self, state: dict[str, Any], earlier: Collection[str | None] = ()) -> None:
+    def load_state_dict(self, state: dict[str, Any], earlier: Collection[str] = ()) -> None:
         """Go on from a state; ranks, workers and microbatches may be others.
 
         Args:
-          earlier: root hashes of what was read before; a state of one of these begins the next pass, over this store.
+          earlier: ``content_hash`` of what was read before; a state of one of these begins the next pass, over this
+            store.
         Raises: RunError: the store, or what decides the order, is another, or there is no such place.
         """
+        if not isinstance(state, dict) or "number" not in state:
+            raise RunError(f"loader state: no state of a loader; needed what 'state_dict' gave. {RESUME}")
         here = self.state_dict()
         was = state.get("root_hashes")
         moved = self._plan is not None and was != here["root_hashes"] and was in [[root] for root in earlier]
@@ -194,7 +224,12 @@ class BatchStream(IterableDataset):
             if changes := changed_fields(_kept(was_order), _kept(here["order"]), "order"):
                 raise RunError(f"loader state: {changes[0]}, so the order of records would be another. {RESUME}")
             place = self._plan.batches_before(place)
-        self.number = place
+        self.number, self._moves = place, self._moves + 1
+
+
+def content_hash(root_hash: str | None, plan_hash: str) -> str:
+    """What stands for the records of a store in a state: its root hash, while it is incomplete that of its plan."""
+    return root_hash or f"plan {plan_hash}"
 
 
 def _kept(order: Any) -> Any:
@@ -238,7 +273,7 @@ def make_loader(
     world_size: int = 1,
     text: TextForm = "padded",
     prefetch: int = 2,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
 ) -> BatchLoader:
     """Loader over a store: each pass is one epoch, ``state_dict()`` resumes at any batch.
 
@@ -253,12 +288,22 @@ def make_loader(
       text: captions "padded" to the longest of the batch, "packed" one after the other, or "none" of them.
       prefetch: batches read ahead.
       device: where batches are handed out, with their latents ready; None leaves them in memory, as stored.
-    Raises: RunError: the store has no records; RecipeError: the selection is of another store.
+    Raises: RunError: the store has no records; RecipeError: the selection is of another store, or an argument is none.
     """
+    device = None if device is None else torch.device(device)
     buckets = selection.counts if selection else store.buckets
     plan = BatchPlan(buckets, global_batch, seed, leftovers=leftovers, window=window, selection=selection)
     reader = BatchReader([store], plan, rank=rank, world_size=world_size, text=text, pin=_is_gpu(device))
     return loader_of(BatchStream(reader, prefetch=prefetch, device=device))
+
+
+def shard_window(store: LatentStore, shards: int, selection: Selection | None = None) -> ShardWindow:
+    """A window of so many shards of each bucket; of one that a selection cuts, its blocks have fewer records."""
+    rows = {}
+    for bucket, count in store.buckets.items():
+        trains = selection.counts[bucket] if selection else count
+        rows[bucket] = max(1, round(store.latents(bucket).shard_rows * trains / max(1, count)))
+    return ShardWindow(shards, rows)
 
 
 def loader_of(stream: BatchStream) -> BatchLoader:

@@ -16,15 +16,15 @@ from pathlib import Path
 from .bounded import is_name
 from .commits import read_manifest
 from .errors import DamageError, LeanditError, ResourceError, StoreError, StoreIncomplete, StoreNotFound
-from .files import make_folder, remove, write_atomic
+from .files import TEMPORARY_PREFIX, make_folder, remove, write_atomic
 from .frozen import planned_revisions
 from .hashing import MAX_JSON_BYTES, canonical_json, read_json, sha256_of, xxh3_file
-from .layout import CAPTIONS, GROUP, MANIFEST, PLAN, PLAN_HEAD, RECORDS, REVISIONS, revision_prefix
+from .layout import CAPTIONS, GROUP, MANIFEST, PLAN, PLAN_HEAD, RECORDS, REMOTE_ABOUT, REVISIONS, revision_prefix
 from .remote_reader import RemoteReader
 from .revisions import read_spec, sealed_revisions
 from .schema import FileEntry, Manifest
 
-ABOUT, OPENING = "about.json", "opening"
+OPENING = "opening"
 REQUESTS = 8  # at a time
 # Files of a manifest up to which the sizes of its shards are looked up: 20 requests of an s3 listing. Beyond, that
 # would take minutes, and a shard's size is seen when it comes.
@@ -42,22 +42,31 @@ def default_folder(url: str) -> Path:
     return Path(base) / "leandit" / sha256_of(url.rstrip("/"))[:16]
 
 
-def claim_folder(folder: Path, url: str, shown_url: str) -> None:
-    """Make a local folder that of a URL.
+def check_folder(folder: Path, shown_url: str) -> None:
+    """Refuse a local folder with files that are not ours; it is made if missing.
 
-    Raises: StoreError: it is that of another, or holds something else.
+    Raises: StoreError.
     """
     make_folder(folder)
     there = set(os.listdir(folder))
-    if there and not there & {ABOUT, OPENING}:
+    if there and not there & {REMOTE_ABOUT, OPENING}:
         raise StoreError(
             f"folder '{folder}': it holds other files; needed an empty one for store '{shown_url}', since files in it "
             "are removed to make room. Give another one."
         )
+
+
+def claim_folder(folder: Path, url: str, shown_url: str) -> None:
+    """Make a local folder that of a URL; only under its lock.
+
+    Raises: StoreError: it is that of another.
+    """
     about = {"url": shown_url, "url_sha256": sha256_of(url.rstrip("/"))}
-    if ABOUT not in there:
-        write_atomic(folder / ABOUT, canonical_json(about))
-    found = read_json(folder / ABOUT)
+    for stray in folder.glob(f"{TEMPORARY_PREFIX}*@{REMOTE_ABOUT}"):  # of a process that was killed
+        remove(stray)
+    if not (folder / REMOTE_ABOUT).is_file():
+        write_atomic(folder / REMOTE_ABOUT, canonical_json(about))
+    found = read_json(folder / REMOTE_ABOUT)
     if found != about:
         other = found.get("url") if isinstance(found, dict) else found
         raise StoreError(f"folder '{folder}': it belongs to store '{other}', not to '{shown_url}'. Give another one.")
@@ -187,7 +196,10 @@ def _refuse_without_manifest(reader: RemoteReader) -> None:
             f"store '{reader.url}': it has no complete revision, and only those are read at a URL. Run the same "
             "precompute command again where it was made, then copy it anew."
         )
-    raise StoreNotFound(f"store '{reader.url}': there is no 'manifest.json', so it is no leandit store. Check the URL.")
+    raise StoreNotFound(
+        f"store '{reader.url}': there is no such place, or no 'manifest.json' in it, so it is no leandit store. Check "
+        "the URL."
+    )
 
 
 def _forget_others(store: Path, remote: set[str]) -> None:

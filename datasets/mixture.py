@@ -15,12 +15,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .cached import cached_property
 from .errors import RecipeError
 from .order import BatchOrder, PlannedBatch
 from .shuffle import PURPOSE_MIXTURE, keyed_hash, permute

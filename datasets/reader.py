@@ -9,7 +9,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from .buffers import BufferPool
+from .cached import cached_property
 from .errors import RecipeError
 from .forks import in_forks
 from .latents import final_latents
@@ -34,7 +34,7 @@ PLANNED_AHEAD = 32  # batches that are planned in one go, at little more than th
 KEPT_GROUPS = 3  # of planned batches: threads read on both sides of a border, and the next is planned ahead
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Batch:
     """A rank's slice of one global batch of one bucket; B records, fewer than 1 only where a "short" batch is smaller
     than the number of ranks.
@@ -68,6 +68,9 @@ class Batch:
     def __len__(self) -> int:
         return len(self.stored)
 
+    def __repr__(self) -> str:
+        return f"Batch(number={self.number}, epoch={self.epoch}, bucket='{self.bucket}', records={len(self)})"
+
     @cached_property
     def latents(self) -> torch.Tensor:
         """(B, C, H, W) float32, drawn, shifted and scaled: the model's input at t = 0, on the device of the batch."""
@@ -76,7 +79,8 @@ class Batch:
     @cached_property
     def caption_offsets(self) -> torch.Tensor:
         """(B + 1,) int32 where each packed caption begins, then the end: cu_seqlens of variable-length attention."""
-        assert self.caption_lengths is not None, "the store has no captions"
+        if self.caption_lengths is None:
+            raise RecipeError("this batch has no captions: its store has none, or the reader was asked for none.")
         zero = torch.zeros(1, dtype=torch.int64, device=self.caption_lengths.device)
         return torch.cat([zero, self.caption_lengths.cumsum(0)]).int()
 
@@ -132,7 +136,9 @@ class BatchReader(Dataset):
         pin: bool = False,
         seed: int | None = None,
     ) -> None:
-        assert len(stores) == len(order.plans), f"{len(stores)} stores for {len(order.plans)} plans"
+        if isinstance(stores, LatentStore) or len(stores) != len(order.plans):
+            count = "one, not in a list" if isinstance(stores, LatentStore) else len(stores)
+            raise RecipeError(f"stores of a reader: {count}; needed a list of {len(order.plans)}, one for each plan.")
         self.stores, self.order = list(stores), order
         self.seed = order.plans[0].seed if seed is None else seed
         rank_slice(0, rank, world_size)  # is there such a rank?
@@ -153,6 +159,8 @@ class BatchReader(Dataset):
 
     def __getitem__(self, number: int) -> Batch:
         """Read a global batch, or this rank's slice of it; in order is cheapest, since they are planned together."""
+        if number < 0:
+            raise IndexError(f"batch {number}: they are counted from 0")
         looked_up = self._look_up(number)
         planned, wanted = looked_up.planned, looked_up.wanted
         store, captions, lengths = self.stores[planned.plan], None, None
@@ -236,6 +244,11 @@ def check_fit(store: LatentStore, plan: BatchPlan) -> None:
 
     Raises: RecipeError: naming the bucket and both counts.
     """
+    if plan.selection and plan.selection.plan_hash != store.plan_hash:
+        raise RecipeError(
+            f"store '{store.path}': the plan's selection was made from another store, or another revision of it. Make "
+            "it anew with RecordFilter.select."
+        )
     for bucket in {**plan.buckets, **store.buckets}:
         planned, there = plan.buckets.get(bucket, 0), store.buckets.get(bucket, 0)
         chosen = plan.selection.positions.get(bucket) if plan.selection else None

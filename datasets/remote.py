@@ -16,6 +16,7 @@ A folder may be shared by processes, forks too, and deleted while no process rea
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ from typing import Any
 
 from .ahead import Ahead
 from .bounded import BoundedFolder, NoRoom, let_go, locked
-from .errors import DamageError, LeanditError, ResourceError
+from .errors import DamageError, LeanditError, RecipeError, ResourceError
 from .forks import in_forks
 from .hashing import xxh3_file
 from .mirror import (
@@ -34,6 +35,7 @@ from .mirror import (
     bring_manifest,
     bring_small_files,
     check_entries,
+    check_folder,
     check_listing,
     claim_folder,
     default_folder,
@@ -126,6 +128,7 @@ class RemoteFolder:
 
     def pin(self, paths: Iterable[str]) -> contextlib.AbstractContextManager[None]:
         """Keep shards in this process from going, once they are here, while the block runs; it brings none."""
+        self._begin_in_fork()
         return self._counted(self._pins, [name_of(self._entry(path)) for path in paths])
 
     def prefetch(self, paths: Iterable[str]) -> None:
@@ -134,6 +137,7 @@ class RemoteFolder:
         None makes one go that is pinned or stands earlier in the list: where there is no more room, the rest waits for
         the next list. What goes wrong here is told by the ``fetch`` that needs the shard, which tries it again.
         """
+        self._begin_in_fork()
         names = list(dict.fromkeys(name_of(self._entry(path)) for path in paths))
         with self._changed:
             self._wishes = {name: place for place, name in enumerate(names)}
@@ -148,6 +152,7 @@ class RemoteFolder:
 
     def close(self) -> None:
         """Bring nothing more ahead; what is coming comes to its end first."""
+        self._begin_in_fork()
         self._ahead.close()
 
     def __enter__(self) -> RemoteFolder:
@@ -156,16 +161,20 @@ class RemoteFolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _begin_in_fork(self) -> None:
+        """Every method comes through here."""
+        if self._is_fork:
+            with self._beginning:
+                if self._is_fork:
+                    self._begin()
+                    self._is_fork = False
+
     def _entry(self, path: str) -> FileEntry:
         """What the manifest says of a shard.
 
         Raises: DamageError: it is none.
         """
-        if self._is_fork:  # every method comes through here
-            with self._beginning:
-                if self._is_fork:
-                    self._begin()
-                    self._is_fork = False
+        self._begin_in_fork()
         if path not in self._entries:
             raise DamageError(f"store '{self.url}': file '{path}' is no shard of the manifest. Check the store.")
         return self._entries[path]
@@ -289,11 +298,14 @@ def open_remote(
       revision), DamageError (a file is missing, or not what the manifest says), ResourceError (no room), RecipeError
       (the URL cannot be read here).
     """
+    if not isinstance(capacity_gib, (int, float)) or not 0 < capacity_gib < 2**40:
+        raise RecipeError(f"capacity_gib {capacity_gib!r}: needed a positive, finite number.")
     reader, capacity = RemoteReader(url, options), int(capacity_gib * 2**30)
-    local = Path(folder) if folder else default_folder(url)
+    local = Path(os.path.abspath(folder or default_folder(url)))
     try:
-        claim_folder(local, url, reader.url)
+        check_folder(local, reader.url)
         with locked(local / OPENING):  # who comes second finds all there
+            claim_folder(local, url, reader.url)
             manifest = bring_manifest(reader, local / STORE, revision)
             opened = RemoteFolder(reader, local, manifest, capacity=capacity, threads=threads)
             if len(manifest.files) <= MAX_LISTED:

@@ -31,6 +31,7 @@ _ERRORS = {
     "google.auth.exceptions": ("GoogleAuthError",),
     "http.client": ("HTTPException",),
     "httpx": ("HTTPError",),
+    "httpx2": ("HTTPError",),
     "requests": ("RequestException",),
     "urllib3.exceptions": ("HTTPError",),
 }
@@ -73,8 +74,8 @@ class RemoteReader:
             self._connection, root = self._connect()
         except ImportError as error:
             raise RecipeError(
-                f"store '{self.url}': {_one_line(error)}. To read stores at a URL run pip install 'leandit[remote]' "
-                "(s3), or the package of the file system."
+                f"store '{self.url}': {_one_line(error)}. To read stores at a URL install leandit with its extra "
+                "'remote' (s3), or the package of the file system."
             ) from error
         except (ValueError, OSError, *_library_errors()) as error:
             raise RecipeError(f"store '{self.url}': {_one_line(error)}. Check the URL.") from error

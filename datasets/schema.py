@@ -58,6 +58,16 @@ RECORDS_SCHEMA = pa.schema(
     ]
 )
 
+PLAN_SCHEMA = pa.schema(  # of the records table of a plan
+    [
+        *RECORDS_SCHEMA,
+        ("source_path", pa.string()),  # where the picture lies, relative to the source
+        ("source_offset", pa.int64()),
+        ("source_bytes", pa.int64()),
+        ("source_mtime_ns", pa.int64()),
+    ]
+)
+
 CAPTIONS_SCHEMA = pa.schema(
     [
         ("text", pa.string()),

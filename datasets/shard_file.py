@@ -10,12 +10,12 @@ import math
 import os
 import weakref
 import zlib
-from functools import cached_property
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
 
+from .cached import cached_property
 from .errors import DamageError
 from .shards import ABSENT, CODECS, CRC_BYTES, ArrayLayout
 
@@ -31,11 +31,14 @@ class ShardFile:
       num_rows: rows that it holds.
       mapped: read by memory map; else by ``pread``, which a network file system that fails answers with an error
         where a map would end the process.
+      mend: what to do where it is damaged.
     Raises: DamageError: the index does not fit its checksum, or names chunks that are not there.
     """
 
-    def __init__(self, path: Path, layout: ArrayLayout, num_rows: int, *, mapped: bool = True) -> None:
-        self.path, self._layout, self._num_rows = path, layout, num_rows
+    def __init__(
+        self, path: Path, layout: ArrayLayout, num_rows: int, *, mapped: bool = True, mend: str = REPAIR
+    ) -> None:
+        self.path, self._layout, self._num_rows, self._mend = path, layout, num_rows, mend
         self.file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         self.close = weakref.finalize(self, os.close, self.file)
         self.size = os.fstat(self.file).st_size
@@ -91,7 +94,7 @@ class ShardFile:
 
     def damage(self, what: str) -> DamageError:
         """The error of this shard."""
-        return DamageError(f"shard '{self.path}': {what}. {REPAIR}")
+        return DamageError(f"shard '{self.path}': {what}. {self._mend}")
 
     def _read_index(self) -> tuple[np.ndarray, np.ndarray]:
         """(chunks,) uint64 offsets and lengths of the chunks that hold rows."""

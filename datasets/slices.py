@@ -52,8 +52,8 @@ def batch_sizes_by_tokens(
     Raises: RecipeError: a number below 1, a name that is not HxW, or a bucket with no such size.
     """
     for name, value in (("tokens", tokens), ("pixels_per_token", pixels_per_token), ("multiple_of", multiple_of)):
-        if value < 1:
-            raise RecipeError(f"{name} of {value}: needed at least 1.")
+        if not isinstance(value, Integral) or value < 1:
+            raise RecipeError(f"{name} of {value}: needed a whole number, at least 1.")
     sizes, token_area = {}, pixels_per_token**2
     for bucket in buckets:
         height_px, width_px = bucket_size(bucket)
@@ -78,4 +78,7 @@ def by_bucket(what: str, value: int | Mapping[str, int], buckets: Iterable[str])
         raise RecipeError(f"a {what} of {value!r}: needed a whole number, or one for each bucket.")
     if missing := [bucket for bucket in buckets if bucket not in value]:
         raise RecipeError(f"bucket '{missing[0]}': no {what} is given. There are: {', '.join(value) or 'none'}.")
-    return {bucket: value[bucket] for bucket in buckets}
+    for bucket in buckets:
+        if not isinstance(value[bucket], Integral):
+            raise RecipeError(f"bucket '{bucket}': a {what} of {value[bucket]!r}; needed a whole number.")
+    return {bucket: int(value[bucket]) for bucket in buckets}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from .arrays import ShardCheck, ShardedArray, ShardFolder
 from .buckets import bucket_size
+from .cached import cached_property
 from .errors import DamageError
 from .hashing import read_json
 from .layout import EMBEDDINGS, GROUP, LENGTHS, NULL_EMBEDDING, OFFSETS, bucket_part, revision_prefix

@@ -9,11 +9,11 @@ store.caption(store.record("n01440764/n01440764_18.JPEG"))     # (L, D), the val
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -21,8 +21,9 @@ import pyarrow.compute
 
 from .arrays import Access, ShardedArray, ShardFolder
 from .buckets import bucket_size
+from .cached import cached_property
 from .commits import merge_captions, merge_records, read_commits, read_manifest
-from .errors import DamageError, StoreError, StoreIncomplete
+from .errors import DamageError, RecipeError, StoreError, StoreIncomplete
 from .frozen import planned_revisions, read_plan, read_table, table_problem
 from .hashing import xxh3_file
 from .index import INDEX_COLUMNS, BucketIndex, build_indexes
@@ -32,6 +33,7 @@ from .layout import (
     GROUP,
     NULL_EMBEDDING,
     RECORDS,
+    REMOTE_ABOUT,
     bucket_part,
     revision_prefix,
 )
@@ -74,12 +76,14 @@ class LatentStore:
       revision: number of the revision; 0 for the newest that is complete.
       allow_incomplete: open the first revision also while shards are missing; what is not there is then not stored.
       access: "map" the shards, or "pread" them: for a network file system, where a map that fails ends the process.
+      remote: of a store at a URL: ``folder``, ``capacity_gib``, ``threads``, ``options`` of ``remote.open_remote``.
     Raises:
       StoreNotFound: there is nothing at the path.
       StoreError: it is something else than a store, or has no such revision.
       FormatVersionError: it was written in another format version.
       StoreIncomplete: planned shards are missing.
       DamageError: a file is missing or has not the size that the manifest says.
+      RecipeError: an argument is none of those.
     """
 
     def __init__(
@@ -91,12 +95,17 @@ class LatentStore:
         access: Access = "map",
         remote: Mapping[str, Any] | None = None,
     ) -> None:
-        self.remote, self._opened_as = None, (path, remote)
+        if access not in get_args(Access):
+            raise RecipeError(f"access {access!r}: needed one of {', '.join(get_args(Access))}.")
+        self.remote = None
         if "://" in str(path):
             from .remote import open_remote  # fsspec, and locks that Windows has not
 
             self.remote = open_remote(str(path), revision=revision, **(remote or {}))
+            revision = self.remote.manifest.revision  # others may bring a newer one into the folder meanwhile
         self.path = self.remote.store if self.remote else Path(path)
+        self._root = Path(os.path.abspath(self.path))  # shards are opened later, wherever the process stands then
+        self._opened_as = path if self.remote else self._root, remote
         check_store(self.path)
         sealed = sealed_revisions(self.path)
         if revision and revision not in (sealed or [1]):
@@ -112,20 +121,24 @@ class LatentStore:
         self.unfinished_revision = newest_planned[0] if is_unfinished else None
         if self.manifest:
             sizes = {entry.path: entry.bytes for entry in self.manifest.files}
-            self._stack = ArrayStack(self.path, self.spec, self.manifest.stack, sizes=sizes, planned={})
-            self.folder = ShardFolder(self.path, sizes, access=access, remote=self.remote)
+            self._stack = ArrayStack(self._root, self.spec, self.manifest.stack, sizes=sizes, planned={})
+            self.folder = ShardFolder(self._root, sizes, access=access, remote=self.remote)
             if self.remote is None:  # else open_remote has checked them
                 self._check_files(self.manifest)
             return
-        self.folder = ShardFolder(self.path, access=access)
+        self.folder = ShardFolder(self._root, access=access)
         self._plan = read_plan(self.path, 1)
-        self._stack = ArrayStack(self.path, self.spec, [1], sizes=None, planned=self._plan.layout.arrays)
+        self._stack = ArrayStack(self._root, self.spec, [1], sizes=None, planned=self._plan.layout.arrays)
         self._commits = read_commits(self.path, self._plan)
         if not allow_incomplete:
             raise StoreIncomplete(
                 f"store '{self.path}': incomplete, {len(self._commits)} of {len(self._plan.layout.tasks())} shards are "
                 "committed. Run the same precompute command again: it goes on where it stopped."
             )
+
+    def __repr__(self) -> str:
+        where, count = self.remote.url if self.remote else self.path, sum(self.buckets.values())
+        return f"LatentStore('{where}', revision={self.revision}): {count} records in {len(self.buckets)} buckets"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the store anew."""
@@ -143,6 +156,11 @@ class LatentStore:
     def root_hash(self) -> str | None:
         """Hash that stands for every byte of the revision, or None while it is incomplete."""
         return self.manifest.root_hash if self.manifest else None
+
+    @property
+    def plan_hash(self) -> str:
+        """Hash of the revision's plan, which stands for an incomplete one."""
+        return self.manifest.plan if self.manifest else self._plan.hash
 
     @property
     def num_classes(self) -> int:
@@ -311,15 +329,20 @@ class LatentStore:
         assert self.manifest is not None
         path = revision_prefix(self.revision) + name
         entry = next((entry for entry in self.manifest.files if entry.path == path), None)
-        if entry is None or xxh3_file(self.path / path) != entry.xxh3_128:
+        if entry is None or xxh3_file(self._root / path) != entry.xxh3_128:
             raise DamageError(f"store '{self.path}': '{path}' differs from the manifest. {REPAIR}")
-        return read_table(self.path / path, columns)
+        return read_table(self._root / path, columns)
 
     def _check_files(self, manifest: Manifest) -> None:
         """A missing shard would read as zeros to plain Zarr, a shorter one would kill the process: check first."""
         for entry in manifest.files:
             path = self.path / entry.path
             size = path.stat().st_size if path.is_file() else None
+            if size is None and (self.path.parent / REMOTE_ABOUT).is_file():
+                raise StoreError(
+                    f"store '{self.path}': the local folder of a store at a URL, which holds only what was needed so "
+                    "far. Open the URL itself: LatentStore(url)."
+                )
             if size != entry.bytes:
                 was = "is missing" if size is None else f"has {size} bytes"
                 raise DamageError(

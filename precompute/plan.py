@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from ..datasets.buckets import assign_bucket, bucket_name, bucket_table
 from ..datasets.errors import RecordRejected
-from ..datasets.schema import CAPTIONS_SCHEMA, RECORDS_SCHEMA
+from ..datasets.schema import CAPTIONS_SCHEMA, PLAN_SCHEMA, RECORDS_SCHEMA
 from .config import PrecomputeRecipe
 from .decoder import Decoders
 from .encoders import CaptionTokenizer
@@ -26,15 +26,6 @@ from .images import MAX_PIXELS, crop_geometry
 from .rejects import RejectLimit
 from .sources import Source, SourceRecord, caption_texts
 
-SOURCE_SCHEMA = pa.schema(
-    [
-        ("source_path", pa.string()),
-        ("source_offset", pa.int64()),
-        ("source_bytes", pa.int64()),
-        ("source_mtime_ns", pa.int64()),
-    ]
-)
-PLAN_SCHEMA = pa.schema([*RECORDS_SCHEMA, *SOURCE_SCHEMA])
 TOKENIZE_BATCH = 4096
 
 

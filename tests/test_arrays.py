@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -354,14 +355,52 @@ def test_a_shard_that_is_replaced_whole_or_removed_is_read_on(
 
 
 def test_without_inotify_a_change_is_found_by_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_inotify", lambda: (None, None))
+    monkeypatch.setattr(watch._queue, "add", lambda path, watch: False)
     monkeypatch.setattr(watch, "POLL_SECONDS", 0)
     layout = small_array()
     array = write_array(tmp_path, layout, array_values(layout))
     array.take([0, 4])
+    write_array(tmp_path, layout, array_values(layout))  # replaced whole: what is mapped stays as it was
+    array.take([0, 4])
+    array = open_array(tmp_path, [layout], "window", monkeypatch)
+    array.take([0, 4])
     os.truncate(tmp_path / layout.shard_path(1), 100)
     with pytest.raises(DamageError, match=r"a/c/1/0/0'.*it has 100 bytes now"):
         array.take([0])
+
+
+def test_many_stores_need_one_queue_and_forget_what_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A user may have 128 queues on most systems.
+    layout = small_array()
+    write_array(tmp_path, layout, array_values(layout))
+    gc.collect()
+    before, known = len(os.listdir("/proc/self/fd")), len(watch._queue._paths)
+    opened = [open_array(tmp_path, [layout], "window", monkeypatch) for _ in range(200)]
+    for array in opened:
+        array.take([0, 4])
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    with (tmp_path / layout.shard_path(0)).open("r+b") as file:
+        file.write(b"other")
+    for array in opened:
+        with pytest.raises(DamageError, match="wrote to it"):
+            array.take([0])
+    del array, opened
+    gc.collect()
+    assert len(watch._queue._paths) == known
+
+
+def test_a_system_that_watches_no_more_files_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def inotify_init1(self, flags: int) -> int:
+            return -1
+
+    queue = watch._Queue()
+    monkeypatch.setattr(watch, "_libc", Full)
+    with pytest.warns(RuntimeWarning, match="max_user_instances"):
+        assert not queue.add("/some/file", watch.ChangeWatch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not queue.add("/some/other", watch.ChangeWatch())
 
 
 def test_rows_are_views_of_one_window_that_outlives_the_array(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def made_up_store(records: list[dict[str, Any]], classes: list[str] | None = Non
         buckets={name: len(rows) for name, rows in buckets.items()},
         index=lambda bucket: indexes[bucket],
         spec=SimpleNamespace(classes=classes),
+        plan_hash="made up",
     )
     return cast(LatentStore, store)
 
@@ -167,7 +168,7 @@ def test_the_filter_is_part_of_a_plans_identity(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in changed_fields(was, identity(changed))] == ["filter.scores.xxh3_128"]
     by_name, by_index = (identity(tmp_path / "a.parquet", labels=[label]) for label in ("b", 1))
     assert changed_fields(by_name, by_index) == []
-    assert [line.split(":")[0] for line in changed_fields(was, by_name)] == ["buckets.64x64.records", "filter.labels"]
+    assert [line.split(":")[0] for line in changed_fields(was, by_name)] == ["filter.labels", "buckets.64x64.records"]
 
 
 def test_positions_take_no_more_bytes_than_they_need() -> None:
@@ -209,7 +210,7 @@ def test_aspects_at_the_limits_are_inside_and_unknown_sizes_are_not() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"labels": []}, "empty list of labels"),
+        ({"labels": []}, r"labels \[\]: needed a list of at least one"),
         ({"min_aspect": 2.0, "max_aspect": 1.0}, "from 2.0 to 1.0"),
         ({"min_aspect": math.nan}, "from nan"),
         ({"scores": ScoreTable("s", "score", math.nan)}, "minimum score of nan"),

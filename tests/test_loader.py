@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import os
+import pickle
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,11 +22,12 @@ import torch
 from faults import in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import CPU, label_recipe, no_progress
+from making import CPU, label_recipe, no_progress, picture
 from torch.utils.data import DataLoader
 
 from leandit.datasets.batches import BatchPlan
 from leandit.datasets.buffers import SPARE_BUFFERS, BufferPool
+from leandit.datasets.cached import cached_property
 from leandit.datasets.errors import DamageError, RecipeError, RunError
 from leandit.datasets.filters import RecordFilter
 from leandit.datasets.latents import draw_keys, final_latents
@@ -378,7 +384,7 @@ def test_a_plan_of_another_store_is_refused(change: str, caption_store: LatentSt
 
 def test_a_selection_of_another_store_is_refused(label_store: LatentStore, caption_store: LatentStore) -> None:
     selection = RecordFilter(labels=[0]).select(label_store)
-    with pytest.raises(RecipeError, match="a selection of this store"):
+    with pytest.raises(RecipeError, match="selection was made from another store"):
         make_loader(caption_store, global_batch=2, selection=selection)
 
 
@@ -473,8 +479,8 @@ def test_a_batch_that_is_kept_is_never_overwritten(caption_store: LatentStore) -
     del kept[7]
     kept += take(make_loader(caption_store, global_batch=2, prefetch=4), 60)
     del copies[7]
-    for batch, copy in zip(kept, copies, strict=False):
-        np.testing.assert_array_equal(batch.stored, copy)
+    for batch, kept_copy in zip(kept, copies, strict=False):
+        np.testing.assert_array_equal(batch.stored, kept_copy)
     np.testing.assert_array_equal(part, wanted)
 
 
@@ -563,3 +569,144 @@ def test_a_damaged_shard_ends_the_loop_with_its_name(label_store: LatentStore, t
     os.truncate(shard, 100)
     with pytest.raises(DamageError, match=r"moments/c/0/0/0/0'.*wrote to it"):
         list(itertools.islice(batches, 10))
+
+
+def test_a_selection_of_an_earlier_revision_is_refused(class_folder: Path, tmp_path: Path) -> None:
+    source, path = tmp_path / "source", tmp_path / "store"
+    shutil.copytree(class_folder, source)
+    for _ in range(2):
+        precompute(label_recipe(), source_path=source, store_path=path, device=CPU, progress=no_progress)
+        picture(99).save(source / "n000" / "new.png")
+    selection = RecordFilter(labels=[0]).select(LatentStore(path, revision=1))
+    make_loader(LatentStore(path, revision=1), global_batch=2, selection=selection)
+    with pytest.raises(RecipeError, match="another revision"):
+        make_loader(LatentStore(path), global_batch=2, selection=selection)
+
+
+@pytest.mark.parametrize("place", [0, 5, 40])
+def test_a_state_that_is_loaded_while_batches_are_read_is_gone_on_from(place: int, label_store: LatentStore) -> None:
+    loader = make_loader(label_store, global_batch=2, seed=1)
+    length = len(loader)
+    batches = iter(loader)
+    next(batches), next(batches)
+    loader.load_state_dict({**loader.state_dict(), "number": place})
+    end = (place // length + 1) * length
+    assert [batch.number for batch in batches] == list(range(place, end))
+
+
+def test_a_state_of_another_incomplete_store_is_refused(class_folder: Path, tmp_path: Path) -> None:
+    def incomplete(name: str, *overrides: str) -> LatentStore:
+        path = tmp_path / name
+        precompute(
+            label_recipe(*overrides), source_path=class_folder, store_path=path, device=CPU, progress=no_progress
+        )
+        (path / "manifest.json").unlink()
+        return LatentStore(path, allow_incomplete=True)
+
+    first, second = incomplete("first"), incomplete("second", "vae.keep=mean")
+    assert first.buckets == second.buckets
+    state = make_loader(first, global_batch=2).state_dict()
+    make_loader(first, global_batch=2).load_state_dict(state)
+    with pytest.raises(RunError, match="root_hashes"):
+        make_loader(second, global_batch=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [None, [], {}, "number"])
+def test_what_is_no_state_is_refused(state: Any, label_store: LatentStore) -> None:
+    with pytest.raises(RunError, match="no state of a loader"):
+        make_loader(label_store, global_batch=2).load_state_dict(state)
+
+
+def test_a_loader_that_is_read_from_can_be_pickled(label_store: LatentStore) -> None:
+    loader = make_loader(label_store, global_batch=2, seed=1)
+    batches = iter(loader)
+    next(batches)
+    copies = [pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)]
+    wanted = next(batches)
+    for other in copies:
+        assert_same(next(iter(other)), wanted)
+
+
+def test_a_store_that_was_opened_by_a_relative_path_is_read_from_anywhere(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(label_store.path.parent)
+    opened = LatentStore(label_store.path.name)
+    monkeypatch.chdir(tmp_path)
+    assert sum(map(len, make_loader(opened, global_batch=4))) == sum(opened.buckets.values())
+
+
+def test_a_fork_does_not_wait_for_what_a_thread_computes(label_store: LatentStore) -> None:
+    # The functools.cached_property of Python 3.11 has one lock for all objects.
+    computing, done = threading.Event(), threading.Event()
+
+    class Slow:
+        @cached_property
+        def value(self) -> int:
+            if os.getpid() == parent and threading.current_thread() is not threading.main_thread():
+                computing.set()
+                done.wait(20)
+            return 1
+
+    parent, thread = os.getpid(), threading.Thread(target=lambda: Slow().value)
+    thread.start()
+    assert computing.wait(20)
+    try:
+        assert in_child(lambda: Slow().value - 1) == 0
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_threads_that_read_captions_in_both_ways_do_not_wait_for_each_other(caption_store: LatentStore) -> None:
+    for _ in range(20):
+        opened = LatentStore(caption_store.path)
+        with ThreadPoolExecutor(2) as pool:
+            both = [
+                pool.submit(lambda: opened.caption_embeddings.read(0, 2)),  # noqa: B023
+                pool.submit(lambda: opened.caption_embedding(1)),  # noqa: B023
+            ]
+            for one in both:
+                one.result(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"prefetch": -1}, "prefetch of -1"),
+        ({"prefetch": 2.5}, "prefetch of 2.5"),
+        ({"seed": 1.5}, "seed of 1.5"),
+        ({"global_batch": {"32x32": 2.0}}, "needed a whole number"),
+        ({"device": "cuda"}, "sees no GPU"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused(
+    arguments: dict[str, Any], words: str, label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RecipeError, match=words):
+        make_loader(label_store, **{"global_batch": 2, **arguments})
+    with pytest.raises(RecipeError, match="needed one of map, pread"):
+        LatentStore(label_store.path, access="mmap")  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_taken_and_make_a_state_of_json(label_store: LatentStore) -> None:
+    first = make_loader(label_store, global_batch=np.int64(2), seed=np.uint64(3), device="cpu")  # type: ignore[arg-type]
+    state = json.loads(json.dumps(first.state_dict()))
+    make_loader(label_store, global_batch=2, seed=3).load_state_dict(state)
+
+
+def test_a_batch_without_captions_says_so(caption_store: LatentStore) -> None:
+    batch = next(iter(make_loader(caption_store, global_batch=2, text="none")))
+    with pytest.raises(RecipeError, match="asked for none"):
+        _ = batch.caption_offsets
+    assert repr(batch) == f"Batch(number=0, epoch=0, bucket='{batch.bucket}', records=2)"
+
+
+def test_stores_that_are_not_those_of_the_plans_are_refused(label_store: LatentStore) -> None:
+    plan = BatchPlan(label_store.buckets, 2, 0)
+    for stores in (label_store, [], [label_store, label_store]):
+        with pytest.raises(RecipeError, match="needed a list of 1"):
+            BatchReader(stores, plan)  # type: ignore[arg-type]
+    with pytest.raises(IndexError, match="batch -1"):
+        _ = BatchReader([label_store], plan)[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
 import random
@@ -42,6 +43,7 @@ from leandit.datasets.errors import (
     StoreIncomplete,
     StoreNotFound,
 )
+from leandit.datasets.files import TEMPORARY_PREFIX
 from leandit.datasets.hashing import canonical_json
 from leandit.datasets.loader import make_loader
 from leandit.datasets.remote import RemoteFolder, open_remote
@@ -344,7 +346,7 @@ def test_a_bucket_that_is_not_there_and_credentials_that_are_not_are_one_line(
 def test_a_url_that_cannot_be_read_here_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"no-such-protocol.*Check the URL"):
         open_remote("no-such-protocol://x/y", folder=tmp_path / "a")
-    with pytest.raises(RecipeError, match=r"pip install"):
+    with pytest.raises(RecipeError, match=r"its extra .remote."):
         open_remote("gs://bucket/store", folder=tmp_path / "b")  # gcsfs is not among our dependencies
     assert remote_reader.shown("s3://key:secret@bucket/x?token=secret") == "s3://bucket/x"
 
@@ -363,6 +365,86 @@ def test_a_folder_of_another_store_or_with_other_files_is_refused(caption_store:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match=r"cannot be used"):
         open_remote("faulty://two", folder=tmp_path / "file")
+
+
+def test_the_folder_of_a_url_is_not_taken_for_a_whole_store(caption_store: LatentStore, tmp_path: Path) -> None:
+    upload(caption_store.path, "faulty://one")
+    folder = open_remote("faulty://one", folder=tmp_path / "local")
+    with pytest.raises(StoreError, match=r"local folder of a store at a URL.*Open the URL itself"):
+        LatentStore(folder.store)
+
+
+def test_what_a_process_left_that_was_killed_while_it_claimed_a_folder_is_removed(
+    caption_store: LatentStore, tmp_path: Path
+) -> None:
+    url, local = f"file://{tmp_path}/origin", tmp_path / "local"
+    upload(caption_store.path, url)
+
+    def work() -> None:
+        def dies(*_: object) -> None:
+            os.kill(os.getpid(), 9)
+
+        os.replace = os.rename = dies  # type: ignore[assignment]  # of this child alone: before the first rename
+        open_remote(url, folder=local)
+
+    assert start(work).wait().died
+    assert [path.name for path in local.iterdir() if path.name.startswith(TEMPORARY_PREFIX)]
+    assert open_remote(url, folder=local).manifest.root_hash == caption_store.root_hash
+    assert not [path.name for path in local.iterdir() if path.name.startswith(TEMPORARY_PREFIX)]
+
+
+def test_ranks_that_open_a_url_at_once_share_its_new_folder(caption_store: LatentStore, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/origin"
+    upload(caption_store.path, url)
+    for trial in range(3):
+
+        def work(trial: int = trial) -> str:
+            return open_remote(url, folder=tmp_path / f"local-{trial}").manifest.root_hash
+
+        outcomes = [child.wait() for child in [start(work) for _ in range(6)]]
+        assert [(outcome.value, outcome.message) for outcome in outcomes] == [(caption_store.root_hash, "")] * 6
+
+
+def test_a_store_stays_at_the_revision_that_was_brought(
+    caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another rank may bring a newer one into the folder before this one has looked at it.
+    upload(caption_store.path, "faulty://one")
+    monkeypatch.setattr("leandit.datasets.store.sealed_revisions", lambda path: [1, 2])
+    assert LatentStore("faulty://one", remote={"folder": tmp_path / "local"}).revision == 1
+
+
+@pytest.mark.parametrize("access", ["map", "pread"])
+def test_a_shard_that_is_changed_in_the_local_folder_is_named(
+    access: Any, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    upload(caption_store.path, "faulty://one")
+    store = LatentStore("faulty://one", access=access, remote={"folder": tmp_path / "local"})
+    bucket = next(iter(store.buckets))
+    store.latents(bucket).take([0])
+    (shard,) = (path for path in store.latents(bucket).shard_paths(np.array([0])))
+    assert store.remote is not None
+    os.truncate(store.remote.fetch(shard), 10)
+    with pytest.raises(DamageError, match=r"local/shards/.*Remove this file: it comes again"):
+        store.latents(bucket).take([0])
+
+
+def test_a_loader_that_is_closed_or_dropped_brings_no_more_shards(caption_store: LatentStore, tmp_path: Path) -> None:
+    upload(caption_store.path, "faulty://one")
+    store = LatentStore("faulty://one", remote={"folder": tmp_path / "local"})
+    lists: list[int] = []
+    assert store.remote is not None
+    store.remote.prefetch = lambda paths: lists.append(len(list(paths)))  # type: ignore[method-assign]
+    for end in ("close", "drop"):
+        loader = make_loader(store, global_batch=2)
+        next(iter(loader))
+        assert lists.pop() > 0
+        if end == "close":
+            loader.dataset.close()
+        del loader
+        gc.collect()
+        assert lists == [0], end
+        lists.clear()
 
 
 def test_the_default_folder_is_one_for_each_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -906,8 +988,15 @@ def test_a_fork_reads_on(url: str, s3: str, caption_store: LatentStore, tmp_path
             folder._changed.wait_for(lambda: folder.num_brought, 20)
         return all(folder.fetch(path).read_bytes() == (caption_store.path / path).read_bytes() for path in paths)
 
+    def close() -> bool:
+        with folder.pin([]):
+            folder.prefetch([])
+        folder.close()
+        return True
+
     with folder._room.mutex:  # as if another thread had it at this moment
-        child = start(work)
+        child, closes = start(work), start(close)
+    assert closes.wait().value is True
     outcome = child.wait()
     assert (outcome.value, outcome.message) == (True, "")
     assert folder.fetch(paths[2]).read_bytes() == (caption_store.path / paths[2]).read_bytes()

@@ -6,15 +6,18 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from making import CPU, train_recipe
 
+from leandit.datasets.buckets import bucket_size
 from leandit.datasets.errors import RecipeError, RunError
+from leandit.datasets.loader import shard_window
 from leandit.datasets.reader import Batch
 from leandit.datasets.store import LatentStore
-from leandit.train.data import build_loader, shard_window
+from leandit.train.data import build_loader
 from leandit.train.loop import StopRequest, train
 from leandit.train.models import model_spec, pixels_per_token
 
@@ -107,7 +110,8 @@ def test_a_model_of_labels_reads_no_captions(caption_store: LatentStore) -> None
 
 def test_a_window_of_a_filtered_bucket_has_as_many_shards() -> None:
     store = SimpleNamespace(buckets={"a": 1000, "b": 50}, latents=lambda _: SimpleNamespace(shard_rows=100))
-    window = shard_window(3, store, {"a": 100, "b": 50})  # type: ignore[arg-type]
+    selection = SimpleNamespace(counts={"a": 100, "b": 50})
+    window = shard_window(store, 3, selection)  # type: ignore[arg-type]
     assert (window.shards, window.rows) == (3, {"a": 10, "b": 100})
 
 
@@ -124,3 +128,25 @@ def test_a_run_refuses_other_data(label_store: LatentStore, tmp_path: Path) -> N
     run("data.labels=[0]")
     with pytest.raises(RunError, match=r"data\.labels was"):
         run("data.labels=[0, 1]")
+
+
+def test_a_bucket_that_a_filter_empties_needs_no_batch_size(caption_store: LatentStore, tmp_path: Path) -> None:
+    # Of the largest bucket no batch has so few tokens, but nothing of it trains.
+    table = caption_store.record_columns(("key", "bucket"))
+    largest = max(caption_store.buckets, key=lambda bucket: np.prod(bucket_size(bucket)))
+    keep = [row["key"] for row in table.to_pylist() if row["bucket"] != largest]
+    assert len(keep) < table.num_rows
+    pq.write_table(pa.table({"key": keep, "score": [1.0] * len(keep)}), tmp_path / "scores.parquet")
+    smaller = max(np.prod(bucket_size(bucket)) for bucket in caption_store.buckets if bucket != largest)
+    batches, _ = one_pass(
+        caption_store,
+        f"data.scores={tmp_path / 'scores.parquet'}",
+        f"data.batch_tokens={smaller // 16**2}",
+        model="pixart-tiny",
+    )
+    assert sum(map(len, batches)) == len(keep)
+
+
+def test_a_minimum_score_without_scores_is_refused() -> None:
+    with pytest.raises(RecipeError, match="min_score needs scores"):
+        train_recipe("dit-s-4", "data.min_score=5")

@@ -146,7 +146,7 @@ def notes(peer: Mapping[str, Any]) -> list[str]:
 def check_plot(path: Path) -> None:
     """Raises: ResourceError: a chart was asked for, and matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ResourceError(f"--plot '{path}': matplotlib is not installed. pip install 'leandit[bench]'")
+        raise ResourceError(f"--plot '{path}': matplotlib is not installed. Install leandit with its extra 'bench'")
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:

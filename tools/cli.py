@@ -19,7 +19,7 @@ from .. import __version__
 from ..datasets.errors import DamageError, LeanditError, RecipeError, StoreIncomplete
 from ..train.stop import EXIT_RESUMABLE, StopRequest, Terminated
 from .cli_bench import bench
-from .cli_options import AsJson, Device, DryRun, Overrides, print_rows, torch_device
+from .cli_options import AsJson, Device, DryRun, LocalStore, Overrides, print_rows, torch_device
 
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES, EXIT_CTRL_C = 1, 2, 5, 130
 TRACEBACK = "--traceback"
@@ -160,7 +160,7 @@ def train(
 
 @app.command()
 def inspect(
-    store: Annotated[Path, typer.Argument(help="Store to look at.")],
+    store: LocalStore,
     key: Annotated[str | None, typer.Argument(help="Key of one record.")] = None,
     as_json: AsJson = False,
     revision: Annotated[int, typer.Option(min=0, help="Revision of the store; 0: the newest.")] = 0,
@@ -195,7 +195,7 @@ def inspect(
 
 @app.command()
 def verify(
-    store: Annotated[Path, typer.Argument(help="Store to check.")],
+    store: LocalStore,
     quick: Annotated[bool, typer.Option("--quick", help="Sizes and records only, not every byte.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Also encode a sample again, and compare.")] = False,
     repair: Annotated[bool, typer.Option("--repair", help="Make what is damaged anew.")] = False,
@@ -230,7 +230,7 @@ def verify(
 
 
 @app.command()
-def compact(store: Annotated[Path, typer.Argument(help="Store that has grown.")]) -> None:
+def compact(store: LocalStore) -> None:
     """Copy what a store still uses into one revision and remove the earlier ones. Nothing is encoded.
 
     Example: leandit compact imagenet-256
@@ -332,7 +332,10 @@ def _run_command(stop: StopRequest) -> int:
 
 def _unexpected(error: Exception) -> int:
     if isinstance(error, ModuleNotFoundError):
-        return _fail(f"{error.name} is not installed. pip install 'leandit[all]'", EXIT_RESOURCES)
+        what = (
+            f"{error.name} is not installed" if error.name else str(error)
+        )  # nameless where a library checks by itself
+        return _fail(f"{what}. Install leandit with its extra 'all'", EXIT_RESOURCES)
     what = f"{type(error).__name__}: {error}"
     return _fail(f"unexpected {what}. Run again with '{TRACEBACK}' before the command, and report it", EXIT_UNEXPECTED)
 

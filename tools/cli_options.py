@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +15,15 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one recipe key; repeatable.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
+
+
+def _local_store(value: str) -> Path:
+    if re.match(r"[a-z0-9+]+:/", value):
+        raise typer.BadParameter(f"'{value}' is a URL. This command needs a store in a folder: copy it first.")
+    return Path(value)
+
+
+LocalStore = Annotated[Path, typer.Argument(parser=_local_store, metavar="STORE", help="Folder of the store.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -24,7 +35,9 @@ def torch_device(name: str) -> Any:
     try:
         import torch
     except ModuleNotFoundError as error:
-        raise ResourceError("this command needs torch, which is not installed. pip install 'leandit[all]'") from error
+        raise ResourceError(
+            "this command needs torch, which is not installed. Install leandit with its extra 'all'"
+        ) from error
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

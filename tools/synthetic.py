@@ -18,6 +18,7 @@ from ..datasets.layout import CAPTION_PART, NULL_PART
 from ..datasets.schema import (
     CAPTIONS_SCHEMA,
     FORMAT_VERSION,
+    PLAN_SCHEMA,
     EncoderIdentity,
     ImageSpec,
     LatentSpec,
@@ -26,7 +27,6 @@ from ..datasets.schema import (
     TextSpec,
 )
 from ..datasets.writer import StoreWriter, row_checksum
-from ..precompute.plan import PLAN_SCHEMA
 
 NUMBER_BASE = 2048  # integers up to this are exact in float16
 NUMBER_DIGITS = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..datasets.recipe import Section, load_recipe
 
@@ -91,6 +91,12 @@ class DataSection(Section):
     """Its column with the records' keys."""
     min_score: float = 0.0
     """Records with a lower score, or none, do not train."""
+
+    @model_validator(mode="after")
+    def _scores_are_named(self) -> DataSection:
+        if self.min_score and not self.scores:
+            raise ValueError("min_score needs scores, the Parquet file with a score for each record")
+        return self
 
 
 class RunSection(Section):

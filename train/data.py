@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
 from ..datasets.filters import RecordFilter, ScoreTable, Selection
-from ..datasets.loader import BatchLoader, make_loader
-from ..datasets.shuffle import ShardWindow
+from ..datasets.loader import BatchLoader, make_loader, shard_window
 from ..datasets.slices import batch_sizes_by_tokens
 from ..datasets.store import LatentStore
 from .config import DataSection, TrainRecipe
@@ -31,13 +30,15 @@ def build_loader(
     buckets = selection.counts if selection else store.buckets
     sizes = recipe.run.global_batch
     if data.batch_tokens:
-        sizes = batch_sizes_by_tokens(buckets, data.batch_tokens, pixels_per_token(spec, store.spec.latent))
+        used = [bucket for bucket, count in buckets.items() if count]  # a filter may empty the others
+        sizes = batch_sizes_by_tokens(used, data.batch_tokens, pixels_per_token(spec, store.spec.latent))
+        sizes |= dict.fromkeys(buckets.keys() - sizes.keys(), 1)
     loader = make_loader(
         store,
         global_batch=sizes,
         seed=recipe.run.seed,
         leftovers=data.leftovers,
-        window=shard_window(data.window_shards, store, buckets) if data.window_shards else None,
+        window=shard_window(store, data.window_shards, selection) if data.window_shards else None,
         selection=selection,
         text="padded" if spec.takes_text else "none",
         prefetch=recipe.run.prefetch,
@@ -48,19 +49,6 @@ def build_loader(
             names = ", ".join(f"{bucket} ({count})" for bucket, count in plan.never_read.items())
             warn(f"data.leftovers 'drop': never read, because they fill no batch, are the records of {names}")
     return loader
-
-
-def shard_window(shards: int, store: LatentStore, buckets: Mapping[str, int]) -> ShardWindow:
-    """A window of so many shards of each bucket; where only a part of a bucket trains, its blocks have fewer records.
-
-    Args:
-      buckets: records that train, per bucket.
-    """
-    rows = {}
-    for bucket, count in buckets.items():
-        share = count / max(1, store.buckets[bucket])
-        rows[bucket] = max(1, round(store.latents(bucket).shard_rows * share))
-    return ShardWindow(shards, rows)
 
 
 def select_records(data: DataSection, store: LatentStore) -> Selection | None:

@@ -17,6 +17,7 @@ from ..datasets.commits import read_manifest
 from ..datasets.errors import DamageError, RunError
 from ..datasets.files import TEMPORARY_PREFIX
 from ..datasets.hashing import read_json
+from ..datasets.loader import content_hash
 from ..datasets.recipe import flatten
 from ..datasets.revisions import read_spec, sealed_revisions
 from ..datasets.store import LatentStore
@@ -145,6 +146,19 @@ def _check_store(run: Path, known: list[RevisionRead], store: LatentStore) -> No
                 f"run '{run}': begun with another store: root_hash of revision {revision} was {was!r}, is {found!r}. "
                 "Give another --run, or the store that it was begun with."
             )
+
+
+def contents_read(revisions: list[RevisionRead], store: LatentStore) -> set[str]:
+    """What stands in the loader's states for the revisions that a run has read."""
+    sealed = sealed_revisions(store.path)
+    found = set()
+    for entry in revisions:
+        if entry.revision == store.revision:
+            found.add(content_hash(entry.root_hash, store.plan_hash))
+        elif entry.root_hash or entry.revision in sealed:  # else it was incomplete, and is so still
+            plan_hash = "" if entry.root_hash else read_manifest(store.path, entry.revision).plan
+            found.add(content_hash(entry.root_hash, plan_hash))
+    return found
 
 
 def revisions_read(head: Head | None, store: LatentStore, step: int) -> list[RevisionRead]:

@@ -26,7 +26,7 @@ from .checkpoint import EMA, MODEL, NULL_CAPTION, OPTIMIZER, CheckpointDamage
 from .config import TrainRecipe
 from .data import build_loader
 from .ema import Ema
-from .head import RUN, Head, check_head, make_head
+from .head import RUN, Head, check_head, contents_read, make_head
 from .models import Conditioner, Denoiser, ModelSpec, build_model, check_sizes, model_spec
 from .optimizers import build_optimizer, expected_tensors, load_optimizer_tensors, optimizer_tensors
 
@@ -144,7 +144,7 @@ def begin_or_resume(state: TrainState, run: Path, head: Head | None, warn: Calla
     write_atomic(run / RUN, canonical_json(head_now.model_dump()))
     write_atomic(run / RECIPE, to_toml(state.recipe).encode())
     if found:
-        restore(state, found, earlier={entry.root_hash for entry in head.revisions} if head else ())
+        restore(state, found, earlier=contents_read(head.revisions, state.store) if head else ())
 
 
 def newest_valid(state: TrainState, run: Path, warn: Callable[[str], None]) -> Loaded | None:
@@ -223,7 +223,7 @@ def load(state: TrainState, path: Path) -> Loaded:
     )
 
 
-def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str | None] = ()) -> None:
+def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str] = ()) -> None:
     """Take all state from a checkpoint; the place in the data first, since it may be refused.
 
     Args:
