@@ -1,25 +1,65 @@
-"""Leases on shard tasks, so that two coordinators on one store share the work instead of doing it twice.
+"""Leases on shard tasks, so that coordinators on one store share the work instead of doing it twice.
 
-They only save work: a shard is written whole, and everybody who makes it makes the same bytes. On a file system whose
-locks do not reach other machines, shards are made twice, and nothing else happens. The lock of a process that dies is
-free at once.
+They only save work: a shard is written whole, and everybody who makes it makes the same bytes. A lease is a file in the
+store's folder whose owner touches it every few seconds, so it needs no locks of the file system, which often end at one
+machine. That of a process that died on this machine is free at once, one from elsewhere when it was not touched lately.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import SoftFileLease, Timeout
 
 from ..datasets.commits import Task
 from ..datasets.layout import LEASES
 from ..datasets.writer import StoreWriter
 
+LEASE_SECONDS = 60.0  # without a touch, then others take it; all coordinators must agree
+TOUCH_SECONDS = 15.0
+EMPTY_SECONDS = 2.0  # between the making of a lease's file and its first bytes, at most
 LOOK_SECONDS = 0.2  # between two looks at what others are making
 PATIENCE_SECONDS = 600.0  # without a commit: then others are taken for stuck, and their shards are made here as well
+
+
+class Lease:
+    """A lease on one file."""
+
+    def __init__(self, path: Path) -> None:
+        # Released by the thread that writes, not by the one that took it.
+        self._lease = SoftFileLease(
+            path, lease_duration=LEASE_SECONDS, heartbeat_interval=TOUCH_SECONDS, thread_local=False
+        )
+        self._path, self._empty_since = path, float("inf")
+
+    def take(self) -> bool:
+        """Take it, unless others hold it.
+
+        Raises: OSError: nobody may write there.
+        """
+        try:
+            self._lease.acquire(blocking=False)
+        except Timeout:
+            self._remove_empty()
+            return False
+        return True
+
+    def release(self) -> None:
+        """Give it back; its file goes."""
+        with contextlib.suppress(OSError):
+            self._lease.release()
+
+    def _remove_empty(self) -> None:
+        """Remove the file of an owner that died before it wrote its name into it, which nobody would ever take."""
+        with contextlib.suppress(OSError):
+            is_empty, now = not self._path.stat().st_size, time.monotonic()
+            self._empty_since = min(self._empty_since, now) if is_empty else float("inf")
+            if now - self._empty_since > EMPTY_SECONDS:
+                self._path.unlink()
 
 
 class Leases:
@@ -32,7 +72,8 @@ class Leases:
     def __init__(self, writer: StoreWriter) -> None:
         self._writer = writer
         self._folder = writer.root / LEASES
-        self._held: dict[Task, FileLock] = {}
+        self._held: dict[Task, Lease] = {}
+        self._wanted: dict[Task, Lease] = {}  # held by others; each remembers when it saw the last touch
         self._patient, self._missing, self._since = True, -1, time.monotonic()
 
     def __enter__(self) -> Leases:
@@ -41,16 +82,20 @@ class Leases:
     def __exit__(self, *_: object) -> None:
         for task in list(self._held):
             self.release(task)
-        for path in list(self._folder.glob("*.lock")):  # left by processes that died: who lives holds its lock
-            with contextlib.suppress(Timeout, OSError), FileLock(path, timeout=0):
-                path.unlink(missing_ok=True)
+        if not self._writer.missing_tasks():  # nobody needs one any more
+            shutil.rmtree(self._folder, ignore_errors=True)
+        for path in self._folder.glob("*.lock"):
+            lease = Lease(path)
+            with contextlib.suppress(OSError):
+                if lease.take():  # left by a process that died
+                    lease.release()
         with contextlib.suppress(OSError):  # others still hold leases, or have removed it
             self._folder.rmdir()
 
     def take(self, tasks: list[Task]) -> Iterator[Task]:
         """Hand out the tasks that are neither committed nor leased by others; each is leased until it is released."""
         for task in tasks:
-            if self._writer.is_committed(task) or not self._lease(task):
+            if self._writer.is_committed(task) or not self._take(task):
                 continue
             if self._writer.is_committed(task):  # between the look and the lease
                 self.release(task)
@@ -67,19 +112,44 @@ class Leases:
 
     def release(self, task: Task) -> None:
         """Give a lease back."""
-        if lock := self._held.pop(task, None):
-            with contextlib.suppress(OSError):
-                Path(lock.lock_file).unlink(missing_ok=True)
-            lock.release()
+        if lease := self._held.pop(task, None):
+            lease.release()
 
-    def _lease(self, task: Task) -> bool:
+    def _take(self, task: Task) -> bool:
         part, shard = task
-        self._folder.mkdir(exist_ok=True)
         name = f"{self._writer.plan.revision}-{part.replace('/', '-')}-{shard}.lock"
-        lock = FileLock(self._folder / name, thread_local=False)  # released by the thread that writes
+        lease = self._wanted.pop(task, None) or Lease(self._folder / name)
         try:
-            lock.acquire(blocking=False)
-        except (Timeout, OSError):  # OSError: another process has just removed the folder
+            self._folder.mkdir(exist_ok=True)
+            is_taken = lease.take()
+        except OSError:  # another process has just removed the folder, or nobody may write there
             return not self._patient
-        self._held[task] = lock
-        return True
+        (self._held if is_taken else self._wanted)[task] = lease
+        return is_taken or not self._patient
+
+
+@contextlib.contextmanager
+def alone(root: Path, name: str, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold the lease of a name while the block runs, so that others wait for its outcome instead of doing it as well.
+
+    Where no lease can be had, because nobody may write there, the block runs all the same.
+
+    Args:
+      waiting: called again and again while somebody else holds it.
+    """
+    folder = root / LEASES
+    lease, is_taken = Lease(folder / f"{name}.lock"), False
+    with contextlib.suppress(OSError):
+        while not is_taken:
+            folder.mkdir(parents=True, exist_ok=True)
+            is_taken = lease.take()
+            if not is_taken:
+                waiting()
+                time.sleep(LOOK_SECONDS)
+    try:
+        yield
+    finally:
+        lease.release()
+        with contextlib.suppress(OSError):  # others hold leases there, or there is a store now
+            folder.rmdir()
+            root.rmdir()

@@ -12,6 +12,7 @@ from ..datasets.commits import Task, carried_files
 from ..datasets.errors import FingerprintMismatch, ResourceError, SourceError, StoreError
 from ..datasets.files import TEMPORARY_PREFIX, sweep_strays
 from ..datasets.frozen import FrozenPlan, freeze_plan, planned_revisions, read_plan
+from ..datasets.layout import LEASES
 from ..datasets.recipe import flatten
 from ..datasets.revisions import check_store, sealed_revisions
 from ..datasets.schema import FileEntry, StoreSpec
@@ -42,7 +43,8 @@ def newest_plan(root: Path) -> FrozenPlan | None:
         if plan.copies and plan.revision not in sealed:
             raise StoreError(f"store '{root}': it is being compacted. Run 'leandit compact {root}' again: it goes on.")
         return plan
-    if any(not path.name.startswith(TEMPORARY_PREFIX) for path in root.iterdir()):  # a plan that others write
+    others = (path.name for path in root.iterdir() if path.name != LEASES)
+    if any(not name.startswith(TEMPORARY_PREFIX) for name in others):  # those are of a plan that others write
         if not planned and planned_revisions(root):  # others have finished theirs between the two looks
             return newest_plan(root)
         check_store(root)  # refuses what is not ours

@@ -3,6 +3,10 @@
 Running the same command again goes on where the last one stopped: a shard with a valid commit record is never made
 twice. A source that has changed since makes a new revision, in which only what changed is encoded. What overlaps with
 what stands in ``stages.py``, what may be taken up in ``opening.py``, what has changed in ``growth.py``.
+
+Any number of processes may run the same command at the same time, on one machine or on many that share the store's
+folder: one plans, all encode (``leases.py``), each shard once, and whoever is last seals. With a part, a process takes
+its own share of the shards only, and leaves the seal to whoever finds all of them there.
 """
 
 from __future__ import annotations
@@ -24,9 +28,10 @@ from .decoder import Decoders
 from .encoders import Encoders, load_encoders
 from .growth import Comparison, Options
 from .images import COLOUR, RESIZE_FILTER
-from .leases import Leases
+from .leases import Leases, alone
 from .model_files import library_majors
 from .opening import Planner, check_disk, check_fingerprint, is_sealed, newest_plan
+from .part import Part
 from .plan import num_threads
 from .rejects import RejectLimit
 from .sources import Source, list_source
@@ -38,7 +43,8 @@ class Report:
     """What a precompute did.
 
     Args:
-      manifest: of the newest revision.
+      manifest: of the newest revision; None where only a part was asked for, and others have not finished theirs.
+      num_left: shards that are left to others.
       num_encoded: pictures encoded by this call; 0 where the store was complete already.
       total_seconds: of the whole call.
       seconds: of each stage (decode and write run beside the encoder).
@@ -46,7 +52,8 @@ class Report:
       changes: of the source since the revision before, where a revision was added.
     """
 
-    manifest: Manifest
+    manifest: Manifest | None
+    num_left: int
     num_encoded: int
     total_seconds: float
     seconds: dict[str, float]
@@ -72,8 +79,10 @@ class Stage1:
     encoders: Encoders
     decoders: Decoders
     progress: Progress
+    part: Part
     clock: StageClock = field(default_factory=StageClock)
     num_encoded: int = 0
+    num_left: int = 0
 
 
 def precompute(
@@ -85,12 +94,14 @@ def precompute(
     progress: Progress,
     options: Options | None = None,
     new_revision: bool = False,
+    part: Part | None = None,
 ) -> Report:
     """Run every picture and caption of a source through the encoders, exactly once, into a store.
 
     Args:
       options: what shall become of records that are gone or rejected.
       new_revision: where the store was made with other encoders or settings, encode all anew as its next revision.
+      part: encode only this share of the shards; None for all that nobody else is encoding.
     Raises: LeanditError: of the class that says what to mend; the store then resumes with the same command.
     """
     start = time.perf_counter()
@@ -101,35 +112,41 @@ def precompute(
     encoders = load_encoders(recipe, device)
     spec = describe_store(recipe, source, encoders)
     with Decoders(num_threads()) as decoders:
-        stage = Stage1(store_path, recipe, source, encoders, decoders, progress)
+        stage = Stage1(store_path, recipe, source, encoders, decoders, progress, part or Part())
         planner = Planner(store_path, spec, source, recipe, encoders.tokenizer, decoders, progress)
 
         # Plan: freeze it, or take up the newest one that is there.
-        with stage.clock.measure("plan"):
+        with stage.clock.measure("plan"), alone(store_path, "plan", lambda: progress("others plan", 0, 1)):
             found = newest_plan(store_path)
             if found and not (new_revision and is_sealed(store_path, found)):
                 check_fingerprint(store_path, found.spec, spec)
             plan = found or planner.plan_first()
+            was_sealed = bool(found) and is_sealed(store_path, plan)
 
         # Encode what is missing of it, and seal it.
         if plan.spec.fingerprint == spec.fingerprint:
             manifest = finish(stage, plan)
 
         # Grow: what the source says now makes the next revision.
-        if found:
-            with stage.clock.measure("plan"):
+        if found and (was_sealed or not part):
+            with stage.clock.measure("plan"), alone(store_path, "plan", lambda: progress("others plan", 0, 1)):
                 following, changes = planner.plan_next(options or Options())
             if following:
                 manifest = finish(stage, following)
-    assert manifest is not None
     seconds = time.perf_counter() - start
-    return Report(manifest, stage.num_encoded, seconds, stage.clock.seconds, source.num_ignored, changes)
+    return Report(
+        manifest, stage.num_left, stage.num_encoded, seconds, stage.clock.seconds, source.num_ignored, changes
+    )
 
 
-def finish(stage: Stage1, plan: FrozenPlan) -> Manifest:
-    """Encode what is missing of a revision, decoding ahead and writing behind, and seal it."""
+def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
+    """Encode what is missing of a revision, decoding ahead and writing behind, and seal it.
+
+    Returns: its manifest; None where other parts are missing.
+    """
     writer = StoreWriter(stage.root, plan)
-    missing = writer.missing_tasks()
+    mine = stage.part.of(plan.layout.tasks())
+    missing = [task for task in mine if not writer.is_committed(task)]
     check_disk(writer, missing)
     total = sum(len(plan.layout.rows_of(*task)) for task in missing if is_picture_task(task))
     done = 0
@@ -160,8 +177,11 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest:
                 ):
                     background.commit(shard)
                     stage.num_encoded += len(shard.checksums)
-            if missing := writer.missing_tasks():
+            if missing := [task for task in mine if not writer.is_committed(task)]:
                 leases.wait()  # for other coordinators
+    stage.num_left = len(writer.missing_tasks())
+    if stage.num_left:
+        return None
     if not writer.num_stored and not plan.stack:
         raise SourceError(
             f"source '{stage.source.root}': not one of {plan.records.num_rows} pictures could be encoded, so the store "

@@ -17,6 +17,7 @@ import typer
 
 from .. import __version__
 from ..datasets.errors import DamageError, LeanditError, RecipeError, StoreIncomplete
+from ..precompute.part import Part, part_of
 from ..train.stop import EXIT_RESUMABLE, StopRequest, Terminated
 from .cli_bench import bench
 from .cli_options import AsJson, Device, DryRun, LocalStore, Overrides, print_rows, torch_device
@@ -61,6 +62,10 @@ def precompute(
     new_revision: Annotated[
         bool, typer.Option("--new-revision", help="Other encoders or settings: encode all anew, beside what is there.")
     ] = False,
+    part: Annotated[
+        Part | None,
+        typer.Option(parser=part_of, metavar="I/N", help="Only the I-th of N shares of the shards."),
+    ] = None,
 ) -> None:
     """Run every picture and caption through the encoders, exactly once; again, it resumes, or adds what changed.
 
@@ -96,6 +101,7 @@ def precompute(
             progress=progress,
             options=Options(drop_gone=drop_gone, retry_rejected=retry_rejected),
             new_revision=new_revision,
+            part=part,
         )
     print_rows(precompute_rows(report, store))
 

@@ -83,6 +83,7 @@ def run_demo(
         start = time.perf_counter()
         recipe = precompute_config.load(RECIPE, [])
         report = precompute(recipe, source_path=pictures, store_path=store_path, device=device, progress=progress)
+        assert report.manifest is not None, "without parts, a precompute ends with the seal"
         size = sum(entry.bytes for entry in report.manifest.files)
         stages.append(Stage("precompute", time.perf_counter() - start, report.num_encoded, size))
 

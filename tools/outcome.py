@@ -11,7 +11,10 @@ from ..precompute.pipeline import Report
 
 def precompute_rows(report: Report, store: Path) -> list[tuple[str, str]]:
     """Name and value of each line."""
-    manifest, rows = report.manifest, []
+    manifest, rows = report.manifest, list[tuple[str, str]]()
+    if manifest is None:
+        rows.append(("store", f"{store}: not complete, {report.num_left} shards are left to other parts"))
+        return rows + _run_rows(report)
     rows.append(("store", f"{store}: complete, revision {manifest.revision}"))
     rejected = f"{manifest.num_stored} stored + {manifest.num_rejected} rejected"
     rows.append(("records", f"{manifest.num_planned} planned = {rejected}"))
@@ -26,13 +29,18 @@ def precompute_rows(report: Report, store: Path) -> list[tuple[str, str]]:
     if manifest.num_captions:
         rows.append(("captions", f"{manifest.num_captions} distinct, {manifest.num_caption_tokens} tokens"))
     rows.append(("root hash", manifest.root_hash))
+    return rows + _run_rows(report)
+
+
+def _run_rows(report: Report) -> list[tuple[str, str]]:
+    rows = []
     if report.num_encoded:
         rate = report.num_encoded / report.total_seconds
         rows.append(("this run", f"{report.num_encoded} pictures in {report.total_seconds:.1f} s, {rate:.1f} images/s"))
         times = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in sorted(report.seconds.items()))
         rows.append(("stages", f"{times}; bound by {report.bound_by}"))
     else:
-        rows.append(("this run", "no picture to encode, the store was complete"))
+        rows.append(("this run", "no picture to encode, they are there"))
     return rows
 
 

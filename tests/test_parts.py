@@ -1,0 +1,192 @@
+"""Many processes on one store: parts in any order, leases that end with their owner; always the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import in_child
+from making import CPU, caption_recipe, make_caption_folder, no_progress, tree_digest
+
+from leandit.precompute import leases
+from leandit.precompute.leases import Lease, alone
+from leandit.precompute.part import Part, part_of
+from leandit.precompute.pipeline import Report, precompute
+
+
+@pytest.fixture(autouse=True)
+def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leandit.datasets.layout.MAX_SHARD_ROWS", 2)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_caption_folder(tmp_path_factory.mktemp("parts") / "pictures", count=9)
+
+
+def run(source: Path, store: Path, part: str = "") -> Report:
+    return precompute(
+        caption_recipe(),
+        source_path=source,
+        store_path=store,
+        device=CPU,
+        progress=no_progress,
+        part=part_of(part) if part else None,
+    )
+
+
+def test_parts_cover_all_tasks_once() -> None:
+    tasks: list[Any] = [("buckets/8x8", shard) for shard in range(17)]
+    for count in range(1, 20):
+        shares = [Part(number + 1, count).of(tasks) for number in range(count)]
+        assert sorted(task for share in shares for task in share) == tasks
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/0", "-1/2", "a/b", "1/2/3", ""])
+def test_what_is_no_part_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="needed I/N"):
+        part_of(text)
+
+
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2)])
+def test_parts_in_any_order_make_the_store_of_one_process(order: tuple[int, ...], source: Path, tmp_path: Path) -> None:
+    whole = run(source, tmp_path / "whole")
+    assert whole.manifest is not None
+    for i, number in enumerate(order):
+        report = run(source, tmp_path / "parts", f"{number}/3")
+        assert (report.manifest is None) == (i < 2)
+        assert (report.num_left > 0) == (i < 2)
+        assert 0 < report.num_encoded < whole.num_encoded
+    assert tree_digest(tmp_path / "parts") == tree_digest(tmp_path / "whole")
+    assert run(source, tmp_path / "parts", "2/3").num_encoded == 0  # again: nothing is to be done
+
+
+def test_parts_at_the_same_time_make_the_store_of_one_process(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "whole")
+    children = []
+    for number in (2, 3):
+        thread = threading.Thread(
+            target=lambda number=number: codes.append(
+                in_child(lambda: run(source, tmp_path / "parts", f"{number}/3") and 0)
+            )
+        )
+        children.append(thread)
+    codes: list[int] = []
+    for thread in children:
+        thread.start()
+    run(source, tmp_path / "parts", "1/3")
+    for thread in children:
+        thread.join()
+    assert codes == [0, 0]
+    assert run(source, tmp_path / "parts").manifest is not None
+    assert tree_digest(tmp_path / "parts") == tree_digest(tmp_path / "whole")
+
+
+def test_a_part_of_a_store_that_is_complete_adds_what_is_new(source: Path, tmp_path: Path) -> None:
+    grown = tmp_path / "grown"
+    make_caption_folder(grown, count=9)
+    lines = (grown / "metadata.jsonl").read_text().splitlines()
+    (grown / "metadata.jsonl").write_text("\n".join(lines[:6]))
+    run(grown, tmp_path / "store")
+    (grown / "metadata.jsonl").write_text("\n".join(lines))
+    assert json.loads(lines[8])
+    left = [run(grown, tmp_path / "store", f"{number}/2") for number in (2, 1)]
+    assert left[0].manifest is None
+    assert left[1].manifest is not None
+    assert left[1].manifest.revision == 2
+    assert left[1].manifest.num_stored == 9
+
+
+def die_with(path: Path) -> None:
+    """Let a process take a lease, and die at once."""
+
+    def take_and_die() -> None:
+        lease = Lease(path)
+        os._exit(not lease.take())
+
+    assert in_child(take_and_die) == 0
+    assert path.exists()
+
+
+def test_a_lease_is_held_by_one_and_free_when_it_is_given_back_or_its_owner_died(tmp_path: Path) -> None:
+    first, second = Lease(tmp_path / "a.lock"), Lease(tmp_path / "a.lock")
+    assert first.take()
+    assert not second.take()
+    assert in_child(lambda: int(Lease(tmp_path / "a.lock").take())) == 0  # nor by another process
+    first.release()
+    assert not list(tmp_path.iterdir())
+    die_with(tmp_path / "a.lock")
+    assert second.take()
+    second.release()
+
+
+def test_a_lease_of_another_machine_ends_when_it_is_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(leases, "TOUCH_SECONDS", 0.2)
+    path = tmp_path / "a.lock"
+    die_with(path)
+    lines = [("host=elsewhere" if line.startswith("host=") else line) for line in path.read_text().splitlines()]
+    path.write_text("\n".join(lines) + "\n")
+    lease, start = Lease(path), time.monotonic()
+    while not lease.take():
+        assert time.monotonic() - start < 20
+        time.sleep(0.05)
+    assert time.monotonic() - start >= 0.5
+    lease.release()
+
+
+def test_a_live_lease_is_touched_and_never_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(leases, "TOUCH_SECONDS", 0.1)
+    first, second = Lease(tmp_path / "a.lock"), Lease(tmp_path / "a.lock")
+    assert first.take()
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        assert not second.take()
+        time.sleep(0.05)
+    first.release()
+
+
+def test_the_file_of_an_owner_that_never_wrote_its_name_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "EMPTY_SECONDS", 0.3)
+    (tmp_path / "a.lock").touch()
+    lease, start = Lease(tmp_path / "a.lock"), time.monotonic()
+    while not lease.take():
+        assert time.monotonic() - start < 20
+        time.sleep(0.05)
+    assert time.monotonic() - start >= 0.3
+    lease.release()
+
+
+def test_who_comes_second_waits_and_is_told(tmp_path: Path) -> None:
+    root, waits, order = tmp_path / "store", [], []
+
+    def second() -> None:
+        with alone(root, "plan", lambda: waits.append(1)):
+            order.append("second")
+
+    with alone(root, "plan", lambda: None):
+        other = threading.Thread(target=second)
+        other.start()
+        while not waits:
+            time.sleep(0.01)
+        order.append("first")
+    other.join()
+    assert order == ["first", "second"]
+    assert not root.exists()  # nothing is left where nothing was made
+
+
+def test_where_no_lease_can_be_had_the_work_is_done_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("a file")
+    done = []
+    with alone(tmp_path / "store", "plan", lambda: None):
+        done.append(os.getpid())
+    assert done
