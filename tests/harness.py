@@ -36,7 +36,7 @@ from leandit.datasets import compact, files, layout
 from leandit.datasets.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
 from leandit.datasets.hashing import xxh3_file
 from leandit.datasets.layout import RevisionLayout
-from leandit.precompute import pipeline
+from leandit.precompute import leases, pipeline
 from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
 from leandit.precompute.decoder import Decoded
 from leandit.precompute.decoder_child import answer
@@ -69,6 +69,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     """Several shards from few pictures, and encoders that are loaded already; children inherit it."""
     patch.setattr(layout, "MAX_SHARD_ROWS", SHARD_ROWS)
     patch.setattr(RevisionLayout, "_embedding_rows", lambda self: (CAPTION_SHARD_ROWS, CAPTION_SHARD_ROWS // 4))
+    patch.setattr(leases, "EMPTY_SECONDS", 0.2)
     patch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded(recipe.vae, recipe.text))
     _warm_up()
 

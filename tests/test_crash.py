@@ -266,6 +266,8 @@ def test_a_coordinator_that_stands_still_is_not_waited_for(
     first: Scenario, ending: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 1.0)  # it may stand still while it plans
+    monkeypatch.setattr(leases, "TOUCH_SECONDS", 0.2)
     with first.store() as store:
         stuck = first.start(store)
         deadline = time.monotonic() + 30
