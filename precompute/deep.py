@@ -15,8 +15,9 @@ from ..datasets.findings import Finding
 from ..datasets.frozen import FrozenPlan, read_plan
 from ..datasets.layout import CAPTION_PART, bucket_part
 from ..datasets.store import LatentStore
+from .caption_task import equal_length_batches
 from .repair import Tools, with_places
-from .shard_task import equal_length_batches, to_stored
+from .shard_task import to_stored
 from .stages import Picture
 
 CLOSE = 2e-2  # of the largest value: what another device or library may change

@@ -20,11 +20,11 @@ from ..datasets.errors import RecordRejected
 from ..datasets.schema import CAPTIONS_SCHEMA, PLAN_SCHEMA, RECORDS_SCHEMA
 from .config import PrecomputeRecipe
 from .decoder import Decoders
-from .encoders import CaptionTokenizer
 from .growth import Comparison, Fresh
 from .images import MAX_PIXELS, crop_geometry
 from .rejects import RejectLimit
 from .sources import Source, SourceRecord, caption_texts
+from .text_encoders import CaptionTokenizer
 
 TOKENIZE_BATCH = 4096
 

@@ -20,12 +20,14 @@ from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
 from ..datasets.layout import CAPTION_PART, NULL_PART
 from ..datasets.writer import StoreWriter
+from .caption_task import encode_caption_shard, encode_null_caption
 from .decoder import Decoded, Decoders
-from .encoders import CaptionEncoder, ImageEncoder
+from .encoders import ImageEncoder
 from .leases import Leases
 from .plan import num_threads
 from .rejects import RejectLimit
-from .shard_task import PackedShard, ShardBuilder, encode_caption_shard, encode_null_caption
+from .shard_task import PackedShard, ShardBuilder
+from .text_encoders import CaptionEncoder
 
 BATCHES_AHEAD = 3  # decoded batches that wait for the encoder
 WRITES_BEHIND = 2  # shards that wait for the disk

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.precompute.config import TextSection, VaeSection
-from leandit.precompute.encoders import CaptionEncoder, CaptionTokenizer, ImageEncoder
+from leandit.precompute.encoders import ImageEncoder
 from leandit.precompute.model_files import local_folder
+from leandit.precompute.text_encoders import CaptionEncoder, CaptionTokenizer
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 KL = {
