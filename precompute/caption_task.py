@@ -6,34 +6,60 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..datasets.errors import EncoderError
 from ..datasets.frozen import FrozenPlan
-from ..datasets.layout import CAPTION_PART, NULL_PART, RevisionLayout
+from ..datasets.layout import CAPTION_PART, NULL_PART
+from ..datasets.text_dtypes import StoredTokens, is_storable, narrow, quality
 from ..datasets.writer import row_checksum
 from .shard_task import PackedShard
 from .text_encoders import CaptionEncoder
 
 
-def encode_null_caption(layout: RevisionLayout, encoder: CaptionEncoder) -> PackedShard:
+def encode_null_caption(plan: FrozenPlan, encoder: CaptionEncoder) -> PackedShard:
     """The empty caption at full length."""
-    (array,) = layout.part_arrays(NULL_PART)
-    rows = encoder.encode_null().astype(array.dtype)
-    return PackedShard(NULL_PART, 0, {array.path: rows}, [row_checksum(rows)])
+    assert plan.spec.text is not None
+    paths = [array.path for array in plan.layout.part_arrays(NULL_PART)]
+    parts = _stored(encoder.encode_null(), plan.spec.text.dtype).parts
+    return PackedShard(NULL_PART, 0, dict(zip(paths, parts, strict=True)), [row_checksum(*parts)])
 
 
-def encode_caption_shard(plan: FrozenPlan, shard: int, encoder: CaptionEncoder, batch_size: int) -> PackedShard:
-    """All captions of one shard, in batches of equal length."""
-    (layout,) = plan.layout.part_arrays(CAPTION_PART)
-    rows, captions = layout.rows_of(shard), plan.layout.captions_of(shard)
+def encode_caption_shard(plan: FrozenPlan, shard: int, encoder: CaptionEncoder) -> PackedShard:
+    """All captions of one shard, in batches of equal length.
+
+    Raises: EncoderError: a number is beyond what the store's dtype can hold.
+    """
+    spec, layouts = plan.spec.text, plan.layout.part_arrays(CAPTION_PART)
+    assert spec is not None
+    rows, captions = layouts[0].rows_of(shard), plan.layout.captions_of(shard)
     table = plan.own_captions.slice(captions.start, len(captions))
     texts, lengths = table["text"].to_pylist(), table["num_tokens"].to_numpy()
     places = plan.layout.offsets[captions.start : captions.stop] - rows.start
-    array = np.full((len(rows), *layout.shape[1:]), np.nan, layout.dtype)
-    for batch in equal_length_batches(lengths, batch_size):
+    arrays = {one.path: np.full((len(rows), *one.shape[1:]), one.fill_value, one.dtype) for one in layouts}
+    checksums, qualities = [""] * len(captions), []
+    for batch in equal_length_batches(lengths, spec.batch_size):
         encoded = encoder.encode([texts[i] for i in batch])
-        for i, embedding in zip(batch, encoded, strict=True):
-            array[places[i] : places[i] + lengths[i]] = embedding
-    checksums = [row_checksum(array[p : p + n]) for p, n in zip(places, lengths, strict=True)]
-    return PackedShard(CAPTION_PART, shard, {layout.path: array}, checksums)
+        for i, tokens in zip(batch, encoded, strict=True):
+            stored = _stored(tokens, spec.dtype)
+            for array, part in zip(arrays.values(), stored.parts, strict=True):
+                array[places[i] : places[i] + lengths[i]] = part
+            checksums[i] = row_checksum(*stored.parts)
+            if spec.dtype != "float32":
+                qualities.append(quality(tokens, stored, spec.dtype))
+    return PackedShard(CAPTION_PART, shard, arrays, checksums, qualities=qualities)
+
+
+def _stored(tokens: np.ndarray, dtype: str) -> StoredTokens:
+    """Tokens in the store's dtype.
+
+    Raises: EncoderError: it cannot hold them.
+    """
+    stored = narrow(tokens, dtype)
+    if not is_storable(stored, dtype):
+        raise EncoderError(
+            f"store.text_dtype '{dtype}': it cannot hold a caption embedding's {np.abs(tokens).max():.4g}. Use "
+            'store.text_dtype = "bfloat16", "int8" or "float32".'
+        )
+    return stored
 
 
 def equal_length_batches(lengths: np.ndarray, batch_size: int) -> list[range]:

@@ -90,7 +90,9 @@ class StoreSection(Section):
     """What lies on disk."""
 
     dtype: Literal["float16", "float32"] = "float16"
-    """Of latents and caption embeddings."""
+    """Of latents, and of caption embeddings unless text_dtype says otherwise."""
+    text_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
+    """Of caption embeddings; "auto": that of latents; "int8" has a scale for each token."""
     shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Size at which a shard is full."""
     codec: str = "none"

@@ -183,6 +183,7 @@ def describe_store(recipe: PrecomputeRecipe, source: Source, encoders: Encoders)
                 f"bucket '{bucket_name(height_px, width_px)}': the VAE makes one latent of {latent.downscale} px, so "
                 f"both sides must be multiples of {latent.downscale}. Use another resolution, table or VAE."
             )
+    text_dtype = recipe.store.dtype if recipe.store.text_dtype == "auto" else recipe.store.text_dtype
     return StoreSpec(
         format_version=FORMAT_VERSION,
         leandit_version=__version__,
@@ -196,7 +197,7 @@ def describe_store(recipe: PrecomputeRecipe, source: Source, encoders: Encoders)
             libraries=library_majors("pillow"),
         ),
         latent=latent,
-        text=encoders.caption and encoders.caption.text_spec(recipe.text, recipe.store.dtype),
+        text=encoders.caption and encoders.caption.text_spec(recipe.text, text_dtype),
         vae=encoders.image.identity,
         text_encoder=encoders.caption and encoders.caption.identity,
         classes=source.classes,

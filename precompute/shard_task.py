@@ -22,7 +22,7 @@ from .posterior import sample_once
 
 @dataclass
 class PackedShard:
-    """A shard ready to be committed: rows of each array, a checksum a row, the rejects."""
+    """A shard ready to be committed: rows of each array, a checksum a row, the rejects; the quality of captions."""
 
     part: str
     shard: int
@@ -30,6 +30,7 @@ class PackedShard:
     checksums: list[str]
     source_checksums: list[str] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
+    qualities: list[tuple[float, float]] = field(default_factory=list)
 
 
 class ShardBuilder:

@@ -96,6 +96,7 @@ def write_shard(writer: StoreWriter, shard: PackedShard) -> None:
         checksums=shard.checksums,
         source_checksums=shard.source_checksums,
         rejects=shard.rejects,
+        qualities=shard.qualities,
     )
 
 
@@ -112,9 +113,9 @@ def encode_captions(
     for part, shard in tasks:
         with clock.measure("text"):
             if part == NULL_PART:
-                packed = encode_null_caption(plan.layout, encoder)
+                packed = encode_null_caption(plan, encoder)
             else:
-                packed = encode_caption_shard(plan, shard, encoder, plan.spec.text.batch_size)
+                packed = encode_caption_shard(plan, shard, encoder)
         yield packed
 
 
