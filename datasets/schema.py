@@ -145,12 +145,14 @@ class LatentSpec(_Model):
 class TextSpec(_Model):
     """What the caption embeddings are."""
 
-    kind: Literal["t5"]
+    kind: Literal["t5", "gemma2"]
     width: Side
     max_tokens: Side
     dtype: TextDtype
     template: str
     batch_size: Side
+    batch_tokens: Count = 0
+    instruction: str = ""
 
 
 class StoreSpec(_Model):

@@ -9,6 +9,7 @@ import numpy as np
 from ..datasets.errors import EncoderError
 from ..datasets.frozen import FrozenPlan
 from ..datasets.layout import CAPTION_PART, NULL_PART
+from ..datasets.schema import TextSpec
 from ..datasets.text_dtypes import StoredTokens, is_storable, narrow, quality
 from ..datasets.writer import row_checksum
 from .shard_task import PackedShard
@@ -36,7 +37,7 @@ def encode_caption_shard(plan: FrozenPlan, shard: int, encoder: CaptionEncoder) 
     places = plan.layout.offsets[captions.start : captions.stop] - rows.start
     arrays = {one.path: np.full((len(rows), *one.shape[1:]), one.fill_value, one.dtype) for one in layouts}
     checksums, qualities = [""] * len(captions), []
-    for batch in equal_length_batches(lengths, spec.batch_size):
+    for batch in caption_batches(lengths, spec, encoder):
         encoded = encoder.encode([texts[i] for i in batch])
         for i, tokens in zip(batch, encoded, strict=True):
             stored = _stored(tokens, spec.dtype)
@@ -62,10 +63,25 @@ def _stored(tokens: np.ndarray, dtype: str) -> StoredTokens:
     return stored
 
 
-def equal_length_batches(lengths: np.ndarray, batch_size: int) -> list[range]:
-    """Cut captions that are sorted by length into batches of one length each."""
+def caption_batches(lengths: np.ndarray, spec: TextSpec, encoder: CaptionEncoder) -> list[range]:
+    """Cut the captions of a shard, which are sorted by length, into batches as the store's spec says."""
+    shared = encoder.tokenizer.num_shared  # computed with each caption, though not stored
+    return equal_length_batches(lengths, spec.batch_size, batch_tokens=spec.batch_tokens, num_shared=shared)
+
+
+def equal_length_batches(
+    lengths: np.ndarray, batch_size: int, *, batch_tokens: int = 0, num_shared: int = 0
+) -> list[range]:
+    """Cut captions that are sorted by length into batches of one length each.
+
+    Args:
+      batch_size: captions in a full batch.
+      batch_tokens: tokens in one instead, where it is not 0; a caption with more is a batch of its own.
+      num_shared: tokens that are computed with each caption beside its own.
+    """
     batches = []
     borders = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
-    for start, stop in pairwise(borders):
-        batches += [range(i, min(i + batch_size, stop)) for i in range(start, stop, batch_size)]
+    for start, stop in pairwise(borders) if len(lengths) else ():
+        size = max(1, batch_tokens // (int(lengths[start]) + num_shared)) if batch_tokens else batch_size
+        batches += [range(i, min(i + size, stop)) for i in range(start, stop, size)]
     return batches

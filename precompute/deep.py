@@ -16,7 +16,7 @@ from ..datasets.frozen import FrozenPlan, read_plan
 from ..datasets.layout import CAPTION_PART, bucket_part
 from ..datasets.store import LatentStore
 from ..datasets.text_dtypes import narrow, widen
-from .caption_task import equal_length_batches
+from .caption_task import caption_batches
 from .repair import Tools, with_places
 from .shard_task import to_stored
 from .stages import Picture
@@ -161,7 +161,7 @@ def _deep_captions(store: LatentStore, plan: FrozenPlan, tools: Tools, captions:
     wanted = {caption - plan.first_caption: caption for caption in captions}
     for shard in range(array.num_shards):
         here = plan.layout.captions_of(shard)
-        for batch in equal_length_batches(lengths[here.start : here.stop], plan.spec.text.batch_size):
+        for batch in caption_batches(lengths[here.start : here.stop], plan.spec.text, tools.encoders.caption):
             ids = [here.start + i for i in batch]
             if not wanted.keys() & set(ids):
                 continue

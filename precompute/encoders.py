@@ -197,10 +197,8 @@ class Encoders:
 def load_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders:
     """Load what the recipe names.
 
-    Raises: EncoderError; RecipeError: a kind of text encoder that this release does not have.
+    Raises: EncoderError.
     """
-    if recipe.text.kind == "gemma2":
-        raise RecipeError("text.kind 'gemma2': this release encodes captions with T5 only. Use text.kind = \"t5\".")
     if recipe.text.kind == "none":
         return Encoders(ImageEncoder(recipe.vae, device), None)
     tokenizer = CaptionTokenizer(recipe.text)

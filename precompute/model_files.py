@@ -41,6 +41,8 @@ TOKENIZER_CLASSES = (
     "PreTrainedTokenizerFast",
     "PreTrainedTokenizer",
     "TokenizersBackend",
+    "GemmaTokenizer",
+    "GemmaTokenizerFast",
 )
 
 
@@ -109,8 +111,8 @@ def check_tokenizer_files(folder: Path, *, what: str) -> None:
         name = said.get("tokenizer_class")
         if path.name == "tokenizer_config.json" and ("auto_map" in said or name not in TOKENIZER_CLASSES):
             raise EncoderError(
-                f"{what} '{path}': it asks for the tokenizer {str(name)[:80]!r} or for code of its own, needed a T5's. "
-                "Give a folder with the model's own tokenizer."
+                f"{what} '{path}': it asks for the tokenizer {str(name)[:80]!r} or for code of its own, needed a T5's "
+                "or a Gemma's. Give a folder with the model's own tokenizer."
             )
 
 

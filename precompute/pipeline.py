@@ -31,6 +31,7 @@ from .plan import num_threads
 from .rejects import RejectLimit
 from .sources import Source, list_source
 from .stages import Background, Progress, StageClock, encode_captions, encode_pictures, is_picture_task
+from .text_encoders import TokenCount
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Report:
       seconds: of each stage (decode and write run beside the encoder).
       num_ignored: files of the source that are no pictures by their name.
       changes: of the source since the revision before, where a revision was added.
+      tokens: that went through the text encoder.
     """
 
     manifest: Manifest
@@ -52,6 +54,7 @@ class Report:
     seconds: dict[str, float]
     num_ignored: int
     changes: Comparison | None = None
+    tokens: TokenCount = field(default_factory=TokenCount)
 
     @property
     def bound_by(self) -> str:
@@ -100,6 +103,7 @@ def precompute(
     source = list_source(source_path, recipe.source.kind)
     encoders = load_encoders(recipe, device)
     spec = describe_store(recipe, source, encoders)
+    before = encoders.caption.computed if encoders.caption else TokenCount()
     with Decoders(num_threads()) as decoders:
         stage = Stage1(store_path, recipe, source, encoders, decoders, progress)
         planner = Planner(store_path, spec, source, recipe, encoders.tokenizer, decoders, progress)
@@ -123,7 +127,8 @@ def precompute(
                 manifest = finish(stage, following)
     assert manifest is not None
     seconds = time.perf_counter() - start
-    return Report(manifest, stage.num_encoded, seconds, stage.clock.seconds, source.num_ignored, changes)
+    tokens = encoders.caption.computed - before if encoders.caption else TokenCount()
+    return Report(manifest, stage.num_encoded, seconds, stage.clock.seconds, source.num_ignored, changes, tokens)
 
 
 def finish(stage: Stage1, plan: FrozenPlan) -> Manifest:

@@ -76,8 +76,6 @@ def encoder_lines(recipe: PrecomputeRecipe) -> list[str]:
         else:
             state = "a folder here" if folder.is_dir() else "a folder that is MISSING"
             lines.append(f"{role:<20}'{where}': {state}")
-    if recipe.text.kind == "gemma2":
-        lines.append(f"{'':<20}this release cannot run it yet: it encodes captions with T5 only")
     return lines
 
 
