@@ -31,7 +31,16 @@ from .layout import (
     commit_path,
     revision_prefix,
 )
-from .schema import CAPTIONS_SCHEMA, FORMAT_VERSION, RECORDS_SCHEMA, REJECT_REASONS, CommitRecord, FileEntry, Manifest
+from .schema import (
+    CAPTION_RESULTS,
+    CAPTIONS_SCHEMA,
+    FORMAT_VERSION,
+    RECORDS_SCHEMA,
+    REJECT_REASONS,
+    CommitRecord,
+    FileEntry,
+    Manifest,
+)
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -86,10 +95,14 @@ def _fits_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
             and all(_HEX.fullmatch(digits) for digits in record.checksums)
             and not record.source_checksums
             and not record.rejects
+            and len(record.min_cosines) == len(record.max_errors)
+            and len(record.min_cosines) in ((0, count) if record.part == CAPTION_PART else (0,))
         )
     rows = plan.layout.rows_of(record.part, record.shard)
     return (
         len(record.checksums) == len(record.source_checksums) == len(rows)
+        and not record.min_cosines
+        and not record.max_errors
         and all(not digits or _HEX.fullmatch(digits) for digits in (*record.checksums, *record.source_checksums))
         and all(reject.row in rows and reject.reason in REJECT_REASONS for reject in record.rejects)
     )
@@ -127,15 +140,19 @@ def merge_records(plan: FrozenPlan, commits: Commits) -> pa.Table:
 
 
 def merge_captions(plan: FrozenPlan, commits: Commits) -> pa.Table:
-    """Captions table of a revision: the plan's texts with the checksums of their embeddings."""
-    checksums = plan.captions["checksum"].to_pylist()
+    """Captions table of a revision: the plan's texts with the checksums of their embeddings, and how close they are."""
+    values = {name: plan.captions[name].to_pylist() for name in CAPTION_RESULTS}
     for (part, shard), commit in commits.items():
         if part == CAPTION_PART:
             captions = plan.layout.captions_of(shard)
             first = plan.first_caption + captions.start
-            checksums[first : first + len(captions)] = [int(digits, 16) for digits in commit.checksums]
+            here = slice(first, first + len(captions))
+            values["checksum"][here] = [int(digits, 16) for digits in commit.checksums]
+            nothing = [None] * len(captions)
+            values["min_cosine"][here] = commit.min_cosines or nothing
+            values["max_error"][here] = commit.max_errors or nothing
     columns = {name: plan.captions[name] for name in CAPTIONS_SCHEMA.names}
-    return pa.table(columns | {"checksum": pa.array(checksums, pa.uint64())}, schema=CAPTIONS_SCHEMA)
+    return pa.table(columns | values, schema=CAPTIONS_SCHEMA)
 
 
 def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes], Manifest]:

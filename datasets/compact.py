@@ -31,7 +31,7 @@ from .layout import (
     revision_prefix,
 )
 from .revisions import sealed_revisions
-from .schema import CAPTIONS_SCHEMA, Manifest
+from .schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, Manifest
 from .store import LatentStore
 from .writer import StoreWriter, row_checksum
 
@@ -86,7 +86,8 @@ def plan_compaction(store: LatentStore) -> FrozenPlan:
     order = used_captions(store)
     new_id = {old: new for new, old in enumerate(order)}
     captions = store.captions.take(pa.array(order, pa.int64()))
-    captions = _replace(captions, {"revision": [revision] * len(order), "checksum": [None] * len(order)})
+    undone = dict.fromkeys(CAPTION_RESULTS, [None] * len(order))
+    captions = _replace(captions, {"revision": [revision] * len(order), **undone})
 
     stored = np.array([status == "stored" for status in store.records["status"].to_pylist()])
     buckets = np.array(store.records["bucket"].to_pylist(), object)
@@ -150,9 +151,9 @@ def _copy(writer: StoreWriter, store: LatentStore, progress: Callable[[str, int,
     caption_of = np.array(used_captions(store), np.int64)
     for done, (part, shard) in enumerate(missing, 1):
         if part == NULL_PART:
-            (array,) = writer.plan.layout.part_arrays(part)
-            rows = store.null_caption
-            writer.commit(part, shard, {array.path: rows}, checksums=[row_checksum(rows)])
+            paths = [array.path for array in writer.plan.layout.part_arrays(part)]
+            parts = store.stored_null.parts
+            writer.commit(part, shard, dict(zip(paths, parts, strict=True)), checksums=[row_checksum(*parts)])
         elif part == CAPTION_PART:
             _copy_captions(writer, store, shard, caption_of)
         else:
@@ -180,20 +181,22 @@ def _copy_latents(writer: StoreWriter, store: LatentStore, bucket: str, shard: i
 
 def _copy_captions(writer: StoreWriter, store: LatentStore, shard: int, caption_of: np.ndarray) -> None:
     plan = writer.plan
-    (array,) = plan.layout.part_arrays(CAPTION_PART)
-    rows, captions = array.rows_of(shard), plan.layout.captions_of(shard)
+    arrays = plan.layout.part_arrays(CAPTION_PART)
+    rows, captions = arrays[0].rows_of(shard), plan.layout.captions_of(shard)
     texts = plan.own_captions["text"].slice(captions.start, len(captions)).to_pylist()
-    filled = np.full((len(rows), *array.shape[1:]), np.nan, array.dtype)
-    wanted, found = [], []
+    filled = {array.path: np.full((len(rows), *array.shape[1:]), array.fill_value, array.dtype) for array in arrays}
+    before = store.captions.take(pa.array(caption_of[captions.start : captions.stop]))
+    found = []
     for caption in captions:
-        old = int(caption_of[caption])
-        tokens = store.caption_embedding(old)
+        parts = store.stored_caption(int(caption_of[caption])).parts
         start = int(plan.layout.offsets[caption]) - rows.start
-        filled[start : start + len(tokens)] = tokens
-        wanted.append(f"{store.captions['checksum'][old].as_py():016x}")
-        found.append(row_checksum(np.ascontiguousarray(tokens)))
-    _check(store, texts, wanted, found)
-    writer.commit(CAPTION_PART, shard, {array.path: filled}, checksums=found)
+        for array, part in zip(filled.values(), parts, strict=True):
+            array[start : start + len(part)] = part
+        found.append(row_checksum(*parts))
+    _check(store, texts, [f"{checksum:016x}" for checksum in before["checksum"].to_pylist()], found)
+    qualities = list(zip(before["min_cosine"].to_pylist(), before["max_error"].to_pylist(), strict=True))
+    narrowed = before["min_cosine"].null_count == 0
+    writer.commit(CAPTION_PART, shard, filled, checksums=found, qualities=qualities if narrowed else ())
 
 
 def _check(store: LatentStore, names: list[str], wanted: list[str], found: list[str]) -> None:

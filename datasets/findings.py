@@ -21,9 +21,12 @@ from .layout import (
     CAPTIONS,
     EMBEDDINGS,
     GROUP,
+    NULL_EMBEDDING,
     NULL_PART,
+    NULL_SCALES,
     RECORDS,
     REVISIONS,
+    SCALES,
     place_captions,
     revision_prefix,
 )
@@ -106,7 +109,7 @@ def part_of(path: str) -> tuple[str, int] | None:
     array, bucket, shard = place
     if bucket:
         return f"buckets/{bucket}", shard
-    return (NULL_PART if array.endswith("captions/null") else CAPTION_PART), shard
+    return (NULL_PART if array.endswith((NULL_EMBEDDING, NULL_SCALES)) else CAPTION_PART), shard
 
 
 def intact_table(root: Path, manifest: Manifest, name: str) -> pa.Table:
@@ -167,7 +170,7 @@ class Locator:
         """Text, first row and checksum of the captions in a shard of embeddings; nothing of the null caption."""
         revision, rows = revision_of(layout.path), layout.rows_of(shard)
         captions = self._table(revision, CAPTIONS)
-        if not layout.path.endswith(EMBEDDINGS) or not captions.num_columns:
+        if not layout.path.endswith((EMBEDDINGS, SCALES)) or not captions.num_columns:
             return pa.table({})
         own = captions.filter(pc.equal(captions["revision"], revision))
         offsets = place_captions(own["num_tokens"].to_numpy(), layout.shard_rows)
@@ -194,14 +197,17 @@ class Locator:
 
     def _differing_captions(self, layout: ArrayLayout, shard: int, table: pa.Table) -> list[str]:
         """Texts of the captions whose tokens do not fit their checksum; all, where the file cannot be opened."""
+        folder = layout.path.rpartition("/")[0].removesuffix("captions")
+        paths = [f"{folder}{name}" for name in (EMBEDDINGS, SCALES)]  # a checksum covers the tokens and their scales
         try:
-            mapped = self._map(layout, shard)
+            there = [path for path in paths if (self._root / path / GROUP).is_file()]
+            maps = [self._map(ArrayLayout.from_metadata(p, read_json(self._root / p / GROUP)), shard) for p in there]
         except (DamageError, OSError, ValueError):
             return table["text"].to_pylist()
         found, start = [], layout.rows_of(shard).start
         for row in table.to_pylist():
             rows = range(row["row"] - start, row["row"] - start + row["num_tokens"])
-            if _checksum_of([mapped], rows) != row["checksum"]:
+            if _checksum_of(maps, rows) != row["checksum"]:
                 found.append(row["text"])
         return found
 

@@ -19,6 +19,7 @@ from .cached import cached_property
 from .hashing import canonical_json
 from .schema import StoreSpec
 from .shards import ArrayLayout, pack_shard
+from .text_dtypes import ON_DISK
 
 MANIFEST = "manifest.json"
 GROUP = "zarr.json"
@@ -33,7 +34,9 @@ REMOTE_ABOUT = "about.json"  # beside a store of which only a part has come from
 CAPTION_PART = "captions"
 NULL_PART = "null_caption"
 EMBEDDINGS = "captions/embeddings"
+SCALES = "captions/scales"
 NULL_EMBEDDING = "captions/null"
+NULL_SCALES = "captions/null_scales"
 OFFSETS = "captions/offsets"
 LENGTHS = "captions/lengths"
 
@@ -159,17 +162,16 @@ class RevisionLayout:
         """All arrays, by their path within the store."""
         layouts = [layout for layouts in self.latents.values() for layout in layouts]
         if self.has_captions:
-            layouts += [self._embeddings(), *self._caption_index()]
+            layouts += [*self._embeddings(), *self._caption_index()]
         if self.has_null:
-            layouts.append(self._null())
+            layouts += self._null()
         return {layout.path: layout for layout in layouts}
 
     def part_arrays(self, part: str) -> list[ArrayLayout]:
         """Arrays whose shards one task of a part makes."""
-        if part == NULL_PART:
-            return [self.arrays[self.prefix + NULL_EMBEDDING]]
-        if part == CAPTION_PART:
-            return [self.arrays[self.prefix + EMBEDDINGS]]
+        if part in (NULL_PART, CAPTION_PART):
+            paths = (NULL_EMBEDDING, NULL_SCALES) if part == NULL_PART else (EMBEDDINGS, SCALES)
+            return [self.arrays[self.prefix + path] for path in paths[: 2 if self._has_scales else 1]]
         return self.latents[part.removeprefix("buckets/")]
 
     def tasks(self) -> list[tuple[str, int]]:
@@ -208,25 +210,34 @@ class RevisionLayout:
     def _embedding_rows(self) -> tuple[int, int]:
         """Rows of a shard and of an inner chunk of the embeddings."""
         assert self.spec.text is not None
-        row_bytes = self.spec.text.width * np.dtype(self.spec.text.dtype).itemsize
+        row_bytes = self.spec.text.width * np.dtype(ON_DISK[self.spec.text.dtype]).itemsize
         chunk_rows = max(1, TOKEN_CHUNK_BYTES // row_bytes)
         # A shard holds at least one caption of full length, since no caption straddles two shards.
         shard_rows = max((self.spec.shard_mib << 20) // row_bytes, self.spec.text.max_tokens)
         return -(-shard_rows // chunk_rows) * chunk_rows, chunk_rows
 
-    def _embeddings(self) -> ArrayLayout:
-        """Array of all caption tokens, (rows, D)."""
-        assert self.spec.text is not None
-        shape = (int(self.offsets[-1] + self.num_tokens[-1]), self.spec.text.width)
-        path = self.prefix + EMBEDDINGS
-        return ArrayLayout(path, shape, self.spec.text.dtype, *self._embedding_rows(), self.spec.codec)
+    @property
+    def _has_scales(self) -> bool:
+        """Tokens are int8, with a scale each."""
+        return self.spec.text is not None and self.spec.text.dtype == "int8"
 
-    def _null(self) -> ArrayLayout:
-        """Array of the null caption at full length, (max_tokens, D): one shard of one chunk."""
+    def _embeddings(self) -> list[ArrayLayout]:
+        """Array of all caption tokens, (rows, D), and where they are int8 that of their scales, (rows,)."""
         assert self.spec.text is not None
-        tokens = self.spec.text.max_tokens
-        path = self.prefix + NULL_EMBEDDING
-        return ArrayLayout(path, (tokens, self.spec.text.width), self.spec.text.dtype, tokens, tokens)
+        rows, width = int(self.offsets[-1] + self.num_tokens[-1]), self.spec.text.width
+        sizes, codec = self._embedding_rows(), self.spec.codec
+        tokens = ArrayLayout(self.prefix + EMBEDDINGS, (rows, width), ON_DISK[self.spec.text.dtype], *sizes, codec)
+        # Cut like the tokens: a shard of the one and the same shard of the other are made by one task.
+        scales = ArrayLayout(self.prefix + SCALES, (rows,), "float32", *sizes, codec)
+        return [tokens, scales] if self._has_scales else [tokens]
+
+    def _null(self) -> list[ArrayLayout]:
+        """Array of the null caption at full length, (max_tokens, D), and its scales: one shard of one chunk each."""
+        assert self.spec.text is not None
+        count, dtype = self.spec.text.max_tokens, ON_DISK[self.spec.text.dtype]
+        tokens = ArrayLayout(self.prefix + NULL_EMBEDDING, (count, self.spec.text.width), dtype, count, count)
+        scales = ArrayLayout(self.prefix + NULL_SCALES, (count,), "float32", count, count)
+        return [tokens, scales] if self._has_scales else [tokens]
 
     def _caption_index(self) -> list[ArrayLayout]:
         """Arrays that say where each caption's tokens lie: first row, and number of rows."""

@@ -19,7 +19,7 @@ from .frozen import FrozenPlan, planned_revisions, read_plan, read_table, write_
 from .hashing import canonical_json, xxh3_file, xxh3_parts
 from .layout import CAPTION_PART, CAPTIONS, GROUP, NULL_PART, RECORDS, commit_path, group_json, revision_prefix
 from .revisions import read_spec
-from .schema import CAPTIONS_SCHEMA, FORMAT_VERSION, CommitRecord, FileEntry, Manifest, Reject
+from .schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, FORMAT_VERSION, CommitRecord, FileEntry, Manifest, Reject
 from .shard_file import ShardFile
 from .verify import Verification, verify_store
 from .writer import StoreWriter, row_checksum
@@ -179,10 +179,13 @@ def _planned_records(records: pa.Table, revision: int) -> pa.Table:
 
 
 def _planned_captions(captions: pa.Table, revision: int) -> pa.Table:
-    checksums = np.array(captions["checksum"].to_pylist(), object)
-    checksums[captions["revision"].to_numpy() == revision] = None
+    own = captions["revision"].to_numpy() == revision
     columns = {name: captions[name] for name in CAPTIONS_SCHEMA.names}
-    return pa.table(columns | {"checksum": pa.array(checksums, pa.uint64())}, schema=CAPTIONS_SCHEMA)
+    for name in CAPTION_RESULTS:
+        values = np.array(captions[name].to_pylist(), object)
+        values[own] = None
+        columns[name] = pa.array(values, CAPTIONS_SCHEMA.field(name).type)
+    return pa.table(columns, schema=CAPTIONS_SCHEMA)
 
 
 def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str, FileEntry]) -> CommitRecord | None:
@@ -198,15 +201,21 @@ def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str
     files = [expected[array.shard_path(shard)] for array in arrays if array.shard_path(shard) in expected]
     if entry is None or len(files) != len(arrays):
         return None
-    checksums, source_checksums, rejects = [], [], []
+    checksums, source_checksums, rejects, qualities = [], [], [], {}
     if part == CAPTION_PART:
         ids = plan.layout.captions_of(shard)
-        checksums = _digits(captions["checksum"].slice(plan.first_caption + ids.start, len(ids)).to_pylist())
+        table = captions.slice(plan.first_caption + ids.start, len(ids))
+        checksums = _digits(table["checksum"].to_pylist())
+        if not table["min_cosine"].null_count:
+            qualities = {"min_cosines": table["min_cosine"].to_pylist(), "max_errors": table["max_error"].to_pylist()}
     elif part == NULL_PART:  # its one checksum is in no table
-        shard_path = root / files[0].path
-        if not shard_path.is_file() or xxh3_file(shard_path) != files[0].xxh3_128:
-            return None
-        checksums = [row_checksum(ShardFile(shard_path, arrays[0], arrays[0].shape[0]).read(0, arrays[0].shape[0]))]
+        rows = []
+        for file, array in zip(files, arrays, strict=True):
+            shard_path = root / file.path
+            if not shard_path.is_file() or xxh3_file(shard_path) != file.xxh3_128:
+                return None
+            rows.append(ShardFile(shard_path, array, array.shape[0]).read(0, array.shape[0]))
+        checksums = [row_checksum(*rows)]
     else:
         rows = plan.layout.rows_of(part, shard)
         positions = plan.bucket_positions[part.removeprefix("buckets/")][rows.start : rows.stop]
@@ -229,6 +238,7 @@ def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str
         source_checksums=source_checksums,
         rejects=rejects,
         record_hash="",
+        **qualities,
     ).with_hash()
     same = xxh3_parts([canonical_json(record.model_dump())])[1] == entry.xxh3_128
     return record if same else None

@@ -14,7 +14,7 @@ import numpy as np
 from .arrays import ShardCheck
 from .errors import DamageError
 from .hashing import xxh3_file
-from .layout import EMBEDDINGS
+from .layout import EMBEDDINGS, SCALES
 from .shard_file import ShardFile
 from .shards import ArrayLayout
 from .writer import row_checksum
@@ -54,7 +54,7 @@ def check_latents(store: LatentStore, bucket: str) -> ShardCheck:
 
 
 def check_captions(store: LatentStore) -> ShardCheck:
-    """A check of the shards of caption embeddings by their first caption."""
+    """A check of the shards of caption embeddings, or of their scales, by their first caption."""
 
     def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
         offsets = store.caption_offsets
@@ -63,11 +63,25 @@ def check_captions(store: LatentStore) -> ShardCheck:
             return
         start = int(offsets[caption]) - first
         wanted = int(store.caption_checksums[caption])
-        found = row_checksum(mapped.read(start, start + int(store.caption_lengths[caption])))
-        if int(found, 16) != wanted:
+        stop = start + int(store.caption_lengths[caption])
+        found = [mapped.read(start, stop)]
+        if store.spec.text and store.spec.text.dtype == "int8":  # the checksum covers the rows of both arrays
+            other = _twin(store, layout)
+            found.append(store.folder.open(other, shard, mapped=True).read(start, stop))
+            found = found[::-1] if layout.path.endswith(SCALES) else found
+        if int(row_checksum(*found), 16) != wanted:
             raise _refuse(store, layout, shard)
 
     return check
+
+
+def _twin(store: LatentStore, layout: ArrayLayout) -> ArrayLayout:
+    """Layout of the scales of an array of int8 tokens, or of the tokens of an array of scales."""
+    folder = layout.path.removesuffix(SCALES).removesuffix(EMBEDDINGS)
+    if layout.path.endswith(EMBEDDINGS):
+        return replace(layout, path=folder + SCALES, shape=layout.shape[:1], dtype="float32")
+    assert store.spec.text is not None
+    return replace(layout, path=folder + EMBEDDINGS, shape=(layout.shape[0], store.spec.text.width), dtype="int8")
 
 
 def check_whole(store: LatentStore) -> ShardCheck:
@@ -90,4 +104,4 @@ def check_of(store: LatentStore, path: str) -> ShardCheck:
     folder, _, rest = path.partition("/")
     if folder == "buckets":
         return check_latents(store, rest.split("/")[0])
-    return check_captions(store) if path == EMBEDDINGS else check_whole(store)
+    return check_captions(store) if path in (EMBEDDINGS, SCALES) else check_whole(store)

@@ -24,6 +24,7 @@ from .order import BatchOrder
 from .schema import LatentSpec
 from .slices import rank_slice
 from .store import LatentStore
+from .text_batch import final_captions, read_packed, read_padded
 from .wanted import Lookup, Records, WantedBatch
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Batch:
     Args:
       stored: (B, 2C, H, W) moments or (B, C, H, W) latents in the store's dtype, as they lie there.
       labels: (B,) int64 class index, -1 for none.
-      captions: in the store's dtype, or None: (B, L, D), padded with zeros to the longest, or packed (sum L, D).
+      stored_captions: in the store's dtype, or None: (B, L, D), padded with zeros to the longest, or packed (sum L, D).
       caption_lengths: (B,) int64 valid tokens, or None.
       records: (B,) int64 positions in the records table.
       draw_keys: (B,) int64 keys of the posterior draw, or None where nothing is drawn.
@@ -51,11 +52,12 @@ class Batch:
       number: of the global batch, over all epochs.
       epoch: that the batch belongs to.
       store: which of the reader's stores it is of.
+      caption_scales: (B, L) or (sum L,) float32 where the captions are int8, else None.
     """
 
     stored: torch.Tensor
     labels: torch.Tensor
-    captions: torch.Tensor | None
+    stored_captions: torch.Tensor | None
     caption_lengths: torch.Tensor | None
     records: torch.Tensor
     draw_keys: torch.Tensor | None
@@ -64,6 +66,7 @@ class Batch:
     number: int
     epoch: int
     store: int = 0
+    caption_scales: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -77,6 +80,11 @@ class Batch:
         return final_latents(self.stored, self.spec, self.draw_keys)
 
     @cached_property
+    def captions(self) -> torch.Tensor | None:
+        """(B, L, D) or packed (sum L, D), on the device of the batch, or None: as stored, or float32 of int8."""
+        return None if self.stored_captions is None else final_captions(self.stored_captions, self.caption_scales)
+
+    @cached_property
     def caption_offsets(self) -> torch.Tensor:
         """(B + 1,) int32 where each packed caption begins, then the end: cu_seqlens of variable-length attention."""
         if self.caption_lengths is None:
@@ -85,8 +93,8 @@ class Batch:
         return torch.cat([zero, self.caption_lengths.cumsum(0)]).int()
 
     def finish(self) -> Batch:
-        """The same batch, with its latents computed."""
-        _ = self.latents
+        """The same batch, with its latents and captions computed."""
+        _ = self.latents, self.captions
         return self
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
@@ -163,15 +171,15 @@ class BatchReader(Dataset):
             raise IndexError(f"batch {number}: they are counted from 0")
         looked_up = self._look_up(number)
         planned, wanted = looked_up.planned, looked_up.wanted
-        store, captions, lengths = self.stores[planned.plan], None, None
+        store, text = self.stores[planned.plan], None
         if wanted.caption_ids is not None:
             read = read_packed if self._text == "packed" else read_padded
-            captions, lengths = read(store, wanted.caption_ids, self._buffers)
+            text = read(store, wanted.caption_ids, self._buffers)
         return Batch(
             stored=torch.from_numpy(self._read_latents(store, planned.bucket, wanted)),
             labels=_tensor(wanted.labels),
-            captions=captions,
-            caption_lengths=lengths,
+            stored_captions=text and text.tokens,
+            caption_lengths=text and text.lengths,
             records=_tensor(wanted.records),
             draw_keys=None if wanted.draw_keys is None else _tensor(wanted.draw_keys),
             spec=store.spec.latent,
@@ -179,6 +187,7 @@ class BatchReader(Dataset):
             number=number,
             epoch=planned.epoch,
             store=planned.plan,
+            caption_scales=text and text.scales,
         )
 
     def shards_of(self, number: int) -> tuple[LatentStore, list[str]]:
@@ -190,7 +199,8 @@ class BatchReader(Dataset):
         if wanted.flipped is not None:
             paths += store.flipped_latents(planned.bucket).shard_paths(wanted.rows)
         if wanted.caption_ids is not None:
-            paths += store.caption_embeddings.shard_paths(store.caption_offsets[wanted.caption_ids])
+            for array in store.caption_arrays:
+                paths += array.shard_paths(store.caption_offsets[wanted.caption_ids])
         return store, paths
 
     def bring_ahead(self, first: int, count: int) -> None:
@@ -264,32 +274,3 @@ def check_fit(store: LatentStore, plan: BatchPlan) -> None:
 def _tensor(column: np.ndarray) -> torch.Tensor:
     """A copy, which may be changed: the column is kept for who reads the batch again."""
     return torch.from_numpy(column.copy())
-
-
-def read_padded(store: LatentStore, caption_ids: np.ndarray, buffers: BufferPool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather caption embeddings, padded with zeros to the longest.
-
-    Returns: (B, L, D) in the store's dtype and (B,) int64 lengths.
-    """
-    assert store.spec.text is not None
-    lengths = store.caption_lengths[caption_ids]
-    longest = int(lengths.max(initial=0))
-    padded = buffers.take((len(caption_ids), longest, store.spec.text.width), store.spec.text.dtype)
-    starts, embeddings = store.caption_offsets[caption_ids].tolist(), store.caption_embeddings
-    for row, start, length in zip(padded, starts, lengths.tolist(), strict=True):
-        row[:length] = embeddings.read(start, start + length)
-        row[length:] = 0
-    embeddings.check_unchanged()
-    return torch.from_numpy(padded), torch.from_numpy(lengths)
-
-
-def read_packed(store: LatentStore, caption_ids: np.ndarray, buffers: BufferPool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather caption embeddings, one after the other.
-
-    Returns: (sum L, D) in the store's dtype and (B,) int64 lengths.
-    """
-    assert store.spec.text is not None
-    lengths = store.caption_lengths[caption_ids]
-    packed = buffers.take((int(lengths.sum()), store.spec.text.width), store.spec.text.dtype)
-    store.caption_embeddings.take_ranges(store.caption_offsets[caption_ids], lengths, out=packed)
-    return torch.from_numpy(packed), torch.from_numpy(lengths)

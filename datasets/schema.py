@@ -74,15 +74,18 @@ CAPTIONS_SCHEMA = pa.schema(
         ("revision", pa.int32()),  # whose arrays hold its tokens
         ("num_tokens", pa.int32()),  # as the tokenizer counts them, cut at max_tokens
         ("truncated", pa.bool_()),  # the caption had more tokens than max_tokens
-        ("checksum", pa.uint64()),  # XXH3-64 of its rows
+        ("checksum", pa.uint64()),  # XXH3-64 of its rows in each caption array, in order
+        ("min_cosine", pa.float32()),  # smallest of a token with what is stored of it; null where nothing was narrowed
+        ("max_error", pa.float32()),  # largest absolute difference of the same; null likewise
     ]
 )
-
+CAPTION_RESULTS = ("checksum", "min_cosine", "max_error")  # columns that encoding fills in
 
 # A store of others may say anything. These limits are far beyond what any encoder needs, and keep products small.
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
 Side = Annotated[int, Field(ge=1, le=1 << 20)]
 Dtype = Annotated[str, Field(pattern=r"^float(16|32)$")]
+TextDtype = Annotated[str, Field(pattern=r"^(float(16|32)|bfloat16|int8)$")]
 BucketName = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}x[1-9][0-9]{0,5}$")]
 # Each part begins with a letter or a digit: no path leaves the store.
 StorePath = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.]{0,99}(/[a-z0-9][a-z0-9_.]{0,99}){0,15}$")]
@@ -142,12 +145,14 @@ class LatentSpec(_Model):
 class TextSpec(_Model):
     """What the caption embeddings are."""
 
-    kind: Literal["t5"]
+    kind: Literal["t5", "gemma2"]
     width: Side
     max_tokens: Side
-    dtype: Dtype
+    dtype: TextDtype
     template: str
     batch_size: Side
+    batch_tokens: Count = 0
+    instruction: str = ""
 
 
 class StoreSpec(_Model):
@@ -208,6 +213,8 @@ class CommitRecord(_Model):
     shard: int
     files: list[FileEntry]
     checksums: list[str]  # 16 hex digits per row (or caption) of the shard; "" where rejected
+    min_cosines: list[float] = []  # of the shard's captions, as in captions.parquet; empty where nothing was narrowed
+    max_errors: list[float] = []
     source_checksums: list[str]  # the same of the pictures' files; empty for captions
     rejects: list[Reject]
     record_hash: str

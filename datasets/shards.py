@@ -17,10 +17,11 @@ import numcodecs
 import numpy as np
 
 from .errors import DamageError, RecipeError
+from .text_dtypes import BFLOAT16_NAN
 
 ABSENT = 2**64 - 1  # offset and length of a chunk that is not there (Zarr v3, sharding codec, "binary shard format")
 CRC_BYTES = 4
-DTYPES = ("float16", "float32", "int64")
+DTYPES = ("float16", "float32", "int64", "uint16", "int8")
 # Of a store of others: what is decoded at once must fit the memory. What is mapped takes none.
 MAX_DECODED_BYTES = 1 << 28
 MAX_MAPPED = 1 << 40  # rows of an array, bytes of a chunk
@@ -59,7 +60,7 @@ class ArrayLayout:
     Args:
       path: of the array's folder within the store.
       shape: (rows, ...).
-      dtype: numpy name, little-endian on disk: "float16", "float32" or "int64" and the like.
+      dtype: numpy name, little-endian on disk: one of DTYPES. What is "uint16" holds the bits of bfloat16 numbers.
       shard_rows, chunk_rows: rows in a shard and in an inner chunk; the first is a multiple of the second.
       codec: a key of CODECS.
     """
@@ -94,6 +95,8 @@ class ArrayLayout:
     @property
     def fill_value(self) -> float | int:
         """What a row holds that was never written."""
+        if self.dtype == "uint16":
+            return BFLOAT16_NAN
         return float("nan") if self.dtype.startswith("float") else 0
 
     def rows_of(self, shard: int) -> range:
@@ -139,7 +142,7 @@ class ArrayLayout:
                     },
                 }
             ],
-            "attributes": {},
+            "attributes": {"bits_of": "bfloat16"} if self.dtype == "uint16" else {},
             "storage_transformers": [],
         }
 

@@ -17,10 +17,21 @@ from .buckets import bucket_size
 from .cached import cached_property
 from .errors import DamageError
 from .hashing import read_json
-from .layout import EMBEDDINGS, GROUP, LENGTHS, NULL_EMBEDDING, OFFSETS, bucket_part, revision_prefix
+from .layout import (
+    EMBEDDINGS,
+    GROUP,
+    LENGTHS,
+    NULL_EMBEDDING,
+    NULL_SCALES,
+    OFFSETS,
+    SCALES,
+    bucket_part,
+    revision_prefix,
+)
 from .revisions import REPAIR
 from .schema import StoreSpec
 from .shards import ArrayLayout
+from .text_dtypes import ON_DISK
 
 MAX_METADATA_BYTES = 1 << 20  # of an array's zarr.json
 
@@ -91,6 +102,11 @@ class ArrayStack:
         offsets, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         longest = self.spec.text.max_tokens if self.spec.text else 0
         fits = embeddings.keys() == offset_layouts.keys() == length_layouts.keys()
+        if self.spec.text and self.spec.text.dtype == "int8":
+            scales = self.layouts(SCALES)
+            fits = fits and {n: one.shape[0] for n, one in scales.items()} == {
+                n: one.shape[0] for n, one in embeddings.items()
+            }
         for revision, layout in embeddings.items() if fits else ():
             first, count = (
                 ShardedArray(folder, [one], check).read(0, one.shape[0])
@@ -137,7 +153,9 @@ class ArrayStack:
         if path in (OFFSETS, LENGTHS):
             return (), "int64"
         if path in (EMBEDDINGS, NULL_EMBEDDING):
-            return self.spec.text and ((self.spec.text.width,), self.spec.text.dtype)
+            return self.spec.text and ((self.spec.text.width,), ON_DISK[self.spec.text.dtype])
+        if path in (SCALES, NULL_SCALES):
+            return ((), "float32") if self.spec.text and self.spec.text.dtype == "int8" else None
         bucket, latent = path.split("/")[1], self.spec.latent
         height, width = (side // latent.downscale for side in bucket_size(bucket))
         return (latent.stored_channels, height, width), latent.dtype

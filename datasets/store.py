@@ -32,8 +32,10 @@ from .layout import (
     EMBEDDINGS,
     GROUP,
     NULL_EMBEDDING,
+    NULL_SCALES,
     RECORDS,
     REMOTE_ABOUT,
+    SCALES,
     bucket_part,
     revision_prefix,
 )
@@ -41,6 +43,7 @@ from .probe import check_of, check_whole
 from .revisions import REPAIR, check_store, read_spec, sealed_revisions
 from .schema import Manifest
 from .stack import ArrayStack
+from .text_dtypes import StoredTokens, widen
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -268,23 +271,48 @@ class LatentStore:
         return Record(index=index, **{name: values[name] for name in Record.__dataclass_fields__ if name != "index"})
 
     def caption(self, record: Record, which: int = 0) -> np.ndarray:
-        """Embedding of one of a record's captions, (L, D): its valid tokens, a mapped view."""
+        """Embedding of one of a record's captions, as ``caption_embedding``."""
         return self.caption_embedding(record.caption_ids[which])
 
     def caption_embedding(self, caption_id: int) -> np.ndarray:
-        """Embedding of a caption, (L, D): its valid tokens, a mapped view."""
-        offset, length = int(self.caption_offsets[caption_id]), int(self.caption_lengths[caption_id])
-        return self.caption_embeddings.read(offset, offset + length)
+        """Embedding of a caption, (L, D), its valid tokens: where float16 or float32 is stored a mapped view, where
+        bfloat16 or int8 is, a float32 copy."""
+        assert self.spec.text is not None
+        return widen(self.stored_caption(caption_id), self.spec.text.dtype)
+
+    def stored_caption(self, caption_id: int) -> StoredTokens:
+        """The valid tokens of a caption as they lie in the arrays; mapped views where they are uncompressed."""
+        start = int(self.caption_offsets[caption_id])
+        stop = start + int(self.caption_lengths[caption_id])
+        return StoredTokens.of([array.read(start, stop) for array in self.caption_arrays])
 
     @property
     def caption_embeddings(self) -> ShardedArray:
-        """(tokens, D): the tokens of all captions; ``caption_offsets`` and ``caption_lengths`` say whose."""
+        """(tokens, D), of the dtype on disk: the tokens of all captions; ``caption_offsets`` and ``caption_lengths``
+        say whose."""
         return self._array(EMBEDDINGS)
+
+    @property
+    def caption_arrays(self) -> list[ShardedArray]:
+        """``caption_embeddings``; where they are int8 also (tokens,) float32, by which each token is multiplied."""
+        return [self._array(path) for path in ((EMBEDDINGS, SCALES) if self._has_scales else (EMBEDDINGS,))]
+
+    @property
+    def _has_scales(self) -> bool:
+        return self.spec.text is not None and self.spec.text.dtype == "int8"
 
     @cached_property
     def null_caption(self) -> np.ndarray:
-        """Embedding of the empty caption at full length, (max_tokens, D), for classifier-free guidance."""
-        return np.array(self._array(NULL_EMBEDDING).read(0, len(self._array(NULL_EMBEDDING))))
+        """Embedding of the empty caption at full length, (max_tokens, D), for classifier-free guidance; the dtype is
+        that of ``caption_embedding``."""
+        assert self.spec.text is not None
+        return widen(self.stored_null, self.spec.text.dtype)
+
+    @property
+    def stored_null(self) -> StoredTokens:
+        """The empty caption as it lies in the arrays; a copy."""
+        paths = (NULL_EMBEDDING, NULL_SCALES) if self._has_scales else (NULL_EMBEDDING,)
+        return StoredTokens.of([np.array(self._array(path).read(0, len(self._array(path)))) for path in paths])
 
     @cached_property
     def caption_offsets(self) -> np.ndarray:

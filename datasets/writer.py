@@ -86,6 +86,7 @@ class StoreWriter:
         checksums: Sequence[str],
         source_checksums: Sequence[str] = (),
         rejects: Sequence[Reject] = (),
+        qualities: Sequence[tuple[float, float]] = (),
     ) -> int:
         """Write one shard of every array of a part, then its commit record.
 
@@ -94,6 +95,7 @@ class StoreWriter:
           checksums: one a row (or caption), "" where rejected.
           source_checksums: of the pictures' files, one a row, "" where rejected.
           rejects: rows refused while encoding.
+          qualities: of captions that were narrowed, the smallest cosine and the largest error of each.
         Returns: bytes written.
         """
         files = []
@@ -111,6 +113,8 @@ class StoreWriter:
             shard=shard,
             files=files,
             checksums=list(checksums),
+            min_cosines=[cosine for cosine, _ in qualities],
+            max_errors=[error for _, error in qualities],
             source_checksums=list(source_checksums),
             rejects=list(rejects),
             record_hash="",

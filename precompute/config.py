@@ -69,7 +69,7 @@ class TextSection(Section):
     """The caption encoder."""
 
     kind: Literal["none", "t5", "gemma2"] = "none"
-    """"gemma2" is known to recipes, but this release encodes with T5 only."""
+    """"t5": the encoder of a T5. "gemma2": a Gemma-2, as Sana uses it."""
     model: str = "google/t5-v1_1-xxl"
     """Hub id, folder, or "shipped:t5"."""
     subfolder: str = ""
@@ -84,13 +84,25 @@ class TextSection(Section):
     """Arithmetic of the encoder; a CPU always computes in float32, and the store says so."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Captions of equal length per forward; part of the fingerprint."""
+    batch_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 0
+    """Tokens per forward, so that short captions go in larger batches; 0: batch_size captions. In the fingerprint."""
+    instruction: str = ""
+    """Before each caption, of gemma2: "sana" (as Sana trains), "sana-diffusers" (as diffusers samples), or a text."""
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> TextSection:
+        if self.instruction and self.kind == "t5":
+            raise ValueError('an instruction is for a language model; use kind = "gemma2", or no instruction')
+        return self
 
 
 class StoreSection(Section):
     """What lies on disk."""
 
     dtype: Literal["float16", "float32"] = "float16"
-    """Of latents and caption embeddings."""
+    """Of latents, and of caption embeddings unless text_dtype says otherwise."""
+    text_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
+    """Of caption embeddings; "auto": that of latents; "int8" has a scale for each token."""
     shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Size at which a shard is full."""
     codec: str = "none"

@@ -15,8 +15,10 @@ from ..datasets.findings import Finding
 from ..datasets.frozen import FrozenPlan, read_plan
 from ..datasets.layout import CAPTION_PART, bucket_part
 from ..datasets.store import LatentStore
+from ..datasets.text_dtypes import narrow, widen
+from .caption_task import caption_batches
 from .repair import Tools, with_places
-from .shard_task import equal_length_batches, to_stored
+from .shard_task import to_stored
 from .stages import Picture
 
 CLOSE = 2e-2  # of the largest value: what another device or library may change
@@ -154,12 +156,12 @@ def _deep_captions(store: LatentStore, plan: FrozenPlan, tools: Tools, captions:
     """Encode captions again, each in its own batch, and compare."""
     if tools.encoders.caption is None or plan.spec.text is None or not captions:
         return
-    (array,) = plan.layout.part_arrays(CAPTION_PART)
+    array = plan.layout.part_arrays(CAPTION_PART)[0]
     texts, lengths = plan.own_captions["text"].to_pylist(), plan.own_captions["num_tokens"].to_numpy()
     wanted = {caption - plan.first_caption: caption for caption in captions}
     for shard in range(array.num_shards):
         here = plan.layout.captions_of(shard)
-        for batch in equal_length_batches(lengths[here.start : here.stop], plan.spec.text.batch_size):
+        for batch in caption_batches(lengths[here.start : here.stop], plan.spec.text, tools.encoders.caption):
             ids = [here.start + i for i in batch]
             if not wanted.keys() & set(ids):
                 continue
@@ -168,5 +170,6 @@ def _deep_captions(store: LatentStore, plan: FrozenPlan, tools: Tools, captions:
                 if i in wanted:
                     result.num_captions += 1
                     place = (array.shard_path(shard), "not_reproduced", "", plan.revision, None, shard, 1, [texts[i]])
-                    stored = store.caption_embedding(wanted[i])
-                    _judge(stored, tokens.astype(stored.dtype), Finding(*place), result)
+                    dtype = plan.spec.text.dtype
+                    found = widen(narrow(tokens, dtype), dtype)
+                    _judge(store.caption_embedding(wanted[i]), found, Finding(*place), result)

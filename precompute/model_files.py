@@ -7,8 +7,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
+from safetensors import SafetensorError
 
 from ..datasets.errors import DamageError, EncoderError
 from ..datasets.hashing import read_json, sha256_file, sha256_of
@@ -16,6 +18,21 @@ from .config import TextSection, VaeSection
 
 SHIPPED = "shipped:"
 CONFIG = "config.json"
+# What the libraries raise at a config or a file of others that is not as they need it.
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    NotImplementedError,
+    RuntimeError,
+    LookupError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+)
 MAX_JSON_BYTES = 1 << 26  # of a tokenizer.json; the largest published ones have 35 MB
 TOKENIZER_CLASSES = (
     None,
@@ -24,6 +41,8 @@ TOKENIZER_CLASSES = (
     "PreTrainedTokenizerFast",
     "PreTrainedTokenizer",
     "TokenizersBackend",
+    "GemmaTokenizer",
+    "GemmaTokenizerFast",
 )
 
 
@@ -92,8 +111,8 @@ def check_tokenizer_files(folder: Path, *, what: str) -> None:
         name = said.get("tokenizer_class")
         if path.name == "tokenizer_config.json" and ("auto_map" in said or name not in TOKENIZER_CLASSES):
             raise EncoderError(
-                f"{what} '{path}': it asks for the tokenizer {str(name)[:80]!r} or for code of its own, needed a T5's. "
-                "Give a folder with the model's own tokenizer."
+                f"{what} '{path}': it asks for the tokenizer {str(name)[:80]!r} or for code of its own, needed a T5's "
+                "or a Gemma's. Give a folder with the model's own tokenizer."
             )
 
 
@@ -178,3 +197,12 @@ def library_majors(*packages: str) -> dict[str, str]:
         major, minor = metadata.version(name).split(".")[:2]
         majors[name] = f"0.{minor}" if major == "0" else major
     return majors
+
+
+def arithmetic(dtype: str, device: torch.device) -> str:
+    """Dtype that an encoder computes in: the recipe's, but float32 on a CPU.
+
+    There, 16 bits were seven times slower (TAESD at 256 px, no bf16 units) and are less exact. The identity in
+    the store says what was computed in.
+    """
+    return "float32" if device.type == "cpu" else dtype

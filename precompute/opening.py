@@ -20,11 +20,11 @@ from ..datasets.store import LatentStore
 from ..datasets.writer import StoreWriter
 from .config import PrecomputeRecipe
 from .decoder import Decoders
-from .encoders import CaptionTokenizer
 from .growth import Base, Comparison, Options, all_fresh, compare
 from .plan import num_threads, plan_captions, plan_pictures, plan_records
 from .sources import Source, caption_texts
 from .stages import Progress
+from .text_encoders import CaptionTokenizer
 
 
 def newest_plan(root: Path) -> FrozenPlan | None:

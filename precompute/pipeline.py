@@ -36,6 +36,7 @@ from .plan import num_threads
 from .rejects import RejectLimit
 from .sources import Source, list_source
 from .stages import Background, Progress, StageClock, encode_captions, encode_pictures, is_picture_task
+from .text_encoders import TokenCount
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Report:
       seconds: of each stage (decode and write run beside the encoder).
       num_ignored: files of the source that are no pictures by their name.
       changes: of the source since the revision before, where a revision was added.
+      tokens: that went through the text encoder.
     """
 
     manifest: Manifest | None
@@ -59,6 +61,7 @@ class Report:
     seconds: dict[str, float]
     num_ignored: int
     changes: Comparison | None = None
+    tokens: TokenCount = field(default_factory=TokenCount)
 
     @property
     def bound_by(self) -> str:
@@ -111,6 +114,7 @@ def precompute(
     source = list_source(source_path, recipe.source.kind)
     encoders = load_encoders(recipe, device)
     spec = describe_store(recipe, source, encoders)
+    before = encoders.caption.computed if encoders.caption else TokenCount()
     with Decoders(num_threads()) as decoders:
         stage = Stage1(store_path, recipe, source, encoders, decoders, progress, part or Part())
         planner = Planner(store_path, spec, source, recipe, encoders.tokenizer, decoders, progress)
@@ -134,8 +138,16 @@ def precompute(
             if following:
                 manifest = finish(stage, following)
     seconds = time.perf_counter() - start
+    tokens = encoders.caption.computed - before if encoders.caption else TokenCount()
     return Report(
-        manifest, stage.num_left, stage.num_encoded, seconds, stage.clock.seconds, source.num_ignored, changes
+        manifest=manifest,
+        num_left=stage.num_left,
+        num_encoded=stage.num_encoded,
+        total_seconds=seconds,
+        seconds=stage.clock.seconds,
+        num_ignored=source.num_ignored,
+        changes=changes,
+        tokens=tokens,
     )
 
 
@@ -203,6 +215,7 @@ def describe_store(recipe: PrecomputeRecipe, source: Source, encoders: Encoders)
                 f"bucket '{bucket_name(height_px, width_px)}': the VAE makes one latent of {latent.downscale} px, so "
                 f"both sides must be multiples of {latent.downscale}. Use another resolution, table or VAE."
             )
+    text_dtype = recipe.store.dtype if recipe.store.text_dtype == "auto" else recipe.store.text_dtype
     return StoreSpec(
         format_version=FORMAT_VERSION,
         leandit_version=__version__,
@@ -216,7 +229,7 @@ def describe_store(recipe: PrecomputeRecipe, source: Source, encoders: Encoders)
             libraries=library_majors("pillow"),
         ),
         latent=latent,
-        text=encoders.caption and encoders.caption.text_spec(recipe.text, recipe.store.dtype),
+        text=encoders.caption and encoders.caption.text_spec(recipe.text, text_dtype),
         vae=encoders.image.identity,
         text_encoder=encoders.caption and encoders.caption.identity,
         classes=source.classes,

@@ -17,14 +17,14 @@ import pyarrow as pa
 
 from ..datasets.buckets import assign_bucket, bucket_name, bucket_table
 from ..datasets.errors import RecordRejected
-from ..datasets.schema import CAPTIONS_SCHEMA, PLAN_SCHEMA, RECORDS_SCHEMA
+from ..datasets.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA, RECORDS_SCHEMA
 from .config import PrecomputeRecipe
 from .decoder import Decoders
-from .encoders import CaptionTokenizer
 from .growth import Comparison, Fresh
 from .images import MAX_PIXELS, crop_geometry
 from .rejects import RejectLimit
 from .sources import Source, SourceRecord, caption_texts
+from .text_encoders import CaptionTokenizer
 
 TOKENIZE_BATCH = 4096
 
@@ -121,7 +121,7 @@ def plan_captions(
         "revision": [revision] * len(texts),
         "num_tokens": [lengths[i] for i in order],
         "truncated": [counts[i] > max_tokens for i in order],
-        "checksum": [None] * len(texts),
+        **dict.fromkeys(CAPTION_RESULTS, [None] * len(texts)),
     }
     ids = known_ids | {text: before.num_rows + i for i, text in enumerate(new["text"])}
     table = pa.concat_tables([before, pa.table(new, schema=CAPTIONS_SCHEMA)])

@@ -129,8 +129,10 @@ def _replace_shard(writer: StoreWriter, shard: PackedShard, found: Verification)
 def _keep_intact_rows(writer: StoreWriter, shard: PackedShard) -> PackedShard:
     """Take the rows that are still right from the damaged shard: what became of their pictures does not matter then."""
     record = read_record(writer.root, writer.plan, shard.part, shard.shard)
-    if record is None or not is_picture_task((shard.part, shard.shard)):
+    if record is None:
         return shard
+    if not is_picture_task((shard.part, shard.shard)):
+        return replace(shard, qualities=list(zip(record.min_cosines, record.max_errors, strict=True)))
     try:
         maps = {
             path: ShardFile(writer.root / layout.shard_path(shard.shard), layout, len(rows))

@@ -20,12 +20,14 @@ from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
 from ..datasets.layout import CAPTION_PART, NULL_PART
 from ..datasets.writer import StoreWriter
+from .caption_task import encode_caption_shard, encode_null_caption
 from .decoder import Decoded, Decoders
-from .encoders import CaptionEncoder, ImageEncoder
+from .encoders import ImageEncoder
 from .leases import Leases
 from .plan import num_threads
 from .rejects import RejectLimit
-from .shard_task import PackedShard, ShardBuilder, encode_caption_shard, encode_null_caption
+from .shard_task import PackedShard, ShardBuilder
+from .text_encoders import CaptionEncoder
 
 BATCHES_AHEAD = 3  # decoded batches that wait for the encoder
 WRITES_BEHIND = 2  # shards that wait for the disk
@@ -94,6 +96,7 @@ def write_shard(writer: StoreWriter, shard: PackedShard) -> None:
         checksums=shard.checksums,
         source_checksums=shard.source_checksums,
         rejects=shard.rejects,
+        qualities=shard.qualities,
     )
 
 
@@ -110,9 +113,9 @@ def encode_captions(
     for part, shard in tasks:
         with clock.measure("text"):
             if part == NULL_PART:
-                packed = encode_null_caption(plan.layout, encoder)
+                packed = encode_null_caption(plan, encoder)
             else:
-                packed = encode_caption_shard(plan, shard, encoder, plan.spec.text.batch_size)
+                packed = encode_caption_shard(plan, shard, encoder)
         yield packed
 
 

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.precompute.config import TextSection, VaeSection
-from leandit.precompute.encoders import CaptionEncoder, CaptionTokenizer, ImageEncoder
+from leandit.precompute.encoders import ImageEncoder
 from leandit.precompute.model_files import local_folder
+from leandit.precompute.text_encoders import CaptionEncoder, CaptionTokenizer
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 KL = {
@@ -418,7 +419,7 @@ def test_an_unusable_t5_is_one_clear_error(spoil: Callable[[Path], None], words:
 
 def test_nonfinite_caption_embeddings_are_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = caption_encoder()
-    monkeypatch.setattr(encoder, "_forward", lambda ids, mask: np.full((*ids.shape, 64), np.nan, np.float32))
+    monkeypatch.setattr(encoder, "_forward", lambda ids, mask, kept: np.full((*ids.shape, 64), np.nan, np.float32))
     with pytest.raises(EncoderError, match=r'NaN or infinity.*text\.dtype = "bfloat16" or "float32"'):
         encoder.encode(["a circle"])
 

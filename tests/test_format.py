@@ -120,7 +120,23 @@ def grown_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
     return store
 
 
-@pytest.mark.parametrize("name", ["label_store", "flipped_store", "grown_store"])
+def narrow_store(dtype: str, source: Path, root: Path) -> LatentStore:
+    recipe = caption_recipe(f"store.text_dtype={dtype}")
+    precompute(recipe, source_path=source, store_path=root / dtype, device=CPU, progress=no_progress)
+    return LatentStore(root / dtype)
+
+
+@pytest.fixture(scope="module")
+def bfloat16_store(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    return narrow_store("bfloat16", caption_folder, tmp_path_factory.mktemp("narrow"))
+
+
+@pytest.fixture(scope="module")
+def int8_store(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    return narrow_store("int8", caption_folder, tmp_path_factory.mktemp("narrow"))
+
+
+@pytest.mark.parametrize("name", ["label_store", "flipped_store", "grown_store", "int8_store"])
 def test_every_path_that_the_writer_makes_is_in_the_tree(name: str, request: pytest.FixtureRequest) -> None:
     root = request.getfixturevalue(name).path
     named = {line.split()[0] for line in TREE.splitlines() if line.startswith("  ")}
@@ -138,7 +154,7 @@ def test_every_path_that_the_writer_makes_is_in_the_tree(name: str, request: pyt
 
 def test_both_names_of_the_latents_are_in_the_table_of_arrays() -> None:
     assert {"moments", "latents", "_flip"} <= quoted(row_of(1, "moments"))
-    for name in ("embeddings", "null", *OFFSETS.split("/")[1:], "lengths"):
+    for name in ("embeddings", "scales", "null", "null_scales", *OFFSETS.split("/")[1:], "lengths"):
         assert name in quoted(row_of(1, name))
     assert set(CODECS) - {"none"} <= {"zstd", "gzip", "blosc-lz4", "blosc-zstd"}
     assert {"zstd", "gzip", "blosc", "lz4"} <= quoted(SECTION[1])
@@ -184,7 +200,7 @@ def test_the_fingerprint_is_made_of_what_is_said(caption_store: LatentStore) -> 
 
 
 ARROW_OF = {"string": pa.string(), "int64": pa.int64(), "int32": pa.int32(), "uint64": pa.uint64()}
-ARROW_OF |= {"bool": pa.bool_(), "list of int32": pa.list_(pa.int32())}
+ARROW_OF |= {"float32": pa.float32(), "bool": pa.bool_(), "list of int32": pa.list_(pa.int32())}
 
 
 def test_every_column_of_the_records_is_named_with_its_type(caption_store: LatentStore) -> None:
@@ -308,6 +324,29 @@ def test_a_reader_written_from_the_page_alone_reads_every_row(flipped_store: Lat
     for i, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         np.testing.assert_array_equal(tokens[offset : offset + length], flipped_store.caption_embedding(i))
     np.testing.assert_array_equal(np.stack(list(read_rows(root, "captions/null"))), flipped_store.null_caption)
+
+
+@pytest.mark.parametrize("name", ["bfloat16_store", "int8_store"])
+def test_a_reader_written_from_the_page_alone_reads_narrow_tokens(name: str, request: pytest.FixtureRequest) -> None:
+    store: LatentStore = request.getfixturevalue(name)
+    root = store.path
+    attribute = json.loads((root / "zarr.json").read_bytes())["attributes"]["leandit"]
+    assert attribute["text"]["dtype"] in quoted(row_of(1, attribute["text"]["dtype"]))
+
+    def numbers(name: str, scales: str) -> np.ndarray:
+        tokens = np.stack(list(read_rows(root, f"captions/{name}")))
+        if attribute["text"]["dtype"] == "int8":
+            assert tokens.dtype == np.int8
+            return tokens * np.stack(list(read_rows(root, f"captions/{scales}")))[:, None]
+        said = json.loads((root / "captions" / name / "zarr.json").read_bytes())["attributes"]
+        assert said == {"bits_of": attribute["text"]["dtype"]}
+        return np.array([[struct.unpack("<f", b"\0\0" + n.tobytes())[0] for n in row] for row in tokens], np.float32)
+
+    tokens = numbers("embeddings", "scales")
+    offsets, lengths = (np.stack(list(read_rows(root, f"captions/{name}"))) for name in ("offsets", "lengths"))
+    for i, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        np.testing.assert_array_equal(tokens[offset : offset + length], store.caption_embedding(i))
+    np.testing.assert_array_equal(numbers("null", "null_scales"), store.null_caption)
 
 
 def test_such_a_reader_reads_an_array_of_several_shards(

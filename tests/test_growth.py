@@ -31,9 +31,10 @@ from leandit.datasets.writer import StoreWriter
 from leandit.precompute import opening
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.decoder import Decoders
-from leandit.precompute.encoders import CaptionEncoder, ImageEncoder
+from leandit.precompute.encoders import ImageEncoder
 from leandit.precompute.growth import Options
 from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.text_encoders import CaptionEncoder
 
 pytestmark = pytest.mark.usefixtures("quick")
 SIZES = ((64, 64), (60, 100), (100, 60))

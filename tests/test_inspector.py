@@ -53,6 +53,31 @@ def test_the_promised_keys_hold_the_values_of_the_store(label_store: LatentStore
     assert captions["text"]["width"] == 64
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_the_quality_of_captions_is_told_where_they_were_narrowed(
+    dtype: str, caption_folder: Path, tmp_path: Path
+) -> None:
+    recipe = caption_recipe(f"store.text_dtype={dtype}")
+    precompute(recipe, source_path=caption_folder, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    store = LatentStore(tmp_path / "store")
+    summary = summarise(store)
+    found, columns = summary["caption_quality"], store.captions.to_pydict()
+    shards = [path for path in store.path.glob("captions/*/c/**/*") if path.is_file()]
+    size = sum(p.stat().st_size for p in shards if "embeddings" in str(p) or "/scales/" in str(p))
+    assert found["bytes_per_caption"] == round(size / 9, 1)
+    assert found["fewer_than_padded_float16"] == round(64 * 2 * 16 / (size / 9), 2)
+    assert summary["bytes"]["captions"] == size + sum(p.stat().st_size for p in shards if "/null" in str(p))
+    if dtype == "float32":
+        assert (found["num_measured"], found["min_cosine"], found["max_error"]) == (0, None, None)
+        assert "cosine" not in render(summary)
+        return
+    assert found["num_measured"] == 9
+    assert found["min_cosine"] == round(min(columns["min_cosine"]), 8) > 0.999
+    assert found["median_cosine"] == round(float(np.median(columns["min_cosine"])), 8)
+    assert found["max_error"] == round(max(columns["max_error"]), 8) > 0
+    assert f"cosine at least {found['min_cosine']}" in render(summary)
+
+
 @pytest.mark.parametrize("name", ["label_store", "caption_store"])
 def test_the_summary_is_json_and_text(name: str, request: pytest.FixtureRequest) -> None:
     summary = summarise(request.getfixturevalue(name))

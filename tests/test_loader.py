@@ -33,10 +33,11 @@ from leandit.datasets.filters import RecordFilter
 from leandit.datasets.latents import draw_keys, final_latents
 from leandit.datasets.loader import BatchStream, make_loader
 from leandit.datasets.mixture import Mixture
-from leandit.datasets.reader import Batch, BatchReader, TextForm, read_padded
+from leandit.datasets.reader import Batch, BatchReader, TextForm
 from leandit.datasets.shuffle import ShardWindow
 from leandit.datasets.slices import microbatches
 from leandit.datasets.store import LatentStore
+from leandit.datasets.text_batch import read_padded
 from leandit.precompute.pipeline import precompute
 
 GLOBAL_BATCH = 4
@@ -127,7 +128,7 @@ def test_captions_are_padded_with_zeros_to_the_longest(caption_store: LatentStor
 
 def test_padding_keeps_the_order_asked_for(caption_store: LatentStore) -> None:
     ids = np.array([8, 0, 8, 3])
-    padded, lengths = read_padded(caption_store, ids, BufferPool())
+    padded, lengths, _ = read_padded(caption_store, ids, BufferPool())
     assert lengths.tolist() == [caption_store.captions["num_tokens"][int(i)].as_py() for i in ids]
     assert lengths.dtype == torch.int64
     for row, length, caption_id in zip(padded, lengths, ids, strict=True):

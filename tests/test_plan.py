@@ -16,13 +16,13 @@ from making import caption_recipe, picture
 from leandit.datasets.errors import SourceError
 from leandit.datasets.layout import place_captions
 from leandit.datasets.schema import CAPTIONS_SCHEMA, RECORDS_SCHEMA
+from leandit.precompute.caption_task import equal_length_batches
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.decoder import Decoders
-from leandit.precompute.encoders import CaptionTokenizer
 from leandit.precompute.growth import Comparison, Fresh, Kept, all_fresh
 from leandit.precompute.plan import PlannedPicture, plan_captions, plan_pictures, plan_records
-from leandit.precompute.shard_task import equal_length_batches
 from leandit.precompute.sources import Source, SourceRecord, caption_texts
+from leandit.precompute.text_encoders import CaptionTokenizer
 
 Planned = Callable[[Source, PrecomputeRecipe], list[PlannedPicture]]
 MAX_TOKENS = 8

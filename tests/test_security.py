@@ -41,7 +41,7 @@ from leandit.datasets.shard_file import ShardFile
 from leandit.datasets.shards import CODECS, ArrayLayout, pack_shard
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import TextSection, VaeSection
-from leandit.precompute.encoders import CaptionEncoder, CaptionTokenizer, ImageEncoder
+from leandit.precompute.encoders import ImageEncoder
 from leandit.precompute.model_files import local_folder
 from leandit.precompute.sources import (
     MAX_CAPTION_CHARS,
@@ -51,6 +51,7 @@ from leandit.precompute.sources import (
     SourceRecord,
     list_source,
 )
+from leandit.precompute.text_encoders import CaptionEncoder, CaptionTokenizer
 from leandit.tools.inspector import describe_record, ledger, summarise
 from leandit.tools.sampler import Request, sample
 from leandit.train.checkpoint import find

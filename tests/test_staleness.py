@@ -21,11 +21,12 @@ from PIL import Image
 from leandit.datasets.errors import FingerprintMismatch
 from leandit.datasets.store import LatentStore
 from leandit.precompute import encoders as encoders_module
-from leandit.precompute import pipeline
+from leandit.precompute import pipeline, text_encoders
 from leandit.precompute.config import PrecomputeRecipe
-from leandit.precompute.encoders import CaptionEncoder, ImageEncoder, load_encoders
+from leandit.precompute.encoders import ImageEncoder, load_encoders
 from leandit.precompute.model_files import local_folder
 from leandit.precompute.pipeline import Report
+from leandit.precompute.text_encoders import CaptionEncoder
 
 pytestmark = pytest.mark.usefixtures("quick")
 Encode = Callable[[PrecomputeRecipe, Path, Path], Report]
@@ -146,7 +147,7 @@ CHANGED: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] 
     "batch of captions": (recipe_with("text.batch_size=4"), "text.batch_size is 8 in the store, 4 now"),
     "max_tokens": (recipe_with("text.max_tokens=12"), "text.max_tokens is 16 in the store, 12 now"),
     "no text": (recipe_with("text.kind=none"), "text.kind is 't5' in the store, None now"),
-    "template": (code_with(encoders_module, "TEMPLATE", "a photo of {caption}"), "text.template is '{caption}' in"),
+    "template": (code_with(text_encoders, "TEMPLATE", "a photo of {caption}"), "text.template is '{caption}' in"),
     "colour": (code_with(pipeline, "COLOUR", "with profiles"), "images.colour is "),
     "store dtype": (recipe_with("store.dtype=float32"), "latent.dtype is 'float16' in the store, 'float32' now"),
     "shard size": (recipe_with("store.shard_mib=2"), "shard_mib is 1 in the store, 2 now"),

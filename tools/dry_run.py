@@ -15,6 +15,7 @@ from ..datasets.errors import RecipeError, RecordRejected
 from ..datasets.layout import latent_layouts
 from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
+from ..datasets.text_dtypes import token_bytes
 from ..precompute.config import PrecomputeRecipe
 from ..precompute.decoder import Decoders
 from ..precompute.encoders import Encoders, load_encoders
@@ -75,8 +76,6 @@ def encoder_lines(recipe: PrecomputeRecipe) -> list[str]:
         else:
             state = "a folder here" if folder.is_dir() else "a folder that is MISSING"
             lines.append(f"{role:<20}'{where}': {state}")
-    if recipe.text.kind == "gemma2":
-        lines.append(f"{'':<20}this release cannot run it yet: it encodes captions with T5 only")
     return lines
 
 
@@ -100,7 +99,7 @@ def size_lines(
         ]
         captions, _ = plan_captions(texts, encoders.tokenizer, recipe.text.max_tokens)
         tokens = int(captions["num_tokens"].to_numpy().sum())
-        size = tokens * spec.text.width * (2 if spec.text.dtype == "float16" else 4)
+        size = tokens * token_bytes(spec.text.width, spec.text.dtype)
         lines.append(f"{'captions':<20}{size / 2**20:>10.1f} MiB, {captions.num_rows} distinct, {tokens} tokens")
     seconds, probed = probe_seconds(recipe, source, pictures, encoders)
     if probed:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pyarrow.compute
 
-from ..datasets.layout import EMBEDDINGS, NULL_EMBEDDING, commit_path
+from ..datasets.layout import EMBEDDINGS, NULL_EMBEDDING, NULL_SCALES, SCALES, commit_path
 from ..datasets.schema import LOGVAR_RANGE, LatentSpec
 from ..datasets.store import LatentStore, Record
+from ..datasets.text_dtypes import token_bytes
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -43,6 +44,7 @@ def summarise(store: LatentStore) -> dict[str, Any]:
         "num_captions": len(tokens),
         "num_caption_tokens": int(tokens.sum()),
         "caption_tokens": caption_lengths(store),
+        "caption_quality": caption_quality(store),
         "bytes": bytes_per_part(store),
         "fingerprint": spec.fingerprint,
         "root_hash": store.root_hash,
@@ -79,18 +81,45 @@ def caption_lengths(store: LatentStore) -> dict[str, Any] | None:
     }
 
 
+def caption_quality(store: LatentStore) -> dict[str, Any] | None:
+    """What it cost to store captions in a narrower dtype, and what it saved; None where there are none.
+
+    The cosine of a caption is the smallest of its tokens, between what the encoder gave and what is stored.
+    """
+    if store.spec.text is None or not store.captions.num_rows:
+        return None
+    cosines = store.captions["min_cosine"].drop_null().to_numpy()
+    errors = store.captions["max_error"].drop_null().to_numpy()
+    sizes, arrays = file_sizes(store), (f"{EMBEDDINGS}/c/", f"{SCALES}/c/")
+    each = sum(size for path, size in sizes.items() if any(name in path for name in arrays)) / store.captions.num_rows
+    padded = token_bytes(store.spec.text.width, "float16") * store.spec.text.max_tokens
+    return {
+        "num_measured": len(cosines),
+        "min_cosine": _rounded(cosines.min(), 8) if len(cosines) else None,
+        "median_cosine": _rounded(np.median(cosines), 8) if len(cosines) else None,
+        "max_error": _rounded(errors.max(), 8) if len(errors) else None,
+        "bytes_per_caption": round(each, 1),
+        "fewer_than_padded_float16": round(padded / max(each, 1), 2),
+    }
+
+
+def file_sizes(store: LatentStore) -> dict[str, int]:
+    """Bytes of every file of the store."""
+    if store.manifest:
+        return {entry.path: entry.bytes for entry in store.manifest.files}
+    files = (path for path in store.path.rglob("*") if path.is_file())
+    return {path.relative_to(store.path).as_posix(): path.stat().st_size for path in files}
+
+
 def bytes_per_part(store: LatentStore) -> dict[str, int]:
     """Bytes on disk of each part of the store."""
-    if store.manifest:
-        sizes = {entry.path: entry.bytes for entry in store.manifest.files}
-    else:
-        files = (path for path in store.path.rglob("*") if path.is_file())
-        sizes = {path.relative_to(store.path).as_posix(): path.stat().st_size for path in files}
+    sizes = file_sizes(store)
+    tokens = tuple(f"{name}/c/" for name in (EMBEDDINGS, SCALES, NULL_EMBEDDING, NULL_SCALES))
     parts = {"latents": 0, "captions": 0, "tables and metadata": 0}
     for path, size in sizes.items():
         in_array = "/c/" in path or path.endswith("/c")
         part = "latents" if "buckets/" in path and in_array else "tables and metadata"
-        if f"{EMBEDDINGS}/c/" in path or f"{NULL_EMBEDDING}/c/" in path:
+        if any(name in path for name in tokens):
             part = "captions"
         parts[part] += size
     return parts | {"total": sum(sizes.values())}
@@ -182,6 +211,16 @@ def render(summary: dict[str, Any]) -> str:
             f"median {lengths['median']}, 95 % {lengths['p95']}, max {lengths['max']}; {lengths['num_truncated']} cut "
             f"at {summary['text']['max_tokens']}; {lengths['padding_avoided']}x fewer tokens than padded"
         )
+    if found := summary["caption_quality"]:
+        lines.append(
+            f"{found['bytes_per_caption']:.0f} bytes a caption, {found['fewer_than_padded_float16']}x fewer than "
+            f"float16 padded to {summary['text']['max_tokens']} tokens"
+        )
+        if found["min_cosine"] is not None and found["max_error"] is not None:
+            lines.append(
+                f"stored tokens against the encoder's: cosine at least {found['min_cosine']}, median of captions "
+                f"{found['median_cosine']}; largest error {found['max_error']:.4g}"
+            )
     lines += ["", f"{'latent channel':<20}{'mean':>10}{'std':>10}   as the model sees them; expected about 0 and 1"]
     for channel, (mean, std) in enumerate(zip(stats["channel_mean"], stats["channel_std"], strict=True)):
         mark = "   <- unusual: is this the VAE's own scale?" if channel in stats["suspicious_channels"] else ""
@@ -258,9 +297,9 @@ def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:
     return values
 
 
-def _rounded(value: float) -> float | None:
-    """Four digits, or None where JSON has no number for it."""
-    return round(float(value), 4) if np.isfinite(value) else None
+def _rounded(value: float, digits: int = 4) -> float | None:
+    """A few digits, or None where JSON has no number for it."""
+    return round(float(value), digits) if np.isfinite(value) else None
 
 
 def render_record(values: dict[str, Any]) -> str:

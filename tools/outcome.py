@@ -28,6 +28,10 @@ def precompute_rows(report: Report, store: Path) -> list[tuple[str, str]]:
     rows.append(("buckets", ", ".join(f"{name}: {count}" for name, count in buckets)))
     if manifest.num_captions:
         rows.append(("captions", f"{manifest.num_captions} distinct, {manifest.num_caption_tokens} tokens"))
+    if report.tokens.num_captions:
+        tokens = report.tokens
+        share = f"{tokens.num_padding / tokens.num_tokens:.1%} padding"
+        rows.append(("text encoder", f"{tokens.num_tokens} tokens of {tokens.num_captions} captions, {share}"))
     rows.append(("root hash", manifest.root_hash))
     return rows + _run_rows(report)
 

@@ -19,7 +19,8 @@ from ..datasets.hashing import canonical_json, read_json
 from ..datasets.latents import denormalise
 from ..datasets.store import LatentStore
 from ..precompute.config import TextSection
-from ..precompute.encoders import CaptionEncoder, CaptionTokenizer, ImageEncoder
+from ..precompute.encoders import ImageEncoder
+from ..precompute.text_encoders import CaptionEncoder, CaptionTokenizer
 from ..train.models import Conditioning, patch_of
 from ..train.sample import Snapshot, draw_latents, load_snapshot
 from ..train.state import RUN

@@ -16,6 +16,7 @@ from .. import __version__
 from ..datasets.frozen import FrozenPlan, freeze_plan
 from ..datasets.layout import CAPTION_PART, NULL_PART
 from ..datasets.schema import (
+    CAPTION_RESULTS,
     CAPTIONS_SCHEMA,
     FORMAT_VERSION,
     PLAN_SCHEMA,
@@ -127,7 +128,7 @@ def _plan(
         "revision": [1] * num_captions,
         "num_tokens": lengths,
         "truncated": [False] * num_captions,
-        "checksum": [None] * num_captions,
+        **dict.fromkeys(CAPTION_RESULTS, [None] * num_captions),
     }
     return FrozenPlan(
         spec=spec,
