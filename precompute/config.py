@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ..datasets.buckets import bucket_table
+from ..datasets.buckets import MAX_RATIO, STEP_PX, Table, bucket_table
 from ..datasets.recipe import Section, load_recipe
 from ..datasets.shards import check_codec
 
@@ -36,11 +36,21 @@ class ImagesSection(Section):
     crop: Literal["adm", "bucket"] = "adm"
     """"adm": DiT's centre crop, bit-exact. "bucket": cover-resize, centre crop."""
     buckets: str | list[str] = "square"
-    """"square", "pixart" (the published tables), or your own list, as ["512x768", "768x512"]."""
+    """"square", "pixart" (the published tables), "area" (computed), or your own list, as ["512x768", "768x512"]."""
+    step_px: Annotated[int, Field(ge=1, le=1024)] = STEP_PX
+    """Of "area": every side is a multiple of it."""
+    max_ratio: Annotated[float, Field(ge=1, le=16)] = MAX_RATIO
+    """Longer pictures, either way, are rejected where there are several buckets; "area" makes no longer bucket."""
+
+    @property
+    def table(self) -> Table:
+        """Rows (ratio, height_px, width_px) of the bucket table."""
+        return bucket_table(self.buckets, self.resolution, step_px=self.step_px, max_ratio=self.max_ratio)
 
     @model_validator(mode="after")
     def _check(self) -> ImagesSection:
-        bucket_table(self.buckets, self.resolution)
+        if not self.table:
+            raise ValueError("needed at least one bucket, as ['512x768']")
         if self.crop == "adm" and self.buckets != "square":
             raise ValueError("crop 'adm' makes squares; use crop = \"bucket\" with these buckets")
         return self

@@ -69,7 +69,7 @@ def deep_check(root: Path, tools: Tools, *, num_records: int, seed: int) -> Deep
 def _deep_pictures(
     store: LatentStore, plan: FrozenPlan, tools: Tools, wanted: dict[tuple[str, int], dict[str, Any]], result: Deep
 ) -> None:
-    size = plan.spec.latent.batch_size
+    size, images = plan.spec.latent.batch_size, plan.spec.images
     batches = sorted({(bucket, *_batch_of(plan, bucket, row, size)) for bucket, row in wanted})
     for bucket, start, stop in batches:
         positions = plan.bucket_positions[bucket][start:stop]
@@ -78,7 +78,11 @@ def _deep_pictures(
         for row in table:
             place = tools.source.root / row["source_path"], row["source_offset"], row["source_bytes"]
             try:
-                decoded.append(tools.decoders.picture(*place, bucket=bucket_size(bucket), crop=plan.spec.images.crop))
+                decoded.append(
+                    tools.decoders.picture(
+                        *place, bucket=bucket_size(bucket), crop=images.crop, resize_filter=images.resize_filter
+                    )
+                )
             except RecordRejected as reject:
                 decoded.append(reject)
         pixels = np.zeros((len(decoded), *bucket_size(bucket), 3), np.uint8)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from ..datasets.buckets import bucket_name, bucket_table
+from ..datasets.buckets import bucket_name, resize_filter
 from ..datasets.errors import RecipeError, SourceError
 from ..datasets.frozen import FrozenPlan
 from ..datasets.schema import FORMAT_VERSION, ImageSpec, Manifest, StoreSpec
@@ -23,7 +23,7 @@ from .config import PrecomputeRecipe
 from .decoder import Decoders
 from .encoders import Encoders, load_encoders
 from .growth import Comparison, Options
-from .images import COLOUR, RESIZE_FILTER
+from .images import ADM_FILTER, COLOUR
 from .leases import Leases
 from .model_files import library_majors
 from .opening import Planner, check_disk, check_fingerprint, is_sealed, newest_plan
@@ -175,7 +175,7 @@ def describe_store(recipe: PrecomputeRecipe, source: Source, encoders: Encoders)
 
     Raises: RecipeError: a bucket does not fit the VAE's downscale.
     """
-    table = bucket_table(recipe.images.buckets, recipe.images.resolution)
+    images, table = recipe.images, recipe.images.table
     latent = encoders.image.latent_spec(recipe.vae, recipe.store.dtype)
     for _, height_px, width_px in table:
         if height_px % latent.downscale or width_px % latent.downscale:
@@ -188,10 +188,10 @@ def describe_store(recipe: PrecomputeRecipe, source: Source, encoders: Encoders)
         leandit_version=__version__,
         fingerprint="",
         images=ImageSpec(
-            resolution_px=recipe.images.resolution,
-            crop=recipe.images.crop,
+            resolution_px=images.resolution,
+            crop=images.crop,
             buckets=[bucket_name(height_px, width_px) for _, height_px, width_px in table],
-            resize_filter=RESIZE_FILTER if recipe.images.crop == "adm" else "bicubic",
+            resize_filter=ADM_FILTER if images.crop == "adm" else resize_filter(images.buckets, images.resolution),
             colour=COLOUR,
             libraries=library_majors("pillow"),
         ),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from ..datasets.buckets import assign_bucket, bucket_name, bucket_table
+from ..datasets.buckets import assign_bucket, bucket_name
 from ..datasets.errors import RecordRejected
 from ..datasets.schema import CAPTIONS_SCHEMA, PLAN_SCHEMA, RECORDS_SCHEMA
 from .config import PrecomputeRecipe
@@ -78,7 +78,7 @@ def plan_picture(source: Source, record: SourceRecord, recipe: PrecomputeRecipe,
         if recipe.text.kind != "none" and not caption_texts(record):
             raise RecordRejected("scan", "no_caption", "no caption, or only white space")
         height_px, width_px = decoders.size(source.root / record.path, record.offset, record.num_bytes)
-        bucket = assign_bucket(height_px, width_px, bucket_table(recipe.images.buckets, recipe.images.resolution))
+        bucket = assign_bucket(height_px, width_px, recipe.images.table, max_ratio=recipe.images.max_ratio)
         if bucket is None:
             raise RecordRejected("scan", "aspect", f"{height_px}x{width_px} px is outside the bucket table")
     except RecordRejected as reject:

@@ -209,12 +209,13 @@ def _decode_ahead(
     clock: StageClock,
 ) -> Iterator[tuple[PictureBatch, list[Future[Picture]]]]:
     """Hand out batches in order while the pictures of the next ones are being decoded."""
+    images = plan.spec.images
 
     def decode(source: BucketSource, row: int, bucket: tuple[int, int]) -> Picture:
         place = source_root / source.paths[row], source.offsets[row], source.num_bytes[row]
         with clock.measure("decode"):
             try:
-                decoded = decoders.picture(*place, bucket=bucket, crop=plan.spec.images.crop)
+                decoded = decoders.picture(*place, bucket=bucket, crop=images.crop, resize_filter=images.resize_filter)
             except RecordRejected as reject:
                 return reject
         found = decoded.height_px, decoded.width_px
