@@ -18,7 +18,7 @@ from .files import write_atomic
 from .frozen import FrozenPlan
 from .hashing import canonical_json, xxh3_parts
 from .layout import CAPTION_PART, MANIFEST, NULL_PART, commit_path, revision_prefix
-from .schema import FORMAT_VERSION, CommitRecord, FileEntry, Manifest, Reject
+from .schema import FORMAT_VERSION, CommitRecord, Fallback, FileEntry, Manifest, Reject
 from .shards import pack_shard
 
 
@@ -86,6 +86,7 @@ class StoreWriter:
         checksums: Sequence[str],
         source_checksums: Sequence[str] = (),
         rejects: Sequence[Reject] = (),
+        fallbacks: Sequence[Fallback] = (),
     ) -> int:
         """Write one shard of every array of a part, then its commit record.
 
@@ -94,6 +95,7 @@ class StoreWriter:
           checksums: one a row (or caption), "" where rejected.
           source_checksums: of the pictures' files, one a row, "" where rejected.
           rejects: rows refused while encoding.
+          fallbacks: rows that were not encoded as planned.
         Returns: bytes written.
         """
         files = []
@@ -113,6 +115,7 @@ class StoreWriter:
             checksums=list(checksums),
             source_checksums=list(source_checksums),
             rejects=list(rejects),
+            fallbacks=list(fallbacks),
             record_hash="",
         ).with_hash()
         write_atomic(self.root / commit_path(self.plan.revision, part, shard), canonical_json(record.model_dump()))

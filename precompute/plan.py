@@ -168,6 +168,7 @@ def plan_records(
         "attempts": [fresh.attempts for fresh in comparison.fresh],
         "checksum": pa.nulls(len(records), pa.uint64()),
         "source_checksum": pa.nulls(len(records), pa.uint64()),
+        "fallback": pa.nulls(len(records), pa.string()),
         **_source_columns(records),
     }
     return pa.concat_tables([kept, pa.table(columns, schema=PLAN_SCHEMA)]).combine_chunks()

@@ -119,7 +119,7 @@ def _plan(
         "attempts": ones,
         "source_path": [""] * count,
     }
-    unknown = {"stage", "reason", "detail", "checksum", "source_checksum"}
+    unknown = {"stage", "reason", "detail", "checksum", "source_checksum", "fallback"}
     columns = {name: given.get(name, nothing if name in unknown else zeros) for name in PLAN_SCHEMA.names}
     lengths = sorted(token_counts)
     captions = {
