@@ -132,6 +132,7 @@ class LatentSpec(_Model):
     scale: list[float]
     flip: bool
     batch_size: Side
+    tile_px: Annotated[int, Field(ge=0, le=1 << 20)]
 
     @model_validator(mode="after")
     def _fits_its_channels(self) -> LatentSpec:

@@ -71,8 +71,10 @@ class VaeSection(Section):
     """"auto": moments where the VAE has a posterior, else its latent."""
     flip: bool = False
     """Also store the flipped picture's latent."""
-    batch_size: Annotated[int, Field(ge=1)] = 32
-    """Pictures per forward; part of the fingerprint, because it changes the bits of a convolution."""
+    batch_size: Annotated[int, Field(ge=0)] = 32
+    """Pictures per forward, part of the fingerprint because it changes the bits of a convolution; 0: as many as fit."""
+    tile_px: Annotated[int, Field(ge=0, le=8192)] = 0
+    """Encode larger pictures in overlapping tiles of this side, which takes less memory; 0: whole."""
 
 
 class TextSection(Section):

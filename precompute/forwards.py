@@ -12,11 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..datasets.errors import RecordRejected
+from ..datasets.errors import RecordRejected, ResourceError
 from ..datasets.schema import LatentSpec
 from .encoders import ImageEncoder
 from .posterior import sample_once
 
+CPU_BATCH = 32  # on a CPU more rows in a forward are no faster
+MAX_BATCH = 256
+MAX_BATCH_BYTES = 256 << 20  # of decoded pixels: a few batches wait in the memory of the host
 FLOAT32 = "float32"
 SIZE = "batch:"
 
@@ -58,6 +61,29 @@ def encode_batch(
         for i in range(num_rows)
     ]
     return [_with(row, halved) for row in rows], size
+
+
+def largest_batch(encoder: ImageEncoder, height_px: int, width_px: int) -> int:
+    """Pictures of one size that fit into one forward: the largest power of two, found by doubling.
+
+    On a CPU it is CPU_BATCH, on any device at most MAX_BATCH and MAX_BATCH_BYTES.
+
+    Raises: ResourceError: not one fits.
+    """
+    most = min(MAX_BATCH, max(1, MAX_BATCH_BYTES // (3 * height_px * width_px)))
+    if encoder.device.type == "cpu":
+        return min(CPU_BATCH, most)
+    fits, size = 0, 1
+    while (
+        size <= most and _where_it_fits(encoder.encode, np.zeros((size, height_px, width_px, 3), np.uint8)) is not None
+    ):
+        fits, size = size, 2 * size
+    if not fits:
+        raise ResourceError(
+            f"vae.batch_size 0: one picture of {height_px}x{width_px} px does not fit into the memory of "
+            f"{encoder.device}. Use vae.tile_px, a smaller vae.dtype, or another device."
+        )
+    return fits
 
 
 def rows_of_a_forward(fallback: str | None, planned: int) -> int:

@@ -15,12 +15,12 @@ from making import CPU, label_recipe, loaded_encoders, make_class_folder, pictur
 from PIL import Image
 
 from leandit.datasets.compact import compact
-from leandit.datasets.errors import SourceError
+from leandit.datasets.errors import ResourceError, SourceError
 from leandit.datasets.frozen import table_problem
 from leandit.datasets.schema import Fallback
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders import ImageEncoder
-from leandit.precompute.forwards import encode_batch, rows_of_a_forward
+from leandit.precompute.forwards import encode_batch, largest_batch, rows_of_a_forward
 from leandit.tools.checker import check
 from leandit.tools.inspector import render, summarise
 
@@ -216,6 +216,79 @@ def test_what_is_told_stays_with_the_record_when_the_store_grows_and_is_compacte
     assert LatentStore(root).revision == 3
     assert fallbacks(root) == ["batch:2"] * 4 + [None]
     assert verified(root, None)[0] == []
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder says that it stands on a GPU; it computes where it is."""
+    monkeypatch.setattr(ImageEncoder, "device", torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("memory", "side_px", "found"), [(1, 32, 1), (5, 32, 4), (64, 32, 64), (9, 2048, 8)])
+def test_the_largest_batch_is_the_last_doubling_that_fits(
+    memory: int, side_px: int, found: int, sizes: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = loaded_encoders(label_recipe().vae, label_recipe().text).image
+    tried = sizes(memory)
+    limited = ImageEncoder._forward
+    small = np.zeros((1, 32, 32, 3), np.uint8)
+    monkeypatch.setattr(
+        ImageEncoder, "_forward", lambda self, pixels: limited(self, small.repeat(len(pixels), 0))
+    )  # of large pictures only the number counts here
+    assert largest_batch(encoder, side_px, side_px) == found
+    assert tried == [2**i for i in range(len(tried))]
+    assert tried[-1] in (found, 2 * found)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_largest_batch_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = loaded_encoders(label_recipe().vae, label_recipe().text).image
+    monkeypatch.setattr(ImageEncoder, "_forward", lambda self, pixels: np.zeros(1))
+    found = {side_px: largest_batch(encoder, side_px, side_px) for side_px in (32, 512, 1024, 4096)}
+    assert found == {32: 256, 512: 256, 1024: 64, 4096: 4}
+    assert all(size * side_px**2 * 3 <= 256 << 20 for side_px, size in found.items())
+
+
+@pytest.mark.usefixtures("gpu")
+def test_where_not_one_picture_fits_nothing_is_planned(
+    encode: Encode, class_folder: Path, tmp_path: Path, sizes: Callable[..., list[int]]
+) -> None:
+    recipe = label_recipe("vae.batch_size=0")
+    loaded_encoders(recipe.vae, recipe.text)
+    sizes(0)
+    with pytest.raises(ResourceError, match=r"vae\.batch_size 0: one picture of 32x32 px.*vae\.tile_px"):
+        encode(recipe, class_folder, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_found_batch_is_kept_by_the_store_whatever_fits_later(
+    encode: Encode,
+    class_folder: Path,
+    tmp_path: Path,
+    sizes: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe, root = label_recipe("vae.batch_size=0"), tmp_path / "store"
+    source = Path(shutil.copytree(class_folder, tmp_path / "train"))
+    loaded_encoders(recipe.vae, recipe.text)
+    monkeypatch.setattr(ImageEncoder, "device", torch.device("cuda"))
+    tried = sizes(5)
+    encode(recipe, source, root)
+    assert tried == [1, 2, 4, 8, 4, 4, 1, 4, 2]
+    assert LatentStore(root).spec.latent.batch_size == 4
+    tried = sizes(100)
+    encode(recipe, source, root)
+    picture(77).save(source / "n000/9.png")
+    encode(recipe, source, root)
+    assert (tried, LatentStore(root).revision, LatentStore(root).spec.latent.batch_size) == ([1], 2, 4)
+    assert verified(root, source, deep=True)[1]["deep"]["num_exact"] == 16
+    encode(label_recipe("vae.batch_size=4"), source, root)  # the same as with the number said
+
+
+def test_on_a_cpu_the_batch_is_a_fixed_one(encode: Encode, class_folder: Path, tmp_path: Path) -> None:
+    encode(label_recipe("vae.batch_size=0"), class_folder, tmp_path / "store")
+    assert LatentStore(tmp_path / "store").spec.latent.batch_size == 32
 
 
 def test_a_table_of_others_cannot_say_what_makes_no_sense(label_store: LatentStore) -> None:

@@ -182,6 +182,7 @@ def _spec(
             scale=[1.0] * channels,
             flip=False,
             batch_size=32,
+            tile_px=0,
         ),
         text=text,
         vae=noise,
