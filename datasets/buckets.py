@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 
 from .errors import RecipeError
 
 # PixArt-Sigma's and Sana's published table for 1024 px (ASPECT_RATIO_1024): ratio height/width, height, width.
-# The tables for 256, 512 and 2048 px are exactly 1/4, 1/2 and 2 times it.
+# The tables for 256, 512, 2048 and 4096 px are exactly 1/4, 1/2, 2 and 4 times it.
 PIXART_1024 = (
     (0.25, 512, 2048), (0.26, 512, 1984), (0.27, 512, 1920), (0.28, 512, 1856), (0.32, 576, 1792),
     (0.33, 576, 1728), (0.35, 576, 1664), (0.4, 640, 1600), (0.42, 640, 1536), (0.48, 704, 1472),
@@ -19,8 +20,21 @@ PIXART_1024 = (
     (2.09, 1472, 704), (2.4, 1536, 640), (2.5, 1600, 640), (2.89, 1664, 576), (3.0, 1728, 576),
     (3.11, 1792, 576), (3.62, 1856, 512), (3.75, 1920, 512), (3.88, 1984, 512), (4.0, 2048, 512),
 )  # fmt: skip
-PIXART_RESOLUTIONS_PX = (256, 512, 1024, 2048)
+# ASPECT_RATIO_2880, a table of its own.
+PIXART_2880 = (
+    (0.25, 1408, 5760), (0.26, 1408, 5568), (0.27, 1408, 5376), (0.28, 1408, 5184), (0.32, 1600, 4992),
+    (0.33, 1600, 4800), (0.34, 1600, 4672), (0.4, 1792, 4480), (0.42, 1792, 4288), (0.47, 1920, 4096),
+    (0.49, 1920, 3904), (0.51, 1920, 3776), (0.55, 2112, 3840), (0.59, 2112, 3584), (0.68, 2304, 3392),
+    (0.72, 2304, 3200), (0.78, 2496, 3200), (0.83, 2496, 3008), (0.89, 2688, 3008), (0.93, 2688, 2880),
+    (1.0, 2880, 2880), (1.07, 2880, 2688), (1.12, 3008, 2688), (1.21, 3008, 2496), (1.28, 3200, 2496),
+    (1.39, 3200, 2304), (1.47, 3392, 2304), (1.7, 3584, 2112), (1.82, 3840, 2112), (2.03, 3904, 1920),
+    (2.13, 4096, 1920), (2.39, 4288, 1792), (2.5, 4480, 1792), (2.92, 4672, 1600), (3.0, 4800, 1600),
+    (3.12, 4992, 1600), (3.68, 5184, 1408), (3.82, 5376, 1408), (3.95, 5568, 1408), (4.0, 5760, 1408),
+)  # fmt: skip
+PIXART_RESOLUTIONS_PX = (256, 512, 1024, 2048, 2880, 4096)
+LANCZOS_RESOLUTIONS_PX = (2048, 2880)  # PixArt's trainer resizes for these tables with Lanczos, else bicubically
 MAX_RATIO = 4.5  # PixArt-Sigma drops pictures that are longer than this, either way
+STEP_PX = 64  # of the sides of the published tables for 1024 px
 
 Table = tuple[tuple[float, int, int], ...]
 
@@ -41,40 +55,85 @@ def bucket_size(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def bucket_table(buckets: str | Sequence[str], resolution_px: int) -> Table:
-    """Rows (ratio, height_px, width_px) of a bucket table.
+def bucket_table(
+    buckets: str | Sequence[str], resolution_px: int, *, step_px: int = STEP_PX, max_ratio: float = MAX_RATIO
+) -> Table:
+    """Rows (ratio, height_px, width_px) of a bucket table, by rising ratio height / width.
 
     Args:
-      buckets: "square", "pixart", or bucket names of the user's own.
+      buckets: "square", "pixart", "area", or bucket names of the user's own.
       resolution_px: side of the square, or of the square of equal area.
+      step_px: of "area": every side is a multiple of it.
+      max_ratio: of "area": longest side over shortest.
     Raises: RecipeError: there is no published table for this resolution, or a name is not HxW.
     """
+    return _table(buckets if isinstance(buckets, str) else tuple(buckets), resolution_px, step_px, max_ratio)
+
+
+@functools.cache  # asked for with every picture that is planned
+def _table(buckets: str | tuple[str, ...], resolution_px: int, step_px: int, max_ratio: float) -> Table:
     if buckets == "square":
         return ((1.0, resolution_px, resolution_px),)
+    if buckets == "area":
+        return _area_table(resolution_px, step_px, max_ratio)
     if buckets == "pixart":
         if resolution_px not in PIXART_RESOLUTIONS_PX:
             raise RecipeError(
                 f"images.buckets 'pixart' with images.resolution {resolution_px}: "
                 f"the published tables are for {', '.join(map(str, PIXART_RESOLUTIONS_PX))} px."
             )
+        if resolution_px == 2880:
+            return PIXART_2880
         return tuple((r, h * resolution_px // 1024, w * resolution_px // 1024) for r, h, w in PIXART_1024)
     if isinstance(buckets, str):
-        raise RecipeError(f"images.buckets '{buckets}': needed 'square', 'pixart' or a list such as ['512x768'].")
-    sizes = sorted({bucket_size(name) for name in buckets}, key=lambda size: (size[0] / size[1], size))
-    return tuple((height / width, height, width) for height, width in sizes)
+        raise RecipeError(
+            f"images.buckets '{buckets}': needed 'square', 'pixart', 'area' or a list such as ['512x768']."
+        )
+    return _by_ratio({bucket_size(name) for name in buckets})
 
 
-def assign_bucket(height_px: int, width_px: int, table: Table) -> tuple[int, int] | None:
+def _area_table(resolution_px: int, step_px: int, max_ratio: float) -> Table:
+    """The square, and for each height the widest bucket of no larger area, each with its transpose.
+
+    All sides are multiples of a step, and no bucket is longer than a ratio.
+    """
+    if resolution_px < step_px:
+        raise RecipeError(
+            f"images.buckets 'area' with images.resolution {resolution_px}: needed at least images.step_px, "
+            f"which is {step_px}. Use a smaller step."
+        )
+    square = resolution_px // step_px * step_px
+    sizes = {(square, square)}
+    for height in range(square, int(resolution_px * max_ratio**0.5) + 1, step_px):
+        width = resolution_px**2 // height // step_px * step_px
+        if width and max(height, width) <= max_ratio * min(height, width):
+            sizes |= {(height, width), (width, height)}
+    return _by_ratio(sizes)
+
+
+def _by_ratio(sizes: set[tuple[int, int]]) -> Table:
+    ordered = sorted(sizes, key=lambda size: (size[0] / size[1], size))
+    return tuple((height / width, height, width) for height, width in ordered)
+
+
+def resize_filter(buckets: str | Sequence[str], resolution_px: int) -> str:
+    """Filter of the one resize that covers a bucket, as PixArt's trainer chooses it: "bicubic" or "lanczos"."""
+    return "lanczos" if buckets == "pixart" and resolution_px in LANCZOS_RESOLUTIONS_PX else "bicubic"
+
+
+def assign_bucket(
+    height_px: int, width_px: int, table: Table, *, max_ratio: float = MAX_RATIO
+) -> tuple[int, int] | None:
     """Choose the bucket whose ratio is nearest, linearly, as PixArt does.
 
     A table of one row takes every picture (that is DiT's centre crop).
 
-    Returns: (height_px, width_px) of the bucket, or None where the ratio is beyond MAX_RATIO either way.
+    Returns: (height_px, width_px) of the bucket, or None where the ratio is beyond ``max_ratio`` either way.
     """
     if len(table) == 1:
         return table[0][1:]
     ratio = height_px / width_px
-    if not 1 / MAX_RATIO <= ratio <= MAX_RATIO:
+    if not 1 / max_ratio <= ratio <= max_ratio:
         return None
     _, bucket_height, bucket_width = min(table, key=lambda row: abs(row[0] - ratio))
     return bucket_height, bucket_width

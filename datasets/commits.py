@@ -97,6 +97,7 @@ def _fits_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
             and not record.rejects
             and len(record.min_cosines) == len(record.max_errors)
             and len(record.min_cosines) in ((0, count) if record.part == CAPTION_PART else (0,))
+            and not record.fallbacks
         )
     rows = plan.layout.rows_of(record.part, record.shard)
     return (
@@ -105,6 +106,7 @@ def _fits_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
         and not record.max_errors
         and all(not digits or _HEX.fullmatch(digits) for digits in (*record.checksums, *record.source_checksums))
         and all(reject.row in rows and reject.reason in REJECT_REASONS for reject in record.rejects)
+        and all(fallback.row in rows for fallback in record.fallbacks)
     )
 
 
@@ -118,7 +120,7 @@ def _has_size(path: Path, size: int) -> bool:
 def merge_records(plan: FrozenPlan, commits: Commits) -> pa.Table:
     """Records table of a revision: the plan's places joined with what became of each row."""
     columns = {name: plan.records[name] for name in RECORDS_SCHEMA.names}
-    changed = ("status", "stage", "reason", "detail", "checksum", "source_checksum")
+    changed = ("status", "stage", "reason", "detail", "checksum", "source_checksum", "fallback")
     values = {name: np.array(columns[name].to_pylist(), object) for name in changed}
     for bucket, positions in plan.bucket_positions.items():
         for shard in range(plan.layout.latents[bucket][0].num_shards):
@@ -130,6 +132,8 @@ def merge_records(plan: FrozenPlan, commits: Commits) -> pa.Table:
             values["status"][here] = "stored"
             for name, digits in (("checksum", commit.checksums), ("source_checksum", commit.source_checksums)):
                 values[name][here] = [int(text, 16) if text else None for text in digits]
+            for fallback in commit.fallbacks:
+                values["fallback"][positions[fallback.row]] = fallback.how
             for reject in commit.rejects:
                 at = positions[reject.row]
                 for name, value in (("status", "rejected"), ("checksum", None), ("source_checksum", None)):

@@ -31,7 +31,7 @@ from .layout import (
     revision_prefix,
 )
 from .revisions import sealed_revisions
-from .schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, Manifest
+from .schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, Fallback, Manifest
 from .store import LatentStore
 from .writer import StoreWriter, row_checksum
 
@@ -106,6 +106,7 @@ def plan_compaction(store: LatentStore) -> FrozenPlan:
         **{name: store.records[name] for name in ("stage", "reason", "detail")},
         "checksum": nothing,
         "source_checksum": nothing,
+        "fallback": pa.nulls(count, pa.string()),
     }
     return FrozenPlan(
         spec=store.spec,
@@ -176,7 +177,12 @@ def _copy_latents(writer: StoreWriter, store: LatentStore, bucket: str, shard: i
     found = [row_checksum(*(array[i] for array in arrays.values())) for i in range(len(rows))]
     _check(store, table["key"].to_pylist(), checksums, found)
     source_checksums = [f"{checksum:016x}" for checksum in table["source_checksum"].to_pylist()]
-    writer.commit(bucket_part(bucket), shard, arrays, checksums=checksums, source_checksums=source_checksums)
+    fallbacks = [
+        Fallback(row=row, how=how) for row, how in zip(rows, table["fallback"].to_pylist(), strict=True) if how
+    ]
+    writer.commit(
+        bucket_part(bucket), shard, arrays, checksums=checksums, source_checksums=source_checksums, fallbacks=fallbacks
+    )
 
 
 def _copy_captions(writer: StoreWriter, store: LatentStore, shard: int, caption_of: np.ndarray) -> None:

@@ -6,6 +6,7 @@ the same moment, or from a source that changes meanwhile, still make one store.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from .errors import DamageError, FormatVersionError, RecipeError, StoreIncomplet
 from .files import write_folder
 from .hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
 from .layout import CAPTIONS, PLAN, PLAN_HEAD, RECORDS, RevisionLayout, revision_prefix, revisions_with
-from .schema import CAPTIONS_SCHEMA, FORMAT_VERSION, RECORDS_SCHEMA, FileEntry, PlanHead, StoreSpec
+from .schema import CAPTIONS_SCHEMA, FALLBACK, FORMAT_VERSION, RECORDS_SCHEMA, FileEntry, PlanHead, StoreSpec
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -212,6 +213,9 @@ def table_problem(
             return f"a bucket named {name[:40]!r}"
         if min(sides) < spec.latent.downscale:
             return f"bucket {name!r}, smaller than one place of a latent"
+    for how in pc.unique(records["fallback"]).drop_null().to_pylist() if "fallback" in columns else ():
+        if not re.fullmatch(FALLBACK, how):
+            return f"a record encoded as {how[:40]!r}"
     limits = {"revision": (1, revision), "row": (-1, 1 << 40), "label": (-1, MAX_LABEL)}
     bounds = [(name, records[name], *limit) for name, limit in limits.items() if name in columns]
     if "caption_ids" in columns:

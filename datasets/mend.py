@@ -19,7 +19,16 @@ from .frozen import FrozenPlan, planned_revisions, read_plan, read_table, write_
 from .hashing import canonical_json, xxh3_file, xxh3_parts
 from .layout import CAPTION_PART, CAPTIONS, GROUP, NULL_PART, RECORDS, commit_path, group_json, revision_prefix
 from .revisions import read_spec
-from .schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, FORMAT_VERSION, CommitRecord, FileEntry, Manifest, Reject
+from .schema import (
+    CAPTION_RESULTS,
+    CAPTIONS_SCHEMA,
+    FORMAT_VERSION,
+    CommitRecord,
+    Fallback,
+    FileEntry,
+    Manifest,
+    Reject,
+)
 from .shard_file import ShardFile
 from .verify import Verification, verify_store
 from .writer import StoreWriter, row_checksum
@@ -166,7 +175,8 @@ def _planned_records(records: pa.Table, revision: int) -> pa.Table:
     """The records table as it was planned; where the pictures lie in the source is not in it, only their names."""
     own = (records["revision"].to_numpy() == revision) & (records["row"].to_numpy() >= 0)
     columns = {name: records[name] for name in records.column_names}
-    undone = {"status": "planned", **dict.fromkeys(("stage", "reason", "detail", "checksum", "source_checksum"))}
+    unknown_yet = ("stage", "reason", "detail", "checksum", "source_checksum", "fallback")
+    undone = {"status": "planned", **dict.fromkeys(unknown_yet)}
     for name, value in undone.items():
         values = np.array(records[name].to_pylist(), object)
         values[own] = value
@@ -201,7 +211,7 @@ def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str
     files = [expected[array.shard_path(shard)] for array in arrays if array.shard_path(shard) in expected]
     if entry is None or len(files) != len(arrays):
         return None
-    checksums, source_checksums, rejects, qualities = [], [], [], {}
+    checksums, source_checksums, rejects, fallbacks, qualities = [], [], [], [], {}
     if part == CAPTION_PART:
         ids = plan.layout.captions_of(shard)
         table = captions.slice(plan.first_caption + ids.start, len(ids))
@@ -227,6 +237,7 @@ def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str
             for row in table
             if row["status"] == "rejected"
         ]
+        fallbacks = [Fallback(row=row["row"], how=row["fallback"]) for row in table if row["fallback"]]
     record = CommitRecord(
         format_version=FORMAT_VERSION,
         fingerprint=plan.spec.fingerprint,
@@ -237,6 +248,7 @@ def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str
         checksums=checksums,
         source_checksums=source_checksums,
         rejects=rejects,
+        fallbacks=fallbacks,
         record_hash="",
         **qualities,
     ).with_hash()

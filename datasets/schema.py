@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from .hashing import sha256_of
 
 FORMAT_VERSION = 1
+FALLBACK = "^(batch:[1-9][0-9]{0,6}|float32|batch:[1-9][0-9]{0,6},float32)$"  # what a Fallback may say
 LOGVAR_RANGE = (-30.0, 20.0)  # of a stored log-variance, as diffusers' DiagonalGaussianDistribution clamps it
 
 REJECT_REASONS = {
@@ -32,6 +33,7 @@ REJECT_REASONS = {
     "aspect": "the ratio of height to width is outside the bucket table",
     "source_changed": "the file is not the one that was planned",
     "nonfinite": "the encoder gave NaN or infinity, in its own dtype and in float32",
+    "out_of_memory": "the device has not the memory to encode this picture alone",
 }
 
 RECORDS_SCHEMA = pa.schema(
@@ -55,6 +57,7 @@ RECORDS_SCHEMA = pa.schema(
         ("attempts", pa.int32()),  # how often it was tried; more than 1 after --retry-rejected
         ("checksum", pa.uint64()),  # XXH3-64 of the record's row in each latent array, in order; null if not stored
         ("source_checksum", pa.uint64()),  # XXH3-64 of the picture's file as it was encoded; null if not stored
+        ("fallback", pa.string()),  # how it was encoded where not as planned (Fallback.how); else null
     ]
 )
 
@@ -132,6 +135,7 @@ class LatentSpec(_Model):
     scale: list[float]
     flip: bool
     batch_size: Side
+    tile_px: Annotated[int, Field(ge=0, le=1 << 20)]
 
     @model_validator(mode="after")
     def _fits_its_channels(self) -> LatentSpec:
@@ -203,6 +207,17 @@ class Reject(_Model):
     detail: str
 
 
+class Fallback(_Model):
+    """One stored row that was not encoded as planned: that explains its bytes.
+
+    "batch:N": in forwards of N rows, because the batch ran out of memory; "float32": again, alone and in float32,
+    because its latent was not finite; or both.
+    """
+
+    row: int
+    how: Annotated[str, Field(pattern=FALLBACK)]
+
+
 class CommitRecord(_Model):
     """Written last, after all files of one shard task: these rows are there, and this is what they are."""
 
@@ -217,6 +232,7 @@ class CommitRecord(_Model):
     max_errors: list[float] = []
     source_checksums: list[str]  # the same of the pictures' files; empty for captions
     rejects: list[Reject]
+    fallbacks: list[Fallback]
     record_hash: str
 
     def with_hash(self) -> CommitRecord:

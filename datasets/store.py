@@ -69,6 +69,7 @@ class Record:
     reason: str | None
     detail: str | None
     attempts: int
+    fallback: str | None
 
 
 class LatentStore:

@@ -18,7 +18,7 @@ from .files import write_atomic
 from .frozen import FrozenPlan
 from .hashing import canonical_json, xxh3_parts
 from .layout import CAPTION_PART, MANIFEST, NULL_PART, commit_path, revision_prefix
-from .schema import FORMAT_VERSION, CommitRecord, FileEntry, Manifest, Reject
+from .schema import FORMAT_VERSION, CommitRecord, Fallback, FileEntry, Manifest, Reject
 from .shards import pack_shard
 
 
@@ -87,6 +87,7 @@ class StoreWriter:
         source_checksums: Sequence[str] = (),
         rejects: Sequence[Reject] = (),
         qualities: Sequence[tuple[float, float]] = (),
+        fallbacks: Sequence[Fallback] = (),
     ) -> int:
         """Write one shard of every array of a part, then its commit record.
 
@@ -96,6 +97,7 @@ class StoreWriter:
           source_checksums: of the pictures' files, one a row, "" where rejected.
           rejects: rows refused while encoding.
           qualities: of captions that were narrowed, the smallest cosine and the largest error of each.
+          fallbacks: rows that were not encoded as planned.
         Returns: bytes written.
         """
         files = []
@@ -117,6 +119,7 @@ class StoreWriter:
             max_errors=[error for _, error in qualities],
             source_checksums=list(source_checksums),
             rejects=list(rejects),
+            fallbacks=list(fallbacks),
             record_hash="",
         ).with_hash()
         write_atomic(self.root / commit_path(self.plan.revision, part, shard), canonical_json(record.model_dump()))

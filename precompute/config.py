@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ..datasets.buckets import bucket_table
+from ..datasets.buckets import MAX_RATIO, STEP_PX, Table, bucket_table
 from ..datasets.recipe import Section, load_recipe
 from ..datasets.shards import check_codec
 
@@ -36,11 +36,21 @@ class ImagesSection(Section):
     crop: Literal["adm", "bucket"] = "adm"
     """"adm": DiT's centre crop, bit-exact. "bucket": cover-resize, centre crop."""
     buckets: str | list[str] = "square"
-    """"square", "pixart" (the published tables), or your own list, as ["512x768", "768x512"]."""
+    """"square", "pixart" (the published tables), "area" (computed), or your own list, as ["512x768", "768x512"]."""
+    step_px: Annotated[int, Field(ge=1, le=1024)] = STEP_PX
+    """Of "area": every side is a multiple of it."""
+    max_ratio: Annotated[float, Field(ge=1, le=16)] = MAX_RATIO
+    """Longer pictures, either way, are rejected where there are several buckets; "area" makes no longer bucket."""
+
+    @property
+    def table(self) -> Table:
+        """Rows (ratio, height_px, width_px) of the bucket table."""
+        return bucket_table(self.buckets, self.resolution, step_px=self.step_px, max_ratio=self.max_ratio)
 
     @model_validator(mode="after")
     def _check(self) -> ImagesSection:
-        bucket_table(self.buckets, self.resolution)
+        if not self.table:
+            raise ValueError("needed at least one bucket, as ['512x768']")
         if self.crop == "adm" and self.buckets != "square":
             raise ValueError("crop 'adm' makes squares; use crop = \"bucket\" with these buckets")
         return self
@@ -61,8 +71,10 @@ class VaeSection(Section):
     """"auto": moments where the VAE has a posterior, else its latent."""
     flip: bool = False
     """Also store the flipped picture's latent."""
-    batch_size: Annotated[int, Field(ge=1)] = 32
-    """Pictures per forward; part of the fingerprint, because it changes the bits of a convolution."""
+    batch_size: Annotated[int, Field(ge=0)] = 32
+    """Pictures per forward, part of the fingerprint because it changes the bits of a convolution; 0: as many as fit."""
+    tile_px: Annotated[int, Field(ge=0, le=8192)] = 0
+    """Encode larger pictures in overlapping tiles of this side, which takes less memory; 0: whole."""
 
 
 class TextSection(Section):

@@ -111,7 +111,16 @@ class Decoders:
         height_px, width_px = head["size"]
         return height_px, width_px
 
-    def picture(self, path: Path, offset: int, num_bytes: int, *, bucket: tuple[int, int], crop: str) -> Decoded:
+    def picture(
+        self,
+        path: Path,
+        offset: int,
+        num_bytes: int,
+        *,
+        bucket: tuple[int, int],
+        crop: str,
+        resize_filter: str = "bicubic",
+    ) -> Decoded:
         """Decode a picture and bring it into its bucket.
 
         Args:
@@ -119,10 +128,11 @@ class Decoders:
           offset, num_bytes: where they lie in it.
           bucket: (height_px, width_px).
           crop: "adm" or "bucket".
+          resize_filter: of the last resize, as ``images.decode_picture``.
         Raises: as ``size``, with the stage "decode".
         """
         job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes}
-        head, pixels = self._ask({**job, "bucket": bucket, "crop": crop})
+        head, pixels = self._ask({**job, "bucket": bucket, "crop": crop, "resize_filter": resize_filter})
         assert pixels is not None, "a child answers a decode with pixels"
         height_px, width_px = head["size"]
         return Decoded(pixels, height_px, width_px, head["checksum"])

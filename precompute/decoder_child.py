@@ -71,7 +71,7 @@ def answer(job: dict[str, Any]) -> Answer:
     """Do one job.
 
     Args:
-      job: path, offset, num_bytes, stage; and for stage "decode": bucket (height_px, width_px), crop.
+      job: path, offset, num_bytes, stage; and for stage "decode": bucket (height_px, width_px), crop, resize_filter.
     Returns: "size" (height_px, width_px) of the upright picture, and of a decoded one its "checksum" and its pixels.
     Raises: RecordRejected.
     """
@@ -79,7 +79,9 @@ def answer(job: dict[str, Any]) -> Answer:
     if job["stage"] == "scan":
         return {"size": read_size(data)}, None
     height_px, width_px = job["bucket"]
-    pixels, size = decode_sized(data, bucket=(height_px, width_px), crop=job["crop"])
+    pixels, size = decode_sized(
+        data, bucket=(height_px, width_px), crop=job["crop"], resize_filter=job["resize_filter"]
+    )
     return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data)}, pixels
 
 

@@ -17,8 +17,8 @@ from ..datasets.layout import CAPTION_PART, bucket_part
 from ..datasets.store import LatentStore
 from ..datasets.text_dtypes import narrow, widen
 from .caption_task import caption_batches
+from .forwards import EncodedRow, encode_batch, rows_of_a_forward
 from .repair import Tools, with_places
-from .shard_task import to_stored
 from .stages import Picture
 
 CLOSE = 2e-2  # of the largest value: what another device or library may change
@@ -71,7 +71,7 @@ def deep_check(root: Path, tools: Tools, *, num_records: int, seed: int) -> Deep
 def _deep_pictures(
     store: LatentStore, plan: FrozenPlan, tools: Tools, wanted: dict[tuple[str, int], dict[str, Any]], result: Deep
 ) -> None:
-    size = plan.spec.latent.batch_size
+    size, images = plan.spec.latent.batch_size, plan.spec.images
     batches = sorted({(bucket, *_batch_of(plan, bucket, row, size)) for bucket, row in wanted})
     for bucket, start, stop in batches:
         positions = plan.bucket_positions[bucket][start:stop]
@@ -80,7 +80,11 @@ def _deep_pictures(
         for row in table:
             place = tools.source.root / row["source_path"], row["source_offset"], row["source_bytes"]
             try:
-                decoded.append(tools.decoders.picture(*place, bucket=bucket_size(bucket), crop=plan.spec.images.crop))
+                decoded.append(
+                    tools.decoders.picture(
+                        *place, bucket=bucket_size(bucket), crop=images.crop, resize_filter=images.resize_filter
+                    )
+                )
             except RecordRejected as reject:
                 decoded.append(reject)
         pixels = np.zeros((len(decoded), *bucket_size(bucket), 3), np.uint8)
@@ -89,20 +93,11 @@ def _deep_pictures(
                 pixels[i] = picture.pixels
         # In the order of the part's arrays: the picture, then the flipped one where the store has it.
         views = [pixels, pixels[:, :, ::-1]][: len(plan.layout.latents[bucket])]
-        found = [_encode(view, plan, positions, tools) for view in views]
-        for i, row in enumerate(range(start, stop)):
-            if (bucket, row) in wanted:
-                _compare_record(store, plan, wanted[bucket, row], decoded[i], [one[i] for one in found], result)
-
-
-def _encode(pixels: np.ndarray, plan: FrozenPlan, positions: np.ndarray, tools: Tools) -> np.ndarray:
-    """Encode as stage 1 does: what is not finite in the encoder's own dtype is encoded in float32."""
-    image, spec = tools.encoders.image, plan.spec.latent
-    found = to_stored(image.encode(pixels), spec, positions)
-    broken = np.flatnonzero(~np.isfinite(found).all(axis=(1, 2, 3)))
-    if len(broken):
-        found[broken] = to_stored(image.encode_in_float32(pixels[broken]), spec, positions[broken])
-    return found
+        here = {i: wanted[bucket, row] for i, row in enumerate(range(start, stop)) if (bucket, row) in wanted}
+        most = min(rows_of_a_forward(record["fallback"], size) for record in here.values())
+        found, _ = encode_batch(views, positions, tools.encoders.image, plan.spec.latent, most=most)
+        for i, record in here.items():
+            _compare_record(store, plan, record, decoded[i], found[i], result)
 
 
 def _batch_of(plan: FrozenPlan, bucket: str, row: int, size: int) -> tuple[int, int]:
@@ -118,7 +113,7 @@ def _compare_record(
     plan: FrozenPlan,
     record: dict[str, Any],
     decoded: Picture,
-    found: list[np.ndarray],
+    found: EncodedRow,
     result: Deep,
 ) -> None:
     array = plan.layout.latents[record["bucket"]][0]
@@ -133,11 +128,14 @@ def _compare_record(
         detail = "the source holds another picture now; precompute with --set source.check=content takes it up"
         result.findings.append(Finding(path, "source_changed", detail, *place))
         return
+    if found.reject:
+        result.findings.append(Finding(path, "not_reproduced", f"cannot be encoded again: {found.reject}", *place))
+        return
     row = store.record(record["key"]).row
     arrays = [store.latents(record["bucket"])]
     arrays += [store.flipped_latents(record["bucket"])] if plan.spec.latent.flip else []
     stored = np.concatenate([array[row] for array in arrays])
-    _judge(stored, np.concatenate(found), Finding(path, "not_reproduced", "", *place), result)
+    _judge(stored, np.concatenate(found.arrays), Finding(path, "not_reproduced", "", *place), result)
 
 
 def _judge(stored: np.ndarray, found: np.ndarray, finding: Finding, result: Deep) -> None:

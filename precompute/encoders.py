@@ -66,6 +66,8 @@ class ImageEncoder:
         self._model = model.to(device).eval().requires_grad_(False)
         self._mean_logvar = False
         self._probe = self.encode(np.zeros((1, PROBE_PX, PROBE_PX, 3), np.uint8))
+        if section.tile_px:
+            set_tiling(self._model, section.tile_px, self.downscale)
         self.identity = EncoderIdentity(
             model=model_name(section, folder),
             revision=revision,
@@ -87,9 +89,22 @@ class ImageEncoder:
         """C of the latents."""
         return self._probe.shape[1] // (2 if self.has_posterior else 1)
 
-    def latent_spec(self, section: VaeSection, dtype: str) -> LatentSpec:
+    @property
+    def downscale(self) -> int:
+        """Pixels, in height and in width, that make one place of a latent."""
+        return PROBE_PX // self._probe.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._device
+
+    def latent_spec(self, section: VaeSection, dtype: str, *, batch_size: int = 0) -> LatentSpec:
         """What the store will hold, with the model's own shift and scale.
 
+        Args:
+          dtype: of the store.
+          batch_size: pictures per forward, where the section leaves it open.
         Raises: RecipeError: the recipe wants moments of an encoder without posterior.
         """
         keep = section.keep
@@ -114,12 +129,13 @@ class ImageEncoder:
             kind=kind,
             channels=channels,
             stored_channels=2 * channels if kind == "mean_logvar" else channels,
-            downscale=PROBE_PX // self._probe.shape[2],
+            downscale=self.downscale,
             dtype=dtype,
             shift=shift,
             scale=scale,
             flip=section.flip,
-            batch_size=section.batch_size,
+            batch_size=section.batch_size or batch_size,
+            tile_px=section.tile_px,
         )
 
     def encode(self, pixels: np.ndarray) -> np.ndarray:
@@ -134,12 +150,12 @@ class ImageEncoder:
     def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
         """Encode in float32, whatever the recipe's arithmetic, a picture at a time; as ``encode``."""
         dtype, self._dtype = self._dtype, torch.float32
-        self._model.float()
+        torch.nn.Module.to(self._model, torch.float32)  # diffusers' own method warns of what is meant here
         try:
             return np.concatenate([self._forward(pixels[i : i + 1]) for i in range(len(pixels))])
         finally:
             self._dtype = dtype
-            self._model.to(dtype)
+            torch.nn.Module.to(self._model, dtype)
 
     @torch.inference_mode()
     def _forward(self, pixels: np.ndarray) -> np.ndarray:
@@ -164,6 +180,27 @@ class ImageEncoder:
         decoded = self._model.decode(torch.from_numpy(latents).to(self._device, self._dtype)).sample
         pixels = ((decoded.float().clamp(-1, 1) + 1) * 127.5).round().byte()
         return pixels.permute(0, 2, 3, 1).cpu().numpy()
+
+
+def set_tiling(model: Any, tile_px: int, downscale: int) -> None:
+    """Have a diffusers autoencoder encode what is larger than a tile in tiles that overlap by a quarter.
+
+    Raises: RecipeError: its class cannot, or the tiles would not end where a latent's places do.
+    """
+    if tile_px % (4 * downscale):
+        raise RecipeError(f"vae.tile_px {tile_px}: needed a multiple of {4 * downscale}, 4 places of a latent.")
+    if hasattr(model, "tile_sample_min_height") and hasattr(model, "tile_sample_stride_height"):
+        stride_px = 3 * tile_px // 4
+        model.enable_tiling(tile_px, tile_px, stride_px, stride_px)
+    elif hasattr(model, "tile_sample_min_size") and type(model).__name__ != "AutoencoderTiny":
+        model.tile_sample_min_size, model.tile_latent_min_size = tile_px, tile_px // downscale
+        model.tile_overlap_factor = 0.25
+        model.enable_tiling()
+    else:  # that of AutoencoderTiny makes four channels, whatever the model has
+        raise RecipeError(
+            f"vae.tile_px {tile_px}: {type(model).__name__} cannot encode in tiles. Set vae.tile_px = 0; a smaller "
+            "vae.batch_size needs less memory too."
+        )
 
 
 def _shift_and_scale(config: Any, channels: int) -> tuple[list[float], list[float]]:

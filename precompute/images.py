@@ -20,7 +20,12 @@ from ..datasets.errors import RecordRejected
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 MAX_PIXELS = 89_478_485  # Pillow's own warning limit: 256 MiB of RGB
-RESIZE_FILTER = "box halvings, then bicubic"
+ADM_FILTER = "box halvings, then bicubic"
+RESAMPLING = {
+    ADM_FILTER: Image.Resampling.BICUBIC,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
 COLOUR = "exif orientation; white under alpha; 16-bit grey scaled; no colour profile"
 
 ORIENTATION_TAG = 0x0112
@@ -57,20 +62,23 @@ def read_size(data: bytes) -> tuple[int, int]:
         raise _rejected("scan", error) from error
 
 
-def decode_picture(data: bytes, *, bucket: tuple[int, int], crop: str) -> np.ndarray:
+def decode_picture(data: bytes, *, bucket: tuple[int, int], crop: str, resize_filter: str = "bicubic") -> np.ndarray:
     """Decode a picture and bring it into its bucket.
 
     Args:
       data: the file's bytes.
       bucket: (height_px, width_px).
       crop: "adm" or "bucket".
+      resize_filter: of the last resize, one of RESAMPLING.
     Returns: (height_px, width_px, 3) uint8.
     Raises: RecordRejected.
     """
-    return decode_sized(data, bucket=bucket, crop=crop)[0]
+    return decode_sized(data, bucket=bucket, crop=crop, resize_filter=resize_filter)[0]
 
 
-def decode_sized(data: bytes, *, bucket: tuple[int, int], crop: str) -> tuple[np.ndarray, tuple[int, int]]:
+def decode_sized(
+    data: bytes, *, bucket: tuple[int, int], crop: str, resize_filter: str
+) -> tuple[np.ndarray, tuple[int, int]]:
     """As ``decode_picture``, with the height and width in pixels of the upright picture before the resize."""
     try:
         with _open(data) as image:
@@ -81,7 +89,7 @@ def decode_sized(data: bytes, *, bucket: tuple[int, int], crop: str) -> tuple[np
             picture = _to_rgb(image, tile)
         if orientation in UPRIGHT:
             picture = picture.transpose(UPRIGHT[orientation])
-        return crop_picture(picture, bucket, crop), (picture.height, picture.width)
+        return crop_picture(picture, bucket, crop, resize_filter), (picture.height, picture.width)
     except (RecordRejected, *PROGRAMMING_ERRORS):
         raise
     except Exception as error:
@@ -100,7 +108,9 @@ def crop_geometry(
     return [(height, width)], round((height - bucket[0]) / 2), round((width - bucket[1]) / 2)
 
 
-def crop_picture(picture: Image.Image, bucket: tuple[int, int], crop: str) -> np.ndarray:
+def crop_picture(
+    picture: Image.Image, bucket: tuple[int, int], crop: str, resize_filter: str = "bicubic"
+) -> np.ndarray:
     """Resize and centre-crop an RGB picture; (height_px, width_px, 3) uint8.
 
     Raises: RecordRejected: so long a picture that it would grow beyond MAX_PIXELS before the crop.
@@ -114,7 +124,7 @@ def crop_picture(picture: Image.Image, bucket: tuple[int, int], crop: str) -> np
     for height, width in sizes[:-1]:
         picture = picture.resize((width, height), resample=Image.Resampling.BOX)
     height, width = sizes[-1]
-    picture = picture.resize((width, height), resample=Image.Resampling.BICUBIC)
+    picture = picture.resize((width, height), resample=RESAMPLING[resize_filter])
     return np.asarray(picture)[top : top + bucket[0], left : left + bucket[1]]
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from ..datasets.buckets import bucket_name, bucket_table
+from ..datasets.buckets import bucket_name, resize_filter
 from ..datasets.errors import RecipeError, SourceError
 from ..datasets.frozen import FrozenPlan
 from ..datasets.schema import FORMAT_VERSION, ImageSpec, Manifest, StoreSpec
@@ -26,8 +26,9 @@ from ..datasets.writer import StoreWriter
 from .config import PrecomputeRecipe
 from .decoder import Decoders
 from .encoders import Encoders, load_encoders
+from .forwards import largest_batch
 from .growth import Comparison, Options
-from .images import COLOUR, RESIZE_FILTER
+from .images import ADM_FILTER, COLOUR
 from .leases import Leases, alone
 from .model_files import library_majors
 from .opening import Planner, check_disk, check_fingerprint, is_sealed, newest_plan
@@ -113,18 +114,22 @@ def precompute(
     # Scan: list the source, load the encoders.
     source = list_source(source_path, recipe.source.kind)
     encoders = load_encoders(recipe, device)
-    spec = describe_store(recipe, source, encoders)
     before = encoders.caption.computed if encoders.caption else TokenCount()
     with Decoders(num_threads()) as decoders:
         stage = Stage1(store_path, recipe, source, encoders, decoders, progress, part or Part())
-        planner = Planner(store_path, spec, source, recipe, encoders.tokenizer, decoders, progress)
 
         # Plan: freeze it, or take up the newest one that is there.
         with stage.clock.measure("plan"), alone(store_path, "plan", lambda: progress("others plan", 0, 1)):
             found = newest_plan(store_path)
+            spec = describe_store(recipe, source, encoders, known=found and found.spec)
+            if found and new_revision and spec.fingerprint != found.spec.fingerprint:
+                spec = describe_store(recipe, source, encoders)  # other settings may fit another batch
+            planner = Planner(store_path, spec, source, recipe, encoders.tokenizer, decoders, progress)
             if found and not (new_revision and is_sealed(store_path, found)):
                 check_fingerprint(store_path, found.spec, spec)
             plan = found or planner.plan_first()
+            if not found:  # others may have planned it first, with the batch that fits them
+                spec = describe_store(recipe, source, encoders, known=plan.spec)
             was_sealed = bool(found) and is_sealed(store_path, plan)
 
         # Encode what is missing of it, and seal it.
@@ -202,29 +207,39 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
     return writer.seal()
 
 
-def describe_store(recipe: PrecomputeRecipe, source: Source, encoders: Encoders) -> StoreSpec:
+def describe_store(
+    recipe: PrecomputeRecipe, source: Source, encoders: Encoders, *, known: StoreSpec | None = None
+) -> StoreSpec:
     """What the store will say of itself, with its fingerprint.
 
-    Raises: RecipeError: a bucket does not fit the VAE's downscale.
+    Args:
+      known: what it says already; with vae.batch_size = 0, its batch size is kept, else the largest is found.
+    Raises: RecipeError: a bucket does not fit the VAE's downscale. ResourceError: not one picture fits the device.
     """
-    table = bucket_table(recipe.images.buckets, recipe.images.resolution)
-    latent = encoders.image.latent_spec(recipe.vae, recipe.store.dtype)
+    images, table = recipe.images, recipe.images.table
+    downscale, batch_size = encoders.image.downscale, recipe.vae.batch_size
     for _, height_px, width_px in table:
-        if height_px % latent.downscale or width_px % latent.downscale:
+        if height_px % downscale or width_px % downscale:
             raise RecipeError(
-                f"bucket '{bucket_name(height_px, width_px)}': the VAE makes one latent of {latent.downscale} px, so "
-                f"both sides must be multiples of {latent.downscale}. Use another resolution, table or VAE."
+                f"bucket '{bucket_name(height_px, width_px)}': the VAE makes one latent of {downscale} px, so "
+                f"both sides must be multiples of {downscale}. Use another resolution, table or VAE."
             )
     text_dtype = recipe.store.dtype if recipe.store.text_dtype == "auto" else recipe.store.text_dtype
+    if not batch_size and known:
+        batch_size = known.latent.batch_size
+    elif not batch_size:  # one number for all buckets: what fits the largest
+        _, height_px, width_px = max(table, key=lambda row: (row[1] * row[2], row))
+        batch_size = largest_batch(encoders.image, height_px, width_px)
+    latent = encoders.image.latent_spec(recipe.vae, recipe.store.dtype, batch_size=batch_size)
     return StoreSpec(
         format_version=FORMAT_VERSION,
         leandit_version=__version__,
         fingerprint="",
         images=ImageSpec(
-            resolution_px=recipe.images.resolution,
-            crop=recipe.images.crop,
+            resolution_px=images.resolution,
+            crop=images.crop,
             buckets=[bucket_name(height_px, width_px) for _, height_px, width_px in table],
-            resize_filter=RESIZE_FILTER if recipe.images.crop == "adm" else "bicubic",
+            resize_filter=ADM_FILTER if images.crop == "adm" else resize_filter(images.buckets, images.resolution),
             colour=COLOUR,
             libraries=library_majors("pillow"),
         ),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from ..datasets.buckets import assign_bucket, bucket_name, bucket_table
+from ..datasets.buckets import assign_bucket, bucket_name
 from ..datasets.errors import RecordRejected
 from ..datasets.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA, RECORDS_SCHEMA
 from .config import PrecomputeRecipe
@@ -78,7 +78,7 @@ def plan_picture(source: Source, record: SourceRecord, recipe: PrecomputeRecipe,
         if recipe.text.kind != "none" and not caption_texts(record):
             raise RecordRejected("scan", "no_caption", "no caption, or only white space")
         height_px, width_px = decoders.size(source.root / record.path, record.offset, record.num_bytes)
-        bucket = assign_bucket(height_px, width_px, bucket_table(recipe.images.buckets, recipe.images.resolution))
+        bucket = assign_bucket(height_px, width_px, recipe.images.table, max_ratio=recipe.images.max_ratio)
         if bucket is None:
             raise RecordRejected("scan", "aspect", f"{height_px}x{width_px} px is outside the bucket table")
     except RecordRejected as reject:
@@ -168,6 +168,7 @@ def plan_records(
         "attempts": [fresh.attempts for fresh in comparison.fresh],
         "checksum": pa.nulls(len(records), pa.uint64()),
         "source_checksum": pa.nulls(len(records), pa.uint64()),
+        "fallback": pa.nulls(len(records), pa.string()),
         **_source_columns(records),
     }
     return pa.concat_tables([kept, pa.table(columns, schema=PLAN_SCHEMA)]).combine_chunks()

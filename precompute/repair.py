@@ -19,6 +19,7 @@ from ..datasets.findings import part_of
 from ..datasets.frozen import FrozenPlan
 from ..datasets.hashing import xxh3_parts
 from ..datasets.mend import mend_revision, reseal, revisions_to_mend
+from ..datasets.schema import Fallback
 from ..datasets.shard_file import ShardFile
 from ..datasets.shards import pack_shard
 from ..datasets.verify import Verification, verify_store
@@ -62,7 +63,7 @@ def repair(root: Path, tools: Tools, found: Verification, progress: Callable[[st
         if revision in found.revisions:
             at_fault |= set(writer.missing_tasks())  # else the revision is unfinished, which is precompute's to mend
         tasks = [task for task in writer.plan.layout.tasks() if task in at_fault]
-        for done, shard in enumerate(_encode(writer.plan, tasks, tools), 1):
+        for done, shard in enumerate(_encode(writer.plan, tasks, tools, _fallbacks_of(writer)), 1):
             not_reproduced |= _replace_shard(writer, shard, found)
             progress("repair", done, len(tasks))
         reseal(writer)
@@ -76,7 +77,9 @@ def repair(root: Path, tools: Tools, found: Verification, progress: Callable[[st
     return left
 
 
-def _encode(plan: FrozenPlan, tasks: Sequence[Task], tools: Tools) -> Iterator[PackedShard]:
+def _encode(
+    plan: FrozenPlan, tasks: Sequence[Task], tools: Tools, told: Callable[[str, int], Sequence[Fallback]]
+) -> Iterator[PackedShard]:
     """Make some shards of a plan again."""
     plan = with_places(plan, tools.source)
     clock = StageClock()
@@ -93,7 +96,18 @@ def _encode(plan: FrozenPlan, tasks: Sequence[Task], tools: Tools) -> Iterator[P
         limit=RejectLimit(section, plan.records.num_rows),
         clock=clock,
         progress=lambda _: None,
+        told=told,
     )
+
+
+def _fallbacks_of(writer: StoreWriter) -> Callable[[str, int], Sequence[Fallback]]:
+    """How the rows of a shard were encoded that were not as planned, as its commit record says it."""
+
+    def fallbacks(part: str, shard: int) -> Sequence[Fallback]:
+        record = read_record(writer.root, writer.plan, part, shard)
+        return record.fallbacks if record else ()
+
+    return fallbacks
 
 
 def _replace_shard(writer: StoreWriter, shard: PackedShard, found: Verification) -> dict[str, str]:
@@ -159,6 +173,7 @@ def _keep_intact_rows(writer: StoreWriter, shard: PackedShard) -> PackedShard:
         checksums=record.checksums,
         source_checksums=record.source_checksums,
         rejects=record.rejects if _fit(arrays, record.checksums) else shard.rejects,
+        fallbacks=record.fallbacks,
     )
 
 

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..datasets.errors import RecordRejected
-from ..datasets.schema import LatentSpec, Reject
+from ..datasets.schema import Fallback, LatentSpec, Reject
 from ..datasets.shards import ArrayLayout
 from ..datasets.writer import row_checksum
 from .decoder import Decoded
 from .encoders import ImageEncoder
-from .posterior import sample_once
+from .forwards import EncodedRow, encode_batch, rows_of_a_forward
 
 
 @dataclass
 class PackedShard:
-    """A shard ready to be committed: rows of each array, a checksum a row, the rejects; the quality of captions."""
+    """A shard ready to be committed: rows of each array, a checksum a row, what was rejected or not done as planned."""
 
     part: str
     shard: int
@@ -31,6 +31,7 @@ class PackedShard:
     source_checksums: list[str] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
     qualities: list[tuple[float, float]] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)
 
 
 class ShardBuilder:
@@ -42,6 +43,7 @@ class ShardBuilder:
       keys: of all rows of the bucket.
       records: positions in the records table of all rows of the bucket.
       spec: of the latents.
+      told: by an earlier commit record of the shard: how rows were encoded that were not as planned.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ShardBuilder:
         keys: Sequence[str],
         records: np.ndarray,
         spec: LatentSpec,
+        told: Sequence[Fallback] = (),
     ) -> None:
         self._part, self._shard, self._spec = part, shard, spec
         self._keys, self._records = keys, records
@@ -60,52 +63,57 @@ class ShardBuilder:
         self._arrays = {
             layout.path: np.full((len(self._rows), *layout.shape[1:]), np.nan, layout.dtype) for layout in layouts
         }
+        self._most = spec.batch_size
+        self._told = {fallback.row: fallback.how for fallback in told}
         self._rejects: list[Reject] = []
+        self._fallbacks: list[Fallback] = []
         self._source_checksums: list[str] = []
 
-    def add(self, rows: range, pictures: Sequence[Decoded | RecordRejected], encoder: ImageEncoder) -> None:
+    def add(
+        self, rows: range, pictures: Sequence[Decoded | RecordRejected], encoder: ImageEncoder
+    ) -> list[RecordRejected | None]:
         """Encode one batch into its rows.
 
         Args:
           rows: of the bucket.
           pictures: decoded, or why there is none.
+        Returns: why each of them is rejected, None for one that is stored.
         """
-        failed: dict[int, RecordRejected] = {}
         shape = next((p.pixels.shape for p in pictures if isinstance(p, Decoded)), None)
-        if shape is None:  # nothing to encode in the whole batch
-            failed = {i: p for i, p in enumerate(pictures) if isinstance(p, RecordRejected)}
-        else:
+        found: list[EncodedRow] = []
+        if shape is not None:  # else there is nothing to encode in the whole batch
             pixels = np.zeros((len(pictures), *shape), np.uint8)
             for i, picture in enumerate(pictures):
-                if isinstance(picture, RecordRejected):
-                    failed[i] = picture
-                else:
+                if isinstance(picture, Decoded):
                     pixels[i] = picture.pixels
-            for flipped, path in enumerate(self._arrays):
-                stored, broken = self._encode(pixels[:, :, ::-1] if flipped else pixels, rows, encoder)
-                for i in broken:
-                    failed.setdefault(i, RecordRejected("encode", "nonfinite", f"{encoder.identity.class_name} output"))
-                self._arrays[path][rows.start - self._rows.start : rows.stop - self._rows.start] = stored
+            views = [pixels, pixels[:, :, ::-1]][: len(self._arrays)]
+            records = self._records[rows.start : rows.stop]
+            most = min(rows_of_a_forward(self._told.get(row), self._most) for row in rows)
+            found, size = encode_batch(views, records, encoder, self._spec, most=most)
+            if size < min(most, len(rows)):
+                self._most = size  # what did not fit once need not be tried with every batch of the shard
+        outcomes = []
         for i, picture in enumerate(pictures):
-            reject = failed.get(i)
-            checksum = f"{picture.source_checksum:016x}" if isinstance(picture, Decoded) else ""
-            self._source_checksums.append("" if reject else checksum)
-            if reject is not None:
-                row = rows[i]
-                for array in self._arrays.values():
-                    array[row - self._rows.start] = np.nan
-                self._rejects.append(
-                    Reject(row=row, key=self._keys[row], stage=reject.stage, reason=reject.reason, detail=reject.detail)
-                )
+            reject = picture if isinstance(picture, RecordRejected) else found[i].reject
+            self._store(rows[i], picture, None if reject else found[i], reject)
+            outcomes.append(reject)
+        return outcomes
 
-    def _encode(self, pixels: np.ndarray, rows: range, encoder: ImageEncoder) -> tuple[np.ndarray, list[int]]:
-        records = self._records[rows.start : rows.stop]
-        stored = to_stored(encoder.encode(pixels), self._spec, records)
-        broken = np.flatnonzero(~np.isfinite(stored).all(axis=(1, 2, 3)))
-        if len(broken):
-            stored[broken] = to_stored(encoder.encode_in_float32(pixels[broken]), self._spec, records[broken])
-            broken = np.flatnonzero(~np.isfinite(stored).all(axis=(1, 2, 3)))
-        return stored, broken.tolist()
+    def _store(
+        self, row: int, picture: Decoded | RecordRejected, found: EncodedRow | None, reject: RecordRejected | None
+    ) -> None:
+        """Put one row into the arrays, or into the ledger; the arrays are NaN where nothing is put."""
+        self._source_checksums.append(
+            f"{picture.source_checksum:016x}" if found and isinstance(picture, Decoded) else ""
+        )
+        if reject is not None:
+            refused = {"stage": reject.stage, "reason": reject.reason, "detail": reject.detail}
+            self._rejects.append(Reject(row=row, key=self._keys[row], **refused))
+        if found:
+            for array, stored in zip(self._arrays.values(), found.arrays, strict=True):
+                array[row - self._rows.start] = stored
+            if found.fallback:
+                self._fallbacks.append(Fallback(row=row, how=found.fallback))
 
     def finish(self) -> PackedShard:
         """Checksum the rows and hand the shard over."""
@@ -115,21 +123,11 @@ class ShardBuilder:
             for i, row in enumerate(self._rows)
         ]
         return PackedShard(
-            self._part, self._shard, self._arrays, checksums, self._source_checksums, list(self._rejects)
+            self._part,
+            self._shard,
+            self._arrays,
+            checksums,
+            source_checksums=self._source_checksums,
+            rejects=self._rejects,
+            fallbacks=self._fallbacks,
         )
-
-
-def to_stored(moments: np.ndarray, spec: LatentSpec, records: np.ndarray) -> np.ndarray:
-    """What is kept of an encoder's output, in the store's dtype.
-
-    Args:
-      moments: (B, 2C, H, W) mean and log-variance, or (B, C, H, W) latents; float32.
-      records: (B,) positions in the records table: the key of a stored sample.
-    Returns: (B, stored_channels, H, W).
-    """
-    if spec.kind == "mean":
-        moments = moments[:, : spec.channels]
-    elif spec.kind == "sample":
-        moments = sample_once(moments, records)
-    with np.errstate(over="ignore"):  # what float16 cannot hold becomes infinity, and is rejected as such
-        return moments.astype(spec.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from ..datasets.commits import Task
 from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
 from ..datasets.layout import CAPTION_PART, NULL_PART
+from ..datasets.schema import Fallback
 from ..datasets.writer import StoreWriter
 from .caption_task import encode_caption_shard, encode_null_caption
 from .decoder import Decoded, Decoders
@@ -97,6 +98,7 @@ def write_shard(writer: StoreWriter, shard: PackedShard) -> None:
         source_checksums=shard.source_checksums,
         rejects=shard.rejects,
         qualities=shard.qualities,
+        fallbacks=shard.fallbacks,
     )
 
 
@@ -129,11 +131,13 @@ def encode_pictures(
     limit: RejectLimit,
     clock: StageClock,
     progress: Callable[[int], None],
+    told: Callable[[str, int], Sequence[Fallback]] = lambda part, shard: (),
 ) -> Iterator[PackedShard]:
     """Encode shards of latents in the order given, decoding ahead.
 
     Args:
       source_root: folder to which the plan's paths are relative.
+      told: of a part and shard that is made again: how rows were encoded that were not as planned.
       progress: called with the number of pictures of each batch that is done.
     Raises: SourceError: too many pictures are rejected.
     """
@@ -149,13 +153,14 @@ def encode_pictures(
                     keys=batch.source.keys,
                     records=batch.source.positions,
                     spec=plan.spec.latent,
+                    told=told(batch.part, batch.shard),
                 )
             with clock.measure("wait_decode"):
                 pictures = [future.result() for future in futures]
-            for row, picture in zip(batch.rows, pictures, strict=True):
-                limit.count(batch.source.keys[row], picture if isinstance(picture, RecordRejected) else None)
             with clock.measure("encode"):
-                builder.add(batch.rows, pictures, encoder)
+                outcomes = builder.add(batch.rows, pictures, encoder)
+            for row, reject in zip(batch.rows, outcomes, strict=True):
+                limit.count(batch.source.keys[row], reject)
             progress(len(batch.rows))
             if batch.is_last:
                 yield builder.finish()
@@ -212,12 +217,13 @@ def _decode_ahead(
     clock: StageClock,
 ) -> Iterator[tuple[PictureBatch, list[Future[Picture]]]]:
     """Hand out batches in order while the pictures of the next ones are being decoded."""
+    images = plan.spec.images
 
     def decode(source: BucketSource, row: int, bucket: tuple[int, int]) -> Picture:
         place = source_root / source.paths[row], source.offsets[row], source.num_bytes[row]
         with clock.measure("decode"):
             try:
-                decoded = decoders.picture(*place, bucket=bucket, crop=plan.spec.images.crop)
+                decoded = decoders.picture(*place, bucket=bucket, crop=images.crop, resize_filter=images.resize_filter)
             except RecordRejected as reject:
                 return reject
         found = decoded.height_px, decoded.width_px

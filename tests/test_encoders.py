@@ -193,6 +193,37 @@ def test_encoding_in_float32_leaves_the_arithmetic_as_it_was(save: Save, monkeyp
     assert np.array_equal(low.encode(pixels()), before)
 
 
+@pytest.mark.parametrize(("family", "tile_px"), [("kl", 48), ("kl", 64), ("dc", 64)])
+def test_tiles_give_nearly_what_the_whole_picture_gives(family: str, tile_px: int, save: Save) -> None:
+    folder = save(family)
+    whole, _ = image_encoder(folder)
+    tiled, section = image_encoder(folder, tile_px=tile_px)
+    assert tiled.latent_spec(section, "float16").tile_px == tile_px
+    small = pixels(2, tile_px)
+    np.testing.assert_array_equal(tiled.encode(small), whole.encode(small))  # what fits a tile is not cut
+    batch = np.random.default_rng(0).integers(0, 256, (2, 96, 128, 3), np.uint8)  # everywhere alike, as norms need it
+    found, wanted = tiled.encode(batch), whole.encode(batch)
+    assert found.shape == wanted.shape
+    assert not np.array_equal(found, wanted)
+
+    def likeness(other: np.ndarray) -> float:
+        return float(np.corrcoef(found.ravel(), other.ravel())[0, 1])
+
+    # A norm over a tile is not that over the picture, and a tile has borders: they are near each other, not equal.
+    assert likeness(wanted) > 0.95
+    assert likeness(np.roll(wanted, 1, 3)) < 0.9  # a place further they are not
+    np.testing.assert_array_equal(found, tiled.encode(batch))
+
+
+@pytest.mark.parametrize(
+    ("family", "tile_px", "words"),
+    [("tiny", 64, "AutoencoderTiny cannot encode in tiles"), ("kl", 36, "multiple of 8"), ("dc", 48, "multiple of 32")],
+)
+def test_tiles_that_cannot_be_are_refused(family: str, tile_px: int, words: str, save: Save) -> None:
+    with pytest.raises(RecipeError, match=rf"vae\.tile_px {tile_px}: .*{words}"):
+        image_encoder(save(family), tile_px=tile_px)
+
+
 def test_a_batch_of_another_size_gives_latents_of_another_size(save: Save) -> None:
     encoder, _ = image_encoder(save("tiny"))
     wide = np.zeros((2, 32, 96, 3), np.uint8)

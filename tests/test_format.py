@@ -28,6 +28,7 @@ from leandit.datasets.schema import (
     REJECT_REASONS,
     CommitRecord,
     EncoderIdentity,
+    Fallback,
     FileEntry,
     ImageSpec,
     LatentSpec,
@@ -229,7 +230,7 @@ def test_the_reject_reasons_are_the_closed_list() -> None:
 
 def test_every_key_of_a_commit_record_and_of_the_manifest_is_named(caption_store: LatentStore) -> None:
     commit, manifest = quoted(paragraph_of("commit record")), quoted(paragraph_of("manifest"))
-    assert keys_of(CommitRecord) | keys_of(FileEntry) | keys_of(Reject) <= commit
+    assert keys_of(CommitRecord) | keys_of(FileEntry) | keys_of(Reject) | keys_of(Fallback) <= commit
     assert keys_of(Manifest) <= manifest
     assert json.loads((caption_store.path / "manifest.json").read_bytes()).keys() == keys_of(Manifest)
     for path in (caption_store.path / "commits").rglob("*.json"):

@@ -48,7 +48,9 @@ def adm_by_hand(image: Image.Image, side: int) -> np.ndarray:
     return np.asarray(image.crop((left, top, left + side, top + side)))
 
 
-def bucket_by_hand(image: Image.Image, bucket: tuple[int, int]) -> np.ndarray:
+def bucket_by_hand(
+    image: Image.Image, bucket: tuple[int, int], resample: Image.Resampling = Image.Resampling.BICUBIC
+) -> np.ndarray:
     """PixArt's trainer: cover, keep the ratio, cut the middle."""
     height, width = bucket
     if height / image.height > width / image.width:
@@ -57,7 +59,7 @@ def bucket_by_hand(image: Image.Image, bucket: tuple[int, int]) -> np.ndarray:
         size = (width, image.height * width // image.width)
     assert size[0] >= width
     assert size[1] >= height
-    image = image.resize(size, Image.Resampling.BICUBIC)
+    image = image.resize(size, resample)
     left, top = round((size[0] - width) / 2.0), round((size[1] - height) / 2.0)
     return np.asarray(image.crop((left, top, left + width, top + height)))
 
@@ -76,6 +78,14 @@ def test_the_bucket_crop_covers_its_bucket_and_equals_pixarts(bucket: tuple[int,
         cropped = crop_picture(image, bucket, "bucket")
         assert cropped.shape == (*bucket, 3)
         assert np.array_equal(cropped, bucket_by_hand(image, bucket)), size
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_a_bucket_crop_with_lanczos_equals_pixarts_for_its_large_tables(bucket: tuple[int, int]) -> None:
+    for size in SIZES[::3]:
+        data = encoded(noise(*size), "PNG")
+        found = decode_picture(data, bucket=bucket, crop="bucket", resize_filter="lanczos")
+        assert np.array_equal(found, bucket_by_hand(noise(*size), bucket, Image.Resampling.LANCZOS)), size
 
 
 def test_a_picture_of_the_buckets_size_is_kept_as_it_is() -> None:

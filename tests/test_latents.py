@@ -34,6 +34,7 @@ def latent_spec(kind: Any, dtype: str = "float16") -> LatentSpec:
         scale=SCALE,
         flip=False,
         batch_size=1,
+        tile_px=0,
     )
 
 

@@ -39,7 +39,7 @@ from leandit.datasets.files import TEMPORARY_PREFIX, Failpoint
 from leandit.datasets.frozen import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.datasets.writer import StoreWriter
-from leandit.precompute import growth, leases, opening, pipeline, shard_task
+from leandit.precompute import forwards, growth, leases, opening, pipeline
 
 Change = Callable[[], None] | None
 
@@ -298,8 +298,8 @@ def rejected_record_is_left_out() -> None:
 
 
 def noise_is_keyed_by_process() -> None:
-    draw = shard_task.sample_once
-    shard_task.sample_once = lambda moments, records: draw(moments, records + os.getpid())
+    draw = forwards.sample_once
+    forwards.sample_once = lambda moments, records: draw(moments, records + os.getpid())
 
 
 def rows_are_in_an_order_of_the_process() -> None:

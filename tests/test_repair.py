@@ -92,9 +92,9 @@ def tasks_encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
     real = repair_module._encode
 
-    def spy(plan: Any, tasks: Any, tools: Any) -> Any:
+    def spy(plan: Any, tasks: Any, *more: Any) -> Any:
         seen.extend(tasks)
-        return real(plan, tasks, tools)
+        return real(plan, tasks, *more)
 
     monkeypatch.setattr(repair_module, "_encode", spy)
     return seen

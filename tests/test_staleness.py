@@ -157,7 +157,7 @@ CHANGED: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] 
 }
 CHANGED_OF_LABELS: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] = {
     "crop": (recipe_with("images.crop=bucket"), "images.crop is 'adm' in the store, 'bucket' now"),
-    "resize filter": (code_with(pipeline, "RESIZE_FILTER", "lanczos"), "images.resize_filter is "),
+    "resize filter": (code_with(pipeline, "ADM_FILTER", "lanczos"), "images.resize_filter is "),
     "captions": (recipe_with("text.kind=t5", "text.model=shipped:t5"), "text.kind is None in the store, 't5' now"),
 }
 

@@ -215,6 +215,7 @@ def test_the_checksums_of_an_incomplete_store_stand_beside_their_captions(
             checksums=[f"{i:016x}" for i in np.flatnonzero(shard_of == shard)],
             source_checksums=[],
             rejects=[],
+            fallbacks=[],
             record_hash="",
         )
         for shard in range(1, int(shard_of.max()) + 1)

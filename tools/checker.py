@@ -86,7 +86,7 @@ def loaded_tools(store: Path, source: Path, device: Any, overrides: list[str]) -
     spec = read_spec(store, (sealed_revisions(store) or [1])[-1])
     recipe = parse_with_overrides(str(store), PrecomputeRecipe, spec.recipe, overrides)
     listed, encoders = list_source(source, recipe.source.kind), load_encoders(recipe, device)
-    check_fingerprint(store, spec, describe_store(recipe, listed, encoders))
+    check_fingerprint(store, spec, describe_store(recipe, listed, encoders, known=spec))
     with Decoders(num_threads()) as decoders:
         yield Tools(listed, recipe, spec.fingerprint, encoders, decoders)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..datasets.buckets import bucket_name, bucket_size
+from ..datasets.buckets import bucket_name, bucket_size, resize_filter
 from ..datasets.errors import RecipeError, RecordRejected
 from ..datasets.layout import latent_layouts
 from ..datasets.recipe import to_toml
@@ -114,12 +114,13 @@ def probe_seconds(
     """Seconds to decode and encode some records, and how many they were."""
     planned = [(record, picture.bucket) for record, picture in zip(source.records, pictures, strict=True)]
     probe = [(record, bucket) for record, bucket in planned if bucket][:PROBE_RECORDS]
-    start, done = time.perf_counter(), 0
+    images, start, done = recipe.images, time.perf_counter(), 0
+    how = resize_filter(images.buckets, images.resolution)
     with Decoders(1) as decoders:
         for record, bucket in probe:
             place = source.root / record.path, record.offset, record.num_bytes
             try:
-                picture = decoders.picture(*place, bucket=bucket, crop=recipe.images.crop)
+                picture = decoders.picture(*place, bucket=bucket, crop=images.crop, resize_filter=how)
             except RecordRejected:
                 continue
             encoders.image.encode(picture.pixels[None])

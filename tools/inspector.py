@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute
 
 from ..datasets.layout import EMBEDDINGS, NULL_EMBEDDING, NULL_SCALES, SCALES, commit_path
@@ -18,15 +19,18 @@ SCAN_BYTES = 2 << 30  # latents are read up to this; of a larger store, rows spr
 SCAN_ROWS = 512  # read at a time
 # A model wants latents of about zero mean and unit deviation. Beyond these the scale is probably another VAE's.
 MEAN_LIMIT, STD_LIMITS = 0.5, (0.5, 2.0)
+FALLBACKS = {
+    "float32": "not finite before, so encoded again",
+    "batch": "the batch ran out of memory, so fewer rows in a forward",
+}
 PERCENTILES = (0, 50, 95, 100)
 
 
 def summarise(store: LatentStore) -> dict[str, Any]:
     """Everything ``inspect`` says of a store, as plain values (what ``--json`` prints)."""
     records, spec = store.records, store.spec
-    statuses = {e["values"]: e["counts"] for e in records["status"].value_counts().to_pylist()}
+    statuses = _counts(records["status"])
     rejected = records.filter(pc.equal(records["status"], "rejected"))
-    reasons = {e["values"]: e["counts"] for e in rejected["reason"].value_counts().to_pylist()}
     tokens = store.captions["num_tokens"].to_numpy()
     summary = {
         "store": str(store.path),
@@ -38,7 +42,8 @@ def summarise(store: LatentStore) -> dict[str, Any]:
         "num_planned": records.num_rows,
         "num_stored": statuses.get("stored", 0),
         "num_rejected": statuses.get("rejected", 0),
-        "rejects": dict(sorted(reasons.items())),
+        "rejects": _counts(rejected["reason"]),
+        "fallbacks": _counts(records["fallback"]),
         "buckets": store.buckets,
         "num_classes": store.num_classes,
         "num_captions": len(tokens),
@@ -58,6 +63,12 @@ def summarise(store: LatentStore) -> dict[str, Any]:
         "codec": spec.codec,
     }
     return summary | {"latent_statistics": latent_statistics(store)}
+
+
+def _counts(column: pa.ChunkedArray) -> dict[str, int]:
+    """How often each text stands in a column, in order; nulls are not counted."""
+    found = {entry["values"]: entry["counts"] for entry in column.value_counts().to_pylist()}
+    return {text: found[text] for text in sorted(text for text in found if text is not None)}
 
 
 def caption_lengths(store: LatentStore) -> dict[str, Any] | None:
@@ -195,6 +206,8 @@ def render(summary: dict[str, Any]) -> str:
     )
     for reason, count in summary["rejects"].items():
         line("", f"{count} x {reason}")
+    for how, count in summary["fallbacks"].items():
+        line("", f"{count} stored as {how}: {FALLBACKS[how.split(':')[0]]}")
     line("classes", summary["num_classes"] or "none")
     line("fingerprint", summary["fingerprint"])
     line("root hash", summary["root_hash"] or "none yet")

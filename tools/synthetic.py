@@ -120,7 +120,7 @@ def _plan(
         "attempts": ones,
         "source_path": [""] * count,
     }
-    unknown = {"stage", "reason", "detail", "checksum", "source_checksum"}
+    unknown = {"stage", "reason", "detail", "checksum", "source_checksum", "fallback"}
     columns = {name: given.get(name, nothing if name in unknown else zeros) for name in PLAN_SCHEMA.names}
     lengths = sorted(token_counts)
     captions = {
@@ -183,6 +183,7 @@ def _spec(
             scale=[1.0] * channels,
             flip=False,
             batch_size=32,
+            tile_px=0,
         ),
         text=text,
         vae=noise,
