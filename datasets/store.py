@@ -46,6 +46,14 @@ from .stack import ArrayStack
 from .text_dtypes import StoredTokens, widen
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+SIZE_COLUMNS = (
+    "height_px",
+    "width_px",
+    "resized_height_px",
+    "resized_width_px",
+    "crop_top_px",
+    "crop_left_px",
+)
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,15 @@ class LatentStore:
     def checksums(self) -> np.ndarray:
         """(records,) uint64 checksum of each record's rows, as the records table has it; 0 where not stored."""
         return self._indexed[1]
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """(records, 6) int32 pixels, for micro-conditioning: SIZE_COLUMNS of each record of the records table.
+
+        A batch's ``records`` and ``index(bucket).records`` are positions in it. 0 where a record was rejected at scan.
+        """
+        table = self.record_columns(SIZE_COLUMNS)
+        return np.stack([pc.fill_null(table[name], 0).to_numpy() for name in SIZE_COLUMNS], axis=1)
 
     @cached_property
     def captions(self) -> pa.Table:

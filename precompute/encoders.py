@@ -64,6 +64,8 @@ class ImageEncoder:
             raise EncoderError(f"vae.model '{folder}': cannot be loaded as {name}: {error}") from error
         check_loaded(loading, f"vae.model '{folder}'")
         self._model = model.to(device).eval().requires_grad_(False)
+        if device.type == "cuda":  # pixels come with their channels last, so no convolution has to turn them
+            self._model.to(memory_format=torch.channels_last)
         self._mean_logvar = False
         self._probe = self.encode(np.zeros((1, PROBE_PX, PROBE_PX, 3), np.uint8))
         if section.tile_px:

@@ -133,10 +133,10 @@ class InProcessDecoders:
         """As ``Decoders.size``."""
         return answer({"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes})[0]["size"]
 
-    def picture(self, path: Path, offset: int, num_bytes: int, *, bucket: tuple[int, int], crop: str) -> Decoded:
+    def picture(self, path: Path, offset: int, num_bytes: int, **how: Any) -> Decoded:
         """As ``Decoders.picture``."""
         job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes}
-        head, pixels = answer({**job, "bucket": bucket, "crop": crop})
+        head, pixels = answer({**job, **how})
         assert pixels is not None
         return Decoded(pixels, *head["size"], head["checksum"])
 

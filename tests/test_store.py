@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
 import zarr
-from making import caption_recipe, make_caption_folder, tree_digest
+from making import caption_recipe, label_recipe, make_caption_folder, tree_digest
 
+from leandit.datasets.buckets import bucket_size
 from leandit.datasets.commits import merge_captions
 from leandit.datasets.errors import (
     DamageError,
@@ -222,6 +224,33 @@ def test_the_checksums_of_an_incomplete_store_stand_beside_their_captions(
     }
     found = merge_captions(plan, commits)["checksum"].to_pylist()
     assert found == [None if shard == 0 else i for i, shard in enumerate(shard_of.tolist())]
+
+
+def test_the_sizes_of_a_batch_s_pictures_and_crops_are_found_by_its_records(caption_store: LatentStore) -> None:
+    names = ("height_px", "width_px", "resized_height_px", "resized_width_px", "crop_top_px", "crop_left_px")
+    assert caption_store.sizes.shape == (14, 6)
+    assert caption_store.sizes.dtype == np.int32
+    for bucket in caption_store.buckets:
+        height_px, width_px = bucket_size(bucket)
+        records = caption_store.index(bucket).records
+        sizes = caption_store.sizes[records]
+        table = caption_store.records.take(pa.array(records)).to_pylist()
+        assert sizes.tolist() == [[row[name] for name in names] for row in table]
+        # PixArt's crop: one side fits, half of what stands over is cut off at the other's start.
+        assert ((sizes[:, 2] == height_px) | (sizes[:, 3] == width_px)).all()
+        np.testing.assert_array_equal(sizes[:, 4], np.round((sizes[:, 2] - height_px) / 2))
+        np.testing.assert_array_equal(sizes[:, 5], np.round((sizes[:, 3] - width_px) / 2))
+
+
+def test_a_record_that_was_rejected_at_scan_has_no_size(
+    encode: Callable[..., Any], class_folder: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(class_folder, tmp_path / "train"))
+    (source / "n000/0.png").write_bytes(b"no picture")
+    encode(label_recipe(), source, tmp_path / "store")
+    sizes = LatentStore(tmp_path / "store").sizes
+    assert sizes[0].tolist() == [0] * 6
+    assert sizes[1:].tolist() == [[40, 56, 32, 45, 0, 6]] * 14
 
 
 def test_every_record_is_found_by_its_key_and_its_position(caption_store: LatentStore) -> None:
