@@ -79,7 +79,7 @@ class Stage1:
 def precompute(
     recipe: PrecomputeRecipe,
     *,
-    source_path: Path,
+    source_path: Path | str,
     store_path: Path,
     device: torch.device,
     progress: Progress,
@@ -89,6 +89,7 @@ def precompute(
     """Run every picture and caption of a source through the encoders, exactly once, into a store.
 
     Args:
+      source_path: a folder, a file or a URL.
       options: what shall become of records that are gone or rejected.
       new_revision: where the store was made with other encoders or settings, encode all anew as its next revision.
     Raises: LeanditError: of the class that says what to mend; the store then resumes with the same command.
@@ -97,7 +98,7 @@ def precompute(
     manifest, changes = None, None
 
     # Scan: list the source, load the encoders.
-    source = list_source(source_path, recipe.source.kind)
+    source = list_source(source_path, recipe.source.kind, progress=lambda done: progress("list", done, 0))
     encoders = load_encoders(recipe, device)
     spec = describe_store(recipe, source, encoders)
     with Decoders(num_threads()) as decoders:
@@ -153,7 +154,7 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest:
                     leases.take([task for task in missing if is_picture_task(task)]),
                     stage.encoders.image,
                     stage.decoders,
-                    stage.source.root,
+                    stage.source,
                     limit=limit,
                     clock=stage.clock,
                     progress=count,
@@ -164,7 +165,7 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest:
                 leases.wait()  # for other coordinators
     if not writer.num_stored and not plan.stack:
         raise SourceError(
-            f"source '{stage.source.root}': not one of {plan.records.num_rows} pictures could be encoded, so the store "
+            f"source '{stage.source.name}': not one of {plan.records.num_rows} pictures could be encoded, so the store "
             f"is not sealed. Look at one of them; the reasons are in '{stage.root / 'commits'}'."
         )
     return writer.seal()
