@@ -24,17 +24,14 @@ from ..datasets.errors import RecordRejected, SourceError
 from .source_files import FoundFile, SourceFiles
 from .source_folders import Found
 from .source_record import CAPTION_NAMES, SourceRecord, captions_of, label_of, usable_key
-from .source_tables import TABLE_ROWS, check_texts
+from .source_tables import PARQUET_ERRORS, TABLE_ROWS, check_texts, open_parquet
 
 IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes")
 LABEL_NAMES = ("label", "labels", "cls", "fine_label")
 CACHE_BYTES = 256 << 20  # of row groups that stay in memory
 MAX_GROUP_BYTES = 1 << 30  # of one row group's pictures
 READ_ROWS = 16  # pictures that are decoded from a row group at once
-BUFFER_BYTES = 1 << 20  # of each column, as it is read
 OPEN_FILES = 64  # whose footers are remembered
-
-_Errors = (pa.ArrowException, OSError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def parquet_records(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
         place, position = files.look(name) or FoundFile(name), 0
         with _opened(files, name) as file:
             columns = find_columns(file.schema_arrow, f"{files.name}/{name}")
-            _check_groups(file, columns, f"{files.name}/{name}")
+            _check_groups(file, f"{files.name}/{name}")
             if number and columns.classes != found.classes:
                 raise SourceError(f"source '{files.name}': '{name}' names other classes than the file before it.")
             found.classes = columns.classes
@@ -131,14 +128,12 @@ def _is_bytes(kind: pa.DataType) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def _check_groups(file: pq.ParquetFile, columns: Columns, where: str) -> None:
-    metadata = file.metadata
-    for group in range(metadata.num_row_groups):
-        parts = [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
-        size = sum(part.total_uncompressed_size for part in parts if part.path_in_schema == columns.image)
+def _check_groups(file: pq.ParquetFile, where: str) -> None:
+    for group in range(file.metadata.num_row_groups):
+        size = file.metadata.row_group(group).total_byte_size
         if size > MAX_GROUP_BYTES:
             raise SourceError(
-                f"source '{where}': row group {group} has {size / 2**30:.1f} GiB of pictures, at most "
+                f"source '{where}': row group {group} has {size / 2**30:.1f} GiB, at most "
                 f"{MAX_GROUP_BYTES / 2**30:.0f} GiB are read at once. Write it again with smaller row groups."
             )
 
@@ -159,7 +154,7 @@ def _described(file: pq.ParquetFile, columns: Columns, where: str) -> Iterator[d
                 label = row.get(columns.label) if columns.label else None
                 captions = {columns.captions: row[columns.captions]} if columns.captions else {}
                 yield captions | ({} if label is None else {"label": label})
-    except _Errors as error:
+    except PARQUET_ERRORS as error:
         raise SourceError(f"{where}: not a readable Parquet file ({error}). Restore it.") from error
 
 
@@ -198,7 +193,7 @@ class RowBytes:
             value = self._group(path, group, column)[row - int(starts[group])]
         except SourceError as error:
             raise RecordRejected(stage, "unreadable", str(error)) from error
-        except (*_Errors, IndexError) as error:
+        except (*PARQUET_ERRORS, IndexError) as error:
             raise RecordRejected(stage, "unreadable", f"{path}, row {row}: {error}") from error
         data = value.as_py()
         if data is None:
@@ -266,9 +261,8 @@ def _opened(files: SourceFiles, name: str) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file. Raises: SourceError: it is none."""
     with files.open(name, ahead=False) as file:
         try:
-            # Texts as dictionaries: one that is repeated in every row takes room once, as in the file.
-            parquet = pq.ParquetFile(file, read_dictionary=list(CAPTION_NAMES), buffer_size=BUFFER_BYTES)
-        except _Errors as error:
+            parquet = open_parquet(file)
+        except PARQUET_ERRORS as error:
             raise SourceError(
                 f"source '{files.name}/{name}': not a readable Parquet file ({error}). Restore it."
             ) from error

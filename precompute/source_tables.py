@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from ..datasets.errors import SourceError
 from .source_files import SourceFiles
-from .source_record import CAPTION_NAMES, MAX_TEXT_BYTES, SourceRecord, captions_of, label_of, usable_key
+from .source_record import CAPTION_NAMES, SourceRecord, captions_of, label_of, usable_key
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -30,12 +30,15 @@ PATH_NAMES = ("file_name", "path")
 MAX_LINE_BYTES = 1 << 24  # of a JSON row
 READ_BYTES = 1 << 20
 WHITE_SPACE = (" ", "\t", "\r", "\n")
-TABLE_ROWS = 1024  # of a Parquet manifest, at once
+TABLE_ROWS = 1024  # of a Parquet file, at once
+MAX_BATCH_BYTES = 256 << 20  # of text in them
+BUFFER_BYTES = 1 << 20  # of each column, as it is read
+PARQUET_ERRORS = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises for a damaged file
 PARQUET_NAMES = (*PATH_NAMES, *CAPTION_NAMES, "label", "cls")
 
 
 def pixart_folder(source: str) -> str:
-    """The folder that holds ``InternData`` and ``InternImgs``, where a source is in one of PixArt's, else the source."""
+    """The folder of ``InternData`` and ``InternImgs``, where a source is one of PixArt's, else the source."""
     inside = source.rstrip("/").removesuffix(f"/{PIXART}")
     return inside.removesuffix("InternData") or "." if f"/{inside}".endswith("/InternData") else source
 
@@ -168,18 +171,29 @@ def _parquet_rows(file: BinaryIO, table: str) -> Iterator[tuple[str, Any]]:
     """Rows of a Parquet table, only the columns that say something of a picture."""
     number = 0
     try:
-        schema = pq.read_schema(file)
-        file.seek(0)
-        # Texts as dictionaries: one that is repeated in every row takes room once, as in the file.
-        texts = [field.name for field in schema if pa.types.is_string(field.type) and field.name in PARQUET_NAMES]
-        names = [name for name in PARQUET_NAMES if name in schema.names]
-        for batch in pq.ParquetFile(file, read_dictionary=texts).iter_batches(TABLE_ROWS, columns=names):
+        parquet = open_parquet(file)
+        names = [name for name in PARQUET_NAMES if name in parquet.schema_arrow.names]
+        for batch in parquet.iter_batches(TABLE_ROWS, columns=names):
             check_texts(batch, f"{table}, after row {number}")
             for row in batch.to_pylist():
                 number += 1
                 yield f"{table}, row {number}", row
-    except (pa.ArrowException, OSError) as error:
+    except PARQUET_ERRORS as error:
         raise SourceError(f"{table}: not a readable Parquet file ({error}). Restore it.") from error
+
+
+def open_parquet(file: BinaryIO) -> pq.ParquetFile:
+    """Open a Parquet file of others to read it as a stream, a few rows at a time.
+
+    Raises: one of ``PARQUET_ERRORS``.
+    """
+    metadata = pq.read_metadata(file)
+    # Texts as dictionaries: one that is repeated in every row takes room once, as in the file. Not those in lists,
+    # which pyarrow cannot hand out so (26.0).
+    leaves = [metadata.schema.column(i) for i in range(metadata.num_columns)]
+    texts = [leaf.path for leaf in leaves if leaf.path in PARQUET_NAMES and leaf.physical_type == "BYTE_ARRAY"]
+    file.seek(0)
+    return pq.ParquetFile(file, metadata=metadata, read_dictionary=texts, buffer_size=BUFFER_BYTES)
 
 
 def check_texts(batch: pa.RecordBatch, where: str) -> None:
@@ -188,7 +202,12 @@ def check_texts(batch: pa.RecordBatch, where: str) -> None:
     Raises: SourceError.
     """
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if pa.types.is_dictionary(column.type) and len(column.dictionary):
-            longest = pc.max(pc.binary_length(column.dictionary)).as_py() or 0
-            if longest > MAX_TEXT_BYTES:
-                raise SourceError(f"{where}: column '{name}' has a text of {longest} bytes. Shorten it.")
+        total = column.nbytes
+        if pa.types.is_dictionary(column.type):
+            lengths = pc.cast(pc.binary_length(column.dictionary), pa.int64())
+            total = pc.sum(lengths.take(column.indices)).as_py() or 0
+        if total > MAX_BATCH_BYTES:
+            raise SourceError(
+                f"{where}: column '{name}' has {total >> 20} MiB in {batch.num_rows} rows, at most "
+                f"{MAX_BATCH_BYTES >> 20} MiB are taken. Shorten its texts."
+            )
