@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from leandit.datasets.errors import ResourceError, SourceError
 from leandit.precompute import source_files, source_listing
-from leandit.precompute.source_files import LocalFiles
+from leandit.precompute.source_files import FoundFile, LocalFiles, _depth_first
 from leandit.precompute.source_listing import Listing, spool
 from leandit.precompute.source_record import SourceRecord
 from leandit.precompute.sources import list_source
@@ -118,20 +119,15 @@ def test_a_folder_that_cannot_be_read_is_an_error_and_not_passed_over(
         list_source(tmp_path)
 
 
-def test_a_folder_that_is_deeper_than_the_stack_is_walked(tmp_path: Path) -> None:
-    depth, here = 1500, tmp_path
-    start = os.getcwd()
-    try:
-        os.chdir(here)
-        for _ in range(depth):
-            os.mkdir("d")
-            os.chdir("d")
-        Path("0.png").touch()
-    finally:
-        os.chdir(start)
-    (record,) = list_source(tmp_path).records
-    assert record.problem
-    assert "the name is longer" in record.problem[1]
+def test_folders_within_folders_need_no_stack_of_calls() -> None:
+    depth = 5000
+
+    def entries_of(folder: str) -> Iterator[FoundFile | str]:
+        yield FoundFile(folder + "/0.png")
+        if len(folder) < depth:
+            yield folder + "d"
+
+    assert sum(1 for _ in _depth_first(entries_of)) == depth + 1
 
 
 SCRIPT = """
