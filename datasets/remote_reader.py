@@ -65,20 +65,22 @@ class RemoteReader:
     Args:
       url: of the store, with the protocol of any fsspec file system.
       options: for that file system, such as ``endpoint_url``; it reads its usual environment by itself.
+      what: the word for it in messages; a source of pictures is read the same way.
     Raises: RecipeError: there is no such protocol, or its package is not installed.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, what: str = "store") -> None:
+        self.what = what
         self.url, self._connect = shown(url), lambda: _connect(url, options or {})
         try:
             self._connection, root = self._connect()
         except ImportError as error:
             raise RecipeError(
-                f"store '{self.url}': {_one_line(error)}. To read stores at a URL install leandit with its extra "
+                f"{what} '{self.url}': {_one_line(error)}. To read what lies at a URL install leandit with its extra "
                 "'remote' (s3), or the package of the file system."
             ) from error
         except (ValueError, OSError, *_library_errors()) as error:
-            raise RecipeError(f"store '{self.url}': {_one_line(error)}. Check the URL.") from error
+            raise RecipeError(f"{what} '{self.url}': {_one_line(error)}. Check the URL.") from error
         self._root, self._process = str(root).rstrip("/"), os.getpid()
         self._fs.invalidate_cache()  # what this process listed earlier may have grown since
 
@@ -113,6 +115,38 @@ class RemoteReader:
             return {}
         prefix = self._root.strip("/") + "/"
         return {path.strip("/").removeprefix(prefix): info["size"] for path, info in found.items()}
+
+    def info(self, path: str) -> dict[str, Any] | None:
+        """What the file system says of a file or folder, as fsspec's ``info``; None where there is none."""
+        try:
+            return self._ask(path, lambda: self._fs.info(self._inside(path)))
+        except FileNotFoundError:
+            return None
+
+    def entries(self, folder: str) -> dict[str, dict[str, Any]]:
+        """What lies directly below a folder, by name, as fsspec's ``info``; hidden names are left out."""
+        where = self._inside(folder)
+        try:
+            found = self._ask(folder, lambda: self._fs.ls(where, detail=True))
+        except FileNotFoundError:
+            return {}
+        self._fs.invalidate_cache(where)  # else all that was ever listed stays in memory
+        # Some list the folder itself among what it holds: its marker.
+        inside = {
+            str(info["name"]).strip("/"): info for info in found if str(info["name"]).strip("/") != where.strip("/")
+        }
+        named = {path.rpartition("/")[2]: info for path, info in inside.items()}
+        return {name: info for name, info in named.items() if name and not name.startswith(".")}
+
+    def read(self, path: str, start: int, end: int) -> bytes:
+        """Bytes of a file from ``start`` to ``end``, or to its end where that comes first.
+
+        Raises: FileNotFoundError; StoreError: not allowed, or in vain.
+        """
+        return self._ask(path, lambda: self._request(self._inside(path), start, end))
+
+    def _inside(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
 
     def pieces(self, entry: FileEntry) -> Iterator[bytes]:
         """The bytes of a file, a piece at a time; when the last has been taken, size and hash have been checked.
@@ -176,7 +210,7 @@ class RemoteReader:
 
         Raises: FileNotFoundError: there is no such file; StoreError: not allowed, or in vain.
         """
-        where = f"store '{self.url}': file '{path}'" if path else f"store '{self.url}'"
+        where = f"{self.what} '{self.url}': file '{path}'" if path else f"{self.what} '{self.url}'"
         for attempt in range(ATTEMPTS):
             try:
                 return request()

@@ -18,8 +18,10 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class SourceSection(Section):
     """Where the pictures come from is said on the command line; this is how to read it."""
 
-    kind: Literal["auto", "imagefolder", "webdataset", "metadata"] = "auto"
-    """"auto" looks: metadata.jsonl, then *.tar, else an image folder."""
+    kind: Literal["auto", "imagefolder", "sidecars", "metadata", "manifest", "webdataset", "imagenet", "parquet"] = (
+        "auto"
+    )
+    """"auto" looks: a table of paths, *.parquet, *.tar, texts beside the pictures, else class folders."""
     check: Literal["stat", "content"] = "stat"
     """When a store grows: "stat" reads a file again only if its size, time or place differs; "content" reads all."""
     max_reject_share: Annotated[float, Field(ge=0, le=1)] = 0.01

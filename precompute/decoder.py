@@ -19,7 +19,7 @@ import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,21 @@ START_SECONDS = 60.0  # a cold interpreter on a busy network disk
 END_SECONDS = 2.0  # between the end of a socket and the end of its process
 MAX_HEAD_BYTES = 1 << 20
 RETRY_PATIENCE = 4  # times the time-out: the second try is for a large picture on a busy machine
+
+
+class PicturePlace(NamedTuple):
+    """Where the bytes of a picture lie: in a file that a child reads itself, or here, to be sent to it.
+
+    Args:
+      path: of the file; of sent bytes only a name.
+      offset, num_bytes: where they lie in it.
+      data: the bytes, where no file here holds them.
+    """
+
+    path: Path
+    offset: int
+    num_bytes: int
+    data: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -96,18 +111,17 @@ class Decoders:
             self._idle.get().stop()
         self._idle.put(self._children[0])  # wakes who waits for an idle child; each of them passes it on
 
-    def size(self, path: Path, offset: int, num_bytes: int) -> tuple[int, int]:
+    def size(self, path: Path, offset: int, num_bytes: int, data: bytes | None = None) -> tuple[int, int]:
         """Height and width in pixels of the upright picture, from its header.
 
         Args:
-          path: file that holds the bytes.
-          offset, num_bytes: where they lie in it.
+          path, offset, num_bytes, data: as in ``PicturePlace``.
         Raises:
           RecordRejected: stage "scan"; no picture, too large, unreadable, or it took its child with it.
           ResourceError: a child cannot be started.
           RuntimeError: a mistake in the code of the decoder, or this is closed.
         """
-        head, _ = self._ask({"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes})
+        head, _ = self._ask({"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes}, data)
         height_px, width_px = head["size"]
         return height_px, width_px
 
@@ -116,6 +130,7 @@ class Decoders:
         path: Path,
         offset: int,
         num_bytes: int,
+        data: bytes | None = None,
         *,
         bucket: tuple[int, int],
         crop: str,
@@ -124,20 +139,19 @@ class Decoders:
         """Decode a picture and bring it into its bucket.
 
         Args:
-          path: file that holds the bytes.
-          offset, num_bytes: where they lie in it.
+          path, offset, num_bytes, data: as in ``PicturePlace``.
           bucket: (height_px, width_px).
           crop: "adm" or "bucket".
           resize_filter: of the last resize, as ``images.decode_picture``.
         Raises: as ``size``, with the stage "decode".
         """
         job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes}
-        head, pixels = self._ask({**job, "bucket": bucket, "crop": crop, "resize_filter": resize_filter})
+        head, pixels = self._ask({**job, "bucket": bucket, "crop": crop, "resize_filter": resize_filter}, data)
         assert pixels is not None, "a child answers a decode with pixels"
         height_px, width_px = head["size"]
         return Decoded(pixels, height_px, width_px, head["checksum"])
 
-    def _ask(self, job: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
+    def _ask(self, job: dict[str, Any], data: bytes | None) -> tuple[dict[str, Any], np.ndarray | None]:
         if os.getpid() != self._owner:
             raise RuntimeError(f"decoders of process {self._owner} used in process {os.getpid()}; make new ones there")
         child = self._idle.get()
@@ -145,11 +159,11 @@ class Decoders:
             if self._closed.is_set():
                 raise RuntimeError("the decoders are closed")
             try:
-                head, pixels = child.ask(job, patience=1)
+                head, pixels = child.ask(job, data, patience=1)
             except RecordRejected:
                 if self._closed.is_set():
                     raise
-                head, pixels = child.ask(job, patience=RETRY_PATIENCE)
+                head, pixels = child.ask(job, data, patience=RETRY_PATIENCE)
         except RecordRejected as reject:
             if reject.reason == "decoder_crash" and self._closed.is_set():
                 raise RuntimeError("the decoders were closed while a picture was being decoded") from reject
@@ -171,8 +185,10 @@ class _Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
-    def ask(self, job: dict[str, Any], *, patience: float) -> tuple[dict[str, Any], np.ndarray | None]:
-        """Send one job and wait for the answer, so many times the time-out.
+    def ask(
+        self, job: dict[str, Any], data: bytes | None, *, patience: float
+    ) -> tuple[dict[str, Any], np.ndarray | None]:
+        """Send one job, with its bytes if they are no file's, and wait for the answer, so many times the time-out.
 
         Raises: RecordRejected: decoder_crash, decoder_timeout. ResourceError: it does not start.
         """
@@ -181,7 +197,9 @@ class _Child:
         answered = False
         try:
             connection = self._connection or self._start()
-            connection.send_bytes(json.dumps(job).encode())
+            connection.send_bytes(json.dumps({**job, "is_sent": data is not None}).encode())
+            if data is not None:
+                connection.send_bytes(data)
             if not connection.poll(self._timeout_seconds * patience):
                 raise BlockingIOError
             head = json.loads(connection.recv_bytes(MAX_HEAD_BYTES))

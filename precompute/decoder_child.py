@@ -71,11 +71,14 @@ def answer(job: dict[str, Any]) -> Answer:
     """Do one job.
 
     Args:
-      job: path, offset, num_bytes, stage; and for stage "decode": bucket (height_px, width_px), crop, resize_filter.
+      job: path, offset, num_bytes, stage; data, where the bytes were sent; and for stage "decode": bucket
+        (height_px, width_px), crop, resize_filter.
     Returns: "size" (height_px, width_px) of the upright picture, and of a decoded one its "checksum" and its pixels.
     Raises: RecordRejected.
     """
-    data = read_bytes(job["path"], job["offset"], job["num_bytes"], job["stage"])
+    data = job.get("data")
+    if data is None:
+        data = read_bytes(job["path"], job["offset"], job["num_bytes"], job["stage"])
     if job["stage"] == "scan":
         return {"size": read_size(data)}, None
     height_px, width_px = job["bucket"]
@@ -97,6 +100,8 @@ def serve(
                 return
         job = json.loads(connection.recv_bytes())
         signal.alarm(math.ceil(2 * timeout_seconds))  # the parent ends a child that hangs, unless it is dead itself
+        if job["is_sent"]:
+            job["data"] = connection.recv_bytes()
         head: dict[str, Any]
         pixels = None
         try:

@@ -78,8 +78,10 @@ def _deep_pictures(
         table = plan.records.take(pa.array(positions)).to_pylist()
         decoded: list[Picture] = []
         for row in table:
-            place = tools.source.root / row["source_path"], row["source_offset"], row["source_bytes"]
             try:
+                place = tools.source.place(
+                    row["source_path"], row["source_offset"], row["source_bytes"], stage="decode"
+                )
                 decoded.append(
                     tools.decoders.picture(
                         *place, bucket=bucket_size(bucket), crop=images.crop, resize_filter=images.resize_filter

@@ -18,7 +18,8 @@ from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
 from ..datasets.mend import UNKNOWN_PLACE
 from ..datasets.schema import RECORDS_SCHEMA
-from .sources import Source, SourceRecord, caption_texts, read_record
+from .source_record import SourceRecord, caption_texts
+from .sources import Source
 
 OF_THE_LISTING = ("bad_metadata", "missing_file", "duplicate_key", "no_caption")  # rejects that no file decides
 
@@ -191,7 +192,7 @@ def _classes_of(gone: list[SourceRecord], before: list[str] | None, source: Sour
     classes, labels = source.classes or [], sorted({record.label for record in gone if record.label >= 0})
     if not labels or before is None:
         return [], {}
-    if source.kind != "imagefolder":  # a label is its own name
+    if not source.has_class_names:  # a label is its own name
         return [str(i) for i in range(len(classes), labels[-1] + 1)], {}
     missing = [before[label] for label in labels if before[label] not in classes]
     every = [*classes, *missing]
@@ -211,7 +212,7 @@ def _records_of(base: Base) -> list[SourceRecord]:
     ]
 
 
-def _identities(records: list[SourceRecord], repeats: list[bool]) -> list[tuple[str, int]]:
+def _identities(records: Iterable[SourceRecord], repeats: list[bool]) -> list[tuple[str, int]]:
     """Key of each record, and for one that repeats a key how many did so before it: each of them is a reject.
 
     Not the order alone: a record that was planned anew stands behind the repetitions that were carried over.
@@ -226,6 +227,6 @@ def _identities(records: list[SourceRecord], repeats: list[bool]) -> list[tuple[
 
 def _checksum(source: Source, record: SourceRecord) -> int | None:
     try:
-        return xxhash.xxh3_64_intdigest(read_record(source.root, record.path, record.offset, record.num_bytes))
+        return xxhash.xxh3_64_intdigest(source.read(record.path, record.offset, record.num_bytes, stage="scan"))
     except RecordRejected:
         return None

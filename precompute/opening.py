@@ -22,7 +22,8 @@ from .config import PrecomputeRecipe
 from .decoder import Decoders
 from .growth import Base, Comparison, Options, all_fresh, compare
 from .plan import num_threads, plan_captions, plan_pictures, plan_records
-from .sources import Source, caption_texts
+from .source_record import caption_texts
+from .sources import Source
 from .stages import Progress
 from .text_encoders import CaptionTokenizer
 
@@ -134,7 +135,7 @@ class Planner:
             return None, comparison
         if anew and comparison.num_gone > comparison.num_dropped:
             raise SourceError(
-                f"source '{source.root}': {comparison.num_gone} records of store '{self.root}' are gone from it, so "
+                f"source '{source.name}': {comparison.num_gone} records of store '{self.root}' are gone from it, so "
                 "they cannot be encoded anew. Restore them, or add --drop-gone to leave them out of the new revision."
             )
         stack = () if anew else tuple(manifest.stack)
@@ -167,7 +168,7 @@ class Planner:
         )
         if not comparison.kept and all(picture.reject for picture in pictures):
             raise SourceError(
-                f"source '{source.root}': all {total} records are rejected; the first is '{fresh[0].record.key}': "
+                f"source '{source.name}': all {total} records are rejected; the first is '{fresh[0].record.key}': "
                 f"{pictures[0].reject}. Nothing was written."
             )
         fresh_texts = [

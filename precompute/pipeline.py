@@ -92,7 +92,7 @@ class Stage1:
 def precompute(
     recipe: PrecomputeRecipe,
     *,
-    source_path: Path,
+    source_path: Path | str,
     store_path: Path,
     device: torch.device,
     progress: Progress,
@@ -103,6 +103,7 @@ def precompute(
     """Run every picture and caption of a source through the encoders, exactly once, into a store.
 
     Args:
+      source_path: a folder, a file or a URL.
       options: what shall become of records that are gone or rejected.
       new_revision: where the store was made with other encoders or settings, encode all anew as its next revision.
       part: encode only this share of the shards; None for all that nobody else is encoding.
@@ -112,7 +113,7 @@ def precompute(
     manifest, changes = None, None
 
     # Scan: list the source, load the encoders.
-    source = list_source(source_path, recipe.source.kind)
+    source = list_source(source_path, recipe.source.kind, progress=lambda done: progress("list", done, 0))
     encoders = load_encoders(recipe, device)
     before = encoders.caption.computed if encoders.caption else TokenCount()
     with Decoders(num_threads()) as decoders:
@@ -187,7 +188,7 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
                     leases.take([task for task in missing if is_picture_task(task)]),
                     stage.encoders.image,
                     stage.decoders,
-                    stage.source.root,
+                    stage.source,
                     limit=limit,
                     clock=stage.clock,
                     progress=count,
@@ -201,7 +202,7 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
         return None
     if not writer.num_stored and not plan.stack:
         raise SourceError(
-            f"source '{stage.source.root}': not one of {plan.records.num_rows} pictures could be encoded, so the store "
+            f"source '{stage.source.name}': not one of {plan.records.num_rows} pictures could be encoded, so the store "
             f"is not sealed. Look at one of them; the reasons are in '{stage.root / 'commits'}'."
         )
     return writer.seal()

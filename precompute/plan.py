@@ -23,7 +23,8 @@ from .decoder import Decoders
 from .growth import Comparison, Fresh
 from .images import MAX_PIXELS, crop_geometry
 from .rejects import RejectLimit
-from .sources import Source, SourceRecord, caption_texts
+from .source_record import SourceRecord, caption_texts
+from .sources import Source
 from .text_encoders import CaptionTokenizer
 
 TOKENIZE_BATCH = 4096
@@ -77,7 +78,7 @@ def plan_picture(source: Source, record: SourceRecord, recipe: PrecomputeRecipe,
             raise RecordRejected("scan", *record.problem)
         if recipe.text.kind != "none" and not caption_texts(record):
             raise RecordRejected("scan", "no_caption", "no caption, or only white space")
-        height_px, width_px = decoders.size(source.root / record.path, record.offset, record.num_bytes)
+        height_px, width_px = decoders.size(*source.place(record.path, record.offset, record.num_bytes, stage="scan"))
         bucket = assign_bucket(height_px, width_px, recipe.images.table, max_ratio=recipe.images.max_ratio)
         if bucket is None:
             raise RecordRejected("scan", "aspect", f"{height_px}x{width_px} px is outside the bucket table")

@@ -29,6 +29,7 @@ from .decoder import Decoders
 from .encoders import Encoders
 from .rejects import RejectLimit
 from .shard_task import PackedShard
+from .source_record import SourceRecord
 from .sources import Source
 from .stages import StageClock, encode_captions, encode_pictures, is_picture_task, write_shard
 
@@ -92,7 +93,7 @@ def _encode(
         [task for task in tasks if is_picture_task(task)],
         tools.encoders.image,
         tools.decoders,
-        tools.source.root,
+        tools.source,
         limit=RejectLimit(section, plan.records.num_rows),
         clock=clock,
         progress=lambda _: None,
@@ -185,7 +186,10 @@ def _fit(arrays: dict[str, np.ndarray], checksums: Sequence[str]) -> bool:
 
 def with_places(plan: FrozenPlan, source: Source) -> FrozenPlan:
     """The plan with the places that its pictures have in the source now."""
-    now = {record.key: record for record in reversed(source.records) if not record.problem}
+    now: dict[str, SourceRecord] = {}
+    for record in source.records:
+        if not record.problem:
+            now.setdefault(record.key, record)
     places = list(zip(*(plan.records[name].to_pylist() for name in PLACE_COLUMNS), strict=True))
     keys = plan.records["key"].to_pylist()
     found = [now[key].place if key in now else place for key, place in zip(keys, places, strict=True)]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ..datasets.buckets import bucket_size
 from ..datasets.commits import Task
@@ -28,13 +27,14 @@ from .leases import Leases
 from .plan import num_threads
 from .rejects import RejectLimit
 from .shard_task import PackedShard, ShardBuilder
+from .sources import Source
 from .text_encoders import CaptionEncoder
 
 BATCHES_AHEAD = 3  # decoded batches that wait for the encoder
 WRITES_BEHIND = 2  # shards that wait for the disk
 
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total) whenever something was done."""
+"""Called with (stage, done, total) whenever something was done; a total that is not known is 0."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ def encode_pictures(
     tasks: Iterable[Task],
     encoder: ImageEncoder,
     decoders: Decoders,
-    source_root: Path,
+    origin: Source,
     *,
     limit: RejectLimit,
     clock: StageClock,
@@ -136,7 +136,7 @@ def encode_pictures(
     """Encode shards of latents in the order given, decoding ahead.
 
     Args:
-      source_root: folder to which the plan's paths are relative.
+      origin: of the pictures that the plan names.
       told: of a part and shard that is made again: how rows were encoded that were not as planned.
       progress: called with the number of pictures of each batch that is done.
     Raises: SourceError: too many pictures are rejected.
@@ -144,7 +144,7 @@ def encode_pictures(
     builder: ShardBuilder | None = None
     pool = ThreadPoolExecutor(num_threads(), thread_name_prefix="leandit-decode")
     try:
-        for batch, futures in _decode_ahead(pool, plan, tasks, decoders, source_root, clock):
+        for batch, futures in _decode_ahead(pool, plan, tasks, decoders, origin, clock):
             if builder is None:
                 builder = ShardBuilder(
                     batch.part,
@@ -213,16 +213,16 @@ def _decode_ahead(
     plan: FrozenPlan,
     tasks: Iterable[Task],
     decoders: Decoders,
-    source_root: Path,
+    origin: Source,
     clock: StageClock,
 ) -> Iterator[tuple[PictureBatch, list[Future[Picture]]]]:
     """Hand out batches in order while the pictures of the next ones are being decoded."""
     images = plan.spec.images
 
     def decode(source: BucketSource, row: int, bucket: tuple[int, int]) -> Picture:
-        place = source_root / source.paths[row], source.offsets[row], source.num_bytes[row]
         with clock.measure("decode"):
             try:
+                place = origin.place(source.paths[row], source.offsets[row], source.num_bytes[row], stage="decode")
                 decoded = decoders.picture(*place, bucket=bucket, crop=images.crop, resize_filter=images.resize_filter)
             except RecordRejected as reject:
                 return reject

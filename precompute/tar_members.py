@@ -10,7 +10,6 @@ import os
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 from ..datasets.errors import SourceError
@@ -31,25 +30,28 @@ class TarMember:
     is_sparse: bool = False
 
 
-def tar_members(file: BinaryIO, path: Path) -> Iterator[TarMember]:
+def tar_members(file: BinaryIO, tar: str, *, start: int = 0, stop: int | None = None) -> Iterator[TarMember]:
     """Regular files of an uncompressed tar, in order; links, devices, FIFOs and folders are passed over.
 
     The file may be read elsewhere between two members.
 
+    Args:
+      tar: its name, for messages.
+      start, stop: where the tar lies in the file, if it is a member of another; offsets are the file's.
     Raises: SourceError: it is no tar, a header is damaged, or a member reaches beyond the end.
     """
-    total = os.fstat(file.fileno()).st_size
+    total = file.seek(0, os.SEEK_END) if stop is None else stop
     extended: dict[str, str] = {}
-    position = 0
-    while position < total or position == 0:
+    position = start
+    while position < total or position == start:
         file.seek(position)
-        block = file.read(BLOCK)
+        block = file.read(min(BLOCK, total - position))
         try:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.TarError as error:
-            if position and isinstance(error, tarfile.EOFHeaderError):  # pyright: ignore[reportAttributeAccessIssue]
+            if position > start and isinstance(error, tarfile.EOFHeaderError):  # pyright: ignore[reportAttributeAccessIssue]
                 return
-            raise _unreadable(path, f"at byte {position}: {error}") from error
+            raise _unreadable(tar, f"at byte {position}: {error}") from error
         data = position + BLOCK
         if header.type == tarfile.GNUTYPE_SPARSE:  # blocks that say where its parts belong follow while a flag says so
             more = block[482]
@@ -57,19 +59,19 @@ def tar_members(file: BinaryIO, path: Path) -> Iterator[TarMember]:
                 more, data = file.read(BLOCK).ljust(BLOCK, b"\0")[504], data + BLOCK
         size = header.size
         if header.type not in (tarfile.XGLTYPE, tarfile.XHDTYPE, *LONG_NAMES):
-            size = _pax_size(extended, size, path, position)
+            size = _pax_size(extended, size, tar, position)
         end = data + -(-size // BLOCK) * BLOCK
         if size < 0 or end > total:
-            raise _unreadable(path, f"at byte {position}: a member of {size} bytes, {total - data} are left")
+            raise _unreadable(tar, f"at byte {position}: a member of {size} bytes, {total - data} are left")
         position = end
         if header.type in (tarfile.XGLTYPE, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, *LONG_NAMES):
             if size > MAX_EXTENDED_BYTES:
-                raise _unreadable(path, f"at byte {data}: an extended header of {size} bytes")
+                raise _unreadable(tar, f"at byte {data}: an extended header of {size} bytes")
             content = file.read(size)
             if header.type == tarfile.GNUTYPE_LONGNAME:
                 extended["path"] = content.split(b"\0")[0].decode("utf-8", "surrogateescape")
             elif header.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
-                extended |= _pax_values(content, path, data)
+                extended |= _pax_values(content, tar, data)
             continue  # what a global header says of all members (a comment, a commit) is of no use here
         is_sparse = header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse.") for key in extended)
         if header.type in REGULAR or is_sparse:
@@ -79,11 +81,11 @@ def tar_members(file: BinaryIO, path: Path) -> Iterator[TarMember]:
         extended = {}
 
 
-def _unreadable(path: Path, what: str) -> SourceError:
-    return SourceError(f"source '{path}': not a readable, uncompressed tar file ({what}). Restore or remove it.")
+def _unreadable(tar: str, what: str) -> SourceError:
+    return SourceError(f"source '{tar}': not a readable, uncompressed tar file ({what}). Restore or remove it.")
 
 
-def _pax_values(content: bytes, path: Path, position: int) -> dict[str, str]:
+def _pax_values(content: bytes, tar: str, position: int) -> dict[str, str]:
     """Records "LENGTH KEY=VALUE\\n" of a pax header; the length counts itself."""
     values, start = {}, 0
     while start < len(content) and content[start]:
@@ -92,16 +94,16 @@ def _pax_values(content: bytes, path: Path, position: int) -> dict[str, str]:
         record = content[start : start + length]
         key, equals, value = record[len(digits) + 1 : -1].partition(b"=")
         if len(record) != length or not equals or record[-1:] != b"\n":
-            raise _unreadable(path, f"at byte {position + start}: a damaged pax header")
+            raise _unreadable(tar, f"at byte {position + start}: a damaged pax header")
         values[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
         start += length
     return values
 
 
-def _pax_size(extended: dict[str, str], size: int, path: Path, position: int) -> int:
+def _pax_size(extended: dict[str, str], size: int, tar: str, position: int) -> int:
     text = extended.get("size")
     if text is None:
         return size
     if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise _unreadable(path, f"at byte {position}: its pax header says a size that is no number")
+        raise _unreadable(tar, f"at byte {position}: its pax header says a size that is no number")
     return int(text)

@@ -21,7 +21,9 @@ from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.growth import Comparison, Fresh, Kept, all_fresh
 from leandit.precompute.plan import PlannedPicture, plan_captions, plan_pictures, plan_records
-from leandit.precompute.sources import Source, SourceRecord, caption_texts
+from leandit.precompute.source_files import LocalFiles
+from leandit.precompute.source_record import SourceRecord, caption_texts
+from leandit.precompute.sources import Source
 from leandit.precompute.text_encoders import CaptionTokenizer
 
 Planned = Callable[[Source, PrecomputeRecipe], list[PlannedPicture]]
@@ -40,7 +42,7 @@ def made_source(root: Path, shapes: Sequence[tuple[int, int]], captions: Sequenc
         path = root / f"{i}.png"
         picture(i, *size).save(path)
         records.append(SourceRecord(f"key-{i}", path.name, 0, path.stat().st_size, label=i % 3, captions=texts))
-    return Source("metadata", root, records, None, 0)
+    return Source("metadata", LocalFiles(root), records, None, 0)
 
 
 @pytest.fixture(scope="module")

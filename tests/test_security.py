@@ -43,14 +43,9 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.config import TextSection, VaeSection
 from leandit.precompute.encoders import ImageEncoder
 from leandit.precompute.model_files import local_folder
-from leandit.precompute.sources import (
-    MAX_CAPTION_CHARS,
-    MAX_CAPTIONS,
-    MAX_LINE_BYTES,
-    MAX_TEXT_BYTES,
-    SourceRecord,
-    list_source,
-)
+from leandit.precompute.source_record import MAX_CAPTION_CHARS, MAX_CAPTIONS, MAX_TEXT_BYTES, SourceRecord
+from leandit.precompute.source_tables import MAX_LINE_BYTES
+from leandit.precompute.sources import list_source
 from leandit.precompute.text_encoders import CaptionEncoder, CaptionTokenizer
 from leandit.tools.inspector import describe_record, ledger, summarise
 from leandit.tools.sampler import Request, sample

@@ -16,7 +16,8 @@ from leandit.datasets.errors import SourceError
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.growth import all_fresh
 from leandit.precompute.plan import plan_pictures, plan_records
-from leandit.precompute.sources import Source, SourceRecord, list_source, read_record
+from leandit.precompute.source_record import SourceRecord
+from leandit.precompute.sources import Source, list_source
 
 
 def png(seed: int = 0) -> bytes:
@@ -35,6 +36,10 @@ def by_key(source: Source) -> dict[str, SourceRecord]:
     found = {record.key: record for record in source.records}
     assert len(found) == len(source.records) or any(r.problem for r in source.records)
     return found
+
+
+def bytes_of(source: Source, record: SourceRecord) -> bytes:
+    return source.read(record.path, record.offset, record.num_bytes, stage="decode")
 
 
 def write_metadata(root: Path, *rows: Any) -> Path:
@@ -68,7 +73,7 @@ def test_nested_folders_belong_to_their_first_folder_and_names_may_repeat(tmp_pa
     assert {r.key: r.label for r in source.records} == {name: int(name[0] == "b") for name in files}
     for i, name in enumerate(files):
         record = by_key(source)[name]
-        assert read_record(source.root, record.path, record.offset, record.num_bytes) == png(i)
+        assert bytes_of(source, record) == png(i)
 
 
 def test_hidden_files_are_not_seen_and_others_are_counted(tmp_path: Path) -> None:
@@ -153,7 +158,7 @@ def test_metadata_gives_captions_and_labels(
     assert source.kind == "metadata"
     (record,) = source.records
     assert (record.key, record.captions, record.label, record.problem) == ("a.png", captions, label, None)
-    assert read_record(tmp_path, record.path, record.offset, record.num_bytes) == png()
+    assert bytes_of(source, record) == png()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +234,7 @@ def test_a_tar_gives_the_keys_bytes_labels_and_captions_that_webdataset_gives(tm
         for sample in webdataset.WebDataset(str(tmp_path / f"{name}.tar"), shardshuffle=False, empty_check=False):
             record = records[f"{name}/{sample['__key__']}"]
             image = next(sample[e] for e in ("png", "jpg", "seg.png") if e in sample)
-            assert read_record(source.root, record.path, record.offset, record.num_bytes) == image
+            assert bytes_of(source, record) == image
             said = json.loads(sample.get("json", b"{}"))
             assert record.label == (int(sample["cls"]) if "cls" in sample else said.get("label", -1))
             text = [sample["txt"].decode()] if "txt" in sample else said.get("captions", [said.get("caption")])

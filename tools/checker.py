@@ -29,7 +29,7 @@ def check(
     quick: bool,
     deep: bool,
     repair: bool,
-    source: Path | None,
+    source: Path | str | None,
     device: Any,
     overrides: list[str],
     progress: Progress,
@@ -68,7 +68,7 @@ def check(
 
 
 @contextmanager
-def loaded_tools(store: Path, source: Path, device: Any, overrides: list[str]) -> Iterator[Tools]:
+def loaded_tools(store: Path, source: Path | str, device: Any, overrides: list[str]) -> Iterator[Tools]:
     """Source and encoders of a store, by its own recipe.
 
     Raises: FingerprintMismatch: the encoders are not those that made the newest revision.

@@ -52,7 +52,7 @@ def options(
 def precompute(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
-    source: Annotated[Path | None, typer.Option(help="Pictures: a folder, or a .tar.")] = None,
+    source: Annotated[str | None, typer.Option(help="Pictures: a folder, a file or a URL; docs/sources.md.")] = None,
     store: Annotated[Path | None, typer.Option(help="Folder of the store; the same command again resumes.")] = None,
     device: Device = "auto",
     overrides: Overrides = None,
@@ -205,7 +205,7 @@ def verify(
     quick: Annotated[bool, typer.Option("--quick", help="Sizes and records only, not every byte.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Also encode a sample again, and compare.")] = False,
     repair: Annotated[bool, typer.Option("--repair", help="Make what is damaged anew.")] = False,
-    source: Annotated[Path | None, typer.Option(help="Pictures, to encode again from.")] = None,
+    source: Annotated[str | None, typer.Option(help="Pictures, to encode again from.")] = None,
     device: Device = "auto",
     overrides: Overrides = None,
     as_json: AsJson = False,

@@ -23,7 +23,8 @@ from ..precompute.growth import Fresh
 from ..precompute.model_files import local_folder
 from ..precompute.pipeline import describe_store
 from ..precompute.plan import PlannedPicture, num_threads, plan_captions, plan_pictures
-from ..precompute.sources import Source, caption_texts, list_source
+from ..precompute.source_record import caption_texts
+from ..precompute.sources import Source, list_source
 from ..train.config import TrainRecipe
 from ..train.models import build_model, check_model_name, check_sizes, model_spec
 from ..train.state import autocast_dtype, check_recipe
@@ -33,7 +34,7 @@ PROBE_RECORDS = 64  # encoded to estimate the time
 NO_LIMIT = {"max_reject_share": 1.0, "max_rejects_in_a_row": 1 << 62}  # a dry run counts all rejects
 
 
-def describe_precompute(recipe: PrecomputeRecipe, source_path: Path | None, device: torch.device) -> str:
+def describe_precompute(recipe: PrecomputeRecipe, source_path: Path | str | None, device: torch.device) -> str:
     """What a precompute would do.
 
     Args:
@@ -42,7 +43,8 @@ def describe_precompute(recipe: PrecomputeRecipe, source_path: Path | None, devi
     lines = [to_toml(recipe), *encoder_lines(recipe)]
     if source_path is None:
         return "\n".join([*lines, "give --source to count its pictures"])
-    source = list_source(source_path, recipe.source.kind)
+    with ProgressLine() as progress:
+        source = list_source(source_path, recipe.source.kind, progress=lambda done: progress("list", done, 0))
     fresh = [Fresh(record) for record in source.records]
     everything = recipe.model_copy(update={"source": recipe.source.model_copy(update=NO_LIMIT)})
     with ProgressLine() as progress, Decoders(num_threads()) as decoders:
@@ -118,8 +120,8 @@ def probe_seconds(
     how = resize_filter(images.buckets, images.resolution)
     with Decoders(1) as decoders:
         for record, bucket in probe:
-            place = source.root / record.path, record.offset, record.num_bytes
             try:
+                place = source.place(record.path, record.offset, record.num_bytes, stage="decode")
                 picture = decoders.picture(*place, bucket=bucket, crop=images.crop, resize_filter=how)
             except RecordRejected:
                 continue

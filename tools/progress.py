@@ -41,15 +41,15 @@ class ProgressLine:
             self._live.stop()
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
-        """Show that ``done`` of ``total`` of a stage are there."""
+        """Show that ``done`` of ``total`` of a stage are there; a total of 0 is not known."""
         start, first = self._started.setdefault(stage, (time.monotonic(), done))
         rate = (done - first) / max(time.monotonic() - start, 1e-9)
         note = note or (f"{rate:.1f}/s" if done > first else "")
         if self._live:
             if stage not in self._tasks:
-                self._tasks[stage] = self._live.add_task(stage, total=total, note="")
+                self._tasks[stage] = self._live.add_task(stage, total=total or None, note="")
             self._live.update(self._tasks[stage], completed=done, note=note)
             return
-        if done >= total or time.monotonic() - self._last_plain >= PLAIN_EVERY_SECONDS:
+        if done >= total > 0 or time.monotonic() - self._last_plain >= PLAIN_EVERY_SECONDS:
             self._last_plain = time.monotonic()
-            self._console.print(f"{stage}: {done} of {total}  {note}".rstrip(), highlight=False, markup=False)
+            self._console.print(f"{stage}: {done} of {total or '?'}  {note}".rstrip(), highlight=False, markup=False)

@@ -1,0 +1,269 @@
+"""Parquet in the layout of Hugging Face: a picture's bytes, its label and captions in the columns of a row.
+
+Listing reads labels and captions only. The bytes of a picture come with its row group, read as a stream, and the last
+few row groups stay in memory: files that are read in order are read once.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..datasets.errors import RecordRejected, SourceError
+from .source_files import FoundFile, SourceFiles
+from .source_folders import Found
+from .source_record import CAPTION_NAMES, SourceRecord, captions_of, label_of, usable_key
+from .source_tables import PARQUET_ERRORS, TABLE_ROWS, check_texts, open_parquet
+
+IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes")
+LABEL_NAMES = ("label", "labels", "cls", "fine_label")
+CACHE_BYTES = 256 << 20  # of row groups that stay in memory
+MAX_GROUP_BYTES = 1 << 30  # of one row group's pictures
+READ_ROWS = 16  # pictures that are decoded from a row group at once
+OPEN_FILES = 64  # whose footers are remembered
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the columns of a Parquet file are.
+
+    Args:
+      image: path of the column of bytes, as "image.bytes".
+      label, captions: names of columns, or None.
+      classes: names of the classes, where the file says them.
+    """
+
+    image: str
+    label: str | None
+    captions: str | None
+    classes: list[str] | None
+
+
+def parquet_names(files: SourceFiles) -> list[str]:
+    """The Parquet files of a source, in order."""
+    if files.only:
+        return [files.only]
+    return sorted(name for name in files.names() if fnmatchcase(name, "*.parquet"))
+
+
+def holds_pictures(files: SourceFiles, name: str) -> bool:
+    """A Parquet file has a column of pictures, not only of their paths."""
+    with _opened(files, name) as file:
+        return _image_column(file.schema_arrow, _features(file.schema_arrow)) is not None
+
+
+def parquet_records(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
+    """A record for each row; its key is the file's name without extension, and the number of the row from 0.
+
+    Raises: SourceError: a file is damaged, has no column of pictures, or has other classes than the first.
+    """
+    for number, name in enumerate(parquet_names(files)):
+        place, position = files.look(name) or FoundFile(name), 0
+        with _opened(files, name) as file:
+            columns = find_columns(file.schema_arrow, f"{files.name}/{name}")
+            _check_groups(file, f"{files.name}/{name}")
+            if number and columns.classes != found.classes:
+                raise SourceError(f"source '{files.name}': '{name}' names other classes than the file before it.")
+            found.classes = columns.classes
+            for row in _described(file, columns, f"source '{files.name}/{name}'"):
+                yield _record(f"{name.rpartition('.')[0]}/{position}", place, position, row)
+                position += 1
+
+
+def find_columns(schema: pa.Schema, where: str) -> Columns:
+    """Tell the columns of a file: by the features that Hugging Face writes into it, else by their names and types.
+
+    Raises: SourceError: none holds pictures.
+    """
+    features = _features(schema)
+    image = _image_column(schema, features)
+    if image is None:
+        raise SourceError(
+            f"source '{where}': no column of pictures. Needed 'image' as a struct with 'bytes', or as binary; its "
+            f"columns are {', '.join(schema.names[:20])}."
+        )
+    named = [name for name, feature in features.items() if feature.get("_type") == "ClassLabel"]
+    whole = [name for name in LABEL_NAMES if name in schema.names and pa.types.is_integer(schema.field(name).type)]
+    label = next((name for name in [*named, *whole] if name in schema.names), None)
+    classes = features.get(label or "", {}).get("names")
+    if not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        classes = None
+    return Columns(image, label, next((name for name in CAPTION_NAMES if name in schema.names), None), classes)
+
+
+def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
+    try:
+        said = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = said["info"]["features"]
+        return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}  # what another program wrote there says nothing of columns
+
+
+def _image_column(schema: pa.Schema, features: dict[str, dict[str, Any]]) -> str | None:
+    named = [name for name, feature in features.items() if feature.get("_type") == "Image"]
+    for name in [*named, *IMAGE_NAMES]:
+        kind = schema.field(name).type if schema.names.count(name) == 1 else None
+        if kind is not None and pa.types.is_struct(kind):
+            inner = kind.get_field_index("bytes")
+            if inner >= 0 and _is_bytes(kind.field(inner).type):
+                return f"{name}.bytes"
+        elif kind is not None and _is_bytes(kind):
+            return name
+    return None
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _check_groups(file: pq.ParquetFile, where: str) -> None:
+    for group in range(file.metadata.num_row_groups):
+        size = file.metadata.row_group(group).total_byte_size
+        if size > MAX_GROUP_BYTES:
+            raise SourceError(
+                f"source '{where}': row group {group} has {size / 2**30:.1f} GiB, at most "
+                f"{MAX_GROUP_BYTES / 2**30:.0f} GiB are read at once. Write it again with smaller row groups."
+            )
+
+
+def _described(file: pq.ParquetFile, columns: Columns, where: str) -> Iterator[dict[str, Any]]:
+    """Label and captions of each row, under the names that a record's row has."""
+    names = [name for name in (columns.label, columns.captions) if name]
+    number = 0
+    try:
+        if not names:
+            for _ in range(file.metadata.num_rows):
+                yield {}
+            return
+        for batch in file.iter_batches(TABLE_ROWS, columns=names):
+            check_texts(batch, f"{where}, after row {number}")
+            number += batch.num_rows
+            for row in batch.to_pylist():
+                label = row.get(columns.label) if columns.label else None
+                captions = {columns.captions: row[columns.captions]} if columns.captions else {}
+                yield captions | ({} if label is None else {"label": label})
+    except PARQUET_ERRORS as error:
+        raise SourceError(f"{where}: not a readable Parquet file ({error}). Restore it.") from error
+
+
+def _record(key: str, place: FoundFile, position: int, row: dict[str, Any]) -> SourceRecord:
+    key, problem = usable_key(key)
+    label, captions = -1, ()
+    try:
+        label, captions = label_of(row), captions_of(row)
+    except (ValueError, TypeError) as error:
+        problem = problem or ("bad_metadata", str(error))
+    return SourceRecord(key, place.path, position, 0, place.mtime_ns, label, captions, problem)
+
+
+class RowBytes:
+    """Pictures of Parquet files by row, from any thread.
+
+    Args:
+      files: of the source.
+    """
+
+    def __init__(self, files: SourceFiles) -> None:
+        self._files, self._lock = files, threading.Lock()
+        self._starts: OrderedDict[str, tuple[np.ndarray, str]] = OrderedDict()
+        self._groups: OrderedDict[tuple[str, int], Future[pa.ChunkedArray]] = OrderedDict()
+
+    def read(self, path: str, row: int, stage: str) -> bytes:
+        """Bytes of the picture of a row.
+
+        Raises: RecordRejected: the file is gone or damaged, has fewer rows, or the row holds no picture.
+        """
+        try:
+            starts, column = self._footer(path)
+            if not 0 <= row < starts[-1]:
+                raise RecordRejected(stage, "source_changed", f"{path} has {starts[-1]} rows, the row was {row}")
+            group = int(np.searchsorted(starts, row, "right")) - 1
+            value = self._group(path, group, column)[row - int(starts[group])]
+        except SourceError as error:
+            raise RecordRejected(stage, "unreadable", str(error)) from error
+        except (*PARQUET_ERRORS, IndexError) as error:
+            raise RecordRejected(stage, "unreadable", f"{path}, row {row}: {error}") from error
+        data = value.as_py()
+        if data is None:
+            raise RecordRejected(stage, "unreadable", f"{path}, row {row} holds no bytes of a picture")
+        return data
+
+    def _footer(self, path: str) -> tuple[np.ndarray, str]:
+        """First row of each row group and the number of rows, and the column of pictures."""
+        with self._lock:
+            if path in self._starts:
+                return self._starts[path]
+        with _opened(self._files, path) as file:
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+            found = np.cumsum([0, *sizes]), find_columns(file.schema_arrow, path).image
+        with self._lock:
+            self._starts[path] = found
+            while len(self._starts) > OPEN_FILES:
+                self._starts.popitem(last=False)
+        return found
+
+    def _group(self, path: str, group: int, column: str) -> pa.ChunkedArray:
+        """Pictures of a row group; who asks for one that is being read waits for it."""
+        with self._lock:
+            future = self._groups.get((path, group))
+            is_mine = future is None
+            if future is None:
+                future = self._groups[path, group] = Future()
+            self._groups.move_to_end((path, group))
+        if not is_mine:
+            return future.result()
+        try:
+            future.set_result(_read_group(self._files, path, group, column))
+        except BaseException as error:
+            with self._lock:
+                del self._groups[path, group]
+            future.set_exception(error)
+            raise
+        with self._lock:
+            self._forget_oldest()
+        return future.result()
+
+    def _forget_oldest(self) -> None:
+        sizes = {key: future.result().nbytes for key, future in self._groups.items() if future.done()}
+        for key in list(sizes)[:-1]:  # the last one stays, however large
+            if sum(sizes.values()) <= CACHE_BYTES:
+                return
+            del self._groups[key], sizes[key]
+
+
+def _read_group(files: SourceFiles, path: str, group: int, column: str) -> pa.ChunkedArray:
+    chunks, total = [], 0
+    with _opened(files, path) as file:
+        for batch in file.iter_batches(READ_ROWS, row_groups=[group], columns=[column], use_threads=False):
+            values = batch.column(0)
+            values = values.field("bytes") if pa.types.is_struct(values.type) else values
+            total += values.nbytes
+            if total > MAX_GROUP_BYTES:  # its footer said less
+                raise SourceError(f"{path}, row group {group}: more than {MAX_GROUP_BYTES >> 20} MiB of pictures")
+            chunks.append(values)
+    return pa.chunked_array(chunks)
+
+
+@contextmanager
+def _opened(files: SourceFiles, name: str) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file. Raises: SourceError: it is none."""
+    with files.open(name, ahead=False) as file:
+        try:
+            parquet = open_parquet(file)
+        except PARQUET_ERRORS as error:
+            raise SourceError(
+                f"source '{files.name}/{name}': not a readable Parquet file ({error}). Restore it."
+            ) from error
+        yield parquet
