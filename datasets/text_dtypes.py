@@ -96,9 +96,16 @@ def quality(tokens: np.ndarray, stored: StoredTokens, dtype: str) -> tuple[float
     Returns: the smallest cosine of a token with what is stored of it (of two zero tokens 1), and the largest absolute
       difference; both rounded to float32.
     """
-    before, after = tokens.astype(np.float64), widen(stored, dtype).astype(np.float64)
-    norms = np.sqrt((before**2).sum(axis=1)) * np.sqrt((after**2).sum(axis=1))  # (L,)
-    products = (before * after).sum(axis=1)
-    both_zero = ~before.any(axis=1) & ~after.any(axis=1)
-    cosines = np.where(both_zero, 1.0, products / np.where(norms > 0, norms, 1))
-    return float(np.float32(min(cosines.min(), 1.0))), float(np.float32(np.abs(before - after).max()))
+    after = widen(stored, dtype).astype(np.float32, copy=False)
+    largest = np.maximum(tokens.max(axis=1), -tokens.min(axis=1))
+    ordinary = bool(np.all((largest == 0) | (largest > 1e-12) & (largest < 1e12)))  # else squares leave float32
+    before, after = (one.astype(np.float32 if ordinary else np.float64, copy=False) for one in (tokens, after))
+    difference = before - after
+    norms = [np.sqrt(np.einsum("ld,ld->l", one, one).astype(np.float64)) for one in (before, after)]  # (L,) each
+    apart = np.einsum("ld,ld->l", difference, difference).astype(np.float64)
+    # 1 - cosine, from the law of cosines: of two that are close, their product would tell it from rounding only.
+    product = norms[0] * norms[1]
+    away = (apart - (norms[0] - norms[1]) ** 2) / (2 * np.where(product > 0, product, 1))
+    cosines = np.where(product > 0, 1 - away, np.where(apart == 0, 1.0, 0.0))
+    error = max(difference.max(), -difference.min())
+    return float(np.float32(np.clip(cosines.min(), -1, 1))), float(np.float32(error))

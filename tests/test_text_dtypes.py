@@ -85,5 +85,17 @@ def test_the_quality_is_the_worst_token() -> None:
     assert quality(tokens, lost, "float32") == (0.0, 1.0)
 
 
+@given(TOKENS, st.sampled_from(["float32", "bfloat16", "int8"]))
+def test_the_quality_is_that_of_exact_arithmetic(tokens: np.ndarray, dtype: str) -> None:
+    tokens = np.where(np.abs(tokens) > 1e-30, tokens, 0)  # of subnormal numbers int8 keeps nothing
+    stored = narrow(tokens, dtype)
+    before, after = tokens.astype(np.longdouble), widen(stored, dtype).astype(np.longdouble)
+    norms = np.sqrt((before**2).sum(axis=1) * (after**2).sum(axis=1))
+    wanted = np.where(norms > 0, (before * after).sum(axis=1) / np.where(norms > 0, norms, 1), 1)
+    cosine, error = quality(tokens, stored, dtype)
+    assert cosine == pytest.approx(float(wanted.min()), abs=2e-6)
+    assert error == pytest.approx(float(np.abs(before - after).max()), rel=1e-5)
+
+
 def test_bytes_of_a_token() -> None:
     assert [token_bytes(4096, dtype) for dtype in ("float32", "bfloat16", "int8")] == [16384, 8192, 4100]
