@@ -23,7 +23,7 @@ from ..precompute.encoders import CaptionEncoder, CaptionTokenizer, ImageEncoder
 from ..train.models import Conditioning, patch_of
 from ..train.sample import Snapshot, draw_latents, load_snapshot
 from ..train.state import RUN
-from .sheet import draw_sheet, load_decoder
+from .sheet import draw_sheet, gives_zero_to_one, load_decoder
 
 BATCH = 64  # pictures drawn at once
 DEFAULT_COUNT = 16
@@ -111,7 +111,8 @@ def draw_pictures(
             guidance=request.guidance,
             seed=request.seed + start,
         )
-        pictures.append(decoder.decode(denormalise(latents.cpu(), snapshot.latent).numpy()))
+        raw = denormalise(latents.cpu(), snapshot.latent).numpy()
+        pictures.append(decoder.decode(raw, zero_to_one=gives_zero_to_one(snapshot.latent)))
     return np.concatenate(pictures)
 
 

@@ -1,0 +1,108 @@
+"""Small features as other programs write them, and what must be found of them in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from making import no_progress
+
+from leandit.datasets.store import LatentStore
+from leandit.precompute.import_config import load
+from leandit.precompute.import_store import ImportReport, import_features
+
+COUNT = 11
+SIDE = 8  # places of a latent
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One record: its arrays in the dtype of the source, its label, its captions' tokens by text."""
+
+    arrays: list[np.ndarray]
+    label: int = -1
+    captions: Mapping[str, np.ndarray] = field(default_factory=dict)
+    size: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """A source: where it lies, its records by key in the order of import, and what the command needs for it."""
+
+    kind: str
+    source: Path
+    records: dict[str, Expected]
+    settings: list[str] = field(default_factory=list)
+    null: str | None = None
+    null_rows: np.ndarray | None = None
+
+
+def noise(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    """Numbers that no two records share."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def make_fast_dit(root: Path) -> Made:
+    """extract_features.py of fast-DiT: two files a record, named by its number, arrays with a batch of one."""
+    for name in ("imagenet256_features", "imagenet256_labels"):
+        (root / name).mkdir(parents=True)
+    records = {}
+    for i in range(COUNT):
+        latent, label = noise(i, 1, 4, SIDE, SIDE), 7 * i % 5
+        np.save(root / f"imagenet256_features/{i}.npy", latent)
+        np.save(root / f"imagenet256_labels/{i}.npy", np.array([label]))
+        records[str(i)] = Expected([latent[0]], label)
+    return Made("fast-dit", root, records)
+
+
+def make_mar(root: Path) -> Made:
+    """main_cache.py of MAR: a tree of the classes, one .npz a picture."""
+    records = {}
+    for i in range(COUNT):
+        label = i * 3 // COUNT
+        key = f"n0{label}/n0{label}_{100 - i}.JPEG"
+        moments = [noise(2 * i + flip, 32, SIDE, SIDE) for flip in (0, 1)]
+        (root / key).parent.mkdir(parents=True, exist_ok=True)
+        np.savez(root / f"{key}.npz", moments=moments[0], moments_flip=moments[1])
+        records[key] = Expected(moments, label)
+    return Made("mar", root, dict(sorted(records.items())))
+
+
+MAKERS: dict[str, Callable[[Path], Made]] = {"fast-dit": make_fast_dit, "mar": make_mar}
+
+
+def run_import(made: Made, store: Path, *overrides: str) -> ImportReport:
+    """Import a source."""
+    settings = load([*made.settings, *overrides])
+    return import_features(
+        made.kind, settings, source_path=made.source, store_path=store, progress=no_progress, null=made.null
+    )
+
+
+def assert_holds(store: LatentStore, records: Mapping[str, Expected], dtype: str | None = None) -> None:
+    """A store holds just these records, number for number."""
+    table = store.records.to_pylist()
+    assert [row["key"] for row in table if row["status"] == "stored"] == list(records)
+    for row in table:
+        if row["status"] != "stored":
+            continue
+        wanted = records[row["key"]]
+        found = [store.latents(row["bucket"])[row["row"]]]
+        if store.spec.latent.flip:
+            found.append(store.flipped_latents(row["bucket"])[row["row"]])
+        assert len(found) == len(wanted.arrays)
+        for one, array in zip(found, wanted.arrays, strict=True):
+            assert one.dtype == (dtype or array.dtype)
+            np.testing.assert_array_equal(one, array.astype(one.dtype))
+        assert row["label"] == wanted.label
+        texts = [store.captions["text"][caption].as_py() for caption in row["caption_ids"]]
+        assert texts == list(wanted.captions)
+        for caption, tokens in zip(row["caption_ids"], wanted.captions.values(), strict=True):
+            stored = store.caption_embedding(caption)
+            assert stored.dtype == (dtype or tokens.dtype)
+            np.testing.assert_array_equal(stored, tokens.astype(stored.dtype))
+        if wanted.size:
+            assert (row["height_px"], row["width_px"]) == wanted.size

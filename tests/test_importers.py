@@ -1,0 +1,278 @@
+"""Imported features: every number of the source is in the store, it trains, resumes, and says what it refused."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from features import COUNT, MAKERS, SIDE, Made, assert_holds, make_fast_dit, make_mar, noise, run_import
+from making import CPU, train_recipe, tree_digest
+
+from leandit.datasets import files
+from leandit.datasets.compact import compact
+from leandit.datasets.errors import FingerprintMismatch, RecipeError, SourceError
+from leandit.datasets.files import Failpoint
+from leandit.datasets.latents import denormalise, final_latents
+from leandit.datasets.store import LatentStore
+from leandit.datasets.verify import verify_store
+from leandit.precompute.import_arrays import MAX_ARRAY_BYTES, npy_header, parse_npy
+from leandit.train.loop import train
+from leandit.train.stop import StopRequest
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+
+@pytest.fixture(scope="module")
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A source of one kind; do not change it."""
+    return MAKERS[request.param](tmp_path_factory.mktemp(request.param) / "source")
+
+
+every_kind = pytest.mark.parametrize("made", list(MAKERS), indirect=True)
+
+
+def rejects(store: LatentStore) -> dict[str, tuple[str, str]]:
+    """Stage and reason of each reject, by key."""
+    return {
+        row["key"]: (row["stage"], row["reason"]) for row in store.records.to_pylist() if row["status"] == "rejected"
+    }
+
+
+def without(made: Made, *keys: str) -> dict[str, Any]:
+    return {key: expected for key, expected in made.records.items() if key not in keys}
+
+
+@every_kind
+def test_every_number_of_the_source_is_in_the_store(made: Made, tmp_path: Path) -> None:
+    report = run_import(made, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert_holds(store, made.records)
+    assert (report.num_imported, report.manifest.num_rejected) == (len(made.records), 0)
+    assert store.spec.vae.class_name == f"imported:{made.kind}"
+    assert store.spec.vae.weights_sha256 == "unknown"
+    if made.null_rows is not None:
+        np.testing.assert_array_equal(store.null_caption(), made.null_rows)
+    found = verify_store(tmp_path / "store")
+    assert (found.complete, found.damaged) == (True, False)
+    again = run_import(made, tmp_path / "store")
+    assert (again.num_imported, again.manifest) == (0, report.manifest)
+
+
+@every_kind
+def test_an_imported_store_trains_and_compacts(made: Made, tmp_path: Path) -> None:
+    run_import(made, tmp_path / "store")
+    name = "pixart-tiny" if made.null_rows is not None else "dit-s-4"
+    recipe = train_recipe(name, "model.channels=0", "run.steps=2", "run.global_batch=4", "run.checkpoint_every=2")
+    stop = StopRequest()
+    outcome = train(recipe, store_path=tmp_path / "store", run=tmp_path / "run", device=CPU, report=print, stop=stop)
+    assert outcome.step == 2
+    assert np.isfinite(outcome.losses).all()
+    compact(tmp_path / "store", progress=lambda *_: None)
+    assert_holds(LatentStore(tmp_path / "store"), made.records)
+
+
+@every_kind
+def test_an_import_that_fails_anywhere_resumes_to_the_same_bytes(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leandit.datasets.layout.MAX_SHARD_ROWS", 2)
+    monkeypatch.setattr(files, "failpoint", Failpoint())
+    whole = run_import(made, tmp_path / "whole").manifest
+    num_steps = len(files.failpoint.seen)  # pyright: ignore[reportOptionalMemberAccess]
+    assert num_steps > 50
+    resumed = 0
+    for at in range(3, num_steps, num_steps // 4):
+        store = tmp_path / f"store-{at}"
+        monkeypatch.setattr(files, "failpoint", Failpoint("eio", at))
+        with pytest.raises(OSError, match="Input/output error"):
+            run_import(made, store)
+        monkeypatch.setattr(files, "failpoint", None)
+        report = run_import(made, store)
+        resumed += report.num_imported < COUNT
+        assert report.manifest == whole
+        assert tree_digest(store) == tree_digest(tmp_path / "whole")
+    assert resumed > 1
+
+
+@every_kind
+def test_a_store_may_be_narrower_than_its_source(made: Made, tmp_path: Path) -> None:
+    run_import(made, tmp_path / "store", "store.dtype=float16")
+    assert_holds(LatentStore(tmp_path / "store"), made.records, "float16")
+
+
+def test_other_settings_or_another_source_are_refused(tmp_path: Path) -> None:
+    made = make_fast_dit(tmp_path / "source")
+    run_import(made, tmp_path / "store")
+    before = tree_digest(tmp_path / "store")
+    with pytest.raises(FingerprintMismatch, match=r"store\.dtype was 'source', is 'float16'"):
+        run_import(made, tmp_path / "store", "store.dtype=float16")
+    np.save(tmp_path / "source/imagenet256_features/11.npy", noise(11, 1, 4, SIDE, SIDE))
+    with pytest.raises(SourceError, match="lists other files"):
+        run_import(made, tmp_path / "store")
+    assert tree_digest(tmp_path / "store") == before
+
+
+def test_an_encoded_store_is_not_imported_into(label_store: LatentStore, tmp_path: Path) -> None:
+    with pytest.raises(FingerprintMismatch, match="encoded, not imported"):
+        run_import(make_fast_dit(tmp_path / "source"), label_store.path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (["vae.scal=[1]"], "did you mean 'vae.scale'"),
+        (["vae.scale=[0.0]"], "a scale of 0"),
+        (["vae.scale=[1.0, 2.0]"], "has 2 numbers, the latents have 4 channels"),
+        (["store.codec=lz5"], "store.codec"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: list[str], match: str, tmp_path: Path) -> None:
+    made = make_fast_dit(tmp_path / "source")
+    with pytest.raises((RecipeError, SourceError), match=match):
+        run_import(made, tmp_path / "store", *settings)
+    assert not (tmp_path / "store").exists()
+
+
+def test_scaled_samples_train_as_they_are_and_are_unscaled_for_the_decoder(tmp_path: Path) -> None:
+    run_import(make_fast_dit(tmp_path / "source"), tmp_path / "store")
+    spec = LatentStore(tmp_path / "store").spec.latent
+    assert (spec.kind, spec.downscale, spec.dtype) == ("sample", 8, "float32")
+    rows = torch.from_numpy(noise(3, 2, 4, SIDE, SIDE))
+    np.testing.assert_array_equal(final_latents(rows, spec, None), rows)
+    np.testing.assert_allclose(denormalise(rows, spec), rows / 0.18215, rtol=1e-6)
+
+
+def test_raw_moments_are_scaled_when_they_are_read(tmp_path: Path) -> None:
+    run_import(make_mar(tmp_path / "source"), tmp_path / "store")
+    spec = LatentStore(tmp_path / "store").spec.latent
+    assert (spec.kind, spec.channels, spec.downscale, spec.flip) == ("mean_logvar", 16, 16, True)
+    assert (spec.scale, spec.shift, spec.decoding) == ([0.2325] * 16, [0.0] * 16, None)
+
+
+# What is broken.
+
+
+def break_files(made: Made) -> dict[str, tuple[str, str]]:
+    """Damage a source of fast-DiT, record by record; what must be said of each."""
+    features, labels = made.source / "imagenet256_features", made.source / "imagenet256_labels"
+    content = (features / "0.npy").read_bytes()
+    (features / "1.npy").write_bytes(content[:-4])
+    (features / "2.npy").write_bytes(b"")
+    np.save(features / "3.npy", noise(0, 1, 4, SIDE, 2 * SIDE))
+    np.save(features / "4.npy", noise(0, 1, 4, SIDE, SIDE, dtype=np.float16))
+    np.save(features / "5.npy", np.full((1, 4, SIDE, SIDE), np.inf, np.float32))
+    (labels / "6.npy").unlink()
+    np.save(labels / "7.npy", np.array([0.5]))
+    np.save(labels / "8.npy", np.array([-1]))
+    np.save(features / "9.npy", np.array([{"a": 1}], object), allow_pickle=True)
+    unreadable, shape, label = ("scan", "unreadable"), ("scan", "wrong_shape"), ("scan", "no_label")
+    found = {"1": unreadable, "2": unreadable, "3": shape, "4": shape, "5": ("decode", "nonfinite")}
+    return found | {"6": label, "7": label, "8": label, "9": unreadable}
+
+
+def test_what_is_broken_is_rejected_with_its_reason_and_the_rest_is_stored(tmp_path: Path) -> None:
+    made = make_fast_dit(tmp_path / "source")
+    # Two good ones of the same shape beside the broken ones decide what the others must be.
+    wanted = break_files(made)
+    run_import(made, tmp_path / "store", "source.max_reject_share=1.0")
+    store = LatentStore(tmp_path / "store")
+    assert rejects(store) == wanted
+    assert_holds(store, without(made, *wanted))
+
+
+def test_too_many_rejects_stop_an_import_before_anything_is_written(tmp_path: Path) -> None:
+    made = make_fast_dit(tmp_path / "source")
+    break_files(made)
+    with pytest.raises(SourceError, match="3 records in a row are rejected"):
+        run_import(made, tmp_path / "store", "source.max_rejects_in_a_row=3")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_source_of_which_nothing_can_be_read_makes_no_store(tmp_path: Path) -> None:
+    made = make_fast_dit(tmp_path / "source")
+    for path in (made.source / "imagenet256_features").iterdir():
+        path.write_bytes(b"no array")
+    with pytest.raises(SourceError, match="not one of 11 records can be imported"):
+        run_import(made, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_broken_member_of_an_npz_is_rejected(tmp_path: Path) -> None:
+    made = make_mar(tmp_path / "source")
+    keys = list(made.records)
+    paths = [made.source / f"{key}.npz" for key in keys]
+    arrays = dict(np.load(paths[0]))
+    np.savez(paths[0], moments=arrays["moments"])
+    np.savez(paths[1], moments=arrays["moments"], moments_flip=arrays["moments_flip"][:, :4])
+    np.savez(paths[2], other=arrays["moments"])
+    flipped = bytearray(paths[3].read_bytes())
+    flipped[len(flipped) // 3] ^= 1  # among the numbers of the first array
+    paths[3].write_bytes(flipped)
+    paths[4].write_bytes(paths[4].read_bytes()[:5000])
+    run_import(made, tmp_path / "store", "source.max_reject_share=1.0")
+    store = LatentStore(tmp_path / "store")
+    shape = ("scan", "wrong_shape")
+    wanted = dict(zip(keys, [shape, shape, shape, ("decode", "unreadable"), ("scan", "unreadable")], strict=False))
+    assert rejects(store) == wanted
+    assert_holds(store, without(made, *wanted))
+
+
+def npy(header: str, body: bytes = b"") -> bytes:
+    """A .npy file with a header of one's own."""
+    padded = header.encode() + b" " * (-(10 + len(header) + 1) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(padded)) + padded + body
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x93NUMPY",
+        b"\x93NUMPY\x03\x00" + b"\0" * 100,
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }", b"\0" * 64),
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296), }"),
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 16), }", b"\0" * 64),
+        npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", b"cos\nsystem\n(S'true'\ntR."),
+        npy("{'descr': [('a', '|O')], 'fortran_order': False, 'shape': (1,), }", b"cos\nsystem\n"),
+        npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1,), }", b"\0" * 8),
+        npy("__import__('os').system('true')"),
+        npy("(" * 5000),
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (4,), }", b"\0" * 17),
+    ],
+    ids=range(12),
+)
+def test_a_hostile_array_is_refused_before_memory_is_asked_for(content: bytes) -> None:
+    with pytest.raises((ValueError, EOFError, MemoryError, RecursionError)) as caught:
+        parse_npy(content)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["<f4", ">f4", "<f2", "<i8"])
+def test_arrays_are_read_as_numpy_reads_them(order: Any, dtype: str) -> None:
+    array = np.asarray(100 * noise(1, 2, 3, 4), dtype, order=order)
+    stream = io.BytesIO()
+    np.save(stream, array)
+    found = parse_npy(stream.getvalue())
+    assert (found.dtype, found.shape) == (array.dtype.newbyteorder("="), array.shape)
+    np.testing.assert_array_equal(found, array)
+    assert npy_header(stream.getvalue()[:128], len(stream.getvalue()))[0] == array.shape
+
+
+def test_an_npz_that_unpacks_to_more_than_it_claims_is_rejected(tmp_path: Path) -> None:
+    made = make_mar(tmp_path / "source")
+    key = next(iter(made.records))
+    path = made.source / f"{key}.npz"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("moments.npy", bytes(MAX_ARRAY_BYTES // 4))
+    liar = path.read_bytes()
+    at = liar.rindex(b"PK\x01\x02")
+    path.write_bytes(liar[: at + 24] + struct.pack("<I", 9000) + liar[at + 28 :])  # the size that it unpacks to
+    run_import(made, tmp_path / "store")
+    assert rejects(LatentStore(tmp_path / "store")) == {key: ("scan", "unreadable")}
