@@ -9,11 +9,15 @@ from typing import get_args
 from ..datasets.errors import RecipeError
 from .import_classes import FastDit, Mar
 from .import_config import ImportRecipe, Kind
+from .import_edm2 import Edm2
+from .import_lightningdit import LightningDit
 from .import_source import Reader
 
 READERS: dict[str, Callable[[Path, ImportRecipe], Reader]] = {
     "fast-dit": lambda root, _: FastDit(root),
+    "lightningdit": LightningDit,
     "mar": lambda root, _: Mar(root),
+    "edm2": lambda root, _: Edm2(root),
 }
 
 

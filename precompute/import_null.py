@@ -69,8 +69,10 @@ def _from_checkpoint(path: Path) -> np.ndarray:
     else:
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise ValueError(f"not a checkpoint of tensors alone: {error}"[:500]) from error
+        except pickle.UnpicklingError as error:  # whose message tells how to read it all the same
+            raise ValueError("it holds something else than tensors, which is refused") from error
+        except (RuntimeError, EOFError) as error:
+            raise ValueError(f"no checkpoint: {str(error).splitlines()[0]}"[:200]) from error
         while isinstance(tensors, dict) and isinstance(tensors.get("state_dict"), dict):
             tensors = tensors["state_dict"]
     found = [tensor for name, tensor in dict(tensors).items() if str(name).endswith(TENSOR)]

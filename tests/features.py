@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import json
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from making import no_progress
+from safetensors.torch import save_file
 
 from leandit.datasets.store import LatentStore
 from leandit.precompute.import_config import load
@@ -71,7 +76,57 @@ def make_mar(root: Path) -> Made:
     return Made("mar", root, dict(sorted(records.items())))
 
 
-MAKERS: dict[str, Callable[[Path], Made]] = {"fast-dit": make_fast_dit, "mar": make_mar}
+def make_lightningdit(root: Path, dtype: torch.dtype = torch.float32) -> Made:
+    """extract_features.py of LightningDiT: shards of each rank, and the statistics of the channels."""
+    root.mkdir(parents=True)
+    records = {}
+    for rank, start in enumerate(range(0, COUNT, 4)):
+        rows = range(start, min(start + 4, COUNT))
+        arrays = [torch.from_numpy(np.stack([noise(2 * i + f, 32, SIDE, SIDE) for i in rows])) for f in (0, 1)]
+        latents, flipped = (array.to(dtype) for array in arrays)
+        labels, name = torch.tensor([i % 5 for i in rows]), f"latents_rank{rank:02d}_shard000"
+        save_file(
+            {"latents": latents, "latents_flip": flipped, "labels": labels},
+            root / f"{name}.safetensors",
+            {"total_size": str(len(rows)), "dtype": str(dtype)},
+        )
+        for row, i in enumerate(rows):
+            found = [array[row].float().numpy() for array in (latents, flipped)]
+            records[f"{name}/{row}"] = Expected(found, i % 5)
+    mean, std = torch.linspace(-1, 1, 32).view(1, -1, 1, 1), torch.linspace(0.5, 3, 32).view(1, -1, 1, 1)
+    torch.save({"mean": mean, "std": std}, root / "latents_stats.pt")
+    return Made("lightningdit", root, records)
+
+
+def make_edm2(root: Path, *, folder: bool = False) -> Made:
+    """dataset_tool.py encode of EDM2: members of a ZIP that is not compressed, and labels."""
+    root.mkdir(parents=True)
+    records, labels, members = {}, [], {}
+    for i in range(COUNT):
+        mean, std = noise(2 * i, 4, SIDE, SIDE), abs(noise(2 * i + 1, 4, SIDE, SIDE))
+        key, stream = f"{i // 10:05d}/img-mean-std-{i:08d}", io.BytesIO()
+        np.save(stream, np.concatenate([mean, std]))
+        members[f"{key}.npy"] = stream.getvalue()
+        labels.append([f"{key}.npy", i % 4])
+        records[key] = Expected([np.concatenate([mean, std])], i % 4)
+    members["dataset.json"] = json.dumps({"labels": labels}).encode()
+    if folder:
+        for name, content in members.items():
+            (root / name).parent.mkdir(exist_ok=True)
+            (root / name).write_bytes(content)
+        return Made("edm2", root, records)
+    with zipfile.ZipFile(root / "latents.zip", "w", zipfile.ZIP_STORED) as packed:
+        for name, content in members.items():
+            packed.writestr(name, content)
+    return Made("edm2", root / "latents.zip", records)
+
+
+MAKERS: dict[str, Callable[[Path], Made]] = {
+    "fast-dit": make_fast_dit,
+    "mar": make_mar,
+    "lightningdit": make_lightningdit,
+    "edm2": make_edm2,
+}
 
 
 def run_import(made: Made, store: Path, *overrides: str) -> ImportReport:

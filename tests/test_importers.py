@@ -11,8 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from features import COUNT, MAKERS, SIDE, Made, assert_holds, make_fast_dit, make_mar, noise, run_import
+from features import (
+    COUNT,
+    MAKERS,
+    SIDE,
+    Made,
+    assert_holds,
+    make_edm2,
+    make_fast_dit,
+    make_lightningdit,
+    make_mar,
+    noise,
+    run_import,
+)
 from making import CPU, train_recipe, tree_digest
+from safetensors.torch import load_file, save_file
 
 from leandit.datasets import files
 from leandit.datasets.compact import compact
@@ -276,3 +289,140 @@ def test_an_npz_that_unpacks_to_more_than_it_claims_is_rejected(tmp_path: Path) 
     path.write_bytes(liar[: at + 24] + struct.pack("<I", 9000) + liar[at + 28 :])  # the size that it unpacks to
     run_import(made, tmp_path / "store")
     assert rejects(LatentStore(tmp_path / "store")) == {key: ("scan", "unreadable")}
+
+
+# LightningDiT.
+
+
+def test_samples_are_normalised_with_the_sources_own_statistics(tmp_path: Path) -> None:
+    made = make_lightningdit(tmp_path / "source")
+    run_import(made, tmp_path / "store", "vae.multiplier=0.5")
+    spec, rows = LatentStore(tmp_path / "store").spec.latent, torch.from_numpy(noise(3, 2, 32, SIDE, SIDE))
+    statistics = torch.load(made.source / "latents_stats.pt", weights_only=True)
+    wanted = (rows - statistics["mean"]) / statistics["std"] * 0.5
+    np.testing.assert_allclose(final_latents(rows, spec, None), wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(denormalise(final_latents(rows, spec, None), spec), rows, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_samples_of_any_precision_are_kept_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
+    made = make_lightningdit(tmp_path / "source", dtype)
+    run_import(made, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert store.spec.latent.dtype == ("float32" if dtype == torch.bfloat16 else "float16")
+    assert_holds(store, made.records, store.spec.latent.dtype)
+
+
+class Evil:
+    """Unpickled, it leaves a mark."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return (open, (str(self.mark), "w"))
+
+
+@pytest.mark.parametrize("content", ["evil", "none", "other"])
+def test_statistics_that_are_none_are_refused_and_never_unpickled(content: str, tmp_path: Path) -> None:
+    made, path = make_lightningdit(tmp_path / "source"), tmp_path / "source/latents_stats.pt"
+    if content == "none":
+        path.unlink()
+    else:
+        torch.save({"mean": Evil(tmp_path / "mark")} if content == "evil" else {"mean": torch.zeros(3)}, path)
+    with pytest.raises(SourceError, match=r"latents_stats\.pt.*vae\.shift"):
+        run_import(made, tmp_path / "store")
+    assert not (tmp_path / "mark").exists()
+    run_import(made, tmp_path / "store", "vae.shift=[0.0]", "vae.scale=[1.0]")
+
+
+def test_a_broken_shard_is_one_reject_and_a_shard_without_labels_a_reject_each(tmp_path: Path) -> None:
+    made = make_lightningdit(tmp_path / "source")
+    names = sorted(path.stem for path in made.source.glob("*.safetensors"))
+    broken = made.source / f"{names[0]}.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-8])
+    unlabelled = made.source / f"{names[2]}.safetensors"
+    save_file({name: t for name, t in load_file(unlabelled).items() if name != "labels"}, unlabelled)
+    run_import(made, tmp_path / "store")
+    store, lost = LatentStore(tmp_path / "store"), [key for key in made.records if names[1] not in key]
+    last = [key for key in lost if names[2] in key]
+    assert rejects(store) == {names[0]: ("scan", "unreadable"), **dict.fromkeys(last, ("scan", "no_label"))}
+    assert_holds(store, without(made, *lost))
+
+
+# EDM2.
+
+
+def test_an_unpacked_zip_gives_the_same_rows(tmp_path: Path) -> None:
+    packed, unpacked = make_edm2(tmp_path / "zip"), make_edm2(tmp_path / "folder", folder=True)
+    for made in (packed, unpacked):
+        run_import(made, tmp_path / f"store-{made.source.name}")
+        assert_holds(LatentStore(tmp_path / f"store-{made.source.name}"), made.records)
+    arrays = [tmp_path / f"store-{made.source.name}" / "buckets" for made in (packed, unpacked)]
+    assert tree_digest(arrays[0]) == tree_digest(arrays[1])
+
+
+def test_latents_of_pictures_from_0_to_1_are_whitened_as_edm2_does_and_said_to_be_such(tmp_path: Path) -> None:
+    run_import(make_edm2(tmp_path / "source"), tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    spec = store.spec.latent
+    mean, std = [5.81, 3.25, 0.12, -2.15], [4.17, 4.62, 3.71, 3.28]
+    wanted = [(1.0 - m) / s * 0.5 for m, s in zip(mean, std, strict=True)]
+    moments = torch.cat([torch.ones(1, 4, 2, 2), torch.zeros(1, 4, 2, 2)], dim=1)
+    found = final_latents(moments, spec, torch.tensor([1]))
+    np.testing.assert_allclose(found[0, :, 0, 0], wanted, rtol=1e-5)
+    np.testing.assert_allclose(denormalise(found, spec), torch.ones(1, 4, 2, 2), rtol=1e-5)
+    assert spec.kind == "mean_std"
+    assert spec.decoding is not None
+    assert spec.decoding.zero_to_one
+    assert store.spec.vae.config["zero_to_one"] is True
+
+
+def test_features_that_only_look_like_edm2s_can_be_said_to_be_others(tmp_path: Path) -> None:
+    made = make_edm2(tmp_path / "source")
+    run_import(made, tmp_path / "store", "vae.shift=[0.0]", "vae.scale=[0.18215]", "vae.pixels=-1..1")
+    spec = LatentStore(tmp_path / "store").spec.latent
+    assert (spec.scale, spec.shift, spec.decoding) == ([0.18215] * 4, [0.0] * 4, None)
+
+
+def test_members_that_are_compressed_hostile_or_without_label_are_rejected(tmp_path: Path) -> None:
+    made = make_edm2(tmp_path / "source")
+    keys, stream = list(made.records), io.BytesIO()
+    np.save(stream, made.records[keys[0]].arrays[0])
+    with zipfile.ZipFile(made.source, "a") as packed:
+        packed.writestr("../../outside.npy", stream.getvalue())
+        packed.writestr("/absolute.npy", stream.getvalue())
+        packed.writestr("unlabelled.npy", stream.getvalue())
+        packed.writestr("bomb.npy", bytes(1 << 22), zipfile.ZIP_DEFLATED)
+        packed.writestr("00000/object.npy", npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", b"cos\n"))
+    content = bytearray(made.source.read_bytes())
+    content[content.index(made.records[keys[2]].arrays[0].tobytes()) + 100] ^= 1
+    made.source.write_bytes(content)
+    run_import(made, tmp_path / "store", "source.max_reject_share=1.0")
+    metadata, unreadable = ("scan", "bad_metadata"), ("scan", "unreadable")
+    assert rejects(LatentStore(tmp_path / "store")) == {
+        "../../outside": metadata,
+        "/absolute": metadata,
+        "unlabelled": ("scan", "no_label"),
+        "bomb": unreadable,
+        "00000/object": unreadable,
+        keys[2]: unreadable,
+    }
+    assert_holds(LatentStore(tmp_path / "store"), without(made, keys[2]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "store"]
+
+
+@pytest.mark.parametrize("description", ["[", '{"labels": [1]}', '{"labels": [["a.npy", "cat"]]}'])
+def test_labels_that_are_no_class_numbers_are_refused(description: str, tmp_path: Path) -> None:
+    made = make_edm2(tmp_path / "source", folder=True)
+    (made.source / "dataset.json").write_text(description)
+    with pytest.raises(SourceError, match=r"dataset\.json"):
+        run_import(made, tmp_path / "store")
+
+
+def test_features_without_labels_make_a_store_without_classes(tmp_path: Path) -> None:
+    made = make_edm2(tmp_path / "source", folder=True)
+    (made.source / "dataset.json").write_text('{"labels": null}')
+    run_import(made, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert (store.spec.classes, set(store.records["label"].to_pylist())) == (None, {-1})
