@@ -8,8 +8,10 @@ from __future__ import annotations
 import io
 import lzma
 import math
+import threading
 import zipfile
 import zlib
+from functools import lru_cache
 from pathlib import Path
 from tokenize import TokenError
 
@@ -20,6 +22,7 @@ MAX_ARRAY_BYTES = 1 << 28  # of one record: far more than a latent of 4096 px or
 MAX_HEADER = 1 << 12  # ours and numpy's are 128 bytes
 ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError)  # RuntimeError: it is encrypted
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_parsing = threading.Lock()  # two threads that parse at once break Python 3.11's parser ("recursion depth mismatch")
 DTYPES = ("float16", "float32", "bool", "uint8", "int16", "int32", "int64")
 
 
@@ -43,20 +46,33 @@ def npy_header(head: bytes, total_bytes: int) -> tuple[tuple[int, ...], np.dtype
       total_bytes: of the file; must be just what the header claims.
     Raises: ValueError: it is none, holds objects, or claims another size.
     """
+    start = 10 if head[6:7] == b"\x01" else 12
+    length = int.from_bytes(head[8:start], "little")
+    with _parsing:
+        shape, fortran, dtype = _parse_header(head[: min(start + length, MAX_HEADER)])
+    if dtype.hasobject or dtype.newbyteorder("=").name not in DTYPES:
+        raise ValueError(f"dtype {dtype}; needed one of {', '.join(DTYPES)} (objects are pickled, and refused)")
+    start += length
+    claimed = math.prod(shape) * dtype.itemsize  # of Python's integers, which do not overflow
+    if min(shape, default=1) < 0 or claimed > MAX_ARRAY_BYTES or start + claimed != total_bytes:
+        raise ValueError(f"the header claims shape {shape} of {dtype}, the file has {total_bytes} bytes")
+    return shape, dtype, fortran, start
+
+
+@lru_cache(maxsize=1024)
+def _parse_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, Fortran order and dtype of a header; of a million files, most have the same.
+
+    Raises: ValueError.
+    """
     stream = io.BytesIO(head)
     version = np.lib.format.read_magic(stream)
     if version not in HEADERS:
         raise ValueError(f"version {version} of the npy format; needed 1.0 or 2.0")
     try:
-        shape, fortran, dtype = HEADERS[version](stream, max_header_size=MAX_HEADER)
+        return HEADERS[version](stream, max_header_size=MAX_HEADER)
     except (TokenError, SyntaxError, RecursionError, TypeError) as error:  # of headers that are no dictionaries
         raise ValueError(f"its header is not one of an array ({type(error).__name__})") from error
-    if dtype.hasobject or dtype.newbyteorder("=").name not in DTYPES:
-        raise ValueError(f"dtype {dtype}; needed one of {', '.join(DTYPES)} (objects are pickled, and refused)")
-    claimed = math.prod(shape) * dtype.itemsize  # of Python's integers, which do not overflow
-    if min(shape, default=1) < 0 or claimed > MAX_ARRAY_BYTES or stream.tell() + claimed != total_bytes:
-        raise ValueError(f"the header claims shape {shape} of {dtype}, the file has {total_bytes} bytes")
-    return shape, dtype, fortran, stream.tell()
 
 
 def parse_npy(content: bytes) -> np.ndarray:

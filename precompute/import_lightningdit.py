@@ -92,7 +92,7 @@ class Shard:
         if len(set(shapes)) != 1 or len(shapes[0]) != 4 or len({array.get_dtype() for array in self._arrays}) != 1:
             raise ValueError(f"tensors of shapes {shapes}; needed (N, C, H, W)")
         self._rows, self.shape = shapes[0][0], shapes[0][1:]
-        dtype = self._arrays[0].get_dtype()
+        dtype: str = self._arrays[0].get_dtype()
         self.dtype, self.has_flip = DTYPES.get(dtype, dtype), len(shapes) == 2
         self._labels = labels.tolist() if not labels.is_floating_point() else []
 

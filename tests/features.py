@@ -121,11 +121,38 @@ def make_edm2(root: Path, *, folder: bool = False) -> Made:
     return Made("edm2", root / "latents.zip", records)
 
 
+def make_pixart(root: Path, *, padded: int = 12, width: int = 16) -> Made:
+    """PixArt-Sigma's extract_features.py: moments by shape, embeddings padded to one length, data_info.json."""
+    data = root / "InternData"
+    latents, captions = data / "img_sdxl_vae_features_512resolution_ms_new", data / "caption_features_new"
+    for folder in (latents, captions):
+        folder.mkdir(parents=True)
+    records, listed = {}, []
+    for i in range(COUNT):
+        height, width_places = ((8, 8), (4, 12), (12, 4))[i % 3]
+        mean, std = noise(2 * i, 4, height, width_places), abs(noise(2 * i + 1, 4, height, width_places))
+        moments = np.concatenate([mean, std]).astype(np.float16)
+        key, text = f"set{i % 2}/{i:05d}.png", f"a picture of {i % 7} things"
+        feature = noise(100 + i % 7, 1, padded, width, dtype=np.float16)
+        mask = (np.arange(padded) < 2 + i % 7).astype(np.int16)[None]
+        stem = "_".join(key.rsplit("/", 1)).removesuffix(".png")
+        np.save(latents / f"{stem}.npy", moments)
+        np.savez_compressed(captions / f"{stem}.npz", caption_feature=feature, attention_mask=mask)
+        size = (600 + i, 500 - i)
+        listed.append({"path": key, "prompt": text, "height": size[0], "width": size[1], "ratio": size[0] / size[1]})
+        records[key] = Expected([moments], -1, {text: feature[0, : 2 + i % 7]}, size)
+    (data / "data_info.json").write_text(json.dumps(listed))
+    null = noise(99, 1, padded, width)
+    np.save(root / "null.npy", null)
+    return Made("pixart", root, records, [], str(root / "null.npy"), null[0].astype(np.float16))
+
+
 MAKERS: dict[str, Callable[[Path], Made]] = {
     "fast-dit": make_fast_dit,
     "mar": make_mar,
     "lightningdit": make_lightningdit,
     "edm2": make_edm2,
+    "pixart": make_pixart,
 }
 
 

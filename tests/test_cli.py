@@ -38,6 +38,7 @@ FLAGS = {
     "precompute": [
         *("--device", "--drop-gone", "--dry-run", "--new-revision", "--retry-rejected", "--set", "--source", "--store")
     ],
+    "import": ["--null", "--set", "--source", "--store"],
     "train": ["--device", "--dry-run", "--run", "--set", "--store"],
     "inspect": ["--json", "--rejects", "--revision", "--sheet", "--vae"],
     "verify": ["--deep", "--device", "--json", "--quick", "--repair", "--set", "--source"],

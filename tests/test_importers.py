@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from features import (
     make_fast_dit,
     make_lightningdit,
     make_mar,
+    make_pixart,
     noise,
     run_import,
 )
@@ -70,7 +73,7 @@ def test_every_number_of_the_source_is_in_the_store(made: Made, tmp_path: Path) 
     assert store.spec.vae.class_name == f"imported:{made.kind}"
     assert store.spec.vae.weights_sha256 == "unknown"
     if made.null_rows is not None:
-        np.testing.assert_array_equal(store.null_caption(), made.null_rows)
+        np.testing.assert_array_equal(store.null_caption, made.null_rows)
     found = verify_store(tmp_path / "store")
     assert (found.complete, found.damaged) == (True, False)
     again = run_import(made, tmp_path / "store")
@@ -426,3 +429,106 @@ def test_features_without_labels_make_a_store_without_classes(tmp_path: Path) ->
     run_import(made, tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     assert (store.spec.classes, set(store.records["label"].to_pylist())) == (None, {-1})
+
+
+# PixArt.
+
+
+def test_buckets_are_the_sizes_of_the_latents(tmp_path: Path) -> None:
+    run_import(make_pixart(tmp_path / "source"), tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert store.buckets == {"64x64": 4, "32x96": 4, "96x32": 3}
+    spec = store.spec.latent
+    assert (spec.kind, spec.scale, spec.dtype) == ("mean_std", [0.13025] * 4, "float16")
+    text = store.spec.text
+    assert text is not None
+    assert (text.kind, text.width, text.max_tokens, text.dtype) == ("imported", 16, 12, "float16")
+    assert store.captions.num_rows == 7
+
+
+def test_without_a_null_caption_the_user_is_told_what_it_is_for(tmp_path: Path) -> None:
+    made = make_pixart(tmp_path / "source")
+    with pytest.raises(SourceError, match=r"drops some for a null caption of shape \(12, 16\).*--null"):
+        run_import(replace(made, null=None), tmp_path / "store")
+    np.save(tmp_path / "short.npy", noise(0, 5, 16))
+    with pytest.raises(SourceError, match=r"shape \(5, 16\); needed finite numbers of shape \(12, 16\)"):
+        run_import(replace(made, null=str(tmp_path / "short.npy")), tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors", "pth", "zeros"])
+def test_the_null_caption_comes_from_a_file_a_checkpoint_or_is_zeros(suffix: str, tmp_path: Path) -> None:
+    made, rows = make_pixart(tmp_path / "source"), noise(5, 12, 16)
+    path, wanted, name = tmp_path / f"null.{suffix}", rows.astype(np.float16), "y_embedder.y_embedding"
+    if suffix == "npz":
+        np.savez(path, caption_feature=rows[None])
+    elif suffix == "safetensors":
+        save_file({name: torch.from_numpy(rows), "other": torch.zeros(2)}, path)
+    elif suffix == "pth":
+        torch.save({"state_dict": {name: torch.from_numpy(rows)}, "epoch": 3}, path)
+    else:
+        path, wanted = Path("zeros"), np.zeros_like(wanted)
+    run_import(replace(made, null=str(path)), tmp_path / "store")
+    np.testing.assert_array_equal(LatentStore(tmp_path / "store").null_caption, wanted)
+
+
+def test_a_checkpoint_that_is_pickled_is_refused(tmp_path: Path) -> None:
+    torch.save({"y_embedding": Evil(tmp_path / "mark")}, tmp_path / "null.pth")
+    with pytest.raises(SourceError, match="something else than tensors"):
+        run_import(replace(make_pixart(tmp_path / "source"), null=str(tmp_path / "null.pth")), tmp_path / "store")
+    assert not (tmp_path / "mark").exists()
+
+
+def test_broken_captions_and_hostile_paths_are_rejected(tmp_path: Path) -> None:
+    made = make_pixart(tmp_path / "source")
+    data = made.source / "InternData"
+    captions, keys = data / "caption_features_new", list(made.records)
+    paths = [captions / ("_".join(key.rsplit("/", 1)).removesuffix(".png") + ".npz") for key in keys]
+    feature, mask = noise(0, 1, 12, 16, dtype=np.float16), np.ones((1, 12), np.int16)
+    paths[0].unlink()
+    np.savez(paths[1], caption_feature=feature, attention_mask=mask[:, :5])
+    np.savez(paths[2], caption_feature=feature[:, :7], attention_mask=mask[:, :7])
+    np.savez(paths[3], caption_feature=feature, attention_mask=0 * mask)
+    np.savez(paths[4], caption_feature=feature * np.float16(np.nan), attention_mask=mask)
+    (data / "img_sdxl_vae_features_512resolution_ms_new/set1_00005.npy").unlink()
+    listed = json.loads((data / "data_info.json").read_text())
+    (tmp_path / "outside.npy").write_bytes(b"")
+    hostile = [{"path": "../../outside.png", "prompt": "x"}, {"path": "/etc/passwd", "prompt": "x"}, {"path": 3}, 7]
+    no_text, twice = {"path": "a.png", "prompt": " "}, dict(listed[6])
+    (data / "data_info.json").write_text(json.dumps([*listed, *hostile, no_text, twice]))
+    run_import(made, tmp_path / "store", "source.max_reject_share=1.0")
+    store, metadata = LatentStore(tmp_path / "store"), ("scan", "bad_metadata")
+    broken = [("scan", "no_caption"), ("scan", "unreadable"), ("scan", "wrong_shape"), ("scan", "no_caption")]
+    broken += [("scan", "nonfinite"), ("scan", "missing_file")]
+    wanted = dict(zip(keys, broken, strict=False)) | {f"data_info.json:{i}": metadata for i in range(11, 17)}
+    assert rejects(store) == wanted
+    assert_holds(store, without(made, *wanted))
+
+
+def test_a_caption_that_breaks_after_planning_stops_the_import_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_pixart(tmp_path / "source")
+    monkeypatch.setattr(files, "failpoint", Failpoint())
+    whole = run_import(made, tmp_path / "whole").manifest
+    planned = files.failpoint.seen.index("rename plan")  # pyright: ignore[reportOptionalMemberAccess]
+    monkeypatch.setattr(files, "failpoint", Failpoint("eio", planned + 5))
+    with pytest.raises(OSError, match="Input/output error"):
+        run_import(made, tmp_path / "store")
+    monkeypatch.setattr(files, "failpoint", None)
+    path = made.source / "InternData/caption_features_new/set0_00000.npz"
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(SourceError, match=r"record 'set0/00000\.png': its caption cannot be read"):
+        run_import(made, tmp_path / "store")
+    path.write_bytes(content)
+    assert run_import(made, tmp_path / "store").manifest == whole
+
+
+def test_two_pictures_with_one_file_are_not_both_taken(tmp_path: Path) -> None:
+    made = make_pixart(tmp_path / "source")
+    data = made.source / "InternData"
+    listed = json.loads((data / "data_info.json").read_text())
+    (data / "data_info.json").write_text(json.dumps([*listed, listed[0] | {"path": "other/set0_00000.png"}]))
+    run_import(made, tmp_path / "store")
+    assert rejects(LatentStore(tmp_path / "store")) == {"other/set0_00000.png": ("scan", "bad_metadata")}
