@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import struct
+import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from leandit.datasets.latents import denormalise, final_latents
 from leandit.datasets.store import LatentStore
 from leandit.datasets.verify import verify_store
 from leandit.precompute.import_arrays import MAX_ARRAY_BYTES, npy_header, parse_npy
+from leandit.tools.cli import main
 from leandit.train.loop import train
 from leandit.train.stop import StopRequest
 
@@ -532,3 +534,22 @@ def test_two_pictures_with_one_file_are_not_both_taken(tmp_path: Path) -> None:
     (data / "data_info.json").write_text(json.dumps([*listed, listed[0] | {"path": "other/set0_00000.png"}]))
     run_import(made, tmp_path / "store")
     assert rejects(LatentStore(tmp_path / "store")) == {"other/set0_00000.png": ("scan", "bad_metadata")}
+
+
+# The command.
+
+
+def test_the_command_imports_and_says_what_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_fast_dit(tmp_path / "source")
+    words = ["leandit", "import", "fast-dit", "--source", str(made.source), "--store", str(tmp_path / "store")]
+    for arguments, code in ((words, 0), (words, 0), ([*words[:2], "slow-dit", *words[3:]], 2)):
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert int(end.value.code or 0) == code
+    said = capsys.readouterr()
+    assert "11 planned = 11 stored + 0 rejected" in said.out
+    assert "nothing to copy, the store was complete" in said.out
+    assert "import 'slow-dit': no such kind of features. Needed one of fast-dit" in said.err
