@@ -15,6 +15,7 @@ from .hashing import sha256_of
 
 FORMAT_VERSION = 1
 LOGVAR_RANGE = (-30.0, 20.0)  # of a stored log-variance, as diffusers' DiagonalGaussianDistribution clamps it
+IMPORTED = "imported:"  # begins the class name of an encoder of which only its output is known
 POSTERIORS = ("mean_logvar", "mean_std")  # kinds of latents whose draw happens at read time
 
 REJECT_REASONS = {
@@ -195,6 +196,11 @@ class StoreSpec(_Model):
     shard_mib: Annotated[int, Field(ge=1, le=4096)]
     codec: str
     recipe: dict[str, Any]
+
+    @property
+    def is_imported(self) -> bool:
+        """Another program has encoded it: there are no pictures and encoders to encode it from again."""
+        return self.vae.class_name.startswith(IMPORTED)
 
     def identity(self) -> dict[str, Any]:
         """Everything that changes the bytes of a record, and nothing else: what the fingerprint hashes."""

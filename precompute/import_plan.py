@@ -24,6 +24,7 @@ from ..datasets.recipe import flatten
 from ..datasets.schema import (
     CAPTIONS_SCHEMA,
     FORMAT_VERSION,
+    IMPORTED,
     PLAN_SCHEMA,
     POSTERIORS,
     Decoding,
@@ -40,7 +41,6 @@ from .plan import num_threads
 from .rejects import RejectLimit
 
 CHUNK = 4096  # records looked at before the next are asked for
-IMPORTED = "imported:"  # begins the class name of what made the features of an imported store
 UNKNOWN = "unknown"
 MAX_CLASSES = 1 << 20
 MAX_SIDE = 1 << 14  # places of a latent

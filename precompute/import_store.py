@@ -26,7 +26,6 @@ from .import_config import ImportRecipe
 from .import_kinds import open_reader
 from .import_null import read_null
 from .import_plan import (
-    IMPORTED,
     caption_origins,
     count_rejects,
     describe_import,
@@ -96,11 +95,6 @@ def import_features(
     return ImportReport(manifest, plan.spec, num_imported, time.perf_counter() - start)
 
 
-def is_imported(spec: StoreSpec) -> bool:
-    """The store was imported: there is nothing to encode it from again."""
-    return spec.vae.class_name.startswith(IMPORTED)
-
-
 def _plan(
     kind: str,
     reader: Reader,
@@ -126,7 +120,7 @@ def check_resumes(root: Path, plan: FrozenPlan, kind: str, recipe: ImportRecipe,
 
     Raises: FingerprintMismatch, SourceError.
     """
-    if not is_imported(plan.spec):
+    if not plan.spec.is_imported:
         raise FingerprintMismatch(f"store '{root}': encoded, not imported. Nothing was changed. Give another --store.")
     if differing := differing_settings(plan.spec, kind, recipe):
         raise FingerprintMismatch(

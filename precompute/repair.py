@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +36,19 @@ PLACE_COLUMNS = ("source_path", "source_offset", "source_bytes", "source_mtime_n
 UNLIMITED = {"max_reject_share": 1.0, "max_rejects_in_a_row": 1 << 62}
 
 
+class Maker(Protocol):
+    """Makes shards of a store's plans again."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the revisions that it can make."""
+        ...
+
+    def make(self, plan: FrozenPlan, tasks: Sequence[Task]) -> Iterator[PackedShard]:
+        """Make some shards of a plan again."""
+        ...
+
+
 @dataclass(frozen=True)
 class Tools:
     """What is encoded with: the pictures as they lie now, the store's own recipe and encoders."""
@@ -45,8 +59,12 @@ class Tools:
     encoders: Encoders
     decoders: Decoders
 
+    def make(self, plan: FrozenPlan, tasks: Sequence[Task]) -> Iterator[PackedShard]:
+        """Encode some shards of a plan again."""
+        yield from _encode(plan, tasks, self)
 
-def repair(root: Path, tools: Tools, found: Verification, progress: Callable[[str, int, int], None]) -> Verification:
+
+def repair(root: Path, tools: Maker, found: Verification, progress: Callable[[str, int, int], None]) -> Verification:
     """Encode the shards at fault again, and mend what hangs on them; then verify the store again.
 
     Args:
@@ -62,7 +80,7 @@ def repair(root: Path, tools: Tools, found: Verification, progress: Callable[[st
         if revision in found.revisions:
             at_fault |= set(writer.missing_tasks())  # else the revision is unfinished, which is precompute's to mend
         tasks = [task for task in writer.plan.layout.tasks() if task in at_fault]
-        for done, shard in enumerate(_encode(writer.plan, tasks, tools), 1):
+        for done, shard in enumerate(tools.make(writer.plan, tasks), 1):
             not_reproduced |= _replace_shard(writer, shard, found)
             progress("repair", done, len(tasks))
         reseal(writer)

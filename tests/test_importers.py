@@ -28,7 +28,7 @@ from features import (
     noise,
     run_import,
 )
-from making import CPU, train_recipe, tree_digest
+from making import CPU, no_progress, train_recipe, tree_digest
 from safetensors.torch import load_file, save_file
 
 from leandit.datasets import files
@@ -39,6 +39,7 @@ from leandit.datasets.latents import denormalise, final_latents
 from leandit.datasets.store import LatentStore
 from leandit.datasets.verify import verify_store
 from leandit.precompute.import_arrays import MAX_ARRAY_BYTES, npy_header, parse_npy
+from leandit.tools.checker import check
 from leandit.tools.cli import main
 from leandit.train.loop import train
 from leandit.train.stop import StopRequest
@@ -171,6 +172,26 @@ def test_raw_moments_are_scaled_when_they_are_read(tmp_path: Path) -> None:
     spec = LatentStore(tmp_path / "store").spec.latent
     assert (spec.kind, spec.channels, spec.downscale, spec.flip) == ("mean_logvar", 16, 16, True)
     assert (spec.scale, spec.shift, spec.decoding) == ([0.2325] * 16, [0.0] * 16, None)
+
+
+# What is damaged later.
+
+
+@every_kind
+def test_a_damaged_shard_is_read_again_from_the_features(made: Made, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    run_import(made, store)
+    before = tree_digest(store)
+    for name in [name for name in before if "/c/" in name and not name.startswith("captions/null")]:
+        (store / name).write_bytes(before[name][:50] + bytes([before[name][50] ^ 1]) + before[name][51:])
+    options: Any = {"quick": False, "device": lambda: CPU, "overrides": [], "progress": no_progress}
+    damaged, _ = check(store, deep=False, repair=False, source=None, **options)
+    assert damaged.damaged
+    mended, _ = check(store, deep=False, repair=True, source=made.source, **options)
+    assert not mended.damaged
+    assert tree_digest(store) == before
+    with pytest.raises(RecipeError, match="was imported, so nothing can encode it again"):
+        check(store, deep=True, repair=False, source=made.source, **options)
 
 
 # What is broken.
