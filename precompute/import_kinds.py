@@ -11,6 +11,7 @@ from .import_classes import FastDit, Mar
 from .import_config import ImportRecipe, Kind
 from .import_edm2 import Edm2
 from .import_lightningdit import LightningDit
+from .import_mds import Mds
 from .import_pixart import PixArt
 from .import_source import Reader
 
@@ -20,6 +21,7 @@ READERS: dict[str, Callable[[Path, ImportRecipe], Reader]] = {
     "mar": lambda root, _: Mar(root),
     "edm2": lambda root, _: Edm2(root),
     "pixart": PixArt,
+    "mds": Mds,
 }
 
 

@@ -24,6 +24,7 @@ from features import (
     make_fast_dit,
     make_lightningdit,
     make_mar,
+    make_mds,
     make_pixart,
     noise,
     run_import,
@@ -555,6 +556,57 @@ def test_two_pictures_with_one_file_are_not_both_taken(tmp_path: Path) -> None:
     (data / "data_info.json").write_text(json.dumps([*listed, listed[0] | {"path": "other/set0_00000.png"}]))
     run_import(made, tmp_path / "store")
     assert rejects(LatentStore(tmp_path / "store")) == {"other/set0_00000.png": ("scan", "bad_metadata")}
+
+
+# MDS.
+
+
+def test_samples_of_an_unknown_vae_need_its_scale(tmp_path: Path) -> None:
+    made = make_mds(tmp_path / "source")
+    with pytest.raises(SourceError, match=r"vae\.scale is not known"):
+        run_import(replace(made, settings=made.settings[1:]), tmp_path / "store")
+    run_import(made, tmp_path / "store")
+    spec = LatentStore(tmp_path / "store").spec.latent
+    rows = torch.from_numpy(noise(3, 2, 4, SIDE, SIDE))
+    np.testing.assert_array_equal(final_latents(rows, spec, None), rows)
+    np.testing.assert_allclose(denormalise(rows, spec), rows / 0.13025, rtol=1e-6)
+
+
+def test_broken_shards_and_samples_are_rejected(tmp_path: Path) -> None:
+    made = make_mds(tmp_path / "source")
+    path = made.source / "shard.00000.mds"
+    content = bytearray(path.read_bytes())
+    content[4:8] = (1 << 31).to_bytes(4, "little")  # where the first sample begins
+    path.write_bytes(content)
+    (made.source / "shard.00002.mds").unlink()
+    run_import(made, tmp_path / "store", "source.max_reject_share=1.0")
+    store = LatentStore(tmp_path / "store")
+    gone = [key for key in made.records if "00002" in key]
+    wanted = {"shard.00000/0": ("scan", "unreadable"), **dict.fromkeys(gone, ("scan", "missing_file"))}
+    assert rejects(store) == wanted
+    assert_holds(store, without(made, *wanted))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "match"),
+    [
+        ('"shard.00000.mds"', '"../shard.00000.mds"', "does not stay below its folder"),
+        ('"zstd:3"', '"br:3"', "compression 'br:3'"),
+        ('"format": "mds"', '"format": "jsonl"', "needed mds"),
+        ('"bytes"', '"pkl"', "pickled ones are refused"),
+        ('"latents_256"', '"other"', r"layout\.latents"),
+    ],
+)
+def test_an_index_that_cannot_be_is_refused(before: str, after: str, match: str, tmp_path: Path) -> None:
+    made = make_mds(tmp_path / "source")
+    index = made.source / "index.json"
+    text = index.read_text()
+    assert before in text
+    replaced = text.replace(f"[{before}]", f"[{after}]").replace(f", {before},", f", {after},")
+    index.write_text(replaced if before in ('"bytes"', '"latents_256"') else text.replace(before, after))
+    with pytest.raises(SourceError, match=match):
+        run_import(made, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
 
 
 # The command.
