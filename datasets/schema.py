@@ -16,6 +16,7 @@ from .hashing import sha256_of
 FORMAT_VERSION = 1
 LOGVAR_RANGE = (-30.0, 20.0)  # of a stored log-variance, as diffusers' DiagonalGaussianDistribution clamps it
 IMPORTED = "imported:"  # begins the class name of an encoder of which only its output is known
+UNKNOWN = "unknown"  # its weights' hash
 POSTERIORS = ("mean_logvar", "mean_std")  # kinds of latents whose draw happens at read time
 
 REJECT_REASONS = {

@@ -129,7 +129,7 @@ class Mds:
         """
         shard, file = self._by_path[path], self.root / path
         if file.is_file():
-            content = memoryview(np.memmap(file, np.uint8, "r")) if file.stat().st_size else memoryview(b"")
+            content = np.memmap(file, np.uint8, "r").data if file.stat().st_size else memoryview(b"")
         elif shard.compressed:
             with pa.input_stream(str(self.root / shard.compressed), compression="zstd") as stream:
                 content = memoryview(stream.read(shard.num_bytes + 1))

@@ -27,6 +27,7 @@ from ..datasets.schema import (
     IMPORTED,
     PLAN_SCHEMA,
     POSTERIORS,
+    UNKNOWN,
     Decoding,
     EncoderIdentity,
     ImageSpec,
@@ -41,7 +42,6 @@ from .plan import num_threads
 from .rejects import RejectLimit
 
 CHUNK = 4096  # records looked at before the next are asked for
-UNKNOWN = "unknown"
 MAX_CLASSES = 1 << 20
 MAX_SIDE = 1 << 14  # places of a latent
 DTYPES = ("float16", "float32")

@@ -17,6 +17,7 @@ from ..datasets.errors import EncoderError, RecipeError, RunError, StoreError
 from ..datasets.files import write_atomic
 from ..datasets.hashing import canonical_json, read_json
 from ..datasets.latents import denormalise
+from ..datasets.schema import UNKNOWN
 from ..datasets.store import LatentStore
 from ..precompute.config import TextSection
 from ..precompute.encoders import CaptionEncoder, CaptionTokenizer, ImageEncoder
@@ -186,7 +187,8 @@ def encode_live(snapshot: Snapshot, captions: list[str], text: str | None, devic
             f"caption '{captions[0]}' is not in the store, and its text encoder is not at hand: {error} "
             "Use a caption of the store, or give --text PATH."
         ) from error
-    if encoder.identity.weights_sha256 != snapshot.state["text_encoder"]["weights_sha256"]:
+    made_with = snapshot.state["text_encoder"]["weights_sha256"]
+    if made_with not in (encoder.identity.weights_sha256, UNKNOWN):
         raise EncoderError(f"text encoder '{section.model}': not the one that the store was made with. Check --text.")
     return [torch.from_numpy(encoder.encode([caption])[0]) for caption in captions]
 
