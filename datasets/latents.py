@@ -60,10 +60,10 @@ def final_latents(stored: torch.Tensor, spec: LatentSpec, keys: torch.Tensor | N
     Source: Kingma and Welling 2014, section 2.4 (reparameterization); (z - shift) * scale as in diffusers.
     """
     values = stored.float()
-    if spec.kind == "mean_logvar":
+    if spec.has_posterior:
         assert keys is not None
-        mean, logvar = values.chunk(2, dim=1)
-        std = torch.exp(0.5 * logvar.clamp(*LOGVAR_RANGE))
+        mean, spread = values.chunk(2, dim=1)
+        std = spread if spec.kind == "mean_std" else torch.exp(0.5 * spread.clamp(*LOGVAR_RANGE))
         values = mean + std * keyed_noise(keys, tuple(mean.shape[1:]))
     return normalise(values, spec)
 
@@ -77,7 +77,15 @@ def normalise(latents: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
 def denormalise(latents: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
     """Undo ``normalise``: what the VAE's decoder wants; (B, C, H, W) float32."""
     shift, scale = _shift_scale(tuple(spec.shift), tuple(spec.scale), latents.device)
-    return latents / scale + shift
+    return raw_latents(latents / scale + shift, spec)
+
+
+def raw_latents(rows: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
+    """Undo what was applied before rows were stored, if anything was; (B, C, H, W) float32."""
+    if spec.decoding is None:
+        return rows
+    shift, scale = _shift_scale(tuple(spec.decoding.shift), tuple(spec.decoding.scale), rows.device)
+    return rows / scale + shift
 
 
 @lru_cache(maxsize=8)

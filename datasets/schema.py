@@ -9,13 +9,16 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from .hashing import sha256_of
 
 FORMAT_VERSION = 1
 FALLBACK = "^(batch:[1-9][0-9]{0,6}|float32|batch:[1-9][0-9]{0,6},float32)$"  # what a Fallback may say
 LOGVAR_RANGE = (-30.0, 20.0)  # of a stored log-variance, as diffusers' DiagonalGaussianDistribution clamps it
+IMPORTED = "imported:"  # begins the class name of an encoder of which only its output is known
+UNKNOWN = "unknown"  # its weights' hash
+POSTERIORS = ("mean_logvar", "mean_std")  # kinds of latents whose draw happens at read time
 
 REJECT_REASONS = {
     "unreadable": "the file cannot be opened or read",
@@ -32,8 +35,10 @@ REJECT_REASONS = {
     "too_large": "more pixels, or more memory for them, than the limit",
     "aspect": "the ratio of height to width is outside the bucket table",
     "source_changed": "the file is not the one that was planned",
-    "nonfinite": "the encoder gave NaN or infinity, in its own dtype and in float32",
+    "nonfinite": "the encoder gave NaN or infinity, in its own dtype and in float32; or what was imported holds them",
     "out_of_memory": "the device has not the memory to encode this picture alone",
+    "wrong_shape": "what was imported has another shape or dtype than the other records",
+    "no_label": "the other records that are imported have a label, this one has none",
 }
 
 RECORDS_SCHEMA = pa.schema(
@@ -122,11 +127,24 @@ class ImageSpec(_Model):
     libraries: dict[str, str]
 
 
+class Decoding(_Model):
+    """How imported rows that are no raw latents of diffusers become such: row / scale + shift.
+
+    Args:
+      shift, scale: what whoever encoded has applied already, C numbers each.
+      zero_to_one: the VAE took and gives pictures from 0 to 1, not from -1 to 1.
+    """
+
+    shift: list[float]
+    scale: list[float]
+    zero_to_one: bool
+
+
 class LatentSpec(_Model):
     """What the rows of the latent arrays are, and how a row becomes the model's input: (z - shift) * scale."""
 
     array: Literal["moments", "latents"]
-    kind: Literal["mean_logvar", "mean", "sample", "latent"]
+    kind: Literal["mean_logvar", "mean_std", "mean", "sample", "latent"]
     channels: Side
     stored_channels: Side
     downscale: Side
@@ -136,20 +154,34 @@ class LatentSpec(_Model):
     flip: bool
     batch_size: Side
     tile_px: Annotated[int, Field(ge=0, le=1 << 20)]
+    decoding: Decoding | None = None  # absent where rows are raw latents, as an encoder of ours gives them
+
+    @property
+    def has_posterior(self) -> bool:
+        """A row is a mean and its spread."""
+        return self.kind in POSTERIORS
 
     @model_validator(mode="after")
     def _fits_its_channels(self) -> LatentSpec:
-        if self.stored_channels != self.channels * (2 if self.kind == "mean_logvar" else 1):
+        if self.stored_channels != self.channels * (2 if self.has_posterior else 1):
             raise ValueError(f"{self.stored_channels} stored channels, the latents have {self.channels}")
-        if not len(self.shift) == len(self.scale) == self.channels:
+        given = [self.shift, self.scale, *([self.decoding.shift, self.decoding.scale] if self.decoding else [])]
+        if any(len(numbers) != self.channels for numbers in given):
             raise ValueError("shift and scale need one number for each channel")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values = serialise(self)
+        if values.get("decoding") is None:
+            values.pop("decoding", None)
+        return values
 
 
 class TextSpec(_Model):
     """What the caption embeddings are."""
 
-    kind: Literal["t5", "gemma2"]
+    kind: Literal["t5", "gemma2", "imported"]
     width: Side
     max_tokens: Side
     dtype: TextDtype
@@ -174,6 +206,11 @@ class StoreSpec(_Model):
     shard_mib: Annotated[int, Field(ge=1, le=4096)]
     codec: str
     recipe: dict[str, Any]
+
+    @property
+    def is_imported(self) -> bool:
+        """Another program has encoded it: there are no pictures and encoders to encode it from again."""
+        return self.vae.class_name.startswith(IMPORTED)
 
     def identity(self) -> dict[str, Any]:
         """Everything that changes the bytes of a record, and nothing else: what the fingerprint hashes."""
@@ -230,7 +267,7 @@ class CommitRecord(_Model):
     checksums: list[str]  # 16 hex digits per row (or caption) of the shard; "" where rejected
     min_cosines: list[float] = []  # of the shard's captions, as in captions.parquet; empty where nothing was narrowed
     max_errors: list[float] = []
-    source_checksums: list[str]  # the same of the pictures' files; empty for captions
+    source_checksums: list[str]  # the same of the pictures' files, or of what was imported; empty for captions
     rejects: list[Reject]
     fallbacks: list[Fallback]
     record_hash: str

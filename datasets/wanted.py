@@ -99,7 +99,7 @@ class Lookup:
             flipped = self._choose(np.full(len(records), 2), epochs, records, PURPOSE_FLIP) == 1
         if store.spec.text and self.captions:
             captions = self._choose_captions(index, positions, epochs, records)
-        if latent.kind == "mean_logvar":
+        if latent.has_posterior:
             keys = draw_keys(self.seed, epochs, records).numpy()
         return Records(index.rows.take(positions), records, index.labels.take(positions), flipped, captions, keys)
 

@@ -172,14 +172,17 @@ class ImageEncoder:
         return moments.float().cpu().numpy()
 
     @torch.inference_mode()
-    def decode(self, latents: np.ndarray) -> np.ndarray:
+    def decode(self, latents: np.ndarray, *, zero_to_one: bool = False) -> np.ndarray:
         """Decode raw latents (neither shifted nor scaled) to pictures.
 
         Args:
           latents: (B, C, H, W) float32.
+          zero_to_one: the decoder gives pixels from 0 to 1 for them, not from -1 to 1 (imported from EDM2).
         Returns: (B, height_px, width_px, 3) uint8.
         """
         decoded = self._model.decode(torch.from_numpy(latents).to(self._device, self._dtype)).sample
+        if zero_to_one:
+            decoded = decoded * 2 - 1
         pixels = ((decoded.float().clamp(-1, 1) + 1) * 127.5).round().byte()
         return pixels.permute(0, 2, 3, 1).cpu().numpy()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +35,25 @@ from .sources import Source
 from .stages import StageClock, encode_captions, encode_pictures, is_picture_task, write_shard
 
 PLACE_COLUMNS = ("source_path", "source_offset", "source_bytes", "source_mtime_ns")
+Told = Callable[[str, int], Sequence[Fallback]]
 UNLIMITED = {"max_reject_share": 1.0, "max_rejects_in_a_row": 1 << 62}
+
+
+class Maker(Protocol):
+    """Makes shards of a store's plans again."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the revisions that it can make."""
+        ...
+
+    def make(self, plan: FrozenPlan, tasks: Sequence[Task], told: Told) -> Iterator[PackedShard]:
+        """Make some shards of a plan again.
+
+        Args:
+          told: of a part and shard, how rows were encoded that were not as planned.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,8 +66,12 @@ class Tools:
     encoders: Encoders
     decoders: Decoders
 
+    def make(self, plan: FrozenPlan, tasks: Sequence[Task], told: Told) -> Iterator[PackedShard]:
+        """Encode some shards of a plan again."""
+        yield from _encode(plan, tasks, self, told)
 
-def repair(root: Path, tools: Tools, found: Verification, progress: Callable[[str, int, int], None]) -> Verification:
+
+def repair(root: Path, tools: Maker, found: Verification, progress: Callable[[str, int, int], None]) -> Verification:
     """Encode the shards at fault again, and mend what hangs on them; then verify the store again.
 
     Args:
@@ -64,7 +87,7 @@ def repair(root: Path, tools: Tools, found: Verification, progress: Callable[[st
         if revision in found.revisions:
             at_fault |= set(writer.missing_tasks())  # else the revision is unfinished, which is precompute's to mend
         tasks = [task for task in writer.plan.layout.tasks() if task in at_fault]
-        for done, shard in enumerate(_encode(writer.plan, tasks, tools, _fallbacks_of(writer)), 1):
+        for done, shard in enumerate(tools.make(writer.plan, tasks, _fallbacks_of(writer)), 1):
             not_reproduced |= _replace_shard(writer, shard, found)
             progress("repair", done, len(tasks))
         reseal(writer)
@@ -78,9 +101,7 @@ def repair(root: Path, tools: Tools, found: Verification, progress: Callable[[st
     return left
 
 
-def _encode(
-    plan: FrozenPlan, tasks: Sequence[Task], tools: Tools, told: Callable[[str, int], Sequence[Fallback]]
-) -> Iterator[PackedShard]:
+def _encode(plan: FrozenPlan, tasks: Sequence[Task], tools: Tools, told: Told) -> Iterator[PackedShard]:
     """Make some shards of a plan again."""
     plan = with_places(plan, tools.source)
     clock = StageClock()

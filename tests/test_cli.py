@@ -39,6 +39,7 @@ FLAGS = {
         *("--device", "--drop-gone", "--dry-run", "--new-revision", "--part", "--retry-rejected", "--set", "--source"),
         "--store",
     ],
+    "import": ["--null", "--set", "--source", "--store"],
     "train": ["--device", "--dry-run", "--run", "--set", "--store"],
     "inspect": ["--json", "--rejects", "--revision", "--sheet", "--vae"],
     "verify": ["--deep", "--device", "--json", "--quick", "--repair", "--set", "--source"],

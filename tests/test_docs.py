@@ -14,11 +14,13 @@ from making import all_commands
 from leandit.datasets.recipe import Section, shipped_recipes
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.import_config import ImportRecipe
 from leandit.tools.cli import app
 from leandit.train.config import TrainRecipe
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = (ROOT / "docs/commands.md").read_text()
+IMPORTING = (ROOT / "docs/importing.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALL = all_commands(typer.main.get_command(app))
 
@@ -46,14 +48,16 @@ def test_every_command_has_help_and_is_documented(name: str) -> None:
                 assert f"`{option}" in COMMANDS, f"{name} {option}"
 
 
-@pytest.mark.parametrize("model", [PrecomputeRecipe, TrainRecipe])
-def test_every_recipe_key_is_documented_with_its_default(model: type[Section]) -> None:
+@pytest.mark.parametrize(
+    ("model", "page"), [(PrecomputeRecipe, COMMANDS), (TrainRecipe, COMMANDS), (ImportRecipe, IMPORTING)]
+)
+def test_every_recipe_key_is_documented_with_its_default(model: type[Section], page: str) -> None:
     for section, field in model.model_fields.items():
         inner = field.annotation
         assert isinstance(inner, type)
         assert issubclass(inner, Section)
         for key in inner.model_fields:
-            assert f"| `{section}.{key}` |" in COMMANDS
+            assert f"| `{section}.{key}` |" in page
 
 
 @pytest.mark.parametrize("package", ["leandit.precompute", "leandit.train"])

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..datasets.errors import RecipeError
 from ..datasets.findings import HARMLESS, Finding
+from ..datasets.layout import GROUP, revisions_with
 from ..datasets.revisions import read_spec, sealed_revisions
+from ..datasets.schema import StoreSpec
 from ..datasets.verify import Verification, verify_store
 from .inspector import printable
 
@@ -43,6 +45,11 @@ def check(
     """
     if deep and source is None:
         raise RecipeError("verify --deep: encoding a sample again needs the pictures. Give --source PATH.")
+    if deep and revisions_with(store, GROUP) and _is_imported(store):
+        raise RecipeError(
+            f"verify --deep: store '{store}' was imported, so nothing can encode it again. Without --deep, "
+            "every byte is checked against its hash."
+        )
     done: dict[str, Any] = {}
     found = verify_store(store, quick=quick and not repair)
     if repair and found.findings:
@@ -53,8 +60,13 @@ def check(
         if found.damaged and source:
             from ..precompute.repair import repair as encode_again
 
-            with loaded_tools(store, source, device(), overrides) as tools:
-                found = encode_again(store, tools, found, progress)
+            if _is_imported(store):
+                from ..precompute.import_repair import load_importer
+
+                found = encode_again(store, load_importer(_newest_spec(store), Path(source)), found, progress)
+            else:
+                with loaded_tools(store, source, device(), overrides) as tools:
+                    found = encode_again(store, tools, found, progress)
     if deep and source and not found.damaged and found.revisions:
         from ..precompute.deep import deep_check
 
@@ -83,12 +95,21 @@ def loaded_tools(store: Path, source: Path | str, device: Any, overrides: list[s
     from ..precompute.repair import Tools
     from ..precompute.sources import list_source
 
-    spec = read_spec(store, (sealed_revisions(store) or [1])[-1])
+    spec = _newest_spec(store)
     recipe = parse_with_overrides(str(store), PrecomputeRecipe, spec.recipe, overrides)
     listed, encoders = list_source(source, recipe.source.kind), load_encoders(recipe, device)
     check_fingerprint(store, spec, describe_store(recipe, listed, encoders, known=spec))
     with Decoders(num_threads()) as decoders:
         yield Tools(listed, recipe, spec.fingerprint, encoders, decoders)
+
+
+def _newest_spec(store: Path) -> StoreSpec:
+    return read_spec(store, (sealed_revisions(store) or [1])[-1])
+
+
+def _is_imported(store: Path) -> bool:
+    """Its rows came from another program; there are no pictures and encoders."""
+    return _newest_spec(store).is_imported
 
 
 def render(found: Verification, done: dict[str, Any]) -> str:

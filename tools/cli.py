@@ -106,6 +106,36 @@ def precompute(
     print_rows(precompute_rows(report, store))
 
 
+@app.command("import")
+def import_(
+    context: typer.Context,
+    kind: Annotated[str, typer.Argument(help="fast-dit, lightningdit, mar, edm2, pixart or mds.")],
+    source: Annotated[Path, typer.Option(help="Features: the folder or file that the other program wrote.")],
+    store: Annotated[Path, typer.Option(help="Folder of the store; the same command again resumes.")],
+    null: Annotated[str | None, typer.Option(help="Null caption: .npy, a checkpoint, or zeros.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Make a store of features that another program has encoded, number for number; nothing is encoded again.
+
+    Example: leandit import mar --source cached-imagenet --store imagenet-256
+    """
+    from ..precompute.import_config import load
+    from ..precompute.import_store import import_features
+    from .outcome import import_rows
+    from .progress import ProgressLine
+
+    stop: StopRequest = context.obj
+    with ProgressLine() as line:
+
+        def progress(stage: str, done: int, total: int) -> None:
+            stop.check()
+            line(stage, done, total)
+
+        settings = load(overrides or [])
+        report = import_features(kind, settings, source_path=source, store_path=store, progress=progress, null=null)
+    print_rows(import_rows(report, store))
+
+
 @app.command()
 def train(
     context: typer.Context,

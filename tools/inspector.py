@@ -173,10 +173,10 @@ def latent_statistics(store: LatentStore) -> dict[str, Any]:
 
 def _moments_of(values: np.ndarray, spec: LatentSpec) -> tuple[np.ndarray, np.ndarray]:
     """First and second moment of a raw latent at each place, over the posterior's draw."""
-    if spec.kind != "mean_logvar":
+    if not spec.has_posterior:
         return values, values**2
-    mean, logvar = np.split(values, 2, axis=1)
-    return mean, mean**2 + np.exp(np.clip(logvar, *LOGVAR_RANGE))
+    mean, spread = np.split(values, 2, axis=1)
+    return mean, mean**2 + (spread**2 if spec.kind == "mean_std" else np.exp(np.clip(spread, *LOGVAR_RANGE)))
 
 
 def _rows_to_scan(store: LatentStore) -> dict[str, np.ndarray]:

@@ -1,43 +1,37 @@
-"""What a precompute did, as rows for a person."""
+"""What a precompute or an import did, as rows for a person."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from ..datasets.buckets import bucket_size
+from ..datasets.schema import Manifest
 from ..precompute.growth import Comparison
+from ..precompute.import_store import ImportReport
 from ..precompute.pipeline import Report
 
 
 def precompute_rows(report: Report, store: Path) -> list[tuple[str, str]]:
     """Name and value of each line."""
-    manifest, rows = report.manifest, list[tuple[str, str]]()
+    manifest = report.manifest
     if manifest is None:
-        rows.append(("store", f"{store}: not complete, {report.num_left} shards are left to other parts"))
-        return rows + _run_rows(report)
-    rows.append(("store", f"{store}: complete, revision {manifest.revision}"))
-    rejected = f"{manifest.num_stored} stored + {manifest.num_rejected} rejected"
-    rows.append(("records", f"{manifest.num_planned} planned = {rejected}"))
-    if manifest.num_rejected:
-        rows.append(("", f"why: 'leandit inspect {store} --rejects' names each, with its reason"))
+        left = f"{store}: not complete, {report.num_left} shards are left to other parts"
+        return [("store", left), *_run_rows(report)]
+    rows = count_rows(manifest, store)
     if report.num_ignored:
         rows.append(("ignored", f"{report.num_ignored} files that are no pictures by their name"))
     if report.changes:
         rows += change_rows(report.changes)
-    buckets = sorted(manifest.buckets.items(), key=lambda entry: bucket_size(entry[0]))
-    rows.append(("buckets", ", ".join(f"{name}: {count}" for name, count in buckets)))
-    if manifest.num_captions:
-        rows.append(("captions", f"{manifest.num_captions} distinct, {manifest.num_caption_tokens} tokens"))
-    if report.tokens.num_captions:
-        tokens = report.tokens
-        share = f"{tokens.num_padding / tokens.num_tokens:.1%} padding"
-        rows.append(("text encoder", f"{tokens.num_tokens} tokens of {tokens.num_captions} captions, {share}"))
-    rows.append(("root hash", manifest.root_hash))
+    rows += content_rows(manifest)
     return rows + _run_rows(report)
 
 
 def _run_rows(report: Report) -> list[tuple[str, str]]:
-    rows = []
+    """What this call did."""
+    rows, tokens = [], report.tokens
+    if tokens.num_captions:
+        share = f"{tokens.num_padding / tokens.num_tokens:.1%} padding"
+        rows.append(("text encoder", f"{tokens.num_tokens} tokens of {tokens.num_captions} captions, {share}"))
     if report.num_encoded:
         rate = report.num_encoded / report.total_seconds
         rows.append(("this run", f"{report.num_encoded} pictures in {report.total_seconds:.1f} s, {rate:.1f} images/s"))
@@ -46,6 +40,39 @@ def _run_rows(report: Report) -> list[tuple[str, str]]:
     else:
         rows.append(("this run", "no picture to encode, they are there"))
     return rows
+
+
+def import_rows(report: ImportReport, store: Path) -> list[tuple[str, str]]:
+    """What an import did: name and value of each line."""
+    rows, latent = count_rows(report.manifest, store), report.spec.latent
+    flipped = ", with flipped copies" if latent.flip else ""
+    rows.append(("latents", f"{latent.kind}, {latent.channels} channels, {latent.dtype}{flipped}"))
+    rows.append(("vae", f"said to be '{report.spec.vae.model}': an import cannot prove it"))
+    rows += content_rows(report.manifest)
+    if report.num_imported:
+        rate = report.num_imported / report.total_seconds
+        took = f"{report.num_imported} records in {report.total_seconds:.1f} s, {rate:.1f} records/s"
+        return [*rows, ("this run", took)]
+    return [*rows, ("this run", "nothing to copy, the store was complete")]
+
+
+def count_rows(manifest: Manifest, store: Path) -> list[tuple[str, str]]:
+    """How many records there are, and where to read why others are not."""
+    rejected = f"{manifest.num_stored} stored + {manifest.num_rejected} rejected"
+    rows = [("store", f"{store}: complete, revision {manifest.revision}")]
+    rows.append(("records", f"{manifest.num_planned} planned = {rejected}"))
+    if manifest.num_rejected:
+        rows.append(("", f"why: 'leandit inspect {store} --rejects' names each, with its reason"))
+    return rows
+
+
+def content_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    """Buckets, captions and the hash over all."""
+    buckets = sorted(manifest.buckets.items(), key=lambda entry: bucket_size(entry[0]))
+    rows = [("buckets", ", ".join(f"{name}: {count}" for name, count in buckets))]
+    if manifest.num_captions:
+        rows.append(("captions", f"{manifest.num_captions} distinct, {manifest.num_caption_tokens} tokens"))
+    return [*rows, ("root hash", manifest.root_hash)]
 
 
 def change_rows(changes: Comparison) -> list[tuple[str, str]]:

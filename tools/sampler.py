@@ -17,6 +17,7 @@ from ..datasets.errors import EncoderError, RecipeError, RunError, StoreError
 from ..datasets.files import write_atomic
 from ..datasets.hashing import canonical_json, read_json
 from ..datasets.latents import denormalise
+from ..datasets.schema import UNKNOWN
 from ..datasets.store import LatentStore
 from ..precompute.config import TextSection
 from ..precompute.encoders import ImageEncoder
@@ -24,7 +25,7 @@ from ..precompute.text_encoders import CaptionEncoder, CaptionTokenizer
 from ..train.models import Conditioning, patch_of
 from ..train.sample import Snapshot, draw_latents, load_snapshot
 from ..train.state import RUN
-from .sheet import draw_sheet, load_decoder
+from .sheet import draw_sheet, gives_zero_to_one, load_decoder
 
 BATCH = 64  # pictures drawn at once
 DEFAULT_COUNT = 16
@@ -112,7 +113,8 @@ def draw_pictures(
             guidance=request.guidance,
             seed=request.seed + start,
         )
-        pictures.append(decoder.decode(denormalise(latents.cpu(), snapshot.latent).numpy()))
+        raw = denormalise(latents.cpu(), snapshot.latent).numpy()
+        pictures.append(decoder.decode(raw, zero_to_one=gives_zero_to_one(snapshot.latent)))
     return np.concatenate(pictures)
 
 
@@ -186,7 +188,8 @@ def encode_live(snapshot: Snapshot, captions: list[str], text: str | None, devic
             f"caption '{captions[0]}' is not in the store, and its text encoder is not at hand: {error} "
             "Use a caption of the store, or give --text PATH."
         ) from error
-    if encoder.identity.weights_sha256 != snapshot.state["text_encoder"]["weights_sha256"]:
+    made_with = snapshot.state["text_encoder"]["weights_sha256"]
+    if made_with not in (encoder.identity.weights_sha256, UNKNOWN):
         raise EncoderError(f"text encoder '{section.model}': not the one that the store was made with. Check --text.")
     return [torch.from_numpy(encoder.encode([caption])[0]) for caption in captions]
 

@@ -12,6 +12,8 @@ from PIL import Image, ImageDraw, ImageFont
 from pydantic import ValidationError
 
 from ..datasets.errors import EncoderError, StoreError
+from ..datasets.latents import raw_latents
+from ..datasets.schema import LatentSpec
 from ..datasets.store import LatentStore
 from ..precompute.config import VaeSection
 from ..precompute.encoders import ImageEncoder
@@ -75,14 +77,20 @@ def store_sheet(store: LatentStore, decoder: ImageEncoder, *, count: int, seed: 
         index = store.index(bucket)
         record = store.record_at(int(index.records[position]))
         latent = stored_to_latent(store, store.latents(bucket).take(index.rows[position : position + 1]))
-        pictures.append(decoder.decode(latent)[0])
+        pictures.append(decoder.decode(latent, zero_to_one=gives_zero_to_one(store.spec.latent))[0])
         captions.append(caption_of(store, record.caption_ids, record.label, record.key))
     return draw_sheet(pictures, captions)
 
 
 def stored_to_latent(store: LatentStore, stored: np.ndarray) -> np.ndarray:
     """Raw latents to decode from stored rows: the mean where a posterior is stored; (B, C, H, W) float32."""
-    return stored.astype(np.float32)[:, : store.spec.latent.channels]
+    rows = torch.from_numpy(stored.astype(np.float32)[:, : store.spec.latent.channels])
+    return raw_latents(rows, store.spec.latent).numpy()
+
+
+def gives_zero_to_one(spec: LatentSpec) -> bool:
+    """The VAE's decoder was used on pictures from 0 to 1."""
+    return spec.decoding is not None and spec.decoding.zero_to_one
 
 
 def caption_of(store: LatentStore, caption_ids: Sequence[int], label: int, key: str) -> str:

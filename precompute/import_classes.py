@@ -1,0 +1,125 @@
+"""Class-conditional features with one file a record: fast-DiT's .npy pairs and MAR's .npz in class folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ..datasets.errors import RecordRejected, SourceError
+from .import_arrays import Npz, checksum, look_npy, parse_npy, read_file
+from .import_source import Entry, Facts, Features, Labelled, Seen, natural_order, need_folder, rejecting
+
+FAST_DIT = Facts(latent="sample", is_scaled=True, vae="stabilityai/sd-vae-ft-ema", downscale=8, scale=(0.18215,))
+MAR = Facts(latent="mean_logvar", is_scaled=False, vae="mar/kl16", downscale=16, scale=(0.2325,))
+
+FEATURES, LABELS = "_features", "_labels"
+MOMENTS = ("moments", "moments_flip")
+
+
+class FastDit(Labelled):
+    """``imagenet256_features/N.npy`` (1, C, H, W), scaled samples, and ``imagenet256_labels/N.npy`` (1,).
+
+    Files are taken in the order of their numbers. A flip was drawn at random when the picture was encoded and stays as
+    it is.
+
+    Raises: SourceError: the two folders are not there.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, FAST_DIT)
+        need_folder(root, "fast-dit")
+        found = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name.endswith(FEATURES))
+        if len(found) != 1:
+            raise SourceError(
+                f"source '{root}': {len(found)} folders whose name ends in '{FEATURES}'; needed one, as "
+                "'imagenet256_features'."
+            )
+        self._features, self._labels = found[0], found[0].removesuffix(FEATURES) + LABELS
+        if not (root / self._labels).is_dir():
+            raise SourceError(f"source '{root}': there is no '{self._labels}', which has the labels of '{found[0]}'.")
+
+    def entries(self) -> Iterable[Entry]:
+        """Files by number."""
+        names = _npy_names(self.root / self._features)
+        for name in sorted(names, key=natural_order):
+            path = f"{self._features}/{name}"
+            yield Entry(name.removesuffix(".npy"), path, 0, (self.root / path).stat().st_size)
+
+    def look(self, entry: Entry) -> Seen:
+        """By the headers, and the label file."""
+        with rejecting(entry.path):
+            shape, dtype = look_npy(self.root / entry.path)
+        if len(shape) == 4 and shape[0] == 1:
+            shape = shape[1:]
+        return Seen(shape, dtype, label=self._label(entry))
+
+    def _label(self, entry: Entry) -> int:
+        path = f"{self._labels}/{entry.key}.npy"
+        try:
+            with rejecting(path):
+                label = parse_npy(read_file(self.root / path))
+        except RecordRejected as reject:
+            raise RecordRejected("scan", "no_label", reject.detail) from reject
+        if label.size != 1 or label.dtype.kind not in "iu":
+            raise RecordRejected("scan", "no_label", f"{path}: {label.dtype} of shape {label.shape}, no integer")
+        return int(label.reshape(()))
+
+    def read(self, entry: Entry) -> Features:
+        """One sample."""
+        with rejecting(entry.path):
+            content = read_file(self.root / entry.path)
+            array = parse_npy(content)
+        return Features([array[0] if array.ndim == 4 and len(array) == 1 else array], checksum(content))
+
+
+def _npy_names(folder: Path) -> list[str]:
+    with os.scandir(folder) as found:
+        return [item.name for item in found if item.name.endswith(".npy")]
+
+
+class Mar(Labelled):
+    """``CLASS/NAME.npz`` with ``moments`` and ``moments_flip``, (2C, H, W) mean then log-variance.
+
+    Raises: SourceError: there are no class folders.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, MAR)
+        need_folder(root, "mar")
+        self.classes: Sequence[str] = sorted(path.name for path in root.iterdir() if path.is_dir())
+        if not self.classes:
+            raise SourceError(f"source '{root}': no class folders in it; needed CLASS/NAME.npz.")
+        self._label_of = {name: label for label, name in enumerate(self.classes)}
+
+    def entries(self) -> Iterator[Entry]:
+        """Files in the order of their paths, class by class."""
+        for name in self.classes:
+            for path in sorted(_npz_below(self.root / name)):
+                relative = path.relative_to(self.root).as_posix()
+                yield Entry(relative.removesuffix(".npz"), relative, 0, path.stat().st_size)
+
+    def look(self, entry: Entry) -> Seen:
+        """By the headers of its arrays."""
+        with rejecting(entry.path), Npz(self.root / entry.path) as arrays:
+            names = [name for name in MOMENTS if name in arrays.names]
+            looked = [arrays.look(name) for name in names]
+        if names[:1] != ["moments"]:
+            raise RecordRejected("scan", "wrong_shape", f"{entry.path}: no array 'moments'")
+        if len(set(looked)) > 1:
+            raise RecordRejected("scan", "wrong_shape", f"{entry.path}: {looked[0]} and, flipped, {looked[1]}")
+        (shape, dtype), label = looked[0], self._label_of[entry.path.split("/")[0]]
+        return Seen(shape, dtype, has_flip=len(names) == 2, label=label)
+
+    def read(self, entry: Entry) -> Features:
+        """Moments, and those of the flipped picture."""
+        with rejecting(entry.path), Npz(self.root / entry.path) as arrays:
+            found: list[np.ndarray] = [arrays.read(name) for name in MOMENTS if name in arrays.names]
+        return Features(found, checksum(*found))
+
+
+def _npz_below(folder: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(folder):
+        yield from (Path(parent) / name for name in names if name.endswith(".npz"))

@@ -1,0 +1,35 @@
+"""The kinds of features that can be imported, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+from ..datasets.errors import RecipeError
+from .import_classes import FastDit, Mar
+from .import_config import ImportRecipe, Kind
+from .import_edm2 import Edm2
+from .import_lightningdit import LightningDit
+from .import_mds import Mds
+from .import_pixart import PixArt
+from .import_source import Reader
+
+READERS: dict[str, Callable[[Path, ImportRecipe], Reader]] = {
+    "fast-dit": lambda root, _: FastDit(root),
+    "lightningdit": LightningDit,
+    "mar": lambda root, _: Mar(root),
+    "edm2": lambda root, _: Edm2(root),
+    "pixart": PixArt,
+    "mds": Mds,
+}
+
+
+def open_reader(kind: str, root: Path, recipe: ImportRecipe) -> Reader:
+    """The reader of a kind of features.
+
+    Raises: RecipeError: there is no such kind; SourceError: the source is not of it.
+    """
+    if kind not in READERS:
+        raise RecipeError(f"import '{kind}': no such kind of features. Needed one of {', '.join(get_args(Kind))}.")
+    return READERS[kind](root, recipe)

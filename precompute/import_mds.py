@@ -1,0 +1,266 @@
+"""Latents in MosaicML's MDS shards, as micro_diffusion and mosaicml/diffusion write them.
+
+The format is small and is read here: the ``streaming`` package brings the clients of every cloud with it. Of a shard:
+uint32 samples, uint32 offsets (samples + 1), then the samples; of a sample: a uint32 size for each column whose size
+varies, then the columns. Pickled columns are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..datasets.errors import RecordRejected, SourceError
+from .import_arrays import MAX_ARRAY_BYTES, checksum
+from .import_config import ImportRecipe
+from .import_source import CaptionSeen, Entry, Facts, Features, Seen, inner_path, need_folder, rejecting
+
+MDS = Facts(latent="sample", is_scaled=True, vae="unknown", downscale=8, scale=(), one_size=False)
+TEXT_ENCODER = "unknown"
+INDEX = "index.json"
+MAX_SHARD_BYTES = 1 << 32  # offsets are uint32
+OPEN_SHARDS = 4
+INTEGERS = {"int": "<i8", "int8": "<i1", "int16": "<i2", "int32": "<i4", "int64": "<i8"}
+INTEGERS |= {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8"}
+VALUES = {16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32", 64: "uint64", 65: "int64"}
+VALUES |= {8: "uint8", 9: "int8"}
+SIDES = ("<u1", "<u2", "<u4", "<u8")  # of a shape's numbers
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What ``index.json`` says of one shard."""
+
+    path: str
+    num_bytes: int
+    compressed: str
+    samples: int
+    columns: dict[str, tuple[str, int | None]]
+
+
+class Mds:
+    """A folder with ``index.json`` and its shards, one size of latents in a column.
+
+    Raises: SourceError: the index is none, or a column that is needed is not there or is pickled.
+    """
+
+    def __init__(self, root: Path, recipe: ImportRecipe) -> None:
+        need_folder(root, "mds")
+        self.root, self._layout = root, recipe.layout
+        self._shards = _index(root)
+        columns = list(self._shards[0].columns)
+        wanted = recipe.layout
+        self._latents = _column(root, columns, wanted.latents, "latents", "latents")
+        self._captions = _column(root, columns, wanted.captions, "captions", "caption_latents", optional=True)
+        self._text = _column(root, columns, wanted.text, "text", "caption") if self._captions else ""
+        self._label = _column(root, columns, wanted.label, "label", "label", optional=True)
+        self._mask = _column(root, columns, wanted.mask, "mask", "", optional=True)
+        self._by_path = {shard.path: shard for shard in self._shards}
+        self.facts = replace(MDS, text=TEXT_ENCODER if self._captions else "")
+        self.classes: Sequence[str] | None = None
+        self.has_labels = bool(self._label)
+        self._content = lru_cache(maxsize=OPEN_SHARDS)(self._read_shard)
+
+    def entries(self) -> Iterator[Entry]:
+        """Samples in the order of the index."""
+        for shard in self._shards:
+            stem = shard.path.removesuffix(".mds")
+            yield from (Entry(f"{stem}/{i}", shard.path, i, shard.num_bytes) for i in range(shard.samples))
+
+    def look(self, entry: Entry) -> Seen:
+        """What a sample is; its latents are looked at, because their shape may stand beside them."""
+        with rejecting(entry.key):
+            sample = self._sample(entry)
+            latents = self._array(sample, self._latents)
+            label = _integer(*sample[self._label]) if self._label else -1
+            captions: tuple[CaptionSeen, ...] = ()
+            if self._captions:
+                padded, tokens = self._tokens(sample)
+                text = bytes(sample[self._text][1]).decode()
+                if not np.isfinite(tokens).all() or not len(tokens) or not text.strip():
+                    raise RecordRejected("scan", "no_caption", f"{entry.key}: no text, no valid token, or NaN")
+                captions = (CaptionSeen(text, len(tokens), padded, tokens.shape[1], tokens.dtype.name),)
+        return Seen(latents.shape, latents.dtype.name, label=label, captions=captions)
+
+    def read(self, entry: Entry) -> Features:
+        """One sample's latents."""
+        with rejecting(entry.key):
+            array = self._array(self._sample(entry), self._latents)
+        return Features([array], checksum(array))
+
+    def read_caption(self, entry: Entry, number: int) -> np.ndarray:
+        """The tokens that the mask keeps, or all, (L, D)."""
+        assert number == 0, "a sample has one caption"
+        with rejecting(entry.key):
+            return self._tokens(self._sample(entry))[1]
+
+    def _sample(self, entry: Entry) -> dict[str, tuple[str, memoryview]]:
+        """Encoding and bytes of each column of a sample.
+
+        Raises: OSError, ValueError.
+        """
+        shard, content = self._by_path[entry.path], self._content(entry.path)
+        begin, end = np.frombuffer(content, "<u4", 2, 4 + 4 * entry.offset).tolist()
+        varying = sum(size is None for _, size in shard.columns.values())
+        if not 4 * (shard.samples + 2) <= begin <= begin + 4 * varying <= end <= len(content):
+            raise ValueError(f"sample from {begin} to {end} in a shard of {len(content)} bytes")
+        sizes = iter(np.frombuffer(content, "<u4", varying, begin).tolist())
+        at, found = begin + 4 * varying, {}
+        for name, (encoding, size) in shard.columns.items():
+            length = next(sizes) if size is None else size
+            if at + length > end:
+                raise ValueError(f"column '{name}' goes beyond its sample")
+            found[name] = encoding, content[at : at + length]
+            at += length
+        return found
+
+    def _read_shard(self, path: str) -> memoryview:
+        """The content of a shard: mapped, or unpacked up to the size that the index says.
+
+        Raises: OSError, ValueError.
+        """
+        shard, file = self._by_path[path], self.root / path
+        if file.is_file():
+            content = np.memmap(file, np.uint8, "r").data if file.stat().st_size else memoryview(b"")
+        elif shard.compressed:
+            with pa.input_stream(str(self.root / shard.compressed), compression="zstd") as stream:
+                content = memoryview(stream.read(shard.num_bytes + 1))
+        else:
+            raise FileNotFoundError(path)
+        if len(content) != shard.num_bytes or np.frombuffer(content, "<u4", 1)[0] != shard.samples:
+            raise ValueError(
+                f"{path}: {len(content)} bytes, '{INDEX}' says {shard.num_bytes} and {shard.samples} samples"
+            )
+        return content
+
+    def _array(self, sample: dict[str, tuple[str, memoryview]], column: str) -> np.ndarray:
+        """Latents, (C, H, W): squares, where a column of plain bytes does not say.
+
+        Raises: ValueError.
+        """
+        encoding, data = sample[column]
+        if encoding != "bytes":
+            array = _ndarray(encoding, data)
+            return array[0] if array.ndim == 4 and len(array) == 1 else array
+        flat, channels = np.frombuffer(data, self._layout.dtype), self._layout.channels
+        side = math.isqrt(len(flat) // channels)
+        if not side or len(flat) != channels * side * side:
+            raise ValueError(
+                f"{len(flat)} numbers are no square of {channels} channels (layout.channels, layout.dtype)"
+            )
+        return flat.reshape(channels, side, side)
+
+    def _tokens(self, sample: dict[str, tuple[str, memoryview]]) -> tuple[int, np.ndarray]:
+        """The length to which a caption is padded, and its valid tokens, (L, D).
+
+        Raises: ValueError.
+        """
+        encoding, data = sample[self._captions]
+        if encoding == "bytes":
+            width = self._layout.width
+            flat = np.frombuffer(data, self._layout.dtype)
+            if not width or len(flat) % width:
+                raise ValueError(f"{len(flat)} numbers of a caption; layout.width says how many a token has")
+            rows = flat.reshape(-1, width)
+        else:
+            array = _ndarray(encoding, data)
+            rows = array.reshape(-1, array.shape[-1])
+        if not self._mask:
+            return len(rows), rows
+        encoding, data = sample[self._mask]
+        mask = np.frombuffer(data, np.uint8) if encoding == "bytes" else _ndarray(encoding, data).reshape(-1)
+        if len(mask) != len(rows):
+            raise ValueError(f"a mask of {len(mask)} for {len(rows)} tokens")
+        return len(rows), rows[mask != 0]
+
+
+def _index(root: Path) -> list[Shard]:
+    """The shards of a folder.
+
+    Raises: SourceError.
+    """
+    try:
+        listed: Any = json.loads((root / INDEX).read_bytes())["shards"]
+        shards = [_shard(one) for one in listed]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise SourceError(f"source '{root}': '{INDEX}' cannot be read ({type(error).__name__}: {error}).") from error
+    except RecordRejected as reject:
+        raise SourceError(f"source '{root}': '{INDEX}': {reject.detail}.") from reject
+    if not shards or any(shard.columns != shards[0].columns for shard in shards):
+        raise SourceError(f"source '{root}': '{INDEX}' lists no shards, or such of other columns.")
+    return shards
+
+
+def _shard(said: Any) -> Shard:
+    if said["format"] != "mds" or said["version"] != 2:
+        raise ValueError(f"format {said['format']} version {said['version']}; needed mds, 2")
+    zipped, compression = said["zip_data"], said["compression"]
+    if compression and str(compression).split(":")[0] != "zstd":
+        raise ValueError(f"compression '{compression}'; needed zstd or none")
+    sizes = [None if size is None else int(size) for size in said["column_sizes"]]
+    columns = dict(zip(said["column_names"], zip(said["column_encodings"], sizes, strict=True), strict=True))
+    num_bytes, samples = int(said["raw_data"]["bytes"]), int(said["samples"])
+    if not 0 < samples < num_bytes < MAX_SHARD_BYTES or any(size is not None and size < 0 for size in sizes):
+        raise ValueError(f"{samples} samples in {num_bytes} bytes")
+    compressed = inner_path(zipped["basename"]) if zipped else ""
+    return Shard(inner_path(said["raw_data"]["basename"]), num_bytes, compressed, samples, columns)
+
+
+def _column(root: Path, columns: Sequence[str], given: str, key: str, usual: str, *, optional: bool = False) -> str:
+    """The column that is named, or the only one whose name begins as usual; "" where there is none and need not be.
+
+    Raises: SourceError.
+    """
+    if given:
+        found = [given] if given in columns else []
+    else:
+        found = [usual] if usual in columns else [name for name in columns if usual and name.startswith(usual)]
+    if len(found) == 1:
+        return found[0]
+    if optional and not given and not found:
+        return ""
+    raise SourceError(
+        f"source '{root}': layout.{key} '{given}': {len(found)} such columns among {', '.join(columns)}. Name one with "
+        f"--set layout.{key}=COLUMN."
+    )
+
+
+def _integer(encoding: str, data: memoryview) -> int:
+    if encoding not in INTEGERS or len(data) != np.dtype(INTEGERS[encoding]).itemsize:
+        raise ValueError(f"a label encoded as '{encoding}'; needed an integer")
+    return int(np.frombuffer(data, INTEGERS[encoding])[0])
+
+
+def _ndarray(encoding: str, data: memoryview) -> np.ndarray:
+    """An array of an "ndarray" column, whose dtype and shape stand in the encoding or before its values.
+
+    Raises: ValueError: it is of another encoding (a pickled one is refused), or does not fit its bytes.
+    """
+    kind, *said = encoding.split(":")
+    if kind != "ndarray" or len(said) > 2:
+        raise ValueError(f"column encoded as '{encoding}'; needed bytes or ndarray (pickled ones are refused)")
+    at = 0
+    if said:
+        dtype = said[0]
+    else:
+        dtype, at = VALUES.get(data[0] if len(data) else 0, ""), 1
+    if dtype not in VALUES.values():
+        raise ValueError(f"an array of dtype '{dtype}'")
+    if len(said) == 2:
+        shape = [int(side) for side in said[1].split(",")]
+    else:
+        ndim, sides = data[at] >> 2, SIDES[data[at] & 3]
+        shape = np.frombuffer(data, sides, ndim, at + 1).tolist()
+        at += 1 + ndim * np.dtype(sides).itemsize
+    claimed = math.prod(shape) * np.dtype(dtype).itemsize
+    if min(shape, default=0) < 1 or claimed != len(data) - at or claimed > MAX_ARRAY_BYTES:
+        raise ValueError(f"an array of shape {shape} of {dtype} in {len(data) - at} bytes")
+    return np.frombuffer(data, dtype, offset=at).reshape(shape)

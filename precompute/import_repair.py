@@ -1,0 +1,61 @@
+"""Damaged shards of an imported store, read again from the features that it was imported from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..datasets.commits import Task
+from ..datasets.errors import SourceError
+from ..datasets.frozen import FrozenPlan
+from ..datasets.layout import NULL_PART
+from ..datasets.recipe import parse_recipe
+from ..datasets.schema import StoreSpec
+from .import_config import ImportRecipe
+from .import_kinds import open_reader
+from .import_plan import listing_hash
+from .import_source import Reader
+from .import_store import ShardReader
+from .rejects import RejectLimit
+from .repair import UNLIMITED, Told
+from .shard_task import PackedShard
+
+
+@dataclass(frozen=True)
+class Importer:
+    """What shards are made from again: the features, as they lie now.
+
+    Args:
+      root: of the features.
+      listing: hash of what they list.
+    """
+
+    fingerprint: str
+    root: Path
+    reader: Reader
+    recipe: ImportRecipe
+    listing: str
+
+    def make(self, plan: FrozenPlan, tasks: Sequence[Task], told: Told) -> Iterator[PackedShard]:
+        """Read some shards of a plan again; the null caption is not among the features.
+
+        Raises: SourceError: the features are not those that the plan lists.
+        """
+        if plan.listing != self.listing and not plan.copies:
+            raise SourceError(f"source '{self.root}': not what the store was imported from. Check --source.")
+        limit = RejectLimit(self.recipe.source.limits().model_copy(update=UNLIMITED), plan.records.num_rows)
+        shards = ShardReader(plan, self.reader, None, limit, lambda _: None)
+        yield from shards.make([task for task in tasks if task[0] != NULL_PART])
+
+
+def load_importer(spec: StoreSpec, source: Path) -> Importer:
+    """What it takes to repair an imported store.
+
+    Raises: SourceError: the features cannot be read.
+    """
+    settings = dict(spec.recipe["import"])
+    kind = str(settings.pop("kind"))
+    recipe = parse_recipe("import", ImportRecipe, settings)
+    reader = open_reader(kind, source, recipe)
+    return Importer(spec.fingerprint, source, reader, recipe, listing_hash(list(reader.entries())))

@@ -1,0 +1,179 @@
+"""What the kinds of imported features have in common: what a reader of one gives, and how it refuses.
+
+A reader lists its records, looks at each (shape, label, captions: no values), and reads one by its place. It writes
+nothing, unpickles nothing and follows no path that leaves its folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ..datasets.errors import RecordRejected, SourceError
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a kind of features is, unless the user says otherwise.
+
+    Args:
+      latent: kind of the rows, as in ``LatentSpec.kind``.
+      is_scaled: shift and scale were applied before the features were stored.
+      vae: name of the VAE.
+      downscale: pixels of a latent's place.
+      shift, scale: of the VAE, one number or one a channel; no scale: the user has to say it.
+      zero_to_one: the VAE was given pixels from 0 to 1.
+      one_size: all records have one size, so another is an error.
+      text: name of the text encoder; "" where there are no captions.
+    """
+
+    latent: str
+    is_scaled: bool
+    vae: str
+    downscale: int
+    shift: tuple[float, ...] = (0.0,)
+    scale: tuple[float, ...] = ()
+    zero_to_one: bool = False
+    one_size: bool = True
+    text: str = ""
+
+
+class Entry(NamedTuple):
+    """Where one record lies: a file, relative to the source, and a place in it whose meaning is the reader's."""
+
+    key: str
+    path: str
+    offset: int = 0
+    num_bytes: int = 0
+
+
+class CaptionSeen(NamedTuple):
+    """One caption: its text, its valid tokens, and the (length, width, dtype) that its features are stored with."""
+
+    text: str
+    num_tokens: int
+    padded: int
+    width: int
+    dtype: str
+
+
+class Seen(NamedTuple):
+    """What a record is, by its headers.
+
+    Args:
+      shape: (stored channels, H, W).
+      dtype: "float16" or "float32", as it will be read.
+      has_flip: there is a second array, of the flipped picture.
+      label: -1 for none.
+      size: (height_px, width_px) of the source picture, (0, 0) where unknown.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    has_flip: bool = False
+    label: int = -1
+    captions: tuple[CaptionSeen, ...] = ()
+    size: tuple[int, int] = (0, 0)
+
+
+class Features(NamedTuple):
+    """What was read of a record: (C, H, W) arrays, then the flipped one if any, and the XXH3-64 of their bytes."""
+
+    arrays: Sequence[np.ndarray]
+    source_checksum: str
+
+
+class Reader(Protocol):
+    """One kind of features in one folder."""
+
+    @property
+    def facts(self) -> Facts:
+        """What the kind is, with what the source itself says (LightningDiT's statistics)."""
+        ...
+
+    @property
+    def classes(self) -> Sequence[str] | None:
+        """Names of the classes, where the source has names; else None."""
+        ...
+
+    @property
+    def has_labels(self) -> bool:
+        """Every record needs a label."""
+        ...
+
+    def entries(self) -> Iterable[Entry]:
+        """All records, in the order in which they are stored."""
+        ...
+
+    def look(self, entry: Entry) -> Seen:
+        """What a record is; raises RecordRejected."""
+        ...
+
+    def read(self, entry: Entry) -> Features:
+        """The values of a record; raises RecordRejected."""
+        ...
+
+    def read_caption(self, entry: Entry, number: int) -> np.ndarray:
+        """(L, D) valid tokens of the n-th caption of a record; raises RecordRejected."""
+        ...
+
+
+@dataclass
+class Labelled:
+    """Base of readers without captions.
+
+    Args:
+      root: the source.
+      facts: of the kind.
+    """
+
+    root: Path
+    facts: Facts
+    classes: Sequence[str] | None = field(default=None, init=False)
+    has_labels: bool = field(default=True, init=False)
+
+    def read_caption(self, entry: Entry, number: int) -> np.ndarray:
+        """There are none."""
+        raise AssertionError(f"{entry.key}: this kind has no captions")
+
+
+@contextmanager
+def rejecting(what: str) -> Iterator[None]:
+    """Turn a file that cannot be read as what it is into a reject of its record."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise RecordRejected("scan", "missing_file", f"{what}: there is no such file") from error
+    except (OSError, ValueError, EOFError, KeyError, NotImplementedError, MemoryError) as error:
+        raise RecordRejected("scan", "unreadable", f"{what}: {type(error).__name__}: {error}"[:500]) from error
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Sort key in which 2 comes before 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def inner_path(text: str) -> str:
+    """A path that a file of others names, in its plain form.
+
+    Raises: RecordRejected: it leaves its folder.
+    """
+    path = PurePosixPath(text)
+    if not text or "\x00" in text or path.is_absolute() or ".." in path.parts or path.as_posix() == ".":
+        raise RecordRejected("scan", "bad_metadata", f"path {text[:200]!r} does not stay below its folder")
+    return path.as_posix()
+
+
+def need_folder(root: Path, kind: str) -> None:
+    """Refuse a source that is no folder.
+
+    Raises: SourceError.
+    """
+    if not root.is_dir():
+        raise SourceError(f"source '{root}': no such folder. An import of '{kind}' needs one; check --source.")

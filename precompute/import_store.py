@@ -1,0 +1,296 @@
+"""An import as a story: list the features, plan them by their headers, copy what is missing, seal.
+
+Nothing is encoded, so no encoder is loaded: rows are the numbers of the source. Running the same command again goes on
+where the last one stopped; a shard with a valid commit record is never made twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..datasets.cached import cached_property
+from ..datasets.commits import Task
+from ..datasets.errors import FingerprintMismatch, RecordRejected, SourceError
+from ..datasets.frozen import FrozenPlan, freeze_plan
+from ..datasets.layout import CAPTION_PART, NULL_PART
+from ..datasets.schema import Manifest, Reject, StoreSpec
+from ..datasets.writer import StoreWriter, row_checksum
+from .import_arrays import checksum
+from .import_config import ImportRecipe
+from .import_kinds import open_reader
+from .import_null import read_null
+from .import_plan import (
+    caption_origins,
+    count_rejects,
+    describe_import,
+    differing_settings,
+    listing_hash,
+    look_at,
+    plan_import,
+    refuse_others,
+)
+from .import_source import Entry, Features, Reader
+from .leases import Leases
+from .opening import check_disk, newest_plan
+from .plan import num_threads
+from .rejects import RejectLimit
+from .shard_task import PackedShard
+from .stages import Background, BucketSource, Progress, StageClock, is_picture_task
+
+
+@dataclass
+class ImportReport:
+    """What an import did.
+
+    Args:
+      manifest: of the store.
+      spec: what the store says of itself.
+      num_imported: records copied by this call; 0 where the store was complete already.
+      total_seconds: of the whole call.
+    """
+
+    manifest: Manifest
+    spec: StoreSpec
+    num_imported: int
+    total_seconds: float
+
+
+def import_features(
+    kind: str,
+    recipe: ImportRecipe,
+    *,
+    source_path: Path,
+    store_path: Path,
+    progress: Progress,
+    null: str | None = None,
+) -> ImportReport:
+    """Make a store of features that another program has encoded, number for number.
+
+    Args:
+      kind: of the features.
+      null: file of the null caption, or "zeros"; needed where there are captions.
+    Raises: LeanditError: of the class that says what to mend; the store then resumes with the same command.
+    """
+    start = time.perf_counter()
+
+    # Scan: list the records of the source.
+    reader = open_reader(kind, source_path, recipe)
+    entries = list(reader.entries())
+    listing = listing_hash(entries)
+
+    # Plan: look at every record and freeze the plan, or take up the one that is there.
+    plan = newest_plan(store_path)
+    if plan is None:
+        plan = freeze_plan(store_path, _plan(kind, reader, recipe, entries, listing, null, progress))
+    check_resumes(store_path, plan, kind, recipe, listing)
+
+    # Copy what is missing, and seal it.
+    manifest, num_imported = finish(store_path, plan, reader, recipe, null, progress)
+    return ImportReport(manifest, plan.spec, num_imported, time.perf_counter() - start)
+
+
+def _plan(
+    kind: str,
+    reader: Reader,
+    recipe: ImportRecipe,
+    entries: Sequence[Entry],
+    listing: str,
+    null: str | None,
+    progress: Progress,
+) -> FrozenPlan:
+    """Look at every record, and plan those that can be stored.
+
+    Raises: SourceError: too many cannot.
+    """
+    found = look_at(reader, entries, lambda done: progress("scan", done, len(entries)))
+    common, found = refuse_others(found, reader, recipe)
+    count_rejects(entries, found, recipe)
+    digest = checksum(read_null(null, common.caption[:2])) if common.caption else ""
+    return plan_import(describe_import(kind, reader, recipe, common, found, digest), entries, found, listing)
+
+
+def check_resumes(root: Path, plan: FrozenPlan, kind: str, recipe: ImportRecipe, listing: str) -> None:
+    """Refuse a store that something else made, or a source that has changed since it was planned.
+
+    Raises: FingerprintMismatch, SourceError.
+    """
+    if not plan.spec.is_imported:
+        raise FingerprintMismatch(f"store '{root}': encoded, not imported. Nothing was changed. Give another --store.")
+    if differing := differing_settings(plan.spec, kind, recipe):
+        raise FingerprintMismatch(
+            f"store '{root}': imported with other settings: {'; '.join(differing[:6])}. Nothing was changed. Use those "
+            "settings, or give another --store."
+        )
+    if plan.listing != listing:
+        raise SourceError(
+            f"store '{root}': its source lists other files, or sizes, than when the store was planned. Nothing was "
+            "changed. Restore the source, or import it into another --store."
+        )
+
+
+def finish(
+    root: Path, plan: FrozenPlan, reader: Reader, recipe: ImportRecipe, null: str | None, progress: Progress
+) -> tuple[Manifest, int]:
+    """Copy what is missing of a plan, and seal it.
+
+    Returns: the manifest, and how many records were copied.
+    """
+    writer = StoreWriter(root, plan)
+    missing = writer.missing_tasks()
+    check_disk(writer, missing)
+    total = sum(len(plan.layout.rows_of(*task)) for task in missing if is_picture_task(task))
+    done, clock = 0, StageClock()
+
+    def count(records: int) -> None:
+        nonlocal done
+        done += records
+        progress("records", done, total)
+
+    shards = ShardReader(plan, reader, null, RejectLimit(recipe.source.limits(), plan.records.num_rows), count)
+    with Leases(writer) as leases:
+        while missing:
+            with Background(writer, leases, clock) as background:
+                for shard in shards.make(leases.take(missing)):
+                    background.commit(shard)
+            if missing := writer.missing_tasks():
+                leases.wait()  # for other processes
+    if not writer.num_stored:
+        raise SourceError(
+            f"source: not one of {plan.records.num_rows} records could be read, so the store is not sealed. The "
+            f"reasons are in '{root / 'commits'}'."
+        )
+    return writer.seal(), done
+
+
+class ShardReader:
+    """Makes shards of a plan from the features that it was planned from.
+
+    Args:
+      null: file of the null caption, or "zeros".
+      limit: of rejects.
+      count: called with the number of records of each shard that was read.
+    """
+
+    def __init__(
+        self, plan: FrozenPlan, reader: Reader, null: str | None, limit: RejectLimit, count: Callable[[int], None]
+    ) -> None:
+        self._plan, self._reader, self._null = plan, reader, null
+        self._limit, self._count = limit, count
+        self._buckets: dict[str, BucketSource] = {}
+
+    @cached_property
+    def _origins(self) -> np.ndarray:
+        """Where each caption's features lie."""
+        return caption_origins(self._plan)
+
+    def make(self, tasks: Iterator[Task] | Sequence[Task]) -> Iterator[PackedShard]:
+        """Read shards, in the order given."""
+        with ThreadPoolExecutor(num_threads(), thread_name_prefix="leandit-read") as pool:
+            for part, shard in tasks:
+                if part == NULL_PART:
+                    yield self._null_caption()
+                elif part == CAPTION_PART:
+                    yield self._captions(shard, pool)
+                else:
+                    yield self._latents(part, shard, pool)
+
+    def _null_caption(self) -> PackedShard:
+        """The null caption, if it is the one that was planned.
+
+        Raises: SourceError.
+        """
+        (array,) = self._plan.layout.part_arrays(NULL_PART)
+        given, encoder = read_null(self._null, array.shape), self._plan.spec.text_encoder
+        if encoder is None or checksum(given) != encoder.config.get("null_caption"):
+            raise SourceError(f"--null '{self._null}': not the null caption that the store was planned with.")
+        rows = given.astype(array.dtype)
+        return PackedShard(NULL_PART, 0, {array.path: rows}, [row_checksum(rows)])
+
+    def _captions(self, shard: int, pool: ThreadPoolExecutor) -> PackedShard:
+        """Valid tokens of all captions of a shard.
+
+        Raises: SourceError: one cannot be read any more.
+        """
+        plan, layout = self._plan, self._plan.layout
+        (array,) = layout.part_arrays(CAPTION_PART)
+        first, captions = layout.rows_of(CAPTION_PART, shard).start, layout.captions_of(shard)
+        rows = np.full((len(layout.rows_of(CAPTION_PART, shard)), *array.shape[1:]), np.nan, array.dtype)
+        table = plan.records.take(self._origins[captions.start : captions.stop, 0])
+        entries = map(Entry, *(table[name].to_pylist() for name in PLACE))
+        numbers, checksums = self._origins[captions.start : captions.stop, 1].tolist(), []
+        for caption, found in zip(captions, pool.map(self._caption, entries, numbers), strict=True):
+            start, length = int(layout.offsets[caption]) - first, int(layout.num_tokens[caption])
+            if found.shape != (length, array.shape[1]):
+                text = plan.captions["text"][caption].as_py()
+                raise SourceError(
+                    f"caption {text[:80]!r}: its features are {found.shape} now, {(length, array.shape[1])} when the "
+                    "store was planned. Restore the source; the same command then goes on."
+                )
+            rows[start : start + length] = found
+            checksums.append(row_checksum(rows[start : start + length]))
+        return PackedShard(CAPTION_PART, shard, {array.path: rows}, checksums)
+
+    def _caption(self, entry: Entry, number: int) -> np.ndarray:
+        try:
+            return self._reader.read_caption(entry, number)
+        except RecordRejected as reject:
+            raise SourceError(
+                f"record '{entry.key}': its caption cannot be read ({reject.detail}), and other records may need it. "
+                "Restore it, and run the same command again. Or import into another --store with --set "
+                "text.check=content, where such records are rejected."
+            ) from reject
+
+    def _latents(self, part: str, shard: int, pool: ThreadPoolExecutor) -> PackedShard:
+        """Latents of all records of a shard, and the flipped ones if any."""
+        layouts = self._plan.layout.part_arrays(part)
+        rows = layouts[0].rows_of(shard)
+        source = self._buckets.setdefault(part, BucketSource(self._plan, part.removeprefix("buckets/")))
+        arrays = {one.path: np.full((len(rows), *one.shape[1:]), np.nan, one.dtype) for one in layouts}
+        packed = PackedShard(part, shard, arrays, [])
+        entries = [Entry(source.keys[r], source.paths[r], source.offsets[r], source.num_bytes[r]) for r in rows]
+        for i, (row, found) in enumerate(zip(rows, pool.map(self._read, entries), strict=True)):
+            reject = found if isinstance(found, RecordRejected) else _copy(found, i, list(arrays.values()))
+            self._limit.count(source.keys[row], reject)
+            if reject:
+                packed.rejects.append(Reject(row=row, key=source.keys[row], **_ledger(reject)))
+            packed.checksums.append("" if reject else row_checksum(*(array[i] for array in arrays.values())))
+            checked = "" if reject or isinstance(found, RecordRejected) else found.source_checksum
+            packed.source_checksums.append(checked)
+        self._count(len(rows))
+        return packed
+
+    def _read(self, entry: Entry) -> Features | RecordRejected:
+        try:
+            return self._reader.read(entry)
+        except RecordRejected as reject:
+            return reject
+
+
+PLACE = ("key", "source_path", "source_offset", "source_bytes")
+
+
+def _copy(found: Features, i: int, arrays: Sequence[np.ndarray]) -> RecordRejected | None:
+    """Copy the arrays of a record into row i of each array, or say why not; then the row stays NaN."""
+    if len(found.arrays) < len(arrays):
+        return RecordRejected("decode", "wrong_shape", "there is no flipped copy")
+    for one, array in zip(found.arrays, arrays, strict=False):
+        if one.shape != array.shape[1:]:
+            return RecordRejected("decode", "wrong_shape", f"shape {one.shape}, planned {array.shape[1:]}")
+        with np.errstate(over="ignore"):  # what float16 cannot hold becomes infinity, and is rejected as such
+            narrowed = one.astype(array.dtype)
+        if not np.isfinite(narrowed).all():
+            for other in arrays:
+                other[i] = np.nan
+            return RecordRejected("decode", "nonfinite", "NaN or infinity in the features, or beyond store.dtype")
+        array[i] = narrowed
+    return None
+
+
+def _ledger(reject: RecordRejected) -> dict[str, str]:
+    return {"stage": "decode", "reason": reject.reason, "detail": reject.detail}
