@@ -22,6 +22,7 @@ from ..datasets.errors import RecordRejected, SourceError
 from ..datasets.frozen import FrozenPlan
 from ..datasets.recipe import flatten
 from ..datasets.schema import (
+    CAPTION_RESULTS,
     CAPTIONS_SCHEMA,
     FORMAT_VERSION,
     IMPORTED,
@@ -213,7 +214,7 @@ def _plan_captions(captions: Iterable[Sequence[CaptionSeen]]) -> tuple[pa.Table,
         "revision": [1] * len(order),
         "num_tokens": [lengths[text] for text in order],
         "truncated": [False] * len(order),
-        "checksum": [None] * len(order),
+        **dict.fromkeys(CAPTION_RESULTS, [None] * len(order)),
     }
     ids = {text: i for i, text in enumerate(order)}
     return pa.table(table, schema=CAPTIONS_SCHEMA), [[ids[text] for text in each] for each in texts]

@@ -129,12 +129,14 @@ class InProcessDecoders:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def size(self, path: Path, offset: int, num_bytes: int) -> tuple[int, int]:
+    def size(self, path: Path, offset: int, num_bytes: int, data: bytes | None = None) -> tuple[int, int]:
         """As ``Decoders.size``."""
+        assert data is None
         return answer({"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes})[0]["size"]
 
-    def picture(self, path: Path, offset: int, num_bytes: int, **how: Any) -> Decoded:
+    def picture(self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, **how: Any) -> Decoded:
         """As ``Decoders.picture``."""
+        assert data is None
         job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes}
         head, pixels = answer({**job, **how})
         assert pixels is not None

@@ -305,7 +305,7 @@ def test_an_epoch_without_a_batch_does_not_go_round_for_ever() -> None:
 def test_meters_read_this_machine() -> None:
     before = tree_cpu_seconds()
     memory = tree_anonymous_mb()
-    block = np.ones(20_000_000, np.uint8)
+    block = np.ones(80_000_000, np.uint8)  # too large to come from what was freed before
     assert tree_cpu_seconds() > before
     if memory is not None:
         assert tree_anonymous_mb() > memory + block.nbytes / 2e6  # type: ignore[operator]
