@@ -73,6 +73,10 @@ def compact(root: Path, *, progress: Callable[[str, int, int], None]) -> Compact
         removed = _remove_before(root, store.revision)
         return Compaction(store.manifest, removed, before - _size(root))
     plan = plan or freeze_plan(root, plan_compaction(store))
+    if not plan.copies:  # a precompute has planned it meanwhile
+        raise StoreError(
+            f"store '{root}': revision {plan.revision} is being precomputed. Let that come to its end, then run this."
+        )
     manifest = _copy(StoreWriter(root, plan), store, progress)
     removed = _remove_before(root, plan.revision)
     return Compaction(manifest, removed, before - _size(root))

@@ -137,6 +137,12 @@ class ArrayStack:
                 f"store '{self.root}': array '{layout.path}' has rows of {layout.dtype} {layout.shape[1:]}, which are "
                 f"not those of the store's encoders. {REPAIR}"
             )
+        longest = self.spec.text.max_tokens if self.spec.text else 0
+        if path in (NULL_EMBEDDING, NULL_SCALES) and layout.shape[0] != longest:
+            raise DamageError(
+                f"store '{self.root}': array '{layout.path}' has {layout.shape[0]} rows, a null caption has {longest}. "
+                f"{REPAIR}"
+            )
         if self._shard_counts[layout.path] != layout.num_shards:
             raise DamageError(
                 f"store '{self.root}': array '{layout.path}' claims {layout.num_shards} shards, the manifest lists "

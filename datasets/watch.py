@@ -22,7 +22,7 @@ from functools import cache
 
 from .forks import in_forks
 
-IN_MODIFY, IN_IGNORED = 0x2, 0x8000
+IN_MODIFY, IN_OVERFLOW, IN_IGNORED = 0x2, 0x4000, 0x8000
 _EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that follows
 POLL_SECONDS = 0.5
 READ_BYTES = 1 << 16
@@ -68,8 +68,8 @@ class _Queue:
             os.close(self._file)
         self._poll, self._file, self._is_told = None, -1, False
         self._lock = threading.RLock()  # a finalizer may run while it is held
-        self._paths: dict[int, str] = {}  # by inotify's number
-        self._watches: dict[int, weakref.WeakSet[ChangeWatch]] = {}
+        # Of each file, by inotify's number: who watches it, and under which of its names.
+        self._watches: dict[int, weakref.WeakKeyDictionary[ChangeWatch, str]] = {}
 
     def add(self, path: str, watch: ChangeWatch) -> bool:
         """Watch a file; False where the system does not."""
@@ -87,9 +87,8 @@ class _Queue:
             number = library.inotify_add_watch(self._file, os.fsencode(path), IN_MODIFY)
             if number < 0:
                 return self._refuse("max_user_watches")
-            self._paths[number] = path
-            watches = self._watches.setdefault(number, weakref.WeakSet())
-            watches.add(watch)
+            watches = self._watches.setdefault(number, weakref.WeakKeyDictionary())
+            watches[watch] = path
             weakref.finalize(watch, self._forget, number, watches).atexit = False
             return True
 
@@ -108,18 +107,23 @@ class _Queue:
             number, mask, _, length = _EVENT.unpack_from(events, position)
             position += _EVENT.size + length
             if mask & IN_MODIFY:
-                for watch in list(self._watches.get(number, ())):
-                    watch.changed.add(self._paths[number])
+                self._tell(number)
+            if mask & IN_OVERFLOW:  # more has happened than the system remembers, perhaps to any of them
+                for one in list(self._watches):
+                    self._tell(one)
             if mask & IN_IGNORED:  # the file is gone, and the system may use its number again
-                self._paths.pop(number, None)
                 self._watches.pop(number, None)
 
-    def _forget(self, number: int, watches: weakref.WeakSet[ChangeWatch]) -> None:
+    def _tell(self, number: int) -> None:
+        for watch, path in list(self._watches.get(number, {}).items()):
+            watch.changed.add(path)
+
+    def _forget(self, number: int, watches: weakref.WeakKeyDictionary[ChangeWatch, str]) -> None:
         """Watch a file no more when nobody reads it any more."""
         with self._lock:
             if self._watches.get(number) is watches and not list(watches):
                 _libc().inotify_rm_watch(self._file, number)
-                del self._watches[number], self._paths[number]
+                del self._watches[number]
 
     def _refuse(self, limit: str) -> bool:
         if not self._is_told:

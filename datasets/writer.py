@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from .commits import Task, read_commit, read_commits, seal_files
-from .errors import StoreError
+from .commits import Task, file_entry, read_commit, read_commits, read_manifest, seal_files
+from .errors import LeanditError, StoreError
 from .files import write_atomic
 from .frozen import FrozenPlan
-from .hashing import canonical_json, xxh3_parts
-from .layout import CAPTION_PART, MANIFEST, NULL_PART, commit_path, revision_prefix
+from .hashing import canonical_json, xxh3_file, xxh3_parts
+from .layout import CAPTION_PART, CAPTIONS, MANIFEST, NULL_PART, RECORDS, commit_path, revision_prefix
 from .schema import FORMAT_VERSION, CommitRecord, Fallback, FileEntry, Manifest, Reject
 from .shards import pack_shard
 
@@ -136,11 +136,32 @@ class StoreWriter:
                 f"store '{self.root}': {len(missing)} of {len(self.plan.layout.tasks())} shards are not committed, "
                 f"the first is {missing[0][1]} of '{missing[0][0]}'. Run the same precompute command again."
             )
+        if manifest := self._whole_manifest():  # made anew it could differ: Parquet names the library that wrote it
+            return manifest
         files, manifest = seal_files(self.plan, self._commits)
         for path, content in files.items():
             self._ensure(path, content)
         self._ensure(revision_prefix(self.plan.revision) + MANIFEST, canonical_json(manifest.model_dump()))
         return manifest
+
+    def _whole_manifest(self) -> Manifest | None:
+        """The manifest that is there, if all that the seal wrote and the commit records say is as it says."""
+        try:
+            manifest = read_manifest(self.root, self.plan.revision)
+        except (LeanditError, OSError):
+            return None
+        entries, prefix = {entry.path: entry for entry in manifest.files}, revision_prefix(self.plan.revision)
+        known = [entry for commit in self._commits.values() for entry in commit.files]
+        for task, commit in self._commits.items():
+            known.append(file_entry(commit_path(self.plan.revision, *task), canonical_json(commit.model_dump())))
+        known += [file_entry(path, content) for path, content in self.plan.layout.static_files().items()]
+        for path in (prefix + RECORDS, prefix + CAPTIONS):
+            file = self.root / path
+            if not file.is_file():
+                return None
+            known.append(FileEntry(path=path, bytes=file.stat().st_size, xxh3_128=xxh3_file(file)))
+        is_whole = all(entries.get(entry.path) == entry for entry in known)
+        return manifest if is_whole and manifest.plan == self.plan.hash else None
 
     def _ensure(self, path: str, content: bytes) -> None:
         """Write a file unless it is there with these bytes."""

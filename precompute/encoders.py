@@ -151,9 +151,10 @@ class ImageEncoder:
 
     def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
         """Encode in float32, whatever the recipe's arithmetic, a picture at a time; as ``encode``."""
-        dtype, self._dtype = self._dtype, torch.float32
-        torch.nn.Module.to(self._model, torch.float32)  # diffusers' own method warns of what is meant here
+        dtype = self._dtype
         try:
+            self._dtype = torch.float32
+            torch.nn.Module.to(self._model, torch.float32)  # diffusers' own method warns of what is meant here
             return np.concatenate([self._forward(pixels[i : i + 1]) for i in range(len(pixels))])
         finally:
             self._dtype = dtype

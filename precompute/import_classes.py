@@ -10,7 +10,7 @@ import numpy as np
 
 from ..datasets.errors import RecordRejected, SourceError
 from .import_arrays import Npz, checksum, look_npy, parse_npy, read_file
-from .import_source import Entry, Facts, Features, Labelled, Seen, natural_order, need_folder, rejecting
+from .import_source import Entry, Facts, Features, Labelled, Seen, files_below, natural_order, need_folder, rejecting
 
 FAST_DIT = Facts(latent="sample", is_scaled=True, vae="stabilityai/sd-vae-ft-ema", downscale=8, scale=(0.18215,))
 MAR = Facts(latent="mean_logvar", is_scaled=False, vae="mar/kl16", downscale=16, scale=(0.2325,))
@@ -89,7 +89,8 @@ class Mar(Labelled):
     def __init__(self, root: Path) -> None:
         super().__init__(root, MAR)
         need_folder(root, "mar")
-        self.classes: Sequence[str] = sorted(path.name for path in root.iterdir() if path.is_dir())
+        folders = (path.name for path in root.iterdir() if path.is_dir())
+        self.classes: Sequence[str] = sorted(name for name in folders if not name.startswith("."))
         if not self.classes:
             raise SourceError(f"source '{root}': no class folders in it; needed CLASS/NAME.npz.")
         self._label_of = {name: label for label, name in enumerate(self.classes)}
@@ -97,7 +98,7 @@ class Mar(Labelled):
     def entries(self) -> Iterator[Entry]:
         """Files in the order of their paths, class by class."""
         for name in self.classes:
-            for path in sorted(_npz_below(self.root / name)):
+            for path in sorted(files_below(self.root / name, ".npz")):
                 relative = path.relative_to(self.root).as_posix()
                 yield Entry(relative.removesuffix(".npz"), relative, 0, path.stat().st_size)
 
@@ -118,8 +119,3 @@ class Mar(Labelled):
         with rejecting(entry.path), Npz(self.root / entry.path) as arrays:
             found: list[np.ndarray] = [arrays.read(name) for name in MOMENTS if name in arrays.names]
         return Features(found, checksum(*found))
-
-
-def _npz_below(folder: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(folder):
-        yield from (Path(parent) / name for name in names if name.endswith(".npz"))

@@ -45,7 +45,7 @@ class ImportVae(Section):
     """The model's input is (z - shift) * scale: one number, or one a channel; empty: as the kind has it."""
     scale: list[float] = Field(default=[])
     """As shift. Of features that were scaled before they were stored: what they were scaled with."""
-    multiplier: float = 1.0
+    multiplier: Annotated[float, Field(gt=0)] = 1.0
     """A further factor of the scale, as LightningDiT's latent_multiplier."""
     pixels: Literal["auto", "-1..1", "0..1"] = "auto"
     """Range of the pixels that the VAE was given; "auto": as the kind has it."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..datasets.errors import RecordRejected, SourceError
 from .import_arrays import MAX_ARRAY_BYTES, MAX_HEADER, checksum, npy_header, parse_npy
-from .import_source import Entry, Facts, Features, Labelled, Seen, inner_path, rejecting
+from .import_source import Entry, Facts, Features, Labelled, Seen, files_below, inner_path, rejecting
 
 RAW_MEAN = (5.81, 3.25, 0.12, -2.15)  # of latents of pictures from 0 to 1, as EDM2's StabilityVAEEncoder has them
 RAW_STD = (4.17, 4.62, 3.71, 3.28)
@@ -74,7 +74,7 @@ class Edm2(Labelled):
     def entries(self) -> Iterator[Entry]:
         """Members in the order of their names."""
         if self._zip is None:
-            for path in sorted(_npy_below(self.root)):
+            for path in sorted(files_below(self.root, ".npy")):
                 name = path.relative_to(self.root).as_posix()
                 yield Entry(name.removesuffix(".npy"), name, 0, path.stat().st_size)
             return
@@ -142,8 +142,3 @@ def _labels(description: Any) -> dict[str, int]:
 
 def _by_name(info: zipfile.ZipInfo) -> str:
     return info.filename
-
-
-def _npy_below(folder: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(folder):
-        yield from (Path(parent) / name for name in names if name.endswith(".npy"))

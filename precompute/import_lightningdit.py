@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -17,6 +16,7 @@ from ..datasets.errors import RecordRejected, SourceError
 from .import_arrays import checksum
 from .import_config import ImportRecipe
 from .import_source import Entry, Facts, Features, Labelled, Seen, natural_order, need_folder, rejecting
+from .import_torch import read_tensors
 
 LIGHTNING_DIT = Facts(
     latent="sample", is_scaled=False, vae="hustvl/vavae-imagenet256-f16d32-dinov2", downscale=16, scale=()
@@ -45,14 +45,18 @@ class LightningDit(Labelled):
         self._shard = lru_cache(maxsize=OPEN_SHARDS)(lambda name: Shard(root / name))
 
     def entries(self) -> Iterator[Entry]:
-        """Rows of the shards in their order; a shard that cannot be opened is one record, which is rejected."""
+        """Rows of the shards in their order.
+
+        Raises: SourceError: one cannot be opened, so nobody knows how many rows it had.
+        """
         for name in self._names:
             stem, size = name.removesuffix(".safetensors"), (self.root / name).stat().st_size
             try:
                 rows = len(self._open(name))
-            except RecordRejected:
-                yield Entry(stem, name, -1, size)
-                continue
+            except RecordRejected as reject:
+                raise SourceError(
+                    f"source '{self.root}': shard '{name}' cannot be opened ({reject.detail}). Restore or remove it."
+                ) from reject
             yield from (Entry(f"{stem}/{row}", name, row, size) for row in range(rows))
 
     def _open(self, name: str) -> Shard:
@@ -121,23 +125,12 @@ def read_statistics(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
     Raises: SourceError: there are none.
     """
     try:
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
+        loaded = read_tensors(path)
         mean, std = (loaded[name].double().flatten() for name in ("mean", "std"))
         if len(mean) != len(std) or not (torch.isfinite(mean).all() and torch.isfinite(std).all() and (std > 0).all()):
             raise ValueError(f"mean of {len(mean)} and std of {len(std)} numbers, or not finite and positive")
-    except (
-        OSError,
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ValueError,
-    ) as e:
+    except (OSError, RuntimeError, KeyError, TypeError, AttributeError, ValueError) as e:
         why = "there is none" if isinstance(e, FileNotFoundError) else f"{type(e).__name__}: {e}".splitlines()[0][:200]
-        if isinstance(e, pickle.UnpicklingError):  # whose message tells how to read it all the same
-            why = "it holds something else than tensors, which is refused"
         raise SourceError(
             f"source '{path.parent}': '{path.name}' cannot be read ({why}). The latents are normalised with its mean "
             "and std. Put it there, or say what to normalise with: --set vae.shift=[...] --set vae.scale=[...]."

@@ -55,10 +55,9 @@ def _from_checkpoint(path: Path) -> np.ndarray:
 
     Raises: OSError, ValueError.
     """
-    import pickle
-
-    import torch
     from safetensors import SafetensorError, safe_open
+
+    from .import_torch import read_tensors
 
     if path.suffix == ".safetensors":
         try:
@@ -67,12 +66,7 @@ def _from_checkpoint(path: Path) -> np.ndarray:
         except SafetensorError as error:
             raise ValueError(str(error)) from error
     else:
-        try:
-            tensors = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:  # whose message tells how to read it all the same
-            raise ValueError("it holds something else than tensors, which is refused") from error
-        except (RuntimeError, EOFError) as error:
-            raise ValueError(f"no checkpoint: {str(error).splitlines()[0]}"[:200]) from error
+        tensors = read_tensors(path)
         while isinstance(tensors, dict) and isinstance(tensors.get("state_dict"), dict):
             tensors = tensors["state_dict"]
     found = [tensor for name, tensor in dict(tensors).items() if str(name).endswith(TENSOR)]

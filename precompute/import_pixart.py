@@ -59,12 +59,15 @@ class PixArt:
 
     def entries(self) -> Iterator[Entry]:
         """Pictures in the order of ``data_info.json``; of two that have one file, the second is rejected."""
-        used = set()
+        used, prompts = set(), dict[str, str]()
         for key, item in self._items.items():
             path = "" if item.problem else self._find(self._latents, key, ".npy")
             if path and path in used:
                 self._items[key] = item._replace(problem=f"'{path}' is the file of another picture, too")
             used.add(path)
+            text = "" if item.problem else self._find(self._captions, key, ".npz")
+            if text and prompts.setdefault(text, item.prompt) != item.prompt:
+                self._items[key] = item._replace(problem=f"'{text}' is the caption of another picture, too")
             yield Entry(key, path, 0, (self.root / path).stat().st_size if path else 0)
 
     def _find(self, folder: str, key: str, suffix: str) -> str:

@@ -6,6 +6,7 @@ nothing, unpickles nothing and follows no path that leaves its folder.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -177,3 +178,17 @@ def need_folder(root: Path, kind: str) -> None:
     """
     if not root.is_dir():
         raise SourceError(f"source '{root}': no such folder. An import of '{kind}' needs one; check --source.")
+
+
+def files_below(folder: Path, suffix: str) -> Iterator[Path]:
+    """Files of a suffix in a folder and those below it; hidden ones are passed over.
+
+    Raises: SourceError: a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise SourceError(f"source: '{error.filename}' cannot be read ({error.strerror}). Check its permissions.")
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent) / name for name in names if name.endswith(suffix) and not name.startswith("."))

@@ -152,7 +152,9 @@ def finish(
         done += records
         progress("records", done, total)
 
-    shards = ShardReader(plan, reader, null, RejectLimit(recipe.source.limits(), plan.records.num_rows), count)
+    shards = ShardReader(
+        plan, reader, null, RejectLimit(recipe.source.limits(), plan.records.num_rows, writer.num_rejected), count
+    )
     with Leases(writer) as leases:
         while missing:
             with Background(writer, leases, clock) as background:
@@ -209,7 +211,10 @@ class ShardReader:
         given, encoder = read_null(self._null, array.shape), self._plan.spec.text_encoder
         if encoder is None or checksum(given) != encoder.config.get("null_caption"):
             raise SourceError(f"--null '{self._null}': not the null caption that the store was planned with.")
-        rows = given.astype(array.dtype)
+        with np.errstate(over="ignore"):
+            rows = given.astype(array.dtype)
+        if not np.isfinite(rows).all():
+            raise SourceError(f"--null '{self._null}': not finite as {array.dtype}. Use --set store.dtype=source.")
         return PackedShard(NULL_PART, 0, {array.path: rows}, [row_checksum(rows)])
 
     def _captions(self, shard: int, pool: ThreadPoolExecutor) -> PackedShard:
@@ -232,7 +237,14 @@ class ShardReader:
                     f"caption {text[:80]!r}: its features are {found.shape} now, {(length, array.shape[1])} when the "
                     "store was planned. Restore the source; the same command then goes on."
                 )
-            rows[start : start + length] = found
+            with np.errstate(over="ignore"):
+                rows[start : start + length] = found
+            if not np.isfinite(rows[start : start + length]).all():
+                raise SourceError(
+                    f"caption {plan.captions['text'][caption].as_py()[:80]!r}: its features are not finite as "
+                    f"{array.dtype}. Import into another --store with --set store.dtype=source, or with "
+                    "text.check=content, which rejects what is broken."
+                )
             checksums.append(row_checksum(rows[start : start + length]))
         return PackedShard(CAPTION_PART, shard, {array.path: rows}, checksums)
 

@@ -1,14 +1,14 @@
 """Leases on shard tasks, so that coordinators on one store share the work instead of doing it twice.
 
-They only save work: a shard is written whole, and everybody who makes it makes the same bytes. A lease is a file in the
-store's folder whose owner touches it every few seconds, so it needs no locks of the file system, which often end at one
-machine. That of a process that died on this machine is free at once, one from elsewhere when it was not touched lately.
+They only save work: a shard is written whole, and whoever makes it on the same kind of device makes the same bytes. A
+lease is a file in the store's folder whose owner touches it every few seconds, so it needs no locks of the file system,
+which often end at one machine. That of a process that died on this machine is free at once, one from elsewhere when it
+was not touched lately.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,7 +83,8 @@ class Leases:
         for task in list(self._held):
             self.release(task)
         if not self._writer.missing_tasks():  # nobody needs one any more
-            shutil.rmtree(self._folder, ignore_errors=True)
+            for path in self._folder.glob(f"{self._writer.plan.revision}-*"):
+                path.unlink(missing_ok=True)
         for path in self._folder.glob("*.lock"):
             lease = Lease(path)
             with contextlib.suppress(OSError):

@@ -105,7 +105,7 @@ class Planner:
 
         Raises: SourceError: not one record can be encoded.
         """
-        return freeze_plan(self.root, self._plan(all_fresh(self.source.records), 1, "", (), None))
+        return self._freeze(self._plan(all_fresh(self.source.records), 1, "", (), None))
 
     def plan_next(self, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
         """Compare the source with the newest revision, which is complete, and plan the next one if they differ.
@@ -147,7 +147,17 @@ class Planner:
             None if anew else store.captions,
             stack,
         )
-        return freeze_plan(self.root, plan), comparison
+        return self._freeze(plan), comparison
+
+    def _freeze(self, plan: FrozenPlan) -> FrozenPlan:
+        """Write the plan, unless others have been faster: then theirs holds.
+
+        Raises: StoreError: it is that of a compaction.
+        """
+        held = freeze_plan(self.root, plan)
+        if held.copies:
+            raise StoreError(f"store '{self.root}': it is being compacted. Run 'leandit compact {self.root}' first.")
+        return held
 
     def _plan(
         self,

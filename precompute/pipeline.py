@@ -131,6 +131,7 @@ def precompute(
             plan = found or planner.plan_first()
             if not found:  # others may have planned it first, with the batch that fits them
                 spec = describe_store(recipe, source, encoders, known=plan.spec)
+                check_fingerprint(store_path, plan.spec, spec)
             was_sealed = bool(found) and is_sealed(store_path, plan)
 
         # Encode what is missing of it, and seal it.
@@ -141,7 +142,9 @@ def precompute(
         if found and (was_sealed or not part):
             with stage.clock.measure("plan"), alone(store_path, "plan", lambda: progress("others plan", 0, 1)):
                 following, changes = planner.plan_next(options or Options())
-            if following:
+            if following:  # perhaps the plan of others, who were faster
+                here = describe_store(recipe, source, encoders, known=following.spec)
+                check_fingerprint(store_path, following.spec, here)
                 manifest = finish(stage, following)
     seconds = time.perf_counter() - start
     tokens = encoders.caption.computed - before if encoders.caption else TokenCount()
@@ -163,8 +166,8 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
     Returns: its manifest; None where other parts are missing.
     """
     writer = StoreWriter(stage.root, plan)
-    mine = stage.part.of(plan.layout.tasks())
-    missing = [task for task in mine if not writer.is_committed(task)]
+    mine = set(stage.part.of(plan.layout.tasks()))
+    missing = [task for task in writer.missing_tasks() if task in mine]
     check_disk(writer, missing)
     total = sum(len(plan.layout.rows_of(*task)) for task in missing if is_picture_task(task))
     done = 0
@@ -180,9 +183,10 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
             with Background(writer, leases, stage.clock) as background:
                 if stage.encoders.caption:
                     texts = [task for task in missing if not is_picture_task(task)]
-                    for shard in encode_captions(plan, leases.take(texts), stage.encoders.caption, stage.clock):
+                    shards = encode_captions(plan, leases.take(texts), stage.encoders.caption, stage.clock)
+                    for number, shard in enumerate(shards, 1):
                         background.commit(shard)
-                        stage.progress("captions", shard.shard + 1, len(texts))
+                        stage.progress("captions", number, len(texts))
                 for shard in encode_pictures(
                     plan,
                     leases.take([task for task in missing if is_picture_task(task)]),
@@ -195,7 +199,7 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
                 ):
                     background.commit(shard)
                     stage.num_encoded += len(shard.checksums)
-            if missing := [task for task in mine if not writer.is_committed(task)]:
+            if missing := [task for task in writer.missing_tasks() if task in mine]:
                 leases.wait()  # for other coordinators
     stage.num_left = len(writer.missing_tasks())
     if stage.num_left:

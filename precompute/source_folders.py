@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ..datasets.errors import RecordRejected
 from .source_files import FoundFile, SourceFiles
@@ -89,7 +89,8 @@ def _with_texts(files: SourceFiles, picture: FoundFile, beside: dict[str, FoundF
     except (ValueError, TypeError, RecursionError) as error:
         return picture.record(problem=("bad_metadata", str(error)))
     except RecordRejected as reject:
-        return replace(picture.record(), problem=(reject.reason, reject.detail))
+        # Not the reason of the text's own file: mended, the record would still count as looked at.
+        return picture.record(problem=("bad_metadata", f"{reject.reason}: {reject.detail}"))
 
 
 def _text(files: SourceFiles, file: FoundFile) -> bytes:

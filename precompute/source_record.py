@@ -80,6 +80,7 @@ def label_of(row: Mapping[str, Any]) -> int:
     Raises: ValueError: it is none.
     """
     label = row.get("label", row.get("cls", -1))
+    label = -1 if label is None else label
     if isinstance(label, bool) or not isinstance(label, int) or not -1 <= label < MAX_CLASSES:
         raise ValueError(f"label {reprlib.repr(label)} is not a class index below {MAX_CLASSES}")
     return label

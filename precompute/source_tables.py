@@ -125,6 +125,9 @@ def _array(file: BinaryIO, table: str) -> Iterator[tuple[str, Any]]:
             row = text.value()
             yield f"{table}, row {number}", row
             number += 1
+        text.expect("]")
+        if text.peek():
+            raise ValueError("more follows the list")
     except (ValueError, RecursionError) as error:
         raise _no_row(f"{table}, row {number}", error) from error
 

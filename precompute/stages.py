@@ -75,8 +75,12 @@ class Background:
 
     def _write(self, shard: PackedShard) -> None:
         with self._clock.measure("write"):
-            write_shard(self._writer, shard)
-            self._leases.release((shard.part, shard.shard))
+            task = (shard.part, shard.shard)
+            # Who stood still may find that others took its lease, and that their bytes are not to be touched any more:
+            # another device, or less memory, makes others.
+            if not self._writer.is_committed(task):
+                write_shard(self._writer, shard)
+            self._leases.release(task)
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:

@@ -113,7 +113,9 @@ class CaptionTokenizer:
                 f"text.model '{tokenizer_folder}': the tokenizer knows {len(self._tokenizer)} tokens, the encoder "
                 f"{self.vocabulary_size}, so they do not belong together. Put the model's own tokenizer.json there."
             )
-        self.sha256 = sha256_of(json.loads(self._tokenizer.backend_tokenizer.to_str()))
+        # The null caption is padded with a token that the tokenizer's own file does not name.
+        backend = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        self.sha256 = sha256_of([backend, self._tokenizer.pad_token_id])
         self._tokenizer.padding_side = "right"  # Gemma's own is left
         self.instruction = instruction_text(section.instruction)
         self.num_shared = max(0, len(self._tokenizer.encode(self.instruction)) - 2) if self.instruction else 0

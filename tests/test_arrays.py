@@ -374,7 +374,7 @@ def test_many_stores_need_one_queue_and_forget_what_is_dropped(tmp_path: Path, m
     layout = small_array()
     write_array(tmp_path, layout, array_values(layout))
     gc.collect()
-    before, known = len(os.listdir("/proc/self/fd")), len(watch._queue._paths)
+    before, known = len(os.listdir("/proc/self/fd")), len(watch._queue._watches)
     opened = [open_array(tmp_path, [layout], "window", monkeypatch) for _ in range(200)]
     for array in opened:
         array.take([0, 4])
@@ -386,7 +386,7 @@ def test_many_stores_need_one_queue_and_forget_what_is_dropped(tmp_path: Path, m
             array.take([0])
     del array, opened
     gc.collect()
-    assert len(watch._queue._paths) == known
+    assert len(watch._queue._watches) == known
 
 
 def test_a_system_that_watches_no_more_files_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from faults import in_child
 from making import CPU, caption_recipe, make_caption_folder, no_progress, tree_digest
 
-from leandit.precompute import leases
-from leandit.precompute.leases import Lease, alone
+from leandit.datasets import commits
+from leandit.datasets.errors import FingerprintMismatch
+from leandit.datasets.frozen import read_plan
+from leandit.datasets.writer import StoreWriter
+from leandit.precompute import leases, opening
+from leandit.precompute.leases import Lease, Leases, alone
 from leandit.precompute.part import Part, part_of
 from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.shard_task import PackedShard
+from leandit.precompute.stages import Background, StageClock
 
 
 @pytest.fixture(autouse=True)
@@ -190,3 +198,50 @@ def test_where_no_lease_can_be_had_the_work_is_done_all_the_same(tmp_path: Path)
     with alone(tmp_path / "store", "plan", lambda: None):
         done.append(os.getpid())
     assert done
+
+
+def test_a_plan_of_other_settings_that_came_first_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_first = opening.Planner.plan_first
+
+    def others_first(self: opening.Planner) -> Any:
+        monkeypatch.undo()
+        monkeypatch.setattr("leandit.datasets.layout.MAX_SHARD_ROWS", 2)
+        other = caption_recipe("vae.flip=true")
+        precompute(other, source_path=source, store_path=tmp_path / "other", device=CPU, progress=no_progress)
+        shutil.copytree(tmp_path / "other" / "plan", tmp_path / "store" / "plan")
+        return plan_first(self)
+
+    monkeypatch.setattr(opening.Planner, "plan_first", others_first)
+    with pytest.raises(FingerprintMismatch, match=r"latent\.flip"):
+        run(source, tmp_path / "store")
+
+
+def test_who_stood_still_does_not_touch_what_others_have_committed(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "store")
+    before = tree_digest(tmp_path / "store")
+    writer = StoreWriter(tmp_path / "store", read_plan(tmp_path / "store", 1))
+    part, shard = next(task for task in writer.plan.layout.tasks() if task[0].startswith("buckets/"))
+    arrays = {
+        layout.path: np.zeros((len(layout.rows_of(shard)), *layout.shape[1:]), layout.dtype)
+        for layout in writer.plan.layout.part_arrays(part)
+    }
+    with Leases(writer) as held, Background(writer, held, StageClock()) as background:
+        background.commit(PackedShard(part, shard, arrays, ["0" * 16] * len(next(iter(arrays.values())))))
+    assert tree_digest(tmp_path / "store") == before
+
+
+def test_a_sealed_store_stays_as_it_is_where_a_library_would_write_other_tables(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(source, tmp_path / "store")
+    before = tree_digest(tmp_path / "store")
+    as_before = commits.table_bytes
+
+    def other_bytes(table: Any) -> bytes:
+        return as_before(table.replace_schema_metadata({"written by": "a later release"}))
+
+    monkeypatch.setattr(commits, "table_bytes", other_bytes)
+    run(source, tmp_path / "store")
+    assert tree_digest(tmp_path / "store") == before

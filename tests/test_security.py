@@ -1090,6 +1090,8 @@ MODULES = [
 FORBIDDEN_IMPORTS = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load", "yaml.load"}
 FORBIDDEN_METHODS = {"extractall", "extract", "extractfile", "mktemp", "unpack_archive"}
+# Checkpoints of others have statistics and null captions of theirs; "weights_only" makes tensors of them, or refuses.
+ALLOWED_PICKLES = {"precompute/import_torch.py": ["import pickle", "torch.load"]}
 # What writes beside datasets/files.py, and why it may.
 ALLOWED_WRITES = {
     ("train/meters.py", "open"),  # metrics.jsonl grows by a line at a time
@@ -1157,7 +1159,7 @@ def writes(tree: ast.AST) -> Iterator[str]:
 def test_no_module_can_run_what_a_file_says() -> None:
     found = {path.relative_to(ROOT).as_posix(): list(forbidden(ast.parse(path.read_text()))) for path in MODULES}
     assert len(found) > 30  # so that an empty scan is no success
-    assert {name: calls for name, calls in found.items() if calls} == {}
+    assert {name: calls for name, calls in found.items() if calls} == ALLOWED_PICKLES
 
 
 def test_bytes_reach_the_disk_through_one_module() -> None:
