@@ -8,12 +8,15 @@ from __future__ import annotations
 import io
 import lzma
 import math
+import os
+import stat
 import threading
 import zipfile
 import zlib
 from functools import lru_cache
 from pathlib import Path
 from tokenize import TokenError
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -26,12 +29,24 @@ _parsing = threading.Lock()  # two threads that parse at once break Python 3.11'
 DTYPES = ("float16", "float32", "bool", "uint8", "int16", "int32", "int64")
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read it; nothing else need come to an end.
+
+    Raises: OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"not a regular file: {path.name}")
+    return open(descriptor, "rb")
+
+
 def read_file(path: Path) -> bytes:
     """The content of a small file.
 
     Raises: OSError; ValueError: it is too large to be a record.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         content = file.read(MAX_ARRAY_BYTES + MAX_HEADER + 1)
     if len(content) > MAX_ARRAY_BYTES + MAX_HEADER:
         raise ValueError(f"more than {MAX_ARRAY_BYTES} bytes")
@@ -90,7 +105,7 @@ def look_npy(path: Path) -> tuple[tuple[int, ...], str]:
 
     Raises: OSError, ValueError.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(MAX_HEADER)
         shape, dtype, _, _ = npy_header(head, file.seek(0, io.SEEK_END))
     return shape, dtype.newbyteorder("=").name
@@ -103,9 +118,11 @@ class Npz:
     """
 
     def __init__(self, path: Path) -> None:
+        self._file = open_regular(path)
         try:
-            self._zip = zipfile.ZipFile(path)
+            self._zip = zipfile.ZipFile(self._file)
         except zipfile.BadZipFile as error:
+            self._file.close()
             raise ValueError(str(error)) from error
 
     def __enter__(self) -> Npz:
@@ -113,6 +130,7 @@ class Npz:
 
     def __exit__(self, *_: object) -> None:
         self._zip.close()
+        self._file.close()
 
     @property
     def names(self) -> set[str]:

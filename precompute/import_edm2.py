@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..datasets.errors import RecordRejected, SourceError
-from .import_arrays import MAX_ARRAY_BYTES, MAX_HEADER, checksum, npy_header, parse_npy
+from .import_arrays import MAX_ARRAY_BYTES, MAX_HEADER, checksum, npy_header, open_regular, parse_npy
 from .import_source import Entry, Facts, Features, Labelled, Seen, files_below, inner_path, rejecting
 
 RAW_MEAN = (5.81, 3.25, 0.12, -2.15)  # of latents of pictures from 0 to 1, as EDM2's StabilityVAEEncoder has them
@@ -112,7 +112,7 @@ class Edm2(Labelled):
         Raises: OSError, ValueError.
         """
         if self._zip is None:
-            with (self.root / entry.path).open("rb") as file:
+            with open_regular(self.root / entry.path) as file:
                 return file.read(limit)
         head = os.pread(self._zip, LOCAL_HEADER.size, entry.offset)
         if len(head) < LOCAL_HEADER.size or not head.startswith(b"PK\x03\x04"):

@@ -151,7 +151,7 @@ def rejecting(what: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise RecordRejected("scan", "missing_file", f"{what}: there is no such file") from error
-    except (OSError, ValueError, EOFError, KeyError, NotImplementedError, MemoryError) as error:
+    except (OSError, ValueError, EOFError, LookupError, NotImplementedError, MemoryError) as error:
         raise RecordRejected("scan", "unreadable", f"{what}: {type(error).__name__}: {error}"[:500]) from error
 
 

@@ -28,6 +28,7 @@ from .source_tables import PARQUET_ERRORS, TABLE_ROWS, check_texts, open_parquet
 
 IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes")
 LABEL_NAMES = ("label", "labels", "cls", "fine_label")
+GROUPS_AT_ONCE = 2  # that are being read
 CACHE_BYTES = 256 << 20  # of row groups that stay in memory
 MAX_GROUP_BYTES = 1 << 30  # of one row group's pictures
 READ_ROWS = 16  # pictures that are decoded from a row group at once
@@ -177,6 +178,7 @@ class RowBytes:
 
     def __init__(self, files: SourceFiles) -> None:
         self._files, self._lock = files, threading.Lock()
+        self._readers = threading.BoundedSemaphore(GROUPS_AT_ONCE)
         self._starts: OrderedDict[str, tuple[np.ndarray, str]] = OrderedDict()
         self._groups: OrderedDict[tuple[str, int], Future[pa.ChunkedArray]] = OrderedDict()
 
@@ -225,7 +227,8 @@ class RowBytes:
         if not is_mine:
             return future.result()
         try:
-            future.set_result(_read_group(self._files, path, group, column))
+            with self._readers:  # a group may be a GiB, and as many threads as there are would each hold one
+                future.set_result(_read_group(self._files, path, group, column))
         except BaseException as error:
             with self._lock:
                 del self._groups[path, group]

@@ -20,7 +20,7 @@ from .source_folders import Found, has_sidecars, image_folder, sidecar_folder
 from .source_listing import spool
 from .source_parquet import RowBytes, holds_pictures, parquet_names, parquet_records
 from .source_record import IMAGE_EXTENSIONS, SourceRecord
-from .source_tables import METADATA, find_table, pixart_folder, table_records
+from .source_tables import METADATA, PIXART_TABLE, find_table, pixart_folder, table_records
 from .source_tars import imagenet, is_imagenet, tar_names, webdataset
 
 MAX_SENT_BYTES = 256 << 20  # of a picture that this process reads for a decoder
@@ -101,7 +101,10 @@ def list_source(path: Path | str, kind: str = "auto", *, progress: Callable[[int
       progress: called with the number of records so far.
     Raises: SourceError: it is missing, empty, or not of this kind; RecipeError: no file system for the URL.
     """
-    files, found = open_source_files(path if kind == "imagefolder" else pixart_folder(str(path))), Found()
+    files, found = open_source_files(path), Found()
+    if kind != "imagefolder" and (folder := pixart_folder(str(path))) != str(path):
+        above = open_source_files(folder)
+        files = above if above.look(PIXART_TABLE) else files
     if kind == "auto":
         kind = _guess_kind(files)
     if files.only and kind in ("imagefolder", "sidecars", "metadata"):
@@ -152,9 +155,11 @@ def _guess_kind(files: SourceFiles) -> str:
         return "metadata"
     if table and not (table.endswith(".parquet") and holds_pictures(files, table)):
         return "manifest"
-    if table or (not files.only and parquet_names(files)):
+    tars = [] if table else tar_names(files)
+    parquet = [] if table or files.only else parquet_names(files)
+    # Beside tars a table of another kind may lie, as img2dataset writes one of what it has fetched.
+    if table or (parquet and (not tars or holds_pictures(files, parquet[0]))):
         return "parquet"
-    tars = tar_names(files)
     if tars:
         return "imagenet" if is_imagenet(files, tars) else "webdataset"
     return "sidecars" if has_sidecars(files) else "imagefolder"

@@ -50,6 +50,7 @@ def tar_members(file: BinaryIO, tar: str, *, start: int = 0, stop: int | None = 
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.TarError as error:
             if position > start and isinstance(error, tarfile.EOFHeaderError):  # pyright: ignore[reportAttributeAccessIssue]
+                _check_end(file, position, total, tar)
                 return
             raise _unreadable(tar, f"at byte {position}: {error}") from error
         data = position + BLOCK
@@ -79,6 +80,18 @@ def tar_members(file: BinaryIO, tar: str, *, start: int = 0, stop: int | None = 
             if not (header.type == tarfile.AREGTYPE and name.endswith("/")):  # a folder, in the oldest tars
                 yield TarMember(extended.get("GNU.sparse.name", name), data, size, is_sparse)
         extended = {}
+    if position > start:
+        raise _unreadable(tar, f"at byte {position}: it stops between two members, without the zeros at its end")
+
+
+def _check_end(file: BinaryIO, position: int, total: int, tar: str) -> None:
+    """Nothing but zeros may follow the end: more would be passed over without a word, as of two tars in one file."""
+    file.seek(position)
+    while position < total:
+        block = file.read(min(1 << 20, total - position))
+        if not block or block.strip(b"\0"):
+            raise _unreadable(tar, f"at byte {position}: more follows its end")
+        position += len(block)
 
 
 def _unreadable(tar: str, what: str) -> SourceError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 import struct
 import sys
 import zipfile
@@ -378,6 +380,30 @@ def test_a_broken_shard_stops_the_import_and_one_without_labels_is_a_reject_each
     store, lost = LatentStore(tmp_path / "store"), [key for key in made.records if names[2] in key]
     assert rejects(store) == dict.fromkeys(lost, ("scan", "no_label"))
     assert_holds(store, without(made, *lost))
+
+
+def test_two_pictures_do_not_share_the_caption_of_one(tmp_path: Path) -> None:
+    # Where caption files have bare names, pictures of one name in two folders have one.
+    made = make_pixart(tmp_path / "source")
+    data = made.source / "InternData"
+    (latents,), (captions,) = data.glob("img_*"), data.glob("caption_*")
+    (captions / "set0_00000.npz").rename(captions / "00000.npz")
+    shutil.copy(latents / "set0_00000.npy", latents / "elsewhere_00000.npy")
+    items = json.loads((data / "data_info.json").read_text())
+    again = {**items[0], "path": "elsewhere/00000.png", "prompt": "another prompt"}
+    (data / "data_info.json").write_text(json.dumps([*items, again]))
+    run_import(made, tmp_path / "store")
+    assert rejects(LatentStore(tmp_path / "store")) == {again["path"]: ("scan", "bad_metadata")}
+
+
+@pytest.mark.timeout(30)
+def test_a_fifo_among_features_is_a_reject_and_is_not_waited_for(tmp_path: Path) -> None:
+    made = make_mar(tmp_path / "source")
+    place = next(made.source.rglob("*.npz"))
+    os.mkfifo(place.parent / "fifo.npz")
+    os.mkfifo(place.parent / "fifo2.npz")
+    run_import(made, tmp_path / "store")
+    assert [reason for _, reason in rejects(LatentStore(tmp_path / "store")).values()] == ["unreadable"] * 2
 
 
 # EDM2.

@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import tarfile
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -598,3 +600,47 @@ def test_a_url_with_nothing_or_no_file_system_is_an_error_that_names_it(s3: str)
         list_source("s3://no-such-bucket/x")
     with pytest.raises(ValueError, match=r"source 'nothing://x/y'.*Check the URL"):
         list_source("nothing://x/y")
+
+
+def test_tars_beside_a_table_of_what_was_fetched_are_tars(tmp_path: Path) -> None:
+    # As img2dataset leaves a folder.
+    picture(1).save(tmp_path / "one.png")
+    put(tmp_path / "00000.tar", tar_of([("0.png", (tmp_path / "one.png").read_bytes()), ("0.txt", b"a thing")]))
+    (tmp_path / "one.png").unlink()
+    pq.write_table(pa.table({"url": ["http://x"], "caption": ["a thing"], "key": ["0"]}), tmp_path / "00000.parquet")
+    put(tmp_path / "00000_stats.json", b"{}")
+    source = list_source(tmp_path)
+    assert source.kind == "webdataset"
+    assert [record.captions for record in source.records] == [("a thing",)]
+
+
+def test_a_folder_that_is_only_called_as_pixarts_stays_itself(tmp_path: Path) -> None:
+    for folder in ("InternData", "other"):
+        (tmp_path / folder).mkdir()
+        picture(1).save(tmp_path / folder / "a.png")
+    assert [record.key for record in list_source(tmp_path / "InternData").records] == ["a.png"]
+
+
+def test_few_row_groups_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture(1).save(tmp_path / "one.png")
+    content = (tmp_path / "one.png").read_bytes()
+    (tmp_path / "one.png").unlink()
+    rows = pa.table({"image": [{"bytes": content, "path": ""}] * 12})
+    pq.write_table(rows, tmp_path / "a.parquet", row_group_size=1)
+    source, reading, most = list_source(tmp_path), [], []
+    read_group = source_parquet._read_group
+
+    def slow(*place: Any) -> Any:
+        reading.append(1)
+        most.append(len(reading))
+        time.sleep(0.02)
+        try:
+            return read_group(*place)
+        finally:
+            reading.pop()
+
+    monkeypatch.setattr(source_parquet, "_read_group", slow)
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda r: source.place(r.path, r.offset, r.num_bytes, stage="decode").data, source.records)
+        assert list(found) == [content] * 12
+    assert max(most) == source_parquet.GROUPS_AT_ONCE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,17 @@ def test_a_broken_tar_is_an_error_that_names_it(tmp_path: Path, cut: int) -> Non
     tar = write_tar(tmp_path / "torn.tar", *({"__key__": str(i), "png": os.urandom(3000)} for i in range(3)))
     tar.write_bytes(tar.read_bytes()[:cut])
     with pytest.raises(SourceError, match=r"torn\.tar"):
+        list_source(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut between members", "two in one"])
+def test_a_tar_that_loses_members_without_a_torn_one_is_an_error_too(damage: str, tmp_path: Path) -> None:
+    tar = write_tar(tmp_path / "odd.tar", *({"__key__": str(i), "png": os.urandom(1000)} for i in range(3)))
+    with tarfile.open(tar) as opened:
+        third = opened.getmembers()[2].offset
+    content = tar.read_bytes()
+    tar.write_bytes(content + content if damage == "two in one" else content[:third])
+    with pytest.raises(SourceError, match=r"odd\.tar.*(more follows its end|without the zeros)"):
         list_source(tmp_path)
 
 
