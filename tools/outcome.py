@@ -31,7 +31,7 @@ def _run_rows(report: Report) -> list[tuple[str, str]]:
     rows, tokens = [], report.tokens
     if tokens.num_captions:
         share = f"{tokens.num_padding / tokens.num_tokens:.1%} padding"
-        rows.append(("text encoder", f"{tokens.num_tokens} tokens of {tokens.num_captions} captions, {share}"))
+        rows.append(("encoded", f"{tokens.num_tokens} tokens of {tokens.num_captions} captions, {share}"))
     if report.num_encoded:
         rate = report.num_encoded / report.total_seconds
         rows.append(("this run", f"{report.num_encoded} pictures in {report.total_seconds:.1f} s, {rate:.1f} images/s"))
