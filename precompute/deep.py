@@ -19,7 +19,7 @@ from ..datasets.text_dtypes import narrow, widen
 from .caption_task import caption_batches
 from .forwards import EncodedRow, encode_batch, rows_of_a_forward
 from .repair import Tools, with_places
-from .stages import Picture
+from .stages import Picture, decode_planned
 
 CLOSE = 2e-2  # of the largest value: what another device or library may change
 
@@ -78,17 +78,11 @@ def _deep_pictures(
         table = plan.records.take(pa.array(positions)).to_pylist()
         decoded: list[Picture] = []
         for row in table:
-            try:
-                place = tools.source.place(
-                    row["source_path"], row["source_offset"], row["source_bytes"], stage="decode"
-                )
-                decoded.append(
-                    tools.decoders.picture(
-                        *place, bucket=bucket_size(bucket), crop=images.crop, resize_filter=images.resize_filter
-                    )
-                )
-            except RecordRejected as reject:
-                decoded.append(reject)
+            place = row["source_path"], row["source_offset"], row["source_bytes"]
+            planned = row["height_px"], row["width_px"]
+            decoded.append(
+                decode_planned(images, tools.source, tools.decoders, place, size=planned, bucket=bucket_size(bucket))
+            )
         pixels = np.zeros((len(decoded), *bucket_size(bucket), 3), np.uint8)
         for i, picture in enumerate(decoded):
             if not isinstance(picture, RecordRejected):

@@ -18,7 +18,7 @@ from ..datasets.commits import Task
 from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
 from ..datasets.layout import CAPTION_PART, NULL_PART
-from ..datasets.schema import Fallback
+from ..datasets.schema import Fallback, ImageSpec
 from ..datasets.writer import StoreWriter
 from .caption_task import encode_caption_shard, encode_null_caption
 from .decoder import Decoded, Decoders
@@ -212,6 +212,34 @@ def _batches(plan: FrozenPlan, tasks: Iterable[Task]) -> Iterator[PictureBatch]:
 Picture = Decoded | RecordRejected
 
 
+def decode_planned(
+    images: ImageSpec,
+    origin: Source,
+    decoders: Decoders,
+    place: tuple[str, int, int],
+    *,
+    size: tuple[int, int],
+    bucket: tuple[int, int],
+) -> Picture:
+    """Decode the picture of one planned row, or say why there is none.
+
+    Args:
+      place: path, offset and number of bytes, as the plan has them.
+      size: height and width in pixels that the picture had when it was planned.
+    """
+    try:
+        where = origin.place(*place, stage="decode")
+        decoded = decoders.picture(*where, bucket=bucket, crop=images.crop, resize_filter=images.resize_filter)
+    except RecordRejected as reject:
+        return reject
+    found = decoded.height_px, decoded.width_px
+    if found != size:
+        planned = "{}x{}".format(*size)
+        detail = f"the picture has {found[0]}x{found[1]} px, the one that was planned had {planned} px"
+        return RecordRejected("decode", "source_changed", detail)
+    return decoded
+
+
 def _decode_ahead(
     pool: ThreadPoolExecutor,
     plan: FrozenPlan,
@@ -225,17 +253,8 @@ def _decode_ahead(
 
     def decode(source: BucketSource, row: int, bucket: tuple[int, int]) -> Picture:
         with clock.measure("decode"):
-            try:
-                place = origin.place(source.paths[row], source.offsets[row], source.num_bytes[row], stage="decode")
-                decoded = decoders.picture(*place, bucket=bucket, crop=images.crop, resize_filter=images.resize_filter)
-            except RecordRejected as reject:
-                return reject
-        found = decoded.height_px, decoded.width_px
-        if found != source.sizes[row]:
-            planned = "{}x{}".format(*source.sizes[row])
-            detail = f"the picture has {found[0]}x{found[1]} px, the one that was planned had {planned} px"
-            return RecordRejected("decode", "source_changed", detail)
-        return decoded
+            place = source.paths[row], source.offsets[row], source.num_bytes[row]
+            return decode_planned(images, origin, decoders, place, size=source.sizes[row], bucket=bucket)
 
     ahead: deque[tuple[PictureBatch, list[Future[Picture]]]] = deque()
     for batch in _batches(plan, tasks):

@@ -29,7 +29,7 @@ from harness import Child, start
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from making import CPU, train_recipe, tree_digest
-from moto.server import ThreadedMotoServer
+from s3_server import s3_server
 
 from leandit.datasets import mirror, remote, remote_reader
 from leandit.datasets.commits import with_root_hash
@@ -163,22 +163,9 @@ def wait_until(condition: Callable[[], Any], seconds: float = 20) -> None:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """A server of the S3 protocol on this machine, with the bucket "latents"; found through the usual environment."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(name, "made-up")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-            patch.setenv(name, os.devnull)
-        fsspec.get_filesystem_class("s3").clear_instance_cache()  # one of another server would go on with that
-        fsspec.filesystem("s3").makedirs("latents", exist_ok=True)
-        yield "s3://latents"
-    server.stop()
+    """A server of the S3 protocol, with the bucket "latents"."""
+    with s3_server("latents") as url:
+        yield url
 
 
 def put(fs: Any, path: str, content: bytes) -> None:

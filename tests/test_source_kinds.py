@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from making import caption_recipe, label_recipe, picture, tree_digest
-from moto.server import ThreadedMotoServer
+from s3_server import s3_server
 
 from leandit.datasets.errors import RecordRejected, SourceError
 from leandit.datasets.store import LatentStore
@@ -516,22 +516,9 @@ def test_the_row_groups_in_memory_are_few_and_each_is_read_once_in_order(
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """A server of the S3 protocol on this machine, with the bucket "pictures"."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(name, "made-up")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-            patch.setenv(name, os.devnull)
-        fsspec.get_filesystem_class("s3").clear_instance_cache()  # one of another server would go on with that
-        fsspec.filesystem("s3").makedirs("pictures", exist_ok=True)
-        yield "s3://pictures"
-    server.stop()
+    """A server of the S3 protocol, with the bucket "pictures"."""
+    with s3_server("pictures") as url:
+        yield url
 
 
 def upload(root: Path, url: str) -> None:
