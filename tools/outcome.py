@@ -15,7 +15,7 @@ def precompute_rows(report: Report, store: Path) -> list[tuple[str, str]]:
     """Name and value of each line."""
     manifest = report.manifest
     if manifest is None:
-        left = f"{store}: not complete, {report.num_left} shards are left to other parts"
+        left = f"{store}: not complete; shards that are left to other parts: {report.num_left}"
         return [("store", left), *_run_rows(report)]
     rows = count_rows(manifest, store)
     if report.num_ignored:
