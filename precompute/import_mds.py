@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..datasets.errors import RecordRejected, SourceError
+from ..datasets.errors import RecordRejected, ResourceError, SourceError
 from .import_arrays import MAX_ARRAY_BYTES, checksum
 from .import_config import ImportRecipe
 from .import_source import CaptionSeen, Entry, Facts, Features, Seen, inner_path, need_folder, rejecting
@@ -28,6 +30,7 @@ TEXT_ENCODER = "unknown"
 INDEX = "index.json"
 MAX_SHARD_BYTES = 1 << 32  # offsets are uint32
 OPEN_SHARDS = 4
+COPIED_BYTES = 4 << 20  # of a packed shard at once
 INTEGERS = {"int": "<i8", "int8": "<i1", "int16": "<i2", "int32": "<i4", "int64": "<i8"}
 INTEGERS |= {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8"}
 VALUES = {16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32", 64: "uint64", 65: "int64"}
@@ -68,6 +71,8 @@ class Mds:
         self.classes: Sequence[str] | None = None
         self.has_labels = bool(self._label)
         self._content = lru_cache(maxsize=OPEN_SHARDS)(self._read_shard)
+        self._unpacked: dict[str, memoryview] = {}
+        self._unpacking = threading.Lock()
 
     def entries(self) -> Iterator[Entry]:
         """Samples in the order of the index."""
@@ -123,16 +128,17 @@ class Mds:
         return found
 
     def _read_shard(self, path: str) -> memoryview:
-        """The content of a shard: mapped, or unpacked up to the size that the index says.
+        """The content of a shard, mapped; a packed one is unpacked once, because captions come in order of length.
 
-        Raises: OSError, ValueError.
+        Raises: OSError, ValueError: it is not as the index says. ResourceError: there is no room to unpack it.
         """
         shard, file = self._by_path[path], self.root / path
         if file.is_file():
             content = np.memmap(file, np.uint8, "r").data if file.stat().st_size else memoryview(b"")
         elif shard.compressed:
-            with pa.input_stream(str(self.root / shard.compressed), compression="zstd") as stream:
-                content = memoryview(stream.read(shard.num_bytes + 1))
+            with self._unpacking:  # threads want the same one at the same time
+                content = self._unpacked.get(path) or _unpack(self.root / shard.compressed, shard.num_bytes + 1)
+                self._unpacked[path] = content
         else:
             raise FileNotFoundError(path)
         if len(content) != shard.num_bytes or np.frombuffer(content, "<u4", 1)[0] != shard.samples:
@@ -180,6 +186,25 @@ class Mds:
         if len(mask) != len(rows):
             raise ValueError(f"a mask of {len(mask)} for {len(rows)} tokens")
         return len(rows), rows[mask != 0]
+
+
+def _unpack(path: Path, most: int) -> memoryview:
+    """The first bytes of a packed file, in a mapped temporary file that has no name any more.
+
+    Raises: OSError, ValueError: it cannot be unpacked. ResourceError: the folder for temporary files is full.
+    """
+    with pa.input_stream(str(path), compression="zstd") as stream, tempfile.TemporaryFile() as file:
+        while most and (some := stream.read(min(most, COPIED_BYTES))):
+            try:
+                file.write(some)
+                file.flush()
+            except OSError as error:
+                raise ResourceError(
+                    f"source '{path}': '{tempfile.gettempdir()}' cannot hold it unpacked ({error.strerror}). Free some "
+                    "space there, name another folder in the environment as TMPDIR, or unpack the shards yourself."
+                ) from error
+            most -= len(some)
+        return np.memmap(file, np.uint8, "r").data if file.tell() else memoryview(b"")
 
 
 def _index(root: Path) -> list[Shard]:

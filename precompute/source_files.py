@@ -73,6 +73,10 @@ class SourceFiles(Protocol):
         """Names of the files directly in the source, in no order; hidden ones are left out."""
         ...
 
+    def folders(self) -> Iterator[str]:
+        """Names of the folders directly in the source, in order, those without files too; hidden ones are left out."""
+        ...
+
     def walk(self, *, files_first: bool = False) -> Iterator[FoundFile]:
         """All files, depth first, each folder in order of its names; hidden ones are left out.
 
@@ -125,6 +129,9 @@ class LocalFiles:
             for entry in found:
                 if not entry.name.startswith(".") and entry.is_file():
                     yield entry.name
+
+    def folders(self) -> Iterator[str]:
+        return (entry for entry in self._entries("", {_identity(self.root)}, False) if isinstance(entry, str))
 
     def walk(self, *, files_first: bool = False) -> Iterator[FoundFile]:
         seen = {_identity(self.root)}
@@ -199,6 +206,9 @@ class RemoteFiles:
         for name, info in self._list("").items():
             if info["type"] == "file":
                 yield name
+
+    def folders(self) -> Iterator[str]:
+        return (entry for entry in self._entries("", False) if isinstance(entry, str))
 
     def walk(self, *, files_first: bool = False) -> Iterator[FoundFile]:
         return _depth_first(lambda folder: self._entries(folder, files_first))

@@ -38,8 +38,13 @@ class Found:
 
 
 def image_folder(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
-    """Pictures below class folders (label = position of the folder's sorted name), or in one folder without labels."""
+    """Pictures below class folders (label = position of the folder's sorted name), or in one folder without labels.
+
+    A class folder without pictures has its label all the same, so that a part of a set has the labels of the whole.
+    """
     has_classes = any("/" in file.path for file in files.walk() if is_picture(file.path))
+    for name in files.folders() if has_classes else ():
+        found.label(name)
     for file in files.walk():
         if not is_picture(file.path):
             found.num_ignored += 1

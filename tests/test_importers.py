@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from features import (
@@ -36,11 +37,12 @@ from safetensors.torch import load_file, save_file
 
 from leandit.datasets import files
 from leandit.datasets.compact import compact
-from leandit.datasets.errors import FingerprintMismatch, RecipeError, SourceError
+from leandit.datasets.errors import FingerprintMismatch, RecipeError, ResourceError, SourceError
 from leandit.datasets.files import Failpoint
 from leandit.datasets.latents import denormalise, final_latents
 from leandit.datasets.store import LatentStore
 from leandit.datasets.verify import verify_store
+from leandit.precompute import import_mds
 from leandit.precompute.import_arrays import MAX_ARRAY_BYTES, npy_header, parse_npy
 from leandit.tools.checker import check
 from leandit.tools.cli import main
@@ -614,6 +616,32 @@ def test_broken_shards_and_samples_are_rejected(tmp_path: Path) -> None:
     wanted = {"shard.00000/0": ("scan", "unreadable"), **dict.fromkeys(gone, ("scan", "missing_file"))}
     assert rejects(store) == wanted
     assert_holds(store, without(made, *wanted))
+
+
+def test_a_packed_shard_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, unpacked, unpack = make_mds(tmp_path / "source"), [], import_mds._unpack
+    for name in ("shard.00000.mds", "shard.00002.mds"):
+        path = made.source / name
+        path.with_name(f"{name}.zstd").write_bytes(pa.compress(path.read_bytes(), "zstd", asbytes=True))
+        path.unlink()
+    index = json.loads((made.source / "index.json").read_text())
+    for shard in index["shards"]:
+        basename = shard["raw_data"]["basename"]
+        shard |= {"compression": "zstd:3", "zip_data": {"basename": f"{basename}.zstd", "bytes": 0, "hashes": {}}}
+    (made.source / "index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(import_mds, "OPEN_SHARDS", 1)
+    monkeypatch.setattr(import_mds, "_unpack", lambda path, most: unpacked.append(path.name) or unpack(path, most))
+    run_import(made, tmp_path / "store")
+    assert_holds(LatentStore(tmp_path / "store"), made.records)
+    assert sorted(unpacked) == [f"shard.{i:05d}.mds.zstd" for i in range(3)]
+
+
+def test_where_a_packed_shard_finds_no_room_it_is_no_reject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_mds(tmp_path / "source")
+    # Room for nothing: a file that may only be read.
+    monkeypatch.setattr(import_mds.tempfile, "TemporaryFile", lambda: open(made.source / "index.json", "rb"))
+    with pytest.raises(ResourceError, match="TMPDIR"):
+        run_import(made, tmp_path / "store")
 
 
 @pytest.mark.parametrize(

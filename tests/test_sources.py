@@ -66,6 +66,17 @@ def test_labels_follow_the_sorted_class_folders(tmp_path: Path) -> None:
     assert {r.key: r.label for r in source.records} == {f"{c}/0.png": i for i, c in enumerate(source.classes)}
 
 
+def test_a_class_folder_without_pictures_keeps_its_label(tmp_path: Path) -> None:
+    for name in ("a", "c"):
+        put(tmp_path / name / "0.png", png())
+    (tmp_path / "b").mkdir()
+    put(tmp_path / "d" / "notes.txt", b"none yet")
+    (tmp_path / ".git").mkdir()
+    source = list_source(tmp_path)
+    assert source.classes == ["a", "b", "c", "d"]
+    assert {r.key: r.label for r in source.records} == {"a/0.png": 0, "c/0.png": 2}
+
+
 def test_nested_folders_belong_to_their_first_folder_and_names_may_repeat(tmp_path: Path) -> None:
     files = ["a/0.png", "a/x/0.png", "a/x/y/0.png", "b/0.png", "b/1.JPEG"]
     for i, name in enumerate(files):
