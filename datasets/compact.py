@@ -157,7 +157,7 @@ def _copy(writer: StoreWriter, store: LatentStore, progress: Callable[[str, int,
     for done, (part, shard) in enumerate(missing, 1):
         if part == NULL_PART:
             paths = [array.path for array in writer.plan.layout.part_arrays(part)]
-            parts = store.stored_null.parts
+            parts = store.tokens.stored_null.parts
             writer.commit(part, shard, dict(zip(paths, parts, strict=True)), checksums=[row_checksum(*parts)])
         elif part == CAPTION_PART:
             _copy_captions(writer, store, shard, caption_of)
@@ -198,7 +198,7 @@ def _copy_captions(writer: StoreWriter, store: LatentStore, shard: int, caption_
     before = store.captions.take(pa.array(caption_of[captions.start : captions.stop]))
     found = []
     for caption in captions:
-        parts = store.stored_caption(int(caption_of[caption])).parts
+        parts = store.tokens.stored(int(caption_of[caption])).parts
         start = int(plan.layout.offsets[caption]) - rows.start
         for array, part in zip(filled.values(), parts, strict=True):
             array[start : start + len(part)] = part

@@ -57,13 +57,13 @@ def check_captions(store: LatentStore) -> ShardCheck:
     """A check of the shards of caption embeddings, or of their scales, by their first caption."""
 
     def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
-        offsets = store.caption_offsets
+        offsets = store.tokens.offsets
         caption = int(np.searchsorted(offsets, first))
         if caption == len(offsets) or offsets[caption] >= first + len(layout.rows_of(shard)):
             return
         start = int(offsets[caption]) - first
         wanted = int(store.caption_checksums[caption])
-        stop = start + int(store.caption_lengths[caption])
+        stop = start + int(store.tokens.lengths[caption])
         found = [mapped.read(start, stop)]
         if store.spec.text and store.spec.text.dtype == "int8":  # the checksum covers the rows of both arrays
             other = _twin(store, layout)

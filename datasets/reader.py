@@ -199,8 +199,8 @@ class BatchReader(Dataset):
         if wanted.flipped is not None:
             paths += store.flipped_latents(planned.bucket).shard_paths(wanted.rows)
         if wanted.caption_ids is not None:
-            for array in store.caption_arrays:
-                paths += array.shard_paths(store.caption_offsets[wanted.caption_ids])
+            for array in store.tokens.arrays:
+                paths += array.shard_paths(store.tokens.offsets[wanted.caption_ids])
         return store, paths
 
     def bring_ahead(self, first: int, count: int) -> None:

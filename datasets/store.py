@@ -22,28 +22,17 @@ import pyarrow.compute
 from .arrays import Access, ShardedArray, ShardFolder
 from .buckets import bucket_size
 from .cached import cached_property
+from .caption_tokens import CaptionTokens
 from .commits import merge_captions, merge_records, read_commits, read_manifest
 from .errors import DamageError, RecipeError, StoreError, StoreIncomplete
 from .frozen import planned_revisions, read_plan, read_table, table_problem
 from .hashing import xxh3_file
 from .index import INDEX_COLUMNS, BucketIndex, build_indexes
-from .layout import (
-    CAPTIONS,
-    EMBEDDINGS,
-    GROUP,
-    NULL_EMBEDDING,
-    NULL_SCALES,
-    RECORDS,
-    REMOTE_ABOUT,
-    SCALES,
-    bucket_part,
-    revision_prefix,
-)
+from .layout import CAPTIONS, GROUP, RECORDS, REMOTE_ABOUT, bucket_part, revision_prefix
 from .probe import check_of, check_whole
 from .revisions import REPAIR, check_store, read_spec, sealed_revisions
 from .schema import Manifest
 from .stack import ArrayStack
-from .text_dtypes import StoredTokens, widen
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 SIZE_COLUMNS = (
@@ -288,6 +277,16 @@ class LatentStore:
             values["row"] = int(self._stack.rows(values["bucket"], *place)[0])
         return Record(index=index, **{name: values[name] for name in Record.__dataclass_fields__ if name != "index"})
 
+    @cached_property
+    def tokens(self) -> CaptionTokens:
+        """The tokens of the captions.
+
+        Raises: StoreError: the store was made without captions.
+        """
+        if self.spec.text is None:
+            raise StoreError(f"store '{self.path}': it holds no captions. Precompute with text.kind.")
+        return CaptionTokens(self.spec.text, self._array, self._read_spans)
+
     def caption(self, record: Record, which: int = 0) -> np.ndarray:
         """Embedding of one of a record's captions, as ``caption_embedding``."""
         return self.caption_embedding(record.caption_ids[which])
@@ -295,55 +294,15 @@ class LatentStore:
     def caption_embedding(self, caption_id: int) -> np.ndarray:
         """Embedding of a caption, (L, D), its valid tokens: where float16 or float32 is stored a mapped view, where
         bfloat16 or int8 is, a float32 copy."""
-        assert self.spec.text is not None
-        return widen(self.stored_caption(caption_id), self.spec.text.dtype)
-
-    def stored_caption(self, caption_id: int) -> StoredTokens:
-        """The valid tokens of a caption as they lie in the arrays; mapped views where they are uncompressed."""
-        start = int(self.caption_offsets[caption_id])
-        stop = start + int(self.caption_lengths[caption_id])
-        return StoredTokens.of([array.read(start, stop) for array in self.caption_arrays])
+        return self.tokens[caption_id]
 
     @property
-    def caption_embeddings(self) -> ShardedArray:
-        """(tokens, D), of the dtype on disk: the tokens of all captions; ``caption_offsets`` and ``caption_lengths``
-        say whose."""
-        return self._array(EMBEDDINGS)
-
-    @property
-    def caption_arrays(self) -> list[ShardedArray]:
-        """``caption_embeddings``; where they are int8 also (tokens,) float32, by which each token is multiplied."""
-        return [self._array(path) for path in ((EMBEDDINGS, SCALES) if self._has_scales else (EMBEDDINGS,))]
-
-    @property
-    def _has_scales(self) -> bool:
-        return self.spec.text is not None and self.spec.text.dtype == "int8"
-
-    @cached_property
     def null_caption(self) -> np.ndarray:
         """Embedding of the empty caption at full length, (max_tokens, D), for classifier-free guidance; the dtype is
         that of ``caption_embedding``."""
-        assert self.spec.text is not None
-        return widen(self.stored_null, self.spec.text.dtype)
+        return self.tokens.null
 
-    @property
-    def stored_null(self) -> StoredTokens:
-        """The empty caption as it lies in the arrays; a copy."""
-        paths = (NULL_EMBEDDING, NULL_SCALES) if self._has_scales else (NULL_EMBEDDING,)
-        return StoredTokens.of([np.array(self._array(path).read(0, len(self._array(path)))) for path in paths])
-
-    @cached_property
-    def caption_offsets(self) -> np.ndarray:
-        """(num_captions,) first row of each caption in the stacked captions/embeddings."""
-        return self._caption_spans[0]
-
-    @cached_property
-    def caption_lengths(self) -> np.ndarray:
-        """(num_captions,) tokens of each caption."""
-        return self._caption_spans[1]
-
-    @cached_property
-    def _caption_spans(self) -> tuple[np.ndarray, np.ndarray]:
+    def _read_spans(self) -> tuple[np.ndarray, np.ndarray]:
         found = self._stack.caption_spans(self.folder, check_whole(self))
         if self.manifest and len(found[0]) != self.manifest.num_captions:
             raise DamageError(f"store '{self.path}': its captions name tokens that are not there. {REPAIR}")

@@ -38,10 +38,10 @@ def final_captions(tokens: torch.Tensor, scales: torch.Tensor | None) -> torch.T
 
 def read_padded(store: LatentStore, caption_ids: np.ndarray, buffers: BufferPool) -> StoredCaptions:
     """Gather caption embeddings, padded with zeros to the longest."""
-    lengths = store.caption_lengths[caption_ids]
+    lengths = store.tokens.lengths[caption_ids]
     longest = int(lengths.max(initial=0))
-    starts, gathered = store.caption_offsets[caption_ids].tolist(), []
-    for array in store.caption_arrays:
+    starts, gathered = store.tokens.offsets[caption_ids].tolist(), []
+    for array in store.tokens.arrays:
         padded = buffers.take((len(caption_ids), longest, *array.row_shape), array.dtype)
         for row, start, length in zip(padded, starts, lengths.tolist(), strict=True):
             row[:length] = array.read(start, start + length)
@@ -53,9 +53,9 @@ def read_padded(store: LatentStore, caption_ids: np.ndarray, buffers: BufferPool
 
 def read_packed(store: LatentStore, caption_ids: np.ndarray, buffers: BufferPool) -> StoredCaptions:
     """Gather caption embeddings, one after the other."""
-    lengths = store.caption_lengths[caption_ids]
-    starts, gathered = store.caption_offsets[caption_ids], []
-    for array in store.caption_arrays:
+    lengths = store.tokens.lengths[caption_ids]
+    starts, gathered = store.tokens.offsets[caption_ids], []
+    for array in store.tokens.arrays:
         packed = buffers.take((int(lengths.sum()), *array.row_shape), array.dtype)
         gathered.append(array.take_ranges(starts, lengths, out=packed))
     return _as_tensors(store, gathered, lengths)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 
@@ -40,7 +39,7 @@ def encode_caption_shard(plan: FrozenPlan, shard: int, encoder: CaptionEncoder) 
     arrays = {one.path: np.full((len(rows), *one.shape[1:]), one.fill_value, one.dtype) for one in layouts}
     checksums, qualities = [""] * len(captions), []
 
-    def store(batch: range, encoded: Sequence[np.ndarray]) -> None:
+    def store(batch: range, encoded: np.ndarray) -> None:
         for i, tokens in zip(batch, encoded, strict=True):
             stored = _stored(tokens, spec.dtype)
             for array, part in zip(arrays.values(), stored.parts, strict=True):

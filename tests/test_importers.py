@@ -639,7 +639,7 @@ def test_a_packed_shard_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_where_a_packed_shard_finds_no_room_it_is_no_reject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_mds(tmp_path / "source")
     # Room for nothing: a file that may only be read.
-    monkeypatch.setattr(import_mds.tempfile, "TemporaryFile", lambda: open(made.source / "index.json", "rb"))
+    monkeypatch.setattr(import_mds.tempfile, "TemporaryFile", lambda: (made.source / "index.json").open("rb"))
     with pytest.raises(ResourceError, match="TMPDIR"):
         run_import(made, tmp_path / "store")
 

@@ -664,7 +664,7 @@ def test_threads_that_read_captions_in_both_ways_do_not_wait_for_each_other(capt
         opened = LatentStore(caption_store.path)
         with ThreadPoolExecutor(2) as pool:
             both = [
-                pool.submit(lambda: opened.caption_embeddings.read(0, 2)),  # noqa: B023
+                pool.submit(lambda: opened.tokens.arrays[0].read(0, 2)),  # noqa: B023
                 pool.submit(lambda: opened.caption_embedding(1)),  # noqa: B023
             ]
             for one in both:

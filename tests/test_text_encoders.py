@@ -158,7 +158,7 @@ def test_a_store_of_gemma_says_its_instruction_and_refuses_another(gemma: Path, 
         np.testing.assert_allclose(store.caption_embedding(i), encoder.encode([text])[0], rtol=2e-3, atol=2e-3)
     shared = encoder.tokenizer.num_shared
     count = store.captions.num_rows
-    computed = int(store.caption_lengths.sum()) + shared * count + 12  # and the empty caption
+    computed = int(store.tokens.lengths.sum()) + shared * count + 12  # and the empty caption
     assert report.tokens == TokenCount(computed, 11, count + 1)
     said = dict(precompute_rows(report, store.path))["encoded"]
     assert said == f"{computed} tokens of {count + 1} captions, {11 / computed:.1%} padding"

@@ -55,7 +55,7 @@ def test_a_caption_is_what_the_encoder_gave_narrowed_once(grown: tuple[Any, Path
     _, root, dtype = grown
     store = LatentStore(root)
     assert (store.spec.text and store.spec.text.dtype) == dtype
-    assert store.caption_embeddings.dtype == ON_DISK[dtype]
+    assert store.tokens.arrays[0].dtype == ON_DISK[dtype]
     for i, row in enumerate(store.captions.to_pylist()):
         wanted = encoded(row["text"])
         found = store.caption_embedding(i)
@@ -88,11 +88,11 @@ def test_zarr_opens_every_caption_array(grown: tuple[Any, Path, str]) -> None:
         scales: Any = group["captions/scales"]
         parts.append(np.asarray(scales[:]))
     for i in range(len(np.asarray(group["captions/offsets"]))):
-        start, stop = int(store.caption_offsets[i]), int(store.caption_offsets[i] + store.caption_lengths[i])
-        for ours, part in zip(store.stored_caption(i).parts, parts, strict=True):
+        start, stop = int(store.tokens.offsets[i]), int(store.tokens.offsets[i] + store.tokens.lengths[i])
+        for ours, part in zip(store.tokens.stored(i).parts, parts, strict=True):
             np.testing.assert_array_equal(ours, part[start:stop])
     gaps = np.ones(len(parts[0]), bool)
-    for start, length in zip(store.caption_offsets, store.caption_lengths, strict=True):
+    for start, length in zip(store.tokens.offsets, store.tokens.lengths, strict=True):
         gaps[start : start + length] = False
     assert gaps.any()  # between two shards, and nobody's
     values = parts[-1] if dtype != "bfloat16" else (parts[0].astype(np.uint32) << 16).view(np.float32)

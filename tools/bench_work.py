@@ -140,12 +140,12 @@ class Rows:
     @cached_property
     def lengths(self) -> np.ndarray:
         """(N,) int64 tokens of each caption."""
-        return self._store.caption_lengths[self.caption_ids].astype(np.int64)
+        return self._store.tokens.lengths[self.caption_ids].astype(np.int64)
 
     @property
     def spans(self) -> np.ndarray:
         """(N, 2) int64 first row of each caption in the store's captions/embeddings, and the row after its last."""
-        starts = self._store.caption_offsets[self.caption_ids]
+        starts = self._store.tokens.offsets[self.caption_ids]
         return np.stack([starts, starts + self.lengths], axis=1).astype(np.int64)
 
     def latents(self, rows: np.ndarray) -> np.ndarray:

@@ -294,7 +294,7 @@ def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:
     if record.caption_ids:
         texts = store.captions["text"]
         values["captions"] = [
-            {"text": texts[i].as_py(), "num_tokens": int(store.caption_lengths[i])} for i in record.caption_ids
+            {"text": texts[i].as_py(), "num_tokens": int(store.tokens.lengths[i])} for i in record.caption_ids
         ]
     if record.status != "stored" or record.bucket is None:
         return values
