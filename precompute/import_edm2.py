@@ -46,6 +46,7 @@ class Edm2(Labelled):
     def __init__(self, root: Path) -> None:
         super().__init__(root, EDM2)
         self._odd: dict[str, str] = {}
+        self._streamed: dict[int, int] = {}  # CRC of members whose own header has none
         if not root.exists():
             raise SourceError(f"source '{root}': not there. An import of 'edm2' needs a .zip, or its folder.")
         self._zip = None if root.is_dir() else os.open(root, os.O_RDONLY)
@@ -83,6 +84,8 @@ class Edm2(Labelled):
         for info in members:
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
                 self._odd[info.filename] = "it is compressed or encrypted; EDM2 stores its members as they are"
+            if info.flag_bits & HAS_DESCRIPTOR:
+                self._streamed[info.header_offset] = info.CRC
             yield Entry(info.filename.removesuffix(".npy"), info.filename, info.header_offset, info.file_size)
 
     def look(self, entry: Entry) -> Seen:
@@ -117,10 +120,11 @@ class Edm2(Labelled):
         head = os.pread(self._zip, LOCAL_HEADER.size, entry.offset)
         if len(head) < LOCAL_HEADER.size or not head.startswith(b"PK\x03\x04"):
             raise ValueError("there is no member where the directory says")
-        _, _, flags, _, _, _, crc, _, _, name_bytes, extra_bytes = LOCAL_HEADER.unpack(head)
+        _, _, _, _, _, _, crc, _, _, name_bytes, extra_bytes = LOCAL_HEADER.unpack(head)
+        crc = self._streamed.get(entry.offset, crc)
         start = entry.offset + LOCAL_HEADER.size + name_bytes + extra_bytes
         content = os.pread(self._zip, min(limit, entry.num_bytes), start)
-        if limit >= entry.num_bytes and not flags & HAS_DESCRIPTOR and zlib.crc32(content) != crc:
+        if limit >= entry.num_bytes and zlib.crc32(content) != crc:
             raise ValueError("its CRC is not that of its bytes")
         return content
 
