@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import random
 import shutil
@@ -55,7 +56,7 @@ main()
 
 @pytest.fixture(autouse=True)
 def _own_signals() -> Iterator[None]:
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -186,6 +187,27 @@ def test_sigterm_at_fifty_moments_ends_with_75_and_costs_no_bit(
 
 def test_nobody_who_catches_exceptions_swallows_a_signal() -> None:
     assert not issubclass(Terminated, Exception)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_import_is_not_left_half_made(held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "killed_amid.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nfor _ in range(100):\n    pass\nwhole = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    stop = StopRequest()
+    stop.catch(signal.SIGTERM)
+    monkeypatch.delitem(sys.modules, "killed_amid", raising=False)
+    module = importlib.import_module("killed_amid")
+    assert module.whole
+    assert stop.is_terminated
+    if held:
+        stop.hold()  # before the signal came back: there is a step to keep now
+        time.sleep(0.1)
+        assert stop
+        return
+    with pytest.raises(Terminated):
+        time.sleep(10)
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.5])

@@ -9,6 +9,8 @@ import os
 import signal
 from types import FrameType
 
+RETRY_SECONDS = 0.02
+IMPORT_FILE = "<frozen importlib._bootstrap>"
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: what a scheduler takes for "run it again"
 
 
@@ -25,6 +27,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: int | None = None  # the first that was caught
         self._asked, self._held = False, False
+        self._deferred: type[BaseException] | None = None  # what is raised after the import that goes on
 
     def __bool__(self) -> bool:
         return self._asked
@@ -43,7 +46,7 @@ class StopRequest:
 
     def hold(self) -> None:
         """From now on there is a step to keep: a signal only sets. One that was caught but got lost is set as well."""
-        self._held = True
+        self._held, self._deferred = True, None
         if self.signal is not None:
             self.set()
 
@@ -54,6 +57,7 @@ class StopRequest:
         Raises: Terminated, KeyboardInterrupt.
         """
         if self.signal is not None:
+            self._deferred = None
             raise Terminated if self.is_terminated else KeyboardInterrupt
 
     def release(self) -> None:
@@ -65,13 +69,32 @@ class StopRequest:
         """SIGTERM was the first signal caught."""
         return self.signal == signal.SIGTERM
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         first, self.signal = self.signal is None, self.signal or number
         if self._held and (first or number == signal.SIGTERM):
             self.set()
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt  # a second Ctrl-C does not wait for the step
+        elif number == signal.SIGINT:  # a second Ctrl-C does not wait for the step
+            self._raise(KeyboardInterrupt, frame)
         elif first:
-            raise Terminated
+            self._raise(Terminated, frame)
         else:
             os._exit(EXIT_RESUMABLE)  # while the first one is being carried out; every write is whole or not there
+
+    def _raise(self, kind: type[BaseException], frame: FrameType | None) -> None:
+        """Raise now; amid an import a moment later, because a module in C that is left half-made ends the process."""
+        self._deferred = kind if _is_import(frame) else None
+        if self._deferred is None:
+            raise kind
+        signal.signal(signal.SIGALRM, self._again)
+        signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)
+
+    def _again(self, _number: int, frame: FrameType | None) -> None:
+        if self._deferred is not None:  # else the program has met it by itself meanwhile
+            self._raise(self._deferred, frame)
+
+
+def _is_import(frame: FrameType | None) -> bool:
+    """The frame belongs to an import, or is called by one."""
+    while frame is not None and frame.f_code.co_filename != IMPORT_FILE:
+        frame = frame.f_back
+    return frame is not None
