@@ -16,16 +16,15 @@ from typing import Any
 
 import torch
 
-from ..datasets.errors import LeanditError, ResourceError
-from ..datasets.frozen import read_spec
+from ..datasets.revisions import read_spec
 from .decoder import Decoders
 from .encoders import load_encoders
 from .opening import check_fingerprint
 from .pipeline import describe_store
-from .processes import END_SECONDS, Broken, Describe, Failed, Job
+from .processes import END_SECONDS, Describe, Job
 from .sources import open_source
 from .stages import StageClock
-from .worker import Order, Worker
+from .worker import Order, Worker, outcome
 
 
 class Line:
@@ -70,7 +69,6 @@ def serve(line: Line) -> None:
                 case Describe(known):
                     line.send(describe_store(job.recipe, None, encoders, known=known))
                 case Order() as order:
-                    # Of a batch size that is found out, or of other files at another time, the plan's word holds.
                     planned = read_spec(job.root, order.revision)
                     check_fingerprint(job.root, planned, describe_store(job.recipe, None, encoders, known=planned))
                     origin = open_source(order.source_path, order.source_kind)
@@ -82,14 +80,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # unwinds, so that leases are given back
     line = Line(Connection(int(sys.argv[1])))
     with contextlib.suppress(BrokenPipeError, ConnectionError):  # the parent is gone
-        try:
-            serve(line)
-        except LeanditError as error:
-            line.send(Failed(error))
-        except MemoryError:
-            line.send(Failed(ResourceError("out of memory. Use a smaller batch (see --set)")))
-        except Exception as error:  # noqa: BLE001 the edge of a process: a broken device raises whatever it likes
-            line.send(Broken(f"{type(error).__name__}: {error}"))
+        if wrong := outcome(lambda: serve(line)):
+            line.send(wrong)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..datasets.commits import Task
-from ..datasets.errors import LeanditError, RecipeError, ResourceError
+from ..datasets.errors import RecipeError, ResourceError
 from ..datasets.schema import StoreSpec
 from ..datasets.writer import StoreWriter
 from .config import PrecomputeRecipe
@@ -28,7 +28,7 @@ from .sources import Source
 from .stages import StageClock
 from .tally import Tally
 from .text_encoders import CaptionTokenizer, TokenCount
-from .worker import Order, Worked
+from .worker import Broken, Failed, Order, Worked
 
 CHILD_MODULE = f"{__package__}.process_child"
 END_SECONDS = 10.0  # for a child to give back its leases
@@ -56,20 +56,6 @@ class Describe:
     """Asks for the spec of a store; ``known`` as in ``describe_store``."""
 
     known: StoreSpec | None
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A worker met an error that a user can mend: all the others would."""
-
-    error: LeanditError
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A worker met an error that may be its device's; it ends."""
-
-    what: str
 
 
 class Processes:

@@ -8,12 +8,13 @@ same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ..datasets.commits import Task
-from ..datasets.errors import RecordRejected
+from ..datasets.errors import LeanditError, RecordRejected, ResourceError
 from ..datasets.frozen import read_plan
 from ..datasets.writer import StoreWriter
 from .config import PrecomputeRecipe
@@ -24,6 +25,8 @@ from .sources import Source
 from .stages import Background, Origin, PictureDecoders, StageClock, encode_captions, encode_pictures, is_picture_task
 from .tally import Encoded, LetGo, Rejected, Tell, Took
 from .text_encoders import TokenCount
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,32 @@ class Worked:
 
     seconds: dict[str, float]
     tokens: TokenCount
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker met an error that a user can mend: all the others would."""
+
+    error: LeanditError
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A worker met an error that may be its device's or its machine's."""
+
+    what: str
+
+
+def outcome(work: Callable[[], T]) -> T | Failed | Broken:
+    """What a function gives, or what it raised, as something that can be sent."""
+    try:
+        return work()
+    except LeanditError as error:
+        return Failed(error)
+    except MemoryError:
+        return Failed(ResourceError("out of memory. Use a smaller batch (see --set)"))
+    except Exception as error:  # noqa: BLE001 the edge of a process: a broken device raises whatever it likes
+        return Broken(f"{type(error).__name__}: {error}")
 
 
 @dataclass
