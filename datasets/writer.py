@@ -6,7 +6,7 @@ between has cost one shard, and nothing half-written is ever read. No encoder is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,15 +36,21 @@ class StoreWriter:
     Args:
       root: the store.
       plan: of the revision.
+      doubted: tasks whose bytes are to be looked at, where somebody has just looked at all others.
     """
 
-    def __init__(self, root: Path, plan: FrozenPlan) -> None:
+    def __init__(self, root: Path, plan: FrozenPlan, *, doubted: Collection[Task] | None = None) -> None:
         self.root, self.plan, self.spec = root, plan, plan.spec
         for path, content in plan.layout.static_files().items():
             self._ensure(path, content)
-        # Of a revision that is being made, every byte is looked at; of a sealed one, that is what verify is for.
-        self._check_bytes = not self.is_sealed
-        self._commits = read_commits(root, plan, check_bytes=self._check_bytes)
+        # Of a revision that is being made, every byte that is there is looked at; what others commit from now on is
+        # whole. Of a sealed one, that is what verify is for.
+        check_bytes = doubted is None and not self.is_sealed
+        self._commits = {} if doubted is not None else read_commits(root, plan, check_bytes=check_bytes)
+        if check_bytes:
+            names = {task: commit_path(plan.revision, *task) for task in plan.layout.tasks()}
+            doubted = [task for task, name in names.items() if task not in self._commits and (root / name).is_file()]
+        self.doubted = frozenset(doubted or ())
 
     @property
     def is_sealed(self) -> bool:
@@ -72,7 +78,7 @@ class StoreWriter:
     def is_committed(self, task: Task) -> bool:
         """A valid commit record covers the task, written by this process or by another."""
         if task not in self._commits:
-            record = read_commit(self.root, self.plan, *task, check_bytes=self._check_bytes)
+            record = read_commit(self.root, self.plan, *task, check_bytes=task in self.doubted)
             if record:
                 self._commits[task] = record
         return task in self._commits

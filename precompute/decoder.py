@@ -100,6 +100,11 @@ class Decoders:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def num_at_once(self) -> int:
+        """Pictures that are decoded at the same time."""
+        return len(self._children)
+
     def close(self) -> None:
         """End all children; a thread that still waits for a picture gets a RuntimeError."""
         if self._closed.is_set() or os.getpid() != self._owner:

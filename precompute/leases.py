@@ -67,10 +67,17 @@ class Leases:
 
     Args:
       writer: of the revision.
+      taken, let_go: called with each task that is handed out, and with each whose lease is given back.
     """
 
-    def __init__(self, writer: StoreWriter) -> None:
-        self._writer = writer
+    def __init__(
+        self,
+        writer: StoreWriter,
+        *,
+        taken: Callable[[Task], None] = lambda task: None,
+        let_go: Callable[[Task], None] = lambda task: None,
+    ) -> None:
+        self._writer, self._taken, self._let_go = writer, taken, let_go
         self._folder = writer.root / LEASES
         self._held: dict[Task, Lease] = {}
         self._wanted: dict[Task, Lease] = {}  # held by others; each remembers when it saw the last touch
@@ -101,6 +108,7 @@ class Leases:
             if self._writer.is_committed(task):  # between the look and the lease
                 self.release(task)
             else:
+                self._taken(task)
                 yield task
 
     def wait(self) -> None:
@@ -115,6 +123,7 @@ class Leases:
         """Give a lease back."""
         if lease := self._held.pop(task, None):
             lease.release()
+        self._let_go(task)
 
     def _take(self, task: Task) -> bool:
         part, shard = task

@@ -6,12 +6,14 @@ what stands in ``stages.py``, what may be taken up in ``opening.py``, what has c
 
 Any number of processes may run the same command at the same time, on one machine or on many that share the store's
 folder: one plans, all encode (``leases.py``), each shard once, and whoever is last seals. With a part, a process takes
-its own share of the shards only, and leaves the seal to whoever finds all of them there.
+its own share of the shards only, and leaves the seal to whoever finds all of them there. Where the shards are encoded
+is the engine's matter (``engines.py``): here, or by other processes that this one starts.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import torch
 
 from .. import __version__
 from ..datasets.buckets import bucket_name, resize_filter
+from ..datasets.commits import Task
 from ..datasets.errors import RecipeError, SourceError
 from ..datasets.frozen import FrozenPlan
 from ..datasets.schema import FORMAT_VERSION, ImageSpec, Manifest, StoreSpec
@@ -26,18 +29,20 @@ from ..datasets.writer import StoreWriter
 from .config import PrecomputeRecipe
 from .decoder import Decoders
 from .encoders import Encoders, load_encoders
+from .engines import Engine
 from .forwards import largest_batch
 from .growth import Comparison, Options
 from .images import ADM_FILTER, COLOUR
-from .leases import Leases, alone
+from .leases import alone
 from .model_files import library_majors
 from .opening import Planner, check_disk, check_fingerprint, is_sealed, newest_plan
 from .part import Part
 from .plan import num_threads
-from .rejects import RejectLimit
 from .sources import Source, list_source
-from .stages import Background, Progress, StageClock, encode_captions, encode_pictures, is_picture_task
-from .text_encoders import TokenCount
+from .stages import Progress, StageClock
+from .tally import Tally
+from .text_encoders import CaptionTokenizer, TokenCount
+from .worker import Worker
 
 
 @dataclass
@@ -75,18 +80,52 @@ class Report:
 
 @dataclass
 class Stage1:
-    """What the stations share: the store, the source, the encoders, and where progress is told."""
+    """What the stations share: the store, the source, the engine, and where progress is told."""
 
     root: Path
     recipe: PrecomputeRecipe
     source: Source
-    encoders: Encoders
-    decoders: Decoders
+    engine: Engine
     progress: Progress
     part: Part
     clock: StageClock = field(default_factory=StageClock)
     num_encoded: int = 0
     num_left: int = 0
+
+
+class Here:
+    """The engine of one device: this process.
+
+    Args:
+      decoders: of the pictures.
+    """
+
+    def __init__(self, recipe: PrecomputeRecipe, encoders: Encoders, decoders: Decoders) -> None:
+        self._recipe, self._encoders, self._decoders = recipe, encoders, decoders
+        self._before = encoders.caption.computed if encoders.caption else TokenCount()
+
+    @property
+    def tokenizer(self) -> CaptionTokenizer | None:
+        """As ``Engine.tokenizer``."""
+        return self._encoders.tokenizer
+
+    @property
+    def tokens(self) -> TokenCount:
+        """As ``Engine.tokens``."""
+        caption = self._encoders.caption
+        return caption.computed - self._before if caption else TokenCount()
+
+    def describe(self, source: Source, known: StoreSpec | None = None) -> StoreSpec:
+        """As ``Engine.describe``."""
+        return describe_store(self._recipe, source, self._encoders, known=known)
+
+    def encode(
+        self, writer: StoreWriter, missing: Sequence[Task], source: Source, *, tally: Tally, clock: StageClock
+    ) -> None:
+        """As ``Engine.encode``."""
+        worker = Worker(self._recipe, self._encoders, self._decoders, clock)
+        num_rejected = writer.num_rejected
+        worker.encode(writer, missing, source, num_rejected=num_rejected, tell=lambda event: tally.hear("", event))
 
 
 def precompute(
@@ -99,6 +138,7 @@ def precompute(
     options: Options | None = None,
     new_revision: bool = False,
     part: Part | None = None,
+    engine: Engine | None = None,
 ) -> Report:
     """Run every picture and caption of a source through the encoders, exactly once, into a store.
 
@@ -106,7 +146,9 @@ def precompute(
       source_path: a folder, a file or a URL.
       options: what shall become of records that are gone or rejected.
       new_revision: where the store was made with other encoders or settings, encode all anew as its next revision.
+      device: of the encoders, where no engine is given.
       part: encode only this share of the shards; None for all that nobody else is encoding.
+      engine: where the shards are encoded; None for this process.
     Raises: LeanditError: of the class that says what to mend; the store then resumes with the same command.
     """
     start = time.perf_counter()
@@ -114,23 +156,24 @@ def precompute(
 
     # Scan: list the source, load the encoders.
     source = list_source(source_path, recipe.source.kind, progress=lambda done: progress("list", done, 0))
-    encoders = load_encoders(recipe, device)
-    before = encoders.caption.computed if encoders.caption else TokenCount()
+    encoders = None if engine else load_encoders(recipe, device)
     with Decoders(num_threads()) as decoders:
-        stage = Stage1(store_path, recipe, source, encoders, decoders, progress, part or Part())
+        engine = Here(recipe, encoders, decoders) if encoders else engine
+        assert engine, "encoders are loaded where there is no engine"
+        stage = Stage1(store_path, recipe, source, engine, progress, part or Part())
 
         # Plan: freeze it, or take up the newest one that is there.
         with stage.clock.measure("plan"), alone(store_path, "plan", lambda: progress("others plan", 0, 1)):
             found = newest_plan(store_path)
-            spec = describe_store(recipe, source, encoders, known=found and found.spec)
+            spec = engine.describe(source, found and found.spec)
             if found and new_revision and spec.fingerprint != found.spec.fingerprint:
-                spec = describe_store(recipe, source, encoders)  # other settings may fit another batch
-            planner = Planner(store_path, spec, source, recipe, encoders.tokenizer, decoders, progress)
+                spec = engine.describe(source)  # other settings may fit another batch
+            planner = Planner(store_path, spec, source, recipe, engine.tokenizer, decoders, progress)
             if found and not (new_revision and is_sealed(store_path, found)):
                 check_fingerprint(store_path, found.spec, spec)
             plan = found or planner.plan_first()
             if not found:  # others may have planned it first, with the batch that fits them
-                spec = describe_store(recipe, source, encoders, known=plan.spec)
+                spec = engine.describe(source, plan.spec)
                 check_fingerprint(store_path, plan.spec, spec)
             was_sealed = bool(found) and is_sealed(store_path, plan)
 
@@ -143,11 +186,10 @@ def precompute(
             with stage.clock.measure("plan"), alone(store_path, "plan", lambda: progress("others plan", 0, 1)):
                 following, changes = planner.plan_next(options or Options())
             if following:  # perhaps the plan of others, who were faster
-                here = describe_store(recipe, source, encoders, known=following.spec)
+                here = engine.describe(source, following.spec)
                 check_fingerprint(store_path, following.spec, here)
                 manifest = finish(stage, following)
     seconds = time.perf_counter() - start
-    tokens = encoders.caption.computed - before if encoders.caption else TokenCount()
     return Report(
         manifest=manifest,
         num_left=stage.num_left,
@@ -156,12 +198,12 @@ def precompute(
         seconds=stage.clock.seconds,
         num_ignored=source.num_ignored,
         changes=changes,
-        tokens=tokens,
+        tokens=engine.tokens,
     )
 
 
 def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
-    """Encode what is missing of a revision, decoding ahead and writing behind, and seal it.
+    """Encode what is missing of a revision, and seal it.
 
     Returns: its manifest; None where other parts are missing.
     """
@@ -169,38 +211,10 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
     mine = set(stage.part.of(plan.layout.tasks()))
     missing = [task for task in writer.missing_tasks() if task in mine]
     check_disk(writer, missing)
-    total = sum(len(plan.layout.rows_of(*task)) for task in missing if is_picture_task(task))
-    done = 0
-
-    def count(pictures: int) -> None:
-        nonlocal done
-        done += pictures
-        stage.progress("pictures", done, total)
-
-    limit = RejectLimit(stage.recipe.source, plan.records.num_rows, writer.num_rejected)
-    with Leases(writer) as leases:
-        while missing:
-            with Background(writer, leases, stage.clock) as background:
-                if stage.encoders.caption:
-                    texts = [task for task in missing if not is_picture_task(task)]
-                    shards = encode_captions(plan, leases.take(texts), stage.encoders.caption, stage.clock)
-                    for number, shard in enumerate(shards, 1):
-                        background.commit(shard)
-                        stage.progress("captions", number, len(texts))
-                for shard in encode_pictures(
-                    plan,
-                    leases.take([task for task in missing if is_picture_task(task)]),
-                    stage.encoders.image,
-                    stage.decoders,
-                    stage.source,
-                    limit=limit,
-                    clock=stage.clock,
-                    progress=count,
-                ):
-                    background.commit(shard)
-                    stage.num_encoded += len(shard.checksums)
-            if missing := [task for task in writer.missing_tasks() if task in mine]:
-                leases.wait()  # for other coordinators
+    if missing:
+        tally = Tally(plan, missing, stage.recipe.source, writer.num_rejected, stage.progress)
+        stage.engine.encode(writer, missing, stage.source, tally=tally, clock=stage.clock)
+        stage.num_encoded += tally.num_pictures
     stage.num_left = len(writer.missing_tasks())
     if stage.num_left:
         return None
@@ -213,11 +227,12 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
 
 
 def describe_store(
-    recipe: PrecomputeRecipe, source: Source, encoders: Encoders, *, known: StoreSpec | None = None
+    recipe: PrecomputeRecipe, source: Source | None, encoders: Encoders, *, known: StoreSpec | None = None
 ) -> StoreSpec:
     """What the store will say of itself, with its fingerprint.
 
     Args:
+      source: whose classes it names; None where nobody asks for them.
       known: what it says already; with vae.batch_size = 0, its batch size is kept, else the largest is found.
     Raises: RecipeError: a bucket does not fit the VAE's downscale. ResourceError: not one picture fits the device.
     """
@@ -252,7 +267,7 @@ def describe_store(
         text=encoders.caption and encoders.caption.text_spec(recipe.text, text_dtype),
         vae=encoders.image.identity,
         text_encoder=encoders.caption and encoders.caption.identity,
-        classes=source.classes,
+        classes=source and source.classes,
         shard_mib=recipe.store.shard_mib,
         codec=recipe.store.codec,
         recipe=recipe.model_dump(),

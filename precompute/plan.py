@@ -28,6 +28,7 @@ from .sources import Source
 from .text_encoders import CaptionTokenizer
 
 TOKENIZE_BATCH = 4096
+MAX_THREADS = 32
 
 
 @dataclass(frozen=True)
@@ -195,5 +196,10 @@ def _source_columns(records: Sequence[SourceRecord]) -> dict[str, list]:
 
 
 def num_threads() -> int:
-    """Threads for decoding: the cores of this process, at most 32."""
-    return min(32, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    """Threads for decoding: the cores of this process, at most MAX_THREADS."""
+    return min(MAX_THREADS, num_cores())
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

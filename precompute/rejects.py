@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from ..datasets.errors import RecordRejected, SourceError
 from .config import SourceSection
@@ -17,10 +18,18 @@ class RejectLimit:
       section: of the recipe: the largest share, and the largest number in a row.
       total: records of the source.
       already: of them rejected before, by an earlier call.
+      tell: called with the key of each that counts, and why.
     """
 
-    def __init__(self, section: SourceSection, total: int, already: int = 0) -> None:
-        self._section, self._total = section, total
+    def __init__(
+        self,
+        section: SourceSection,
+        total: int,
+        already: int = 0,
+        *,
+        tell: Callable[[str, RecordRejected], None] = lambda key, reject: None,
+    ) -> None:
+        self._section, self._total, self._tell = section, total, tell
         self._rejected, self._in_a_row = already, 0
         self._reasons: Counter[str] = Counter()
 
@@ -34,6 +43,7 @@ class RejectLimit:
             return
         if reject.reason == "source_changed":
             return  # it is encoded at once in the next revision, as what it is now
+        self._tell(key, reject)
         self._rejected += 1
         self._in_a_row += 1
         self._reasons[reject.reason] += 1

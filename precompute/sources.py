@@ -28,21 +28,16 @@ NAMED = ("imagefolder", "imagenet")  # kinds whose classes always have names
 
 
 @dataclass(frozen=True)
-class Source:
-    """A listed source.
+class OpenedSource:
+    """A source whose pictures are read by their places, as a plan names them; it needs no listing.
 
     Args:
       kind: "imagefolder", "sidecars", "metadata", "manifest", "webdataset", "imagenet" or "parquet".
       files: through which the records' paths are read.
-      classes: names of the classes in order of their index, or None.
-      num_ignored: files that are no pictures by their extension.
     """
 
     kind: str
     files: SourceFiles
-    records: Sequence[SourceRecord] = field(repr=False)
-    classes: list[str] | None
-    num_ignored: int
     _rows: RowBytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -52,20 +47,6 @@ class Source:
     def name(self) -> str:
         """Path or URL, for messages."""
         return self.files.name
-
-    @property
-    def has_class_names(self) -> bool:
-        """Labels are places in a list of names, which may move; else a label is its own name."""
-        names = self.classes or []
-        return self.kind in NAMED or (self.kind == "parquet" and names != [str(i) for i in range(len(names))])
-
-    def listing_hash(self) -> str:
-        """Hash of what was listed: changes when a file is added, gone, or written anew."""
-        digest = hashlib.sha256()
-        for r in self.records:
-            values = [r.key, r.path, r.offset, r.num_bytes, r.mtime_ns, r.label, r.captions]
-            digest.update(json.dumps(values).encode())
-        return digest.hexdigest()
 
     def place(self, path: str, offset: int, num_bytes: int, *, stage: str) -> PicturePlace:
         """Where a decoder finds the bytes of a picture: it reads a file here itself, all else is read for it.
@@ -92,21 +73,60 @@ class Source:
         return self.files.read(path, offset, num_bytes, stage)
 
 
+@dataclass(frozen=True)
+class Source(OpenedSource):
+    """A listed source.
+
+    Args:
+      records: all that it has, in order.
+      classes: names of the classes in order of their index, or None.
+      num_ignored: files that are no pictures by their extension.
+    """
+
+    records: Sequence[SourceRecord] = field(repr=False)
+    classes: list[str] | None
+    num_ignored: int
+
+    @property
+    def has_class_names(self) -> bool:
+        """Labels are places in a list of names, which may move; else a label is its own name."""
+        names = self.classes or []
+        return self.kind in NAMED or (self.kind == "parquet" and names != [str(i) for i in range(len(names))])
+
+    def listing_hash(self) -> str:
+        """Hash of what was listed: changes when a file is added, gone, or written anew."""
+        digest = hashlib.sha256()
+        for r in self.records:
+            values = [r.key, r.path, r.offset, r.num_bytes, r.mtime_ns, r.label, r.captions]
+            digest.update(json.dumps(values).encode())
+        return digest.hexdigest()
+
+
+def open_source(path: Path | str, kind: str = "auto") -> OpenedSource:
+    """Open a source without listing it.
+
+    Args:
+      path: a folder, one tar, one Parquet file or one manifest; or the URL of one.
+      kind: of ``OpenedSource``, or "auto" to look.
+    Raises: SourceError: it is missing; RecipeError: no file system for the URL.
+    """
+    files = open_source_files(path)
+    if kind != "imagefolder" and (folder := pixart_folder(str(path))) != str(path):
+        above = open_source_files(folder)
+        files = above if above.look(PIXART_TABLE) else files
+    return OpenedSource(_guess_kind(files) if kind == "auto" else kind, files)
+
+
 def list_source(path: Path | str, kind: str = "auto", *, progress: Callable[[int], None] = lambda _: None) -> Source:
     """List a source.
 
     Args:
-      path: a folder, one tar, one Parquet file or one manifest; or the URL of one.
-      kind: of ``Source``, or "auto" to look.
+      path, kind: as for ``open_source``.
       progress: called with the number of records so far.
     Raises: SourceError: it is missing, empty, or not of this kind; RecipeError: no file system for the URL.
     """
-    files, found = open_source_files(path), Found()
-    if kind != "imagefolder" and (folder := pixart_folder(str(path))) != str(path):
-        above = open_source_files(folder)
-        files = above if above.look(PIXART_TABLE) else files
-    if kind == "auto":
-        kind = _guess_kind(files)
+    opened, found = open_source(path, kind), Found()
+    files, kind = opened.files, opened.kind
     if files.only and kind in ("imagefolder", "sidecars", "metadata"):
         raise SourceError(f"source '{files.name}': a file; needed a folder for source.kind \"{kind}\".")
     records = spool(_readable(files, _records(files, kind, found)), progress)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
 from ..datasets.buckets import bucket_size
 from ..datasets.commits import Task
@@ -21,17 +23,47 @@ from ..datasets.layout import CAPTION_PART, NULL_PART
 from ..datasets.schema import Fallback, ImageSpec
 from ..datasets.writer import StoreWriter
 from .caption_task import encode_caption_shard, encode_null_caption
-from .decoder import Decoded, Decoders
+from .decoder import Decoded, PicturePlace
 from .encoders import ImageEncoder
 from .leases import Leases
-from .plan import num_threads
 from .rejects import RejectLimit
 from .shard_task import PackedShard, ShardBuilder
-from .sources import Source
 from .text_encoders import CaptionEncoder
 
 BATCHES_AHEAD = 3  # decoded batches that wait for the encoder
 WRITES_BEHIND = 2  # shards that wait for the disk
+
+
+class Origin(Protocol):
+    """A source, as the encoding sees it: from the place that a plan names to what a decoder takes."""
+
+    def place(self, path: str, offset: int, num_bytes: int, *, stage: str) -> PicturePlace:
+        """As ``OpenedSource.place``."""
+        ...
+
+
+class PictureDecoders(Protocol):
+    """What decodes pictures: here or elsewhere, from many threads at once."""
+
+    @property
+    def num_at_once(self) -> int:
+        """Pictures that it works on at the same time."""
+        ...
+
+    def picture(
+        self,
+        path: Path,
+        offset: int,
+        num_bytes: int,
+        data: bytes | None = None,
+        *,
+        bucket: tuple[int, int],
+        crop: str,
+        resize_filter: str = "bicubic",
+    ) -> Decoded:
+        """As ``Decoders.picture``; the place is what the ``Origin`` says."""
+        ...
+
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total) whenever something was done; a total that is not known is 0."""
@@ -51,8 +83,13 @@ class StageClock:
         try:
             yield
         finally:
-            with self._lock:
-                self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+            self.add({stage: time.perf_counter() - start})
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add seconds to stages."""
+        with self._lock:
+            for stage, more in seconds.items():
+                self.seconds[stage] = self.seconds.get(stage, 0.0) + more
 
 
 class Background:
@@ -129,8 +166,8 @@ def encode_pictures(
     plan: FrozenPlan,
     tasks: Iterable[Task],
     encoder: ImageEncoder,
-    decoders: Decoders,
-    origin: Source,
+    decoders: PictureDecoders,
+    origin: Origin,
     *,
     limit: RejectLimit,
     clock: StageClock,
@@ -146,7 +183,7 @@ def encode_pictures(
     Raises: SourceError: too many pictures are rejected.
     """
     builder: ShardBuilder | None = None
-    pool = ThreadPoolExecutor(num_threads(), thread_name_prefix="leandit-decode")
+    pool = ThreadPoolExecutor(decoders.num_at_once, thread_name_prefix="leandit-decode")
     try:
         for batch, futures in _decode_ahead(pool, plan, tasks, decoders, origin, clock):
             if builder is None:
@@ -214,8 +251,8 @@ Picture = Decoded | RecordRejected
 
 def decode_planned(
     images: ImageSpec,
-    origin: Source,
-    decoders: Decoders,
+    origin: Origin,
+    decoders: PictureDecoders,
     place: tuple[str, int, int],
     *,
     size: tuple[int, int],
@@ -244,8 +281,8 @@ def _decode_ahead(
     pool: ThreadPoolExecutor,
     plan: FrozenPlan,
     tasks: Iterable[Task],
-    decoders: Decoders,
-    origin: Source,
+    decoders: PictureDecoders,
+    origin: Origin,
     clock: StageClock,
 ) -> Iterator[tuple[PictureBatch, list[Future[Picture]]]]:
     """Hand out batches in order while the pictures of the next ones are being decoded."""

@@ -18,12 +18,13 @@ from making import CPU, caption_recipe, make_caption_folder, no_progress, tree_d
 from leandit.datasets import commits
 from leandit.datasets.errors import FingerprintMismatch
 from leandit.datasets.frozen import read_plan
+from leandit.datasets.layout import NULL_PART
 from leandit.datasets.writer import StoreWriter
-from leandit.precompute import leases, opening
+from leandit.precompute import leases, opening, stages
 from leandit.precompute.leases import Lease, Leases, alone
 from leandit.precompute.part import Part, part_of
 from leandit.precompute.pipeline import Report, precompute
-from leandit.precompute.shard_task import PackedShard
+from leandit.precompute.shard_task import PackedShard, ShardBuilder
 from leandit.precompute.stages import Background, StageClock
 
 
@@ -94,6 +95,36 @@ def test_parts_at_the_same_time_make_the_store_of_one_process(source: Path, tmp_
     assert codes == [0, 0]
     assert run(source, tmp_path / "parts").manifest is not None
     assert tree_digest(tmp_path / "parts") == tree_digest(tmp_path / "whole")
+
+
+def test_two_processes_at_the_same_time_encode_no_shard_twice(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, finish, text_shard = tmp_path / "log", ShardBuilder.finish, stages.encode_caption_shard
+
+    def note(shard: PackedShard) -> PackedShard:
+        """Write down who encoded what; the first of each process waits for that of the other."""
+        with open(log, "a") as file:
+            file.write(f"{shard.part} {shard.shard} {os.getpid()}\n")
+        end = time.monotonic() + 60
+        while len({line.split()[2] for line in log.read_text().splitlines()}) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        return shard
+
+    monkeypatch.setattr(ShardBuilder, "finish", lambda self: note(finish(self)))
+    monkeypatch.setattr(stages, "encode_caption_shard", lambda *what: note(text_shard(*what)))
+    codes: list[int] = []
+    other = threading.Thread(target=lambda: codes.append(in_child(lambda: run(source, tmp_path / "store") and 0)))
+    other.start()
+    report = run(source, tmp_path / "store")
+    other.join()
+    assert codes == [0]
+    assert report.manifest is not None
+    encoded = [line.split() for line in log.read_text().splitlines()]
+    shards = [(part, int(shard)) for part, shard, _ in encoded]
+    tasks = [task for task in read_plan(tmp_path / "store", 1).layout.tasks() if task[0] != NULL_PART]
+    assert sorted(shards) == sorted(tasks)  # each once, by whomever
+    assert len({pid for _, _, pid in encoded}) == 2
 
 
 def test_a_part_of_a_store_that_is_complete_adds_what_is_new(source: Path, tmp_path: Path) -> None:

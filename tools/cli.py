@@ -20,7 +20,18 @@ from ..datasets.errors import DamageError, LeanditError, RecipeError, StoreIncom
 from ..precompute.part import Part, part_of
 from ..train.stop import EXIT_RESUMABLE, StopRequest, Terminated
 from .cli_bench import bench
-from .cli_options import AsJson, Device, DryRun, LocalStore, Overrides, print_rows, torch_device
+from .cli_options import (
+    AsJson,
+    Device,
+    Devices,
+    DryRun,
+    LocalStore,
+    Overrides,
+    print_rows,
+    torch_device,
+    torch_devices,
+)
+from .engine import chosen_engine, engine_name
 
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES, EXIT_CTRL_C = 1, 2, 5, 130
 TRACEBACK = "--traceback"
@@ -54,7 +65,7 @@ def precompute(
     recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
     source: Annotated[str | None, typer.Option(help="Pictures: a folder, a file or a URL; docs/sources.md.")] = None,
     store: Annotated[Path | None, typer.Option(help="Folder of the store; the same command again resumes.")] = None,
-    device: Device = "auto",
+    device: Devices = "auto",
     overrides: Overrides = None,
     dry_run: DryRun = False,
     drop_gone: Annotated[bool, typer.Option("--drop-gone", help="Leave out records gone from the source.")] = False,
@@ -66,6 +77,12 @@ def precompute(
         Part | None,
         typer.Option(parser=part_of, metavar="I/N", help="Only the I-th of N shares of the shards."),
     ] = None,
+    engine: Annotated[
+        str, typer.Option(parser=engine_name, metavar="NAME", help="local, or ray: the actors of a Ray cluster.")
+    ] = "local",
+    address: Annotated[
+        str, typer.Option(help="Of the Ray cluster; auto: the one that this machine is part of.")
+    ] = "auto",
 ) -> None:
     """Run every picture and caption through the encoders, exactly once; again, it resumes, or adds what changed.
 
@@ -77,7 +94,7 @@ def precompute(
     if dry_run:
         from .dry_run import describe_precompute
 
-        print(describe_precompute(loaded, source, torch_device(device)))
+        print(describe_precompute(loaded, source, torch_devices(device)[0]))
         return
     if source is None or store is None:
         raise RecipeError("precompute: needed --source PATH and --store PATH (or --dry-run).")
@@ -87,7 +104,8 @@ def precompute(
     from .progress import ProgressLine
 
     stop: StopRequest = context.obj
-    with ProgressLine() as line:
+    chosen = chosen_engine(loaded, store, source, devices=device, name=engine, address=address)
+    with ProgressLine() as line, chosen as elsewhere:
 
         def progress(stage: str, done: int, total: int) -> None:
             stop.check()
@@ -97,11 +115,12 @@ def precompute(
             loaded,
             source_path=source,
             store_path=store,
-            device=torch_device(device),
+            device=torch_device("cpu") if elsewhere else torch_devices(device)[0],
             progress=progress,
             options=Options(drop_gone=drop_gone, retry_rejected=retry_rejected),
             new_revision=new_revision,
             part=part,
+            engine=elsewhere,
         )
     print_rows(precompute_rows(report, store))
 

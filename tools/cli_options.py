@@ -11,6 +11,12 @@ import typer
 from ..datasets.errors import RecipeError, ResourceError
 
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")]
+Devices = Annotated[
+    str,
+    typer.Option(
+        "--device", help="cpu or cuda:N; several with commas, a process for each; cuda and auto take all GPUs."
+    ),
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one recipe key; repeatable.")
 ]
@@ -50,6 +56,19 @@ def torch_device(name: str) -> Any:
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise RecipeError(f"--device '{name}': torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here.")
     return device
+
+
+def torch_devices(names: str) -> list[Any]:
+    """The devices that ``--device`` names where it may name several.
+
+    Raises: as ``torch_device``.
+    """
+    if names in ("auto", "cuda") and torch_device(names).type == "cuda":
+        import torch
+
+        num_gpus = torch.cuda.device_count()
+        names = ",".join(f"cuda:{number}" for number in range(num_gpus)) if num_gpus > 1 else "cuda"
+    return [torch_device(name.strip()) for name in names.split(",")]
 
 
 def print_rows(rows: list[tuple[str, str]]) -> None:

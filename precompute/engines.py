@@ -1,0 +1,49 @@
+"""What an engine is: where the shards of a revision are encoded. Stage 1's story is the same with each of them.
+
+The engine of one device is the process itself (``pipeline.py``); of several, a process for each (``processes.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..datasets.commits import Task
+from ..datasets.schema import StoreSpec
+from ..datasets.writer import StoreWriter
+from .sources import Source
+from .stages import StageClock
+from .tally import Tally
+from .text_encoders import CaptionTokenizer, TokenCount
+
+
+class Engine(Protocol):
+    """Encodes what the process that plans and seals asks for."""
+
+    @property
+    def tokenizer(self) -> CaptionTokenizer | None:
+        """Of the caption encoder, to plan with; None where the recipe wants no text."""
+        ...
+
+    @property
+    def tokens(self) -> TokenCount:
+        """What went through the caption encoders so far."""
+        ...
+
+    def describe(self, source: Source, known: StoreSpec | None = None) -> StoreSpec:
+        """What a store that its encoders make says of itself; as ``pipeline.describe_store``."""
+        ...
+
+    def encode(
+        self, writer: StoreWriter, missing: Sequence[Task], source: Source, *, tally: Tally, clock: StageClock
+    ) -> None:
+        """Encode what is missing of a revision; ends when all of it is committed, by whomever.
+
+        Args:
+          writer: of the revision.
+          source: of the pictures.
+          tally: hears what is done.
+          clock: gets the seconds of each stage, summed over all workers.
+        Raises: LeanditError: of the class that says what to mend.
+        """
+        ...

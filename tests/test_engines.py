@@ -1,0 +1,167 @@
+"""Several processes by one command make the bytes of one process, whoever dies; errors and stops are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from making import CAPTION_RECIPE, CPU, caption_recipe, make_caption_folder, no_progress, tree_digest
+
+from leandit.datasets.errors import RecipeError, ResourceError, SourceError
+from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.processes import Processes
+from leandit.precompute.sources import list_source, open_source
+from leandit.tools.cli_options import torch_devices
+
+COMMAND = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+from leandit.tools.cli import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_caption_folder(tmp_path_factory.mktemp("engines") / "pictures", count=48)
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The tree that one process makes."""
+    store = tmp_path_factory.mktemp("whole") / "store"
+    precompute(caption_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
+    return tree_digest(store)
+
+
+def two_processes(
+    source: Path, store: Path, *overrides: str, progress: Callable[[Processes, str, int, int], None], said: list[str]
+) -> Report:
+    recipe, threads = caption_recipe(*overrides), torch.get_num_threads()
+    with Processes(recipe, store, str(source), ["cpu", "cpu"], num_threads=threads, say=said.append) as engine:
+        return precompute(
+            recipe,
+            source_path=source,
+            store_path=store,
+            device=CPU,
+            progress=lambda *what: progress(engine, *what),
+            engine=engine,
+        )
+
+
+def kill(engine: Processes, count: int) -> None:
+    for child in engine._children[:count]:
+        os.kill(child._process.pid, signal.SIGKILL)
+
+
+def test_two_processes_of_which_one_is_killed_make_the_bytes_of_one_and_list_nothing(
+    source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    hidden, said, seen = source / "metadata.jsonl.away", [], []
+
+    def progress(engine: Processes, stage: str, done: int, total: int) -> None:
+        seen.append((stage, done, total))
+        if (stage, done) == ("scan", total):
+            (source / "metadata.jsonl").rename(hidden)  # whoever lists the source now finds none
+        if stage == "pictures" and not said and len(engine._children) == 2:
+            kill(engine, 1)
+
+    try:
+        report = two_processes(source, tmp_path / "store", progress=progress, said=said)
+    finally:
+        hidden.rename(source / "metadata.jsonl")
+    assert tree_digest(tmp_path / "store") == whole
+    assert len(said) == 1
+    assert "cpu (process 1) is gone: it was ended by signal 9 (Killed)" in said[0]
+    assert [(done, total) for stage, done, total in seen if stage == "pictures"][-1] == (48, 48)
+    assert report.num_encoded == 48
+    assert report.seconds["encode"] > 0
+
+
+def test_where_every_process_dies_the_command_fails_and_the_next_one_goes_on(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, quick: None
+) -> None:
+    def progress(engine: Processes, stage: str, done: int, total: int) -> None:
+        if stage == "pictures":
+            kill(engine, 2)
+
+    with pytest.raises(ResourceError, match=r"signal 9 \(Killed\).*No other is left.*the same command goes on"):
+        two_processes(source, tmp_path / "store", progress=progress, said=[])
+    precompute(caption_recipe(), source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    assert tree_digest(tmp_path / "store") == whole
+
+
+def test_the_share_of_rejects_holds_for_all_processes_together(tmp_path: Path) -> None:
+    root = make_caption_folder(tmp_path / "pictures", count=36)
+    for number in range(0, 36, 2):  # in every bucket some, in none more than ten
+        path = root / f"images/{number}.png"
+        path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(SourceError, match=r"11 of 36 records are rejected, more than source\.max_reject_share"):
+        two_processes(root, tmp_path / "store", progress=lambda *_: None, said=[])
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 75), (signal.SIGKILL, -9), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
+def test_no_process_outlives_the_command(number: int, code: int, source: Path, tmp_path: Path) -> None:
+    settings = [word for override in CAPTION_RECIPE for word in ("--set", override)]
+    store = ["--source", str(source), "--store", str(tmp_path / "store"), "--device", "cpu,cpu"]
+    command = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "precompute", "demo", *store, *settings], stderr=subprocess.PIPE, text=True
+    )
+    started: list[int] = []
+    while not (tmp_path / "store/plan").exists():
+        assert command.poll() is None, command.stderr and command.stderr.read()
+        with contextlib.suppress(OSError):
+            started = children_of(command.pid)
+        time.sleep(0.05)
+    command.send_signal(number)
+    command.communicate(timeout=60)
+    assert command.returncode == code
+    assert len(started) >= 2
+    end = time.monotonic() + 30
+    while any(map(is_alive, started)):
+        assert time.monotonic() < end, "a process outlives its parent"
+        time.sleep(0.1)
+
+
+def test_a_source_that_is_opened_reads_what_one_that_is_listed_reads(source: Path) -> None:
+    listed = list_source(source)
+    opened = open_source(source, listed.kind)
+    for record in listed.records:
+        place = record.path, record.offset, record.num_bytes
+        assert opened.place(*place, stage="decode") == listed.place(*place, stage="decode")
+
+
+def test_devices_are_named_with_commas_and_of_one_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert [str(device) for device in torch_devices("cpu, cpu")] == ["cpu", "cpu"]
+    with pytest.raises(RecipeError, match="of one kind"):
+        Processes(caption_recipe(), tmp_path, "", ["cuda:0", "cpu"], num_threads=1, say=print)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    for name in ("auto", "cuda"):
+        assert [str(device) for device in torch_devices(name)] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [str(device) for device in torch_devices("cuda:1")] == ["cuda:1"]
+    assert [str(device) for device in torch_devices("cuda:2,cuda:0")] == ["cuda:2", "cuda:0"]
+    with pytest.raises(RecipeError, match="sees 3 GPUs"):
+        torch_devices("cuda:0,cuda:3")

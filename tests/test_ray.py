@@ -1,0 +1,160 @@
+"""A Ray cluster of two local nodes: the bytes of one process, while actors and the command are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from making import CPU, caption_recipe, make_caption_folder, no_progress, picture, tree_digest
+
+from leandit.precompute.pipeline import precompute
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+cluster_utils: Any = pytest.importorskip("ray.cluster_utils")
+
+pytestmark = pytest.mark.timeout(900)
+LEANDIT = [sys.executable, "-c", "from leandit.tools.cli import main; main()"]
+SIDES = range(32, 96, 8)
+BUCKETS = [f"{height}x{width}" for height in SIDES for width in SIDES if height == 64 or width == 64]
+# A bucket is a shard at least, so many buckets make many shards of few pictures.
+SETTINGS = [f"images.buckets={BUCKETS}".replace("'", '"'), "vae.batch_size=4", "text.batch_size=8"]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Two nodes of one CPU each."""
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    yield cluster.address
+    cluster.shutdown()
+
+
+def make_source(root: Path, count: int) -> Path:
+    """Pictures of all shapes; one crashes its decoder's time, one ends too early."""
+    make_caption_folder(root, count=count)
+    for number in range(count):
+        height_px, width_px = map(int, BUCKETS[number % len(BUCKETS)].split("x"))
+        picture(number, height_px, width_px).save(root / f"images/{number}.png")
+    whole = (root / "images/5.png").read_bytes()
+    (root / "images/5.png").write_bytes(whole[: len(whole) * 2 // 3])
+    return root
+
+
+def whole_tree(source: Path, store: Path) -> dict[str, bytes]:
+    recipe = caption_recipe(*SETTINGS)
+    precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+    return tree_digest(store)
+
+
+def start(address: str, source: Path, store: Path) -> subprocess.Popen[str]:
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    where = ["--source", str(source), "--store", str(store)]
+    engine = ["--engine", "ray", "--address", address, "--device", "cpu,cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as the tests' own process, for the same bits on a CPU
+    return subprocess.Popen(
+        [*LEANDIT, "precompute", "demo", *where, *engine, *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def busy_actors() -> list[int]:
+    """Processes of actors that are encoding; Ray names its processes after what they do."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().startswith(b"ray::EncodingActor.encode"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def num_commits(store: Path) -> int:
+    return len(list((store / "commits").rglob("*.json")))
+
+
+def wait_for_progress(command: subprocess.Popen[str], store: Path, more_than: int) -> bool:
+    """Wait until more shards are committed and actors work on; False where the command ends first."""
+    while command.poll() is None:
+        if num_commits(store) > more_than and busy_actors():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def disturb(address: str, source: Path, store: Path, plan: str) -> tuple[str, int]:
+    """Run the command to its end, killing actors and the command as often and in the order that letters say.
+
+    Args:
+      plan: "a" kills an actor, "d" the driver; each after another commit.
+    Returns: what the last command said, and the number of kills.
+    """
+    command, kills = start(address, source, store), 0
+    for what in plan:
+        if not wait_for_progress(command, store, num_commits(store)):
+            break
+        if what == "d":
+            command.kill()
+            command.communicate()
+            while busy_actors():  # they end with their driver
+                time.sleep(0.05)
+            command = start(address, source, store)
+        else:
+            for pid in busy_actors()[:1]:
+                os.kill(pid, signal.SIGKILL)
+        kills += 1
+    out, err = command.communicate(timeout=600)
+    assert command.returncode == 0, err
+    return out + err, kills
+
+
+def test_a_killed_actor_and_a_killed_driver_leave_the_bytes_of_one_process(address: str, tmp_path: Path) -> None:
+    source = make_source(tmp_path / "pictures", 60)
+    whole = whole_tree(source, tmp_path / "whole")
+    said, kills = disturb(address, source, tmp_path / "store", "da")
+    assert kills == 2
+    assert tree_digest(tmp_path / "store") == whole
+    assert re.search(r"actor \d+ is gone: .*Another is started", said)
+    assert "RayTaskError" not in said
+    assert "Traceback" not in said
+    assert re.search(r"60 planned = 59 stored \+ 1 rejected", said)
+
+
+def test_errors_are_those_of_one_process(address: str, tmp_path: Path) -> None:
+    source = make_source(tmp_path / "pictures", 15)
+    for path in (source / "images").iterdir():
+        path.write_bytes(path.read_bytes()[:-200])
+    command = start(address, source, tmp_path / "store")
+    _, err = command.communicate(timeout=300)
+    assert command.returncode == 3
+    assert err.splitlines()[-1].startswith("leandit: 11 of 15 records are rejected, more than source.max_reject_share")
+    assert "ray" not in err.lower()
+
+
+def test_where_no_cluster_is_the_command_says_so(tmp_path: Path) -> None:
+    command = start("127.0.0.1:9", make_source(tmp_path / "pictures", 6), tmp_path / "store")
+    _, err = command.communicate(timeout=300)
+    assert command.returncode == 5
+    assert "no cluster answers at '127.0.0.1:9'" in err
+
+
+@pytest.mark.slow
+def test_twenty_kills_leave_the_bytes_of_one_process(address: str, tmp_path: Path) -> None:
+    source = make_source(tmp_path / "pictures", 900)
+    whole = whole_tree(source, tmp_path / "whole")
+    total, store = 0, tmp_path / "store"
+    said, total = disturb(address, source, store, "aad" * 6 + "ad")
+    assert total == 20, said
+    assert tree_digest(store) == whole
