@@ -38,6 +38,7 @@ from .rejects import RejectLimit
 from .sources import Source, list_source
 from .stages import Background, Progress, StageClock, encode_captions, encode_pictures, is_picture_task
 from .text_encoders import TokenCount
+from .verdict import StageTime, stage_times
 
 
 @dataclass
@@ -49,10 +50,12 @@ class Report:
       num_left: shards that are left to others.
       num_encoded: pictures encoded by this call; 0 where the store was complete already.
       total_seconds: of the whole call.
-      seconds: of each stage (decode and write run beside the encoder).
+      seconds: of each stage, summed over threads (reading, decoding and writing run beside the encoder).
       num_ignored: files of the source that are no pictures by their name.
       changes: of the source since the revision before, where a revision was added.
       tokens: that went through the text encoder.
+      num_threads: that read and decode.
+      device: of the encoders, as "cpu" or "cuda".
     """
 
     manifest: Manifest | None
@@ -63,14 +66,13 @@ class Report:
     num_ignored: int
     changes: Comparison | None = None
     tokens: TokenCount = field(default_factory=TokenCount)
+    num_threads: int = 1
+    device: str = "cpu"
 
     @property
-    def bound_by(self) -> str:
-        """The stage that the run waited for."""
-        waits = {"decode": self.seconds.get("wait_decode", 0.0), "write": self.seconds.get("wait_write", 0.0)}
-        encode = self.seconds.get("encode", 0.0) + self.seconds.get("text", 0.0)
-        slowest = max(waits, key=lambda stage: waits[stage])
-        return slowest if waits[slowest] > encode else "encode"
+    def times(self) -> list[StageTime]:
+        """Seconds and rate of each stage."""
+        return stage_times(self.seconds, self.num_encoded, self.num_threads)
 
 
 @dataclass
@@ -157,6 +159,8 @@ def precompute(
         num_ignored=source.num_ignored,
         changes=changes,
         tokens=tokens,
+        num_threads=num_threads(),
+        device=device.type,
     )
 
 
