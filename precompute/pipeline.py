@@ -111,15 +111,16 @@ def precompute(
       part: encode only this share of the shards; None for all that nobody else is encoding.
     Raises: LeanditError: of the class that says what to mend; the store then resumes with the same command.
     """
-    start = time.perf_counter()
+    start, clock = time.perf_counter(), StageClock()
     manifest, changes = None, None
 
     # Scan: list the source, load the encoders.
     source = list_source(source_path, recipe.source.kind, progress=lambda done: progress("list", done, 0))
-    encoders = load_encoders(recipe, device)
+    with clock.measure("load"):
+        encoders = load_encoders(recipe, device)
     before = encoders.caption.computed if encoders.caption else TokenCount()
     with Decoders(num_threads()) as decoders:
-        stage = Stage1(store_path, recipe, source, encoders, decoders, progress, part or Part())
+        stage = Stage1(store_path, recipe, source, encoders, decoders, progress, part or Part(), clock)
 
         # Plan: freeze it, or take up the newest one that is there.
         with stage.clock.measure("plan"), alone(store_path, "plan", lambda: progress("others plan", 0, 1)):

@@ -69,10 +69,11 @@ def advice(times: list[StageTime], *, on_cpu: bool) -> str:
     rate = f"{time.images_per_second:.1f} images/s" if time.images_per_second else f"{time.seconds:.1f} s"
     threads = f"{time.threads} thread{'s' if time.threads > 1 else ''}"
     device = "a GPU" if on_cpu else "vae.dtype 'bfloat16', a larger vae.batch_size, vae.compile, or another GPU"
+    text_device = "a GPU" if on_cpu else "text.batch_tokens, or another GPU"
     return {
         READ: f"{threads} read {rate}: put the source on a faster disk, into tars, or copy it here first",
         DECODE: f"{threads} decode {rate}: give it more cores or more processes, or make the originals smaller",
         ENCODE: f"the VAE does {rate}: {device} would make it faster",
-        TEXT: f"captions took {rate}: {'a GPU' if on_cpu else 'text.batch_tokens, or another GPU'} would make them faster",
+        TEXT: f"captions took {rate}: {text_device} would make them faster",
         WRITE: f"the disk takes {rate}: set store.codec 'none', or put the store on a faster or a local disk",
     }[bound]
