@@ -155,6 +155,7 @@ class LatentSpec(_Model):
     batch_size: Side
     tile_px: Annotated[int, Field(ge=0, le=1 << 20)]
     decoding: Decoding | None = None  # absent where rows are raw latents, as an encoder of ours gives them
+    compiled: bool = False  # absent where it is not
 
     @property
     def has_posterior(self) -> bool:
@@ -175,6 +176,8 @@ class LatentSpec(_Model):
         values = serialise(self)
         if values.get("decoding") is None:
             values.pop("decoding", None)
+        if not values.get("compiled"):
+            values.pop("compiled", None)
         return values
 
 

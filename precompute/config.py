@@ -77,6 +77,8 @@ class VaeSection(Section):
     """Pictures per forward, part of the fingerprint because it changes the bits of a convolution; 0: as many as fit."""
     tile_px: Annotated[int, Field(ge=0, le=8192)] = 0
     """Encode larger pictures in overlapping tiles of this side, which takes less memory; 0: whole."""
+    compile: bool = False
+    """torch.compile the encoder, once for each shape of a batch; other bits than without, so in the fingerprint."""
 
 
 class TextSection(Section):

@@ -56,12 +56,14 @@ class Decoded:
       pixels: (H, W, 3) uint8, of the bucket's size; read-only.
       height_px, width_px: of the source picture, upright.
       source_checksum: XXH3-64 of the bytes that were decoded.
+      read_seconds: that the child took to read them; what was sent to it was read before.
     """
 
     pixels: np.ndarray
     height_px: int
     width_px: int
     source_checksum: int
+    read_seconds: float = 0.0
 
 
 class Decoders:
@@ -154,7 +156,7 @@ class Decoders:
         head, pixels = self._ask({**job, "bucket": bucket, "crop": crop, "resize_filter": resize_filter}, data)
         assert pixels is not None, "a child answers a decode with pixels"
         height_px, width_px = head["size"]
-        return Decoded(pixels, height_px, width_px, head["checksum"])
+        return Decoded(pixels, height_px, width_px, head["checksum"], head["read_seconds"])
 
     def _ask(self, job: dict[str, Any], data: bytes | None) -> tuple[dict[str, Any], np.ndarray | None]:
         if os.getpid() != self._owner:

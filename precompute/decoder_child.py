@@ -17,6 +17,7 @@ import resource
 import signal
 import stat
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -73,19 +74,21 @@ def answer(job: dict[str, Any]) -> Answer:
     Args:
       job: path, offset, num_bytes, stage; data, where the bytes were sent; and for stage "decode": bucket
         (height_px, width_px), crop, resize_filter.
-    Returns: "size" (height_px, width_px) of the upright picture, and of a decoded one its "checksum" and its pixels.
+    Returns: "size" (height_px, width_px) of the upright picture, and of a decoded one its "checksum", "read_seconds"
+      (of the read alone) and its pixels.
     Raises: RecordRejected.
     """
-    data = job.get("data")
+    data, start = job.get("data"), time.perf_counter()
     if data is None:
         data = read_bytes(job["path"], job["offset"], job["num_bytes"], job["stage"])
+    read_seconds = time.perf_counter() - start
     if job["stage"] == "scan":
         return {"size": read_size(data)}, None
     height_px, width_px = job["bucket"]
     pixels, size = decode_sized(
         data, bucket=(height_px, width_px), crop=job["crop"], resize_filter=job["resize_filter"]
     )
-    return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data)}, pixels
+    return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data), "read_seconds": read_seconds}, pixels
 
 
 def serve(

@@ -15,6 +15,7 @@ import torch
 
 from ..datasets.errors import EncoderError, RecipeError
 from ..datasets.schema import EncoderIdentity, LatentSpec
+from .compiled import compile_encoder, compiling, eager, filled_up
 from .config import PrecomputeRecipe, VaeSection
 from .model_files import (
     LOADING_ERRORS,
@@ -67,9 +68,12 @@ class ImageEncoder:
         if device.type == "cuda":  # pixels come with their channels last, so no convolution has to turn them
             self._model.to(memory_format=torch.channels_last)
         self._mean_logvar = False
-        self._probe = self.encode(np.zeros((1, PROBE_PX, PROBE_PX, 3), np.uint8))
+        self._probe = self._forward(np.zeros((1, PROBE_PX, PROBE_PX, 3), np.uint8))
         if section.tile_px:
             set_tiling(self._model, section.tile_px, self.downscale)
+        self._is_compiled, self._batch_size = section.compile, section.batch_size
+        if section.compile:  # not before the probe, whose shape no picture may have
+            compile_encoder(self._model)
         self.identity = EncoderIdentity(
             model=model_name(section, folder),
             revision=revision,
@@ -138,6 +142,7 @@ class ImageEncoder:
             flip=section.flip,
             batch_size=section.batch_size or batch_size,
             tile_px=section.tile_px,
+            compiled=section.compile,
         )
 
     def encode(self, pixels: np.ndarray) -> np.ndarray:
@@ -146,8 +151,12 @@ class ImageEncoder:
         Args:
           pixels: (B, height_px, width_px, 3) uint8.
         Returns: (B, 2C, H, W) mean then log-variance, or (B, C, H, W) latents, float32, raw.
+        Raises: ResourceError: vae.compile, and there is no compiler here.
         """
-        return self._forward(pixels)
+        if not self._is_compiled:
+            return self._forward(pixels)
+        with compiling():
+            return self._forward(filled_up(pixels, self._batch_size))[: len(pixels)]
 
     def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
         """Encode in float32, whatever the recipe's arithmetic, a picture at a time; as ``encode``."""
@@ -155,7 +164,8 @@ class ImageEncoder:
         try:
             self._dtype = torch.float32
             torch.nn.Module.to(self._model, torch.float32)  # diffusers' own method warns of what is meant here
-            return np.concatenate([self._forward(pixels[i : i + 1]) for i in range(len(pixels))])
+            with eager():
+                return np.concatenate([self._forward(pixels[i : i + 1]) for i in range(len(pixels))])
         finally:
             self._dtype = dtype
             torch.nn.Module.to(self._model, dtype)

@@ -42,6 +42,7 @@ from .sources import Source, list_source
 from .stages import Progress, StageClock
 from .tally import Tally
 from .text_encoders import CaptionTokenizer, TokenCount
+from .verdict import StageTime, stage_times
 from .worker import Worker
 
 
@@ -54,10 +55,12 @@ class Report:
       num_left: shards that are left to others.
       num_encoded: pictures encoded by this call; 0 where the store was complete already.
       total_seconds: of the whole call.
-      seconds: of each stage (decode and write run beside the encoder).
+      seconds: of each stage, summed over threads (reading, decoding and writing run beside the encoder).
       num_ignored: files of the source that are no pictures by their name.
       changes: of the source since the revision before, where a revision was added.
       tokens: that went through the text encoder.
+      num_threads: that read and decode.
+      device: of the encoders, as "cpu" or "cuda".
     """
 
     manifest: Manifest | None
@@ -68,14 +71,13 @@ class Report:
     num_ignored: int
     changes: Comparison | None = None
     tokens: TokenCount = field(default_factory=TokenCount)
+    num_threads: int = 1
+    device: str = "cpu"
 
     @property
-    def bound_by(self) -> str:
-        """The stage that the run waited for."""
-        waits = {"decode": self.seconds.get("wait_decode", 0.0), "write": self.seconds.get("wait_write", 0.0)}
-        encode = self.seconds.get("encode", 0.0) + self.seconds.get("text", 0.0)
-        slowest = max(waits, key=lambda stage: waits[stage])
-        return slowest if waits[slowest] > encode else "encode"
+    def times(self) -> list[StageTime]:
+        """Seconds and rate of each stage."""
+        return stage_times(self.seconds, self.num_encoded, self.num_threads)
 
 
 @dataclass
@@ -151,16 +153,17 @@ def precompute(
       engine: where the shards are encoded; None for this process.
     Raises: LeanditError: of the class that says what to mend; the store then resumes with the same command.
     """
-    start = time.perf_counter()
+    start, clock = time.perf_counter(), StageClock()
     manifest, changes = None, None
 
     # Scan: list the source, load the encoders.
     source = list_source(source_path, recipe.source.kind, progress=lambda done: progress("list", done, 0))
-    encoders = None if engine else load_encoders(recipe, device)
+    with clock.measure("load"):
+        encoders = None if engine else load_encoders(recipe, device)
     with Decoders(num_threads()) as decoders:
         engine = Here(recipe, encoders, decoders) if encoders else engine
         assert engine, "encoders are loaded where there is no engine"
-        stage = Stage1(store_path, recipe, source, engine, progress, part or Part())
+        stage = Stage1(store_path, recipe, source, engine, progress, part or Part(), clock)
 
         # Plan: freeze it, or take up the newest one that is there.
         with stage.clock.measure("plan"), alone(store_path, "plan", lambda: progress("others plan", 0, 1)):
@@ -199,6 +202,8 @@ def precompute(
         num_ignored=source.num_ignored,
         changes=changes,
         tokens=engine.tokens,
+        num_threads=num_threads(),
+        device=device.type,
     )
 
 

@@ -86,10 +86,14 @@ class StageClock:
             self.add({stage: time.perf_counter() - start})
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Add seconds to stages."""
+        """Add to stages what was measured elsewhere."""
         with self._lock:
             for stage, more in seconds.items():
                 self.seconds[stage] = self.seconds.get(stage, 0.0) + more
+
+    def move(self, seconds: float, *, source: str, to: str) -> None:
+        """Count to one stage what was measured as a part of another."""
+        self.add({source: -seconds, to: seconds})
 
 
 class Background:
@@ -257,18 +261,24 @@ def decode_planned(
     *,
     size: tuple[int, int],
     bucket: tuple[int, int],
+    clock: StageClock | None = None,
 ) -> Picture:
     """Decode the picture of one planned row, or say why there is none.
 
     Args:
       place: path, offset and number of bytes, as the plan has them.
       size: height and width in pixels that the picture had when it was planned.
+      clock: of the caller, who measures all of this as "decode": the reading in it is counted as "read".
     """
+    start = time.perf_counter()
     try:
         where = origin.place(*place, stage="decode")
+        fetch_seconds = time.perf_counter() - start
         decoded = decoders.picture(*where, bucket=bucket, crop=images.crop, resize_filter=images.resize_filter)
     except RecordRejected as reject:
         return reject
+    if clock:
+        clock.move(fetch_seconds + decoded.read_seconds, source="decode", to="read")
     found = decoded.height_px, decoded.width_px
     if found != size:
         planned = "{}x{}".format(*size)
@@ -291,7 +301,7 @@ def _decode_ahead(
     def decode(source: BucketSource, row: int, bucket: tuple[int, int]) -> Picture:
         with clock.measure("decode"):
             place = source.paths[row], source.offsets[row], source.num_bytes[row]
-            return decode_planned(images, origin, decoders, place, size=source.sizes[row], bucket=bucket)
+            return decode_planned(images, origin, decoders, place, size=source.sizes[row], bucket=bucket, clock=clock)
 
     ahead: deque[tuple[PictureBatch, list[Future[Picture]]]] = deque()
     for batch in _batches(plan, tasks):

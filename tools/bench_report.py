@@ -74,17 +74,27 @@ def _workload(workload: Mapping[str, Any]) -> str:
     )
     peers = sorted((peer for peer in workload["peers"] if peer.get("modes")), key=best_ratio, reverse=True)
     rows = [_row(peer) for peer in peers]
-    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    widths = _widths([HEAD, *rows])
     groups, place = "", [sum(widths[:i]) + 2 * i for i in range(len(widths))]
     for column, name in GROUPS:
         groups = groups.ljust(place[column]) + name
-    lines = [title, groups, *(_line(row, widths) for row in [HEAD, *rows])]
+    lines = [title, groups, *aligned([HEAD, *rows])]
     return "\n".join([*lines, *(printable(note) for peer in workload["peers"] for note in notes(peer))])
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    rest = (f"{text:>{width}}" for text, width in zip(row[1:], widths[1:], strict=True))
-    return "  ".join([f"{row[0]:<{widths[0]}}", *rest]).rstrip()
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: the first column to the left, the others to the right."""
+    widths = _widths(rows)
+    return [
+        "  ".join(
+            [f"{row[0]:<{widths[0]}}", *(f"{text:>{width}}" for text, width in zip(row[1:], widths[1:], strict=True))]
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
 def _row(peer: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .cli_options import AsJson, print_rows
+from .cli_options import AsJson, Device, Overrides, print_rows, torch_device
 
 bench = typer.Typer(no_args_is_help=True)
 
@@ -77,3 +77,42 @@ def bench_open(
         print(json.dumps(result, indent=1))
     else:
         print_rows(render(result))
+
+
+@bench.command("precompute")
+def bench_precompute(
+    source: Annotated[str, typer.Option(help="Pictures, with captions for --text; a sample of them is used.")],
+    scratch: Annotated[Path, typer.Option(help="Folder for the sample, the stores and the peers' files.")],
+    vae: Annotated[str, typer.Option(help="Hub id, folder, or random:sd.")] = "random:sd",
+    text: Annotated[str | None, typer.Option(help="Hub id, folder, or random:t5-base and others; else none.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder with the tokenizer of a random text encoder.")] = None,
+    records: Annotated[int, typer.Option(min=1, help="Pictures to encode; those of the source again, if fewer.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that everything is measured.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Least length of a measured loop.")] = 5.0,
+    device: Device = "auto",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a precompute beside its bare encoder and beside the extraction loops of fast-DiT and PixArt.
+
+    Example: leandit bench precompute --source coco --scratch bench
+    """
+    from .bench_goals import render as render_goals
+    from .bench_precompute import Request, run
+    from .progress import ProgressLine
+
+    request = Request(
+        source,
+        scratch.resolve(),
+        torch_device(device),
+        vae=vae,
+        text=text,
+        tokenizer=tokenizer,
+        records=records,
+        rounds=rounds,
+        seconds=seconds,
+        overrides=overrides or [],
+    )
+    with ProgressLine() as progress:
+        result = run(request, progress)
+    print(json.dumps(result, indent=1) if as_json else render_goals(result))

@@ -9,6 +9,7 @@ from ..datasets.schema import Manifest
 from ..precompute.growth import Comparison
 from ..precompute.import_store import ImportReport
 from ..precompute.pipeline import Report
+from ..precompute.verdict import advice, bound_by
 
 
 def precompute_rows(report: Report, store: Path) -> list[tuple[str, str]]:
@@ -35,11 +36,20 @@ def _run_rows(report: Report) -> list[tuple[str, str]]:
     if report.num_encoded:
         rate = report.num_encoded / report.total_seconds
         rows.append(("this run", f"{report.num_encoded} pictures in {report.total_seconds:.1f} s, {rate:.1f} images/s"))
-        times = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in sorted(report.seconds.items()))
-        rows.append(("stages", f"{times}; bound by {report.bound_by}"))
+        rows += stage_rows(report)
     else:
         rows.append(("this run", "no picture to encode, they are there"))
     return rows
+
+
+def stage_rows(report: Report) -> list[tuple[str, str]]:
+    """Time and rate of each stage, which of them bounds the run, and what to change."""
+    rows = [("stages", f"{'':<8}{'seconds':>9}{'threads':>9}{'images/s':>10}  that it could do alone")]
+    for time in report.times:
+        rate = f"{time.images_per_second:.1f}" if time.images_per_second else "-"
+        rows.append(("", f"{time.name:<8}{time.seconds:>9.1f}{time.threads:>9}{rate:>10}"))
+    bound = bound_by(report.times)
+    return [*rows, ("bound by", f"{bound}: {advice(report.times, on_cpu=report.device == 'cpu')}")]
 
 
 def import_rows(report: ImportReport, store: Path) -> list[tuple[str, str]]:

@@ -52,4 +52,12 @@ class ProgressLine:
             return
         if done >= total > 0 or time.monotonic() - self._last_plain >= PLAIN_EVERY_SECONDS:
             self._last_plain = time.monotonic()
-            self._console.print(f"{stage}: {done} of {total or '?'}  {note}".rstrip(), highlight=False, markup=False)
+            left = f", {_clock((total - done) / rate)} left" if rate and done < total else ""
+            line = f"{stage}: {done} of {total or '?'}  {note}{left}".rstrip()
+            self._console.print(line, highlight=False, markup=False)
+
+
+def _clock(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

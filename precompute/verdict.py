@@ -1,0 +1,79 @@
+"""Which stage bounds a precompute, how fast each could go, and what to change; pure functions of measured seconds.
+
+Decoding, encoding and writing run beside each other, so the run takes about as long as the stage that is busy longest:
+a faster one of the others would change nothing. Captions are encoded before the pictures, on the same device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+READ, DECODE, ENCODE, TEXT, WRITE = "read", "decode", "encode", "text", "write"
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """What one stage took.
+
+    Args:
+      name: of the stage.
+      seconds: that it was busy, summed over its threads.
+      threads: that work on it; reading and decoding share theirs.
+      images_per_second: that its threads could do if it were alone; None for captions, and where it took no time.
+    """
+
+    name: str
+    seconds: float
+    threads: int
+    images_per_second: float | None
+
+    @property
+    def busy_seconds(self) -> float:
+        """On the clock, with all its threads."""
+        return self.seconds / self.threads
+
+
+def stage_times(seconds: Mapping[str, float], num_pictures: int, num_threads: int) -> list[StageTime]:
+    """Time and rate of each stage, in the order of the data.
+
+    Args:
+      seconds: of each stage, summed over its threads; others are left out.
+      num_pictures: that went through all of them.
+      num_threads: for reading and decoding.
+    """
+    found = []
+    for name in (READ, DECODE, TEXT, ENCODE, WRITE):
+        if name not in seconds:
+            continue
+        taken, threads = max(0.0, seconds[name]), num_threads if name in (READ, DECODE) else 1
+        rate = num_pictures * threads / taken if taken and name != TEXT else None
+        found.append(StageTime(name, taken, threads, rate))
+    return found
+
+
+def bound_by(times: list[StageTime]) -> str:
+    """The stage that is busy longest; of reading and decoding, which follow each other in a thread, the longer one."""
+    busy = {time.name: time.busy_seconds for time in times}
+    pictures = busy.get(READ, 0.0) + busy.get(DECODE, 0.0)
+    both = READ if busy.get(READ, 0.0) > busy.get(DECODE, 0.0) else DECODE
+    totals = {both: pictures} | {name: busy[name] for name in (TEXT, ENCODE, WRITE) if name in busy}
+    return max(totals, key=lambda name: totals[name])
+
+
+def advice(times: list[StageTime], *, on_cpu: bool) -> str:
+    """What would make the run faster: one sentence, with the number it rests on."""
+    bound = bound_by(times)
+    found = {time.name: time for time in times}
+    time = found.get(bound, StageTime(bound, 0.0, 1, None))
+    rate = f"{time.images_per_second:.1f} images/s" if time.images_per_second else f"{time.seconds:.1f} s"
+    threads = f"{time.threads} thread{'s' if time.threads > 1 else ''}"
+    device = "a GPU" if on_cpu else "vae.dtype 'bfloat16', a larger vae.batch_size, vae.compile, or another GPU"
+    text_device = "a GPU" if on_cpu else "text.batch_tokens, or another GPU"
+    return {
+        READ: f"{threads} read {rate}: put the source on a faster disk, into tars, or copy it here first",
+        DECODE: f"{threads} decode {rate}: give it more cores or more processes, or make the originals smaller",
+        ENCODE: f"the VAE does {rate}: {device} would make it faster",
+        TEXT: f"captions took {rate}: {text_device} would make them faster",
+        WRITE: f"the disk takes {rate}: set store.codec 'none', or put the store on a faster or a local disk",
+    }[bound]

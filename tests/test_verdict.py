@@ -1,0 +1,56 @@
+"""The verdict over a precompute: which stage bounds it, and what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from making import CPU, caption_recipe, no_progress
+
+from leandit.precompute.pipeline import precompute
+from leandit.precompute.stages import StageClock
+from leandit.precompute.verdict import advice, bound_by, stage_times
+from leandit.tools.outcome import precompute_rows
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bound", "words"),
+    [
+        ({"read": 1, "decode": 90, "encode": 20, "write": 1}, "decode", ["4 threads decode 44.4 images/s", "cores"]),
+        ({"read": 90, "decode": 1, "encode": 20, "write": 1}, "read", ["4 threads read 44.4 images/s", "disk"]),
+        ({"read": 1, "decode": 40, "encode": 20, "write": 1}, "encode", ["50.0 images/s", "GPU"]),
+        ({"read": 1, "decode": 40, "encode": 20, "write": 50}, "write", ["20.0 images/s", "store.codec"]),
+        ({"read": 1, "decode": 40, "encode": 20, "write": 1, "text": 99}, "text", ["99.0 s"]),
+    ],
+)
+def test_the_stage_that_is_busy_longest_bounds_the_run(seconds: dict[str, float], bound: str, words: list[str]) -> None:
+    times = stage_times(seconds | {"plan": 500.0, "wait_decode": 100.0}, 1000, 4)
+    assert bound_by(times) == bound
+    for on_cpu in (True, False):
+        said = advice(times, on_cpu=on_cpu)
+        assert [word for word in words if word not in said] == []
+
+
+def test_a_stage_that_took_no_time_has_no_rate() -> None:
+    assert [time.images_per_second for time in stage_times({"read": 0.0, "write": 2.0}, 10, 4)] == [None, 5.0]
+
+
+def test_what_is_moved_between_stages_stays_as_much() -> None:
+    clock = StageClock()
+    clock.add("decode", 3.0)
+    clock.move(1.0, source="decode", to="read")
+    assert clock.seconds == {"decode": 2.0, "read": 1.0}
+
+
+def test_a_run_tells_reading_from_decoding_and_what_to_change(caption_folder: Path, tmp_path: Path) -> None:
+    report = precompute(
+        caption_recipe(), source_path=caption_folder, store_path=tmp_path / "store", device=CPU, progress=no_progress
+    )
+    times = {time.name: time for time in report.times}
+    assert list(times) == ["read", "decode", "text", "encode", "write"]
+    assert 0 < times["read"].seconds < times["decode"].seconds
+    assert times["decode"].threads == report.num_threads
+    rows = precompute_rows(report, tmp_path / "store")
+    assert [row[1].split()[0] for row in rows if not row[0]] == list(times)
+    assert rows[-1][0] == "bound by"
+    assert rows[-1][1].startswith(bound_by(report.times))

@@ -1,0 +1,88 @@
+"""Peak memory of the host in a process of its own: with the VAE encoding alone, and in a whole precompute.
+
+    python -m leandit.tools.bench_memory JOB
+
+The difference is what a precompute takes beyond its model: the table of the plan, decoded pictures that wait, a shard
+that is packed, decoders. On a CPU the activations are memory of the host too, so they are in both.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..datasets.errors import ResourceError
+from ..precompute.config import PrecomputeRecipe
+from ..precompute.encoders import ImageEncoder
+from ..precompute.pipeline import precompute
+from .bench_meters import tree_anonymous_mb
+
+EVERY_SECONDS = 0.1
+FORWARDS = 2
+
+
+class PeakMemory:
+    """Looks at the memory of this process and its children ten times a second; a context manager."""
+
+    def __init__(self) -> None:
+        self.mb = 0.0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            self.mb = max(self.mb, tree_anonymous_mb() or 0.0)
+            if self._end.wait(EVERY_SECONDS):
+                return
+
+
+def peak_mb(job: dict[str, Any]) -> float:
+    """Peak anonymous memory of a job in a fresh process, in MB.
+
+    Args:
+      job: "recipe" as a dict, "device", "batch" (B, height_px, width_px); and "source" and "store" for a whole run.
+    Raises: ResourceError: it failed.
+    """
+    command = [sys.executable, "-m", __name__, json.dumps(job)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ResourceError(f"bench precompute: the memory could not be measured: {done.stderr.strip()[-500:]}")
+    return json.loads(done.stdout)
+
+
+def measure(job: dict[str, Any]) -> float:
+    """Do a job in this process, and tell its peak."""
+    recipe, device = PrecomputeRecipe.model_validate(job["recipe"]), torch.device(job["device"])
+    with PeakMemory() as peak:
+        if "store" in job:
+            precompute(
+                recipe,
+                source_path=job["source"],
+                store_path=Path(job["store"]),
+                device=device,
+                progress=lambda stage, done, total: None,
+            )
+        else:
+            encoder, pixels = ImageEncoder(recipe.vae, device), np.zeros((*job["batch"], 3), np.uint8)
+            for _ in range(FORWARDS):
+                encoder.encode(pixels)
+    return peak.mb
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]))))
