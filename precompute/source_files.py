@@ -44,18 +44,20 @@ class FoundFile:
         label: int = -1,
         captions: tuple[str, ...] = (),
         problem: tuple[str, str] | None = None,
+        size: tuple[int, int] = (0, 0),
     ) -> SourceRecord:
         """The record of a picture that is this file.
 
         Args:
           key: else its path.
           problem: of the record, where the file itself has none.
+          size: height and width in pixels, where the source says them.
         """
         name, unusable = usable_key(key or self.path)
         if unusable:
             return SourceRecord(name, name, problem=unusable)
         problem = self.problem or problem
-        return SourceRecord(name, self.path, 0, self.num_bytes, self.mtime_ns, label, captions, problem)
+        return SourceRecord(name, self.path, 0, self.num_bytes, self.mtime_ns, label, captions, problem, *size)
 
 
 class SourceFiles(Protocol):
