@@ -1,8 +1,8 @@
 """Tables and arrays that may be larger than the memory: in temporary files without a name, mapped.
 
-The kernel drops their pages from memory whenever it wants to and reads them again, so they count against nobody's limit.
-A file has no name any more once it is mapped, so nothing is left of it, however the process ends. They lie where
-``tempfile`` puts them (TMPDIR); on a tmpfs they would be memory after all.
+The kernel drops their pages from memory whenever it wants to and reads them again. A file has no name any more once it
+is mapped, so nothing is left of it, however the process ends. They lie where ``tempfile`` puts them (TMPDIR); on a
+tmpfs they would be memory after all.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def named_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ResourceError(
-            f"{what}: '{tempfile.gettempdir()}' cannot hold it ({error}). Free some space there, or name another folder "
-            "in the environment as TMPDIR."
+            f"{what}: '{tempfile.gettempdir()}' cannot hold it ({error}). Free some space there, or name another "
+            "folder in the environment as TMPDIR."
         ) from error
 
 
@@ -146,23 +146,6 @@ def rebatched(batches: Iterable[pa.RecordBatch], num_rows: int) -> Iterator[pa.R
     if count:
         (rest,) = pa.Table.from_batches(waiting).combine_chunks().to_batches()
         yield rest
-
-
-def take_rows(table: pa.Table, positions: np.ndarray) -> pa.Table:
-    """Rows of a table of many chunks, at the cost of those rows alone: ``Table.take`` may copy all of it.
-
-    Args:
-      positions: (N,) int64, rising.
-    """
-    batches = table.to_batches()
-    starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-    cuts = np.searchsorted(positions, starts)
-    found = [
-        batch.take(pa.array(positions[first:last] - start))
-        for batch, start, first, last in zip(batches, starts, cuts, cuts[1:], strict=False)
-        if last > first
-    ]
-    return pa.Table.from_batches(found, table.schema)
 
 
 class TakenColumn:

@@ -157,17 +157,17 @@ class LocalFiles:
 
     def look(self, path: str) -> FoundFile | None:
         try:
-            if not (self.root / path).exists():
-                return None
-        except (OSError, ValueError):  # a name that is too long, or holds a NUL
+            return self._described(path, os.stat(os.path.join(self.root, path)))  # a Path takes longer than the stat
+        except (OSError, ValueError):  # none, or a name that is too long, or holds a NUL
             return None
-        return self._found(path)
 
     def _found(self, path: str) -> FoundFile:
         try:
-            found = os.stat(self.root / path)
+            return self._described(path, os.stat(os.path.join(self.root, path)))
         except OSError as error:
             return FoundFile(path, problem=("unreadable", f"{error.strerror}: {path}"))
+
+    def _described(self, path: str, found: os.stat_result) -> FoundFile:
         if not stat.S_ISREG(found.st_mode):  # a FIFO or a device need not come to an end
             return FoundFile(path, problem=("unreadable", f"not a regular file: {path}"))
         return FoundFile(path, found.st_size, found.st_mtime_ns)

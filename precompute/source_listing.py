@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import overload
 
 import numpy as np
@@ -34,6 +35,7 @@ SCHEMA = pa.schema(
         ("width_px", pa.int32()),
     ]
 )
+OWN = [name for name in SCHEMA.names if name not in ("reason", "detail")]  # what a record has under the same name
 
 
 class Listing(Sequence[SourceRecord]):
@@ -120,10 +122,9 @@ def _batches(
 
 def _batch_of(records: Sequence[SourceRecord]) -> pa.RecordBatch:
     """Records as a batch of SCHEMA."""
-    own = [name for name in SCHEMA.names if name not in ("reason", "detail")]
-    columns: dict[str, list] = {name: [getattr(record, name) for record in records] for name in own}
-    columns["reason"] = [record.problem and record.problem[0] for record in records]
-    columns["detail"] = [record.problem and record.problem[1] for record in records]
+    columns: dict[str, Sequence] = dict(zip(OWN, zip(*map(attrgetter(*OWN), records), strict=True), strict=True))
+    problems = [record.problem or (None, None) for record in records]
+    columns["reason"], columns["detail"] = zip(*problems, strict=True)
     return pa.RecordBatch.from_pydict(columns, SCHEMA)
 
 

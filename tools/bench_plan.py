@@ -22,7 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from ..datasets.errors import ResourceError, UsageError
+from ..datasets.buckets import bucket_name
+from ..datasets.errors import RecipeError, ResourceError
 from ..datasets.frozen import read_plan
 from ..datasets.layout import PLAN
 from ..precompute.config import PrecomputeRecipe, load
@@ -31,13 +32,13 @@ from ..precompute.opening import Planner
 from ..precompute.plan import num_threads
 from ..precompute.sources import list_source
 from ..precompute.text_encoders import CaptionTokenizer
-from .bench_meters import hardware
+from .bench_meters import hardware, tree_cpu_seconds
 from .synthetic import noise_spec
 
 SHAPES = ((256, 256), (224, 336), (336, 224), (200, 400), (30, 256))  # the last is beyond every bucket
 RARE = 1000  # one row in so many has it
 REPEATED = 10  # one caption in so many is an old one
-WORDS = "a photo of the small red house near old green river under bright blue sky with two white dogs".split()
+WORDS = ("a", "photo", "of", "the", "small", "red", "house", "near", "old", "green", "river", "under", "blue", "sky")
 BLOCK_ROWS = 1 << 16
 SAMPLE_SECONDS = 0.02
 OVERRIDES = ['images.buckets="pixart"', "images.resolution=256", 'images.crop="bucket"', "text.max_tokens=120"]
@@ -47,10 +48,10 @@ SIZES = ("header", "manifest")
 def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str, Any]:
     """Make the manifest, unless it is there, plan it, and take the plan up.
 
-    Raises: UsageError: no such place of sizes; ResourceError: a measurement failed.
+    Raises: RecipeError: no such place of sizes; ResourceError: a measurement failed.
     """
     if sizes not in SIZES:
-        raise UsageError(f"--sizes '{sizes}': needed one of {', '.join(SIZES)}.")
+        raise RecipeError(f"--sizes '{sizes}': needed one of {', '.join(SIZES)}.")
     source, store = scratch / f"plan-{records}", scratch / f"plan-{records}-store"
     if not (source / "manifest.parquet").is_file():
         make_manifest(source, records)
@@ -76,7 +77,9 @@ def make_manifest(folder: Path, records: int) -> None:
     rng = np.random.default_rng(0)
     for i, (height_px, width_px) in enumerate(SHAPES):
         Image.fromarray(rng.integers(0, 256, (height_px, width_px, 3), np.uint8)).save(folder / f"{i}.jpg")
-    schema = pa.schema([(name, pa.string()) for name in ("path", "prompt")] + [("height", pa.int32()), ("width", pa.int32())])
+    schema = pa.schema(
+        [(name, pa.string()) for name in ("path", "prompt")] + [("height", pa.int32()), ("width", pa.int32())]
+    )
     temporary = folder / "manifest.parquet.part"
     with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
         for batch in _rows(records, schema):
@@ -107,7 +110,8 @@ def _caption(number: int) -> str:
 def measure_plan(recipe: PrecomputeRecipe, source_path: Path, store: Path) -> dict[str, float]:
     """List and plan a source in this process."""
     tokenizer = CaptionTokenizer(recipe.text) if recipe.text.kind != "none" else None
-    spec = noise_spec(dict.fromkeys(SIZES_OF_BUCKETS(recipe), 1), 4, 0, recipe.text.max_tokens, 64, 64, "none")
+    buckets = [bucket_name(height_px, width_px) for _, height_px, width_px in recipe.images.table]
+    spec = noise_spec(dict.fromkeys(buckets, 1), 4, 0, recipe.text.max_tokens, 64, 64, "none")
     last: dict[str, float] = {}
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -121,7 +125,7 @@ def measure_plan(recipe: PrecomputeRecipe, source_path: Path, store: Path) -> di
         done = time.perf_counter()
     return {
         "seconds": done - start,
-        "cpu_seconds": time.process_time(),
+        "cpu_seconds": tree_cpu_seconds(),
         "list_seconds": listed - start,
         "scan_seconds": last["scan"] - listed,
         "rest_seconds": done - last["scan"],
@@ -177,13 +181,19 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("machine", f"{machine['cpu']}, {machine['cores']} cores"),
         ("manifest", f"{count} rows, sizes from the {result['sizes']}{'' if result['captions'] else ', no captions'}"),
         ("plan", f"{planned['seconds']:.1f} s, {count / planned['seconds']:.0f} records/s"),
-        ("of that", f"list {planned['list_seconds']:.1f} s, sizes {planned['scan_seconds']:.1f} s, "
-                    f"captions and tables {planned['rest_seconds']:.1f} s"),
-        ("processor", f"{planned['cpu_seconds']:.1f} s of this process, with its start"),
+        (
+            "of that",
+            f"list {planned['list_seconds']:.1f} s, sizes {planned['scan_seconds']:.1f} s, "
+            f"captions and tables {planned['rest_seconds']:.1f} s",
+        ),
+        ("processor", f"{planned['cpu_seconds']:.1f} s, with imports and decoders"),
         ("memory", f"{planned['anonymous_mb']:.0f} MB anonymous, {planned['resident_mb']:.0f} MB resident"),
         ("plan on disk", f"{result['plan_bytes'] / 2**20:.1f} MiB"),
-        ("taken up", f"{opened['seconds']:.1f} s, {opened['anonymous_mb']:.0f} MB anonymous, "
-                     f"{opened['resident_mb']:.0f} MB resident"),
+        (
+            "taken up",
+            f"{opened['seconds']:.1f} s, {opened['anonymous_mb']:.0f} MB anonymous, "
+            f"{opened['resident_mb']:.0f} MB resident",
+        ),
     ]
 
 
