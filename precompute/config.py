@@ -22,6 +22,8 @@ class SourceSection(Section):
         "auto"
     )
     """"auto" looks: a table of paths, *.parquet, *.tar, texts beside the pictures, else class folders."""
+    sizes: Literal["header", "manifest"] = "header"
+    """"manifest" believes a table's height and width, and opens no picture to plan it; one that lies is rejected."""
     check: Literal["stat", "content"] = "stat"
     """When a store grows: "stat" reads a file again only if its size, time or place differs; "content" reads all."""
     max_reject_share: Annotated[float, Field(ge=0, le=1)] = 0.01

@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -132,6 +133,29 @@ class Decoders:
         height_px, width_px = head["size"]
         return height_px, width_px
 
+    def sizes(self, places: Sequence[PicturePlace]) -> list[tuple[int, int] | RecordRejected]:
+        """As ``size`` for many pictures in one message, which is much faster; a reject is returned, not raised.
+
+        Where a child does not come through them, each is asked for alone, so that only the culprit is rejected.
+
+        Raises: ResourceError, RuntimeError: as ``size``.
+        """
+        if any(place.data is not None for place in places):
+            return [self._size_or_reject(place) for place in places]
+        job = {"stage": "scan", "places": [(str(path), offset, size) for path, offset, size, _ in places]}
+        try:
+            head, _ = self._ask(job, None, patience=(1,))
+        except RecordRejected:
+            return [self._size_or_reject(place) for place in places]
+        found = head["sizes"]
+        return [RecordRejected(*one) if len(one) == 3 else (one[0], one[1]) for one in found]
+
+    def _size_or_reject(self, place: PicturePlace) -> tuple[int, int] | RecordRejected:
+        try:
+            return self.size(*place)
+        except RecordRejected as reject:
+            return reject
+
     def picture(
         self,
         path: Path,
@@ -158,7 +182,10 @@ class Decoders:
         height_px, width_px = head["size"]
         return Decoded(pixels, height_px, width_px, head["checksum"], head["read_seconds"])
 
-    def _ask(self, job: dict[str, Any], data: bytes | None) -> tuple[dict[str, Any], np.ndarray | None]:
+    def _ask(
+        self, job: dict[str, Any], data: bytes | None, *, patience: tuple[int, ...] = (1, RETRY_PATIENCE)
+    ) -> tuple[dict[str, Any], np.ndarray | None]:
+        """Let a child do a job; where it crashes or hangs, as often as there are numbers: each times the time-out."""
         if os.getpid() != self._owner:
             raise RuntimeError(f"decoders of process {self._owner} used in process {os.getpid()}; make new ones there")
         child = self._idle.get()
@@ -166,11 +193,11 @@ class Decoders:
             if self._closed.is_set():
                 raise RuntimeError("the decoders are closed")
             try:
-                head, pixels = child.ask(job, data, patience=1)
+                head, pixels = child.ask(job, data, patience=patience[0])
             except RecordRejected:
-                if self._closed.is_set():
+                if self._closed.is_set() or len(patience) == 1:
                     raise
-                head, pixels = child.ask(job, data, patience=RETRY_PATIENCE)
+                head, pixels = child.ask(job, data, patience=patience[1])
         except RecordRejected as reject:
             if reject.reason == "decoder_crash" and self._closed.is_set():
                 raise RuntimeError("the decoders were closed while a picture was being decoded") from reject
@@ -180,7 +207,8 @@ class Decoders:
         if "reject" in head:
             raise RecordRejected(*head["reject"])
         if "error" in head:
-            raise RuntimeError(f"picture '{job['path']}': a mistake in the decoder's code\n{head['error']}")
+            first = job.get("path") or job["places"][0][0]
+            raise RuntimeError(f"picture '{first}': a mistake in the decoder's code\n{head['error']}")
         return head, pixels
 
 

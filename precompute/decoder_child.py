@@ -33,17 +33,21 @@ from .images import PROGRAMMING_ERRORS, decode_sized, read_size
 
 READY = b"ready"
 PARENT_CHECK_SECONDS = 5.0
+HEADER_BYTES = 1 << 16  # of a JPEG: what says its size nearly always lies in them
+JPEG_BEGIN = b"\xff\xd8\xff"
 
 Answer = tuple[dict[str, Any], np.ndarray | None]
 """What is known of a picture, and its pixels where they were asked for."""
 
 
-def read_bytes(path: str, offset: int, num_bytes: int, stage: str) -> bytes:
+def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: int | None = None) -> bytes:
     """Read the bytes of one picture, of a regular file only: nothing else can be trusted to end.
 
+    Args:
+      at_most: only so many of them, from its beginning.
     Raises: RecordRejected: unreadable, or shorter than it was listed.
     """
-    name = os.path.basename(path)
+    name, wanted = os.path.basename(path), num_bytes if at_most is None else min(num_bytes, at_most)
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
@@ -57,28 +61,59 @@ def read_bytes(path: str, offset: int, num_bytes: int, stage: str) -> bytes:
             data = b""
             if offset + num_bytes <= found.st_size:
                 file.seek(offset)
-                data = file.read(num_bytes)
+                data = file.read(wanted)
     except OSError as error:
         raise RecordRejected(stage, "unreadable", f"{error.strerror or error}: {name}") from error
     except ValueError as error:  # a NUL in the name
         raise RecordRejected(stage, "unreadable", f"{error}: {name!r}") from error
-    if len(data) != num_bytes:
+    if len(data) != wanted:
         left = max(0, found.st_size - offset)
         raise RecordRejected(stage, "source_changed", f"{left} bytes of {num_bytes} are left in {name}")
     return data
+
+
+def size_in_file(path: str, offset: int, num_bytes: int) -> tuple[int, int]:
+    """Height and width in pixels of an upright picture in a file; of a JPEG, mostly only its first bytes are read.
+
+    Raises: RecordRejected.
+    """
+    head = read_bytes(path, offset, num_bytes, "scan", at_most=HEADER_BYTES)
+    if len(head) < num_bytes and head.startswith(JPEG_BEGIN):
+        # Size and orientation lie before the pixels: where they are found, the rest of the file says nothing of them.
+        with contextlib.suppress(RecordRejected):
+            return read_size(head)
+    return read_size(head if len(head) == num_bytes else read_bytes(path, offset, num_bytes, "scan"))
+
+
+def answer_sizes(places: list[tuple[str, int, int]]) -> Answer:
+    """Read the headers of many pictures.
+
+    Returns: "sizes", for each (height_px, width_px), or (stage, reason, detail) of a reject.
+    """
+    found: list[tuple[int, int] | tuple[str, str, str]] = []
+    for place in places:
+        try:
+            found.append(size_in_file(*place))
+        except RecordRejected as reject:
+            found.append((reject.stage, reject.reason, reject.detail))
+    return {"sizes": found}, None
 
 
 def answer(job: dict[str, Any]) -> Answer:
     """Do one job.
 
     Args:
-      job: path, offset, num_bytes, stage; data, where the bytes were sent; and for stage "decode": bucket
-        (height_px, width_px), crop, resize_filter.
+      job: stage; places (path, offset, num_bytes) of many pictures, for their sizes; or path, offset, num_bytes of one,
+        data, where its bytes were sent, and for stage "decode": bucket (height_px, width_px), crop, resize_filter.
     Returns: "size" (height_px, width_px) of the upright picture, and of a decoded one its "checksum", "read_seconds"
-      (of the read alone) and its pixels.
+      (of the read alone) and its pixels; or "sizes".
     Raises: RecordRejected.
     """
+    if "places" in job:
+        return answer_sizes(job["places"])
     data, start = job.get("data"), time.perf_counter()
+    if data is None and job["stage"] == "scan":
+        return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"])}, None
     if data is None:
         data = read_bytes(job["path"], job["offset"], job["num_bytes"], job["stage"])
     read_seconds = time.perf_counter() - start

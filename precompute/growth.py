@@ -18,6 +18,7 @@ from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
 from ..datasets.mend import UNKNOWN_PLACE
 from ..datasets.schema import RECORDS_SCHEMA
+from .source_listing import Listing, spool
 from .source_record import SourceRecord, caption_texts
 from .sources import Source
 
@@ -55,20 +56,13 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Fresh:
-    """A record to be planned, and which try at it this is."""
-
-    record: SourceRecord
-    attempts: int = 1
-
-
-@dataclass(frozen=True)
 class Comparison:
     """A source against a revision.
 
     Args:
       kept: records carried over, in the order of the base.
       fresh: records to be planned, in the order of the source.
+      attempts: of those that are tried again, by their position in ``fresh``: which try this is.
       table: the base's records that are carried over (RECORDS_SCHEMA).
       gone_classes: that only records have which are gone from the source; they follow the source's own.
       num_added, num_changed, num_retried: of the fresh ones.
@@ -78,8 +72,9 @@ class Comparison:
     """
 
     kept: list[Kept]
-    fresh: list[Fresh]
+    fresh: Listing
     table: pa.Table
+    attempts: dict[int, int] = field(default_factory=dict)
     gone_classes: list[str] = field(default_factory=list)
     num_added: int = 0
     num_changed: int = 0
@@ -100,10 +95,9 @@ class Comparison:
         return bool(self.fresh or self.num_described or self.num_dropped)
 
 
-def all_fresh(records: Iterable[SourceRecord]) -> Comparison:
+def all_fresh(records: Listing) -> Comparison:
     """A source of which nothing is encoded yet."""
-    fresh = [Fresh(record) for record in records]
-    return Comparison([], fresh, RECORDS_SCHEMA.empty_table(), num_added=len(fresh))
+    return Comparison([], records, RECORDS_SCHEMA.empty_table(), num_added=len(records))
 
 
 def compare(
@@ -153,7 +147,9 @@ def compare(
     now_at = dict(known)
     gone = [record for i, record in enumerate(old) if i not in now_at or now_at[i].problem]
     gone_classes, label_of = _classes_of(gone, base.plan.spec.classes, source)
-    kept, fresh = [], []
+    kept: list[Kept] = []
+    fresh: list[SourceRecord] = []
+    attempts_now: dict[int, int] = {}
     count: dict[str, int] = defaultdict(int)
     for position, before in enumerate(old):
         now = now_at.get(position)
@@ -178,13 +174,16 @@ def compare(
         position = places.get(identity)
         if position is None:
             count["num_added"] += 1
-            fresh.append(Fresh(record))
+            fresh.append(record)
         elif position not in carried:
             retried = unchanged[position] and statuses[position] == "rejected"  # a dropped one becomes a reject
             count["num_retried" if retried else "num_changed"] += 1
-            fresh.append(Fresh(record, attempts[position] + 1 if retried else 1))
+            if retried:
+                attempts_now[len(fresh)] = attempts[position] + 1
+            fresh.append(record)
     table = base.records.take(pa.array([one.position for one in kept], pa.int64()))
-    return Comparison(kept, fresh, table, [] if options.drop_gone else gone_classes, **count)
+    listing = spool(fresh, lambda _: None, check_keys=False)  # what repeats a key says so already
+    return Comparison(kept, listing, table, attempts_now, [] if options.drop_gone else gone_classes, **count)
 
 
 def _classes_of(gone: list[SourceRecord], before: list[str] | None, source: Source) -> tuple[list[str], dict[int, int]]:

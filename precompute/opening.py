@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute
 
 from ..datasets.commits import Task, carried_files
-from ..datasets.errors import FingerprintMismatch, ResourceError, SourceError, StoreError
+from ..datasets.errors import FingerprintMismatch, RecordRejected, ResourceError, SourceError, StoreError
 from ..datasets.files import TEMPORARY_PREFIX, sweep_strays
 from ..datasets.frozen import FrozenPlan, freeze_plan, planned_revisions, read_plan
 from ..datasets.layout import LEASES
@@ -18,14 +20,16 @@ from ..datasets.revisions import check_store, sealed_revisions
 from ..datasets.schema import FileEntry, StoreSpec
 from ..datasets.store import LatentStore
 from ..datasets.writer import StoreWriter
+from .caption_plan import plan_captions
 from .config import PrecomputeRecipe
 from .decoder import Decoders
 from .growth import Base, Comparison, Options, all_fresh, compare
-from .plan import num_threads, plan_captions, plan_pictures, plan_records
-from .source_record import caption_texts
+from .plan import PlannedTexts, num_threads, picture_table, plan_pictures, plan_records
 from .sources import Source
 from .stages import Progress
 from .text_encoders import CaptionTokenizer
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 
 def newest_plan(root: Path) -> FrozenPlan | None:
@@ -173,19 +177,18 @@ class Planner:
         Raises: SourceError: there is nothing to carry over, and not one new record can be encoded.
         """
         source, fresh, total = self.source, comparison.fresh, len(comparison.fresh)
-        pictures = plan_pictures(
+        found = plan_pictures(
             source, fresh, self.recipe, self.decoders, progress=lambda done: self.progress("scan", done, total)
         )
-        if not comparison.kept and all(picture.reject for picture in pictures):
+        pictures = picture_table(found)
+        if not comparison.kept and pc.all(pc.less(pictures["row"], 0)).as_py():
+            first = pictures.slice(0, 1).to_pylist()[0]
             raise SourceError(
-                f"source '{source.name}': all {total} records are rejected; the first is '{fresh[0].record.key}': "
-                f"{pictures[0].reject}. Nothing was written."
+                f"source '{source.name}': all {total} records are rejected; the first is '{fresh[0].key}': "
+                f"{RecordRejected(first['stage'], first['reason'], first['detail'])}. Nothing was written."
             )
-        fresh_texts = [
-            [] if picture.reject else caption_texts(one.record) for one, picture in zip(fresh, pictures, strict=True)
-        ]
         captions, caption_ids = plan_captions(
-            [*comparison.texts, *fresh_texts],
+            PlannedTexts(comparison, pictures),
             self.tokenizer,
             self.recipe.text.max_tokens,
             revision=revision,

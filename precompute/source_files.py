@@ -44,18 +44,20 @@ class FoundFile:
         label: int = -1,
         captions: tuple[str, ...] = (),
         problem: tuple[str, str] | None = None,
+        size: tuple[int, int] = (0, 0),
     ) -> SourceRecord:
         """The record of a picture that is this file.
 
         Args:
           key: else its path.
           problem: of the record, where the file itself has none.
+          size: height and width in pixels, where the source says them.
         """
         name, unusable = usable_key(key or self.path)
         if unusable:
             return SourceRecord(name, name, problem=unusable)
         problem = self.problem or problem
-        return SourceRecord(name, self.path, 0, self.num_bytes, self.mtime_ns, label, captions, problem)
+        return SourceRecord(name, self.path, 0, self.num_bytes, self.mtime_ns, label, captions, problem, *size)
 
 
 class SourceFiles(Protocol):
@@ -162,17 +164,17 @@ class LocalFiles:
 
     def look(self, path: str) -> FoundFile | None:
         try:
-            if not (self.root / path).exists():
-                return None
-        except (OSError, ValueError):  # a name that is too long, or holds a NUL
+            return self._described(path, os.stat(os.path.join(self.root, path)))  # a Path takes longer than the stat
+        except (OSError, ValueError):  # none, or a name that is too long, or holds a NUL
             return None
-        return self._found(path)
 
     def _found(self, path: str) -> FoundFile:
         try:
-            found = os.stat(self.root / path)
+            return self._described(path, os.stat(os.path.join(self.root, path)))
         except OSError as error:
             return FoundFile(path, problem=("unreadable", f"{error.strerror}: {path}"))
+
+    def _described(self, path: str, found: os.stat_result) -> FoundFile:
         if not stat.S_ISREG(found.st_mode):  # a FIFO or a device need not come to an end
             return FoundFile(path, problem=("unreadable", f"not a regular file: {path}"))
         return FoundFile(path, found.st_size, found.st_mtime_ns)

@@ -6,19 +6,20 @@ at any time. It has no name any more once it is mapped, so nothing is left of it
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from itertools import islice
+from operator import attrgetter
 from typing import overload
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 
-from ..datasets.errors import ResourceError
+from ..datasets.mapped import BATCH_ROWS, map_table
+from .distinct import digests, first_positions
 from .source_record import SourceRecord
 
-BATCH_ROWS = 1 << 14
+WHAT = "the list of the source"
+LOOK_ROWS = 1 << 20  # looked through for repeated keys at once
 SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -30,8 +31,11 @@ SCHEMA = pa.schema(
         ("captions", pa.list_(pa.string())),
         ("reason", pa.string()),  # null where there is no problem
         ("detail", pa.string()),
+        ("height_px", pa.int32()),  # 0 where the source does not say it
+        ("width_px", pa.int32()),
     ]
 )
+OWN = [name for name in SCHEMA.names if name not in ("reason", "detail")]  # what a record has under the same name
 
 
 class Listing(Sequence[SourceRecord]):
@@ -40,20 +44,21 @@ class Listing(Sequence[SourceRecord]):
     A key that stands there again is a reject, ``duplicate_key``: the first one counts.
 
     Args:
-      batches: of SCHEMA, all of BATCH_ROWS but the last.
-      repeated: positions whose key stands before them.
+      batches: of SCHEMA, all of ``batch_rows`` but the last.
+      repeated: positions whose key stands before them, and where.
     """
 
-    def __init__(self, batches: Callable[[int], pa.RecordBatch], length: int, repeated: dict[int, int]) -> None:
-        self._batch, self._length, self._repeated = batches, length, repeated
+    def __init__(self, batches: list[pa.RecordBatch], repeated: dict[int, int], batch_rows: int) -> None:
+        self._batches, self._repeated, self._batch_rows = batches, repeated, batch_rows
+        self._length = sum(batch.num_rows for batch in batches)
         self._latest: tuple[int, list[SourceRecord]] = -1, []  # replaced as one, so any thread may read it
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[SourceRecord]:
-        for number in range(-(-self._length // BATCH_ROWS)):
-            yield from self._records(number)
+        for batch in self.batches():
+            yield from _records(batch)
 
     @overload
     def __getitem__(self, index: int) -> SourceRecord: ...
@@ -64,100 +69,81 @@ class Listing(Sequence[SourceRecord]):
             return [self[i] for i in range(*index.indices(self._length))]
         if not -self._length <= index < self._length:
             raise IndexError(f"record {index} of {self._length}")
-        number, row = divmod(index % self._length, BATCH_ROWS)
+        number, row = divmod(index % self._length, self._batch_rows)
         latest = self._latest
         if latest[0] != number:
-            latest = self._latest = number, self._records(number)
+            latest = self._latest = number, _records(self._batch(number))
         return latest[1][row]
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """The records as batches of SCHEMA: far cheaper than one by one."""
+        return (self._batch(number) for number in range(len(self._batches)))
 
     def largest_label(self) -> int:
         """Of all records but those that repeat a key; -1 where none has a label."""
-        largest = -1
-        for number in range(-(-self._length // BATCH_ROWS)):
-            labels = self._batch(number)["label"].to_numpy().copy()
-            first = number * BATCH_ROWS
-            again = [i - first for i in self._repeated if first <= i < first + BATCH_ROWS] if self._repeated else []
-            labels[again] = -1
-            largest = max(largest, int(labels.max()))
-        return largest
+        return max((int(batch["label"].to_numpy().max()) for batch in self.batches()), default=-1)
 
-    def _records(self, number: int) -> list[SourceRecord]:
-        columns = self._batch(number).to_pydict()
-        reasons, details = columns.pop("reason"), columns.pop("detail")
-        columns["captions"] = [tuple(texts) for texts in columns["captions"]]
-        problems = [reason and (reason, detail) for reason, detail in zip(reasons, details, strict=True)]
-        records = [SourceRecord(*row) for row in zip(*columns.values(), problems, strict=True)]
-        for row in range(len(records)) if self._repeated else ():
-            first = self._repeated.get(number * BATCH_ROWS + row)
-            if first is not None:
-                problem = ("duplicate_key", f"record {first + 1} of the source has the same key")
-                records[row] = SourceRecord(records[row].key, records[row].path, problem=problem)
-        return records
+    def _batch(self, number: int) -> pa.RecordBatch:
+        batch, start = self._batches[number], number * self._batch_rows
+        again = [i for i in range(start, start + batch.num_rows) if i in self._repeated] if self._repeated else []
+        if not again:
+            return batch
+        records = _records(batch)
+        for position in again:
+            record = records[position - start]
+            problem = ("duplicate_key", f"record {self._repeated[position] + 1} of the source has the same key")
+            records[position - start] = SourceRecord(record.key, record.path, problem=problem)
+        return _batch_of(records)
 
 
-def spool(records: Iterable[SourceRecord], progress: Callable[[int], None]) -> Listing:
+def spool(records: Iterable[SourceRecord], progress: Callable[[int], None], *, check_keys: bool = True) -> Listing:
     """Write records to a temporary file as they come, and map it.
 
     Args:
       progress: called with the number of records so far.
+      check_keys: look for keys that are repeated.
     Raises: ResourceError: the folder for temporary files is full.
     """
-    hashes: list[np.ndarray] = []
-    length = 0
-    with tempfile.NamedTemporaryFile(prefix="leandit-listing-") as file, _named_errors():
-        with pa.OSFile(file.name, "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-            for batch, digests in _batches(records):
-                writer.write_batch(batch)
-                hashes.append(digests)
-                length += len(digests)
-                progress(length)
-        reader = pa.ipc.open_file(pa.memory_map(file.name))
-    repeated = _repeated(np.concatenate(hashes), reader.get_batch) if hashes else {}
-    return Listing(reader.get_batch, length, repeated)
+    batch_rows = BATCH_ROWS
+    table = map_table(SCHEMA, _batches(records, batch_rows, progress), WHAT)
+    batches = table.to_batches()
+    return Listing(batches, _repeated(batches) if check_keys else {}, batch_rows)
 
 
-@contextmanager
-def _named_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:  # what reading a source raises is a SourceError
-        raise ResourceError(
-            f"the list of the source: '{tempfile.gettempdir()}' cannot hold it ({error}). Free some space there, or "
-            "name another folder in the environment as TMPDIR."
-        ) from error
+def _batches(
+    records: Iterable[SourceRecord], batch_rows: int, progress: Callable[[int], None]
+) -> Iterator[pa.RecordBatch]:
+    iterator, length = iter(records), 0
+    while some := list(islice(iterator, batch_rows)):
+        yield _batch_of(some)
+        length += len(some)
+        progress(length)
 
 
-def _batches(records: Iterable[SourceRecord]) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:
-    """Batches of records, and the XXH3-64 of their keys."""
-    columns: list[list] = [[] for _ in SCHEMA]
-    for r in records:
-        reason, detail = r.problem or (None, None)
-        values = (r.key, r.path, r.offset, r.num_bytes, r.mtime_ns, r.label, r.captions, reason, detail)
-        for column, value in zip(columns, values, strict=True):
-            column.append(value)
-        if len(columns[0]) == BATCH_ROWS:
-            yield _batch(columns)
-            columns = [[] for _ in SCHEMA]
-    if columns[0]:
-        yield _batch(columns)
+def _batch_of(records: Sequence[SourceRecord]) -> pa.RecordBatch:
+    """Records as a batch of SCHEMA."""
+    columns: dict[str, Sequence] = dict(zip(OWN, zip(*map(attrgetter(*OWN), records), strict=True), strict=True))
+    problems = [record.problem or (None, None) for record in records]
+    columns["reason"], columns["detail"] = zip(*problems, strict=True)
+    return pa.RecordBatch.from_pydict(columns, SCHEMA)
 
 
-def _batch(columns: list[list]) -> tuple[pa.RecordBatch, np.ndarray]:
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
-    digests = np.array([xxhash.xxh3_64_intdigest(key.encode()) for key in columns[0]], np.uint64)
-    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA), digests
+def _records(batch: pa.RecordBatch) -> list[SourceRecord]:
+    """The same as records."""
+    columns = batch.to_pydict()
+    reasons, details = columns.pop("reason"), columns.pop("detail")
+    columns["captions"] = [tuple(texts) for texts in columns["captions"]]
+    sizes = columns.pop("height_px"), columns.pop("width_px")
+    problems = [reason and (reason, detail) for reason, detail in zip(reasons, details, strict=True)]
+    return [SourceRecord(*row) for row in zip(*columns.values(), problems, *sizes, strict=True)]
 
 
-def _repeated(digests: np.ndarray, batch: Callable[[int], pa.RecordBatch]) -> dict[int, int]:
-    """Position of each key that stands there again, and where it stands first; equal hashes are looked at."""
-    order = np.argsort(digests, kind="stable")
-    equal = np.flatnonzero(digests[order][1:] == digests[order][:-1])
-    suspects = np.unique(np.concatenate([order[equal], order[equal + 1]]))  # in the order of the source
-    first: dict[str, int] = {}
+def _repeated(batches: Sequence[pa.RecordBatch]) -> dict[int, int]:
+    """Position of each key that stands there again, and where it stands first."""
+    first = first_positions((digests(batch["key"].to_pylist()) for batch in batches), WHAT)
     repeated = {}
-    for position in suspects.tolist():
-        number, row = divmod(position, BATCH_ROWS)
-        key = batch(number)["key"][row].as_py()
-        if (before := first.setdefault(key, position)) != position:
-            repeated[position] = before
+    for start in range(0, len(first), LOOK_ROWS):
+        here = first[start : start + LOOK_ROWS]
+        again = np.flatnonzero(here != np.arange(start, start + len(here)))
+        repeated |= zip((again + start).tolist(), here[again].tolist(), strict=True)
     return repeated

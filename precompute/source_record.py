@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ IMAGE_EXTENSIONS = frozenset(
     [".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jfif"]
 )
 MAX_CLASSES = 1_000_000  # a larger label is a mistake, and would fill the memory with names
+MAX_SIDE_PX = 1 << 20
 MAX_CAPTIONS = 256  # of one record
 MAX_CAPTION_CHARS = 1 << 16  # far beyond any encoder's cut
 MAX_TEXT_BYTES = 1 << 20  # of a .txt, .cls or .json of one record
@@ -36,6 +37,7 @@ class SourceRecord:
       label: class index, or -1.
       captions: as the source gives them.
       problem: (reason, detail) where the record is already known to be unusable.
+      height_px, width_px: of the upright picture, where the source says them; else 0.
     """
 
     key: str
@@ -46,6 +48,8 @@ class SourceRecord:
     label: int = -1
     captions: tuple[str, ...] = ()
     problem: tuple[str, str] | None = None
+    height_px: int = 0
+    width_px: int = 0
 
     @property
     def place(self) -> tuple[str, int, int, int]:
@@ -55,7 +59,12 @@ class SourceRecord:
 
 def caption_texts(record: SourceRecord) -> list[str]:
     """Captions of a record as they are encoded: without white space at their ends, no empty one, none twice."""
-    return list(dict.fromkeys(text for caption in record.captions if (text := caption.strip())))
+    return encoded_texts(record.captions)
+
+
+def encoded_texts(captions: Sequence[str]) -> list[str]:
+    """As ``caption_texts``, of the captions alone."""
+    return list(dict.fromkeys(text for caption in captions if (text := caption.strip())))
 
 
 def is_picture(path: str) -> bool:
@@ -84,6 +93,13 @@ def label_of(row: Mapping[str, Any]) -> int:
     if isinstance(label, bool) or not isinstance(label, int) or not -1 <= label < MAX_CLASSES:
         raise ValueError(f"label {reprlib.repr(label)} is not a class index below {MAX_CLASSES}")
     return label
+
+
+def size_of(row: Mapping[str, Any]) -> tuple[int, int]:
+    """Height and width in pixels that a row says, or (0, 0)."""
+    height, width = row.get("height"), row.get("width")
+    sides = [side for side in (height, width) if type(side) is int and 0 < side <= MAX_SIDE_PX]
+    return (sides[0], sides[1]) if len(sides) == 2 else (0, 0)
 
 
 def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from ..datasets.errors import SourceError
 from .source_files import SourceFiles
-from .source_record import CAPTION_NAMES, SourceRecord, captions_of, label_of, usable_key
+from .source_record import CAPTION_NAMES, SourceRecord, captions_of, label_of, size_of, usable_key
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -34,7 +34,7 @@ TABLE_ROWS = 1024  # of a Parquet file, at once
 MAX_BATCH_BYTES = 256 << 20  # of text in them
 BUFFER_BYTES = 1 << 20  # of each column, as it is read
 PARQUET_ERRORS = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises for a damaged file
-PARQUET_NAMES = (*PATH_NAMES, *CAPTION_NAMES, "label", "cls")
+PARQUET_NAMES = (*PATH_NAMES, *CAPTION_NAMES, "label", "cls", "height", "width")
 
 
 def pixart_folder(source: str) -> str:
@@ -91,7 +91,7 @@ def _row_record(files: SourceFiles, folder: str, row: Any, where: str) -> Source
     found = files.look(f"{folder}/{inside}" if folder else inside)
     if found is None:
         return SourceRecord(name, inside, problem=("missing_file", f"there is no '{name}'"))
-    return found.record(key=name, label=label, captions=captions)
+    return found.record(key=name, label=label, captions=captions, size=size_of(row))
 
 
 def _no_row(where: str, error: BaseException) -> SourceError:

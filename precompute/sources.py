@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,13 +17,14 @@ from ..datasets.errors import RecordRejected, SourceError
 from .decoder import PicturePlace
 from .source_files import LocalFiles, SourceFiles, open_source_files
 from .source_folders import Found, has_sidecars, image_folder, sidecar_folder
-from .source_listing import spool
+from .source_listing import Listing, spool
 from .source_parquet import RowBytes, holds_pictures, parquet_names, parquet_records
 from .source_record import IMAGE_EXTENSIONS, SourceRecord
 from .source_tables import METADATA, PIXART_TABLE, find_table, pixart_folder, table_records
 from .source_tars import imagenet, is_imagenet, tar_names, webdataset
 
 MAX_SENT_BYTES = 256 << 20  # of a picture that this process reads for a decoder
+LISTED = ["key", "path", "offset", "num_bytes", "mtime_ns", "label", "captions"]  # what the listing's hash is of
 NAMED = ("imagefolder", "imagenet")  # kinds whose classes always have names
 
 
@@ -48,12 +49,17 @@ class OpenedSource:
         """Path or URL, for messages."""
         return self.files.name
 
+    @property
+    def is_read_by_decoders(self) -> bool:
+        """A decoder reads the pictures itself; else this process reads their bytes and sends them."""
+        return self.kind != "parquet" and isinstance(self.files, LocalFiles)
+
     def place(self, path: str, offset: int, num_bytes: int, *, stage: str) -> PicturePlace:
         """Where a decoder finds the bytes of a picture: it reads a file here itself, all else is read for it.
 
         Raises: RecordRejected: gone, or not as it was listed; SourceError: the URL cannot be reached.
         """
-        if self.kind != "parquet" and isinstance(self.files, LocalFiles):
+        if self.is_read_by_decoders and isinstance(self.files, LocalFiles):
             return PicturePlace(self.files.root / path, offset, num_bytes)
         data = self.read(path, offset, num_bytes, stage=stage)
         return PicturePlace(Path(path), 0, len(data), data)
@@ -83,7 +89,7 @@ class Source(OpenedSource):
       num_ignored: files that are no pictures by their extension.
     """
 
-    records: Sequence[SourceRecord] = field(repr=False)
+    records: Listing = field(repr=False)
     classes: list[str] | None
     num_ignored: int
 
@@ -96,9 +102,9 @@ class Source(OpenedSource):
     def listing_hash(self) -> str:
         """Hash of what was listed: changes when a file is added, gone, or written anew."""
         digest = hashlib.sha256()
-        for r in self.records:
-            values = [r.key, r.path, r.offset, r.num_bytes, r.mtime_ns, r.label, r.captions]
-            digest.update(json.dumps(values).encode())
+        for batch in self.records.batches():
+            columns = batch.select(LISTED).to_pydict().values()
+            digest.update("".join(json.dumps(values) for values in zip(*columns, strict=True)).encode())
         return digest.hexdigest()
 
 

@@ -20,6 +20,7 @@ from ..datasets.commits import Task
 from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
 from ..datasets.layout import CAPTION_PART, NULL_PART
+from ..datasets.mapped import TakenColumn
 from ..datasets.schema import Fallback, ImageSpec
 from ..datasets.writer import StoreWriter
 from .caption_task import encode_caption_shard, encode_null_caption
@@ -214,17 +215,27 @@ def encode_pictures(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Height and width in pixels by row."""
+
+    heights: TakenColumn
+    widths: TakenColumn
+
+    def __getitem__(self, row: int) -> tuple[int, int]:
+        return self.heights[row], self.widths[row]
+
+
 class BucketSource:
     """Where the pictures of a bucket lie in the source, and their size when they were planned; by row."""
 
     def __init__(self, plan: FrozenPlan, bucket: str) -> None:
         self.positions = plan.bucket_positions[bucket]
-        table = plan.records.take(self.positions)
-        self.keys: list[str] = table["key"].to_pylist()
-        self.paths: list[str] = table["source_path"].to_pylist()
-        self.offsets: list[int] = table["source_offset"].to_pylist()
-        self.num_bytes: list[int] = table["source_bytes"].to_pylist()
-        self.sizes = list(zip(table["height_px"].to_pylist(), table["width_px"].to_pylist(), strict=True))
+        names = ("key", "source_path", "source_offset", "source_bytes", "height_px", "width_px")
+        self.keys, self.paths, self.offsets, self.num_bytes, heights, widths = (
+            TakenColumn(plan.records[name], self.positions) for name in names
+        )
+        self.sizes = Sizes(heights, widths)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,11 @@ from leandit.precompute import decoder_child
 
 def answer(job: dict[str, Any]) -> decoder_child.Answer:
     """Misbehave, or decode."""
+    if "places" in job:
+        for path, _, _ in job["places"]:
+            if Path(path).name in ("kill", "sleep", "exit"):
+                answer({**job, "path": path})
+        return decoder_child.answer(job)
     match Path(job["path"]).name:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -50,6 +50,7 @@ FLAGS = {
     ],
     "demo": ["--out", "--pictures", "--set"],
     "bench": [],
+    "bench plan": ["--captions", "--json", "--records", "--scratch", "--sizes"],
     "bench open": ["--json", "--records", "--rounds", "--scratch"],
     "bench loader": [
         *("--json", "--peers", "--plot", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),

@@ -22,7 +22,7 @@ from pictures import encoded, exif, noise
 
 from leandit.datasets.errors import RecordRejected, ResourceError
 from leandit.datasets.schema import REJECT_REASONS
-from leandit.precompute.decoder import Decoded, Decoders
+from leandit.precompute.decoder import Decoded, Decoders, PicturePlace
 from leandit.precompute.images import decode_picture, read_size
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at processes through /proc")
@@ -176,6 +176,21 @@ def test_a_picture_whose_child_was_killed_from_outside_is_not_rejected(tmp_path:
     with Decoders(1, _child_module=STUB) as decoders:
         assert decode(decoders, path).pixels.shape == (*BUCKET, 3)
     assert (tmp_path / "killed").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("kill", "decoder_crash"), ("exit", "decoder_crash"), ("sleep", "decoder_timeout")]
+)
+def test_of_many_sizes_only_that_of_the_culprit_is_lost(tmp_path: Path, photo: Path, name: str, reason: str) -> None:
+    good = PicturePlace(photo, 0, photo.stat().st_size)
+    broken, gone = named(tmp_path, "broken"), tmp_path / "gone"
+    places = [good, PicturePlace(named(tmp_path, name), 0, 1), good, PicturePlace(broken, 0, 1)]
+    with Decoders(1, timeout_seconds=0.5, _child_module=STUB) as decoders:
+        found = decoders.sizes([*places, PicturePlace(gone, 0, 1), good])
+        assert decoders.sizes([good, good]) == [(60, 40)] * 2
+        assert decoders.sizes([]) == []
+    reasons = [one.reason if isinstance(one, RecordRejected) else one for one in found]
+    assert reasons == [(60, 40), reason, (60, 40), rejected(lambda: read_size(b"x")).reason, "unreadable", (60, 40)]
 
 
 @pytest.mark.parametrize("name", ["sleep", "stop"])

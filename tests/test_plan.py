@@ -16,12 +16,14 @@ from making import caption_recipe, picture
 from leandit.datasets.errors import SourceError
 from leandit.datasets.layout import place_captions
 from leandit.datasets.schema import CAPTIONS_SCHEMA, RECORDS_SCHEMA
+from leandit.precompute.caption_plan import plan_captions
 from leandit.precompute.caption_task import equal_length_batches
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.decoder import Decoders
-from leandit.precompute.growth import Comparison, Fresh, Kept, all_fresh
-from leandit.precompute.plan import PlannedPicture, plan_captions, plan_pictures, plan_records
+from leandit.precompute.growth import Comparison, Kept, all_fresh
+from leandit.precompute.plan import PlannedPicture, picture_table, plan_pictures, plan_records
 from leandit.precompute.source_files import LocalFiles
+from leandit.precompute.source_listing import spool
 from leandit.precompute.source_record import SourceRecord, caption_texts
 from leandit.precompute.sources import Source
 from leandit.precompute.text_encoders import CaptionTokenizer
@@ -42,7 +44,7 @@ def made_source(root: Path, shapes: Sequence[tuple[int, int]], captions: Sequenc
         path = root / f"{i}.png"
         picture(i, *size).save(path)
         records.append(SourceRecord(f"key-{i}", path.name, 0, path.stat().st_size, label=i % 3, captions=texts))
-    return Source("metadata", LocalFiles(root), records, None, 0)
+    return Source("metadata", LocalFiles(root), spool(records, lambda done: None), None, 0)
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +52,14 @@ def planned(decoders: Decoders) -> Planned:
     """Pictures of a source as its first revision plans them."""
 
     def plan(source: Source, recipe: PrecomputeRecipe) -> list[PlannedPicture]:
-        return plan_pictures(source, all_fresh(source.records).fresh, recipe, decoders, progress=lambda done: None)
+        return list(plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None))
 
     return plan
 
 
 def table_of(source: Source, pictures: Sequence[PlannedPicture], caption_ids: Sequence[Sequence[int]]) -> pa.Table:
-    return plan_records(all_fresh(source.records), pictures, caption_ids, revision=1)
+    ids = pa.chunked_array([list(caption_ids)], pa.list_(pa.int32()))
+    return plan_records(all_fresh(source.records), picture_table(pictures), ids, revision=1)
 
 
 def texts_of(source: Source, pictures: Sequence[PlannedPicture]) -> list[list[str]]:
@@ -146,7 +149,7 @@ def test_captions_are_listed_once_sorted_by_length_and_named_by_their_records(
     seen = [c.strip() for texts in captions for c in texts]
     assert texts == sorted(texts, key=lambda t: (min(tokenizer.count([t])[0], MAX_TOKENS), seen.index(t)))
     wanted = [list(dict.fromkeys(c.strip() for c in texts if c.strip())) for texts in captions[:4]]
-    assert [[texts[i] for i in record] for record in ids] == [*wanted, []]
+    assert [[texts[i] for i in record] for record in ids.to_pylist()] == [*wanted, []]
 
 
 def test_more_captions_than_a_tokenizer_batch_are_counted_alike(
@@ -156,14 +159,14 @@ def test_more_captions_than_a_tokenizer_batch_are_counted_alike(
     source = made_source(tmp_path, [(64, 64)] * 5, [(f"a {word}", f"a {word} above a square") for word in words])
     pictures = planned(source, caption_recipe())
     whole, ids = plan_captions(texts_of(source, pictures), tokenizer, MAX_TOKENS)
-    monkeypatch.setattr("leandit.precompute.plan.TOKENIZE_BATCH", 3)
+    monkeypatch.setattr("leandit.precompute.caption_plan.TOKENIZE_BATCH", 3)
     assert plan_captions(texts_of(source, pictures), tokenizer, MAX_TOKENS) == (whole, ids)
 
 
 def test_without_a_tokenizer_there_are_no_captions(tmp_path: Path, planned: Planned) -> None:
     source = made_source(tmp_path, [(64, 64)], [("a circle",)])
     table, ids = plan_captions(texts_of(source, planned(source, caption_recipe("text.kind=none"))), None, MAX_TOKENS)
-    assert (table.num_rows, ids) == (0, [[]])
+    assert (table.num_rows, ids.to_pylist()) == (0, [[]])
     assert table.schema.types == CAPTIONS_SCHEMA.types
 
 
@@ -201,14 +204,14 @@ def test_a_later_revision_counts_its_rows_and_captions_on_its_own(
     # What is carried over keeps its revision and row; only the ids of captions count over all revisions.
     first = made_source(tmp_path, [(64, 64), (60, 100)], [("a red circle",), ("a blue square",)])
     known, ids = plan_captions([["a red circle"], ["a blue square"]], tokenizer, MAX_TOKENS)
-    before = table_of(first, planned(first, caption_recipe()), ids)
+    before = table_of(first, planned(first, caption_recipe()), ids.to_pylist())
     source = made_source(tmp_path, [(64, 64), (64, 64)], [("a blue square",), ("a circle",)])
-    fresh = [Fresh(replace(record, key=f"new-{i}"), attempts=i + 1) for i, record in enumerate(source.records)]
+    fresh = spool((replace(record, key=f"new-{i}") for i, record in enumerate(source.records)), lambda done: None)
     kept = [Kept(i, record) for i, record in enumerate(first.records)]
-    comparison = Comparison(kept, fresh, before.select(RECORDS_SCHEMA.names))
+    comparison = Comparison(kept, fresh, before.select(RECORDS_SCHEMA.names), {1: 2})
     texts = [*comparison.texts, ["a blue square"], ["a circle"]]
     captions, ids = plan_captions(texts, tokenizer, MAX_TOKENS, revision=2, known=known)
-    table = plan_records(comparison, planned(source, caption_recipe()), ids, revision=2)
+    table = plan_records(comparison, picture_table(planned(source, caption_recipe())), ids, revision=2)
     assert table["key"].to_pylist() == ["key-0", "key-1", "new-0", "new-1"]
     assert table["revision"].to_pylist() == [1, 1, 2, 2]
     assert table["row"].to_pylist() == [0, 0, 0, 1]

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from leandit.datasets.errors import ResourceError, SourceError
-from leandit.precompute import source_files, source_listing
+from leandit.precompute import distinct, source_files, source_listing
 from leandit.precompute.source_files import FoundFile, LocalFiles, _depth_first
 from leandit.precompute.source_listing import Listing, spool
 from leandit.precompute.source_record import SourceRecord
@@ -66,8 +66,8 @@ def test_a_listing_holds_what_came_and_rejects_what_comes_again(keys: list[str],
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(source_listing, "BATCH_ROWS", rows)
-        if few:  # hashes that are equal though the keys are not
-            patch.setattr(source_listing.xxhash, "xxh3_64_intdigest", lambda key: key[0] % 2)
+        if few:  # spread in many goes
+            patch.setattr(distinct, "SPREAD", 3)
         told: list[int] = []
         listing = spool(iter(records), told.append)
         expected, seen = [], {}

@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import webdataset
 from making import caption_recipe, make_class_folder, picture
@@ -16,7 +17,7 @@ from making import caption_recipe, make_class_folder, picture
 from leandit.datasets.errors import SourceError
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.growth import all_fresh
-from leandit.precompute.plan import plan_pictures, plan_records
+from leandit.precompute.plan import picture_table, plan_pictures, plan_records
 from leandit.precompute.source_record import SourceRecord
 from leandit.precompute.sources import Source, list_source
 
@@ -224,8 +225,10 @@ def test_a_name_that_is_no_utf8_is_planned_or_rejected_but_never_a_crash(tmp_pat
     recipe = caption_recipe("text.kind=none")
     comparison = all_fresh(source.records)
     with Decoders(1) as decoders:
-        pictures = plan_pictures(source, comparison.fresh, recipe, decoders, progress=lambda done: None)
-    assert plan_records(comparison, pictures, [[], []], revision=1).num_rows == 2
+        found = plan_pictures(source, comparison.fresh, recipe, decoders, progress=lambda done: None)
+        pictures = picture_table(found)
+    ids = pa.chunked_array([[[], []]], pa.list_(pa.int32()))
+    assert plan_records(comparison, pictures, ids, revision=1).num_rows == 2
 
 
 def test_a_tar_gives_the_keys_bytes_labels_and_captions_that_webdataset_gives(tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ from ..datasets.text_dtypes import token_bytes
 from ..precompute.config import PrecomputeRecipe, load
 from ..precompute.decoder import Decoders
 from ..precompute.encoders import ImageEncoder
-from ..precompute.growth import Fresh
 from ..precompute.model_files import resolve_model
 from ..precompute.pipeline import Report, precompute
 from ..precompute.plan import num_threads, plan_pictures
@@ -173,8 +172,8 @@ def _prepare(request: Request) -> Work:
         said = [*request.overrides, "text.kind=t5", f"text.model={model}", *SMALL_PICTURES]
         text_recipe = load(BASE_RECIPE, said)
     with Decoders(num_threads()) as decoders:
-        fresh = [Fresh(record) for record in records]
-        planned = plan_pictures(list_source(sample), fresh, recipe, decoders, progress=lambda done: None)
+        source = list_source(sample)
+        planned = plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
         kept = [(r, p.bucket) for r, p in zip(records, planned, strict=True) if p.bucket]
         work = Work(request, recipe, text_recipe, sample, [r for r, _ in kept], [b for _, b in kept], [])
         work.batches.extend(_decoded_batches(work, decoders))

@@ -59,6 +59,27 @@ def bench_loader(
         print(f"leandit: chart written to {plot}", file=sys.stderr)
 
 
+@bench.command("plan")
+def bench_plan(
+    scratch: Annotated[Path, typer.Option(help="Folder for the manifest and the plan; they stay there.")],
+    records: Annotated[int, typer.Option(min=1, help="Rows of the manifest.")] = 1_281_167,
+    sizes: Annotated[str, typer.Option(help="Where sizes come from: header or manifest.")] = "manifest",
+    captions: Annotated[bool, typer.Option(help="Plan captions too; else class labels alone.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how long a manifest takes to plan, and the memory that it takes, whatever its length.
+
+    Example: leandit bench plan --scratch bench --records 100000
+    """
+    from .bench_plan import render, run
+
+    result = run(scratch, records, sizes, captions=captions)
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        print_rows(render(result))
+
+
 @bench.command("open")
 def bench_open(
     scratch: Annotated[Path, typer.Option(help="Folder for the store; it stays there.")],

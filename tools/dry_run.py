@@ -16,13 +16,13 @@ from ..datasets.layout import latent_layouts
 from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
 from ..datasets.text_dtypes import token_bytes
+from ..precompute.caption_plan import plan_captions
 from ..precompute.config import PrecomputeRecipe
 from ..precompute.decoder import Decoders
 from ..precompute.encoders import Encoders, load_encoders
-from ..precompute.growth import Fresh
 from ..precompute.model_files import local_folder
 from ..precompute.pipeline import describe_store
-from ..precompute.plan import PlannedPicture, num_threads, plan_captions, plan_pictures
+from ..precompute.plan import PlannedPicture, num_threads, plan_pictures
 from ..precompute.source_record import caption_texts
 from ..precompute.sources import Source, list_source
 from ..train.config import TrainRecipe
@@ -45,12 +45,13 @@ def describe_precompute(recipe: PrecomputeRecipe, source_path: Path | str | None
         return "\n".join([*lines, "give --source to count its pictures"])
     with ProgressLine() as progress:
         source = list_source(source_path, recipe.source.kind, progress=lambda done: progress("list", done, 0))
-    fresh = [Fresh(record) for record in source.records]
     everything = recipe.model_copy(update={"source": recipe.source.model_copy(update=NO_LIMIT)})
     with ProgressLine() as progress, Decoders(num_threads()) as decoders:
-        pictures = plan_pictures(
-            source, fresh, everything, decoders, progress=lambda done: progress("scan", done, len(fresh))
+        total = len(source.records)
+        looked_at = plan_pictures(
+            source, source.records, everything, decoders, progress=lambda done: progress("scan", done, total)
         )
+        pictures = list(looked_at)
     rejects = Counter(picture.reject.reason for picture in pictures if picture.reject)
     buckets = Counter(bucket_name(*picture.bucket) for picture in pictures if picture.bucket)
     lines += ["", f"{'source':<20}{source.kind} '{source_path}', {len(source.records)} records"]

@@ -54,7 +54,7 @@ def make_store(
       buckets: records of each, by its size in pixels; a latent has an eighth of them.
       token_counts: of the captions, which records take in turn; empty for a store without text.
     """
-    spec = _spec(buckets, channels, num_classes, max(token_counts, default=0), text_width, shard_mib, codec)
+    spec = noise_spec(buckets, channels, num_classes, max(token_counts, default=0), text_width, shard_mib, codec)
     plan = freeze_plan(root, _plan(spec, buckets, num_classes, token_counts, seed))
     writer, layout = StoreWriter(root, plan), plan.layout
     for part, shard in writer.missing_tasks():
@@ -143,7 +143,7 @@ def _plan(
     )
 
 
-def _spec(
+def noise_spec(
     buckets: Mapping[str, int],
     channels: int,
     num_classes: int,
@@ -152,6 +152,7 @@ def _spec(
     shard_mib: int,
     codec: str,
 ) -> StoreSpec:
+    """What a store of noise says of itself."""
     noise = EncoderIdentity(
         model="noise",
         revision=None,

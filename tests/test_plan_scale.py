@@ -1,0 +1,409 @@
+"""Plans that go by in batches: the same bytes as a plan made in one piece, in memory that does not grow with it."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from making import CPU, caption_recipe, no_progress, picture
+
+from leandit.datasets import frozen
+from leandit.datasets.errors import RecordRejected, ResourceError
+from leandit.datasets.frozen import FrozenPlan, parquet_file, read_plan, table_bytes, write_plan
+from leandit.datasets.hashing import sha256_of, xxh3_parts
+from leandit.datasets.mapped import map_array, map_table, one_chunk, rebatched
+from leandit.datasets.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA
+from leandit.datasets.store import LatentStore
+from leandit.precompute import caption_plan, decoder_child, distinct, plan, source_listing
+from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.decoder import Decoders
+from leandit.precompute.growth import all_fresh
+from leandit.precompute.pipeline import precompute
+from leandit.precompute.source_files import LocalFiles
+from leandit.precompute.source_record import SourceRecord, caption_texts
+from leandit.precompute.sources import Source
+from leandit.precompute.text_encoders import CaptionTokenizer
+from leandit.tools.synthetic import noise_spec
+
+MAX_TOKENS = 6
+WORDS = st.sampled_from(
+    ["red", "a circle", " a circle ", "a big blue square", "", " ", "green triangle above a square"]
+)
+SIZES = [(64, 64), (60, 100), (100, 60), (10, 90)]  # the last is rejected
+
+
+@contextmanager
+def batches_of(rows: int) -> Iterator[None]:
+    """All that is done in batches is done in very small ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (source_listing, plan, caption_plan, frozen):
+            patch.setattr(module, "BATCH_ROWS", rows)
+        patch.setattr(distinct, "SPREAD", rows + 1)
+        patch.setattr(caption_plan, "SORTED_CHARS", 10 * rows)
+        patch.setattr(caption_plan, "NUMBERED", 2 * rows)
+        patch.setattr(caption_plan, "TOKENIZE_BATCH", rows)
+        patch.setattr(plan, "ASKED", rows)
+        yield
+
+
+@pytest.fixture(scope="module")
+def recipe() -> PrecomputeRecipe:
+    return caption_recipe(f"text.max_tokens={MAX_TOKENS}", "source.sizes=manifest", "source.max_reject_share=1")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(recipe: PrecomputeRecipe) -> CaptionTokenizer:
+    return CaptionTokenizer(recipe.text)
+
+
+def planned(
+    records: Sequence[SourceRecord], recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer, known: pa.Table | None
+) -> tuple[pa.Table, pa.Table]:
+    """The tables of a plan, as the real planner makes them."""
+    source = Source("manifest", LocalFiles(Path()), source_listing.spool(records, lambda done: None), None, 0)
+    comparison = all_fresh(source.records)
+    with Decoders(1) as decoders:  # none is started: nothing is opened
+        found = plan.plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
+        pictures = plan.picture_table(found)
+    texts = plan.PlannedTexts(comparison, pictures)
+    captions, ids = caption_plan.plan_captions(texts, tokenizer, MAX_TOKENS, revision=2, known=known)
+    return plan.plan_records(comparison, pictures, ids, revision=2), captions
+
+
+def planned_in_one_piece(
+    records: Sequence[SourceRecord], recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer, known: pa.Table | None
+) -> tuple[pa.Table, pa.Table]:
+    """The same by its definition, with everything in Python's memory."""
+    seen: dict[str, int] = {}
+    next_row: dict[str, int] = {}
+    rows, texts = [], []
+    for i, record in enumerate(records):
+        first = seen.setdefault(record.key, i)
+        reject, one = record.problem, dict.fromkeys(PLAN_SCHEMA.names)
+        if first != i:
+            record = SourceRecord(record.key, record.path)
+            reject = ("duplicate_key", f"record {first + 1} of the source has the same key")
+        if not reject and not caption_texts(record):
+            reject = ("no_caption", "no caption, or only white space")
+        if not reject and (record.height_px, record.width_px) == (10, 90):
+            reject = ("aspect", "10x90 px is outside the bucket table")
+        one |= {"key": record.key, "revision": 2, "label": record.label, "attempts": 1, "row": -1}
+        one |= {"source_path": record.path, "source_offset": record.offset, "source_bytes": record.num_bytes}
+        one |= {"source_mtime_ns": record.mtime_ns, "status": "rejected" if reject else "planned"}
+        if reject:
+            one |= {"stage": "scan", "reason": reject[0], "detail": reject[1]}
+        else:
+            crop = plan.place_picture(record.height_px, record.width_px, recipe.images)
+            assert crop.bucket
+            assert crop.resized
+            name = "{}x{}".format(*crop.bucket)
+            one |= {
+                "bucket": name,
+                "row": next_row.get(name, 0),
+                "height_px": crop.height_px,
+                "width_px": crop.width_px,
+            }
+            one |= {"resized_height_px": crop.resized[0], "resized_width_px": crop.resized[1]}
+            one |= {"crop_top_px": crop.crop_top_px, "crop_left_px": crop.crop_left_px}
+            next_row[name] = one["row"] + 1
+        rows.append(one)
+        texts.append([] if reject else caption_texts(record))
+    before = known if known is not None else CAPTIONS_SCHEMA.empty_table()
+    ids = {text: i for i, text in enumerate(before["text"].to_pylist())}
+    new = list(dict.fromkeys(text for some in texts for text in some if text not in ids))
+    counts = tokenizer.count(new)
+    lengths = [min(count, MAX_TOKENS) for count in counts]
+    order = sorted(range(len(new)), key=lambda i: (lengths[i], i))
+    added = {
+        "text": [new[i] for i in order],
+        "revision": [2] * len(new),
+        "num_tokens": [lengths[i] for i in order],
+        "truncated": [counts[i] > MAX_TOKENS for i in order],
+        **dict.fromkeys(CAPTION_RESULTS, [None] * len(new)),
+    }
+    ids |= {text: before.num_rows + i for i, text in enumerate(added["text"])}
+    for one, some in zip(rows, texts, strict=True):
+        one["caption_ids"] = [ids[text] for text in some]
+    captions = pa.concat_tables([before, pa.table(added, schema=CAPTIONS_SCHEMA)])
+    return pa.Table.from_pylist(rows, schema=PLAN_SCHEMA), captions
+
+
+records_of = st.lists(
+    st.tuples(
+        st.integers(0, 15),
+        st.lists(WORDS, max_size=3),
+        st.sampled_from(SIZES),
+        st.sampled_from([None, None, None, ("missing_file", "there is no such")]),
+    ),
+    min_size=1,
+    max_size=24,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(made=records_of, rows=st.integers(1, 9), num_known=st.integers(0, 4))
+def test_a_plan_in_batches_is_the_plan_in_one_piece_to_the_byte(
+    made: list, rows: int, num_known: int, recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer
+) -> None:
+    records = [
+        SourceRecord(f"key-{key}", f"{i}.jpg", i, i + 9, i, key % 3, tuple(texts), problem, *size)
+        for i, (key, texts, size, problem) in enumerate(made)
+    ]
+    texts = ["a circle", "nobody says this", "red", "nor this"][:num_known]
+    known = {
+        "text": texts,
+        "revision": [1] * num_known,
+        "num_tokens": [3] * num_known,
+        "truncated": [False] * num_known,
+    }
+    nothing = dict.fromkeys(CAPTION_RESULTS, [None] * num_known)
+    before = pa.table(known | nothing, schema=CAPTIONS_SCHEMA)
+    whole = planned_in_one_piece(records, recipe, tokenizer, before)
+    with batches_of(rows):
+        batched = planned(records, recipe, tokenizer, before)
+    for found, wanted in zip(batched, whole, strict=True):
+        assert found.to_pylist() == wanted.to_pylist()
+        assert bytes(parquet_file(found)) == table_bytes(wanted.combine_chunks())
+
+
+def frozen_plan(records: pa.Table, captions: pa.Table) -> FrozenPlan:
+    spec = noise_spec({"64x64": 1, "48x80": 1, "80x48": 1}, 4, 0, MAX_TOKENS, 8, 64, "none")
+    return FrozenPlan(spec, 2, "", (1,), (), False, "", records, captions)
+
+
+def some_plan(recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer, count: int = 50) -> FrozenPlan:
+    records = [
+        SourceRecord(f"{i}", f"{i}.jpg", captions=(f"a circle {i % 7}",), height_px=size[0], width_px=size[1])
+        for i, size in ((i, SIZES[i * i % 4]) for i in range(count))
+    ]
+    return frozen_plan(*planned(records, recipe, tokenizer, None))
+
+
+def test_the_hash_of_a_plan_is_that_of_its_tables_in_one_piece(
+    recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer
+) -> None:
+    # It stands in every commit record: if it changes, no unfinished store can be gone on with.
+    made = some_plan(recipe, tokenizer)
+    whole = [made.records.drop_columns(["source_mtime_ns"]).combine_chunks(), made.captions.combine_chunks()]
+    tables = [xxh3_parts([table_bytes(table)])[1] for table in whole]
+    assert made.hash == sha256_of([made.spec.fingerprint, 2, "", (1,), False, *tables])
+
+
+@pytest.mark.parametrize("rows", [3, 1 << 14])
+def test_a_plan_is_read_back_as_it_was_with_every_row_in_its_place(
+    rows: int, tmp_path: Path, recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer
+) -> None:
+    made = some_plan(recipe, tokenizer)
+    with batches_of(rows):
+        write_plan(tmp_path, made, replace=False)
+        found = read_plan(tmp_path, 2)
+        assert found.records.to_pylist() == made.records.to_pylist()
+        assert found.captions.to_pylist() == made.captions.to_pylist()
+        assert found.hash == made.hash
+        positions = {name: at.tolist() for name, at in found.bucket_positions.items()}
+    naive: dict[str, list[int]] = {}
+    for i, row in enumerate(made.records.to_pylist()):
+        if row["bucket"]:
+            naive.setdefault(row["bucket"], []).append(i)
+    assert positions == naive
+    assert list(positions) == sorted(positions, key=lambda name: [int(side) for side in name.split("x")])
+    assert found.first_caption == 0
+
+
+def test_the_bytes_of_a_table_do_not_depend_on_its_chunks() -> None:
+    # More than a Parquet page of each kind of column, with nulls, and chunks that do not fit its write batches.
+    count, rng = 60_000, np.random.default_rng(0)
+    columns = {
+        "text": [None if i % 11 == 0 else f"{'é' * (i % 40)}{rng.integers(1 << 40)}" for i in range(count)],
+        "ids": pa.array([[i] * (i % 4) for i in range(count)], pa.list_(pa.int32())),
+        "number": rng.integers(0, 1 << 40, count),
+        "nothing": pa.nulls(count, pa.string()),
+    }
+    whole = pa.table(columns)
+    cut = pa.concat_tables([whole.slice(start, 777) for start in range(0, count, 777)])
+    assert cut["text"].num_chunks > 1
+    assert bytes(parquet_file(cut)) == table_bytes(whole)
+    assert one_chunk(cut["text"]).equals(whole["text"])
+    empty = whole.slice(0, 0)
+    assert bytes(parquet_file(empty)) == table_bytes(empty)
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 7))
+def test_rebatched_rows_stay_in_order(lengths: list[int], rows: int) -> None:
+    numbers = iter(range(sum(lengths)))
+    batches = [pa.RecordBatch.from_pydict({"n": pa.array([next(numbers) for _ in range(n)], "int64")}) for n in lengths]
+    found = list(rebatched(batches, rows))
+    assert [n for batch in found for n in batch["n"].to_pylist()] == list(range(sum(lengths)))
+    assert all(batch.num_rows == rows for batch in found[:-1])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 5), max_size=40), st.integers(1, 9))
+def test_first_positions_are_those_of_a_dictionary(things: list[int], spread: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distinct, "SPREAD", spread)
+        some = [distinct.digests(str(n) for n in things[start : start + 4]) for start in range(0, len(things), 4)]
+        assert distinct.first_positions(some, "x").tolist() == [things.index(n) for n in things]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: map_array(10, "int64", "the plan"),
+        lambda: map_table(pa.schema([("n", pa.int64())]), [pa.RecordBatch.from_pydict({"n": [1]})], "the plan"),
+    ],
+    ids=["array", "table"],
+)
+def test_a_full_disk_is_said_before_a_page_is_missed(
+    make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("leandit.datasets.mapped.os.posix_fallocate", full)
+    monkeypatch.setattr("leandit.datasets.mapped.pa.OSFile", full)
+    with pytest.raises(ResourceError, match=r"the plan.*No space left.*TMPDIR"):
+        make()
+
+
+def write(path: Path, content: bytes) -> tuple[Path, int, int]:
+    path.write_bytes(content)
+    return path, 0, len(content)
+
+
+def encoded(kind: str, height_px: int, width_px: int, **options: object) -> bytes:
+    stream = io.BytesIO()
+    picture(3, height_px, width_px).save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def turned(image_format: str, height_px: int, width_px: int, **options: object) -> bytes:
+    exif = picture(0).getexif()
+    exif[0x0112] = 6
+    return encoded(image_format, height_px, width_px, exif=exif.tobytes(), **options)
+
+
+def test_the_size_of_a_large_file_is_that_of_all_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = 4096
+    late = turned("JPEG", 90, 120)
+    pad = b"".join(b"\xff\xed" + (60_000).to_bytes(2, "big") + bytes(59_998) for _ in range(2))
+    cases = {
+        "plain": encoded("JPEG", 300, 200, quality=95),
+        "turned": turned("JPEG", 300, 200, quality=95),
+        "late": late[:2] + pad + late[2:],
+        "png": encoded("PNG", 300, 200),
+        "turned png": turned("PNG", 300, 200),
+        "noise": b"\xff\xd8\xff" + bytes(9999),
+    }
+    monkeypatch.setattr(decoder_child, "HEADER_BYTES", head)
+    for name, content in cases.items():
+        assert len(content) > head
+        place = write(tmp_path / name, content)
+        try:
+            wanted: object = decoder_child.read_size(content)
+        except RecordRejected as reject:
+            wanted = str(reject)
+        try:
+            found: object = decoder_child.size_in_file(str(place[0]), 0, len(content))
+        except RecordRejected as reject:
+            found = str(reject)
+        assert found == wanted, name
+
+
+def test_a_manifest_that_lies_of_a_size_costs_that_record_alone(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    lines = []
+    for i in range(6):
+        picture(i, 64, 64).save(source / f"{i}.png")
+        lines.append({"file_name": f"{i}.png", "height": 60 if i == 2 else 64, "width": 64})
+    del lines[4]["height"]  # not said: then its header is read
+    (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = caption_recipe("text.kind=none", "source.sizes=manifest")
+    precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    rows = LatentStore(tmp_path / "store").records.to_pylist()
+    assert [(row["key"], row["reason"]) for row in rows if row["status"] != "stored"] == [("2.png", "source_changed")]
+    assert [row["height_px"] for row in rows] == [64, 64, 60, 64, 64, 64]
+
+
+def test_with_the_sizes_of_a_manifest_no_picture_is_opened_to_plan_it(
+    recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer
+) -> None:
+    records = [SourceRecord("a", "no/such/file.jpg", captions=("a circle",), height_px=60, width_px=100)]
+    (row,) = planned(records, recipe, tokenizer, None)[0].to_pylist()
+    assert (row["bucket"], row["height_px"], row["status"]) == ("48x80", 60, "planned")
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import pyarrow as pa
+from making import caption_recipe
+from test_plan_scale import frozen_plan
+from leandit.datasets.frozen import read_plan, write_plan
+from leandit.precompute import caption_plan, plan
+from leandit.precompute.decoder import Decoders
+from leandit.precompute.growth import all_fresh
+from leandit.precompute.source_files import LocalFiles
+from leandit.precompute.source_listing import spool
+from leandit.precompute.source_record import SourceRecord
+from leandit.precompute.sources import Source
+
+class Words:
+    def count(self, texts):
+        return [len(text.split()) for text in texts]
+
+def anonymous_mb():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+def make(count, store):
+    records = (
+        SourceRecord(f"folder/{i:09d}.jpg", f"folder/{i:09d}.jpg", 0, i, i, height_px=64, width_px=64,
+                     captions=("a caption of some words " + "x " * (i % 5) + str(i),))
+        for i in range(count)
+    )
+    source = Source("manifest", LocalFiles(Path()), spool(records, lambda done: None), None, 0)
+    comparison, recipe = all_fresh(source.records), caption_recipe("source.sizes=manifest")
+    with Decoders(1) as decoders:
+        found = plan.plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
+        pictures = plan.picture_table(found)
+    captions, ids = caption_plan.plan_captions(plan.PlannedTexts(comparison, pictures), Words(), 6)
+    made = frozen_plan(plan.plan_records(comparison, pictures, ids, revision=2), captions)
+    write_plan(store, made, replace=False)
+    found = read_plan(store, 2)
+    assert len(found.bucket_positions["64x64"]) == count
+    return source, made, found  # all of it is held
+
+store = Path(sys.argv[1])
+small = make(10_000, store / "small")
+before, allocated = anonymous_mb(), pa.total_allocated_bytes()
+large = make(60_000, store / "large")
+print(pa.total_allocated_bytes() - allocated, anonymous_mb() - before)
+"""
+
+
+def test_the_memory_of_a_plan_does_not_grow_with_its_records(tmp_path: Path) -> None:
+    tests = Path(__file__).parent
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tests)!r})\n" + MEMORY, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    # 50,000 records more are 12 MB of tables, each held twice. They are mapped: Arrow has next to nothing of them in
+    # memory of its own; what else there is are the buffers of one batch, and what allocators keep.
+    allocated, anonymous_mb = ran.stdout.split()
+    assert int(allocated) < 1 << 20
+    assert float(anonymous_mb) < 100

@@ -1,0 +1,216 @@
+"""``leandit bench plan``: how long a manifest takes to plan and what memory that takes, and to take the plan up again.
+
+The manifest is made up: rows as PixArt's, whose paths lead to a few small pictures by as many names as there are rows.
+Each measurement is a process of its own. Anonymous memory is told beyond what the process held when it had imported
+everything and loaded the tokenizer; what is mapped is the kernel's to drop.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from ..datasets.buckets import bucket_name
+from ..datasets.errors import RecipeError, ResourceError
+from ..datasets.frozen import read_plan
+from ..datasets.layout import PLAN
+from ..precompute.config import PrecomputeRecipe, load
+from ..precompute.decoder import Decoders
+from ..precompute.opening import Planner
+from ..precompute.plan import num_threads
+from ..precompute.sources import list_source
+from ..precompute.text_encoders import CaptionTokenizer
+from .bench_meters import hardware, tree_cpu_seconds
+from .synthetic import noise_spec
+
+SHAPES = ((256, 256), (224, 336), (336, 224), (200, 400), (30, 256))  # the last is beyond every bucket
+RARE = 1000  # one row in so many has it
+REPEATED = 10  # one caption in so many is an old one
+WORDS = ("a", "photo", "of", "the", "small", "red", "house", "near", "old", "green", "river", "under", "blue", "sky")
+BLOCK_ROWS = 1 << 16
+SAMPLE_SECONDS = 0.02
+OVERRIDES = ['images.buckets="pixart"', "images.resolution=256", 'images.crop="bucket"', "text.max_tokens=120"]
+SIZES = ("header", "manifest")
+
+
+def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str, Any]:
+    """Make the manifest, unless it is there, plan it, and take the plan up.
+
+    Raises: RecipeError: no such place of sizes; ResourceError: a measurement failed.
+    """
+    if sizes not in SIZES:
+        raise RecipeError(f"--sizes '{sizes}': needed one of {', '.join(SIZES)}.")
+    source, store = scratch / f"plan-{records}", scratch / f"plan-{records}-store"
+    if not (source / "manifest.parquet").is_file():
+        make_manifest(source, records)
+    shutil.rmtree(store, ignore_errors=True)
+    given = ["captions" if captions else "labels", sizes, str(source / "manifest.parquet"), str(store)]
+    planned = _in_fresh_process("plan", *given)
+    opened = _in_fresh_process("open", *given)
+    size = sum(path.stat().st_size for path in (store / PLAN).iterdir())
+    return {
+        "records": records,
+        "sizes": sizes,
+        "captions": captions,
+        "hardware": hardware(),
+        "plan": planned,
+        "open": opened,
+        "plan_bytes": size,
+    }
+
+
+def make_manifest(folder: Path, records: int) -> None:
+    """Write pictures of a few shapes, and a Parquet manifest that names each of them by many names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for i, (height_px, width_px) in enumerate(SHAPES):
+        Image.fromarray(rng.integers(0, 256, (height_px, width_px, 3), np.uint8)).save(folder / f"{i}.jpg")
+    schema = pa.schema(
+        [(name, pa.string()) for name in ("path", "prompt")] + [("height", pa.int32()), ("width", pa.int32())]
+    )
+    temporary = folder / "manifest.parquet.part"
+    with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+        for batch in _rows(records, schema):
+            writer.write_batch(batch)
+    temporary.rename(folder / "manifest.parquet")
+
+
+def _rows(records: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    for start in range(0, records, BLOCK_ROWS):
+        numbers = range(start, min(start + BLOCK_ROWS, records))
+        shapes = [len(SHAPES) - 1 if i % RARE == RARE - 1 else i % (len(SHAPES) - 1) for i in numbers]
+        texts = [_caption(i // 2 if i % REPEATED == 0 else i) for i in numbers]
+        columns = {
+            "path": [f"{i:09d}/../{shape}.jpg" for i, shape in zip(numbers, shapes, strict=True)],
+            "prompt": texts,
+            "height": [SHAPES[shape][0] for shape in shapes],
+            "width": [SHAPES[shape][1] for shape in shapes],
+        }
+        yield pa.RecordBatch.from_pydict(columns, schema)
+
+
+def _caption(number: int) -> str:
+    """A caption of 6 to 17 words that no other number has."""
+    words = [WORDS[(number >> shift) % len(WORDS)] for shift in range(5 + number % 12)]
+    return f"{' '.join(words)} {number}"
+
+
+def measure_plan(recipe: PrecomputeRecipe, source_path: Path, store: Path) -> dict[str, float]:
+    """List and plan a source in this process."""
+    tokenizer = CaptionTokenizer(recipe.text) if recipe.text.kind != "none" else None
+    buckets = [bucket_name(height_px, width_px) for _, height_px, width_px in recipe.images.table]
+    spec = noise_spec(dict.fromkeys(buckets, 1), 4, 0, recipe.text.max_tokens, 64, 64, "none")
+    last: dict[str, float] = {}
+
+    def progress(stage: str, done: int, total: int) -> None:
+        last[stage] = time.perf_counter()
+
+    with Memory() as memory, Decoders(num_threads()) as decoders:
+        start = time.perf_counter()
+        source = list_source(source_path, "manifest", progress=lambda done: None)
+        listed = time.perf_counter()
+        Planner(store, spec, source, recipe, tokenizer, decoders, progress).plan_first()
+        done = time.perf_counter()
+    return {
+        "seconds": done - start,
+        "cpu_seconds": tree_cpu_seconds(),
+        "list_seconds": listed - start,
+        "scan_seconds": last["scan"] - listed,
+        "rest_seconds": done - last["scan"],
+        **memory.peaks(),
+    }
+
+
+def measure_open(store: Path) -> dict[str, float]:
+    """Take up a plan in this process, as every worker does."""
+    with Memory() as memory:
+        start = time.perf_counter()
+        plan = read_plan(store, 1)
+        tasks = len(plan.layout.tasks())
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "tasks": tasks, **memory.peaks()}
+
+
+class Memory:
+    """Peaks of this process's memory while a block runs, in MB; a context manager."""
+
+    def __enter__(self) -> Memory:
+        self._before, self._anonymous, self._resident = _memory_mb("RssAnon"), 0.0, 0.0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def peaks(self) -> dict[str, float]:
+        """Anonymous memory beyond that of the beginning, and all that was resident, mapped pages included."""
+        return {"anonymous_mb": self._anonymous - self._before, "resident_mb": self._resident}
+
+    def _watch(self) -> None:
+        while True:
+            self._anonymous = max(self._anonymous, _memory_mb("RssAnon"))
+            self._resident = max(self._resident, _memory_mb("VmRSS"))
+            if self._done.wait(SAMPLE_SECONDS):
+                return
+
+
+def _memory_mb(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()  # proc(5)
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def render(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Name and value of each line."""
+    planned, opened, machine, count = result["plan"], result["open"], result["hardware"], result["records"]
+    return [
+        ("machine", f"{machine['cpu']}, {machine['cores']} cores"),
+        ("manifest", f"{count} rows, sizes from the {result['sizes']}{'' if result['captions'] else ', no captions'}"),
+        ("plan", f"{planned['seconds']:.1f} s, {count / planned['seconds']:.0f} records/s"),
+        (
+            "of that",
+            f"list {planned['list_seconds']:.1f} s, sizes {planned['scan_seconds']:.1f} s, "
+            f"captions and tables {planned['rest_seconds']:.1f} s",
+        ),
+        ("processor", f"{planned['cpu_seconds']:.1f} s, with imports and decoders"),
+        ("memory", f"{planned['anonymous_mb']:.0f} MB anonymous, {planned['resident_mb']:.0f} MB resident"),
+        ("plan on disk", f"{result['plan_bytes'] / 2**20:.1f} MiB"),
+        (
+            "taken up",
+            f"{opened['seconds']:.1f} s, {opened['anonymous_mb']:.0f} MB anonymous, "
+            f"{opened['resident_mb']:.0f} MB resident",
+        ),
+    ]
+
+
+def _in_fresh_process(*arguments: str) -> dict[str, float]:
+    done = subprocess.run([sys.executable, "-m", __name__, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ResourceError(f"bench plan: a measurement failed: {done.stderr.strip().splitlines()[-1:]}")
+    return json.loads(done.stdout)
+
+
+def _main(arguments: Sequence[str]) -> None:
+    what, text, sizes, source, store = arguments
+    kind = [] if text == "captions" else ["text.kind=none"]
+    recipe = load("demo", [*OVERRIDES, *kind, f"source.sizes={sizes}"])
+    found = measure_plan(recipe, Path(source), Path(store)) if what == "plan" else measure_open(Path(store))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])
