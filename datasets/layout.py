@@ -17,6 +17,7 @@ import numpy as np
 from .buckets import bucket_size
 from .cached import cached_property
 from .hashing import canonical_json
+from .mapped import map_array
 from .schema import StoreSpec
 from .shards import ArrayLayout, pack_shard
 from .text_dtypes import ON_DISK
@@ -101,16 +102,20 @@ def place_captions(num_tokens: Sequence[int] | np.ndarray, shard_rows: int) -> n
     A caption that does not fit into the rest of a shard begins the next one; the rows between hold NaN and belong to no
     caption. So each shard can be encoded alone, and each caption is one contiguous view.
 
-    Returns: (num_captions,) int64.
+    Args:
+      num_tokens: of each caption, at least one and at most ``shard_rows``.
+    Returns: (num_captions,) int64, mapped.
     """
-    offsets = np.empty(len(num_tokens), np.int64)
-    position = 0
-    for i, length in enumerate(num_tokens):
-        room = shard_rows - position % shard_rows
-        if length > room:
-            position += room
-        offsets[i] = position
-        position += int(length)
+    lengths = np.asarray(num_tokens, np.int64 if isinstance(num_tokens, Sequence) else None)
+    offsets = map_array(len(lengths), "int64", "places of captions")
+    first, row = 0, 0
+    while first < len(lengths):  # once a shard
+        some = lengths[first : first + shard_rows]
+        ends = np.cumsum(some, dtype=np.int64)
+        count = int(np.searchsorted(ends, shard_rows, side="right"))
+        assert count, f"a caption of {some[0]} tokens fits into no shard of {shard_rows}"
+        offsets[first : first + count] = row + ends[:count] - some[:count]
+        first, row = first + count, row + shard_rows
     return offsets
 
 

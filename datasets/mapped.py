@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
@@ -148,7 +148,7 @@ def rebatched(batches: Iterable[pa.RecordBatch], num_rows: int) -> Iterator[pa.R
         yield rest
 
 
-class TakenColumn:
+class TakenColumn(Sequence[Any]):
     """Values of a column at some positions, each read when it is asked for: nothing is held for them.
 
     Args:
@@ -163,7 +163,9 @@ class TakenColumn:
     def __len__(self) -> int:
         return len(self._positions)
 
-    def __getitem__(self, row: int) -> Any:
-        position = self._positions[row]
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        position = self._positions[index]
         number = int(np.searchsorted(self._starts, position, side="right")) - 1
         return self._chunks[number][int(position - self._starts[number])].as_py()

@@ -109,13 +109,13 @@ def planned_in_one_piece(
             name = "{}x{}".format(*crop.bucket)
             one |= {
                 "bucket": name,
-                "row": next_row.get(name, 0),
+                "row": (row := next_row.get(name, 0)),
                 "height_px": crop.height_px,
                 "width_px": crop.width_px,
             }
             one |= {"resized_height_px": crop.resized[0], "resized_width_px": crop.resized[1]}
             one |= {"crop_top_px": crop.crop_top_px, "crop_left_px": crop.crop_left_px}
-            next_row[name] = one["row"] + 1
+            next_row[name] = row + 1
         rows.append(one)
         texts.append([] if reject else caption_texts(record))
     before = known if known is not None else CAPTIONS_SCHEMA.empty_table()
