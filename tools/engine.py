@@ -6,10 +6,13 @@ import contextlib
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..precompute.config import PrecomputeRecipe
-from ..precompute.engines import Engine
 from .cli_options import torch_device, torch_devices
+
+if TYPE_CHECKING:  # they load torch, which most commands do without
+    from ..precompute.config import PrecomputeRecipe
+    from ..precompute.engines import Engine
 
 LOCAL, RAY = "local", "ray"
 
