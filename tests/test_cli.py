@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -51,6 +52,10 @@ FLAGS = {
     "demo": ["--out", "--pictures", "--set"],
     "bench": [],
     "bench plan": ["--captions", "--json", "--records", "--scratch", "--sizes"],
+    "bench precompute": [
+        *("--device", "--json", "--records", "--rounds", "--scratch", "--seconds", "--set", "--source", "--text"),
+        *("--tokenizer", "--vae"),
+    ],
     "bench open": ["--json", "--records", "--rounds", "--scratch"],
     "bench loader": [
         *("--json", "--peers", "--plot", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),
@@ -354,6 +359,19 @@ def test_a_dry_run_counts_the_source_and_checks_the_store(
     assert leandit("train", "dit-s-2-256", "--store", caption_store.path, "--dry-run").code == 3
     assert tree_digest(Path()) == {}
     assert (tree_digest(caption_folder), tree_digest(caption_store.path)) == before
+
+
+def test_a_dry_run_refuses_a_disk_that_is_too_small(
+    class_folder: Path, leandit: Leandit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["precompute", "imagenet-256", "--source", class_folder, "--dry-run", *settings(LABEL_RECIPE)]
+    monkeypatch.setattr("leandit.tools.prediction.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert leandit(*command).code == 0  # it is not known yet where the store will be
+    ended = leandit(*command, "--store", "store")
+    assert ended.code == 5
+    assert "before any codec" in ended.out
+    assert "the disk has 0.0 GiB free" in ended.err
+    assert not Path("store").exists()
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(label_store: LatentStore, tmp_path: Path) -> None:

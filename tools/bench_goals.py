@@ -16,7 +16,8 @@ def goals_of(figures: Mapping[str, Any], *, on_cpu: bool) -> list[Goal]:
     """Every goal with what was measured, and whether it is met.
 
     Args:
-      figures: "rates" of each cell in each round, "memory_mb", and "captions" where they were measured.
+      figures: "rates" of each cell in each round, "encode_share" of each precompute, "memory_mb", and "captions" where
+        they were measured.
       on_cpu: decoding and encoding share the cores.
     """
     rates = figures["rates"]
@@ -28,6 +29,8 @@ def goals_of(figures: Mapping[str, Any], *, on_cpu: bool) -> list[Goal]:
         _ratio("end to end, of the bare encoder", ours, encoder, 0.95, note=_keeps_up(encoder, decode, on_cpu)),
         _ratio("end to end, of the slower of encoder and decode", ours, slower, 0.95),
     ]
+    whole = [1.0] * len(figures["encode_share"])
+    goals.append(_ratio("time in which the encode stage is busy, of end to end", figures["encode_share"], whole, 0.95))
     if on_cpu:
         goals.append(_ratio("end to end, of what these cores do of both", ours, together, 0.95))
     for peer in ("fast-DiT", "PixArt"):

@@ -59,10 +59,12 @@ def write_sample(source_path: Path | str, folder: Path, count: int) -> list[Sour
     rows = [row for i, record in enumerate(chosen) if (row := _copied(source, record, folder, i))]
     if not rows:
         raise RecipeError(f"--source '{source_path}': not one of {len(chosen)} pictures can be read.")
-    for i in range(len(rows), count):  # the same bytes again: no cost on disk, and none of them is rejected
-        name = f"images/{i:07d}{Path(rows[i % len(rows)]['file_name']).suffix}"
-        os.link(folder / rows[i % len(rows)]["file_name"], folder / name)
-        rows.append(rows[i % len(rows)] | {"file_name": name})
+    num_read = len(rows)
+    for i in range(num_read, count):  # the same bytes again: no cost on disk, and none of them is rejected
+        first = rows[i % num_read]
+        name = f"images/{i:07d}{Path(first['file_name']).suffix}"
+        os.link(folder / first["file_name"], folder / name)
+        rows.append(first | {"file_name": name})
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return list(list_source(folder).records)
 

@@ -31,7 +31,6 @@ import torch
 
 from ..datasets.buckets import resize_filter
 from ..datasets.errors import RecipeError
-from ..datasets.layout import EMBEDDINGS, SCALES
 from ..datasets.store import LatentStore
 from ..datasets.text_dtypes import token_bytes
 from ..precompute.config import PrecomputeRecipe, load
@@ -54,7 +53,7 @@ from .bench_extract import (
 from .bench_goals import goals_of
 from .bench_inputs import text_model, vae_model, write_sample
 from .bench_memory import peak_mb
-from .bench_meters import files_below, hardware
+from .bench_meters import hardware
 
 BASE_RECIPE = "imagenet-256"
 MOST_BATCHES = 4  # decoded, for the bare encoder
@@ -124,7 +123,8 @@ def run(request: Request, progress: Progress) -> dict[str, Any]:
     """
     request.scratch.mkdir(parents=True, exist_ok=True)
     work = _prepare(request)
-    cells = _cells(work)
+    captions: dict[str, float] = {}
+    cells = _cells(work, captions)
     measured: dict[str, list[float]] = defaultdict(list)
     reports: list[Report] = []
     done, total = 0, request.rounds * len(cells)
@@ -136,8 +136,11 @@ def run(request: Request, progress: Progress) -> dict[str, Any]:
             done += 1
             progress(name, done, total)
     figures: dict[str, Any] = {"rates": dict(measured), "memory_mb": _memory(work, progress)}
-    if work.text_recipe:
-        figures["captions"] = _caption_bytes(work)
+    figures["encode_share"] = [
+        report.seconds["encode"] / (report.total_seconds - report.seconds["load"]) for report in reports
+    ]
+    if captions:
+        figures["captions"] = captions
     return {
         "command": request.command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -158,12 +161,14 @@ def run(request: Request, progress: Progress) -> dict[str, Any]:
 def _prepare(request: Request) -> Work:
     """Sample the source, make the encoders, plan and decode.
 
-    Raises: RecipeError: captions are asked for, and the source has none.
+    Raises: RecipeError: captions are asked for, and the source has none; or no size of a batch.
     """
     sample = request.scratch / "sample"
     records = write_sample(request.source, sample, request.records)
     models = [f"vae.model={vae_model(request.vae, request.scratch)}", "text.kind=none"]
     recipe = load(BASE_RECIPE, [*request.overrides, *models])
+    if not recipe.vae.batch_size:
+        raise RecipeError("vae.batch_size 0: the encoder alone needs the same batches. Say how many pictures.")
     text_recipe = None
     if request.text:
         if not any(record.captions for record in records):
@@ -185,7 +190,7 @@ def _decoded_batches(work: Work, decoders: Decoders) -> Iterator[np.ndarray]:
     by_bucket: dict[tuple[int, int], list[int]] = defaultdict(list)
     for number, bucket in enumerate(work.buckets):
         by_bucket[bucket].append(number)
-    size = work.recipe.vae.batch_size or 32
+    size = work.recipe.vae.batch_size
     batches = [rows[i : i + size] for rows in by_bucket.values() for i in range(0, len(rows), size)]
     for rows in sorted(batches, key=len, reverse=True)[:MOST_BATCHES]:
         yield np.stack([_decode(work, decoders, number) for number in rows])
@@ -203,7 +208,7 @@ def _decode(work: Work, decoders: Decoders, number: int) -> np.ndarray:
     ).pixels
 
 
-def _cells(work: Work) -> dict[str, Callable[[list[Report]], float]]:
+def _cells(work: Work, captions: dict[str, float]) -> dict[str, Callable[[list[Report]], float]]:
     """What is measured in each round: each gives a rate, in pictures or captions a second."""
     cells: dict[str, Callable[[list[Report]], float]] = {
         ENCODER: lambda _: _encoder_rate(work),
@@ -214,7 +219,7 @@ def _cells(work: Work) -> dict[str, Callable[[list[Report]], float]]:
     if work.recipe.images.crop == "adm":  # fast-DiT knows no other
         cells[FAST_DIT] = lambda _: _peer_rate(work, FAST_DIT)
     if work.text_recipe:
-        cells[OUR_CAPTIONS] = lambda _: _own_caption_rate(work)
+        cells[OUR_CAPTIONS] = lambda _: _own_caption_rate(work, captions)
         cells[PIXART_CAPTIONS] = lambda _: _peer_caption_rate(work)
     return cells
 
@@ -257,9 +262,13 @@ def _own_rate(work: Work, reports: list[Report]) -> float:
     return report.num_encoded / (report.total_seconds - report.seconds["load"])
 
 
-def _own_caption_rate(work: Work) -> float:
+def _own_caption_rate(work: Work, found: dict[str, float]) -> float:
+    """Captions a second; and what they take, into ``found``: the same in each round."""
     assert work.text_recipe is not None
     report = _precompute(work, work.text_recipe)
+    text = LatentStore(work.request.scratch / "store").spec.text
+    assert text is not None
+    found.update(caption_figures(report, text.width))
     return report.tokens.num_captions / (report.seconds["text"] + report.seconds["write"])
 
 
@@ -302,25 +311,22 @@ def _fresh(work: Work, name: str) -> Path:
     return folder
 
 
-def _caption_bytes(work: Work) -> dict[str, Any]:
-    """Bytes of a caption on disk, as we store it and as PixArt does before its compression; padding computed."""
-    assert work.text_recipe is not None
-    found: dict[str, Any] = {}
-    for dtype in ("float16", "int8"):
-        changed = work.text_recipe.store.model_copy(update={"text_dtype": dtype})
-        report = _precompute(work, work.text_recipe.model_copy(update={"store": changed}))
-        manifest = report.manifest
-        assert manifest is not None
-        store = work.request.scratch / "store"
-        files = [path for array in (EMBEDDINGS, SCALES) for path in files_below(store / array)]
-        found[dtype] = sum(path.stat().st_size for path in files) / manifest.num_captions
-        found["num_captions"] = manifest.num_captions
-        found["tokens_per_caption"] = manifest.num_caption_tokens / manifest.num_captions
-        found["padding_share"] = report.tokens.num_padding / report.tokens.num_tokens
-        text = LatentStore(store).spec.text
-        assert text is not None
-        found["padded"] = PIXART_TOKENS * token_bytes(text.width, "float16")
-    return found
+def caption_figures(report: Report, width: int) -> dict[str, float]:
+    """Bytes of a caption's tokens as we store them, and as PixArt pads them before its compression; padding computed.
+
+    Args:
+      width: of an embedding.
+    """
+    manifest = report.manifest
+    assert manifest is not None
+    tokens = manifest.num_caption_tokens / manifest.num_captions
+    stored = {dtype: tokens * token_bytes(width, dtype) for dtype in ("float16", "int8")}
+    return stored | {
+        "padded": PIXART_TOKENS * token_bytes(width, "float16"),
+        "num_captions": manifest.num_captions,
+        "tokens_per_caption": tokens,
+        "padding_share": report.tokens.num_padding / report.tokens.num_tokens,
+    }
 
 
 def _memory(work: Work, progress: Progress) -> dict[str, float]:

@@ -93,8 +93,12 @@ def precompute(
     loaded = load(recipe, overrides or [])
     if dry_run:
         from .dry_run import describe_precompute
+        from .prediction import check_room
 
-        print(describe_precompute(loaded, source, torch_devices(device)[0]))
+        text, needed = describe_precompute(loaded, source, torch_devices(device)[0])
+        print(text)
+        if store and needed:
+            check_room(store, needed.total)
         return
     if source is None or store is None:
         raise RecipeError("precompute: needed --source PATH and --store PATH (or --dry-run).")

@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from ..datasets.buckets import bucket_name, bucket_size, resize_filter
-from ..datasets.errors import RecipeError, RecordRejected
-from ..datasets.layout import latent_layouts
+from ..datasets.buckets import bucket_name, bucket_size
+from ..datasets.errors import RecipeError
 from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
-from ..datasets.text_dtypes import token_bytes
-from ..precompute.caption_plan import plan_captions
 from ..precompute.config import PrecomputeRecipe
 from ..precompute.decoder import Decoders
-from ..precompute.encoders import Encoders, load_encoders
+from ..precompute.encoders import load_encoders
 from ..precompute.model_files import local_folder
 from ..precompute.pipeline import describe_store
-from ..precompute.plan import PlannedPicture, num_threads, plan_pictures
-from ..precompute.source_record import caption_texts
-from ..precompute.sources import Source, list_source
+from ..precompute.plan import num_threads, plan_pictures
+from ..precompute.sources import list_source
 from ..train.config import TrainRecipe
 from ..train.models import build_model, check_model_name, check_sizes, model_spec
 from ..train.state import autocast_dtype, check_recipe
+from .prediction import StoreBytes, predict_lines
 from .progress import ProgressLine
 
-PROBE_RECORDS = 64  # encoded to estimate the time
 NO_LIMIT = {"max_reject_share": 1.0, "max_rejects_in_a_row": 1 << 62}  # a dry run counts all rejects
 
 
-def describe_precompute(recipe: PrecomputeRecipe, source_path: Path | str | None, device: torch.device) -> str:
+def describe_precompute(
+    recipe: PrecomputeRecipe, source_path: Path | str | None, device: torch.device
+) -> tuple[str, StoreBytes | None]:
     """What a precompute would do.
 
     Args:
       source_path: is scanned if given; without it, only the recipe is shown.
+    Returns: the text, and what the store will take, where the encoders are here.
     """
     lines = [to_toml(recipe), *encoder_lines(recipe)]
     if source_path is None:
-        return "\n".join([*lines, "give --source to count its pictures"])
+        return "\n".join([*lines, "give --source to count its pictures"]), None
     with ProgressLine() as progress:
         source = list_source(source_path, recipe.source.kind, progress=lambda done: progress("list", done, 0))
     everything = recipe.model_copy(update={"source": recipe.source.model_copy(update=NO_LIMIT)})
@@ -60,9 +58,11 @@ def describe_precompute(recipe: PrecomputeRecipe, source_path: Path | str | None
     lines += [f"{name:<20}{buckets[name]:>10}" for name in sorted(buckets, key=bucket_size)]
     wanted = [recipe.vae.model] + ([recipe.text.model] if recipe.text.kind != "none" else [])
     if any(local_folder(model) is None for model in wanted):
-        return "\n".join([*lines, "", "bytes and time are known once the encoders are here"])
+        return "\n".join([*lines, "", "bytes and time are known once the encoders are here"]), None
     encoders = load_encoders(recipe, device)
-    return "\n".join([*lines, "", *size_lines(recipe, source, pictures, buckets, encoders)])
+    spec = describe_store(recipe, source, encoders)
+    sizes, found = predict_lines(recipe, spec, source, pictures, buckets, encoders)
+    return "\n".join([*lines, "", *sizes]), found
 
 
 def encoder_lines(recipe: PrecomputeRecipe) -> list[str]:
@@ -80,55 +80,6 @@ def encoder_lines(recipe: PrecomputeRecipe) -> list[str]:
             state = "a folder here" if folder.is_dir() else "a folder that is MISSING"
             lines.append(f"{role:<20}'{where}': {state}")
     return lines
-
-
-def size_lines(
-    recipe: PrecomputeRecipe,
-    source: Source,
-    pictures: list[PlannedPicture],
-    buckets: Counter[str],
-    encoders: Encoders,
-) -> list[str]:
-    """Bytes on disk, and hours from a probe of some records."""
-    spec = describe_store(recipe, source, encoders)
-    latent_bytes = sum(
-        layout.row_bytes * layout.shape[0] for name, n in buckets.items() for layout in latent_layouts(spec, name, n)
-    )
-    lines = [f"{'latents':<20}{latent_bytes / 2**20:>10.1f} MiB before any codec"]
-    if spec.text:
-        texts = [
-            [] if picture.reject else caption_texts(record)
-            for record, picture in zip(source.records, pictures, strict=True)
-        ]
-        captions, _ = plan_captions(texts, encoders.tokenizer, recipe.text.max_tokens)
-        tokens = int(captions["num_tokens"].to_numpy().sum())
-        size = tokens * token_bytes(spec.text.width, spec.text.dtype)
-        lines.append(f"{'captions':<20}{size / 2**20:>10.1f} MiB, {captions.num_rows} distinct, {tokens} tokens")
-    seconds, probed = probe_seconds(recipe, source, pictures, encoders)
-    if probed:
-        hours = seconds / probed * sum(buckets.values()) / 3600
-        lines.append(f"{'time':<20}{hours:>10.2f} h for the pictures, from {probed} of them, one after the other")
-    return lines
-
-
-def probe_seconds(
-    recipe: PrecomputeRecipe, source: Source, pictures: list[PlannedPicture], encoders: Encoders
-) -> tuple[float, int]:
-    """Seconds to decode and encode some records, and how many they were."""
-    planned = [(record, picture.bucket) for record, picture in zip(source.records, pictures, strict=True)]
-    probe = [(record, bucket) for record, bucket in planned if bucket][:PROBE_RECORDS]
-    images, start, done = recipe.images, time.perf_counter(), 0
-    how = resize_filter(images.buckets, images.resolution)
-    with Decoders(1) as decoders:
-        for record, bucket in probe:
-            try:
-                place = source.place(record.path, record.offset, record.num_bytes, stage="decode")
-                picture = decoders.picture(*place, bucket=bucket, crop=images.crop, resize_filter=how)
-            except RecordRejected:
-                continue
-            encoders.image.encode(picture.pixels[None])
-            done += 1
-    return time.perf_counter() - start, done
 
 
 def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: torch.device) -> str:
