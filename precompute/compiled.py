@@ -40,9 +40,13 @@ def compiling() -> Iterator[None]:
 
     Raises: ResourceError: there is no working compiler. RecipeError: the encoder cannot be compiled as one graph.
     """
-    limits = {"recompile_limit": MAX_SHAPES, "accumulated_recompile_limit": MAX_SHAPES}
+    limits = {
+        "recompile_limit": MAX_SHAPES,
+        "accumulated_recompile_limit": MAX_SHAPES,
+        "fail_on_recompile_limit_hit": True,
+    }
     try:
-        with dynamo_config.patch(**limits, fail_on_recompile_limit_hit=True):
+        with dynamo_config.patch(limits):
             yield
     except (Unsupported, FailOnRecompileLimitHit) as error:
         raise RecipeError(
