@@ -28,13 +28,13 @@ import xxhash
 from PIL import Image
 
 from ..datasets.errors import RecordRejected
-from .images import PROGRAMMING_ERRORS, decode_sized, read_size
+from .images import PROGRAMMING_ERRORS, decode_crops, read_size
 
 READY = b"ready"
 PARENT_CHECK_SECONDS = 5.0
 
-Answer = tuple[dict[str, Any], np.ndarray | None]
-"""What is known of a picture, and its pixels where they were asked for."""
+Answer = tuple[dict[str, Any], list[np.ndarray]]
+"""What is known of a picture, and the pixels of each crop that was asked for."""
 
 
 def read_bytes(path: str, offset: int, num_bytes: int, stage: str) -> bytes:
@@ -71,21 +71,18 @@ def answer(job: dict[str, Any]) -> Answer:
     """Do one job.
 
     Args:
-      job: path, offset, num_bytes, stage; data, where the bytes were sent; and for stage "decode": bucket
-        (height_px, width_px), crop, resize_filter.
-    Returns: "size" (height_px, width_px) of the upright picture, and of a decoded one its "checksum" and its pixels.
+      job: path, offset, num_bytes, stage; data, where the bytes were sent; and for stage "decode": crops, each a bucket
+        (height_px, width_px), crop and resize_filter.
+    Returns: "size" (height_px, width_px) of the upright picture, and of a decoded one its "checksum" and its crops.
     Raises: RecordRejected.
     """
     data = job.get("data")
     if data is None:
         data = read_bytes(job["path"], job["offset"], job["num_bytes"], job["stage"])
     if job["stage"] == "scan":
-        return {"size": read_size(data)}, None
-    height_px, width_px = job["bucket"]
-    pixels, size = decode_sized(
-        data, bucket=(height_px, width_px), crop=job["crop"], resize_filter=job["resize_filter"]
-    )
-    return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data)}, pixels
+        return {"size": read_size(data)}, []
+    crops, size = decode_crops(data, job["crops"])
+    return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data)}, crops
 
 
 def serve(
@@ -103,19 +100,18 @@ def serve(
         if job["is_sent"]:
             job["data"] = connection.recv_bytes()
         head: dict[str, Any]
-        pixels = None
+        crops: list[np.ndarray] = []
         try:
-            head, pixels = answer(job)
+            head, crops = answer(job)
         except RecordRejected as reject:
             head = {"reject": (reject.stage, reject.reason, reject.detail)}
         except MemoryError:
             head = {"reject": (job["stage"], "too_large", "more memory than a decoder may take")}
         except PROGRAMMING_ERRORS:
             head = {"error": traceback.format_exc()}
-        if pixels is not None:
-            head["shape"] = pixels.shape
+        head["shapes"] = [pixels.shape for pixels in crops]
         connection.send_bytes(json.dumps(head).encode())
-        if pixels is not None:
+        for pixels in crops:
             connection.send_bytes(np.ascontiguousarray(pixels).data.cast("B"))
         signal.alarm(0)
 

@@ -88,6 +88,44 @@ class Stage1:
     num_encoded: int = 0
     num_left: int = 0
 
+    def describe(self, known: StoreSpec | None = None) -> StoreSpec:
+        """What the store will say of itself, as ``describe_store``."""
+        return describe_store(self.recipe, self.source, self.encoders, known=known)
+
+    def report(
+        self, manifest: Manifest | None, changes: Comparison | None, tokens: TokenCount, *, total_seconds: float
+    ) -> Report:
+        """What was done."""
+        return Report(
+            manifest=manifest,
+            num_left=self.num_left,
+            num_encoded=self.num_encoded,
+            total_seconds=total_seconds,
+            seconds=self.clock.seconds,
+            num_ignored=self.source.num_ignored,
+            changes=changes,
+            tokens=tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Where a store stands before anything is encoded.
+
+    Args:
+      plan: of the revision to finish.
+      planner: of the revision after it.
+      is_ours: these encoders and settings are the plan's; else it is complete, and the next one is encoded anew.
+      was_there: it was planned before this call.
+      was_sealed: it was complete before this call.
+    """
+
+    plan: FrozenPlan
+    planner: Planner
+    is_ours: bool
+    was_there: bool
+    was_sealed: bool
+
 
 def precompute(
     recipe: PrecomputeRecipe,
@@ -120,44 +158,54 @@ def precompute(
         stage = Stage1(store_path, recipe, source, encoders, decoders, progress, part or Part())
 
         # Plan: freeze it, or take up the newest one that is there.
-        with stage.clock.measure("plan"), alone(store_path, "plan", lambda: progress("others plan", 0, 1)):
-            found = newest_plan(store_path)
-            spec = describe_store(recipe, source, encoders, known=found and found.spec)
-            if found and new_revision and spec.fingerprint != found.spec.fingerprint:
-                spec = describe_store(recipe, source, encoders)  # other settings may fit another batch
-            planner = Planner(store_path, spec, source, recipe, encoders.tokenizer, decoders, progress)
-            if found and not (new_revision and is_sealed(store_path, found)):
-                check_fingerprint(store_path, found.spec, spec)
-            plan = found or planner.plan_first()
-            if not found:  # others may have planned it first, with the batch that fits them
-                spec = describe_store(recipe, source, encoders, known=plan.spec)
-                check_fingerprint(store_path, plan.spec, spec)
-            was_sealed = bool(found) and is_sealed(store_path, plan)
+        begun = take_up(stage, new_revision=new_revision)
 
         # Encode what is missing of it, and seal it.
-        if plan.spec.fingerprint == spec.fingerprint:
-            manifest = finish(stage, plan)
+        if begun.is_ours:
+            manifest = finish(stage, begun.plan)
 
         # Grow: what the source says now makes the next revision.
-        if found and (was_sealed or not part):
-            with stage.clock.measure("plan"), alone(store_path, "plan", lambda: progress("others plan", 0, 1)):
-                following, changes = planner.plan_next(options or Options())
-            if following:  # perhaps the plan of others, who were faster
-                here = describe_store(recipe, source, encoders, known=following.spec)
-                check_fingerprint(store_path, following.spec, here)
+        if begun.was_there and (begun.was_sealed or not part):
+            following, changes = plan_next(stage, begun, options or Options())
+            if following:
                 manifest = finish(stage, following)
-    seconds = time.perf_counter() - start
     tokens = encoders.caption.computed - before if encoders.caption else TokenCount()
-    return Report(
-        manifest=manifest,
-        num_left=stage.num_left,
-        num_encoded=stage.num_encoded,
-        total_seconds=seconds,
-        seconds=stage.clock.seconds,
-        num_ignored=source.num_ignored,
-        changes=changes,
-        tokens=tokens,
-    )
+    return stage.report(manifest, changes, tokens, total_seconds=time.perf_counter() - start)
+
+
+def take_up(stage: Stage1, *, new_revision: bool) -> Begun:
+    """Take up the newest plan of the store, or plan its first revision; one process does, others wait for it.
+
+    Raises: FingerprintMismatch: other encoders or settings made it, and nobody asked for a new revision.
+    """
+    root = stage.root
+    with stage.clock.measure("plan"), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
+        found = newest_plan(root)
+        spec = stage.describe(found and found.spec)
+        if found and new_revision and spec.fingerprint != found.spec.fingerprint:
+            spec = stage.describe()  # other settings may fit another batch
+        tokenizer = stage.encoders.tokenizer
+        planner = Planner(root, spec, stage.source, stage.recipe, tokenizer, stage.decoders, stage.progress)
+        if found and not (new_revision and is_sealed(root, found)):
+            check_fingerprint(root, found.spec, spec)
+        plan = found or planner.plan_first()
+        if not found:  # others may have planned it first, with the batch that fits them
+            spec = stage.describe(plan.spec)
+            check_fingerprint(root, plan.spec, spec)
+        was_sealed = bool(found) and is_sealed(root, plan)
+    return Begun(plan, planner, plan.spec.fingerprint == spec.fingerprint, bool(found), was_sealed)
+
+
+def plan_next(stage: Stage1, begun: Begun, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
+    """Plan the revision after one that is complete, or take up the plan of others, who were faster.
+
+    Returns: as ``Planner.plan_next``.
+    """
+    with stage.clock.measure("plan"), alone(stage.root, "plan", lambda: stage.progress("others plan", 0, 1)):
+        following, changes = begun.planner.plan_next(options)
+    if following:
+        check_fingerprint(stage.root, following.spec, stage.describe(following.spec))
+    return following, changes
 
 
 def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
@@ -201,7 +249,16 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
                     stage.num_encoded += len(shard.checksums)
             if missing := [task for task in writer.missing_tasks() if task in mine]:
                 leases.wait()  # for other coordinators
-    stage.num_left = len(writer.missing_tasks())
+    return seal(stage, writer)
+
+
+def seal(stage: Stage1, writer: StoreWriter) -> Manifest | None:
+    """Seal a revision of which nothing is missing.
+
+    Returns: its manifest; None where other parts are missing.
+    Raises: SourceError: not one picture of the first revision could be encoded.
+    """
+    plan, stage.num_left = writer.plan, len(writer.missing_tasks())
     if stage.num_left:
         return None
     if not writer.num_stored and not plan.stack:

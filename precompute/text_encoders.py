@@ -67,6 +67,13 @@ class TokenCount:
     num_padding: int = 0
     num_captions: int = 0
 
+    def __add__(self, other: TokenCount) -> TokenCount:
+        return TokenCount(
+            self.num_tokens + other.num_tokens,
+            self.num_padding + other.num_padding,
+            self.num_captions + other.num_captions,
+        )
+
     def __sub__(self, other: TokenCount) -> TokenCount:
         return TokenCount(
             self.num_tokens - other.num_tokens,

@@ -36,8 +36,8 @@ PRECOMPUTE, TRAIN = sorted(shipped_recipes("leandit.precompute")), sorted(shippe
 # Put a new knob in the recipe: a flag is for where things lie, and for how this one call behaves.
 FLAGS = {
     "precompute": [
-        *("--device", "--drop-gone", "--dry-run", "--new-revision", "--part", "--retry-rejected", "--set", "--source"),
-        "--store",
+        *("--also", "--device", "--drop-gone", "--dry-run", "--new-revision", "--part", "--retry-rejected", "--set"),
+        *("--source", "--store"),
     ],
     "import": ["--null", "--set", "--source", "--store"],
     "train": ["--device", "--dry-run", "--run", "--set", "--store"],

@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback as traceback_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +20,7 @@ from ..datasets.errors import DamageError, LeanditError, RecipeError, StoreIncom
 from ..precompute.part import Part, part_of
 from ..train.stop import EXIT_RESUMABLE, StopRequest, Terminated
 from .cli_bench import bench
-from .cli_options import AsJson, Device, DryRun, LocalStore, Overrides, print_rows, torch_device
+from .cli_options import AsJson, Device, DryRun, LocalStore, Overrides, print_rows, resolution_and_path, torch_device
 
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES, EXIT_CTRL_C = 1, 2, 5, 130
 TRACEBACK = "--traceback"
@@ -66,6 +66,10 @@ def precompute(
         Part | None,
         typer.Option(parser=part_of, metavar="I/N", help="Only the I-th of N shares of the shards."),
     ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RES=PATH", help="The same at another resolution, into its own store; repeatable."),
+    ] = None,
 ) -> None:
     """Run every picture and caption through the encoders, exactly once; again, it resumes, or adds what changed.
 
@@ -74,16 +78,22 @@ def precompute(
     from ..precompute.config import load
 
     loaded = load(recipe, overrides or [])
+    others = [
+        (load(recipe, [*(overrides or []), f"images.resolution={side}"]), path)
+        for side, path in map(resolution_and_path, also or [])
+    ]
     if dry_run:
         from .dry_run import describe_precompute
 
-        print(describe_precompute(loaded, source, torch_device(device)))
+        for one in [loaded, *(other for other, _ in others)]:
+            print(describe_precompute(one, source, torch_device(device)))
         return
     if source is None or store is None:
         raise RecipeError("precompute: needed --source PATH and --store PATH (or --dry-run).")
     from ..precompute.growth import Options
     from ..precompute.pipeline import precompute as run
-    from .outcome import precompute_rows
+    from ..precompute.several import Target, precompute_several
+    from .outcome import precompute_rows, shared_rows
     from .progress import ProgressLine
 
     stop: StopRequest = context.obj
@@ -93,17 +103,20 @@ def precompute(
             stop.check()
             line(stage, done, total)
 
-        report = run(
-            loaded,
-            source_path=source,
-            store_path=store,
-            device=torch_device(device),
-            progress=progress,
-            options=Options(drop_gone=drop_gone, retry_rejected=retry_rejected),
-            new_revision=new_revision,
-            part=part,
-        )
-    print_rows(precompute_rows(report, store))
+        how: dict[str, Any] = {
+            "source_path": source,
+            "device": torch_device(device),
+            "progress": progress,
+            "options": Options(drop_gone=drop_gone, retry_rejected=retry_rejected),
+            "new_revision": new_revision,
+            "part": part,
+        }
+        if others:
+            targets = [Target(loaded, store), *(Target(*other) for other in others)]
+            rows = shared_rows(precompute_several(targets, **how), [target.store_path for target in targets])
+        else:
+            rows = precompute_rows(run(loaded, store_path=store, **how), store)
+    print_rows(rows)
 
 
 @app.command("import")
