@@ -30,6 +30,7 @@ from .sources import Source
 from .stages import StageClock
 from .tally import LetGo, Tally
 from .text_encoders import CaptionTokenizer, TokenCount
+from .verdict import Power
 from .worker import Broken, Failed, Order, Worked
 
 MAX_DEATHS = 5  # of actors, each with the same shard in its hands
@@ -76,7 +77,7 @@ class Cluster:
         self._recipe, self._root, self._address, self._devices = recipe, root.absolute(), address, devices
         self._source_path = source_path if "://" in source_path else os.path.abspath(source_path)
         self._num_threads, self._say = num_threads, say
-        self.tokens = TokenCount()
+        self.tokens, self.power = TokenCount(), Power()
         self.tokenizer = CaptionTokenizer(recipe.text) if recipe.text.kind != "none" else None
         self._actors: list[_Actor] = []
         self._num_started = 0
@@ -208,6 +209,7 @@ class Cluster:
             named = self._devices.count(",") + 1
             device, count = "cpu", named if named > 1 else len(sizes)
             needs = {"num_cpus": min(sizes) // 2}  # the other half decodes
+        self.power = Power(device, count, max(1, num_cpus))
         share = max(1, 2 * num_cpus // count) * PICTURES_A_TASK
         actor = self._ray.remote(EncodingActor).options(max_restarts=0, scheduling_strategy="SPREAD", **needs)
         return actor.remote, device, count, min(share, MAX_IN_FLIGHT)

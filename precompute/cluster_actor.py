@@ -27,9 +27,9 @@ from ..datasets.revisions import read_spec
 from ..datasets.schema import StoreSpec
 from .config import PrecomputeRecipe
 from .decoder import Decoded, Decoders, PicturePlace
+from .describe import describe_store
 from .encoders import Encoders, load_encoders
 from .opening import check_fingerprint
-from .pipeline import describe_store
 from .sources import OpenedSource, open_source
 from .stages import StageClock
 from .worker import Broken, Failed, Order, Worked, Worker, outcome

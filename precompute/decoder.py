@@ -49,6 +49,20 @@ class PicturePlace(NamedTuple):
     data: bytes | None = None
 
 
+class Crop(NamedTuple):
+    """What is made of a picture.
+
+    Args:
+      bucket: (height_px, width_px).
+      crop: "adm" or "bucket".
+      resize_filter: of the last resize, as ``images.decode_picture``.
+    """
+
+    bucket: tuple[int, int]
+    crop: str
+    resize_filter: str = "bicubic"
+
+
 @dataclass(frozen=True)
 class Decoded:
     """A decoded picture.
@@ -171,20 +185,25 @@ class Decoders:
 
         Args:
           path, offset, num_bytes, data: as in ``PicturePlace``.
-          bucket: (height_px, width_px).
-          crop: "adm" or "bucket".
-          resize_filter: of the last resize, as ``images.decode_picture``.
+          bucket, crop, resize_filter: as in ``Crop``.
         Raises: as ``size``, with the stage "decode".
         """
-        job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes}
-        head, pixels = self._ask({**job, "bucket": bucket, "crop": crop, "resize_filter": resize_filter}, data)
-        assert pixels is not None, "a child answers a decode with pixels"
+        return self.crops(PicturePlace(path, offset, num_bytes, data), [Crop(bucket, crop, resize_filter)])[0]
+
+    def crops(self, place: PicturePlace, crops: Sequence[Crop]) -> list[Decoded]:
+        """Decode a picture once and bring it into several buckets.
+
+        Raises: as ``picture``, also where only one of the crops cannot be made.
+        """
+        job = {"stage": "decode", "path": str(place.path), "offset": place.offset, "num_bytes": place.num_bytes}
+        head, found = self._ask({**job, "crops": crops}, place.data)
+        assert len(found) == len(crops), "a child answers a decode with pixels"
         height_px, width_px = head["size"]
-        return Decoded(pixels, height_px, width_px, head["checksum"], head["read_seconds"])
+        return [Decoded(pixels, height_px, width_px, head["checksum"], head["read_seconds"]) for pixels in found]
 
     def _ask(
         self, job: dict[str, Any], data: bytes | None, *, patience: tuple[int, ...] = (1, RETRY_PATIENCE)
-    ) -> tuple[dict[str, Any], np.ndarray | None]:
+    ) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Let a child do a job; where it crashes or hangs, as often as there are numbers: each times the time-out."""
         if os.getpid() != self._owner:
             raise RuntimeError(f"decoders of process {self._owner} used in process {os.getpid()}; make new ones there")
@@ -193,11 +212,11 @@ class Decoders:
             if self._closed.is_set():
                 raise RuntimeError("the decoders are closed")
             try:
-                head, pixels = child.ask(job, data, patience=patience[0])
+                head, crops = child.ask(job, data, patience=patience[0])
             except RecordRejected:
                 if self._closed.is_set() or len(patience) == 1:
                     raise
-                head, pixels = child.ask(job, data, patience=patience[1])
+                head, crops = child.ask(job, data, patience=patience[1])
         except RecordRejected as reject:
             if reject.reason == "decoder_crash" and self._closed.is_set():
                 raise RuntimeError("the decoders were closed while a picture was being decoded") from reject
@@ -209,7 +228,7 @@ class Decoders:
         if "error" in head:
             first = job.get("path") or job["places"][0][0]
             raise RuntimeError(f"picture '{first}': a mistake in the decoder's code\n{head['error']}")
-        return head, pixels
+        return head, crops
 
 
 class _Child:
@@ -222,7 +241,7 @@ class _Child:
 
     def ask(
         self, job: dict[str, Any], data: bytes | None, *, patience: float
-    ) -> tuple[dict[str, Any], np.ndarray | None]:
+    ) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Send one job, with its bytes if they are no file's, and wait for the answer, so many times the time-out.
 
         Raises: RecordRejected: decoder_crash, decoder_timeout. ResourceError: it does not start.
@@ -238,9 +257,9 @@ class _Child:
             if not connection.poll(self._timeout_seconds * patience):
                 raise BlockingIOError
             head = json.loads(connection.recv_bytes(MAX_HEAD_BYTES))
-            pixels = None
-            if "shape" in head:
-                pixels = np.frombuffer(connection.recv_bytes(), np.uint8).reshape(head["shape"])
+            crops = [
+                np.frombuffer(connection.recv_bytes(), np.uint8).reshape(shape) for shape in head.get("shapes", ())
+            ]
             answered = True
         except BlockingIOError as error:
             detail = f"no answer in {self._timeout_seconds * patience:g} s"
@@ -250,7 +269,7 @@ class _Child:
         finally:
             if not answered:  # also on Ctrl-C: else the next job would get the answer to this one
                 self.stop()
-        return head, pixels
+        return head, crops
 
     def kill(self) -> None:
         """End the process at once; the socket stays open for the thread that reads from it."""

@@ -29,15 +29,15 @@ import xxhash
 from PIL import Image
 
 from ..datasets.errors import RecordRejected
-from .images import PROGRAMMING_ERRORS, decode_sized, read_size
+from .images import PROGRAMMING_ERRORS, decode_crops, read_size
 
 READY = b"ready"
 PARENT_CHECK_SECONDS = 5.0
 HEADER_BYTES = 1 << 16  # of a JPEG: what says its size nearly always lies in them
 JPEG_BEGIN = b"\xff\xd8\xff"
 
-Answer = tuple[dict[str, Any], np.ndarray | None]
-"""What is known of a picture, and its pixels where they were asked for."""
+Answer = tuple[dict[str, Any], list[np.ndarray]]
+"""What is known of a picture, and the pixels of each crop that was asked for."""
 
 
 def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: int | None = None) -> bytes:
@@ -96,7 +96,7 @@ def answer_sizes(places: list[tuple[str, int, int]]) -> Answer:
             found.append(size_in_file(*place))
         except RecordRejected as reject:
             found.append((reject.stage, reject.reason, reject.detail))
-    return {"sizes": found}, None
+    return {"sizes": found}, []
 
 
 def answer(job: dict[str, Any]) -> Answer:
@@ -104,26 +104,24 @@ def answer(job: dict[str, Any]) -> Answer:
 
     Args:
       job: stage; places (path, offset, num_bytes) of many pictures, for their sizes; or path, offset, num_bytes of one,
-        data, where its bytes were sent, and for stage "decode": bucket (height_px, width_px), crop, resize_filter.
+        data, where its bytes were sent, and for stage "decode": crops, each a bucket (height_px, width_px), crop and
+        resize_filter.
     Returns: "size" (height_px, width_px) of the upright picture, and of a decoded one its "checksum", "read_seconds"
-      (of the read alone) and its pixels; or "sizes".
+      (of the read alone) and its crops; or "sizes".
     Raises: RecordRejected.
     """
     if "places" in job:
         return answer_sizes(job["places"])
     data, start = job.get("data"), time.perf_counter()
     if data is None and job["stage"] == "scan":
-        return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"])}, None
+        return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"])}, []
     if data is None:
         data = read_bytes(job["path"], job["offset"], job["num_bytes"], job["stage"])
     read_seconds = time.perf_counter() - start
     if job["stage"] == "scan":
-        return {"size": read_size(data)}, None
-    height_px, width_px = job["bucket"]
-    pixels, size = decode_sized(
-        data, bucket=(height_px, width_px), crop=job["crop"], resize_filter=job["resize_filter"]
-    )
-    return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data), "read_seconds": read_seconds}, pixels
+        return {"size": read_size(data)}, []
+    crops, size = decode_crops(data, job["crops"])
+    return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data), "read_seconds": read_seconds}, crops
 
 
 def serve(
@@ -141,19 +139,18 @@ def serve(
         if job["is_sent"]:
             job["data"] = connection.recv_bytes()
         head: dict[str, Any]
-        pixels = None
+        crops: list[np.ndarray] = []
         try:
-            head, pixels = answer(job)
+            head, crops = answer(job)
         except RecordRejected as reject:
             head = {"reject": (reject.stage, reject.reason, reject.detail)}
         except MemoryError:
             head = {"reject": (job["stage"], "too_large", "more memory than a decoder may take")}
         except PROGRAMMING_ERRORS:
             head = {"error": traceback.format_exc()}
-        if pixels is not None:
-            head["shape"] = pixels.shape
+        head["shapes"] = [pixels.shape for pixels in crops]
         connection.send_bytes(json.dumps(head).encode())
-        if pixels is not None:
+        for pixels in crops:
             connection.send_bytes(np.ascontiguousarray(pixels).data.cast("B"))
         signal.alarm(0)
 

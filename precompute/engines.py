@@ -1,6 +1,6 @@
 """What an engine is: where the shards of a revision are encoded. Stage 1's story is the same with each of them.
 
-The engine of one device is the process itself (``pipeline.py``); of several, a process for each (``processes.py``).
+The engine of one device is the process itself (``here.py``); of several, a process for each (``processes.py``).
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ from .sources import Source
 from .stages import StageClock
 from .tally import Tally
 from .text_encoders import CaptionTokenizer, TokenCount
+from .verdict import Power
 
 
 class Engine(Protocol):
-    """Encodes what the process that plans and seals asks for."""
+    """Encodes what the process that plans and seals asks for.
+
+    Attributes:
+      power: what it has to encode with.
+    """
+
+    power: Power
 
     @property
     def tokenizer(self) -> CaptionTokenizer | None:
@@ -31,7 +38,7 @@ class Engine(Protocol):
         ...
 
     def describe(self, source: Source, known: StoreSpec | None = None) -> StoreSpec:
-        """What a store that its encoders make says of itself; as ``pipeline.describe_store``."""
+        """What a store that its encoders make says of itself; as ``describe_store``."""
         ...
 
     def encode(

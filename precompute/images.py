@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -73,13 +74,20 @@ def decode_picture(data: bytes, *, bucket: tuple[int, int], crop: str, resize_fi
     Returns: (height_px, width_px, 3) uint8.
     Raises: RecordRejected.
     """
-    return decode_sized(data, bucket=bucket, crop=crop, resize_filter=resize_filter)[0]
+    return decode_crops(data, [(bucket, crop, resize_filter)])[0][0]
 
 
-def decode_sized(
-    data: bytes, *, bucket: tuple[int, int], crop: str, resize_filter: str
-) -> tuple[np.ndarray, tuple[int, int]]:
-    """As ``decode_picture``, with the height and width in pixels of the upright picture before the resize."""
+def decode_crops(
+    data: bytes, crops: Sequence[tuple[tuple[int, int], str, str]]
+) -> tuple[list[np.ndarray], tuple[int, int]]:
+    """Decode a picture once and bring it into several buckets.
+
+    Args:
+      crops: bucket, crop and resize filter of each, as ``decode_picture`` takes them.
+    Returns: (height_px, width_px, 3) uint8 of each, and the height and width in pixels of the upright picture
+      before the resize.
+    Raises: RecordRejected: also where only one of them cannot be made.
+    """
     try:
         with _open(data) as image:
             orientation = _orientation(image, data)
@@ -89,7 +97,7 @@ def decode_sized(
             picture = _to_rgb(image, tile)
         if orientation in UPRIGHT:
             picture = picture.transpose(UPRIGHT[orientation])
-        return crop_picture(picture, bucket, crop, resize_filter), (picture.height, picture.width)
+        return [crop_picture(picture, *how) for how in crops], (picture.height, picture.width)
     except (RecordRejected, *PROGRAMMING_ERRORS):
         raise
     except Exception as error:

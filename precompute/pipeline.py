@@ -13,37 +13,30 @@ is the engine's matter (``engines.py``): here, or by other processes that this o
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from .. import __version__
-from ..datasets.buckets import bucket_name, resize_filter
-from ..datasets.commits import Task
-from ..datasets.errors import RecipeError, SourceError
+from ..datasets.errors import SourceError
 from ..datasets.frozen import FrozenPlan
-from ..datasets.schema import FORMAT_VERSION, ImageSpec, Manifest, StoreSpec
+from ..datasets.schema import Manifest, StoreSpec
 from ..datasets.writer import StoreWriter
 from .config import PrecomputeRecipe
 from .decoder import Decoders
-from .encoders import Encoders, load_encoders
+from .encoders import load_encoders
 from .engines import Engine
-from .forwards import largest_batch
 from .growth import Comparison, Options
-from .images import ADM_FILTER, COLOUR
+from .here import Here
 from .leases import alone
-from .model_files import library_majors
 from .opening import Planner, check_disk, check_fingerprint, is_sealed, newest_plan
 from .part import Part
 from .plan import num_threads
 from .sources import Source, list_source
 from .stages import Progress, StageClock
 from .tally import Tally
-from .text_encoders import CaptionTokenizer, TokenCount
-from .verdict import StageTime, stage_times
-from .worker import Worker
+from .text_encoders import TokenCount
+from .verdict import Power, StageTime, stage_times
 
 
 @dataclass
@@ -59,8 +52,7 @@ class Report:
       num_ignored: files of the source that are no pictures by their name.
       changes: of the source since the revision before, where a revision was added.
       tokens: that went through the text encoder.
-      num_threads: that read and decode.
-      device: of the encoders, as "cpu" or "cuda".
+      power: that it had.
     """
 
     manifest: Manifest | None
@@ -71,63 +63,71 @@ class Report:
     num_ignored: int
     changes: Comparison | None = None
     tokens: TokenCount = field(default_factory=TokenCount)
-    num_threads: int = 1
-    device: str = "cpu"
+    power: Power = field(default_factory=Power)
 
     @property
     def times(self) -> list[StageTime]:
         """Seconds and rate of each stage."""
-        return stage_times(self.seconds, self.num_encoded, self.num_threads)
+        return stage_times(self.seconds, self.num_encoded, self.power)
 
 
 @dataclass
 class Stage1:
-    """What the stations share: the store, the source, the engine, and where progress is told."""
+    """What the stations share: the store, the source, the engine, and where progress is told.
+
+    Args:
+      decoders: of the pictures' headers.
+    """
 
     root: Path
     recipe: PrecomputeRecipe
     source: Source
     engine: Engine
+    decoders: Decoders
     progress: Progress
     part: Part
     clock: StageClock = field(default_factory=StageClock)
     num_encoded: int = 0
     num_left: int = 0
 
+    def describe(self, known: StoreSpec | None = None) -> StoreSpec:
+        """What the store will say of itself, as ``Engine.describe``."""
+        return self.engine.describe(self.source, known)
 
-class Here:
-    """The engine of one device: this process.
+    def report(
+        self, manifest: Manifest | None, changes: Comparison | None, tokens: TokenCount, *, total_seconds: float
+    ) -> Report:
+        """What was done."""
+        return Report(
+            manifest=manifest,
+            num_left=self.num_left,
+            num_encoded=self.num_encoded,
+            total_seconds=total_seconds,
+            seconds=self.clock.seconds,
+            num_ignored=self.source.num_ignored,
+            changes=changes,
+            tokens=tokens,
+            power=self.engine.power,
+        )
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Where a store stands before anything is encoded.
 
     Args:
-      decoders: of the pictures.
+      plan: of the revision to finish.
+      planner: of the revision after it.
+      is_ours: these encoders and settings are the plan's; else it is complete, and the next one is encoded anew.
+      was_there: it was planned before this call.
+      was_sealed: it was complete before this call.
     """
 
-    def __init__(self, recipe: PrecomputeRecipe, encoders: Encoders, decoders: Decoders) -> None:
-        self._recipe, self._encoders, self._decoders = recipe, encoders, decoders
-        self._before = encoders.caption.computed if encoders.caption else TokenCount()
-
-    @property
-    def tokenizer(self) -> CaptionTokenizer | None:
-        """As ``Engine.tokenizer``."""
-        return self._encoders.tokenizer
-
-    @property
-    def tokens(self) -> TokenCount:
-        """As ``Engine.tokens``."""
-        caption = self._encoders.caption
-        return caption.computed - self._before if caption else TokenCount()
-
-    def describe(self, source: Source, known: StoreSpec | None = None) -> StoreSpec:
-        """As ``Engine.describe``."""
-        return describe_store(self._recipe, source, self._encoders, known=known)
-
-    def encode(
-        self, writer: StoreWriter, missing: Sequence[Task], source: Source, *, tally: Tally, clock: StageClock
-    ) -> None:
-        """As ``Engine.encode``."""
-        worker = Worker(self._recipe, self._encoders, self._decoders, clock)
-        num_rejected = writer.num_rejected
-        worker.encode(writer, missing, source, num_rejected=num_rejected, tell=lambda event: tally.hear("", event))
+    plan: FrozenPlan
+    planner: Planner
+    is_ours: bool
+    was_there: bool
+    was_sealed: bool
 
 
 def precompute(
@@ -163,48 +163,56 @@ def precompute(
     with Decoders(num_threads()) as decoders:
         engine = Here(recipe, encoders, decoders) if encoders else engine
         assert engine, "encoders are loaded where there is no engine"
-        stage = Stage1(store_path, recipe, source, engine, progress, part or Part(), clock)
+        stage = Stage1(store_path, recipe, source, engine, decoders, progress, part or Part(), clock)
 
         # Plan: freeze it, or take up the newest one that is there.
-        with stage.clock.measure("plan"), alone(store_path, "plan", lambda: progress("others plan", 0, 1)):
-            found = newest_plan(store_path)
-            spec = engine.describe(source, found and found.spec)
-            if found and new_revision and spec.fingerprint != found.spec.fingerprint:
-                spec = engine.describe(source)  # other settings may fit another batch
-            planner = Planner(store_path, spec, source, recipe, engine.tokenizer, decoders, progress)
-            if found and not (new_revision and is_sealed(store_path, found)):
-                check_fingerprint(store_path, found.spec, spec)
-            plan = found or planner.plan_first()
-            if not found:  # others may have planned it first, with the batch that fits them
-                spec = engine.describe(source, plan.spec)
-                check_fingerprint(store_path, plan.spec, spec)
-            was_sealed = bool(found) and is_sealed(store_path, plan)
+        begun = take_up(stage, new_revision=new_revision)
 
         # Encode what is missing of it, and seal it.
-        if plan.spec.fingerprint == spec.fingerprint:
-            manifest = finish(stage, plan)
+        if begun.is_ours:
+            manifest = finish(stage, begun.plan)
 
         # Grow: what the source says now makes the next revision.
-        if found and (was_sealed or not part):
-            with stage.clock.measure("plan"), alone(store_path, "plan", lambda: progress("others plan", 0, 1)):
-                following, changes = planner.plan_next(options or Options())
-            if following:  # perhaps the plan of others, who were faster
-                here = engine.describe(source, following.spec)
-                check_fingerprint(store_path, following.spec, here)
+        if begun.was_there and (begun.was_sealed or not part):
+            following, changes = plan_next(stage, begun, options or Options())
+            if following:
                 manifest = finish(stage, following)
-    seconds = time.perf_counter() - start
-    return Report(
-        manifest=manifest,
-        num_left=stage.num_left,
-        num_encoded=stage.num_encoded,
-        total_seconds=seconds,
-        seconds=stage.clock.seconds,
-        num_ignored=source.num_ignored,
-        changes=changes,
-        tokens=engine.tokens,
-        num_threads=num_threads(),
-        device=device.type,
-    )
+    return stage.report(manifest, changes, engine.tokens, total_seconds=time.perf_counter() - start)
+
+
+def take_up(stage: Stage1, *, new_revision: bool) -> Begun:
+    """Take up the newest plan of the store, or plan its first revision; one process does, others wait for it.
+
+    Raises: FingerprintMismatch: other encoders or settings made it, and nobody asked for a new revision.
+    """
+    root = stage.root
+    with stage.clock.measure("plan"), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
+        found = newest_plan(root)
+        spec = stage.describe(found and found.spec)
+        if found and new_revision and spec.fingerprint != found.spec.fingerprint:
+            spec = stage.describe()  # other settings may fit another batch
+        tokenizer = stage.engine.tokenizer
+        planner = Planner(root, spec, stage.source, stage.recipe, tokenizer, stage.decoders, stage.progress)
+        if found and not (new_revision and is_sealed(root, found)):
+            check_fingerprint(root, found.spec, spec)
+        plan = found or planner.plan_first()
+        if not found:  # others may have planned it first, with the batch that fits them
+            spec = stage.describe(plan.spec)
+            check_fingerprint(root, plan.spec, spec)
+        was_sealed = bool(found) and is_sealed(root, plan)
+    return Begun(plan, planner, plan.spec.fingerprint == spec.fingerprint, bool(found), was_sealed)
+
+
+def plan_next(stage: Stage1, begun: Begun, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
+    """Plan the revision after one that is complete, or take up the plan of others, who were faster.
+
+    Returns: as ``Planner.plan_next``.
+    """
+    with stage.clock.measure("plan"), alone(stage.root, "plan", lambda: stage.progress("others plan", 0, 1)):
+        following, changes = begun.planner.plan_next(options)
+    if following:
+        check_fingerprint(stage.root, following.spec, stage.describe(following.spec))
+    return following, changes
 
 
 def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
@@ -220,7 +228,16 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
         tally = Tally(plan, missing, stage.recipe.source, writer.num_rejected, stage.progress)
         stage.engine.encode(writer, missing, stage.source, tally=tally, clock=stage.clock)
         stage.num_encoded += tally.num_pictures
-    stage.num_left = len(writer.missing_tasks())
+    return seal(stage, writer)
+
+
+def seal(stage: Stage1, writer: StoreWriter) -> Manifest | None:
+    """Seal a revision of which nothing is missing.
+
+    Returns: its manifest; None where other parts are missing.
+    Raises: SourceError: not one picture of the first revision could be encoded.
+    """
+    plan, stage.num_left = writer.plan, len(writer.missing_tasks())
     if stage.num_left:
         return None
     if not writer.num_stored and not plan.stack:
@@ -229,51 +246,3 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
             f"is not sealed. Look at one of them; the reasons are in '{stage.root / 'commits'}'."
         )
     return writer.seal()
-
-
-def describe_store(
-    recipe: PrecomputeRecipe, source: Source | None, encoders: Encoders, *, known: StoreSpec | None = None
-) -> StoreSpec:
-    """What the store will say of itself, with its fingerprint.
-
-    Args:
-      source: whose classes it names; None where nobody asks for them.
-      known: what it says already; with vae.batch_size = 0, its batch size is kept, else the largest is found.
-    Raises: RecipeError: a bucket does not fit the VAE's downscale. ResourceError: not one picture fits the device.
-    """
-    images, table = recipe.images, recipe.images.table
-    downscale, batch_size = encoders.image.downscale, recipe.vae.batch_size
-    for _, height_px, width_px in table:
-        if height_px % downscale or width_px % downscale:
-            raise RecipeError(
-                f"bucket '{bucket_name(height_px, width_px)}': the VAE makes one latent of {downscale} px, so "
-                f"both sides must be multiples of {downscale}. Use another resolution, table or VAE."
-            )
-    text_dtype = recipe.store.dtype if recipe.store.text_dtype == "auto" else recipe.store.text_dtype
-    if not batch_size and known:
-        batch_size = known.latent.batch_size
-    elif not batch_size:  # one number for all buckets: what fits the largest
-        _, height_px, width_px = max(table, key=lambda row: (row[1] * row[2], row))
-        batch_size = largest_batch(encoders.image, height_px, width_px)
-    latent = encoders.image.latent_spec(recipe.vae, recipe.store.dtype, batch_size=batch_size)
-    return StoreSpec(
-        format_version=FORMAT_VERSION,
-        leandit_version=__version__,
-        fingerprint="",
-        images=ImageSpec(
-            resolution_px=images.resolution,
-            crop=images.crop,
-            buckets=[bucket_name(height_px, width_px) for _, height_px, width_px in table],
-            resize_filter=ADM_FILTER if images.crop == "adm" else resize_filter(images.buckets, images.resolution),
-            colour=COLOUR,
-            libraries=library_majors("pillow"),
-        ),
-        latent=latent,
-        text=encoders.caption and encoders.caption.text_spec(recipe.text, text_dtype),
-        vae=encoders.image.identity,
-        text_encoder=encoders.caption and encoders.caption.identity,
-        classes=source and source.classes,
-        shard_mib=recipe.store.shard_mib,
-        codec=recipe.store.codec,
-        recipe=recipe.model_dump(),
-    ).with_fingerprint()

@@ -18,9 +18,9 @@ import torch
 
 from ..datasets.revisions import read_spec
 from .decoder import Decoders
+from .describe import describe_store
 from .encoders import load_encoders
 from .opening import check_fingerprint
-from .pipeline import describe_store
 from .processes import END_SECONDS, Describe, Job
 from .sources import open_source
 from .stages import StageClock

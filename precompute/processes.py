@@ -28,6 +28,7 @@ from .sources import Source
 from .stages import StageClock
 from .tally import Tally
 from .text_encoders import CaptionTokenizer, TokenCount
+from .verdict import Power
 from .worker import Broken, Failed, Order, Worked
 
 CHILD_MODULE = f"{__package__}.process_child"
@@ -87,6 +88,7 @@ class Processes:
                 "devices of one kind."
             )
         share = max(1, min(MAX_THREADS, num_cores() // len(devices)))
+        self.power = Power(kinds[0], len(devices), share * len(devices))
         self._jobs = [Job(recipe, root, device, share, num_threads) for device in devices]
         self._source_path, self._say, self.tokens = source_path, say, TokenCount()
         self.tokenizer = CaptionTokenizer(recipe.text) if recipe.text.kind != "none" else None

@@ -187,32 +187,62 @@ def encode_pictures(
       progress: called with the number of pictures of each batch that is done.
     Raises: SourceError: too many pictures are rejected.
     """
-    builder: ShardBuilder | None = None
+    shards = ShardEncoder(plan, encoder, limit=limit, clock=clock, told=told)
     pool = ThreadPoolExecutor(decoders.num_at_once, thread_name_prefix="leandit-decode")
     try:
         for batch, futures in _decode_ahead(pool, plan, tasks, decoders, origin, clock):
-            if builder is None:
-                builder = ShardBuilder(
-                    batch.part,
-                    batch.shard,
-                    plan.layout.part_arrays(batch.part),
-                    keys=batch.source.keys,
-                    records=batch.source.positions,
-                    spec=plan.spec.latent,
-                    told=told(batch.part, batch.shard),
-                )
             with clock.measure("wait_decode"):
                 pictures = [future.result() for future in futures]
-            with clock.measure("encode"):
-                outcomes = builder.add(batch.rows, pictures, encoder)
-            for row, reject in zip(batch.rows, outcomes, strict=True):
-                limit.count(batch.source.keys[row], reject)
+            shard = shards.add(batch, pictures)
             progress(len(batch.rows))
-            if batch.is_last:
-                yield builder.finish()
-                builder = None
+            if shard:
+                yield shard
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+class ShardEncoder:
+    """Makes shards of latents out of decoded batches, which come in the order of their rows.
+
+    Args: as ``encode_pictures``.
+    """
+
+    def __init__(
+        self,
+        plan: FrozenPlan,
+        encoder: ImageEncoder,
+        *,
+        limit: RejectLimit,
+        clock: StageClock,
+        told: Callable[[str, int], Sequence[Fallback]] = lambda part, shard: (),
+    ) -> None:
+        self._plan, self._encoder, self._limit, self._clock, self._told = plan, encoder, limit, clock, told
+        self._builder: ShardBuilder | None = None
+
+    def add(self, batch: PictureBatch, pictures: Sequence[Picture]) -> PackedShard | None:
+        """Encode one batch.
+
+        Returns: the shard, with its last batch.
+        Raises: SourceError: too many pictures are rejected.
+        """
+        if self._builder is None:
+            self._builder = ShardBuilder(
+                batch.part,
+                batch.shard,
+                self._plan.layout.part_arrays(batch.part),
+                keys=batch.source.keys,
+                records=batch.source.positions,
+                spec=self._plan.spec.latent,
+                told=self._told(batch.part, batch.shard),
+            )
+        with self._clock.measure("encode"):
+            outcomes = self._builder.add(batch.rows, pictures, self._encoder)
+        for row, reject in zip(batch.rows, outcomes, strict=True):
+            self._limit.count(batch.source.keys[row], reject)
+        if not batch.is_last:
+            return None
+        shard, self._builder = self._builder.finish(), None
+        return shard
 
 
 @dataclass(frozen=True)
@@ -249,7 +279,7 @@ class PictureBatch:
     source: BucketSource
 
 
-def _batches(plan: FrozenPlan, tasks: Iterable[Task]) -> Iterator[PictureBatch]:
+def picture_batches(plan: FrozenPlan, tasks: Iterable[Task]) -> Iterator[PictureBatch]:
     """Batches of some shards: always the same rows together, and never rows of two shards."""
     size, sources = plan.spec.latent.batch_size, {}
     for part, shard in tasks:
@@ -290,12 +320,17 @@ def decode_planned(
         return reject
     if clock:
         clock.move(fetch_seconds + decoded.read_seconds, source="decode", to="read")
+    return as_planned(decoded, size)
+
+
+def as_planned(decoded: Decoded, size: tuple[int, int]) -> Picture:
+    """A decoded picture, or the reject that it is not the one that was planned."""
     found = decoded.height_px, decoded.width_px
-    if found != size:
-        planned = "{}x{}".format(*size)
-        detail = f"the picture has {found[0]}x{found[1]} px, the one that was planned had {planned} px"
-        return RecordRejected("decode", "source_changed", detail)
-    return decoded
+    if found == size:
+        return decoded
+    planned = "{}x{}".format(*size)
+    detail = f"the picture has {found[0]}x{found[1]} px, the one that was planned had {planned} px"
+    return RecordRejected("decode", "source_changed", detail)
 
 
 def _decode_ahead(
@@ -315,7 +350,7 @@ def _decode_ahead(
             return decode_planned(images, origin, decoders, place, size=source.sizes[row], bucket=bucket, clock=clock)
 
     ahead: deque[tuple[PictureBatch, list[Future[Picture]]]] = deque()
-    for batch in _batches(plan, tasks):
+    for batch in picture_batches(plan, tasks):
         bucket = bucket_size(batch.part.removeprefix("buckets/"))
         ahead.append((batch, [pool.submit(decode, batch.source, row, bucket) for row in batch.rows]))
         if len(ahead) > BATCHES_AHEAD:

@@ -13,6 +13,21 @@ READ, DECODE, ENCODE, TEXT, WRITE = "read", "decode", "encode", "text", "write"
 
 
 @dataclass(frozen=True)
+class Power:
+    """What a run has to work with.
+
+    Args:
+      device: of the encoders, as "cpu" or "cuda".
+      num_encoders: processes that encode, each with a thread that writes.
+      num_decoders: pictures that are read and decoded at the same time.
+    """
+
+    device: str = "cpu"
+    num_encoders: int = 1
+    num_decoders: int = 1
+
+
+@dataclass(frozen=True)
 class StageTime:
     """What one stage took.
 
@@ -34,19 +49,19 @@ class StageTime:
         return self.seconds / self.threads
 
 
-def stage_times(seconds: Mapping[str, float], num_pictures: int, num_threads: int) -> list[StageTime]:
+def stage_times(seconds: Mapping[str, float], num_pictures: int, power: Power) -> list[StageTime]:
     """Time and rate of each stage, in the order of the data.
 
     Args:
       seconds: of each stage, summed over its threads; others are left out.
       num_pictures: that went through all of them.
-      num_threads: for reading and decoding.
+      power: that there was.
     """
     found = []
     for name in (READ, DECODE, TEXT, ENCODE, WRITE):
         if name not in seconds:
             continue
-        taken, threads = max(0.0, seconds[name]), num_threads if name in (READ, DECODE) else 1
+        taken, threads = max(0.0, seconds[name]), power.num_decoders if name in (READ, DECODE) else power.num_encoders
         rate = num_pictures * threads / taken if taken and name != TEXT else None
         found.append(StageTime(name, taken, threads, rate))
     return found

@@ -22,7 +22,7 @@ import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -38,7 +38,7 @@ from leandit.datasets.hashing import xxh3_file
 from leandit.datasets.layout import RevisionLayout
 from leandit.precompute import leases, pipeline
 from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
-from leandit.precompute.decoder import Decoded
+from leandit.precompute.decoder import Crop, Decoded, PicturePlace
 from leandit.precompute.decoder_child import answer
 from leandit.precompute.encoders import Encoders, load_encoders
 from leandit.precompute.growth import Options
@@ -138,11 +138,14 @@ class InProcessDecoders:
 
     def picture(self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, **how: Any) -> Decoded:
         """As ``Decoders.picture``."""
-        assert data is None
-        job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes}
-        head, pixels = answer({**job, **how})
-        assert pixels is not None
-        return Decoded(pixels, *head["size"], head["checksum"])
+        return self.crops(PicturePlace(path, offset, num_bytes, data), [Crop(**how)])[0]
+
+    def crops(self, place: PicturePlace, crops: Sequence[Crop]) -> list[Decoded]:
+        """As ``Decoders.crops``."""
+        assert place.data is None
+        job = {"stage": "decode", "path": str(place.path), "offset": place.offset, "num_bytes": place.num_bytes}
+        head, pictures = answer({**job, "crops": crops})
+        return [Decoded(pixels, *head["size"], head["checksum"]) for pixels in pictures]
 
 
 # --- Children ---------------------------------------------------------------------------------------------------------

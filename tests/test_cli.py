@@ -37,7 +37,7 @@ PRECOMPUTE, TRAIN = sorted(shipped_recipes("leandit.precompute")), sorted(shippe
 # Put a new knob in the recipe: a flag is for where things lie, and for how this one call behaves.
 FLAGS = {
     "precompute": [
-        *("--address", "--device", "--drop-gone", "--dry-run", "--engine", "--new-revision", "--part"),
+        *("--address", "--also", "--device", "--drop-gone", "--dry-run", "--engine", "--new-revision", "--part"),
         *("--retry-rejected", "--set", "--source", "--store"),
     ],
     "import": ["--null", "--set", "--source", "--store"],
@@ -56,6 +56,7 @@ FLAGS = {
         *("--device", "--json", "--records", "--rounds", "--scratch", "--seconds", "--set", "--source", "--text"),
         *("--tokenizer", "--vae"),
     ],
+    "bench decode": ["--json", "--records", "--resolution", "--rounds", "--source"],
     "bench open": ["--json", "--records", "--rounds", "--scratch"],
     "bench loader": [
         *("--json", "--peers", "--plot", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),
@@ -156,6 +157,9 @@ def test_the_version_is_the_packages(leandit: Leandit) -> None:
         (["verify", "no-store", "--deep"], 2, ["--deep", "--source"]),
         (["sample", "no-run", "--out", "out"], 3, ["no-run", "Train first"]),
         (["precompute", "imagenet-256", "--source", "none", "--store", "store"], 3, ["none"]),
+        (["precompute", "imagenet-256", "--source", ".", "--store", "a", "--also", "512:b"], 2, ["512:b", "512="]),
+        (["precompute", "imagenet-256", "--source", ".", "--store", "a", "--also", "9=b"], 2, ["resolution"]),
+        (["precompute", "imagenet-256", "--source", ".", "--store", "a", "--also", "512=a"], 2, ["named twice"]),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_its_exit_code(

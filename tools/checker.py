@@ -88,9 +88,9 @@ def loaded_tools(store: Path, source: Path | str, device: Any, overrides: list[s
     from ..datasets.recipe import parse_with_overrides
     from ..precompute.config import PrecomputeRecipe
     from ..precompute.decoder import Decoders
+    from ..precompute.describe import describe_store
     from ..precompute.encoders import load_encoders
     from ..precompute.opening import check_fingerprint
-    from ..precompute.pipeline import describe_store
     from ..precompute.plan import num_threads
     from ..precompute.repair import Tools
     from ..precompute.sources import list_source

@@ -17,21 +17,18 @@ import typer
 
 from .. import __version__
 from ..datasets.errors import DamageError, LeanditError, RecipeError, StoreIncomplete
-from ..precompute.part import Part, part_of
 from ..train.stop import EXIT_RESUMABLE, StopRequest, Terminated
 from .cli_bench import bench
 from .cli_options import (
     AsJson,
     Device,
-    Devices,
     DryRun,
     LocalStore,
     Overrides,
     print_rows,
     torch_device,
-    torch_devices,
 )
-from .engine import chosen_engine, engine_name
+from .cli_precompute import import_, precompute
 
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES, EXIT_CTRL_C = 1, 2, 5, 130
 TRACEBACK = "--traceback"
@@ -59,104 +56,8 @@ def options(
     """Encode once, train lean: latent stores for training diffusion transformers."""
 
 
-@app.command()
-def precompute(
-    context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
-    source: Annotated[str | None, typer.Option(help="Pictures: a folder, a file or a URL; docs/sources.md.")] = None,
-    store: Annotated[Path | None, typer.Option(help="Folder of the store; the same command again resumes.")] = None,
-    device: Devices = "auto",
-    overrides: Overrides = None,
-    dry_run: DryRun = False,
-    drop_gone: Annotated[bool, typer.Option("--drop-gone", help="Leave out records gone from the source.")] = False,
-    retry_rejected: Annotated[bool, typer.Option("--retry-rejected", help="Try rejected records again.")] = False,
-    new_revision: Annotated[
-        bool, typer.Option("--new-revision", help="Other encoders or settings: encode all anew, beside what is there.")
-    ] = False,
-    part: Annotated[
-        Part | None,
-        typer.Option(parser=part_of, metavar="I/N", help="Only the I-th of N shares of the shards."),
-    ] = None,
-    engine: Annotated[
-        str, typer.Option(parser=engine_name, metavar="NAME", help="local, or ray: the actors of a Ray cluster.")
-    ] = "local",
-    address: Annotated[
-        str, typer.Option(help="Of the Ray cluster; auto: the one that this machine is part of.")
-    ] = "auto",
-) -> None:
-    """Run every picture and caption through the encoders, exactly once; again, it resumes, or adds what changed.
-
-    Example: leandit precompute imagenet-256 --source imagenet/train --store imagenet-256
-    """
-    from ..precompute.config import load
-
-    loaded = load(recipe, overrides or [])
-    if dry_run:
-        from .dry_run import describe_precompute
-        from .prediction import check_room
-
-        text, needed = describe_precompute(loaded, source, torch_devices(device)[0])
-        print(text)
-        if store and needed:
-            check_room(store, needed.total)
-        return
-    if source is None or store is None:
-        raise RecipeError("precompute: needed --source PATH and --store PATH (or --dry-run).")
-    from ..precompute.growth import Options
-    from ..precompute.pipeline import precompute as run
-    from .outcome import precompute_rows
-    from .progress import ProgressLine
-
-    stop: StopRequest = context.obj
-    chosen = chosen_engine(loaded, store, source, devices=device, name=engine, address=address)
-    with ProgressLine() as line, chosen as elsewhere:
-
-        def progress(stage: str, done: int, total: int) -> None:
-            stop.check()
-            line(stage, done, total)
-
-        report = run(
-            loaded,
-            source_path=source,
-            store_path=store,
-            device=torch_device("cpu") if elsewhere else torch_devices(device)[0],
-            progress=progress,
-            options=Options(drop_gone=drop_gone, retry_rejected=retry_rejected),
-            new_revision=new_revision,
-            part=part,
-            engine=elsewhere,
-        )
-    print_rows(precompute_rows(report, store))
-
-
-@app.command("import")
-def import_(
-    context: typer.Context,
-    kind: Annotated[str, typer.Argument(help="fast-dit, lightningdit, mar, edm2, pixart or mds.")],
-    source: Annotated[Path, typer.Option(help="Features: the folder or file that the other program wrote.")],
-    store: Annotated[Path, typer.Option(help="Folder of the store; the same command again resumes.")],
-    null: Annotated[str | None, typer.Option(help="Null caption: .npy, a checkpoint, or zeros.")] = None,
-    overrides: Overrides = None,
-) -> None:
-    """Make a store of features that another program has encoded, number for number; nothing is encoded again.
-
-    Example: leandit import mar --source cached-imagenet --store imagenet-256
-    """
-    from ..precompute.import_config import load
-    from ..precompute.import_store import import_features
-    from .outcome import import_rows
-    from .progress import ProgressLine
-
-    stop: StopRequest = context.obj
-    with ProgressLine() as line:
-
-        def progress(stage: str, done: int, total: int) -> None:
-            stop.check()
-            line(stage, done, total)
-
-        settings = load(overrides or [])
-        report = import_features(kind, settings, source_path=source, store_path=store, progress=progress, null=null)
-    print_rows(import_rows(report, store))
+app.command()(precompute)
+app.command("import")(import_)
 
 
 @app.command()

@@ -15,9 +15,9 @@ from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
 from ..precompute.config import PrecomputeRecipe
 from ..precompute.decoder import Decoders
+from ..precompute.describe import describe_store
 from ..precompute.encoders import load_encoders
 from ..precompute.model_files import local_folder
-from ..precompute.pipeline import describe_store
 from ..precompute.plan import num_threads, plan_pictures
 from ..precompute.sources import list_source
 from ..train.config import TrainRecipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..datasets.buckets import bucket_size
@@ -9,6 +10,7 @@ from ..datasets.schema import Manifest
 from ..precompute.growth import Comparison
 from ..precompute.import_store import ImportReport
 from ..precompute.pipeline import Report
+from ..precompute.several import SharedReport
 from ..precompute.verdict import advice, bound_by
 
 
@@ -25,6 +27,14 @@ def precompute_rows(report: Report, store: Path) -> list[tuple[str, str]]:
         rows += change_rows(report.changes)
     rows += content_rows(manifest)
     return rows + _run_rows(report)
+
+
+def shared_rows(report: SharedReport, stores: Sequence[Path]) -> list[tuple[str, str]]:
+    """Name and value of each line, of several stores that were made together."""
+    rows = [row for one, store in zip(report.reports, stores, strict=True) for row in precompute_rows(one, store)]
+    if report.num_encoded:
+        rows.append(("decoded", f"{report.num_decoded} pictures for {report.num_encoded} records"))
+    return rows
 
 
 def _run_rows(report: Report) -> list[tuple[str, str]]:
@@ -49,7 +59,7 @@ def stage_rows(report: Report) -> list[tuple[str, str]]:
         rate = f"{time.images_per_second:.1f}" if time.images_per_second else "-"
         rows.append(("", f"{time.name:<8}{time.seconds:>9.1f}{time.threads:>9}{rate:>10}"))
     bound = bound_by(report.times)
-    return [*rows, ("bound by", f"{bound}: {advice(report.times, on_cpu=report.device == 'cpu')}")]
+    return [*rows, ("bound by", f"{bound}: {advice(report.times, on_cpu=report.power.device == 'cpu')}")]
 
 
 def import_rows(report: ImportReport, store: Path) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,20 +137,25 @@ def store_bytes(
     return StoreBytes(latents, with_null * token_bytes(spec.text.width, spec.text.dtype), tables)
 
 
-def check_room(store: Path, needed: int) -> None:
-    """Refuse a store that its disk cannot hold; what is there of it already counts.
+def check_room(needed: Mapping[Path, int]) -> None:
+    """Refuse stores that their disk cannot hold together; what is there of them already counts.
 
+    Args:
+      needed: bytes of each store.
     Raises: ResourceError.
     """
-    there = next(folder for folder in (store.absolute(), *store.absolute().parents) if folder.exists())
-    written = sum(path.stat().st_size for path in files_below(store)) if store.is_dir() else 0
-    free, missing = shutil.disk_usage(there).free, needed - written
-    if missing > free:
-        raise ResourceError(
-            f"store '{store}': the disk has {free / GIB:.1f} GiB free, the store needs {missing / GIB:.1f} GiB more. "
-            "Free some space, give a --store on another disk, or make it smaller (store.dtype, store.text_dtype, "
-            "vae.flip)."
-        )
+    missing: Counter[int] = Counter()  # of each disk
+    for store, num_bytes in needed.items():
+        there = next(folder for folder in (store.absolute(), *store.absolute().parents) if folder.exists())
+        written = sum(path.stat().st_size for path in files_below(store)) if store.is_dir() else 0
+        disk = there.stat().st_dev
+        free, missing[disk] = shutil.disk_usage(there).free, missing[disk] + max(0, num_bytes - written)
+        if missing[disk] > free:
+            raise ResourceError(
+                f"store '{store}': the disk has {free / GIB:.1f} GiB free, {missing[disk] / GIB:.1f} GiB more are "
+                "needed. Free some space, give a --store on another disk, or make it smaller (store.dtype, "
+                "store.text_dtype, vae.flip)."
+            )
 
 
 def run_probe(
