@@ -33,6 +33,7 @@ import pytest
 from making import CPU, caption_recipe, no_progress, picture
 
 from leandit.datasets import compact, files, layout
+from leandit.datasets.errors import RecordRejected
 from leandit.datasets.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
 from leandit.datasets.hashing import xxh3_file
 from leandit.datasets.layout import RevisionLayout
@@ -136,6 +137,11 @@ class InProcessDecoders:
         assert data is None
         return answer({"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes})[0]["size"]
 
+    def sizes(self, places: Sequence[PicturePlace]) -> list[tuple[int, int] | RecordRejected]:
+        """As ``Decoders.sizes``."""
+        found = answer({"stage": "scan", "places": [place[:3] for place in places]})[0]["sizes"]
+        return [RecordRejected(*one) if len(one) == 3 else one for one in found]
+
     def picture(self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, **how: Any) -> Decoded:
         """As ``Decoders.picture``."""
         return self.crops(PicturePlace(path, offset, num_bytes, data), [Crop(**how)])[0]
@@ -145,7 +151,7 @@ class InProcessDecoders:
         assert place.data is None
         job = {"stage": "decode", "path": str(place.path), "offset": place.offset, "num_bytes": place.num_bytes}
         head, pictures = answer({**job, "crops": crops})
-        return [Decoded(pixels, *head["size"], head["checksum"]) for pixels in pictures]
+        return [Decoded(pixels, *head["size"], head["checksum"], head["read_seconds"]) for pixels in pictures]
 
 
 # --- Children ---------------------------------------------------------------------------------------------------------

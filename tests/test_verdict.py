@@ -9,8 +9,10 @@ from making import CPU, caption_recipe, no_progress
 
 from leandit.precompute.pipeline import precompute
 from leandit.precompute.stages import StageClock
-from leandit.precompute.verdict import advice, bound_by, stage_times
+from leandit.precompute.verdict import Power, advice, bound_by, stage_times
 from leandit.tools.outcome import precompute_rows
+
+POWER = Power("cpu", 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +26,7 @@ from leandit.tools.outcome import precompute_rows
     ],
 )
 def test_the_stage_that_is_busy_longest_bounds_the_run(seconds: dict[str, float], bound: str, words: list[str]) -> None:
-    times = stage_times(seconds | {"plan": 500.0, "wait_decode": 100.0}, 1000, 4)
+    times = stage_times(seconds | {"plan": 500.0, "wait_decode": 100.0}, 1000, POWER)
     assert bound_by(times) == bound
     for on_cpu in (True, False):
         said = advice(times, on_cpu=on_cpu)
@@ -32,12 +34,12 @@ def test_the_stage_that_is_busy_longest_bounds_the_run(seconds: dict[str, float]
 
 
 def test_a_stage_that_took_no_time_has_no_rate() -> None:
-    assert [time.images_per_second for time in stage_times({"read": 0.0, "write": 2.0}, 10, 4)] == [None, 5.0]
+    assert [time.images_per_second for time in stage_times({"read": 0.0, "write": 2.0}, 10, POWER)] == [None, 5.0]
 
 
 def test_what_is_moved_between_stages_stays_as_much() -> None:
     clock = StageClock()
-    clock.add("decode", 3.0)
+    clock.add({"decode": 3.0})
     clock.move(1.0, source="decode", to="read")
     assert clock.seconds == {"decode": 2.0, "read": 1.0}
 
