@@ -6,6 +6,7 @@ config, never assumed. Where the files come from stands in ``model_files.py``, c
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ class ImageEncoder:
     Args:
       section: of the recipe.
       device: where it runs.
+    Attributes:
+      turn: to be held by threads that share it.
     Raises: EncoderError: missing, without weights, or no autoencoder.
     """
 
@@ -53,6 +56,7 @@ class ImageEncoder:
         weights = weight_files(folder, "diffusion_pytorch_model", what="vae.model")
         dtype = arithmetic(section.dtype, device)
         self._dtype, self._device = getattr(torch, dtype), device
+        self.turn = threading.Lock()
         try:
             model, loading = model_class.from_pretrained(
                 folder,
@@ -145,6 +149,10 @@ class ImageEncoder:
             compiled=section.compile,
         )
 
+    def black(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Black pixels, uint8, to be filled and encoded; for a GPU in memory that it copies while it computes."""
+        return torch.zeros(shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda").numpy()
+
     def encode(self, pixels: np.ndarray) -> np.ndarray:
         """Encode a batch of pictures of one size.
 
@@ -172,7 +180,8 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def _forward(self, pixels: np.ndarray) -> np.ndarray:
-        batch = torch.from_numpy(np.require(pixels, requirements=["C", "W"])).to(self._device)
+        batch = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
+        batch = batch.to(self._device, non_blocking=True)  # what reads the output waits for both
         batch = batch.permute(0, 3, 1, 2).to(self._dtype) / 127.5 - 1  # (B, 3, height_px, width_px) in -1..1
         output = self._model.encode(batch)
         if hasattr(output, "latent_dist"):

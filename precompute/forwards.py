@@ -7,13 +7,15 @@ first row in forwards of half the size, rounded up, and so on down to one pictur
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from ..datasets.errors import RecordRejected, ResourceError
-from ..datasets.schema import LatentSpec
+from ..datasets.schema import EncoderIdentity, LatentSpec
 from .encoders import ImageEncoder
 from .posterior import sample_once
 
@@ -22,6 +24,49 @@ MAX_BATCH = 256
 MAX_BATCH_BYTES = 256 << 20  # of decoded pixels: a few batches wait in the memory of the host
 FLOAT32 = "float32"
 SIZE = "batch:"
+
+
+class Encoding(Protocol):
+    """What encodes pictures: an ``ImageEncoder``, or what several threads share of one (``InTurn``)."""
+
+    @property
+    def identity(self) -> EncoderIdentity:
+        """Of the encoder."""
+        ...
+
+    def black(self, shape: tuple[int, ...]) -> np.ndarray:
+        """As ``ImageEncoder.black``."""
+        ...
+
+    def encode(self, pixels: np.ndarray) -> np.ndarray:
+        """As ``ImageEncoder.encode``."""
+        ...
+
+    def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
+        """As ``ImageEncoder.encode_in_float32``."""
+        ...
+
+
+class InTurn:
+    """An encoder as threads share it: one batch at a time, while the batches of others are prepared and put away.
+
+    Args:
+      measure: gives a context that measures a forward.
+    """
+
+    def __init__(self, encoder: ImageEncoder, measure: Callable[[], AbstractContextManager[None]]) -> None:
+        self._encoder, self._measure = encoder, measure
+        self.identity, self.black = encoder.identity, encoder.black
+
+    def encode(self, pixels: np.ndarray) -> np.ndarray:
+        """As ``ImageEncoder.encode``."""
+        with self._encoder.turn, self._measure():
+            return self._encoder.encode(pixels)
+
+    def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
+        """As ``ImageEncoder.encode_in_float32``."""
+        with self._encoder.turn, self._measure():
+            return self._encoder.encode_in_float32(pixels)
 
 
 @dataclass(frozen=True)
@@ -40,7 +85,7 @@ class EncodedRow:
 
 
 def encode_batch(
-    views: Sequence[np.ndarray], records: np.ndarray, encoder: ImageEncoder, spec: LatentSpec, *, most: int
+    views: Sequence[np.ndarray], records: np.ndarray, encoder: Encoding, spec: LatentSpec, *, most: int
 ) -> tuple[list[EncodedRow], int]:
     """Encode one batch of the plan.
 
@@ -56,11 +101,27 @@ def encode_batch(
     while (found := _in_forwards_of(size, views, encoder)) is None:
         size = -(-size // 2)
     halved = f"{SIZE}{size}" if size < num_rows else ""
+    stored, is_finite = _whole(found, spec, records)
     rows = [
-        _finished(i, [view[i : i + 1] for view in views], [moments[i] for moments in found], records, encoder, spec)
+        EncodedRow([view[i] for view in stored])
+        if is_finite[i]
+        else _finished(i, [view[i : i + 1] for view in views], [rows[i] for rows in found], records, encoder, spec)
         for i in range(num_rows)
     ]
     return [_with(row, halved) for row in rows], size
+
+
+def _whole(
+    found: Sequence[Sequence[np.ndarray | None]], spec: LatentSpec, records: np.ndarray
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """All rows of each view in the store's dtype, at once, and (B,) bool: finite in all of them.
+
+    Nothing is brought there where a row is missing: then no row is called finite.
+    """
+    if any(row is None for rows in found for row in rows):
+        return [], np.zeros(len(records), bool)
+    stored = [to_stored(np.stack([row for row in rows if row is not None]), spec, records) for rows in found]
+    return stored, np.logical_and.reduce([np.isfinite(rows).all(axis=(1, 2, 3)) for rows in stored])
 
 
 def largest_batch(encoder: ImageEncoder, height_px: int, width_px: int) -> int:
@@ -108,9 +169,7 @@ def to_stored(moments: np.ndarray, spec: LatentSpec, records: np.ndarray) -> np.
         return moments.astype(spec.dtype)
 
 
-def _in_forwards_of(
-    size: int, views: Sequence[np.ndarray], encoder: ImageEncoder
-) -> list[list[np.ndarray | None]] | None:
+def _in_forwards_of(size: int, views: Sequence[np.ndarray], encoder: Encoding) -> list[list[np.ndarray | None]] | None:
     """Moments of each row of each view; None where they do not fit, and for a row that does not fit alone."""
     found = []
     for pixels in views:
@@ -139,7 +198,7 @@ def _finished(
     pixels: list[np.ndarray],
     moments: list[np.ndarray | None],
     records: np.ndarray,
-    encoder: ImageEncoder,
+    encoder: Encoding,
     spec: LatentSpec,
 ) -> EncodedRow:
     """One row in the store's dtype, encoded again in float32 where a view is not finite."""

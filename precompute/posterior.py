@@ -15,9 +15,11 @@ def sample_once(moments: np.ndarray, records: np.ndarray) -> np.ndarray:
       records: (B,) positions in the records table.
     Source: Kingma and Welling 2014, section 2.4 (reparameterization).
     """
-    mean, logvar = np.split(moments, 2, axis=1)
-    noise = np.empty(mean.shape, np.float32)
-    for i, record in enumerate(records):  # Philox is counter-based, so any record can be drawn alone
+    drawn = []
+    for row, record in zip(moments, records, strict=True):  # alone, so its bits depend on no other row
+        mean, logvar = np.split(row, 2)
+        # Philox is counter-based, so any record can be drawn alone.
         generator = np.random.Generator(np.random.Philox(key=[0, 0], counter=[0, 0, 0, int(record)]))
-        generator.standard_normal(dtype=np.float32, out=noise[i])
-    return mean + np.exp(0.5 * np.clip(logvar, *LOGVAR_RANGE)) * noise
+        noise = generator.standard_normal(mean.shape, dtype=np.float32)
+        drawn.append(mean + np.exp(0.5 * np.clip(logvar, *LOGVAR_RANGE)) * noise)
+    return np.stack(drawn)

@@ -291,17 +291,29 @@ def _encode_pictures(works: Sequence[Work], backgrounds: Sequence[Background], p
     stage, tasks = works[0].stage, [work.tasks(pictures=True) for work in works]
     lanes = [Lane(work.plan, own, work.stage.clock) for work, own in zip(works, tasks, strict=True)]
     keep_in_step(lanes)
-    shards = [ShardEncoder(work.plan, work.encoders.image, limit=work.limit, clock=work.stage.clock) for work in works]
     decoding = SharedDecoding(lanes, stage.decoders, stage.source, pool)
     done, total = 0, sum(len(work.plan.layout.rows_of(*task)) for work in works for task in work.tasks(pictures=True))
-    for lane, batch, pictures in decoding.batches(
-        [work.leases.take(own) for work, own in zip(works, tasks, strict=True)]
-    ):
-        i = lanes.index(lane)
-        shard = shards[i].add(batch, pictures)
-        done += len(batch.rows)
-        stage.progress("pictures", done, total)
-        if shard:
-            backgrounds[i].commit(shard)
-            works[i].stage.num_encoded += len(shard.checksums)
+    taken = [work.leases.take(own) for work, own in zip(works, tasks, strict=True)]
+
+    def commit(number: int, shard: PackedShard) -> None:
+        backgrounds[number].commit(shard)
+        works[number].stage.num_encoded += len(shard.checksums)
+
+    with ExitStack() as encoding:
+        shards = [
+            encoding.enter_context(
+                ShardEncoder(work.plan, work.encoders.image, limit=work.limit, clock=work.stage.clock)
+            )
+            for work in works
+        ]
+        for lane, batch, pictures in decoding.batches(taken):
+            number = lanes.index(lane)
+            shard = shards[number].add(batch, pictures)
+            done += len(batch.rows)
+            stage.progress("pictures", done, total)
+            if shard:
+                commit(number, shard)
+        for number, encoder in enumerate(shards):
+            for shard in encoder.rest():
+                commit(number, shard)
     return decoding.num_decoded

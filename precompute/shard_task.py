@@ -16,8 +16,7 @@ from ..datasets.schema import Fallback, LatentSpec, Reject
 from ..datasets.shards import ArrayLayout
 from ..datasets.writer import row_checksum
 from .decoder import Decoded
-from .encoders import ImageEncoder
-from .forwards import EncodedRow, encode_batch, rows_of_a_forward
+from .forwards import EncodedRow, Encoding, encode_batch, rows_of_a_forward
 
 
 @dataclass
@@ -32,6 +31,23 @@ class PackedShard:
     rejects: list[Reject] = field(default_factory=list)
     qualities: list[tuple[float, float]] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """What became of one batch.
+
+    Args:
+      rows: of the bucket.
+      pictures: that were to be encoded, or why there is none.
+      found: of each row; empty where there was nothing to encode.
+      most: rows of a forward that fit.
+    """
+
+    rows: range
+    pictures: Sequence[Decoded | RecordRejected]
+    found: Sequence[EncodedRow]
+    most: int
 
 
 class ShardBuilder:
@@ -69,33 +85,37 @@ class ShardBuilder:
         self._fallbacks: list[Fallback] = []
         self._source_checksums: list[str] = []
 
-    def add(
-        self, rows: range, pictures: Sequence[Decoded | RecordRejected], encoder: ImageEncoder
-    ) -> list[RecordRejected | None]:
-        """Encode one batch into its rows.
+    def encode(self, rows: range, pictures: Sequence[Decoded | RecordRejected], encoder: Encoding) -> EncodedBatch:
+        """Encode one batch; any thread may, while others do the same with other batches.
 
         Args:
           rows: of the bucket.
           pictures: decoded, or why there is none.
-        Returns: why each of them is rejected, None for one that is stored.
         """
         shape = next((p.pixels.shape for p in pictures if isinstance(p, Decoded)), None)
-        found: list[EncodedRow] = []
-        if shape is not None:  # else there is nothing to encode in the whole batch
-            pixels = np.zeros((len(pictures), *shape), np.uint8)
-            for i, picture in enumerate(pictures):
-                if isinstance(picture, Decoded):
-                    pixels[i] = picture.pixels
-            views = [pixels, pixels[:, :, ::-1]][: len(self._arrays)]
-            records = self._records[rows.start : rows.stop]
-            most = min(rows_of_a_forward(self._told.get(row), self._most) for row in rows)
-            found, size = encode_batch(views, records, encoder, self._spec, most=most)
-            if size < min(most, len(rows)):
-                self._most = size  # what did not fit once need not be tried with every batch of the shard
-        outcomes = []
+        if shape is None:  # there is nothing to encode in the whole batch
+            return EncodedBatch(rows, pictures, [], self._most)
+        pixels = encoder.black((len(pictures), *shape))
         for i, picture in enumerate(pictures):
-            reject = picture if isinstance(picture, RecordRejected) else found[i].reject
-            self._store(rows[i], picture, None if reject else found[i], reject)
+            if isinstance(picture, Decoded):
+                pixels[i] = picture.pixels
+        views = [pixels, pixels[:, :, ::-1]][: len(self._arrays)]
+        records = self._records[rows.start : rows.stop]
+        most = min(rows_of_a_forward(self._told.get(row), self._most) for row in rows)
+        found, size = encode_batch(views, records, encoder, self._spec, most=most)
+        # What did not fit once need not be tried with every batch of the shard.
+        return EncodedBatch(rows, pictures, found, size if size < min(most, len(rows)) else self._most)
+
+    def store(self, batch: EncodedBatch) -> list[RecordRejected | None]:
+        """Put the next batch into its rows, in their order.
+
+        Returns: why each of them is rejected, None for one that is stored.
+        """
+        self._most = min(self._most, batch.most)
+        outcomes = []
+        for i, picture in enumerate(batch.pictures):
+            reject = picture if isinstance(picture, RecordRejected) else batch.found[i].reject
+            self._store(batch.rows[i], picture, None if reject else batch.found[i], reject)
             outcomes.append(reject)
         return outcomes
 

@@ -26,11 +26,13 @@ from ..datasets.writer import StoreWriter
 from .caption_task import encode_caption_shard, encode_null_caption
 from .decoder import Decoded, PicturePlace
 from .encoders import ImageEncoder
+from .forwards import InTurn
 from .leases import Leases
 from .rejects import RejectLimit
-from .shard_task import PackedShard, ShardBuilder
+from .shard_task import EncodedBatch, PackedShard, ShardBuilder
 from .text_encoders import CaptionEncoder
 
+BATCHES_IN_WORK = 2  # one in the encoder, one that is prepared or put away
 BATCHES_AHEAD = 3  # decoded batches that wait for the encoder
 WRITES_BEHIND = 2  # shards that wait for the disk
 
@@ -187,22 +189,35 @@ def encode_pictures(
       progress: called with the number of pictures of each batch that is done.
     Raises: SourceError: too many pictures are rejected.
     """
-    shards = ShardEncoder(plan, encoder, limit=limit, clock=clock, told=told)
     pool = ThreadPoolExecutor(decoders.num_at_once, thread_name_prefix="leandit-decode")
     try:
-        for batch, futures in _decode_ahead(pool, plan, tasks, decoders, origin, clock):
-            with clock.measure("wait_decode"):
-                pictures = [future.result() for future in futures]
-            shard = shards.add(batch, pictures)
-            progress(len(batch.rows))
-            if shard:
-                yield shard
+        with ShardEncoder(plan, encoder, limit=limit, clock=clock, told=told) as shards:
+            for batch, futures in _decode_ahead(pool, plan, tasks, decoders, origin, clock):
+                with clock.measure("wait_decode"):
+                    pictures = [future.result() for future in futures]
+                shard = shards.add(batch, pictures)
+                progress(len(batch.rows))
+                if shard:
+                    yield shard
+            yield from shards.rest()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+@dataclass(frozen=True)
+class InWork:
+    """A batch that is being encoded, and the shard that it belongs to."""
+
+    batch: PictureBatch
+    builder: ShardBuilder
+    encoded: Future[EncodedBatch]
+
+
 class ShardEncoder:
-    """Makes shards of latents out of decoded batches, which come in the order of their rows.
+    """Makes shards of latents out of decoded batches, which come in the order of their rows; a context manager.
+
+    While one batch is in the encoder, the next one is prepared and the one before is put away, so that a GPU has
+    nothing to wait for.
 
     Args: as ``encode_pictures``.
     """
@@ -216,13 +231,22 @@ class ShardEncoder:
         clock: StageClock,
         told: Callable[[str, int], Sequence[Fallback]] = lambda part, shard: (),
     ) -> None:
-        self._plan, self._encoder, self._limit, self._clock, self._told = plan, encoder, limit, clock, told
+        self._plan, self._limit, self._told = plan, limit, told
+        self._encoder = InTurn(encoder, lambda: clock.measure("encode"))
         self._builder: ShardBuilder | None = None
+        self._in_work: deque[InWork] = deque()
+        self._pool = ThreadPoolExecutor(BATCHES_IN_WORK, thread_name_prefix="leandit-encode")
+
+    def __enter__(self) -> ShardEncoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def add(self, batch: PictureBatch, pictures: Sequence[Picture]) -> PackedShard | None:
-        """Encode one batch.
+        """Begin to encode a batch, and finish the one before the last.
 
-        Returns: the shard, with its last batch.
+        Returns: a shard, where that was its last batch.
         Raises: SourceError: too many pictures are rejected.
         """
         if self._builder is None:
@@ -235,14 +259,27 @@ class ShardEncoder:
                 spec=self._plan.spec.latent,
                 told=self._told(batch.part, batch.shard),
             )
-        with self._clock.measure("encode"):
-            outcomes = self._builder.add(batch.rows, pictures, self._encoder)
-        for row, reject in zip(batch.rows, outcomes, strict=True):
-            self._limit.count(batch.source.keys[row], reject)
-        if not batch.is_last:
-            return None
-        shard, self._builder = self._builder.finish(), None
-        return shard
+        encoded = self._pool.submit(self._builder.encode, batch.rows, pictures, self._encoder)
+        self._in_work.append(InWork(batch, self._builder, encoded))
+        if batch.is_last:
+            self._builder = None
+        return self._next() if len(self._in_work) > BATCHES_IN_WORK else None
+
+    def rest(self) -> Iterator[PackedShard]:
+        """Finish what is in work.
+
+        Raises: as ``add``.
+        """
+        while self._in_work:
+            if shard := self._next():
+                yield shard
+
+    def _next(self) -> PackedShard | None:
+        done = self._in_work.popleft()
+        outcomes = done.builder.store(done.encoded.result())
+        for row, reject in zip(done.batch.rows, outcomes, strict=True):
+            self._limit.count(done.batch.source.keys[row], reject)
+        return done.builder.finish() if done.batch.is_last else None
 
 
 @dataclass(frozen=True)
