@@ -9,8 +9,10 @@ Nothing lives on when this process ends. What runs in the cluster stands in ``cl
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +41,7 @@ MAX_IN_FLIGHT = 512  # pictures of one actor
 LOOK_SECONDS = 0.5  # between two looks at whether this process shall stop
 GRACE_SECONDS = 10.0  # for the others to end, once one has found everything committed
 SILENCE_SECONDS = 60.0
+CONNECT_SECONDS = 20.0
 
 
 @dataclass
@@ -257,10 +260,12 @@ def _connect(address: str) -> Any:
     try:
         import ray
 
+        if found := re.fullmatch(r"([^/]+):([0-9]+)", address):  # Ray itself waits for minutes
+            socket.create_connection((found[1], int(found[2])), CONNECT_SECONDS).close()
         ray.init(address=address, namespace="leandit", logging_level="ERROR", log_to_driver=False)
     except ModuleNotFoundError as error:
         raise ResourceError("--engine ray: Ray is not installed. Install leandit with its extra 'ray'.") from error
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ResourceError(
             f"--engine ray: no cluster answers at '{address}' ({error}). Start one with 'ray start --head', or give "
             "its --address."
