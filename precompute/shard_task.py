@@ -41,12 +41,14 @@ class EncodedBatch:
       rows: of the bucket.
       pictures: that were to be encoded, or why there is none.
       found: of each row; empty where there was nothing to encode.
-      most: rows of a forward that fit.
+      begun_with: rows of the first forward that was tried.
+      most: rows of a forward, for the batches after it.
     """
 
     rows: range
     pictures: Sequence[Decoded | RecordRejected]
     found: Sequence[EncodedRow]
+    begun_with: int
     most: int
 
 
@@ -79,39 +81,48 @@ class ShardBuilder:
         self._arrays = {
             layout.path: np.full((len(self._rows), *layout.shape[1:]), np.nan, layout.dtype) for layout in layouts
         }
-        self._most = spec.batch_size
+        self.most = spec.batch_size
         self._told = {fallback.row: fallback.how for fallback in told}
         self._rejects: list[Reject] = []
         self._fallbacks: list[Fallback] = []
         self._source_checksums: list[str] = []
 
-    def encode(self, rows: range, pictures: Sequence[Decoded | RecordRejected], encoder: Encoding) -> EncodedBatch:
+    def encode(
+        self, rows: range, pictures: Sequence[Decoded | RecordRejected], encoder: Encoding, *, most: int
+    ) -> EncodedBatch:
         """Encode one batch; any thread may, while others do the same with other batches.
 
         Args:
           rows: of the bucket.
           pictures: decoded, or why there is none.
+          most: rows of a forward, as far as the batches before have shown; ``most`` at the time.
         """
+        begun_with = min(most, len(rows))
         shape = next((p.pixels.shape for p in pictures if isinstance(p, Decoded)), None)
         if shape is None:  # there is nothing to encode in the whole batch
-            return EncodedBatch(rows, pictures, [], self._most)
+            return EncodedBatch(rows, pictures, [], begun_with, most)
         pixels = encoder.black((len(pictures), *shape))
         for i, picture in enumerate(pictures):
             if isinstance(picture, Decoded):
                 pixels[i] = picture.pixels
         views = [pixels, pixels[:, :, ::-1]][: len(self._arrays)]
         records = self._records[rows.start : rows.stop]
-        most = min(rows_of_a_forward(self._told.get(row), self._most) for row in rows)
-        found, size = encode_batch(views, records, encoder, self._spec, most=most)
+        allowed = min(rows_of_a_forward(self._told.get(row), most) for row in rows)
+        found, size = encode_batch(views, records, encoder, self._spec, most=allowed)
         # What did not fit once need not be tried with every batch of the shard.
-        return EncodedBatch(rows, pictures, found, size if size < min(most, len(rows)) else self._most)
+        return EncodedBatch(rows, pictures, found, begun_with, size if size < min(allowed, len(rows)) else most)
 
-    def store(self, batch: EncodedBatch) -> list[RecordRejected | None]:
+    def store(self, batch: EncodedBatch, encoder: Encoding) -> list[RecordRejected | None]:
         """Put the next batch into its rows, in their order.
+
+        Where a batch before it has not fitted, and this one was begun without knowing that, it is encoded again: so a
+        shard is what it would be if one batch had waited for the other.
 
         Returns: why each of them is rejected, None for one that is stored.
         """
-        self._most = min(self._most, batch.most)
+        if batch.begun_with != min(self.most, len(batch.rows)):
+            batch = self.encode(batch.rows, batch.pictures, encoder, most=self.most)
+        self.most = min(self.most, batch.most)
         outcomes = []
         for i, picture in enumerate(batch.pictures):
             reject = picture if isinstance(picture, RecordRejected) else batch.found[i].reject

@@ -259,7 +259,7 @@ class ShardEncoder:
                 spec=self._plan.spec.latent,
                 told=self._told(batch.part, batch.shard),
             )
-        encoded = self._pool.submit(self._builder.encode, batch.rows, pictures, self._encoder)
+        encoded = self._pool.submit(self._builder.encode, batch.rows, pictures, self._encoder, most=self._builder.most)
         self._in_work.append(InWork(batch, self._builder, encoded))
         if batch.is_last:
             self._builder = None
@@ -276,7 +276,7 @@ class ShardEncoder:
 
     def _next(self) -> PackedShard | None:
         done = self._in_work.popleft()
-        outcomes = done.builder.store(done.encoded.result())
+        outcomes = done.builder.store(done.encoded.result(), self._encoder)
         for row, reject in zip(done.batch.rows, outcomes, strict=True):
             self._limit.count(done.batch.source.keys[row], reject)
         return done.builder.finish() if done.batch.is_last else None
