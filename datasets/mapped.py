@@ -61,8 +61,9 @@ def map_array(length: int, dtype: str, what: str) -> np.ndarray:
     if not length:
         return np.empty(0, dtype)
     with tempfile.TemporaryFile(prefix="leandit-array-") as file, named_errors(what):
-        os.posix_fallocate(file.fileno(), 0, length * np.dtype(dtype).itemsize)  # a hole would be a SIGBUS later
-        return np.memmap(file, dtype, "r+", shape=(length,)).view(np.ndarray)
+        num_bytes = length * np.dtype(dtype).itemsize
+        os.posix_fallocate(file.fileno(), 0, num_bytes)  # a hole would be a SIGBUS later
+        return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype)
 
 
 class GrowingArray:

@@ -89,6 +89,10 @@ class Leases:
     def __exit__(self, *_: object) -> None:
         for task in list(self._held):
             self.release(task)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Remove what dead processes left, and all leases of a revision of which nothing is missing."""
         if not self._writer.missing_tasks():  # nobody needs one any more
             for path in self._folder.glob(f"{self._writer.plan.revision}-*"):
                 path.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from ..datasets.errors import SourceError
+from ..datasets.files import sweep_strays
 from ..datasets.frozen import FrozenPlan
 from ..datasets.schema import Manifest, StoreSpec
 from ..datasets.writer import StoreWriter
@@ -28,7 +29,7 @@ from .encoders import load_encoders
 from .engines import Engine
 from .growth import Comparison, Options
 from .here import Here
-from .leases import alone
+from .leases import Leases, alone
 from .opening import Planner, check_disk, check_fingerprint, is_sealed, newest_plan
 from .part import Part
 from .plan import num_threads
@@ -228,6 +229,9 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
         tally = Tally(plan, missing, stage.recipe.source, writer.num_rejected, stage.progress)
         stage.engine.encode(writer, missing, stage.source, tally=tally, clock=stage.clock)
         stage.num_encoded += tally.num_pictures
+        sweep_strays(stage.root)  # of workers that were lost
+    else:
+        Leases(writer).sweep()  # of a process that died after its last shard
     return seal(stage, writer)
 
 

@@ -303,15 +303,16 @@ def noise_is_keyed_by_process() -> None:
 
 
 def rows_are_in_an_order_of_the_process() -> None:
+    growth.spool = spool  # pyright: ignore[reportAttributeAccessIssue]
     rewrite(
         growth,
         "all_fresh",
         (
-            "for record in records",
-            "for record in __import__('random').Random(__import__('os').getpid()).sample(*_all(records))",
+            "[], records,",
+            "[], spool(__import__('random').Random(__import__('os').getpid()).sample(list(records), len(records)), "
+            "lambda _: None),",
         ),
     )
-    growth._all = lambda records: (list(records), len(records))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def lease_stands_for_a_commit() -> None:

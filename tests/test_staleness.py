@@ -20,8 +20,8 @@ from PIL import Image
 
 from leandit.datasets.errors import FingerprintMismatch
 from leandit.datasets.store import LatentStore
+from leandit.precompute import describe, pipeline, text_encoders
 from leandit.precompute import encoders as encoders_module
-from leandit.precompute import pipeline, text_encoders
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders import ImageEncoder, load_encoders
 from leandit.precompute.model_files import local_folder
@@ -148,16 +148,16 @@ CHANGED: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] 
     "max_tokens": (recipe_with("text.max_tokens=12"), "text.max_tokens is 16 in the store, 12 now"),
     "no text": (recipe_with("text.kind=none"), "text.kind is 't5' in the store, None now"),
     "template": (code_with(text_encoders, "TEMPLATE", "a photo of {caption}"), "text.template is '{caption}' in"),
-    "colour": (code_with(pipeline, "COLOUR", "with profiles"), "images.colour is "),
+    "colour": (code_with(describe, "COLOUR", "with profiles"), "images.colour is "),
     "store dtype": (recipe_with("store.dtype=float32"), "latent.dtype is 'float16' in the store, 'float32' now"),
     "shard size": (recipe_with("store.shard_mib=2"), "shard_mib is 1 in the store, 2 now"),
     "codec": (recipe_with("store.codec=zstd"), "codec is 'none' in the store, 'zstd' now"),
-    "Pillow": (code_with(pipeline, "library_majors", major_99), "images.libraries.pillow is "),
+    "Pillow": (code_with(describe, "library_majors", major_99), "images.libraries.pillow is "),
     "torch": (code_with(encoders_module, "library_majors", major_99), "vae.libraries.torch is "),
 }
 CHANGED_OF_LABELS: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] = {
     "crop": (recipe_with("images.crop=bucket"), "images.crop is 'adm' in the store, 'bucket' now"),
-    "resize filter": (code_with(pipeline, "ADM_FILTER", "lanczos"), "images.resize_filter is "),
+    "resize filter": (code_with(describe, "ADM_FILTER", "lanczos"), "images.resize_filter is "),
     "captions": (recipe_with("text.kind=t5", "text.model=shipped:t5"), "text.kind is None in the store, 't5' now"),
 }
 
