@@ -303,7 +303,6 @@ def noise_is_keyed_by_process() -> None:
 
 
 def rows_are_in_an_order_of_the_process() -> None:
-    growth.spool = spool  # pyright: ignore[reportAttributeAccessIssue]
     rewrite(
         growth,
         "all_fresh",
