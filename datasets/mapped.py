@@ -7,6 +7,7 @@ tmpfs they would be memory after all.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
@@ -27,13 +28,14 @@ BATCH_ROWS = 1 << 14  # of a mapped table
 
 @contextmanager
 def named_errors(what: str) -> Iterator[None]:
-    """Turn what a full disk raises into a ResourceError that says where and what it was for."""
+    """Turn what writing a temporary file raises into a ResourceError that says where and what it was for."""
     try:
         yield
     except OSError as error:
+        free = "Free some space there, or name" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Name"
         raise ResourceError(
-            f"{what}: '{tempfile.gettempdir()}' cannot hold it ({error}). Free some space there, or name another "
-            "folder in the environment as TMPDIR."
+            f"{what}: '{tempfile.gettempdir()}' cannot hold it ({error}). {free} another folder in the environment as "
+            "TMPDIR."
         ) from error
 
 
@@ -45,11 +47,19 @@ def map_table(schema: pa.Schema, batches: Iterable[pa.RecordBatch], what: str) -
     Returns: a table with a chunk for each batch; its memory is the file's.
     Raises: ResourceError: the folder for temporary files is full.
     """
-    with tempfile.NamedTemporaryFile(prefix="leandit-table-") as file, named_errors(what):
-        with pa.OSFile(file.name, "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            for batch in batches:
+    with named_errors(what):
+        file = tempfile.TemporaryFile(prefix="leandit-table-")  # noqa: SIM115 (the next line closes it)
+    with file, pa.PythonFile(file, "w") as sink:  # without a name, so nothing is left of it, however the process ends
+        with named_errors(what):
+            writer = pa.ipc.new_file(sink, schema)
+        for batch in batches:
+            with named_errors(what):
                 writer.write_batch(batch)
-        return pa.ipc.open_file(pa.memory_map(file.name)).read_all()
+        with named_errors(what):
+            writer.close()
+            file.flush()
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return pa.ipc.open_file(pa.BufferReader(pa.py_buffer(mapped))).read_all()
 
 
 def map_array(length: int, dtype: str, what: str) -> np.ndarray:

@@ -35,6 +35,7 @@ REJECT_REASONS = {
     "too_large": "more pixels, or more memory for them, than the limit",
     "aspect": "the ratio of height to width is outside the bucket table",
     "source_changed": "the file is not the one that was planned",
+    "wrong_size": "the picture has not the size that it was planned with",
     "nonfinite": "the encoder gave NaN or infinity, in its own dtype and in float32; or what was imported holds them",
     "out_of_memory": "the device has not the memory to encode this picture alone",
     "wrong_shape": "what was imported has another shape or dtype than the other records",

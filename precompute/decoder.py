@@ -104,6 +104,7 @@ class Decoders:
     ) -> None:
         if num_children < 1:
             raise ValueError(f"num_children is {num_children}; needed at least 1")
+        self._timeout_seconds = timeout_seconds
         self._owner, self._closed = os.getpid(), threading.Event()
         self._children = [_Child(_child_module, timeout_seconds, memory_mib) for _ in range(num_children)]
         # Last in, first out: a child that has started is taken before one that has not.
@@ -150,19 +151,22 @@ class Decoders:
     def sizes(self, places: Sequence[PicturePlace]) -> list[tuple[int, int] | RecordRejected]:
         """As ``size`` for many pictures in one message, which is much faster; a reject is returned, not raised.
 
-        Where a child does not come through them, each is asked for alone, so that only the culprit is rejected.
+        Where a child does not come through them, each is asked for alone, so that only the culprit is rejected. Where
+        reading is slow, it takes several messages.
 
         Raises: ResourceError, RuntimeError: as ``size``.
         """
         if any(place.data is not None for place in places):
             return [self._size_or_reject(place) for place in places]
-        job = {"stage": "scan", "places": [(str(path), offset, size) for path, offset, size, _ in places]}
-        try:
-            head, _ = self._ask(job, None, patience=(1,))
-        except RecordRejected:
-            return [self._size_or_reject(place) for place in places]
-        found = head["sizes"]
-        return [RecordRejected(*one) if len(one) == 3 else (one[0], one[1]) for one in found]
+        found: list[tuple[int, int] | RecordRejected] = []
+        while rest := [(str(path), offset, size) for path, offset, size, _ in places[len(found) :]]:
+            try:
+                job = {"stage": "scan", "places": rest, "seconds": self._timeout_seconds / 2}
+                head, _ = self._ask(job, None, patience=(1,))
+            except RecordRejected:
+                return found + [self._size_or_reject(place) for place in places[len(found) :]]
+            found += [RecordRejected(*one) if len(one) == 3 else (one[0], one[1]) for one in head["sizes"]]
+        return found
 
     def _size_or_reject(self, place: PicturePlace) -> tuple[int, int] | RecordRejected:
         try:

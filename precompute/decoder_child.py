@@ -85,13 +85,16 @@ def size_in_file(path: str, offset: int, num_bytes: int) -> tuple[int, int]:
     return read_size(head if len(head) == num_bytes else read_bytes(path, offset, num_bytes, "scan"))
 
 
-def answer_sizes(places: list[tuple[str, int, int]]) -> Answer:
-    """Read the headers of many pictures.
+def answer_sizes(places: list[tuple[str, int, int]], seconds: float) -> Answer:
+    """Read the headers of many pictures, of as many as can be read in so many seconds, but at least of one.
 
     Returns: "sizes", for each (height_px, width_px), or (stage, reason, detail) of a reject.
     """
     found: list[tuple[int, int] | tuple[str, str, str]] = []
+    end = time.monotonic() + seconds
     for place in places:
+        if found and time.monotonic() > end:
+            break
         try:
             found.append(size_in_file(*place))
         except RecordRejected as reject:
@@ -103,15 +106,15 @@ def answer(job: dict[str, Any]) -> Answer:
     """Do one job.
 
     Args:
-      job: stage; places (path, offset, num_bytes) of many pictures, for their sizes; or path, offset, num_bytes of one,
-        data, where its bytes were sent, and for stage "decode": crops, each a bucket (height_px, width_px), crop and
-        resize_filter.
+      job: stage; places (path, offset, num_bytes) of many pictures, for their sizes, and seconds for all of them; or
+        path, offset, num_bytes of one, data, where its bytes were sent, and for stage "decode": crops, each a bucket
+        (height_px, width_px), crop and resize_filter.
     Returns: "size" (height_px, width_px) of the upright picture, and of a decoded one its "checksum", "read_seconds"
       (of the read alone) and its crops; or "sizes".
     Raises: RecordRejected.
     """
     if "places" in job:
-        return answer_sizes(job["places"])
+        return answer_sizes(job["places"], job["seconds"])
     data, start = job.get("data"), time.perf_counter()
     if data is None and job["stage"] == "scan":
         return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"])}, []

@@ -125,6 +125,7 @@ def compare(
     statuses = base.records["status"].to_pylist()
     checksums = base.records["source_checksum"].to_pylist()
     attempts = base.records["attempts"].to_pylist()
+    sizes = list(zip(base.records["height_px"].to_pylist(), base.records["width_px"].to_pylist(), strict=True))
 
     def is_unchanged(pair: tuple[int, SourceRecord]) -> bool:
         position, now = pair
@@ -132,6 +133,8 @@ def compare(
             return True  # the plan was rebuilt without the places, and a reject has no checksum to compare
         if reasons[position] in OF_THE_LISTING and not now.problem:
             return reasons[position] == "no_caption" and not caption_texts(now) and old[position].place == now.place
+        if reasons[position] == "wrong_size" and now.height_px and (now.height_px, now.width_px) != sizes[position]:
+            return False  # a table said it, and says something else now
         if now.problem or statuses[position] == "rejected":
             return old[position].place == now.place
         if old[position].place == now.place and not check_content:

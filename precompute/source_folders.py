@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..datasets.errors import RecordRejected
 from .source_files import FoundFile, SourceFiles
-from .source_record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_row, label_of
+from .source_record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_row, label_of, usable_key
 
 SIDECARS = (".txt", ".json")
 LOOKED_AT = 1000  # files, to see whether texts lie beside pictures
@@ -29,6 +29,7 @@ class Found:
 
     def label(self, name: str) -> int:
         """Index of a class; classes must come in order."""
+        name, _ = usable_key(name)
         if self.classes is None:
             self.classes = []
         label = self._labels.setdefault(name, len(self.classes))

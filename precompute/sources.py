@@ -24,7 +24,8 @@ from .source_tables import METADATA, PIXART_TABLE, find_table, pixart_folder, ta
 from .source_tars import imagenet, is_imagenet, tar_names, webdataset
 
 MAX_SENT_BYTES = 256 << 20  # of a picture that this process reads for a decoder
-LISTED = ["key", "path", "offset", "num_bytes", "mtime_ns", "label", "captions"]  # what the listing's hash is of
+# What the listing's hash is of.
+LISTED = ["key", "path", "offset", "num_bytes", "mtime_ns", "label", "captions", "height_px", "width_px"]
 NAMED = ("imagefolder", "imagenet")  # kinds whose classes always have names
 
 

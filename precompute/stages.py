@@ -367,7 +367,7 @@ def as_planned(decoded: Decoded, size: tuple[int, int]) -> Picture:
         return decoded
     planned = "{}x{}".format(*size)
     detail = f"the picture has {found[0]}x{found[1]} px, the one that was planned had {planned} px"
-    return RecordRejected("decode", "source_changed", detail)
+    return RecordRejected("decode", "wrong_size", detail)
 
 
 def _decode_ahead(

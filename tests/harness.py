@@ -139,7 +139,7 @@ class InProcessDecoders:
 
     def sizes(self, places: Sequence[PicturePlace]) -> list[tuple[int, int] | RecordRejected]:
         """As ``Decoders.sizes``."""
-        found = answer({"stage": "scan", "places": [place[:3] for place in places]})[0]["sizes"]
+        found = answer({"stage": "scan", "places": [place[:3] for place in places], "seconds": 5.0})[0]["sizes"]
         return [RecordRejected(*one) if len(one) == 3 else one for one in found]
 
     def picture(self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, **how: Any) -> Decoded:
