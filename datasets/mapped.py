@@ -49,17 +49,18 @@ def map_table(schema: pa.Schema, batches: Iterable[pa.RecordBatch], what: str) -
     """
     with named_errors(what):
         file = tempfile.TemporaryFile(prefix="leandit-table-")  # noqa: SIM115 (the next line closes it)
-    with file, pa.PythonFile(file, "w") as sink:  # without a name, so nothing is left of it, however the process ends
+    with file:
+        path = f"/proc/self/fd/{file.fileno()}"  # it has no name, so nothing is left of it, however the process ends
         with named_errors(what):
+            sink = pa.OSFile(path, "wb")
             writer = pa.ipc.new_file(sink, schema)
-        for batch in batches:
+        with sink:
+            for batch in batches:
+                with named_errors(what):
+                    writer.write_batch(batch)
             with named_errors(what):
-                writer.write_batch(batch)
-        with named_errors(what):
-            writer.close()
-            file.flush()
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return pa.ipc.open_file(pa.BufferReader(pa.py_buffer(mapped))).read_all()
+                writer.close()
+        return pa.ipc.open_file(pa.memory_map(path)).read_all()
 
 
 def map_array(length: int, dtype: str, what: str) -> np.ndarray:

@@ -7,6 +7,7 @@ between has cost one shard, and nothing half-written is ever read. No encoder is
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,8 @@ from .hashing import canonical_json, xxh3_file, xxh3_parts
 from .layout import CAPTION_PART, CAPTIONS, MANIFEST, NULL_PART, RECORDS, commit_path, revision_prefix
 from .schema import FORMAT_VERSION, CommitRecord, Fallback, FileEntry, Manifest, Reject
 from .shards import pack_shard
+
+READERS = 4  # threads that look at bytes
 
 
 def row_checksum(*rows: np.ndarray) -> str:
@@ -51,6 +54,7 @@ class StoreWriter:
             names = {task: commit_path(plan.revision, *task) for task in plan.layout.tasks()}
             doubted = [task for task, name in names.items() if task not in self._commits and (root / name).is_file()]
         self.doubted = frozenset(doubted or ())
+        self.had_company = False  # others have made, or are making, shards of this revision
 
     @property
     def is_sealed(self) -> bool:
@@ -80,8 +84,23 @@ class StoreWriter:
         if task not in self._commits:
             record = read_commit(self.root, self.plan, *task, check_bytes=task in self.doubted)
             if record:
-                self._commits[task] = record
+                self._commits[task], self.had_company = record, True
         return task in self._commits
+
+    def recheck(self) -> None:
+        """Look at the bytes of all shards if others had a hand in them; what is not as recorded is missing again.
+
+        Two that make one shard at the same moment, because a lease has run out, may make different bytes (another
+        device, less memory), and leave the file of one and the record of the other.
+        """
+        if not self.had_company or self.is_sealed:
+            return
+        self.had_company = False
+        with ThreadPoolExecutor(READERS, thread_name_prefix="leandit-recheck") as pool:
+            tasks = self.plan.layout.tasks()
+            found = pool.map(lambda task: read_commit(self.root, self.plan, *task, check_bytes=True), tasks)
+            self._commits = {task: record for task, record in zip(tasks, found, strict=True) if record}
+        self.doubted |= {task for task in tasks if task not in self._commits}
 
     def commit(
         self,

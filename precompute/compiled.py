@@ -77,13 +77,12 @@ def filled_up(pixels: np.ndarray, batch_size: int) -> np.ndarray:
 
     Args:
       pixels: (B, height_px, width_px, 3) uint8.
-      batch_size: of the recipe; 0: not known.
+      batch_size: of the recipe.
     """
     rows = len(pixels)
-    wanted = 1 << (rows - 1).bit_length()
-    if rows >= wanted or (batch_size and rows >= batch_size):
+    wanted = min(1 << (rows - 1).bit_length(), batch_size)
+    if rows >= wanted:
         return pixels
-    wanted = min(wanted, batch_size) if batch_size else wanted
     return np.concatenate([pixels, np.zeros((wanted - rows, *pixels.shape[1:]), np.uint8)])
 
 

@@ -82,6 +82,12 @@ class VaeSection(Section):
     compile: bool = False
     """torch.compile the encoder, once for each shape of a batch; other bits than without, so in the fingerprint."""
 
+    @model_validator(mode="after")
+    def _has_a_batch(self) -> VaeSection:
+        if self.compile and not self.batch_size:
+            raise ValueError("compile needs a batch_size: finding the largest would compile every size that is tried")
+        return self
+
 
 class TextSection(Section):
     """The caption encoder."""

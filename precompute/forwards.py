@@ -21,7 +21,7 @@ from .posterior import sample_once
 
 CPU_BATCH = 32  # on a CPU more rows in a forward are no faster
 MAX_BATCH = 256
-MAX_BATCH_BYTES = 256 << 20  # of decoded pixels: a few batches wait in the memory of the host
+MAX_BATCH_BYTES = 96 << 20  # of decoded pixels: up to eight batches are in the memory of the host, of 1 GiB
 FLOAT32 = "float32"
 SIZE = "batch:"
 

@@ -160,6 +160,8 @@ def finish(
             with Background(writer, leases, clock) as background:
                 for shard in shards.make(leases.take(missing)):
                     background.commit(shard)
+            if not writer.missing_tasks():
+                writer.recheck()
             if missing := writer.missing_tasks():
                 leases.wait()  # for other processes
     if not writer.num_stored:

@@ -23,7 +23,8 @@ LEASE_SECONDS = 60.0  # without a touch, then others take it; all coordinators m
 TOUCH_SECONDS = 15.0
 EMPTY_SECONDS = 2.0  # between the making of a lease's file and its first bytes, at most
 LOOK_SECONDS = 0.2  # between two looks at what others are making
-PATIENCE_SECONDS = 600.0  # without a commit: then others are taken for stuck, and their shards are made here as well
+# Without a commit: then others are taken for stuck, and their shards are made here as well. Much more than one takes.
+PATIENCE_SECONDS = 7200.0
 
 
 class Lease:
@@ -139,6 +140,7 @@ class Leases:
         except OSError:  # another process has just removed the folder, or nobody may write there
             return not self._patient
         (self._held if is_taken else self._wanted)[task] = lease
+        self._writer.had_company |= not is_taken
         return is_taken or not self._patient
 
 

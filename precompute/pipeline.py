@@ -225,13 +225,15 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
     mine = set(stage.part.of(plan.layout.tasks()))
     missing = [task for task in writer.missing_tasks() if task in mine]
     check_disk(writer, missing)
-    if missing:
+    Leases(writer).sweep()  # of a process that died after its last shard
+    while missing:
         tally = Tally(plan, missing, stage.recipe.source, writer.num_rejected, stage.progress)
         stage.engine.encode(writer, missing, stage.source, tally=tally, clock=stage.clock)
         stage.num_encoded += tally.num_pictures
         sweep_strays(stage.root)  # of workers that were lost
-    else:
-        Leases(writer).sweep()  # of a process that died after its last shard
+        if not writer.missing_tasks():
+            writer.recheck()
+        missing = [task for task in writer.missing_tasks() if task in mine]
     return seal(stage, writer)
 
 

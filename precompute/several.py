@@ -92,6 +92,8 @@ class Work:
 
     def look(self) -> None:
         """See what is still missing of our share."""
+        if not self.writer.missing_tasks():
+            self.writer.recheck()
         mine = set(self.stage.part.of(self.plan.layout.tasks()))
         self.missing = [task for task in self.writer.missing_tasks() if task in mine]
 

@@ -260,8 +260,8 @@ def test_the_largest_batch_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = loaded_encoders(label_recipe().vae, label_recipe().text).image
     monkeypatch.setattr(ImageEncoder, "_forward", lambda self, pixels: np.zeros(1))
     found = {side_px: largest_batch(encoder, side_px, side_px) for side_px in (32, 512, 1024, 4096)}
-    assert found == {32: 256, 512: 256, 1024: 64, 4096: 4}
-    assert all(size * side_px**2 * 3 <= 256 << 20 for side_px, size in found.items())
+    assert found == {32: 256, 512: 128, 1024: 32, 4096: 2}
+    assert all(size * side_px**2 * 3 <= 96 << 20 for side_px, size in found.items())
 
 
 @pytest.mark.usefixtures("gpu")
@@ -289,7 +289,7 @@ def test_a_found_batch_is_kept_by_the_store_whatever_fits_later(
     monkeypatch.setattr(ImageEncoder, "device", torch.device("cuda"))
     tried = sizes(5)
     encode(recipe, source, root)
-    assert tried == [1, 2, 4, 8, 4, 4, 1, 4, 2]
+    assert (tried[:4], sorted(tried[4:])) == ([1, 2, 4, 8], [1, 2, 4, 4, 4])
     assert LatentStore(root).spec.latent.batch_size == 4
     tried = sizes(100)
     encode(recipe, source, root)

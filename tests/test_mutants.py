@@ -228,7 +228,7 @@ def temporaries_are_not_swept() -> None:
 
 def leases_of_the_dead_stay() -> None:
     kept = ("path.unlink(missing_ok=True)", "pass"), ('self._folder.glob("*.lock")', "[]")
-    rewrite(leases.Leases, "__exit__", *kept)
+    rewrite(leases.Leases, "sweep", *kept)
 
 
 def fingerprint_says_nothing() -> None:

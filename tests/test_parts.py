@@ -49,6 +49,32 @@ def run(source: Path, store: Path, part: str = "") -> Report:
     )
 
 
+def test_a_shard_that_two_made_at_once_is_made_again(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "whole")
+    store, whole = tmp_path / "store", tmp_path / "whole"
+    meddled: list[Path] = []
+
+    def meddle(stage: str, done: int, total: int) -> None:
+        """Another process commits a shard, over whose file a third one writes that had begun it too."""
+        plan = read_plan(whole, 1)
+        part, shard = plan.layout.tasks()[-1]
+        path = plan.layout.part_arrays(part)[0].shard_path(shard)
+        if stage == "pictures" and not meddled and not (store / path).exists():
+            content = bytearray((whole / path).read_bytes())
+            content[10] ^= 1
+            (store / path).parent.mkdir(parents=True, exist_ok=True)
+            (store / path).write_bytes(content)
+            record = commits.commit_path(1, part, shard)
+            (store / record).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(whole / record, store / record)
+            meddled.append(store / path)
+
+    recipe = caption_recipe()
+    precompute(recipe, source_path=source, store_path=store, device=CPU, progress=meddle)
+    assert meddled
+    assert tree_digest(store) == tree_digest(whole)
+
+
 def test_parts_cover_all_tasks_once() -> None:
     tasks: list[Any] = [("buckets/8x8", shard) for shard in range(17)]
     for count in range(1, 20):

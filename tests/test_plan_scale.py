@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from making import CPU, caption_recipe, no_progress, picture
 
 from leandit.datasets import frozen
-from leandit.datasets.errors import RecordRejected, ResourceError
+from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
 from leandit.datasets.frozen import FrozenPlan, parquet_file, read_plan, table_bytes, write_plan
 from leandit.datasets.hashing import sha256_of, xxh3_parts
 from leandit.datasets.mapped import map_array, map_table, one_chunk, rebatched
@@ -332,8 +332,24 @@ def test_a_manifest_that_lies_of_a_size_costs_that_record_alone(tmp_path: Path) 
     recipe = caption_recipe("text.kind=none", "source.sizes=manifest")
     precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
     rows = LatentStore(tmp_path / "store").records.to_pylist()
-    assert [(row["key"], row["reason"]) for row in rows if row["status"] != "stored"] == [("2.png", "source_changed")]
+    assert [(row["key"], row["reason"]) for row in rows if row["status"] != "stored"] == [("2.png", "wrong_size")]
     assert [row["height_px"] for row in rows] == [64, 64, 60, 64, 64, 64]
+    lines[2]["height"] = 64  # mended: it is tried again
+    (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    assert LatentStore(tmp_path / "store").records["status"].to_pylist() == ["stored"] * 6
+
+
+def test_a_manifest_that_lies_of_many_sizes_ends_the_run(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for i in range(12):
+        picture(i, 64, 64).save(source / f"{i}.png")
+    lines = [{"file_name": f"{i}.png", "height": 60, "width": 64} for i in range(12)]
+    (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = caption_recipe("text.kind=none", "source.sizes=manifest")
+    with pytest.raises(SourceError, match="11 x wrong_size"):
+        precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
 
 
 def test_with_the_sizes_of_a_manifest_no_picture_is_opened_to_plan_it(

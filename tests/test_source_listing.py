@@ -92,6 +92,18 @@ def test_nothing_is_left_of_a_listing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert listing[39_999].key == "39999"
 
 
+def test_nothing_is_left_of_a_listing_that_is_killed(tmp_path: Path) -> None:
+    code = """
+import os, sys, tempfile
+tempfile.tempdir = sys.argv[1]
+from leandit.precompute.source_listing import spool
+from leandit.precompute.source_record import SourceRecord
+spool((os._exit(9) if i == 40_000 else SourceRecord(str(i), "x") for i in range(50_000)), lambda done: None)
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 9
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_for_temporary_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
