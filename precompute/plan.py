@@ -2,8 +2,8 @@
 
 Tokens are counted and picture headers read here; pixels and weights are not. A record that cannot be planned is
 rejected here, with its reason, and has no row. What an earlier revision holds and the source did not change is carried
-over as it is (``growth.py`` finds it). All goes by in batches and what comes out is mapped, so the memory that a plan
-takes does not depend on the number of records. The captions are planned in ``caption_plan.py``.
+over as it is (``growth.py`` finds it). All goes by in batches and what comes out is mapped, so the memory that a first
+plan takes does not depend on the number of records. The captions are planned in ``caption_plan.py``.
 """
 
 from __future__ import annotations

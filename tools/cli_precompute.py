@@ -75,7 +75,7 @@ def precompute(
 
     stop: StopRequest = context.obj
     if others and (engine != LOCAL or len(torch_devices(device)) > 1):
-        raise RecipeError("--also: one process decodes for all stores. Give one device, as --device cuda:0.")
+        raise RecipeError("--also: one process makes all stores. Needed --engine local and one device, as cuda:0.")
     chosen = chosen_engine(loaded, store, source, devices=device, name=engine, address=address)
     with ProgressLine() as line, chosen as elsewhere:
 
