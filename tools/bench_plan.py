@@ -8,7 +8,6 @@ everything and loaded the tokenizer; what is mapped is the kernel's to drop.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -33,8 +32,10 @@ from ..precompute.plan import num_threads
 from ..precompute.sources import list_source
 from ..precompute.text_encoders import CaptionTokenizer
 from .bench_meters import hardware, tree_cpu_seconds
+from .bench_scratch import fresh_folder, own_folder
 from .synthetic import noise_spec
 
+OWN_FOLDER = "bench-plan"
 SHAPES = ((256, 256), (224, 336), (336, 224), (200, 400), (30, 256))  # the last is beyond every bucket
 RARE = 1000  # one row in so many has it
 REPEATED = 10  # one caption in so many is an old one
@@ -48,14 +49,16 @@ SIZES = ("header", "manifest")
 def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str, Any]:
     """Make the manifest, unless it is there, plan it, and take the plan up.
 
-    Raises: RecipeError: no such place of sizes; ResourceError: a measurement failed.
+    Raises:
+      RecipeError: no such place of sizes, or a folder that is not its own.
+      ResourceError: a measurement failed.
     """
     if sizes not in SIZES:
         raise RecipeError(f"--sizes '{sizes}': needed one of {', '.join(SIZES)}.")
-    source, store = scratch / f"plan-{records}", scratch / f"plan-{records}-store"
+    own = own_folder(scratch, OWN_FOLDER)
+    source, store = own / f"manifest-{records}", fresh_folder(own, "store", make=False)
     if not (source / "manifest.parquet").is_file():
         make_manifest(source, records)
-    shutil.rmtree(store, ignore_errors=True)
     given = ["captions" if captions else "labels", sizes, str(source / "manifest.parquet"), str(store)]
     planned = _in_fresh_process("plan", *given)
     opened = _in_fresh_process("open", *given)

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import gc
 import shlex
-import shutil
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -54,8 +53,10 @@ from .bench_goals import goals_of
 from .bench_inputs import text_model, vae_model, write_sample
 from .bench_memory import peak_mb
 from .bench_meters import hardware
+from .bench_scratch import fresh_folder, own_folder
 
 BASE_RECIPE = "imagenet-256"
+OWN_FOLDER = "bench-precompute"
 MOST_BATCHES = 4  # decoded, for the bare encoder
 # Captions are encoded with small pictures, whose time is not counted.
 SMALL_PICTURES = ["vae.model=shipped:vae", "images.resolution=32", "images.crop=adm", "images.buckets=square"]
@@ -70,7 +71,7 @@ class Request:
 
     Args:
       source: of pictures, and captions if any; all who are compared read a sample of it.
-      scratch: folder for the sample, random encoders, stores and the peers' files.
+      scratch: folder in which a folder of its own holds the sample, random encoders, stores and the peers' files.
       vae, text: hub id, folder, or "random:SHAPE"; no text: captions are not measured.
       tokenizer: folder, of a random text encoder.
       records: pictures of the sample.
@@ -119,9 +120,9 @@ class Work:
 def run(request: Request, progress: Progress) -> dict[str, Any]:
     """Measure everything; one JSON object.
 
-    Raises: LeanditError: of the source, of an encoder, or of a precompute.
+    Raises: LeanditError: of the source, of an encoder, of a precompute, or of a scratch folder that is not its own.
     """
-    request.scratch.mkdir(parents=True, exist_ok=True)
+    request = replace(request, scratch=own_folder(request.scratch, OWN_FOLDER))
     work = _prepare(request)
     captions: dict[str, float] = {}
     cells = _cells(work, captions)
@@ -163,7 +164,7 @@ def _prepare(request: Request) -> Work:
 
     Raises: RecipeError: captions are asked for, and the source has none; or no size of a batch.
     """
-    sample = request.scratch / "sample"
+    sample = fresh_folder(request.scratch, "sample")
     records = write_sample(request.source, sample, request.records)
     models = [f"vae.model={vae_model(request.vae, request.scratch)}", "text.kind=none"]
     recipe = load(BASE_RECIPE, [*request.overrides, *models])
@@ -274,8 +275,7 @@ def _own_caption_rate(work: Work, found: dict[str, float]) -> float:
 
 def _precompute(work: Work, recipe: PrecomputeRecipe) -> Report:
     """Into a fresh store."""
-    store = work.request.scratch / "store"
-    shutil.rmtree(store, ignore_errors=True)
+    store = fresh_folder(work.request.scratch, "store", make=False)
     return precompute(
         recipe,
         source_path=work.sample,
@@ -286,7 +286,7 @@ def _precompute(work: Work, recipe: PrecomputeRecipe) -> Report:
 
 
 def _peer_rate(work: Work, name: str) -> float:
-    section, out = work.recipe.vae, _fresh(work, "peer")
+    section, out = work.recipe.vae, fresh_folder(work.request.scratch, "peer")
     folder, _ = resolve_model(section.model, section.subfolder, section.revision, what="--vae")
     vae = load_vae(folder, work.request.device)
     if name == FAST_DIT:
@@ -300,15 +300,8 @@ def _peer_caption_rate(work: Work) -> float:
     section = work.text_recipe.text
     folder, _ = resolve_model(section.model, section.subfolder, section.revision, what="--text")
     model, tokenizer = load_text(folder, work.request.device)
-    out, seconds = _fresh(work, "peer"), work.request.seconds
+    out, seconds = fresh_folder(work.request.scratch, "peer"), work.request.seconds
     return caption_rate(work.captions, model=model, tokenizer=tokenizer, out=out, seconds=seconds)
-
-
-def _fresh(work: Work, name: str) -> Path:
-    folder = work.request.scratch / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return folder
 
 
 def caption_figures(report: Report, width: int) -> dict[str, float]:
@@ -338,7 +331,7 @@ def _memory(work: Work, progress: Progress) -> dict[str, float]:
         "batch": work.batches[0].shape[:3],
     }
     alone = peak_mb(job)
-    store = _fresh(work, "store")
+    store = fresh_folder(work.request.scratch, "store", make=False)
     whole = peak_mb(job | {"source": str(work.sample), "store": str(store)})
     progress("memory", 2, 2)
     return {"encoder": alone, "run": whole}
