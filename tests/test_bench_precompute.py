@@ -6,6 +6,7 @@ No time is asserted: how fast anybody is, is what the benchmark is for.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,7 @@ def test_the_size_of_a_batch_must_be_said(class_folder: Path, tmp_path: Path) ->
         run(request, lambda stage, done, total: None)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is known on Linux")
 def test_the_memory_of_a_fresh_process_is_measured() -> None:
     recipe = label_recipe().model_dump()
     peak = peak_mb({"recipe": recipe, "device": "cpu", "batch": [8, 64, 64]})
