@@ -134,7 +134,7 @@ class Mds:
         """
         shard, file = self._by_path[path], self.root / path
         if file.is_file():
-            content = np.memmap(file, np.uint8, "r").data if file.stat().st_size else memoryview(b"")
+            content = _mapped(file)
         elif shard.compressed:
             with self._unpacking:  # threads want the same one at the same time
                 content = self._unpacked.get(path) or _unpack(self.root / shard.compressed, shard.num_bytes + 1)
@@ -193,7 +193,10 @@ def _unpack(path: Path, most: int) -> memoryview:
 
     Raises: OSError, ValueError: it cannot be unpacked. ResourceError: the folder for temporary files is full.
     """
-    with pa.input_stream(str(path), compression="zstd") as stream, tempfile.TemporaryFile() as file:
+    with (
+        pa.input_stream(str(path), compression="zstd") as stream,
+        tempfile.NamedTemporaryFile(prefix="leandit-mds-") as file,
+    ):
         while most and (some := stream.read(min(most, COPIED_BYTES))):
             try:
                 file.write(some)
@@ -204,7 +207,16 @@ def _unpack(path: Path, most: int) -> memoryview:
                     "space there, name another folder in the environment as TMPDIR, or unpack the shards yourself."
                 ) from error
             most -= len(some)
-        return np.memmap(file, np.uint8, "r").data if file.tell() else memoryview(b"")
+        return _mapped(file.name)
+
+
+def _mapped(path: Path | str) -> memoryview:
+    """The bytes of a file, mapped by Arrow: Python's own maps each hold an open file, of which a process has few.
+
+    Raises: OSError.
+    """
+    with pa.memory_map(str(path)) as file:
+        return memoryview(file.read_buffer())
 
 
 def _index(root: Path) -> list[Shard]:

@@ -6,6 +6,7 @@ nothing, unpickles nothing and follows no path that leaves its folder.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..datasets.errors import RecordRejected, SourceError
+from ..datasets.errors import RecordRejected, ResourceError, SourceError
+
+LACKING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
+FAILING = frozenset({errno.EIO, errno.ESTALE})
 
 
 @dataclass(frozen=True)
@@ -146,12 +150,27 @@ class Labelled:
 
 @contextmanager
 def rejecting(what: str) -> Iterator[None]:
-    """Turn a file that cannot be read as what it is into a reject of its record."""
+    """Turn a file that cannot be read as what it is into a reject of its record; the machine's faults are no record's.
+
+    Raises: RecordRejected. ResourceError: the machine lacks memory, room or open files. SourceError: its disk fails.
+    """
     try:
         yield
     except FileNotFoundError as error:
         raise RecordRejected("scan", "missing_file", f"{what}: there is no such file") from error
     except (OSError, ValueError, EOFError, LookupError, NotImplementedError, MemoryError) as error:
+        number = getattr(error, "errno", None)
+        if number in LACKING or isinstance(error, MemoryError):
+            raise ResourceError(
+                f"source, '{what}': this machine lacks what reading takes ({error or 'no memory'}). Needed: memory, "
+                "room for temporary files (TMPDIR), and open files (ulimit -n). Nothing was rejected for it: make "
+                "some free, and run the same command again."
+            ) from error
+        if number in FAILING:
+            raise SourceError(
+                f"source, '{what}': its disk or network folder fails ({error}). Nothing was rejected for it: mend "
+                "that, and run the same command again."
+            ) from error
         raise RecordRejected("scan", "unreadable", f"{what}: {type(error).__name__}: {error}"[:500]) from error
 
 

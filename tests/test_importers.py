@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
+import resource
 import shutil
 import struct
+import subprocess
 import sys
 import zipfile
 from dataclasses import replace
@@ -37,13 +40,16 @@ from safetensors.torch import load_file, save_file
 
 from leandit.datasets import files
 from leandit.datasets.compact import compact
-from leandit.datasets.errors import FingerprintMismatch, RecipeError, ResourceError, SourceError
+from leandit.datasets.errors import FingerprintMismatch, RecipeError, RecordRejected, ResourceError, SourceError
 from leandit.datasets.files import Failpoint
 from leandit.datasets.latents import denormalise, final_latents
 from leandit.datasets.store import LatentStore
 from leandit.datasets.verify import verify_store
 from leandit.precompute import import_mds
 from leandit.precompute.import_arrays import MAX_ARRAY_BYTES, npy_header, parse_npy
+from leandit.precompute.import_config import load
+from leandit.precompute.import_mds import Mds
+from leandit.precompute.import_source import rejecting
 from leandit.tools.checker import check
 from leandit.tools.cli import main
 from leandit.train.loop import train
@@ -647,17 +653,79 @@ def test_broken_shards_and_samples_are_rejected(tmp_path: Path) -> None:
     assert_holds(store, without(made, *wanted))
 
 
-def test_a_packed_shard_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, unpacked, unpack = make_mds(tmp_path / "source"), [], import_mds._unpack
-    for name in ("shard.00000.mds", "shard.00002.mds"):
-        path = made.source / name
-        path.with_name(f"{name}.zstd").write_bytes(pa.compress(path.read_bytes(), "zstd", asbytes=True))
+def pack_shards(source: Path, times: int = 1) -> None:
+    """Pack those shards of an MDS folder that are not yet, and have the index list each so many times."""
+    for path in source.glob("*.mds"):
+        path.with_name(f"{path.name}.zstd").write_bytes(pa.compress(path.read_bytes(), "zstd", asbytes=True))
         path.unlink()
-    index = json.loads((made.source / "index.json").read_text())
+    index, shards = json.loads((source / "index.json").read_text()), []
     for shard in index["shards"]:
         basename = shard["raw_data"]["basename"]
-        shard |= {"compression": "zstd:3", "zip_data": {"basename": f"{basename}.zstd", "bytes": 0, "hashes": {}}}
-    (made.source / "index.json").write_text(json.dumps(index))
+        zipped = {"basename": f"{basename}.zstd", "bytes": 0, "hashes": {}}
+        for copy in range(times):
+            raw = shard["raw_data"] | {"basename": f"{copy}.{basename}" if copy else basename}
+            shards.append(shard | {"compression": "zstd:3", "zip_data": zipped, "raw_data": raw})
+    (source / "index.json").write_text(json.dumps(index | {"shards": shards}))
+
+
+FEW_FILES = """
+import resource, sys
+from pathlib import Path
+from leandit.precompute.import_config import load
+from leandit.precompute.import_mds import Mds
+
+reader = Mds(Path(sys.argv[1]), load(sys.argv[2:]))
+resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+entries = list(reader.entries())
+read = [reader.read(entry).arrays[0] for entry in entries]
+print(len(entries), len(read))
+"""
+
+
+def test_packed_shards_hold_no_open_files(tmp_path: Path) -> None:
+    made = make_mds(tmp_path / "source")
+    pack_shards(made.source, times=40)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", FEW_FILES, str(made.source), *made.settings]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.stdout.split(), done.stderr) == ([str(40 * len(made.records))] * 2, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), ResourceError),
+        (OSError(errno.ENFILE, "Too many open files in system"), ResourceError),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), ResourceError),
+        (OSError(errno.ENOSPC, "No space left on device"), ResourceError),
+        (MemoryError(), ResourceError),
+        (OSError(errno.EIO, "Input/output error"), SourceError),
+        (OSError(errno.ESTALE, "Stale file handle"), SourceError),
+        (OSError(errno.EACCES, "Permission denied"), RecordRejected),
+        (OSError("not a regular file"), RecordRejected),
+    ],
+)
+def test_what_the_machine_lacks_is_no_reject(error: Exception, raised: type[Exception]) -> None:
+    with pytest.raises(raised, match=r"7\.npy"), rejecting("7.npy"):
+        raise error
+
+
+def test_files_that_cannot_be_opened_stop_an_import(tmp_path: Path) -> None:
+    made = make_mds(tmp_path / "source")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reader = Mds(made.source, load(made.settings))
+    entry = next(iter(reader.entries()))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those below are open already
+        with pytest.raises(ResourceError, match="ulimit -n"):
+            reader.look(entry)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_packed_shard_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, unpacked, unpack = make_mds(tmp_path / "source"), [], import_mds._unpack
+    pack_shards(made.source)
     monkeypatch.setattr(import_mds, "OPEN_SHARDS", 1)
     monkeypatch.setattr(import_mds, "_unpack", lambda path, most: unpacked.append(path.name) or unpack(path, most))
     run_import(made, tmp_path / "store")
@@ -668,7 +736,8 @@ def test_a_packed_shard_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_where_a_packed_shard_finds_no_room_it_is_no_reject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_mds(tmp_path / "source")
     # Room for nothing: a file that may only be read.
-    monkeypatch.setattr(import_mds.tempfile, "TemporaryFile", lambda: (made.source / "index.json").open("rb"))
+    read_only = (made.source / "index.json").open("rb")
+    monkeypatch.setattr(import_mds.tempfile, "NamedTemporaryFile", lambda prefix: read_only)
     with pytest.raises(ResourceError, match="TMPDIR"):
         run_import(made, tmp_path / "store")
 

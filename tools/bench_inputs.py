@@ -45,14 +45,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def write_sample(source_path: Path | str, folder: Path, count: int) -> list[SourceRecord]:
-    """Write pictures of a source, spread over all of it, as files with a metadata.jsonl; made anew.
+    """Write pictures of a source, spread over all of it, as files with a metadata.jsonl.
 
     Args:
+      folder: is made; what is there of another sample is in the way.
       count: of pictures; where the source has fewer, they come again under other names.
     Returns: the records of the sample, in its order.
     """
     source = list_source(source_path)
-    shutil.rmtree(folder, ignore_errors=True)
     (folder / "images").mkdir(parents=True)
     step = max(1, len(source.records) // count)
     chosen = [source.records[i * step] for i in range(min(count, len(source.records)))]

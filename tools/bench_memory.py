@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +21,9 @@ from ..datasets.errors import ResourceError
 from ..precompute.config import PrecomputeRecipe
 from ..precompute.encoders import ImageEncoder
 from ..precompute.pipeline import precompute
-from .bench_meters import tree_anonymous_mb
+from .bench_meters import PeakMemory
 
-EVERY_SECONDS = 0.1
 FORWARDS = 2
-
-
-class PeakMemory:
-    """Looks at the memory of this process and its children ten times a second; a context manager."""
-
-    def __init__(self) -> None:
-        self.mb = 0.0
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> PeakMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while True:
-            self.mb = max(self.mb, tree_anonymous_mb() or 0.0)
-            if self._end.wait(EVERY_SECONDS):
-                return
 
 
 def peak_mb(job: dict[str, Any]) -> float:

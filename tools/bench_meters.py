@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,41 @@ from typing import Any
 PROC = Path("/proc")
 BLOCK_BYTES = 512  # unit of st_blocks
 WARM_BYTES = 1 << 24
+EVERY_SECONDS = 0.1
+
+
+class PeakMemory:
+    """Looks at the memory of this process and its descendants ten times a second; a context manager.
+
+    Its unit is the MB of a million bytes; what counts is said in ``tree_anonymous_mb``. Where that is not known, 0.
+    """
+
+    def __init__(self) -> None:
+        self.before_mb = self.mb = 0.0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self.before_mb = tree_anonymous_mb() or 0.0
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    @property
+    def beyond_mb(self) -> float:
+        """The peak beyond what was there when the block began."""
+        return max(0.0, self.mb - self.before_mb)
+
+    def _watch(self) -> None:
+        is_last = False
+        while True:
+            self.mb = max(self.mb, tree_anonymous_mb() or 0.0)
+            if is_last:
+                return
+            is_last = self._end.wait(EVERY_SECONDS)
 
 
 def tree_cpu_seconds() -> float:

@@ -1,17 +1,15 @@
 """``leandit bench plan``: how long a manifest takes to plan and what memory that takes, and to take the plan up again.
 
 The manifest is made up: rows as PixArt's, whose paths lead to a few small pictures by as many names as there are rows.
-Each measurement is a process of its own. Anonymous memory is told beyond what the process held when it had imported
-everything and loaded the tokenizer; what is mapped is the kernel's to drop.
+Each measurement is a process of its own. Memory is that of the process and its decoders, anonymous and shared (PSS),
+beyond what was held when everything was imported and the tokenizer loaded; what is mapped is the kernel's to drop.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,15 +30,16 @@ from ..precompute.opening import Planner
 from ..precompute.plan import num_threads
 from ..precompute.sources import list_source
 from ..precompute.text_encoders import CaptionTokenizer
-from .bench_meters import hardware, tree_cpu_seconds
+from .bench_meters import PeakMemory, hardware, tree_cpu_seconds
+from .bench_scratch import fresh_folder, own_folder
 from .synthetic import noise_spec
 
+OWN_FOLDER = "bench-plan"
 SHAPES = ((256, 256), (224, 336), (336, 224), (200, 400), (30, 256))  # the last is beyond every bucket
 RARE = 1000  # one row in so many has it
 REPEATED = 10  # one caption in so many is an old one
 WORDS = ("a", "photo", "of", "the", "small", "red", "house", "near", "old", "green", "river", "under", "blue", "sky")
 BLOCK_ROWS = 1 << 16
-SAMPLE_SECONDS = 0.02
 OVERRIDES = ['images.buckets="pixart"', "images.resolution=256", 'images.crop="bucket"', "text.max_tokens=120"]
 SIZES = ("header", "manifest")
 
@@ -48,14 +47,16 @@ SIZES = ("header", "manifest")
 def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str, Any]:
     """Make the manifest, unless it is there, plan it, and take the plan up.
 
-    Raises: RecipeError: no such place of sizes; ResourceError: a measurement failed.
+    Raises:
+      RecipeError: no such place of sizes, or a folder that is not its own.
+      ResourceError: a measurement failed.
     """
     if sizes not in SIZES:
         raise RecipeError(f"--sizes '{sizes}': needed one of {', '.join(SIZES)}.")
-    source, store = scratch / f"plan-{records}", scratch / f"plan-{records}-store"
+    own = own_folder(scratch, OWN_FOLDER)
+    source, store = own / f"manifest-{records}", fresh_folder(own, "store", make=False)
     if not (source / "manifest.parquet").is_file():
         make_manifest(source, records)
-    shutil.rmtree(store, ignore_errors=True)
     given = ["captions" if captions else "labels", sizes, str(source / "manifest.parquet"), str(store)]
     planned = _in_fresh_process("plan", *given)
     opened = _in_fresh_process("open", *given)
@@ -117,7 +118,7 @@ def measure_plan(recipe: PrecomputeRecipe, source_path: Path, store: Path) -> di
     def progress(stage: str, done: int, total: int) -> None:
         last[stage] = time.perf_counter()
 
-    with Memory() as memory, Decoders(num_threads()) as decoders:
+    with PeakMemory() as memory, Decoders(num_threads()) as decoders:
         start = time.perf_counter()
         source = list_source(source_path, "manifest", progress=lambda done: None)
         listed = time.perf_counter()
@@ -129,49 +130,18 @@ def measure_plan(recipe: PrecomputeRecipe, source_path: Path, store: Path) -> di
         "list_seconds": listed - start,
         "scan_seconds": last["scan"] - listed,
         "rest_seconds": done - last["scan"],
-        **memory.peaks(),
+        "anonymous_mb": memory.beyond_mb,
     }
 
 
 def measure_open(store: Path) -> dict[str, float]:
     """Take up a plan in this process, as every worker does."""
-    with Memory() as memory:
+    with PeakMemory() as memory:
         start = time.perf_counter()
         plan = read_plan(store, 1)
         tasks = len(plan.layout.tasks())
         seconds = time.perf_counter() - start
-    return {"seconds": seconds, "tasks": tasks, **memory.peaks()}
-
-
-class Memory:
-    """Peaks of this process's memory while a block runs, in MB; a context manager."""
-
-    def __enter__(self) -> Memory:
-        self._before, self._anonymous, self._resident = _memory_mb("RssAnon"), 0.0, 0.0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def peaks(self) -> dict[str, float]:
-        """Anonymous memory beyond that of the beginning, and all that was resident, mapped pages included."""
-        return {"anonymous_mb": self._anonymous - self._before, "resident_mb": self._resident}
-
-    def _watch(self) -> None:
-        while True:
-            self._anonymous = max(self._anonymous, _memory_mb("RssAnon"))
-            self._resident = max(self._resident, _memory_mb("VmRSS"))
-            if self._done.wait(SAMPLE_SECONDS):
-                return
-
-
-def _memory_mb(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()  # proc(5)
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
+    return {"seconds": seconds, "tasks": tasks, "anonymous_mb": memory.beyond_mb}
 
 
 def render(result: dict[str, Any]) -> list[tuple[str, str]]:
@@ -187,13 +157,9 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
             f"captions and tables {planned['rest_seconds']:.1f} s",
         ),
         ("processor", f"{planned['cpu_seconds']:.1f} s, with imports and decoders"),
-        ("memory", f"{planned['anonymous_mb']:.0f} MB anonymous, {planned['resident_mb']:.0f} MB resident"),
+        ("memory", f"{planned['anonymous_mb']:.0f} MB beyond the imports, decoders included"),
         ("plan on disk", f"{result['plan_bytes'] / 2**20:.1f} MiB"),
-        (
-            "taken up",
-            f"{opened['seconds']:.1f} s, {opened['anonymous_mb']:.0f} MB anonymous, "
-            f"{opened['resident_mb']:.0f} MB resident",
-        ),
+        ("taken up", f"{opened['seconds']:.1f} s, {opened['anonymous_mb']:.0f} MB beyond the imports"),
     ]
 
 

@@ -7,20 +7,19 @@ rounds are told with their ranges, and a ratio is of two figures of the same rou
 - a whole ``precompute`` into a fresh store: listing, planning, decoding, encoding, writing, sealing; not the loading
   of the models, which peers are not charged with either;
 - the loops of fast-DiT and PixArt (``bench_extract.py``);
-- captions: the text stage of a precompute with its writing, and what they take on disk.
+- captions: the text stage of a precompute with its writing; and what they take on disk, in a float16 and an int8 store.
 """
 
 from __future__ import annotations
 
 import gc
 import shlex
-import shutil
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +30,7 @@ import torch
 
 from ..datasets.buckets import resize_filter
 from ..datasets.errors import RecipeError
+from ..datasets.layout import CAPTION_PART, NULL_EMBEDDING, NULL_SCALES
 from ..datasets.store import LatentStore
 from ..datasets.text_dtypes import token_bytes
 from ..precompute.config import PrecomputeRecipe, load
@@ -53,9 +53,12 @@ from .bench_extract import (
 from .bench_goals import goals_of
 from .bench_inputs import text_model, vae_model, write_sample
 from .bench_memory import peak_mb
-from .bench_meters import hardware
+from .bench_meters import files_below, hardware
+from .bench_scratch import fresh_folder, own_folder
 
 BASE_RECIPE = "imagenet-256"
+OWN_FOLDER, STORE = "bench-precompute", "store"
+CAPTION_DTYPES = ("float16", "int8")
 MOST_BATCHES = 4  # decoded, for the bare encoder
 # Captions are encoded with small pictures, whose time is not counted.
 SMALL_PICTURES = ["vae.model=shipped:vae", "images.resolution=32", "images.crop=adm", "images.buckets=square"]
@@ -70,7 +73,7 @@ class Request:
 
     Args:
       source: of pictures, and captions if any; all who are compared read a sample of it.
-      scratch: folder for the sample, random encoders, stores and the peers' files.
+      scratch: folder in which a folder of its own holds the sample, random encoders, stores and the peers' files.
       vae, text: hub id, folder, or "random:SHAPE"; no text: captions are not measured.
       tokenizer: folder, of a random text encoder.
       records: pictures of the sample.
@@ -119,9 +122,9 @@ class Work:
 def run(request: Request, progress: Progress) -> dict[str, Any]:
     """Measure everything; one JSON object.
 
-    Raises: LeanditError: of the source, of an encoder, or of a precompute.
+    Raises: LeanditError: of the source, of an encoder, of a precompute, or of a scratch folder that is not its own.
     """
-    request.scratch.mkdir(parents=True, exist_ok=True)
+    request = replace(request, scratch=own_folder(request.scratch, OWN_FOLDER))
     work = _prepare(request)
     captions: dict[str, float] = {}
     cells = _cells(work, captions)
@@ -139,8 +142,8 @@ def run(request: Request, progress: Progress) -> dict[str, Any]:
     figures["encode_share"] = [
         report.seconds["encode"] / (report.total_seconds - report.seconds["load"]) for report in reports
     ]
-    if captions:
-        figures["captions"] = captions
+    if work.text_recipe:
+        figures["captions"] = captions | _caption_bytes(work, work.text_recipe, progress)
     return {
         "command": request.command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -163,7 +166,7 @@ def _prepare(request: Request) -> Work:
 
     Raises: RecipeError: captions are asked for, and the source has none; or no size of a batch.
     """
-    sample = request.scratch / "sample"
+    sample = fresh_folder(request.scratch, "sample")
     records = write_sample(request.source, sample, request.records)
     models = [f"vae.model={vae_model(request.vae, request.scratch)}", "text.kind=none"]
     recipe = load(BASE_RECIPE, [*request.overrides, *models])
@@ -263,19 +266,43 @@ def _own_rate(work: Work, reports: list[Report]) -> float:
 
 
 def _own_caption_rate(work: Work, found: dict[str, float]) -> float:
-    """Captions a second; and what they take, into ``found``: the same in each round."""
+    """Captions a second; and how they are padded, into ``found``: the same in each round."""
     assert work.text_recipe is not None
     report = _precompute(work, work.text_recipe)
-    text = LatentStore(work.request.scratch / "store").spec.text
+    text = LatentStore(work.request.scratch / STORE).spec.text
     assert text is not None
     found.update(caption_figures(report, text.width))
     return report.tokens.num_captions / (report.seconds["text"] + report.seconds["write"])
 
 
+def _caption_bytes(work: Work, recipe: PrecomputeRecipe, progress: Progress) -> dict[str, float]:
+    """Bytes a caption in stores of both dtypes, each made for this alone."""
+    found: dict[str, float] = {}
+    for number, dtype in enumerate(CAPTION_DTYPES):
+        progress("captions on disk", number, len(CAPTION_DTYPES))
+        narrowed = recipe.store.model_copy(update={"text_dtype": dtype})
+        _precompute(work, recipe.model_copy(update={"store": narrowed}))
+        found[dtype] = caption_bytes_on_disk(work.request.scratch / STORE)
+    progress("captions on disk", len(CAPTION_DTYPES), len(CAPTION_DTYPES))
+    return found
+
+
+def caption_bytes_on_disk(store: Path) -> float:
+    """Bytes a caption of the files of ``captions/``: tokens, fill of chunks, shard indexes, where each caption lies.
+
+    The null caption is left out: a store has one, whatever the number of its captions.
+    """
+    folder = store / CAPTION_PART
+    manifest = LatentStore(store).manifest
+    assert manifest is not None, "a precompute that returns has sealed its store"
+    nulls = {(store / path).name for path in (NULL_EMBEDDING, NULL_SCALES)}
+    files = [path for path in files_below(folder) if path.relative_to(folder).parts[0] not in nulls]
+    return sum(path.stat().st_size for path in files) / manifest.num_captions
+
+
 def _precompute(work: Work, recipe: PrecomputeRecipe) -> Report:
     """Into a fresh store."""
-    store = work.request.scratch / "store"
-    shutil.rmtree(store, ignore_errors=True)
+    store = fresh_folder(work.request.scratch, STORE, make=False)
     return precompute(
         recipe,
         source_path=work.sample,
@@ -286,7 +313,7 @@ def _precompute(work: Work, recipe: PrecomputeRecipe) -> Report:
 
 
 def _peer_rate(work: Work, name: str) -> float:
-    section, out = work.recipe.vae, _fresh(work, "peer")
+    section, out = work.recipe.vae, fresh_folder(work.request.scratch, "peer")
     folder, _ = resolve_model(section.model, section.subfolder, section.revision, what="--vae")
     vae = load_vae(folder, work.request.device)
     if name == FAST_DIT:
@@ -300,31 +327,22 @@ def _peer_caption_rate(work: Work) -> float:
     section = work.text_recipe.text
     folder, _ = resolve_model(section.model, section.subfolder, section.revision, what="--text")
     model, tokenizer = load_text(folder, work.request.device)
-    out, seconds = _fresh(work, "peer"), work.request.seconds
+    out, seconds = fresh_folder(work.request.scratch, "peer"), work.request.seconds
     return caption_rate(work.captions, model=model, tokenizer=tokenizer, out=out, seconds=seconds)
 
 
-def _fresh(work: Work, name: str) -> Path:
-    folder = work.request.scratch / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return folder
-
-
 def caption_figures(report: Report, width: int) -> dict[str, float]:
-    """Bytes of a caption's tokens as we store them, and as PixArt pads them before its compression; padding computed.
+    """Tokens of a caption and the share of padding, as measured; and bytes as PixArt pads it, computed from 300 tokens.
 
     Args:
       width: of an embedding.
     """
     manifest = report.manifest
     assert manifest is not None
-    tokens = manifest.num_caption_tokens / manifest.num_captions
-    stored = {dtype: tokens * token_bytes(width, dtype) for dtype in ("float16", "int8")}
-    return stored | {
-        "padded": PIXART_TOKENS * token_bytes(width, "float16"),
+    return {
+        "padded": PIXART_TOKENS * token_bytes(width, "float16"),  # before its compression
         "num_captions": manifest.num_captions,
-        "tokens_per_caption": tokens,
+        "tokens_per_caption": manifest.num_caption_tokens / manifest.num_captions,
         "padding_share": report.tokens.num_padding / report.tokens.num_tokens,
     }
 
@@ -338,7 +356,7 @@ def _memory(work: Work, progress: Progress) -> dict[str, float]:
         "batch": work.batches[0].shape[:3],
     }
     alone = peak_mb(job)
-    store = _fresh(work, "store")
+    store = fresh_folder(work.request.scratch, STORE, make=False)
     whole = peak_mb(job | {"source": str(work.sample), "store": str(store)})
     progress("memory", 2, 2)
     return {"encoder": alone, "run": whole}

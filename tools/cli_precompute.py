@@ -58,8 +58,9 @@ def precompute(
         from .prediction import check_room
 
         rooms: dict[Path, int] = {}
+        devices = torch_devices(device)
         for one, path in [(loaded, store), *others]:
-            text, needed = describe_precompute(one, source, torch_devices(device)[0])
+            text, needed = describe_precompute(one, source, devices[0], num_devices=len(devices))
             print(text)
             if path and needed:
                 rooms[path] = needed.total

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 
-from ..datasets.buckets import bucket_name, bucket_size
+from ..datasets.buckets import bucket_size
 from ..datasets.errors import RecipeError
 from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
@@ -18,7 +18,7 @@ from ..precompute.decoder import Decoders
 from ..precompute.describe import describe_store
 from ..precompute.encoders import load_encoders
 from ..precompute.model_files import local_folder
-from ..precompute.plan import num_threads, plan_pictures
+from ..precompute.plan import num_threads, picture_table, plan_pictures
 from ..precompute.sources import list_source
 from ..train.config import TrainRecipe
 from ..train.models import build_model, check_model_name, check_sizes, model_spec
@@ -30,12 +30,14 @@ NO_LIMIT = {"max_reject_share": 1.0, "max_rejects_in_a_row": 1 << 62}  # a dry r
 
 
 def describe_precompute(
-    recipe: PrecomputeRecipe, source_path: Path | str | None, device: torch.device
+    recipe: PrecomputeRecipe, source_path: Path | str | None, device: torch.device, *, num_devices: int = 1
 ) -> tuple[str, StoreBytes | None]:
     """What a precompute would do.
 
     Args:
       source_path: is scanned if given; without it, only the recipe is shown.
+      device: of the probe; the first of those that would encode.
+      num_devices: that would encode.
     Returns: the text, and what the store will take, where the encoders are here.
     """
     lines = [to_toml(recipe), *encoder_lines(recipe)]
@@ -49,9 +51,8 @@ def describe_precompute(
         looked_at = plan_pictures(
             source, source.records, everything, decoders, progress=lambda done: progress("scan", done, total)
         )
-        pictures = list(looked_at)
-    rejects = Counter(picture.reject.reason for picture in pictures if picture.reject)
-    buckets = Counter(bucket_name(*picture.bucket) for picture in pictures if picture.bucket)
+        pictures = picture_table(looked_at)
+    rejects, buckets = _counted(pictures["reason"]), _counted(pictures["bucket"])
     lines += ["", f"{'source':<20}{source.kind} '{source_path}', {len(source.records)} records"]
     lines += [f"{'would reject':<20}{count} x {reason}" for reason, count in sorted(rejects.items())]
     lines += ["", f"{'bucket':<20}{'records':>10}"]
@@ -61,8 +62,14 @@ def describe_precompute(
         return "\n".join([*lines, "", "bytes and time are known once the encoders are here"]), None
     encoders = load_encoders(recipe, device)
     spec = describe_store(recipe, source, encoders)
-    sizes, found = predict_lines(recipe, spec, source, pictures, buckets, encoders)
+    sizes, found = predict_lines(recipe, spec, source, pictures, encoders, num_devices=num_devices)
     return "\n".join([*lines, "", *sizes]), found
+
+
+def _counted(names: pa.ChunkedArray) -> dict[str, int]:
+    """How often each name stands in a column; nulls are not counted."""
+    found = names.drop_null().value_counts()
+    return dict(zip(found.field("values").to_pylist(), found.field("counts").to_pylist(), strict=True))
 
 
 def encoder_lines(recipe: PrecomputeRecipe) -> list[str]:

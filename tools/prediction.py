@@ -1,4 +1,8 @@
-"""What a precompute will take, told by ``--dry-run``: bytes on disk, hours and memory, from a probe of some records."""
+"""What a precompute will take, told by ``--dry-run``: bytes on disk, hours and memory, from a probe of some records.
+
+The bytes are those of the very plan that a run would freeze: its arrays are known to the byte, its tables are written
+to temporary files and measured. So the memory that this takes does not depend on the number of records either.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +20,36 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..datasets.buckets import resize_filter
+from ..datasets.buckets import bucket_size, resize_filter
 from ..datasets.errors import RecordRejected, ResourceError
-from ..datasets.layout import latent_layouts
+from ..datasets.frozen import FrozenPlan, parquet_file
+from ..datasets.hashing import canonical_json
+from ..datasets.layout import CAPTION_PART, NULL_PART, group_json
 from ..datasets.schema import StoreSpec
-from ..datasets.text_dtypes import token_bytes
+from ..datasets.shards import CRC_BYTES, ArrayLayout
 from ..precompute.caption_plan import plan_captions
 from ..precompute.caption_task import caption_batches
 from ..precompute.config import PrecomputeRecipe
 from ..precompute.decoder import Decoders
 from ..precompute.encoders import Encoders
-from ..precompute.plan import PlannedPicture, num_threads
-from ..precompute.source_record import SourceRecord, caption_texts
+from ..precompute.growth import all_fresh
+from ..precompute.plan import PlannedTexts, num_threads, plan_records
+from ..precompute.source_record import SourceRecord
 from ..precompute.sources import Source
 from .bench_meters import files_below
 
 PROBE_RECORDS = 64  # decoded and encoded to estimate the time
 PROBE_CAPTION_BATCHES = 3  # a short, a middle and a long one
-ROW_BYTES = (
-    200  # of the tables and the commit records, a record, beside its names and captions: measured on small stores
-)
-CAPTION_ROW_BYTES = 60
 INDEX_BYTES = 16  # of a chunk, in every shard's index, which is as long for a last shard that is not full
+CODEC_BYTES = 64  # that a chunk may grow by where the codec cannot make it smaller, with its checksum
+RESULT_BYTES = 11  # of a number in a sealed table: 8, and its place in a dictionary
+CHECKSUM_BYTES = 22  # a line of a commit record
+NARROWED_BYTES = 48  # two more lines, of a caption that is stored narrower than it was encoded
+COMMIT_BYTES = 1024  # of a commit record, beside its rows
+ENTRY_BYTES = 192  # of a file in the manifest and in its commit record
+HEAD_BYTES = 2048  # of the manifest and of the plan's head, beside the spec and the files
 GIB = 2**30
+Chosen = tuple[SourceRecord, tuple[int, int]]  # a record and its bucket
 
 
 @dataclass(frozen=True)
@@ -58,10 +69,16 @@ class Probe:
     seconds_per_token: float
     memory_bytes: int
 
-    def seconds_for(self, pictures: int, tokens: int, *, on_cpu: bool) -> float:
-        """Of a whole run. On a CPU decoding and encoding share the cores, else they run beside each other."""
+    def seconds_for(self, pictures: int, tokens: int, *, on_cpu: bool, num_devices: int = 1) -> float:
+        """Of a whole run.
+
+        On a CPU decoding and encoding share the cores. Else they run beside each other: each device encodes its share,
+        and all of them have the same cores to decode.
+        """
         decode, encode = (seconds / max(1, self.pictures) for seconds in (self.decode_seconds, self.encode_seconds))
-        return pictures * (decode + encode if on_cpu else max(decode, encode)) + tokens * self.seconds_per_token
+        if on_cpu:
+            return pictures * (decode + encode) + tokens * self.seconds_per_token
+        return pictures * max(decode, encode / num_devices) + tokens * self.seconds_per_token / num_devices
 
 
 @dataclass(frozen=True)
@@ -82,59 +99,74 @@ def predict_lines(
     recipe: PrecomputeRecipe,
     spec: StoreSpec,
     source: Source,
-    pictures: Sequence[PlannedPicture],
-    buckets: Counter[str],
+    pictures: pa.Table,
     encoders: Encoders,
+    *,
+    num_devices: int = 1,
 ) -> tuple[list[str], StoreBytes]:
     """Lines about bytes, time and memory; and the bytes.
 
     Args:
-      pictures: the plan of each record of the source.
-      buckets: records of each.
+      pictures: the plan of each record of the source (PICTURES_SCHEMA).
+      num_devices: that will encode; the hours are theirs.
     """
-    records = list(source.records)
-    texts = [[] if picture.reject else caption_texts(record) for record, picture in zip(records, pictures, strict=True)]
-    captions, _ = plan_captions(texts, encoders.tokenizer, recipe.text.max_tokens)
-    tokens = int(captions["num_tokens"].to_numpy().sum()) if spec.text else 0
-    found = store_bytes(spec, buckets, records, captions, tokens)
+    plan = plan_first(spec, source, pictures, encoders, recipe.text.max_tokens)
+    found, tokens = store_bytes(plan), int(plan.layout.num_tokens.sum()) if spec.text else 0
     lines = [f"{'latents':<20}{found.latents / 2**20:>10.1f} MiB before any codec"]
     if spec.text:
-        said = f"{found.captions / 2**20:>10.1f} MiB, {captions.num_rows} distinct, {tokens} tokens"
+        said = f"{found.captions / 2**20:>10.1f} MiB, {plan.captions.num_rows} distinct, {tokens} tokens"
         lines.append(f"{'captions':<20}{said}")
-    lines.append(f"{'tables':<20}{found.tables / 2**20:>10.1f} MiB, about")
-    probe = run_probe(recipe, spec, source, pictures, encoders, captions)
+    lines.append(f"{'tables':<20}{found.tables / 2**20:>10.1f} MiB at most")
+    probe = run_probe(recipe, spec, source, choose(source, pictures), encoders, plan.captions)
     device = encoders.image.device
     if probe.pictures:
-        seconds = probe.seconds_for(sum(buckets.values()), tokens, on_cpu=device.type == "cpu")
+        on_cpu, num_pictures = device.type == "cpu", sum(plan.layout.bucket_rows.values())
+        seconds = probe.seconds_for(num_pictures, tokens, on_cpu=on_cpu, num_devices=num_devices)
         rates = f"decoding {probe.pictures / probe.decode_seconds:.1f}, encoding "
         rates += f"{probe.pictures / probe.encode_seconds:.1f} images/s, from {probe.pictures} pictures"
-        lines.append(f"{'time':<20}{seconds / 3600:>10.2f} h; {rates}")
+        many = "" if on_cpu or num_devices == 1 else f" each of {num_devices} devices"
+        lines.append(f"{'time':<20}{seconds / 3600:>10.2f} h; {rates}{many}")
         kind = "of the GPU, one batch of the largest bucket" if device.type == "cuda" else "of this machine, the probe"
         lines.append(f"{'memory':<20}{probe.memory_bytes / GIB:>10.2f} GiB {kind}")
     return lines, found
 
 
-def store_bytes(
-    spec: StoreSpec, buckets: Counter[str], records: Sequence[SourceRecord], captions: pa.Table, tokens: int
-) -> StoreBytes:
-    """What a store will take on disk.
+def plan_first(spec: StoreSpec, source: Source, pictures: pa.Table, encoders: Encoders, max_tokens: int) -> FrozenPlan:
+    """The plan that a first run would freeze; mapped, and nothing is written to a store.
 
     Args:
-      captions: distinct ones.
-      tokens: of all of them.
+      pictures: of each record of the source (PICTURES_SCHEMA).
+      max_tokens: of a caption.
     """
-    layouts = [layout for name, n in buckets.items() for layout in latent_layouts(spec, name, n)]
-    latents = sum(
-        one.row_bytes * one.shape[0] + one.num_shards * (INDEX_BYTES * one.shard_rows // one.chunk_rows)
-        for one in layouts
-    )
-    names = sum(len(record.key.encode()) + len(record.path.encode()) for record in records)
-    tables = ROW_BYTES * len(records) + names
-    if spec.text is None:
-        return StoreBytes(latents, 0, tables)
-    tables += CAPTION_ROW_BYTES * captions.num_rows + captions["text"].nbytes
-    with_null = tokens + spec.text.max_tokens
-    return StoreBytes(latents, with_null * token_bytes(spec.text.width, spec.text.dtype), tables)
+    everything = all_fresh(source.records)
+    captions, ids = plan_captions(PlannedTexts(everything, pictures), encoders.tokenizer, max_tokens)
+    records = plan_records(everything, pictures, ids, revision=1)
+    return FrozenPlan(spec, 1, "", (), (), copies=False, listing="", records=records, captions=captions)
+
+
+def store_bytes(plan: FrozenPlan) -> StoreBytes:
+    """What a store of a plan will take on disk: never less, and of its tables little more."""
+    spec, layout = plan.spec, plan.layout
+    latents = [array for arrays in layout.latents.values() for array in arrays]
+    others = [array for path, array in layout.arrays.items() if path.startswith("captions/")]
+    tasks = layout.tasks()
+    num_files = sum(array.num_shards + 1 for array in (*latents, *others)) + 2 * len(layout.latents) + len(tasks) + 8
+    heads = 2 * len(group_json(spec)) + 2 * HEAD_BYTES + 2 * ENTRY_BYTES * num_files
+    sealed = RESULT_BYTES * (2 * plan.records.num_rows + 3 * plan.captions.num_rows)
+    tables = 2 * (len(parquet_file(plan.records)) + len(parquet_file(plan.captions))) + sealed
+    narrowed = NARROWED_BYTES if spec.text and spec.text.dtype != "float32" else 0
+    pictures = sum(len(layout.rows_of(*task)) for task in tasks if task[0] not in (CAPTION_PART, NULL_PART))
+    commits = COMMIT_BYTES * len(tasks) + 2 * CHECKSUM_BYTES * pictures
+    commits += (CHECKSUM_BYTES + narrowed) * plan.captions.num_rows
+    return StoreBytes(sum(map(array_bytes, latents)), sum(map(array_bytes, others)), heads + tables + commits)
+
+
+def array_bytes(layout: ArrayLayout) -> int:
+    """Of all files of an array, before its codec: chunks, of which the last is filled up, indexes, and metadata."""
+    num_chunks = -(-layout.shape[0] // layout.chunk_rows)
+    chunk_bytes = layout.chunk_bytes + (0 if layout.codec == "none" else CODEC_BYTES)
+    index_bytes = INDEX_BYTES * layout.shard_rows // layout.chunk_rows + CRC_BYTES
+    return num_chunks * chunk_bytes + layout.num_shards * index_bytes + len(canonical_json(layout.metadata()))
 
 
 def check_room(needed: Mapping[Path, int]) -> None:
@@ -158,41 +190,60 @@ def check_room(needed: Mapping[Path, int]) -> None:
             )
 
 
+def choose(source: Source, pictures: pa.Table) -> list[Chosen]:
+    """Records for the probe, from all over the source.
+
+    Args:
+      pictures: of each record (PICTURES_SCHEMA).
+    """
+    planned = np.flatnonzero(pictures["row"].to_numpy() >= 0)
+    step = max(1, len(planned) // PROBE_RECORDS)
+    buckets = pictures["bucket"]
+    return [(source.records[i], bucket_size(buckets[i].as_py())) for i in planned[::step][:PROBE_RECORDS].tolist()]
+
+
 def run_probe(
     recipe: PrecomputeRecipe,
     spec: StoreSpec,
     source: Source,
-    pictures: Sequence[PlannedPicture],
+    chosen: Sequence[Chosen],
     encoders: Encoders,
     captions: pa.Table,
 ) -> Probe:
-    """Decode and encode records from all over the source, in batches as the run will; and a few captions."""
-    planned = [(r, p.bucket) for r, p in zip(source.records, pictures, strict=True) if p.bucket]
-    step = max(1, len(planned) // PROBE_RECORDS)
+    """Decode and encode some records, in batches as the run will; and a few captions.
+
+    Everything is done once before it is timed: a run of hours does not notice that decoders start, or that an encoder
+    is compiled.
+    """
     by_bucket: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
-    images = recipe.images
+    images, size = recipe.images, spec.latent.batch_size
     how = resize_filter(images.buckets, images.resolution)
 
-    def decode(one: tuple[SourceRecord, tuple[int, int]]) -> None:
+    def decode(one: Chosen) -> np.ndarray | None:
         record, bucket = one
         try:
             place = source.place(record.path, record.offset, record.num_bytes, stage="decode")
-            found = decoders.picture(*place, bucket=bucket, crop=images.crop, resize_filter=how)
+            return decoders.picture(*place, bucket=bucket, crop=images.crop, resize_filter=how).pixels
         except RecordRejected:
-            return
-        by_bucket[bucket].append(found.pixels)
+            return None
 
     with Decoders(num_threads()) as decoders, ThreadPoolExecutor(num_threads()) as pool:
+        list(pool.map(decode, [*chosen[:1]] * (2 * num_threads())))
         start = time.perf_counter()
-        list(pool.map(decode, planned[::step][:PROBE_RECORDS]))
+        decoded = list(pool.map(decode, chosen))
         decode_seconds = time.perf_counter() - start
-    start, size = time.perf_counter(), spec.latent.batch_size
-    for rows in by_bucket.values():
-        for first in range(0, len(rows), size):
-            encoders.image.encode(np.stack(rows[first : first + size]))
+    for (_, bucket), pixels in zip(chosen, decoded, strict=True):
+        if pixels is not None:
+            by_bucket[bucket].append(pixels)
+    batches = [np.stack(rows[i : i + size]) for rows in by_bucket.values() for i in range(0, len(rows), size)]
+    for batch in {batch.shape: batch for batch in batches}.values():
+        encoders.image.encode(batch)
+    start = time.perf_counter()
+    for batch in batches:
+        encoders.image.encode(batch)
     encode_seconds = time.perf_counter() - start
     return Probe(
-        sum(map(len, by_bucket.values())),
+        sum(map(len, batches)),
         decode_seconds,
         encode_seconds,
         _seconds_per_token(spec, encoders, captions),
@@ -201,13 +252,16 @@ def run_probe(
 
 
 def _seconds_per_token(spec: StoreSpec, encoders: Encoders, captions: pa.Table) -> float:
-    if not (spec.text and encoders.caption and captions.num_rows):
+    encoder = encoders.caption
+    if not (spec.text and encoder and captions.num_rows):
         return 0.0
-    texts, lengths = captions["text"].to_pylist(), captions["num_tokens"].to_numpy()
-    batches = caption_batches(lengths, spec.text, encoders.caption)
-    chosen = [batches[len(batches) * (2 * i + 1) // (2 * PROBE_CAPTION_BATCHES)] for i in range(PROBE_CAPTION_BATCHES)]
+    batches = caption_batches(captions["num_tokens"].to_numpy(), spec.text, encoder)
+    places = [len(batches) * (2 * i + 1) // (2 * PROBE_CAPTION_BATCHES) for i in range(PROBE_CAPTION_BATCHES)]
+    texts = [captions["text"].slice(batches[i].start, len(batches[i])).to_pylist() for i in places]
+    for some in texts:
+        encoder.encode(some)
     start = time.perf_counter()
-    tokens = sum(encoders.caption.encode([texts[i] for i in batch])[..., 0].size for batch in chosen)
+    tokens = sum(encoder.encode(some)[..., 0].size for some in texts)
     return (time.perf_counter() - start) / tokens
 
 
