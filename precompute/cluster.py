@@ -30,7 +30,7 @@ from .config import PrecomputeRecipe
 from .leases import Lease
 from .sources import Source
 from .stages import StageClock
-from .tally import LetGo, Tally
+from .tally import Committed, Tally
 from .text_encoders import CaptionTokenizer, TokenCount
 from .verdict import Power
 from .worker import Broken, Failed, Order, Worked
@@ -144,7 +144,7 @@ class Cluster:
                             working.remove(actor)
                             working.append(self._begin(self._replace(actor, message, held), probe, order))
                         case event:
-                            losses = 0 if isinstance(event, LetGo) else losses
+                            losses = 0 if isinstance(event, Committed) else losses
                             tally.hear(actor.name, event)
         for actor in working:  # one that waits for room would wait for nothing
             self._ray.kill(actor.handle)
