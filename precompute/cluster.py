@@ -30,7 +30,7 @@ from .config import PrecomputeRecipe
 from .leases import Lease
 from .sources import Source
 from .stages import StageClock
-from .tally import LetGo, Tally
+from .tally import Committed, Tally
 from .text_encoders import CaptionTokenizer, TokenCount
 from .verdict import Power
 from .worker import Broken, Failed, Order, Worked
@@ -122,12 +122,8 @@ class Cluster:
             working = [self._begin(actor, probe, order) for actor in self._actors]
             while working and time.monotonic() < end:
                 ready, _ = self._ray.wait([actor.telling for actor in working], timeout=LOOK_SECONDS)
-                if not ready and time.monotonic() - heard > SILENCE_SECONDS:
-                    heard = time.monotonic()
-                    self._say(
-                        f"nothing was done for {SILENCE_SECONDS:.0f} s: actors load their encoders, other processes "
-                        "hold the shards, or the cluster has no room for actors ('ray status')"
-                    )
+                if not ready:
+                    heard = self._say_silence(heard)
                 for actor in [actor for actor in working if actor.telling in ready]:
                     message, heard = self._next(actor), time.monotonic()
                     match message:
@@ -144,7 +140,7 @@ class Cluster:
                             working.remove(actor)
                             working.append(self._begin(self._replace(actor, message, held), probe, order))
                         case event:
-                            losses = 0 if isinstance(event, LetGo) else losses
+                            losses = 0 if isinstance(event, Committed) else losses
                             tally.hear(actor.name, event)
         for actor in working:  # one that waits for room would wait for nothing
             self._ray.kill(actor.handle)
@@ -162,13 +158,24 @@ class Cluster:
 
     def _answer(self, reference: Any) -> Any:
         """What an actor said; where it is gone or its code failed, that."""
+        heard = time.monotonic()
         while True:
             try:
                 return self._ray.get(reference, timeout=LOOK_SECONDS)
             except self._ray.exceptions.GetTimeoutError:
-                continue
+                heard = self._say_silence(heard)
             except self._ray.exceptions.RayError as error:
                 return Broken(str(error).splitlines()[0])
+
+    def _say_silence(self, heard: float) -> float:
+        """Say it where nothing was heard for long; returns since when there is silence, or it was said."""
+        if time.monotonic() - heard < SILENCE_SECONDS:
+            return heard
+        self._say(
+            f"nothing was done for {SILENCE_SECONDS:.0f} s: actors load their encoders, other processes hold the "
+            "shards, or the cluster has no room for actors ('ray status')"
+        )
+        return time.monotonic()
 
     def _replace(self, actor: _Actor, why: Broken | Failed, held: Sequence[Task]) -> _Actor:
         """Another actor for one that is gone; raises what it met, where a user can mend that."""
@@ -193,7 +200,7 @@ class Cluster:
     def _plan_actors(self) -> tuple[Callable[[Any], Any], str, int, int]:
         """How an actor is made, its device, how many of them, and pictures in flight for each.
 
-        Raises: ResourceError: there are no GPUs; RecipeError: no such devices.
+        Raises: ResourceError: there are no GPUs, or no CPU is left to decode; RecipeError: no such devices.
         """
         from .cluster_actor import PICTURES_A_TASK, EncodingActor
 
@@ -211,7 +218,13 @@ class Cluster:
             sizes = [size for size in sizes if size] or [0]
             named = self._devices.count(",") + 1
             device, count = "cpu", named if named > 1 else len(sizes)
-            needs = {"num_cpus": min(sizes) // 2}  # the other half decodes
+            on_a_machine = -(-count // len(sizes))
+            needs = {"num_cpus": min(sizes) // (2 * on_a_machine)}  # the other half decodes
+        if num_cpus - count * needs["num_cpus"] < 1:
+            raise ResourceError(
+                f"the cluster at '{self._address}' has {num_cpus} CPUs, and {count} actors on {device} take "
+                f"{needs['num_cpus']} each: none is left to decode pictures. Start its machines with more '--num-cpus'."
+            )
         self.power = Power(device, count, max(1, num_cpus))
         share = max(1, 2 * num_cpus // count) * PICTURES_A_TASK
         actor = self._ray.remote(EncodingActor).options(max_restarts=0, scheduling_strategy="SPREAD", **needs)
@@ -236,11 +249,12 @@ def _check_losses(losses: int, deaths: Counter[Task], why: Broken | Failed) -> N
     """Raises what a user can mend, or what no new actor will mend."""
     if isinstance(why, Failed):
         raise why.error
-    task, count = deaths.most_common(1)[0] if deaths else (None, 0)
-    if task and count >= MAX_DEATHS:
+    most = max(deaths.values(), default=0)
+    if most >= MAX_DEATHS:
+        suspects = " or ".join(f"shard {shard} of '{part}'" for (part, shard), count in deaths.items() if count == most)
         raise ResourceError(
-            f"shard {task[1]} of '{task[0]}': {count} actors were lost while they held it; the last: {why.what} Look "
-            "at its pictures and at the memory of the machines. What is committed stays, the same command goes on."
+            f"{suspects}: {most} actors were lost while they held it; the last: {why.what} Look at its pictures, its "
+            "files and the memory of the machines. What is committed stays, the same command goes on."
         )
     if losses >= MAX_LOSSES:
         raise ResourceError(

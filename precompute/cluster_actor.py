@@ -6,6 +6,7 @@ and not the task.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -21,7 +22,7 @@ import ray
 import torch
 from ray.exceptions import RaySystemError, WorkerCrashedError
 
-from ..datasets.errors import RecordRejected, ResourceError
+from ..datasets.errors import LeanditError, RecordRejected, ResourceError, SourceError
 from ..datasets.layout import LEASES
 from ..datasets.revisions import read_spec
 from ..datasets.schema import StoreSpec
@@ -98,10 +99,10 @@ class EncodingActor:
         self._check_folder(probe)
         planned = read_spec(root, order.revision)
         check_fingerprint(root, planned, describe_store(recipe, None, self._encoders, known=planned))
-        open_source(order.source_path, order.source_kind)  # it must be seen from here
-        decoders = TaskDecoders(order.source_path, order.source_kind, self._job.num_at_once)
-        worker = Worker(recipe, self._encoders, decoders, StageClock())
-        return worker.carry_out(order, root, decoders, told.put)
+        _open_here(order.source_path, order.source_kind)
+        with TaskDecoders(order.source_path, order.source_kind, self._job.num_at_once) as decoders:
+            worker = Worker(recipe, self._encoders, decoders, StageClock())
+            return worker.carry_out(order, root, decoders, told.put)
 
     def _check_folder(self, probe: str) -> None:
         """The store's folder is the one that the driver has.
@@ -130,6 +131,8 @@ class _Wanted:
 class TaskDecoders:
     """Decodes in tasks of the cluster, several pictures in each; ``Origin`` and ``PictureDecoders`` at once.
 
+    A context manager, with a thread that fills the tasks; at its end nobody may wait for a picture any more.
+
     Args:
       source_path, source_kind: of the pictures; the tasks read them.
       num_at_once: pictures in flight, so the decoded ones that wait in the memory of the cluster.
@@ -137,8 +140,16 @@ class TaskDecoders:
 
     def __init__(self, source_path: str, source_kind: str, num_at_once: int) -> None:
         self._source, self.num_at_once = (source_path, source_kind), num_at_once
-        self._wanted: SimpleQueue[_Wanted] = SimpleQueue()
-        threading.Thread(target=self._hand_out, name="leandit-tasks", daemon=True).start()
+        self._wanted: SimpleQueue[_Wanted | None] = SimpleQueue()  # None: the end
+        self._thread = threading.Thread(target=self._hand_out, name="leandit-tasks", daemon=True)
+
+    def __enter__(self) -> TaskDecoders:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wanted.put(None)
+        self._thread.join()
 
     def place(self, path: str, offset: int, num_bytes: int, *, stage: str) -> PicturePlace:
         """Where the picture lies; the task that decodes it finds the bytes."""
@@ -151,13 +162,13 @@ class TaskDecoders:
         return wanted.picture.result()
 
     def _hand_out(self) -> None:
-        while True:
-            some = [self._wanted.get()]
-            try:
-                while len(some) < PICTURES_A_TASK:
-                    some.append(self._wanted.get(timeout=GATHER_SECONDS))
-            except Empty:
-                pass
+        while wanted := self._wanted.get():
+            some = [wanted]
+            with contextlib.suppress(Empty):
+                while len(some) < PICTURES_A_TASK and (wanted := self._wanted.get(timeout=GATHER_SECONDS)):
+                    some.append(wanted)
+            if wanted is None:
+                self._wanted.put(None)  # seen again, once these are handed out
             task = _decode.remote(*self._source, [(one.place, one.how) for one in some])
             task.future().add_done_callback(functools.partial(_give, some))
 
@@ -185,9 +196,9 @@ def _give(wanted: Sequence[_Wanted], done: Future[Any]) -> None:
 @ray.remote(num_cpus=1, max_retries=TRIES, scheduling_strategy="SPREAD")
 def _decode(source_path: str, source_kind: str, wanted: Sequence[tuple[tuple[str, int, int], dict[str, Any]]]) -> Any:
     """Decode some pictures: each one, or (stage, reason, detail) of its reject, or what went wrong."""
-    source, decoders = _decoding_tools(source_path, source_kind)
 
     def decoded(place: tuple[str, int, int], how: dict[str, Any]) -> Any:
+        source, decoders = _decoding_tools(source_path, source_kind)
         try:
             return decoders.picture(*source.place(*place, stage="decode"), **how)
         except RecordRejected as reject:
@@ -199,4 +210,17 @@ def _decode(source_path: str, source_kind: str, wanted: Sequence[tuple[tuple[str
 @functools.lru_cache(maxsize=1)
 def _decoding_tools(source_path: str, source_kind: str) -> tuple[OpenedSource, Decoders]:
     """The source, and the one child of this process, for all tasks that it runs."""
-    return open_source(source_path, source_kind), Decoders(1)
+    return _open_here(source_path, source_kind), Decoders(1)
+
+
+def _open_here(source_path: str, source_kind: str) -> OpenedSource:
+    """Open a source that this machine must see as well.
+
+    Raises: LeanditError: as ``open_source``, with the name of the machine.
+    """
+    try:
+        return open_source(source_path, source_kind)
+    except (LeanditError, OSError) as error:
+        kind = type(error) if isinstance(error, LeanditError) else SourceError
+        where = f"machine '{os.uname().nodename}', which must see the source as all of the cluster"
+        raise kind(f"{error} (on {where})") from error

@@ -52,5 +52,4 @@ class Here:
     ) -> None:
         """As ``Engine.encode``."""
         worker = Worker(self._recipe, self._encoders, self._decoders, clock)
-        num_rejected = writer.num_rejected
-        worker.encode(writer, missing, source, num_rejected=num_rejected, tell=lambda event: tally.hear("", event))
+        worker.encode(writer, missing, source, lambda event: tally.hear("", event))

@@ -68,17 +68,11 @@ class Leases:
 
     Args:
       writer: of the revision.
-      taken, let_go: called with each task that is handed out, and with each whose lease is given back.
+      taken: called with each task that is handed out.
     """
 
-    def __init__(
-        self,
-        writer: StoreWriter,
-        *,
-        taken: Callable[[Task], None] = lambda task: None,
-        let_go: Callable[[Task], None] = lambda task: None,
-    ) -> None:
-        self._writer, self._taken, self._let_go = writer, taken, let_go
+    def __init__(self, writer: StoreWriter, *, taken: Callable[[Task], None] = lambda task: None) -> None:
+        self._writer, self._taken = writer, taken
         self._folder = writer.root / LEASES
         self._held: dict[Task, Lease] = {}
         self._wanted: dict[Task, Lease] = {}  # held by others; each remembers when it saw the last touch
@@ -128,7 +122,6 @@ class Leases:
         """Give a lease back."""
         if lease := self._held.pop(task, None):
             lease.release()
-        self._let_go(task)
 
     def _take(self, task: Task) -> bool:
         part, shard = task

@@ -146,10 +146,10 @@ class Processes:
         return bool(broken)
 
     def _lose(self, child: _Child, why: Broken | Failed | None, held: Sequence[Task]) -> None:
-        """Let go of a process that is gone; raises what it met, or that it was the last."""
-        if isinstance(why, Failed):
+        """Let go of a process that is gone; raises what it met, where the others would too, or that it was the last."""
+        if why and why.error:
             raise why.error
-        what = why.what if why else child.how_it_ended()
+        what = why.what if isinstance(why, Broken) else child.how_it_ended()
         self._children.remove(child)
         child.end()
         shards = ", ".join(f"{shard} of '{part}'" for part, shard in held)

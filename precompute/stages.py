@@ -100,10 +100,21 @@ class StageClock:
 
 
 class Background:
-    """Commits finished shards in a thread; an error there is raised here at the next commit or at the end."""
+    """Commits finished shards in a thread; an error there is raised here at the next commit or at the end.
 
-    def __init__(self, writer: StoreWriter, leases: Leases, clock: StageClock) -> None:
-        self._writer, self._leases, self._clock = writer, leases, clock
+    Args:
+      committed: called in that thread with each shard that is committed and whose lease is given back.
+    """
+
+    def __init__(
+        self,
+        writer: StoreWriter,
+        leases: Leases,
+        clock: StageClock,
+        *,
+        committed: Callable[[PackedShard], None] = lambda shard: None,
+    ) -> None:
+        self._writer, self._leases, self._clock, self._committed = writer, leases, clock, committed
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="leandit-write")
         self._pending: deque[Future[None]] = deque()
 
@@ -125,6 +136,7 @@ class Background:
             if not self._writer.is_committed(task):
                 write_shard(self._writer, shard)
             self._leases.release(task)
+        self._committed(shard)
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:

@@ -6,6 +6,7 @@ is small and plain, so that it can be sent.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,22 +15,27 @@ from ..datasets.commits import Task
 from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
 from .config import SourceSection
-from .rejects import RejectLimit
+from .rejects import RejectShare
 from .stages import Progress, is_picture_task
 
 
 @dataclass(frozen=True)
 class Took:
-    """The worker holds the lease of a shard, and will encode it."""
+    """The worker will encode a shard, of which it holds the lease."""
 
     task: Task
 
 
 @dataclass(frozen=True)
-class LetGo:
-    """The worker does not hold the lease any more: the shard is committed, or the worker ends."""
+class Committed:
+    """A shard that the worker took is committed, and its lease given back.
+
+    Args:
+      rejected: keys of its records that were refused.
+    """
 
     task: Task
+    rejected: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -50,24 +56,29 @@ class Rejected:
     detail: str
 
 
-Event = Took | LetGo | Encoded | Rejected
+Event = Took | Committed | Encoded | Rejected
 Tell = Callable[[Event], None]
-
-
-def tell_nobody(event: Event) -> None:
-    """For work that nobody watches."""
 
 
 @dataclass
 class _Watched:
-    """What is known of one worker: the shards that it holds, and the pictures in them that are encoded."""
+    """What one worker did that is not committed: the shards that it holds, what is encoded of them, why what is not.
+
+    Args:
+      encoded: pictures, and shards of captions, by stage.
+      rejected: the reason of each, by key.
+    """
 
     held: list[Task] = field(default_factory=list)
     encoded: Counter[str] = field(default_factory=Counter)
+    rejected: dict[str, str] = field(default_factory=dict)
 
 
 class Tally:
-    """Hears all workers of one revision.
+    """Hears all workers of one revision, each from one or more threads.
+
+    What a worker does counts at once, so that progress is seen, and is taken back where the worker is lost before it
+    has committed it: others will make it again.
 
     Args:
       plan: of the revision.
@@ -85,9 +96,9 @@ class Tally:
         self._totals["captions"] = sum(not is_picture_task(task) for task in missing)
         self._done: Counter[str] = Counter()
         self._watched: dict[str, _Watched] = defaultdict(_Watched)
-        # Only a worker knows what came in a row, and stops by itself.
-        share = section.model_copy(update={"max_rejects_in_a_row": 1 << 62})
-        self._limit = RejectLimit(share, plan.records.num_rows, num_rejected)
+        self._share = RejectShare(section, plan.records.num_rows, num_rejected)
+        self._committed: set[Task] = set()
+        self._lock = threading.Lock()
 
     @property
     def num_pictures(self) -> int:
@@ -99,30 +110,44 @@ class Tally:
 
         Raises: SourceError: too many records are rejected.
         """
-        watched = self._watched[worker]
-        match event:
-            case Took(task):
-                watched.held.append(task)
-            case LetGo(task) if task in watched.held:
-                watched.held.remove(task)
-                watched.encoded[_stage(task)] -= self._size(task)
-            case Encoded(stage, count):
-                watched.encoded[stage] += count
-                self._done[stage] += count
-                self._progress(stage, self._done[stage], self._totals[stage])
-            case Rejected():
-                reject = RecordRejected(event.stage, event.reason, event.detail)
-                self._limit.count(event.key, reject)
+        with self._lock:
+            watched = self._watched[worker]
+            match event:
+                case Took(task):
+                    watched.held.append(task)
+                case Committed(task, rejected):
+                    self._settle(watched, task, rejected)
+                case Encoded(stage, count):
+                    watched.encoded[stage] += count
+                    self._done[stage] += count
+                    self._progress(stage, self._done[stage], self._totals[stage])
+                case Rejected(key, stage, reason, detail):
+                    watched.rejected[key] = reason
+                    self._share.count(key, RecordRejected(stage, reason, detail))
 
     def lose(self, worker: str) -> list[Task]:
         """Forget a worker that is gone, and what it had not committed.
 
         Returns: the shards that it held.
         """
-        watched = self._watched.pop(worker, _Watched())
-        for stage, count in watched.encoded.items():
-            self._done[stage] -= max(0, count)
+        with self._lock:
+            watched = self._watched.pop(worker, _Watched())
+            self._done -= watched.encoded
+            for reason in watched.rejected.values():
+                self._share.forget(reason)
         return watched.held
+
+    def _settle(self, watched: _Watched, task: Task, rejected: Sequence[str]) -> None:
+        """What a worker did for a shard stays, unless another one was faster."""
+        stage, size = _stage(task), self._size(task)
+        watched.held.remove(task)
+        watched.encoded[stage] -= size
+        reasons = [watched.rejected.pop(key) for key in rejected if key in watched.rejected]
+        if task in self._committed:
+            self._done[stage] -= size
+            for reason in reasons:
+                self._share.forget(reason)
+        self._committed.add(task)
 
     def _size(self, task: Task) -> int:
         return len(self._plan.layout.rows_of(*task)) if is_picture_task(task) else 1

@@ -21,9 +21,10 @@ from .config import PrecomputeRecipe
 from .encoders import Encoders
 from .leases import Leases
 from .rejects import RejectLimit
+from .shard_task import PackedShard
 from .sources import Source
 from .stages import Background, Origin, PictureDecoders, StageClock, encode_captions, encode_pictures, is_picture_task
-from .tally import Encoded, LetGo, Rejected, Tell, Took
+from .tally import Committed, Encoded, Rejected, Tell, Took
 from .text_encoders import TokenCount
 
 T = TypeVar("T")
@@ -38,7 +39,6 @@ class Order:
       source_path, source_kind: of the pictures, which are read by their places.
       missing: the shards to make.
       doubted: shards with a commit record that does not hold.
-      num_rejected: records that were rejected before.
     """
 
     revision: int
@@ -46,12 +46,11 @@ class Order:
     source_kind: str
     missing: Sequence[Task]
     doubted: frozenset[Task]
-    num_rejected: int
 
     @classmethod
     def of(cls, writer: StoreWriter, missing: Sequence[Task], source: Source, path: str) -> Order:
         """To make what is missing of a revision, from a source that was listed at a path."""
-        return cls(writer.plan.revision, path, source.kind, missing, writer.doubted, writer.num_rejected)
+        return cls(writer.plan.revision, path, source.kind, missing, writer.doubted)
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,15 @@ class Failed:
 
 @dataclass(frozen=True)
 class Broken:
-    """A worker met an error that may be its device's or its machine's."""
+    """A worker met an error that may be its device's or its machine's.
+
+    Args:
+      what: it was, in words.
+      error: of the operating system, as the worker met it; workers of one machine would all meet it.
+    """
 
     what: str
+    error: OSError | None = None
 
 
 def outcome(work: Callable[[], T]) -> T | Failed | Broken:
@@ -85,7 +90,7 @@ def outcome(work: Callable[[], T]) -> T | Failed | Broken:
     except MemoryError:
         return Failed(ResourceError("out of memory. Use a smaller batch (see --set)"))
     except Exception as error:  # noqa: BLE001 the edge of a process: a broken device raises whatever it likes
-        return Broken(f"{type(error).__name__}: {error}")
+        return Broken(f"{type(error).__name__}: {error}", error if isinstance(error, OSError) else None)
 
 
 @dataclass
@@ -102,37 +107,37 @@ class Worker:
         caption, before = self.encoders.caption, dict(self.clock.seconds)
         tokens = caption.computed if caption else TokenCount()
         writer = StoreWriter(root, read_plan(root, order.revision), doubted=order.doubted)
-        self.encode(writer, order.missing, origin, num_rejected=order.num_rejected, tell=tell)
+        self.encode(writer, order.missing, origin, tell)
         seconds = {stage: so_far - before.get(stage, 0.0) for stage, so_far in self.clock.seconds.items()}
         return Worked(seconds, caption.computed - tokens if caption else tokens)
 
-    def encode(
-        self, writer: StoreWriter, missing: Sequence[Task], origin: Origin, *, num_rejected: int, tell: Tell
-    ) -> None:
+    def encode(self, writer: StoreWriter, missing: Sequence[Task], origin: Origin, tell: Tell) -> None:
         """Encode what is missing of a revision, decoding ahead and writing behind; ends when all of it is committed.
 
         Args:
           writer: of the revision.
           missing: the shards to make; those that others hold are waited for.
           origin: of the pictures.
-          num_rejected: records that were rejected before.
-          tell: hears of each shard and picture.
-        Raises: SourceError: too many pictures are rejected.
+          tell: hears of each shard and picture, from several threads; it looks at the share of rejects.
+        Raises: SourceError: too many pictures in a row are rejected.
         """
 
         def refuse(key: str, reject: RecordRejected) -> None:
             tell(Rejected(key, reject.stage, reject.reason, reject.detail))
 
+        def committed(shard: PackedShard) -> None:
+            tell(Committed((shard.part, shard.shard), [reject.key for reject in shard.rejects]))
+
         plan = writer.plan
-        limit = RejectLimit(self.recipe.source, plan.records.num_rows, num_rejected, tell=refuse)
-        with Leases(writer, taken=lambda task: tell(Took(task)), let_go=lambda task: tell(LetGo(task))) as leases:
+        limit = RejectLimit(self.recipe.source, None, tell=refuse)  # the share holds for all workers together
+        with Leases(writer, taken=lambda task: tell(Took(task))) as leases:
             while missing:
-                with Background(writer, leases, self.clock) as background:
+                with Background(writer, leases, self.clock, committed=committed) as background:
                     if self.encoders.caption:
                         texts = [task for task in missing if not is_picture_task(task)]
                         for shard in encode_captions(plan, leases.take(texts), self.encoders.caption, self.clock):
-                            background.commit(shard)
                             tell(Encoded("captions", 1))
+                            background.commit(shard)
                     for shard in encode_pictures(
                         plan,
                         leases.take([task for task in missing if is_picture_task(task)]),

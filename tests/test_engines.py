@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from making import CAPTION_RECIPE, CPU, caption_recipe, make_caption_folder, no_progress, tree_digest
 
 from leandit.datasets.errors import RecipeError, ResourceError, SourceError
+from leandit.precompute import processes
 from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.processes import Processes
 from leandit.precompute.sources import list_source, open_source
@@ -27,11 +29,28 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the bac
 from leandit.tools.cli import main
 main()
 """
+BROKEN_CHILD = """
+from pathlib import Path
+from leandit.precompute import process_child
+from leandit.precompute.encoders import ImageEncoder
+
+encode, calls = ImageEncoder.encode, []
+
+def breaks(self, pixels):
+    calls.append(1)
+    if len(calls) > 1 and not (marker := Path(__file__).with_name("broken")).exists():
+        marker.touch()
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return encode(self, pixels)
+
+ImageEncoder.encode = breaks
+process_child.main()
+"""
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_caption_folder(tmp_path_factory.mktemp("engines") / "pictures", count=48)
+    return make_caption_folder(tmp_path_factory.mktemp("engines") / "pictures", count=36)
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +61,16 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
     return tree_digest(store)
 
 
-def two_processes(
-    source: Path, store: Path, *overrides: str, progress: Callable[[Processes, str, int, int], None], said: list[str]
+def with_processes(
+    source: Path,
+    store: Path,
+    *,
+    progress: Callable[[Processes, str, int, int], None],
+    said: list[str],
+    count: int = 2,
 ) -> Report:
-    recipe, threads = caption_recipe(*overrides), torch.get_num_threads()
-    with Processes(recipe, store, str(source), ["cpu", "cpu"], num_threads=threads, say=said.append) as engine:
+    recipe, threads = caption_recipe(), torch.get_num_threads()
+    with Processes(recipe, store, str(source), ["cpu"] * count, num_threads=threads, say=said.append) as engine:
         return precompute(
             recipe,
             source_path=source,
@@ -63,7 +87,7 @@ def kill(engine: Processes, count: int) -> None:
 
 
 def test_two_processes_of_which_one_is_killed_make_the_bytes_of_one_and_list_nothing(
-    source: Path, whole: dict[str, bytes], tmp_path: Path
+    source: Path, whole: dict[str, bytes], tmp_path: Path, quick: None
 ) -> None:
     hidden, said, seen = source / "metadata.jsonl.away", [], []
 
@@ -75,17 +99,53 @@ def test_two_processes_of_which_one_is_killed_make_the_bytes_of_one_and_list_not
             kill(engine, 1)
 
     try:
-        report = two_processes(source, tmp_path / "store", progress=progress, said=said)
+        report = with_processes(source, tmp_path / "store", progress=progress, said=said)
     finally:
         hidden.rename(source / "metadata.jsonl")
     assert tree_digest(tmp_path / "store") == whole
     assert len(said) == 1
     assert "cpu (process 1) is gone: it was ended by signal 9 (Killed)" in said[0]
-    assert [(done, total) for stage, done, total in seen if stage == "pictures"][-1] == (48, 48)
-    assert report.num_encoded == 48
+    assert [(done, total) for stage, done, total in seen if stage == "pictures"][-1] == (36, 36)
+    assert report.num_encoded == 36
     assert report.seconds["encode"] > 0
 
 
+def test_of_two_processes_one_may_end_by_an_error_of_its_device(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    (tmp_path / "broken_child.py").write_text(BROKEN_CHILD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(processes, "CHILD_MODULE", "broken_child")
+    said, seen = [], []
+    report = with_processes(source, tmp_path / "store", progress=lambda _, *what: seen.append(what), said=said)
+    assert tree_digest(tmp_path / "store") == whole
+    (line,) = said
+    assert "is gone: RuntimeError: CUDA error" in line
+    assert re.search(r"it held shard 0 of 'buckets/\d+x\d+'", line)
+    counts = [(done, total) for stage, done, total in seen if stage == "pictures"]
+    assert counts[-1] == (36, 36)
+    assert all(done <= total for done, total in counts)
+    assert counts != sorted(counts)  # what it had not committed was taken back
+    assert report.num_encoded == 36
+
+
+def test_an_error_of_the_stores_folder_is_that_of_one_process(source: Path, tmp_path: Path, quick: None) -> None:
+    store, recipe = tmp_path / "store", caption_recipe()
+
+    def in_the_way(_: object, stage: str, done: int, total: int) -> None:
+        if (stage, done) == ("scan", total):
+            (store / "buckets/64x64/moments/c/0/0/0/0/in the way").mkdir(parents=True)
+
+    with pytest.raises(IsADirectoryError) as several:
+        with_processes(source, store, progress=in_the_way, said=[], count=1)
+    with pytest.raises(IsADirectoryError) as one:
+        precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+    assert several.value.filename2 == one.value.filename2
+    assert several.value.filename2.startswith(str(store / "buckets/64x64"))
+    assert not (store / "leases").exists()
+
+
+@pytest.mark.slow
 def test_where_every_process_dies_the_command_fails_and_the_next_one_goes_on(
     source: Path, whole: dict[str, bytes], tmp_path: Path, quick: None
 ) -> None:
@@ -94,18 +154,19 @@ def test_where_every_process_dies_the_command_fails_and_the_next_one_goes_on(
             kill(engine, 2)
 
     with pytest.raises(ResourceError, match=r"signal 9 \(Killed\).*No other is left.*the same command goes on"):
-        two_processes(source, tmp_path / "store", progress=progress, said=[])
+        with_processes(source, tmp_path / "store", progress=progress, said=[])
     precompute(caption_recipe(), source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
     assert tree_digest(tmp_path / "store") == whole
 
 
+@pytest.mark.slow
 def test_the_share_of_rejects_holds_for_all_processes_together(tmp_path: Path) -> None:
     root = make_caption_folder(tmp_path / "pictures", count=36)
     for number in range(0, 36, 2):  # in every bucket some, in none more than ten
         path = root / f"images/{number}.png"
         path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(SourceError, match=r"11 of 36 records are rejected, more than source\.max_reject_share"):
-        two_processes(root, tmp_path / "store", progress=lambda *_: None, said=[])
+        with_processes(root, tmp_path / "store", progress=lambda *_: None, said=[])
 
 
 def children_of(pid: int) -> list[int]:
@@ -121,7 +182,11 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, 75), (signal.SIGKILL, -9), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    [
+        (signal.SIGKILL, -9),
+        pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
 )
 def test_no_process_outlives_the_command(number: int, code: int, source: Path, tmp_path: Path) -> None:
     settings = [word for override in CAPTION_RECIPE for word in ("--set", override)]

@@ -1,4 +1,4 @@
-"""A Ray cluster of two local nodes: the bytes of one process, while actors and the command are killed."""
+"""A Ray cluster of two local nodes: the bytes of one process, while decoders, actors and the command are killed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from making import CPU, caption_recipe, make_caption_folder, no_progress, picture, tree_digest
 
+from leandit.datasets.errors import ResourceError
+from leandit.datasets.layout import commit_path
+from leandit.datasets.store import LatentStore
+from leandit.precompute.cluster import Cluster
+from leandit.precompute.decoder import Decoders
 from leandit.precompute.pipeline import precompute
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -27,10 +33,42 @@ SIDES = range(32, 96, 8)
 BUCKETS = [f"{height}x{width}" for height in SIDES for width in SIDES if height == 64 or width == 64]
 # A bucket is a shard at least, so many buckets make many shards of few pictures.
 SETTINGS = [f"images.buckets={BUCKETS}".replace("'", '"'), "vae.batch_size=4", "text.batch_size=8"]
+POISON = "images/7.png"  # whoever decodes it is killed
+POISONED_CHILD = f"""
+import os, signal
+from leandit.precompute import decoder_child
+
+def answer(job):
+    if job["stage"] == "decode" and job["path"].endswith("{POISON}"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return decoder_child.answer(job)
+
+decoder_child.main(answer)
+"""
+EXCHANGE = """
+import os, sys
+words = sys.orig_argv
+if "leandit.precompute.decoder_child" in words:
+    at = words.index("leandit.precompute.decoder_child")
+    os.execv(sys.executable, [*words[:at], "poisoned_child", *words[at + 1 :]])
+"""
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def poison(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Decoders here, and those of processes started while this holds, die of the poisoned picture."""
+    folder = tmp_path_factory.mktemp("poison")
+    (folder / "poisoned_child.py").write_text(POISONED_CHILD)
+    (folder / "sitecustomize.py").write_text(EXCHANGE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
+        patch.setitem(Decoders.__init__.__kwdefaults__, "_child_module", "poisoned_child")
+        yield
+
+
+@pytest.fixture(scope="module")
+def address(poison: None) -> Iterator[str]:
     """Two nodes of one CPU each."""
     cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     cluster.add_node(num_cpus=1)
@@ -69,13 +107,25 @@ def start(address: str, source: Path, store: Path) -> subprocess.Popen[str]:
     )
 
 
-def busy_actors() -> list[int]:
-    """Processes of actors that are encoding; Ray names its processes after what they do."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+def descendants(pid: int) -> Iterator[int]:
+    """Processes that a process has started, and those that they have."""
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
-            if path.read_bytes().startswith(b"ray::EncodingActor.encode"):
-                found.append(int(path.parent.name))
+            children = [int(word) for word in path.read_text().split()]
+        except OSError:  # it has ended
+            continue
+        for child in children:
+            yield child
+            yield from descendants(child)
+
+
+def busy_actors() -> list[int]:
+    """Processes of actors of this test's cluster that are encoding; Ray names its processes after what they do."""
+    found = []
+    for pid in descendants(os.getpid()):
+        try:
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::EncodingActor.encode"):
+                found.append(pid)
         except OSError:
             continue
     return found
@@ -120,18 +170,45 @@ def disturb(address: str, source: Path, store: Path, plan: str) -> tuple[str, in
     return out + err, kills
 
 
-def test_a_killed_actor_and_a_killed_driver_leave_the_bytes_of_one_process(address: str, tmp_path: Path) -> None:
-    source = make_source(tmp_path / "pictures", 60)
+@pytest.mark.parametrize("plan", ["a", pytest.param("da", marks=pytest.mark.slow)])
+def test_killed_decoders_actors_and_drivers_leave_the_bytes_of_one_process(
+    plan: str, address: str, tmp_path: Path
+) -> None:
+    source = make_source(tmp_path / "pictures", 45)
     whole = whole_tree(source, tmp_path / "whole")
-    said, kills = disturb(address, source, tmp_path / "store", "da")
-    assert kills == 2
+    said, kills = disturb(address, source, tmp_path / "store", plan)
+    assert kills == len(plan)
     assert tree_digest(tmp_path / "store") == whole
     assert re.search(r"actor \d+ is gone: .*Another is started", said)
     assert "RayTaskError" not in said
     assert "Traceback" not in said
-    assert re.search(r"60 planned = 59 stored \+ 1 rejected", said)
+    assert re.search(r"45 planned = 43 stored \+ 2 rejected", said)
+    records = LatentStore(tmp_path / "store").records
+    reasons = dict(zip(records["key"].to_pylist(), records["reason"].to_pylist(), strict=True))
+    assert {key: reason for key, reason in reasons.items() if reason} == {
+        "images/5.png": "truncated",
+        POISON: "decoder_crash",
+    }
 
 
+@pytest.mark.slow
+def test_a_shard_that_no_actor_can_write_is_named_and_ends_the_command(address: str, tmp_path: Path) -> None:
+    source, store = make_source(tmp_path / "pictures", 30), tmp_path / "store"
+    whole_tree(source, store)
+    (store / "manifest.json").unlink()
+    (store / commit_path(1, "buckets/64x64", 0)).unlink()
+    path = store / "buckets/64x64/moments/c/0/0/0/0"
+    path.unlink()
+    (path / "in the way").mkdir(parents=True)
+    command = start(address, source, store)
+    out, err = command.communicate(timeout=600)
+    assert command.returncode == 5
+    assert err.count("It held shard 0 of 'buckets/64x64' Another is started") == 4
+    assert "shard 0 of 'buckets/64x64': 5 actors were lost while they held it; the last: IsADirectoryError" in err
+    assert not re.search(r"pictures: ([3-9]|\d\d) of 2", out + err)
+
+
+@pytest.mark.slow
 def test_errors_are_those_of_one_process(address: str, tmp_path: Path) -> None:
     source = make_source(tmp_path / "pictures", 15)
     for path in (source / "images").iterdir():
@@ -149,6 +226,42 @@ def test_where_no_cluster_is_the_command_says_so(tmp_path: Path) -> None:
     _, err = command.communicate(timeout=300)
     assert command.returncode == 5
     assert "no cluster answers at '127.0.0.1:9'" in err
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "reserved"),
+    [
+        ("cpu", [(2, 0)], 1),
+        ("cpu,cpu", [(2, 0)], 0),
+        ("cpu,cpu", [(8, 0)], 2),
+        ("cpu", [(1, 0), (16, 0)], 0),
+        ("cpu,cpu,cpu", [(8, 0), (16, 0)], 2),
+        ("auto", [(8, 4)], 1),
+        ("cuda", [(4, 4), (1, 0)], 1),
+        ("cuda", [(4, 4)], None),
+        ("cpu", [(0, 0)], None),
+    ],
+)
+def test_at_least_one_cpu_is_left_to_decode(
+    devices: str, nodes: list[tuple[int, int]], reserved: int | None, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {}
+    cluster: Any = Cluster(
+        caption_recipe(), tmp_path, "pictures", address="auto", devices=devices, num_threads=1, say=print
+    )
+    actor = SimpleNamespace(options=lambda **given: options.update(given) or SimpleNamespace(remote=None))
+    cluster._ray = SimpleNamespace(
+        cluster_resources=lambda: {"CPU": sum(cpus for cpus, _ in nodes), "GPU": sum(gpus for _, gpus in nodes)},
+        nodes=lambda: [{"Alive": True, "Resources": {"CPU": cpus}} for cpus, _ in nodes],
+        remote=lambda kind: actor,
+    )
+    if reserved is None:
+        with pytest.raises(ResourceError, match="none is left to decode"):
+            cluster._plan_actors()
+    else:
+        _, _, count, _ = cluster._plan_actors()
+        assert options["num_cpus"] == reserved
+        assert count * reserved < sum(cpus for cpus, _ in nodes)
 
 
 @pytest.mark.slow
