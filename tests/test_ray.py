@@ -203,7 +203,7 @@ def test_a_shard_that_no_actor_can_write_is_named_and_ends_the_command(address: 
     command = start(address, source, store)
     out, err = command.communicate(timeout=600)
     assert command.returncode == 5
-    assert err.count("It held shard 0 of 'buckets/64x64' Another is started") == 4
+    assert err.count("It held shard 0 of 'buckets/64x64'. Another is started") == 4
     assert "shard 0 of 'buckets/64x64': 5 actors were lost while they held it; the last: IsADirectoryError" in err
     assert not re.search(r"pictures: ([3-9]|\d\d) of 2", out + err)
 
