@@ -72,6 +72,7 @@ class Decoded:
       height_px, width_px: of the source picture, upright.
       source_checksum: XXH3-64 of the bytes that were decoded.
       read_seconds: that the child took to read them; what was sent to it was read before.
+      decode_seconds: that it took for all else.
     """
 
     pixels: np.ndarray
@@ -79,6 +80,7 @@ class Decoded:
     width_px: int
     source_checksum: int
     read_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
 
 class Decoders:
@@ -203,7 +205,7 @@ class Decoders:
         head, found = self._ask({**job, "crops": crops}, place.data)
         assert len(found) == len(crops), "a child answers a decode with pixels"
         height_px, width_px = head["size"]
-        return [Decoded(pixels, height_px, width_px, head["checksum"], head["read_seconds"]) for pixels in found]
+        return [Decoded(pixels, height_px, width_px, head["checksum"], *head["seconds"]) for pixels in found]
 
     def _ask(
         self, job: dict[str, Any], data: bytes | None, *, patience: tuple[int, ...] = (1, RETRY_PATIENCE)

@@ -109,8 +109,8 @@ def answer(job: dict[str, Any]) -> Answer:
       job: stage; places (path, offset, num_bytes) of many pictures, for their sizes, and seconds for all of them; or
         path, offset, num_bytes of one, data, where its bytes were sent, and for stage "decode": crops, each a bucket
         (height_px, width_px), crop and resize_filter.
-    Returns: "size" (height_px, width_px) of the upright picture, and of a decoded one its "checksum", "read_seconds"
-      (of the read alone) and its crops; or "sizes".
+    Returns: "size" (height_px, width_px) of the upright picture, and of a decoded one its "checksum", "seconds" (of
+      reading, and of the rest) and its crops; or "sizes".
     Raises: RecordRejected.
     """
     if "places" in job:
@@ -124,7 +124,8 @@ def answer(job: dict[str, Any]) -> Answer:
     if job["stage"] == "scan":
         return {"size": read_size(data)}, []
     crops, size = decode_crops(data, job["crops"])
-    return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data), "read_seconds": read_seconds}, crops
+    seconds = read_seconds, time.perf_counter() - start - read_seconds
+    return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data), "seconds": seconds}, crops
 
 
 def serve(

@@ -208,13 +208,12 @@ class SharedDecoding:
         try:
             if others:
                 crops = [lane.crop(place), *(other.crop(there) for other, there, _ in others)]
-                with lane.clock.measure("decode"):
-                    self._count()
-                    start = time.perf_counter()
-                    where = self._origin.place(*_of_source(batch, row), stage="decode")
-                    fetch_seconds = time.perf_counter() - start
-                    found = self._decoders.crops(where, crops)
-                lane.clock.move(fetch_seconds + found[0].read_seconds, source="decode", to="read")
+                self._count()
+                start = time.perf_counter()
+                where = self._origin.place(*_of_source(batch, row), stage="decode")
+                fetch_seconds = time.perf_counter() - start
+                found = self._decoders.crops(where, crops)
+                lane.clock.add({"read": fetch_seconds + found[0].read_seconds, "decode": found[0].decode_seconds})
         except RecordRejected:
             pass  # perhaps only another's crop cannot be made, or all together take too long or too much memory
         finally:  # whatever happens, nobody waits for ever
@@ -227,18 +226,17 @@ class SharedDecoding:
         """Decode a picture for one lane, as it would be without the others."""
         place = lane.place(batch.part, row)
         bucket, size = lane.crop(place).bucket, lane.size(place)
-        with lane.clock.measure("decode"):
-            self._count()
-            where = _of_source(batch, row)
-            return decode_planned(
-                lane.plan.spec.images,
-                self._origin,
-                self._decoders,
-                where,
-                size=size,
-                bucket=bucket,
-                clock=lane.clock,
-            )
+        self._count()
+        where = _of_source(batch, row)
+        return decode_planned(
+            lane.plan.spec.images,
+            self._origin,
+            self._decoders,
+            where,
+            size=size,
+            bucket=bucket,
+            clock=lane.clock,
+        )
 
     def _answered(
         self, lane: Lane, batch: PictureBatch, asked: Sequence[Waiting]

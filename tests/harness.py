@@ -151,7 +151,7 @@ class InProcessDecoders:
         assert place.data is None
         job = {"stage": "decode", "path": str(place.path), "offset": place.offset, "num_bytes": place.num_bytes}
         head, pictures = answer({**job, "crops": crops})
-        return [Decoded(pixels, *head["size"], head["checksum"], head["read_seconds"]) for pixels in pictures]
+        return [Decoded(pixels, *head["size"], head["checksum"], *head["seconds"]) for pixels in pictures]
 
 
 # --- Children ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import pytest
 from making import CPU, caption_recipe, no_progress
 
 from leandit.precompute.pipeline import precompute
-from leandit.precompute.stages import StageClock
 from leandit.precompute.verdict import Power, advice, bound_by, stage_times
 from leandit.tools.outcome import precompute_rows
 
@@ -35,13 +34,6 @@ def test_the_stage_that_is_busy_longest_bounds_the_run(seconds: dict[str, float]
 
 def test_a_stage_that_took_no_time_has_no_rate() -> None:
     assert [time.images_per_second for time in stage_times({"read": 0.0, "write": 2.0}, 10, POWER)] == [None, 5.0]
-
-
-def test_what_is_moved_between_stages_stays_as_much() -> None:
-    clock = StageClock()
-    clock.add({"decode": 3.0})
-    clock.move(1.0, source="decode", to="read")
-    assert clock.seconds == {"decode": 2.0, "read": 1.0}
 
 
 def test_a_run_tells_reading_from_decoding_and_what_to_change(caption_folder: Path, tmp_path: Path) -> None:
