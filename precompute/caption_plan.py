@@ -6,19 +6,23 @@ tokenizer and put down by their length. What is known of each text in between is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 
 from ..datasets.mapped import BATCH_ROWS, GrowingArray, map_array, map_table, rebatched
 from ..datasets.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA
 from .distinct import digests, first_positions
 from .text_encoders import CaptionTokenizer
 
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
 TOKENIZE_BATCH = 4096
-SORTED_CHARS = 1 << 24  # characters of captions that are put down by their length at once
+SORTED_BYTES = 1 << 24  # of captions that are put down by their length at once
 NUMBERED = 1 << 20  # captions that get their ids at once
 WHAT = "the plan's captions"
 IDS_SCHEMA = pa.schema([PLAN_SCHEMA.field("caption_ids")])
@@ -26,7 +30,7 @@ SORTED_SCHEMA = pa.schema([CAPTIONS_SCHEMA.field(name) for name in ("text", "num
 
 
 def plan_captions(
-    texts_of_records: Iterable[Sequence[str]],
+    texts_of_records: Iterable[pa.ListArray],
     tokenizer: CaptionTokenizer | None,
     max_tokens: int,
     *,
@@ -36,7 +40,7 @@ def plan_captions(
     """Deduplicate captions and sort the new ones by length, then by first appearance: equal lengths lie together.
 
     Args:
-      texts_of_records: captions of each record; gone through twice.
+      texts_of_records: captions of some records at once, as lists of texts; gone through twice.
       revision: that encodes the new ones.
       known: captions table of the revision before; its captions keep their ids.
     Returns: the captions table (CAPTIONS_SCHEMA), known ones first, and the caption ids of each record (list of
@@ -44,13 +48,13 @@ def plan_captions(
     """
     before = known if known is not None else CAPTIONS_SCHEMA.empty_table()
     if tokenizer is None:
+        none = pa.scalar([], IDS_SCHEMA.field(0).type)
         nothing = (
-            pa.RecordBatch.from_pydict({"caption_ids": [[]] * len(some)}, IDS_SCHEMA)
-            for some in _some(texts_of_records, BATCH_ROWS)
+            pa.RecordBatch.from_arrays([pa.repeat(none, len(some))], schema=IDS_SCHEMA) for some in texts_of_records
         )
         return before, map_table(IDS_SCHEMA, nothing, WHAT)["caption_ids"]
     numbers = GrowingArray("uint16", WHAT)  # of captions that each record has
-    known_texts = (batch["text"].to_pylist() for batch in before.to_batches())
+    known_texts = (batch["text"] for batch in before.to_batches())
     first = first_positions((digests(texts) for texts in chain(known_texts, _flat(texts_of_records, numbers))), WHAT)
     lengths = GrowingArray("int32", WHAT)  # of the distinct new ones, in order of their appearance
     segments: list[int] = []  # length of the captions in each batch below
@@ -63,62 +67,53 @@ def plan_captions(
     return captions, map_table(IDS_SCHEMA, _lists(numbers.close(), ids[before.num_rows :]), WHAT)["caption_ids"]
 
 
-def _some(things: Iterable[Sequence[str]], number: int) -> Iterator[list[Sequence[str]]]:
-    iterator = iter(things)
-    while some := list(islice(iterator, number)):
-        yield some
-
-
-def _flat(texts_of_records: Iterable[Sequence[str]], numbers: GrowingArray) -> Iterator[list[str]]:
+def _flat(texts_of_records: Iterable[pa.ListArray], numbers: GrowingArray) -> Iterator[pa.StringArray]:
     """Texts of many records at once; notes how many each has."""
-    for some in _some(texts_of_records, BATCH_ROWS):
-        numbers.append(np.array([len(texts) for texts in some], np.uint16))
-        yield [text for texts in some for text in texts]
+    for lists in texts_of_records:
+        numbers.append(pc.list_value_length(lists).to_numpy())
+        yield lists.flatten()
 
 
-def _new_texts(texts_of_records: Iterable[Sequence[str]], first: np.ndarray, start: int) -> Iterator[list[str]]:
+def _new_texts(texts_of_records: Iterable[pa.ListArray], first: np.ndarray, start: int) -> Iterator[pa.StringArray]:
     """Texts that stand there for the first time.
 
     Args:
       first: where each text stands first, counted from the first known one.
       start: number of known ones.
     """
-    for some in _some(texts_of_records, BATCH_ROWS):
-        texts = [text for of_record in some for text in of_record]
+    for lists in texts_of_records:
+        texts = lists.flatten()
         is_first = first[start : start + len(texts)] == np.arange(start, start + len(texts))
-        yield [texts[i] for i in np.flatnonzero(is_first)]
+        yield texts.filter(pa.array(is_first))
         start += len(texts)
 
 
 def _put_down(
-    new: Iterable[list[str]], tokenizer: CaptionTokenizer, max_tokens: int, lengths: GrowingArray, segments: list[int]
+    new: Iterable[pa.StringArray],
+    tokenizer: CaptionTokenizer,
+    max_tokens: int,
+    lengths: GrowingArray,
+    segments: list[int],
 ) -> Iterator[pa.RecordBatch]:
     """Batches of captions of one length each; notes the lengths of all captions, and of the batches."""
-    texts: list[str] = []
-    counts: list[int] = []
-    size = 0
+    waiting: list[pa.StringArray] = []
     for some in chain(new, [None]):
-        for start in range(0, len(some or ()), TOKENIZE_BATCH):
-            assert some is not None, "the end has no texts"
-            counts += tokenizer.count(some[start : start + TOKENIZE_BATCH])
-        texts += some or ()
-        size += sum(map(len, some or ()))
-        if not texts or (some is not None and size < SORTED_CHARS):
+        waiting += [some] if some else []
+        if not waiting or (some is not None and sum(texts.nbytes for texts in waiting) < SORTED_BYTES):
             continue
-        found = np.minimum(np.array(counts), max_tokens)
+        texts = pa.concat_arrays(waiting)
+        parts = (texts.slice(start, TOKENIZE_BATCH).to_pylist() for start in range(0, len(texts), TOKENIZE_BATCH))
+        counts = np.array([count for part in parts for count in tokenizer.count(part)], np.int64)
+        found = np.minimum(counts, max_tokens).astype(np.int32)
         lengths.append(found)
         order = np.argsort(found, kind="stable")
-        for here in np.split(order, np.flatnonzero(np.diff(found[order])) + 1):
-            segments.append(int(found[here[0]]))
-            yield pa.RecordBatch.from_pydict(
-                {
-                    "text": [texts[i] for i in here],
-                    "num_tokens": found[here].astype(np.int32),
-                    "truncated": [counts[i] > max_tokens for i in here],
-                },
-                SORTED_SCHEMA,
-            )
-        texts, counts, size = [], [], 0
+        columns = [texts.take(pa.array(order)), pa.array(found[order]), pa.array(counts[order] > max_tokens)]
+        by_length = pa.RecordBatch.from_arrays(columns, schema=SORTED_SCHEMA)
+        bounds = [0, *np.flatnonzero(np.diff(found[order])) + 1, len(order)]
+        for start, stop in pairwise(bounds):
+            segments.append(int(found[order[start]]))
+            yield by_length.slice(start, stop - start)
+        waiting = []
 
 
 def _with_results(batch: pa.RecordBatch, revision: int) -> pa.RecordBatch:

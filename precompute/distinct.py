@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
 
 from ..datasets.mapped import GrowingArray, map_array
 
@@ -17,9 +19,12 @@ SPREAD = 1 << 18  # things that are spread at once
 ENTRY = np.dtype([("high", "u8"), ("low", "u8"), ("position", "i8")])
 
 
-def digests(texts: Iterable[str]) -> np.ndarray:
+def digests(texts: pa.StringArray) -> np.ndarray:
     """(N, 2) uint64, BLAKE2b of 128 bits: nobody finds two texts with one digest, not even on purpose."""
-    joined = b"".join(hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
+    _, offsets, letters = texts.buffers()
+    ends = np.frombuffer(offsets, np.int32)[texts.offset : texts.offset + len(texts) + 1].tolist()
+    view = memoryview(letters or b"")
+    joined = b"".join(hashlib.blake2b(view[a:b], digest_size=16).digest() for a, b in pairwise(ends))
     return np.frombuffer(joined, np.uint64).reshape(-1, 2)
 
 

@@ -18,7 +18,7 @@ from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
 from ..datasets.mend import UNKNOWN_PLACE
 from ..datasets.schema import RECORDS_SCHEMA
-from .source_listing import Listing, spool
+from .source_listing import Listing, record_batches, spool
 from .source_record import SourceRecord, caption_texts
 from .sources import Source
 
@@ -185,7 +185,7 @@ def compare(
                 attempts_now[len(fresh)] = attempts[position] + 1
             fresh.append(record)
     table = base.records.take(pa.array([one.position for one in kept], pa.int64()))
-    listing = spool(fresh, lambda _: None, check_keys=False)  # what repeats a key says so already
+    listing = spool(record_batches(fresh), lambda _: None, check_keys=False)  # what repeats a key says so already
     return Comparison(kept, listing, table, attempts_now, [] if options.drop_gone else gone_classes, **count)
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -31,7 +31,6 @@ from .growth import Comparison
 from .images import MAX_PIXELS, crop_geometry
 from .rejects import RejectLimit
 from .source_listing import Listing
-from .source_record import encoded_texts
 from .sources import Source
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -40,7 +39,9 @@ ASKED = 128  # pictures whose headers are read with one message to a decoder
 ASKS_AHEAD = 4  # messages on their way for each thread
 MAX_THREADS = 32
 KNOWN_SIZES = 1 << 16  # whose bucket and crop are remembered
+PLANNED = BATCH_ROWS // ASKED  # answers that are put into one batch
 WHAT = "the plan"
+TEXTS = pa.list_(pa.string())
 PICTURES_SCHEMA = pa.schema(
     [
         PLAN_SCHEMA.field(name)
@@ -67,6 +68,36 @@ class PlannedPicture:
     reject: RecordRejected | None = None
 
 
+@dataclass(frozen=True)
+class PlannedPictures:
+    """Some pictures in order; many are of one size, so they go the same way.
+
+    Args:
+      ways: where pictures go, each once.
+      way_of: (N,) of each picture, its place in ``ways``.
+    """
+
+    ways: list[PlannedPicture]
+    way_of: np.ndarray
+
+    def __iter__(self) -> Iterator[PlannedPicture]:
+        return (self.ways[way] for way in self.way_of)
+
+
+@dataclass
+class FoundSizes:
+    """What is known of the sizes of some pictures.
+
+    Args:
+      height_px, width_px: (N,) int64, 0 where nothing is known.
+      rejects: of those that are not planned, by their place.
+    """
+
+    height_px: np.ndarray
+    width_px: np.ndarray
+    rejects: dict[int, RecordRejected] = field(default_factory=dict)
+
+
 def plan_pictures(
     source: Source,
     fresh: Listing,
@@ -74,78 +105,87 @@ def plan_pictures(
     decoders: Decoders,
     *,
     progress: Callable[[int], None],
-) -> Iterator[PlannedPicture]:
+) -> Iterator[PlannedPictures]:
     """Learn the size of every new picture and choose its bucket and crop.
 
     Args:
       progress: called with the number of pictures looked at so far.
-    Returns: one for each new record, in order, as they are asked for.
+    Returns: all new records, in order, as they are asked for.
     Raises: SourceError: too many are rejected.
     """
     limit, threads = RejectLimit(recipe.source, len(source.records)), num_threads()
     images, table = recipe.images, recipe.images.table
     place = functools.lru_cache(KNOWN_SIZES)(lambda height_px, width_px: place_picture(height_px, width_px, images))
     assert table, "a recipe has a bucket"
-    ahead: deque[tuple[list[str], Future[list[Size | RecordRejected]]]] = deque()
+    ahead: deque[tuple[pa.Array, Future[FoundSizes]]] = deque()
     done = 0
 
-    def planned() -> Iterator[PlannedPicture]:
+    def planned() -> PlannedPictures:
         nonlocal done
         keys, asked = ahead.popleft()
-        for key, found in zip(keys, asked.result(), strict=True):
-            picture = _rejected(found) if isinstance(found, RecordRejected) else place(*found)
-            limit.count(key, picture.reject)
-            yield picture
+        pictures = _planned(asked.result(), place)
+        is_reject = np.array([way.reject is not None for way in pictures.ways])[pictures.way_of]
+        rejects = {int(i): pictures.ways[pictures.way_of[i]].reject for i in np.flatnonzero(is_reject)}
+        limit.count_some(keys, rejects)
         done += len(keys)
         progress(done)
+        return pictures
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="leandit-scan")
     try:
         for batch in fresh.batches():
             for start in range(0, batch.num_rows, ASKED):
                 part = batch.slice(start, ASKED)
-                ahead.append((part["key"].to_pylist(), pool.submit(_sizes, source, part, recipe, decoders)))
+                ahead.append((part["key"], pool.submit(_find_sizes, source, part, recipe, decoders)))
                 if len(ahead) > ASKS_AHEAD * threads:
-                    yield from planned()
+                    yield planned()
         while ahead:
-            yield from planned()
+            yield planned()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _sizes(
-    source: Source, batch: pa.RecordBatch, recipe: PrecomputeRecipe, decoders: Decoders
-) -> list[Size | RecordRejected]:
+def _planned(found: FoundSizes, place: Callable[[int, int], PlannedPicture]) -> PlannedPictures:
+    _, first, way_of = np.unique(found.height_px << 32 | found.width_px, return_index=True, return_inverse=True)
+    nowhere = PlannedPicture()  # of what is rejected, until its reason is put there
+    sizes = zip(found.height_px[first].tolist(), found.width_px[first].tolist(), strict=True)
+    ways = [place(height_px, width_px) if height_px else nowhere for height_px, width_px in sizes]
+    for i, reject in found.rejects.items():
+        way_of[i] = len(ways)
+        ways.append(PlannedPicture(reject=RecordRejected("scan", reject.reason, reject.detail)))
+    return PlannedPictures(ways, way_of)
+
+
+def _find_sizes(source: Source, batch: pa.RecordBatch, recipe: PrecomputeRecipe, decoders: Decoders) -> FoundSizes:
     """Size of each picture, or why it is not planned."""
-    found: list[Size | RecordRejected | None] = _known_sizes(batch, recipe)
-    asked = [i for i, known in enumerate(found) if known is None]
-    columns = [batch[name].to_pylist() for name in ("path", "offset", "num_bytes")]
-    places = [(columns[0][i], columns[1][i], columns[2][i]) for i in asked]
+    found = _known_sizes(batch, recipe)
+    asked = [i for i in np.flatnonzero(found.height_px == 0).tolist() if i not in found.rejects]
+    columns = [batch[name].take(pa.array(asked, pa.int64())).to_pylist() for name in ("path", "offset", "num_bytes")]
+    places = list(zip(*columns, strict=True))
     answers: Iterable[Size | RecordRejected]
     if source.is_read_by_decoders:
         answers = decoders.sizes([source.place(*place, stage="scan") for place in places]) if places else []
     else:
         answers = (_sent_size(source, place, decoders) for place in places)
     for i, answer in zip(asked, answers, strict=True):
-        found[i] = answer
-    return [one for one in found if one is not None]
+        if isinstance(answer, RecordRejected):
+            found.rejects[i] = answer
+        else:
+            found.height_px[i], found.width_px[i] = answer
+    return found
 
 
-def _known_sizes(batch: pa.RecordBatch, recipe: PrecomputeRecipe) -> list[Size | RecordRejected | None]:
-    """What the listing alone decides: rejects, and sizes where the recipe believes them; else None."""
-    found: list[Size | RecordRejected | None] = [None] * batch.num_rows
+def _known_sizes(batch: pa.RecordBatch, recipe: PrecomputeRecipe) -> FoundSizes:
+    """What the listing alone decides: rejects, and sizes where the recipe believes them."""
+    sizes = np.zeros((2, batch.num_rows), np.int64)
     if recipe.source.sizes == "manifest":
-        sizes = zip(batch["height_px"].to_pylist(), batch["width_px"].to_pylist(), strict=True)
-        found = [size if size[0] else None for size in sizes]
+        sizes[:] = batch["height_px"].to_numpy(), batch["width_px"].to_numpy()
+    found = FoundSizes(sizes[0], sizes[1])
     if recipe.text.kind != "none":
-        for i, captions in enumerate(batch["captions"].to_pylist()):
-            if not encoded_texts(captions):
-                found[i] = RecordRejected("scan", "no_caption", "no caption, or only white space")
-    if batch["reason"].null_count < batch.num_rows:
-        problems = zip(batch["reason"].to_pylist(), batch["detail"].to_pylist(), strict=True)
-        for i, (reason, detail) in enumerate(problems):
-            if reason:
-                found[i] = RecordRejected("scan", reason, detail)
+        for i in np.flatnonzero(pc.list_value_length(batch["captions"]).to_numpy() == 0).tolist():
+            found.rejects[i] = RecordRejected("scan", "no_caption", "no caption, or only white space")
+    for i in np.flatnonzero(batch["reason"].is_valid().to_numpy(zero_copy_only=False)).tolist():
+        found.rejects[i] = RecordRejected("scan", batch["reason"][i].as_py(), batch["detail"][i].as_py())
     return found
 
 
@@ -170,43 +210,57 @@ def place_picture(height_px: int, width_px: int, images: ImagesSection) -> Plann
     return PlannedPicture(height_px, width_px, bucket, sizes[-1], top, left)
 
 
-def _rejected(reject: RecordRejected) -> PlannedPicture:
-    return PlannedPicture(reject=RecordRejected("scan", reject.reason, reject.detail))
-
-
-def picture_table(pictures: Iterable[PlannedPicture]) -> pa.Table:
+def picture_table(pictures: Iterable[PlannedPictures]) -> pa.Table:
     """Pictures as a mapped table, each with its row: rows of a bucket follow the order of the source.
 
     Returns: PICTURES_SCHEMA.
     """
-    return map_table(PICTURES_SCHEMA, _picture_batches(iter(pictures)), WHAT)
+    return map_table(PICTURES_SCHEMA, rebatched(_picture_batches(iter(pictures)), BATCH_ROWS), WHAT)
 
 
-def _picture_batches(pictures: Iterator[PlannedPicture]) -> Iterator[pa.RecordBatch]:
-    next_row: dict[Size, int] = {}
-    while some := list(islice(pictures, BATCH_ROWS)):
-        rows = []
-        for picture in some:
-            row = next_row.get(picture.bucket, 0) if picture.bucket else -1
-            if picture.bucket:
-                next_row[picture.bucket] = row + 1
-            rows.append(row)
-        rejects = [picture.reject for picture in some]
-        columns = {
-            "bucket": [picture.bucket and bucket_name(*picture.bucket) for picture in some],
-            "row": rows,
-            "height_px": [picture.height_px for picture in some],
-            "width_px": [picture.width_px for picture in some],
-            "resized_height_px": [picture.resized and picture.resized[0] for picture in some],
-            "resized_width_px": [picture.resized and picture.resized[1] for picture in some],
-            "crop_top_px": [picture.crop_top_px for picture in some],
-            "crop_left_px": [picture.crop_left_px for picture in some],
-            "status": ["rejected" if reject else "planned" for reject in rejects],
-            "stage": [reject and reject.stage for reject in rejects],
-            "reason": [reject and reject.reason for reject in rejects],
-            "detail": [reject and reject.detail for reject in rejects],
-        }
-        yield pa.RecordBatch.from_pydict(columns, PICTURES_SCHEMA)
+def _picture_batches(pictures: Iterator[PlannedPictures]) -> Iterator[pa.RecordBatch]:
+    next_row: dict[Size | None, int] = {}
+    while some := list(islice(pictures, PLANNED)):
+        starts = np.cumsum([0, *(len(one.ways) for one in some)])
+        ways = [way for one in some for way in one.ways]
+        way_of = np.concatenate([one.way_of + start for one, start in zip(some, starts, strict=False)])
+        of_ways = pa.RecordBatch.from_pydict(_columns_of(ways), PICTURES_SCHEMA)
+        batch = of_ways.take(pa.array(way_of))
+        row = PICTURES_SCHEMA.get_field_index("row")
+        yield batch.set_column(row, PICTURES_SCHEMA.field(row), pa.array(_next_rows(ways, way_of, next_row)))
+
+
+def _columns_of(ways: Sequence[PlannedPicture]) -> dict[str, Any]:
+    rejects = [way.reject for way in ways]
+    return {
+        "bucket": [way.bucket and bucket_name(*way.bucket) for way in ways],
+        "row": [-1] * len(ways),
+        "height_px": [way.height_px for way in ways],
+        "width_px": [way.width_px for way in ways],
+        "resized_height_px": [way.resized and way.resized[0] for way in ways],
+        "resized_width_px": [way.resized and way.resized[1] for way in ways],
+        "crop_top_px": [way.crop_top_px for way in ways],
+        "crop_left_px": [way.crop_left_px for way in ways],
+        "status": ["rejected" if reject else "planned" for reject in rejects],
+        "stage": [reject and reject.stage for reject in rejects],
+        "reason": [reject and reject.reason for reject in rejects],
+        "detail": [reject and reject.detail for reject in rejects],
+    }
+
+
+def _next_rows(ways: Sequence[PlannedPicture], way_of: np.ndarray, next_row: dict[Size | None, int]) -> np.ndarray:
+    """(N,) row of each picture in its bucket, -1 without one; counts on in ``next_row``."""
+    buckets = list(dict.fromkeys(way.bucket for way in ways))
+    number = {bucket: i for i, bucket in enumerate(buckets)}
+    bucket_of = np.array([number[way.bucket] for way in ways])[way_of]
+    rows = np.full(len(way_of), -1, np.int64)
+    for i, bucket in enumerate(buckets):
+        if bucket:
+            here = np.flatnonzero(bucket_of == i)
+            start = next_row.get(bucket, 0)
+            rows[here] = np.arange(start, start + len(here))
+            next_row[bucket] = start + len(here)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -220,13 +274,15 @@ class PlannedTexts:
     comparison: Comparison
     pictures: pa.Table
 
-    def __iter__(self) -> Iterator[list[str]]:
-        yield from self.comparison.texts
-        first = 0
+    def __iter__(self) -> Iterator[pa.ListArray]:
+        """Texts of some records at once."""
+        kept = self.comparison.texts
+        for start in range(0, len(kept), BATCH_ROWS):
+            yield pa.array(kept[start : start + BATCH_ROWS], TEXTS)
+        first, nothing = 0, pa.scalar([], TEXTS)
         for batch in self.comparison.fresh.batches():
-            rows = self.pictures["row"].slice(first, batch.num_rows).to_numpy()
-            for captions, row in zip(batch["captions"].to_pylist(), rows.tolist(), strict=True):
-                yield encoded_texts(captions) if row >= 0 else []
+            rows = self.pictures["row"].slice(first, batch.num_rows).combine_chunks()
+            yield pc.if_else(pc.greater_equal(rows, 0), batch["captions"], nothing)
             first += batch.num_rows
 
 
@@ -253,14 +309,16 @@ def _fresh_batches(
     for batch in comparison.fresh.batches():
         count = batch.num_rows
         planned = pictures.slice(first, count).combine_chunks()
-        nothing = pa.nulls(count)
+        nothing, attempts = pa.nulls(count), np.ones(count, np.int32)
+        for i in comparison.attempts.keys() & set(range(first, first + count)) if comparison.attempts else ():
+            attempts[i - first] = comparison.attempts[i]
         columns = {
             **{name: planned[name] for name in PICTURES_SCHEMA.names},
             "key": batch["key"],
             "revision": np.full(count, revision, np.int32),
             "label": batch["label"],
             "caption_ids": caption_ids.slice(first, count),
-            "attempts": [comparison.attempts.get(i, 1) for i in range(first, first + count)],
+            "attempts": attempts,
             **dict.fromkeys(("checksum", "source_checksum", "fallback"), nothing),
             "source_path": batch["path"],
             "source_offset": batch["offset"],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+import pyarrow as pa
 
 from ..datasets.errors import RecordRejected, SourceError
 from .config import SourceSection
@@ -81,6 +83,22 @@ class RejectLimit:
         if self._in_a_row >= self._most:
             what = f"{self._in_a_row} records in a row are rejected (source.max_rejects_in_a_row)"
             raise _too_many(what, self._reasons, key, reject, "max_rejects_in_a_row")
+
+    def count_some(self, keys: pa.Array, rejects: Mapping[int, RecordRejected]) -> None:
+        """Count some records that follow each other.
+
+        Args:
+          rejects: of some of them, by their place, in order.
+        Raises: SourceError: too many are rejected.
+        """
+        next_one = 0
+        for i, reject in rejects.items():
+            if i > next_one:
+                self._in_a_row = 0
+            self.count(keys[i].as_py(), reject)
+            next_one = i + 1
+        if next_one < len(keys):
+            self._in_a_row = 0
 
 
 def _too_many(what: str, reasons: Counter[str], key: str, reject: RecordRejected, setting: str) -> SourceError:

@@ -11,9 +11,8 @@ import itertools
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 import pyarrow as pa
 import xxhash
@@ -28,8 +27,7 @@ NAMES_AT_ONCE = 1 << 16  # of a folder, as Python objects
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
 
 
-@dataclass(frozen=True)
-class FoundFile:
+class FoundFile(NamedTuple):
     """A file of a source: its path within it, its bytes, when it was written, and why it cannot be used."""
 
     path: str
@@ -125,6 +123,7 @@ class LocalFiles:
             raise SourceError(f"source '{path}': there is no such file or folder. Check --source.")
         self.only = None if path.is_dir() else path.name
         self.root = path if path.is_dir() else path.parent
+        self._root = str(self.root)
 
     def names(self) -> Iterator[str]:
         with os.scandir(self.root) as found:
@@ -164,13 +163,13 @@ class LocalFiles:
 
     def look(self, path: str) -> FoundFile | None:
         try:
-            return self._described(path, os.stat(os.path.join(self.root, path)))  # a Path takes longer than the stat
+            return self._described(path, os.stat(f"{self._root}/{path}"))  # a Path takes longer than the stat
         except (OSError, ValueError):  # none, or a name that is too long, or holds a NUL
             return None
 
     def _found(self, path: str) -> FoundFile:
         try:
-            return self._described(path, os.stat(os.path.join(self.root, path)))
+            return self._described(path, os.stat(f"{self._root}/{path}"))
         except OSError as error:
             return FoundFile(path, problem=("unreadable", f"{error.strerror}: {path}"))
 

@@ -14,9 +14,9 @@ from typing import overload
 import numpy as np
 import pyarrow as pa
 
-from ..datasets.mapped import BATCH_ROWS, map_table
+from ..datasets.mapped import BATCH_ROWS, map_table, rebatched
 from .distinct import digests, first_positions
-from .source_record import SourceRecord
+from .source_record import SourceRecord, encoded_texts
 
 WHAT = "the list of the source"
 LOOK_ROWS = 1 << 20  # looked through for repeated keys at once
@@ -28,7 +28,7 @@ SCHEMA = pa.schema(
         ("num_bytes", pa.int64()),
         ("mtime_ns", pa.int64()),
         ("label", pa.int32()),
-        ("captions", pa.list_(pa.string())),
+        ("captions", pa.list_(pa.string())),  # as they are encoded
         ("reason", pa.string()),  # null where there is no problem
         ("detail", pa.string()),
         ("height_px", pa.int32()),  # 0 where the source does not say it
@@ -93,36 +93,43 @@ class Listing(Sequence[SourceRecord]):
             record = records[position - start]
             problem = ("duplicate_key", f"record {self._repeated[position] + 1} of the source has the same key")
             records[position - start] = SourceRecord(record.key, record.path, problem=problem)
-        return _batch_of(records)
+        return record_batch(records)
 
 
-def spool(records: Iterable[SourceRecord], progress: Callable[[int], None], *, check_keys: bool = True) -> Listing:
+def spool(batches: Iterable[pa.RecordBatch], progress: Callable[[int], None], *, check_keys: bool = True) -> Listing:
     """Write records to a temporary file as they come, and map it.
 
     Args:
+      batches: of SCHEMA, of any length.
       progress: called with the number of records so far.
       check_keys: look for keys that are repeated.
     Raises: ResourceError: the folder for temporary files is full.
     """
     batch_rows = BATCH_ROWS
-    table = map_table(SCHEMA, _batches(records, batch_rows, progress), WHAT)
-    batches = table.to_batches()
-    return Listing(batches, _repeated(batches) if check_keys else {}, batch_rows)
+    table = map_table(SCHEMA, _counted(rebatched(batches, batch_rows), progress), WHAT)
+    equal = table.to_batches()
+    return Listing(equal, _repeated(equal) if check_keys else {}, batch_rows)
 
 
-def _batches(
-    records: Iterable[SourceRecord], batch_rows: int, progress: Callable[[int], None]
-) -> Iterator[pa.RecordBatch]:
-    iterator, length = iter(records), 0
-    while some := list(islice(iterator, batch_rows)):
-        yield _batch_of(some)
-        length += len(some)
+def _counted(batches: Iterable[pa.RecordBatch], progress: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
+    length = 0
+    for batch in batches:
+        yield batch
+        length += batch.num_rows
         progress(length)
 
 
-def _batch_of(records: Sequence[SourceRecord]) -> pa.RecordBatch:
-    """Records as a batch of SCHEMA."""
+def record_batches(records: Iterable[SourceRecord]) -> Iterator[pa.RecordBatch]:
+    """Records as batches of SCHEMA, as they come."""
+    iterator = iter(records)
+    while some := list(islice(iterator, BATCH_ROWS)):
+        yield record_batch(some)
+
+
+def record_batch(records: Sequence[SourceRecord]) -> pa.RecordBatch:
+    """Records as a batch of SCHEMA; captions as they are encoded."""
     columns: dict[str, Sequence] = dict(zip(OWN, zip(*map(attrgetter(*OWN), records), strict=True), strict=True))
+    columns["captions"] = [encoded_texts(texts) if texts else texts for texts in columns["captions"]]
     problems = [record.problem or (None, None) for record in records]
     columns["reason"], columns["detail"] = zip(*problems, strict=True)
     return pa.RecordBatch.from_pydict(columns, SCHEMA)
@@ -140,7 +147,7 @@ def _records(batch: pa.RecordBatch) -> list[SourceRecord]:
 
 def _repeated(batches: Sequence[pa.RecordBatch]) -> dict[int, int]:
     """Position of each key that stands there again, and where it stands first."""
-    first = first_positions((digests(batch["key"].to_pylist()) for batch in batches), WHAT)
+    first = first_positions((digests(batch["key"]) for batch in batches), WHAT)
     repeated = {}
     for start in range(0, len(first), LOOK_ROWS):
         here = first[start : start + LOOK_ROWS]

@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..datasets.errors import RecordRejected, SourceError
+from .foreign_parquet import PARQUET_ERRORS, open_parquet, read_rows
 from .source_files import FoundFile, SourceFiles
 from .source_folders import Found
 from .source_record import CAPTION_NAMES, SourceRecord, captions_of, label_of, usable_key
-from .source_tables import PARQUET_ERRORS, TABLE_ROWS, check_texts, open_parquet
 
 IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes")
 LABEL_NAMES = ("label", "labels", "cls", "fine_label")
@@ -142,15 +142,12 @@ def _check_groups(file: pq.ParquetFile, where: str) -> None:
 def _described(file: pq.ParquetFile, columns: Columns, where: str) -> Iterator[dict[str, Any]]:
     """Label and captions of each row, under the names that a record's row has."""
     names = [name for name in (columns.label, columns.captions) if name]
-    number = 0
     try:
         if not names:
             for _ in range(file.metadata.num_rows):
                 yield {}
             return
-        for batch in file.iter_batches(TABLE_ROWS, columns=names):
-            check_texts(batch, f"{where}, after row {number}")
-            number += batch.num_rows
+        for batch, _ in read_rows(file, names, where):
             for row in batch.to_pylist():
                 label = row.get(columns.label) if columns.label else None
                 captions = {columns.captions: row[columns.captions]} if columns.captions else {}
@@ -264,7 +261,7 @@ def _opened(files: SourceFiles, name: str) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file. Raises: SourceError: it is none."""
     with files.open(name, ahead=False) as file:
         try:
-            parquet = open_parquet(file)
+            parquet = open_parquet(file, CAPTION_NAMES)
         except PARQUET_ERRORS as error:
             raise SourceError(
                 f"source '{files.name}/{name}': not a readable Parquet file ({error}). Restore it."

@@ -1,40 +1,34 @@
 """Tables that name pictures: ``metadata.jsonl``, a JSONL or Parquet manifest, PixArt's ``data_info.json`` as it is.
 
-A row names a file by its path relative to the table's folder, and never one outside of the source. A table is read a
-row at a time, whatever its size.
+A row names a file by its path relative to the table's folder, and never one outside of the source. A table is read
+some rows at a time, whatever its size; what they say is made into records in ``source_rows.py``.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-import os
-import reprlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 import pyarrow as pa
-import pyarrow.compute
-import pyarrow.parquet as pq
 
 from ..datasets.errors import SourceError
-from .source_files import SourceFiles
-from .source_record import CAPTION_NAMES, SourceRecord, captions_of, label_of, size_of, usable_key
-
-pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+from .foreign_parquet import MAX_BATCH_BYTES, PARQUET_ERRORS, TABLE_ROWS, open_parquet, read_rows
+from .source_files import FoundFile, SourceFiles
+from .source_rows import ROW_NAMES, CheckedRows, Rows, check_rows, no_row
 
 METADATA = "metadata.jsonl"
 PIXART = "data_info.json"
 PIXART_TABLE, PIXART_PICTURES = f"InternData/{PIXART}", "InternImgs"  # as PixArt's trainer expects them
-PATH_NAMES = ("file_name", "path")
 MAX_LINE_BYTES = 1 << 24  # of a JSON row
 READ_BYTES = 1 << 20
 WHITE_SPACE = (" ", "\t", "\r", "\n")
-TABLE_ROWS = 1024  # of a Parquet file, at once
-MAX_BATCH_BYTES = 256 << 20  # of text in them
-BUFFER_BYTES = 1 << 20  # of each column, as it is read
-PARQUET_ERRORS = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises for a damaged file
-PARQUET_NAMES = (*PATH_NAMES, *CAPTION_NAMES, "label", "cls", "height", "width")
+LOOKERS = 32  # threads that look up the files of rows
+LOOKED = 64  # files that one of them looks up at a time
+AHEAD = 4  # batches of rows whose files are being looked up
 
 
 def pixart_folder(source: str) -> str:
@@ -50,16 +44,39 @@ def find_table(files: SourceFiles) -> str | None:
     return next((name for name in (METADATA, PIXART, PIXART_TABLE) if files.look(name)), None)
 
 
-def table_records(files: SourceFiles, table: str) -> Iterator[SourceRecord]:
-    """A record for each row: path (``file_name`` or ``path``), perhaps a label and captions.
+def table_batches(files: SourceFiles, table: str) -> Iterator[pa.RecordBatch]:
+    """A record for each row, in batches of the listing: path (``file_name`` or ``path``), perhaps a label and captions.
+
+    The files that rows name are looked up by threads: on a network file system each look is a message.
 
     Raises: SourceError: a row is no JSON object with a path, named by its number.
     """
     folder = _pictures_of(files, table)
-    with files.open(table) as file:
-        rows = _parquet_rows if table.endswith(".parquet") else _lines if table.endswith(".jsonl") else _array
-        for where, row in rows(file, f"source '{_shown(files, table)}'"):
-            yield _row_record(files, folder, row, where)
+    kind = _parquet_rows if table.endswith(".parquet") else _lines if table.endswith(".jsonl") else _array
+    pool = ThreadPoolExecutor(LOOKERS, thread_name_prefix="leandit-list")
+    ahead: deque[tuple[CheckedRows, int, list[Future[list[FoundFile | None]]]]] = deque()
+
+    def looked_up() -> pa.RecordBatch:
+        rows, _, parts = ahead.popleft()
+        return rows.batch(files, folder, [found for part in parts for found in part.result()])
+
+    try:
+        with files.open(table) as file:
+            for rows, num_bytes in kind(file, f"source '{_shown(files, table)}'"):
+                checked = check_rows(rows, folder)
+                paths = checked.paths.to_pylist()
+                parts = [paths[start : start + LOOKED] for start in range(0, len(paths), LOOKED)]
+                ahead.append((checked, num_bytes, [pool.submit(_look_up, files, part) for part in parts]))
+                while len(ahead) > AHEAD or sum(size for _, size, _ in ahead) > MAX_BATCH_BYTES:
+                    yield looked_up()
+        while ahead:
+            yield looked_up()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _look_up(files: SourceFiles, paths: Sequence[str]) -> list[FoundFile | None]:
+    return [files.look(path) for path in paths]
 
 
 def _shown(files: SourceFiles, table: str) -> str:
@@ -71,35 +88,12 @@ def _pictures_of(files: SourceFiles, table: str) -> str:
     return PIXART_PICTURES if table == PIXART_TABLE else ""
 
 
-def _row_record(files: SourceFiles, folder: str, row: Any, where: str) -> SourceRecord:
-    try:
-        name = next((row[name] for name in PATH_NAMES if row.get(name) is not None), None)
-        if not isinstance(name, str):
-            raise TypeError(f"'file_name' is {type(name).__name__}")
-    except (AttributeError, TypeError) as error:
-        raise _no_row(where, error) from error
-    key, unusable = usable_key(name)
-    if unusable:
-        return SourceRecord(key, key, problem=unusable)
-    inside = os.path.normpath(name)
-    if os.path.isabs(inside) or inside.split(os.sep)[0] == "..":
-        return SourceRecord(name, name, problem=("bad_metadata", "file_name leaves the source folder"))
-    try:
-        label, captions = label_of(row), captions_of(row)
-    except (TypeError, ValueError) as error:
-        return SourceRecord(name, inside, problem=("bad_metadata", str(error)))
-    found = files.look(f"{folder}/{inside}" if folder else inside)
-    if found is None:
-        return SourceRecord(name, inside, problem=("missing_file", f"there is no '{name}'"))
-    return found.record(key=name, label=label, captions=captions, size=size_of(row))
-
-
-def _no_row(where: str, error: BaseException) -> SourceError:
-    return SourceError(f"{where}: needed a JSON object with 'file_name' (or 'path') as text ({reprlib.repr(error)}).")
-
-
-def _lines(file: BinaryIO, table: str) -> Iterator[tuple[str, Any]]:
+def _lines(file: BinaryIO, table: str) -> Iterator[tuple[Rows, int]]:
     """JSON objects, one a line."""
+    return _together(_objects_of_lines(file, table))
+
+
+def _objects_of_lines(file: BinaryIO, table: str) -> Iterator[tuple[Any, str, int]]:
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -110,26 +104,44 @@ def _lines(file: BinaryIO, table: str) -> Iterator[tuple[str, Any]]:
             try:
                 row = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
-                raise _no_row(where, error) from error
-            yield where, row
+                raise no_row(where, error) from error
+            yield row, where, len(line)
 
 
-def _array(file: BinaryIO, table: str) -> Iterator[tuple[str, Any]]:
+def _array(file: BinaryIO, table: str) -> Iterator[tuple[Rows, int]]:
     """Objects of one JSON array, decoded one at a time."""
+    return _together(_objects_of_array(file, table))
+
+
+def _objects_of_array(file: BinaryIO, table: str) -> Iterator[tuple[Any, str, int]]:
     text, number = _JsonText(file), 1
     try:
         text.expect("[")
         while text.peek() != "]":
             if number > 1:
                 text.expect(",")
-            row = text.value()
-            yield f"{table}, row {number}", row
+            value, num_chars = text.value()
+            yield value, f"{table}, row {number}", num_chars
             number += 1
         text.expect("]")
         if text.peek():
             raise ValueError("more follows the list")
     except (ValueError, RecursionError) as error:
-        raise _no_row(f"{table}, row {number}", error) from error
+        raise no_row(f"{table}, row {number}", error) from error
+
+
+def _together(objects: Iterable[tuple[Any, str, int]]) -> Iterator[tuple[Rows, int]]:
+    """Rows as JSON has them, many at once, and the bytes of their text."""
+    values, wheres, num_bytes = [], [], 0
+    for value, where, size in objects:
+        values.append(value)
+        wheres.append(where)
+        num_bytes += size
+        if len(values) == TABLE_ROWS or num_bytes > MAX_LINE_BYTES:
+            yield Rows(values, wheres.__getitem__), num_bytes
+            values, wheres, num_bytes = [], [], 0
+    if values:
+        yield Rows(values, wheres.__getitem__), num_bytes
 
 
 class _JsonText:
@@ -153,13 +165,18 @@ class _JsonText:
             raise ValueError(f"needed {character!r}, got {found!r}")
         self._position += 1
 
-    def value(self) -> Any:
-        """Step over a value. Raises: ValueError: it is damaged, or too long; RecursionError: too deep."""
+    def value(self) -> tuple[Any, int]:
+        """Step over a value.
+
+        Returns: it, and the number of its characters.
+        Raises: ValueError: it is damaged, or too long; RecursionError: too deep.
+        """
         self.peek()
         while True:
             try:
-                found, self._position = self._parse(self._text, self._position)
-                return found
+                start = self._position
+                found, self._position = self._parse(self._text, start)
+                return found, self._position - start
             except ValueError:
                 if len(self._text) - self._position > MAX_LINE_BYTES or not self._read_more():
                     raise
@@ -170,47 +187,14 @@ class _JsonText:
         return bool(more)
 
 
-def _parquet_rows(file: BinaryIO, table: str) -> Iterator[tuple[str, Any]]:
-    """Rows of a Parquet table, only the columns that say something of a picture."""
-    number = 0
+def _parquet_rows(file: BinaryIO, table: str) -> Iterator[tuple[Rows, int]]:
+    """Rows of a Parquet table, only the columns that say something of a picture, and the bytes of their texts."""
+    number = 1
     try:
-        parquet = open_parquet(file)
-        names = [name for name in PARQUET_NAMES if name in parquet.schema_arrow.names]
-        for batch in parquet.iter_batches(TABLE_ROWS, columns=names):
-            check_texts(batch, f"{table}, after row {number}")
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{table}, row {number}", row
+        parquet = open_parquet(file, ROW_NAMES)
+        names = [name for name in ROW_NAMES if name in parquet.schema_arrow.names]
+        for batch, num_bytes in read_rows(parquet, names, table):
+            yield Rows(batch, lambda i, first=number: f"{table}, row {first + i}"), num_bytes
+            number += batch.num_rows
     except PARQUET_ERRORS as error:
         raise SourceError(f"{table}: not a readable Parquet file ({error}). Restore it.") from error
-
-
-def open_parquet(file: BinaryIO) -> pq.ParquetFile:
-    """Open a Parquet file of others to read it as a stream, a few rows at a time.
-
-    Raises: one of ``PARQUET_ERRORS``.
-    """
-    metadata = pq.read_metadata(file)
-    # Texts as dictionaries: one that is repeated in every row takes room once, as in the file. Not those in lists,
-    # which pyarrow cannot hand out so (26.0).
-    leaves = [metadata.schema.column(i) for i in range(metadata.num_columns)]
-    texts = [leaf.path for leaf in leaves if leaf.path in PARQUET_NAMES and leaf.physical_type == "BYTE_ARRAY"]
-    file.seek(0)
-    return pq.ParquetFile(file, metadata=metadata, read_dictionary=texts, buffer_size=BUFFER_BYTES)
-
-
-def check_texts(batch: pa.RecordBatch, where: str) -> None:
-    """Refuse texts that would fill the memory as Python objects.
-
-    Raises: SourceError.
-    """
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        total = column.nbytes
-        if pa.types.is_dictionary(column.type):
-            lengths = pc.cast(pc.binary_length(column.dictionary), pa.int64())
-            total = pc.sum(lengths.take(column.indices)).as_py() or 0
-        if total > MAX_BATCH_BYTES:
-            raise SourceError(
-                f"{where}: column '{name}' has {total >> 20} MiB in {batch.num_rows} rows, at most "
-                f"{MAX_BATCH_BYTES >> 20} MiB are taken. Shorten its texts."
-            )

@@ -8,25 +8,38 @@ before it is believed (``docs/security.md``). The kinds stand in ``docs/sources.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
 
 from ..datasets.errors import RecordRejected, SourceError
 from .decoder import PicturePlace
 from .source_files import LocalFiles, SourceFiles, open_source_files
 from .source_folders import Found, has_sidecars, image_folder, sidecar_folder
-from .source_listing import Listing, spool
+from .source_listing import Listing, record_batches, spool
 from .source_parquet import RowBytes, holds_pictures, parquet_names, parquet_records
 from .source_record import IMAGE_EXTENSIONS, SourceRecord
-from .source_tables import METADATA, PIXART_TABLE, find_table, pixart_folder, table_records
+from .source_tables import METADATA, PIXART_TABLE, find_table, pixart_folder, table_batches
 from .source_tars import imagenet, is_imagenet, tar_names, webdataset
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 MAX_SENT_BYTES = 256 << 20  # of a picture that this process reads for a decoder
 # What the listing's hash is of.
 LISTED = ["key", "path", "offset", "num_bytes", "mtime_ns", "label", "captions", "height_px", "width_px"]
 NAMED = ("imagefolder", "imagenet")  # kinds whose classes always have names
+RECORDS: dict[str, Callable[[SourceFiles, Found], Iterator[SourceRecord]]] = {
+    "imagefolder": image_folder,
+    "sidecars": sidecar_folder,
+    "webdataset": webdataset,
+    "imagenet": imagenet,
+    "parquet": parquet_records,
+}
 
 
 @dataclass(frozen=True)
@@ -104,9 +117,24 @@ class Source(OpenedSource):
         """Hash of what was listed: changes when a file is added, gone, or written anew."""
         digest = hashlib.sha256()
         for batch in self.records.batches():
-            columns = batch.select(LISTED).to_pydict().values()
-            digest.update("".join(json.dumps(values) for values in zip(*columns, strict=True)).encode())
+            for name in LISTED:
+                for buffer in _hashed(batch[name]):
+                    digest.update(buffer)
         return digest.hexdigest()
+
+
+def _hashed(column: pa.Array) -> Iterator[memoryview]:
+    """What the values of a column without nulls are, whatever the column was cut from: lengths, and bytes."""
+    if pa.types.is_list(column.type):
+        yield memoryview(pc.list_value_length(column).to_numpy())
+        column = column.flatten()
+    if pa.types.is_string(column.type):
+        yield memoryview(pc.binary_length(column).to_numpy())
+        _, offsets, letters = column.buffers()
+        first, last = np.frombuffer(offsets, np.int32)[[column.offset, column.offset + len(column)]]
+        yield memoryview(letters)[first:last] if letters else memoryview(b"")
+    else:
+        yield memoryview(column.to_numpy())
 
 
 def open_source(path: Path | str, kind: str = "auto") -> OpenedSource:
@@ -136,7 +164,7 @@ def list_source(path: Path | str, kind: str = "auto", *, progress: Callable[[int
     files, kind = opened.files, opened.kind
     if files.only and kind in ("imagefolder", "sidecars", "metadata"):
         raise SourceError(f"source '{files.name}': a file; needed a folder for source.kind \"{kind}\".")
-    records = spool(_readable(files, _records(files, kind, found)), progress)
+    records = spool(_readable(files, _batches(files, kind, found)), progress)
     if not records:
         raise SourceError(
             f"source '{files.name}': no pictures found as {kind}. Needed: class folders of pictures, *.tar shards, "
@@ -148,32 +176,23 @@ def list_source(path: Path | str, kind: str = "auto", *, progress: Callable[[int
     return Source(kind, files, records, classes, found.num_ignored)
 
 
-def _readable(files: SourceFiles, records: Iterator[SourceRecord]) -> Iterator[SourceRecord]:
+def _readable(files: SourceFiles, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     try:
-        yield from records
+        yield from batches
     except OSError as error:
         raise SourceError(
             f"source '{files.name}': it cannot be read ({error}). Look at the disk or the mount."
         ) from error
 
 
-def _records(files: SourceFiles, kind: str, found: Found) -> Iterator[SourceRecord]:
-    match kind:
-        case "imagefolder":
-            return image_folder(files, found)
-        case "sidecars":
-            return sidecar_folder(files, found)
-        case "webdataset":
-            return webdataset(files, found)
-        case "imagenet":
-            return imagenet(files, found)
-        case "parquet":
-            return parquet_records(files, found)
+def _batches(files: SourceFiles, kind: str, found: Found) -> Iterator[pa.RecordBatch]:
+    if kind in RECORDS:
+        return record_batches(RECORDS[kind](files, found))
     table = METADATA if kind == "metadata" else find_table(files)
     if table is None or files.look(table) is None:
         needed = f"'{METADATA}'" if kind == "metadata" else "manifest (*.jsonl, *.parquet or data_info.json)"
         raise SourceError(f"source '{files.name}': there is no {needed}, which source.kind \"{kind}\" needs.")
-    return table_records(files, table)
+    return table_batches(files, table)
 
 
 def _guess_kind(files: SourceFiles) -> str:

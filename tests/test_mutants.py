@@ -293,7 +293,10 @@ def rejected_record_is_left_out() -> None:
     rewrite(
         growth,
         "all_fresh",
-        ("[], records,", "[], spool((r for r in records if not r.key.endswith('2.png')), lambda _: None),"),
+        (
+            "[], records,",
+            "[], spool(record_batches(r for r in records if not r.key.endswith('2.png')), lambda _: None),",
+        ),
     )
 
 
@@ -308,8 +311,8 @@ def rows_are_in_an_order_of_the_process() -> None:
         "all_fresh",
         (
             "[], records,",
-            "[], spool(__import__('random').Random(__import__('os').getpid()).sample(list(records), len(records)), "
-            "lambda _: None),",
+            "[], spool(record_batches(__import__('random').Random(__import__('os').getpid())"
+            ".sample(list(records), len(records))), lambda _: None),",
         ),
     )
 

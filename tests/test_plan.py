@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,9 @@ from leandit.precompute.caption_task import equal_length_batches
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.growth import Comparison, Kept, all_fresh
-from leandit.precompute.plan import PlannedPicture, picture_table, plan_pictures, plan_records
+from leandit.precompute.plan import PlannedPicture, PlannedPictures, picture_table, plan_pictures, plan_records
 from leandit.precompute.source_files import LocalFiles
-from leandit.precompute.source_listing import spool
+from leandit.precompute.source_listing import record_batches, spool
 from leandit.precompute.source_record import SourceRecord, caption_texts
 from leandit.precompute.sources import Source
 from leandit.precompute.text_encoders import CaptionTokenizer
@@ -44,7 +45,7 @@ def made_source(root: Path, shapes: Sequence[tuple[int, int]], captions: Sequenc
         path = root / f"{i}.png"
         picture(i, *size).save(path)
         records.append(SourceRecord(f"key-{i}", path.name, 0, path.stat().st_size, label=i % 3, captions=texts))
-    return Source("metadata", LocalFiles(root), spool(records, lambda done: None), None, 0)
+    return Source("metadata", LocalFiles(root), spool(record_batches(records), lambda done: None), None, 0)
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +53,27 @@ def planned(decoders: Decoders) -> Planned:
     """Pictures of a source as its first revision plans them."""
 
     def plan(source: Source, recipe: PrecomputeRecipe) -> list[PlannedPicture]:
-        return list(plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None))
+        found = plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
+        return list(chain.from_iterable(found))
 
     return plan
 
 
+def as_table(pictures: list[PlannedPicture]) -> pa.Table:
+    return picture_table([PlannedPictures(pictures, np.arange(len(pictures)))])
+
+
 def table_of(source: Source, pictures: Sequence[PlannedPicture], caption_ids: Sequence[Sequence[int]]) -> pa.Table:
     ids = pa.chunked_array([list(caption_ids)], pa.list_(pa.int32()))
-    return plan_records(all_fresh(source.records), picture_table(pictures), ids, revision=1)
+    return plan_records(all_fresh(source.records), as_table(pictures), ids, revision=1)
 
 
-def texts_of(source: Source, pictures: Sequence[PlannedPicture]) -> list[list[str]]:
-    return [[] if p.reject else caption_texts(r) for r, p in zip(source.records, pictures, strict=True)]
+def texts_of(source: Source, pictures: Sequence[PlannedPicture]) -> list[pa.ListArray]:
+    return lists([[] if p.reject else caption_texts(r) for r, p in zip(source.records, pictures, strict=True)])
+
+
+def lists(texts: Sequence[Sequence[str]]) -> list[pa.ListArray]:
+    return [pa.array(texts, pa.list_(pa.string()))]
 
 
 def test_rows_of_a_bucket_follow_the_source_and_rejects_have_none(tmp_path: Path, planned: Planned) -> None:
@@ -203,15 +213,16 @@ def test_a_later_revision_counts_its_rows_and_captions_on_its_own(
 ) -> None:
     # What is carried over keeps its revision and row; only the ids of captions count over all revisions.
     first = made_source(tmp_path, [(64, 64), (60, 100)], [("a red circle",), ("a blue square",)])
-    known, ids = plan_captions([["a red circle"], ["a blue square"]], tokenizer, MAX_TOKENS)
+    known, ids = plan_captions(lists([["a red circle"], ["a blue square"]]), tokenizer, MAX_TOKENS)
     before = table_of(first, planned(first, caption_recipe()), ids.to_pylist())
     source = made_source(tmp_path, [(64, 64), (64, 64)], [("a blue square",), ("a circle",)])
-    fresh = spool((replace(record, key=f"new-{i}") for i, record in enumerate(source.records)), lambda done: None)
+    renamed = (replace(record, key=f"new-{i}") for i, record in enumerate(source.records))
+    fresh = spool(record_batches(renamed), lambda done: None)
     kept = [Kept(i, record) for i, record in enumerate(first.records)]
     comparison = Comparison(kept, fresh, before.select(RECORDS_SCHEMA.names), {1: 2})
     texts = [*comparison.texts, ["a blue square"], ["a circle"]]
-    captions, ids = plan_captions(texts, tokenizer, MAX_TOKENS, revision=2, known=known)
-    table = plan_records(comparison, picture_table(planned(source, caption_recipe())), ids, revision=2)
+    captions, ids = plan_captions(lists(texts), tokenizer, MAX_TOKENS, revision=2, known=known)
+    table = plan_records(comparison, as_table(planned(source, caption_recipe())), ids, revision=2)
     assert table["key"].to_pylist() == ["key-0", "key-1", "new-0", "new-1"]
     assert table["revision"].to_pylist() == [1, 1, 2, 2]
     assert table["row"].to_pylist() == [0, 0, 0, 1]

@@ -49,10 +49,11 @@ def batches_of(rows: int) -> Iterator[None]:
         for module in (source_listing, plan, caption_plan, frozen):
             patch.setattr(module, "BATCH_ROWS", rows)
         patch.setattr(distinct, "SPREAD", rows + 1)
-        patch.setattr(caption_plan, "SORTED_CHARS", 10 * rows)
+        patch.setattr(caption_plan, "SORTED_BYTES", 10 * rows)
         patch.setattr(caption_plan, "NUMBERED", 2 * rows)
         patch.setattr(caption_plan, "TOKENIZE_BATCH", rows)
         patch.setattr(plan, "ASKED", rows)
+        patch.setattr(plan, "PLANNED", 2)
         yield
 
 
@@ -70,7 +71,8 @@ def planned(
     records: Sequence[SourceRecord], recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer, known: pa.Table | None
 ) -> tuple[pa.Table, pa.Table]:
     """The tables of a plan, as the real planner makes them."""
-    source = Source("manifest", LocalFiles(Path()), source_listing.spool(records, lambda done: None), None, 0)
+    listed = source_listing.spool(source_listing.record_batches(records), lambda done: None)
+    source = Source("manifest", LocalFiles(Path()), listed, None, 0)
     comparison = all_fresh(source.records)
     with Decoders(1) as decoders:  # none is started: nothing is opened
         found = plan.plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
@@ -252,7 +254,10 @@ def test_rebatched_rows_stay_in_order(lengths: list[int], rows: int) -> None:
 def test_first_positions_are_those_of_a_dictionary(things: list[int], spread: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distinct, "SPREAD", spread)
-        some = [distinct.digests(str(n) for n in things[start : start + 4]) for start in range(0, len(things), 4)]
+        some = [
+            distinct.digests(pa.array([str(n) for n in things[start : start + 4]], "str"))
+            for start in range(0, len(things), 4)
+        ]
         assert distinct.first_positions(some, "x").tolist() == [things.index(n) for n in things]
 
 
@@ -371,7 +376,7 @@ from leandit.precompute import caption_plan, plan
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.growth import all_fresh
 from leandit.precompute.source_files import LocalFiles
-from leandit.precompute.source_listing import spool
+from leandit.precompute.source_listing import record_batches, spool
 from leandit.precompute.source_record import SourceRecord
 from leandit.precompute.sources import Source
 
@@ -389,7 +394,7 @@ def make(count, store):
                      captions=("a caption of some words " + "x " * (i % 5) + str(i),))
         for i in range(count)
     )
-    source = Source("manifest", LocalFiles(Path()), spool(records, lambda done: None), None, 0)
+    source = Source("manifest", LocalFiles(Path()), spool(record_batches(records), lambda done: None), None, 0)
     comparison, recipe = all_fresh(source.records), caption_recipe("source.sizes=manifest")
     with Decoders(1) as decoders:
         found = plan.plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)

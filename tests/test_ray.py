@@ -266,7 +266,7 @@ def test_at_least_one_cpu_is_left_to_decode(
 
 @pytest.mark.slow
 def test_twenty_kills_leave_the_bytes_of_one_process(address: str, tmp_path: Path) -> None:
-    source = make_source(tmp_path / "pictures", 900)
+    source = make_source(tmp_path / "pictures", 1500)
     whole = whole_tree(source, tmp_path / "whole")
     store = tmp_path / "store"
     said, total = disturb(address, source, store, "aad" * 6 + "ad")

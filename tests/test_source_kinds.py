@@ -360,7 +360,7 @@ def test_sidecars_are_those_of_the_same_name(tmp_path: Path) -> None:
     source = list_source(tmp_path)
     found = {r.key: (r.label, r.captions) for r in source.records}
     assert found == {
-        "a.png": (2, ("one", "  two ", "three")),
+        "a.png": (2, ("one", "two", "three")),
         "a.b.png": (-1, ("with a mark",)),
         "a-b.png": (-1, ()),
         "b.png": (-1, ("from json",)),

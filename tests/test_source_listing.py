@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from leandit.datasets.errors import ResourceError, SourceError
 from leandit.precompute import distinct, source_files, source_listing
 from leandit.precompute.source_files import FoundFile, LocalFiles, _depth_first
-from leandit.precompute.source_listing import Listing, spool
+from leandit.precompute.source_listing import Listing, record_batches, spool
 from leandit.precompute.source_record import SourceRecord
 from leandit.precompute.sources import list_source
 
@@ -69,7 +69,7 @@ def test_a_listing_holds_what_came_and_rejects_what_comes_again(keys: list[str],
         if few:  # spread in many goes
             patch.setattr(distinct, "SPREAD", 3)
         told: list[int] = []
-        listing = spool(iter(records), told.append)
+        listing = spool(record_batches(records), told.append)
         expected, seen = [], {}
         for i, record in enumerate(records):
             first = seen.setdefault(record.key, i)
@@ -87,7 +87,7 @@ def test_a_listing_holds_what_came_and_rejects_what_comes_again(keys: list[str],
 
 def test_nothing_is_left_of_a_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    listing = spool((SourceRecord(str(i), "x") for i in range(40_000)), nothing)
+    listing = spool(record_batches(SourceRecord(str(i), "x") for i in range(40_000)), nothing)
     assert list(tmp_path.iterdir()) == []
     assert listing[39_999].key == "39999"
 
@@ -96,9 +96,10 @@ def test_nothing_is_left_of_a_listing_that_is_killed(tmp_path: Path) -> None:
     code = """
 import os, sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from leandit.precompute.source_listing import spool
+from leandit.precompute.source_listing import record_batches, spool
 from leandit.precompute.source_record import SourceRecord
-spool((os._exit(9) if i == 40_000 else SourceRecord(str(i), "x") for i in range(50_000)), lambda done: None)
+records = (os._exit(9) if i == 40_000 else SourceRecord(str(i), "x") for i in range(50_000))
+spool(record_batches(records), lambda done: None)
 """
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 9
     assert list(tmp_path.iterdir()) == []
@@ -110,7 +111,7 @@ def test_a_full_disk_for_temporary_files_is_named(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(source_listing.pa, "OSFile", full)
     with pytest.raises(ResourceError, match=r"No space left.*TMPDIR"):
-        spool(iter([SourceRecord("a", "a")]), nothing)
+        spool(record_batches([SourceRecord("a", "a")]), nothing)
 
 
 def test_a_folder_that_cannot_be_read_is_an_error_and_not_passed_over(

@@ -73,8 +73,14 @@ def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str,
 
 
 def make_manifest(folder: Path, records: int) -> None:
-    """Write pictures of a few shapes, and a Parquet manifest that names each of them by many names."""
+    """Write pictures of a few shapes, and a Parquet manifest that names each of them by many names.
+
+    The folder holds a hundred links to itself, so "12/34/0.jpg" is "0.jpg": as many files as there are rows would tell
+    more of the disk than of the plan.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    for number in range(100):
+        (folder / f"{number:02d}").symlink_to(".")
     rng = np.random.default_rng(0)
     for i, (height_px, width_px) in enumerate(SHAPES):
         Image.fromarray(rng.integers(0, 256, (height_px, width_px, 3), np.uint8)).save(folder / f"{i}.jpg")
@@ -94,12 +100,17 @@ def _rows(records: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         shapes = [len(SHAPES) - 1 if i % RARE == RARE - 1 else i % (len(SHAPES) - 1) for i in numbers]
         texts = [_caption(i // 2 if i % REPEATED == 0 else i) for i in numbers]
         columns = {
-            "path": [f"{i:09d}/../{shape}.jpg" for i, shape in zip(numbers, shapes, strict=True)],
+            "path": [f"{_links(i)}/{shape}.jpg" for i, shape in zip(numbers, shapes, strict=True)],
             "prompt": texts,
             "height": [SHAPES[shape][0] for shape in shapes],
             "width": [SHAPES[shape][1] for shape in shapes],
         }
         yield pa.RecordBatch.from_pydict(columns, schema)
+
+
+def _links(number: int) -> str:
+    """A way of four links that no other number below 100 M has."""
+    return f"{number // 10**6:02d}/{number // 10**4 % 100:02d}/{number // 100 % 100:02d}/{number % 100:02d}"
 
 
 def _caption(number: int) -> str:

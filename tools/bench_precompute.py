@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def _prepare(request: Request) -> Work:
     with Decoders(num_threads()) as decoders:
         source = list_source(sample)
         planned = plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
-        kept = [(r, p.bucket) for r, p in zip(records, planned, strict=True) if p.bucket]
+        kept = [(r, p.bucket) for r, p in zip(records, chain.from_iterable(planned), strict=True) if p.bucket]
         work = Work(request, recipe, text_recipe, sample, [r for r, _ in kept], [b for _, b in kept], [])
         work.batches.extend(_decoded_batches(work, decoders))
     return work
