@@ -11,7 +11,7 @@ from .config import PrecomputeRecipe
 from .decoder import Decoders
 from .describe import describe_store
 from .encoders import Encoders
-from .plan import num_threads
+from .picture_plan import num_threads
 from .sources import Source
 from .stages import StageClock
 from .tally import Tally

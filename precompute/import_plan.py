@@ -39,7 +39,7 @@ from ..datasets.schema import (
 from .config import TextSection, VaeSection
 from .import_config import ImportRecipe
 from .import_source import CaptionSeen, Entry, Facts, Reader, Seen
-from .plan import num_threads
+from .picture_plan import num_threads
 from .rejects import RejectLimit
 
 CHUNK = 4096  # records looked at before the next are asked for

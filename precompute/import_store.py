@@ -38,7 +38,7 @@ from .import_plan import (
 from .import_source import Entry, Features, Reader
 from .leases import Leases
 from .opening import check_disk, newest_plan
-from .plan import num_threads
+from .picture_plan import num_threads
 from .rejects import RejectLimit
 from .shard_task import PackedShard
 from .stages import Background, BucketSource, Progress, StageClock, is_picture_task

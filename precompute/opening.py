@@ -24,7 +24,8 @@ from .caption_plan import plan_captions
 from .config import PrecomputeRecipe
 from .decoder import Decoders
 from .growth import Base, Comparison, Options, all_fresh, compare
-from .plan import PlannedTexts, num_threads, picture_table, plan_pictures, plan_records
+from .picture_plan import num_threads, picture_table, plan_pictures
+from .plan import PlannedTexts, plan_records
 from .sources import Source
 from .stages import Progress
 from .text_encoders import CaptionTokenizer

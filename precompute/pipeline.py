@@ -32,7 +32,7 @@ from .here import Here
 from .leases import Leases, alone
 from .opening import Planner, check_disk, check_fingerprint, is_sealed, newest_plan
 from .part import Part
-from .plan import num_threads
+from .picture_plan import num_threads
 from .sources import Source, list_source
 from .stages import Progress, StageClock
 from .tally import Tally

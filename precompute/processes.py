@@ -23,7 +23,7 @@ from ..datasets.errors import RecipeError, ResourceError
 from ..datasets.schema import StoreSpec
 from ..datasets.writer import StoreWriter
 from .config import PrecomputeRecipe
-from .plan import MAX_THREADS, num_cores
+from .picture_plan import MAX_THREADS, num_cores
 from .sources import Source
 from .stages import StageClock
 from .tally import Tally

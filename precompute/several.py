@@ -32,8 +32,8 @@ from .lanes import Lane, SharedDecoding, keep_in_step
 from .leases import Leases
 from .opening import check_disk, needed_bytes
 from .part import Part
+from .picture_plan import num_threads
 from .pipeline import Report, Stage1, plan_next, seal, take_up
-from .plan import num_threads
 from .rejects import RejectLimit
 from .shard_task import PackedShard
 from .sources import list_source

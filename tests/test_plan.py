@@ -22,7 +22,8 @@ from leandit.precompute.caption_task import equal_length_batches
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.growth import Comparison, Kept, all_fresh
-from leandit.precompute.plan import PlannedPicture, PlannedPictures, picture_table, plan_pictures, plan_records
+from leandit.precompute.picture_plan import PlannedPicture, PlannedPictures, picture_table, plan_pictures
+from leandit.precompute.plan import plan_records
 from leandit.precompute.source_files import LocalFiles
 from leandit.precompute.source_listing import record_batches, spool
 from leandit.precompute.source_record import SourceRecord, caption_texts
@@ -105,7 +106,7 @@ def test_the_plan_does_not_depend_on_threads(
 ) -> None:
     source = made_source(tmp_path, [(20 + 3 * i, 40) for i in range(12)], [("x",)] * 12)
     wanted = planned(source, caption_recipe())
-    monkeypatch.setattr("leandit.precompute.plan.num_threads", lambda: threads)
+    monkeypatch.setattr("leandit.precompute.picture_plan.num_threads", lambda: threads)
     assert planned(source, caption_recipe()) == wanted
 
 

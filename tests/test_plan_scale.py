@@ -24,7 +24,7 @@ from leandit.datasets.hashing import sha256_of, xxh3_parts
 from leandit.datasets.mapped import map_array, map_table, one_chunk, rebatched
 from leandit.datasets.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA
 from leandit.datasets.store import LatentStore
-from leandit.precompute import caption_plan, decoder_child, distinct, plan, source_listing
+from leandit.precompute import caption_plan, decoder_child, distinct, picture_plan, plan, source_listing
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.growth import all_fresh
@@ -46,14 +46,14 @@ SIZES = [(64, 64), (60, 100), (100, 60), (10, 90)]  # the last is rejected
 def batches_of(rows: int) -> Iterator[None]:
     """All that is done in batches is done in very small ones."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (source_listing, plan, caption_plan, frozen):
+        for module in (source_listing, plan, picture_plan, caption_plan, frozen):
             patch.setattr(module, "BATCH_ROWS", rows)
         patch.setattr(distinct, "SPREAD", rows + 1)
         patch.setattr(caption_plan, "SORTED_BYTES", 10 * rows)
         patch.setattr(caption_plan, "NUMBERED", 2 * rows)
         patch.setattr(caption_plan, "TOKENIZE_BATCH", rows)
-        patch.setattr(plan, "ASKED", rows)
-        patch.setattr(plan, "PLANNED", 2)
+        patch.setattr(picture_plan, "ASKED", rows)
+        patch.setattr(picture_plan, "PLANNED", 2)
         yield
 
 
@@ -75,8 +75,8 @@ def planned(
     source = Source("manifest", LocalFiles(Path()), listed, None, 0)
     comparison = all_fresh(source.records)
     with Decoders(1) as decoders:  # none is started: nothing is opened
-        found = plan.plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
-        pictures = plan.picture_table(found)
+        found = picture_plan.plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
+        pictures = picture_plan.picture_table(found)
     texts = plan.PlannedTexts(comparison, pictures)
     captions, ids = caption_plan.plan_captions(texts, tokenizer, MAX_TOKENS, revision=2, known=known)
     return plan.plan_records(comparison, pictures, ids, revision=2), captions
@@ -105,7 +105,7 @@ def planned_in_one_piece(
         if reject:
             one |= {"stage": "scan", "reason": reject[0], "detail": reject[1]}
         else:
-            crop = plan.place_picture(record.height_px, record.width_px, recipe.images)
+            crop = picture_plan.place_picture(record.height_px, record.width_px, recipe.images)
             assert crop.bucket
             assert crop.resized
             name = "{}x{}".format(*crop.bucket)
@@ -372,7 +372,7 @@ import pyarrow as pa
 from making import caption_recipe
 from test_plan_scale import frozen_plan
 from leandit.datasets.frozen import read_plan, write_plan
-from leandit.precompute import caption_plan, plan
+from leandit.precompute import caption_plan, picture_plan, plan
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.growth import all_fresh
 from leandit.precompute.source_files import LocalFiles
@@ -397,8 +397,8 @@ def make(count, store):
     source = Source("manifest", LocalFiles(Path()), spool(record_batches(records), lambda done: None), None, 0)
     comparison, recipe = all_fresh(source.records), caption_recipe("source.sizes=manifest")
     with Decoders(1) as decoders:
-        found = plan.plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
-        pictures = plan.picture_table(found)
+        found = picture_plan.plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
+        pictures = picture_plan.picture_table(found)
     captions, ids = caption_plan.plan_captions(plan.PlannedTexts(comparison, pictures), Words(), 6)
     made = frozen_plan(plan.plan_records(comparison, pictures, ids, revision=2), captions)
     write_plan(store, made, replace=False)

@@ -298,7 +298,7 @@ def test_captions_are_encoded_once_where_the_stores_hold_the_same(
     for number, line in enumerate(lines):
         line["captions"] = [f"picture number {number}"]
     (tmp_path / "pictures/metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr("leandit.precompute.plan.MAX_PIXELS", 64 * 100)
+    monkeypatch.setattr("leandit.precompute.picture_plan.MAX_PIXELS", 64 * 100)
     recipe_of = {tmp_path / f"t{side}": captioned(side, "source.max_rejects_in_a_row=99") for side in (32, 64)}
     monkeypatch.setattr("leandit.precompute.rejects.SMALL_NUMBER", 14)
     first, second = together(recipe_of, tmp_path / "pictures").reports

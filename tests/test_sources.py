@@ -17,7 +17,8 @@ from making import caption_recipe, make_class_folder, picture
 from leandit.datasets.errors import SourceError
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.growth import all_fresh
-from leandit.precompute.plan import picture_table, plan_pictures, plan_records
+from leandit.precompute.picture_plan import picture_table, plan_pictures
+from leandit.precompute.plan import plan_records
 from leandit.precompute.source_record import SourceRecord
 from leandit.precompute.sources import Source, list_source
 

@@ -27,7 +27,7 @@ from ..datasets.layout import PLAN
 from ..precompute.config import PrecomputeRecipe, load
 from ..precompute.decoder import Decoders
 from ..precompute.opening import Planner
-from ..precompute.plan import num_threads
+from ..precompute.picture_plan import num_threads
 from ..precompute.sources import list_source
 from ..precompute.text_encoders import CaptionTokenizer
 from .bench_meters import PeakMemory, hardware, tree_cpu_seconds

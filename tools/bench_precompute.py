@@ -38,8 +38,8 @@ from ..precompute.config import PrecomputeRecipe, load
 from ..precompute.decoder import Decoders
 from ..precompute.encoders import ImageEncoder
 from ..precompute.model_files import resolve_model
+from ..precompute.picture_plan import num_threads, plan_pictures
 from ..precompute.pipeline import Report, precompute
-from ..precompute.plan import num_threads, plan_pictures
 from ..precompute.source_record import SourceRecord, caption_texts
 from ..precompute.sources import list_source
 from .bench_extract import (

@@ -91,7 +91,7 @@ def loaded_tools(store: Path, source: Path | str, device: Any, overrides: list[s
     from ..precompute.describe import describe_store
     from ..precompute.encoders import load_encoders
     from ..precompute.opening import check_fingerprint
-    from ..precompute.plan import num_threads
+    from ..precompute.picture_plan import num_threads
     from ..precompute.repair import Tools
     from ..precompute.sources import list_source
 

@@ -18,7 +18,7 @@ from ..precompute.decoder import Decoders
 from ..precompute.describe import describe_store
 from ..precompute.encoders import load_encoders
 from ..precompute.model_files import local_folder
-from ..precompute.plan import num_threads, picture_table, plan_pictures
+from ..precompute.picture_plan import num_threads, picture_table, plan_pictures
 from ..precompute.sources import list_source
 from ..train.config import TrainRecipe
 from ..train.models import build_model, check_model_name, check_sizes, model_spec

@@ -33,7 +33,8 @@ from ..precompute.config import PrecomputeRecipe
 from ..precompute.decoder import Decoders
 from ..precompute.encoders import Encoders
 from ..precompute.growth import all_fresh
-from ..precompute.plan import PlannedTexts, num_threads, plan_records
+from ..precompute.picture_plan import num_threads
+from ..precompute.plan import PlannedTexts, plan_records
 from ..precompute.source_record import SourceRecord
 from ..precompute.sources import Source
 from .bench_meters import files_below
