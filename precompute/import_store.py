@@ -21,6 +21,7 @@ from ..datasets.frozen import FrozenPlan, freeze_plan
 from ..datasets.layout import CAPTION_PART, NULL_PART
 from ..datasets.schema import Manifest, Reject, StoreSpec
 from ..datasets.writer import StoreWriter, row_checksum
+from .clock import StageClock
 from .import_arrays import checksum
 from .import_config import ImportRecipe
 from .import_kinds import open_reader
@@ -38,10 +39,11 @@ from .import_plan import (
 from .import_source import Entry, Features, Reader
 from .leases import Leases
 from .opening import check_disk, newest_plan
+from .picture_batches import BucketSource
 from .plan import num_threads
 from .rejects import RejectLimit
 from .shard_task import PackedShard
-from .stages import Background, BucketSource, Progress, StageClock, is_picture_task
+from .stages import Background, Progress, is_picture_task
 
 
 @dataclass

@@ -21,11 +21,12 @@ from leandit.datasets.frozen import read_plan
 from leandit.datasets.layout import NULL_PART
 from leandit.datasets.writer import StoreWriter
 from leandit.precompute import leases, opening, stages
+from leandit.precompute.clock import StageClock
 from leandit.precompute.leases import Lease, Leases, alone
 from leandit.precompute.part import Part, part_of
 from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.shard_task import PackedShard, ShardBuilder
-from leandit.precompute.stages import Background, StageClock
+from leandit.precompute.stages import Background
 
 
 @pytest.fixture(autouse=True)
