@@ -11,6 +11,7 @@ from types import FrameType
 
 RETRY_SECONDS = 0.02
 IMPORT_FILE = "<frozen importlib._bootstrap>"
+EXIT_CTRL_C = 130  # what a shell says of a command that Ctrl-C has ended
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: what a scheduler takes for "run it again"
 
 
