@@ -177,8 +177,8 @@ def main() -> None:
         code = _run_command(stop)
         stop.ignore(signal.SIGTERM)
     except Terminated:
-        code = _fail("terminated; run the same command again to go on", EXIT_RESUMABLE)
         stop.ignore(signal.SIGTERM)
+        code = _fail("terminated; run the same command again to go on", EXIT_RESUMABLE)
     sys.exit(code)
 
 
