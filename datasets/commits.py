@@ -17,7 +17,7 @@ import pyarrow.compute
 from pydantic import ValidationError
 
 from .errors import DamageError
-from .frozen import FrozenPlan, table_bytes
+from .frozen import FrozenPlan
 from .hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
 from .layout import (
     CAPTION_PART,
@@ -41,6 +41,7 @@ from .schema import (
     FileEntry,
     Manifest,
 )
+from .tables import table_bytes
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 

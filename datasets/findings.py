@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.compute
 
 from .errors import DamageError, LeanditError
-from .frozen import read_table
 from .hashing import read_json, xxh3_file
 from .layout import (
     CAPTION_PART,
@@ -33,6 +32,7 @@ from .layout import (
 from .schema import FileEntry, Manifest
 from .shard_file import ShardFile
 from .shards import ArrayLayout
+from .tables import read_table
 from .writer import row_checksum
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them

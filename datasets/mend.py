@@ -15,7 +15,7 @@ from .commits import Task, carried_files, file_entry, read_manifest, read_record
 from .errors import DamageError, StoreError, StoreIncomplete
 from .files import find_strays, remove, sweep_strays, write_atomic
 from .findings import shard_place
-from .frozen import FrozenPlan, planned_revisions, read_plan, read_table, write_plan
+from .frozen import FrozenPlan, planned_revisions, read_plan, write_plan
 from .hashing import canonical_json, xxh3_file, xxh3_parts
 from .layout import CAPTION_PART, CAPTIONS, GROUP, NULL_PART, RECORDS, commit_path, group_json, revision_prefix
 from .revisions import read_spec
@@ -30,6 +30,7 @@ from .schema import (
     Reject,
 )
 from .shard_file import ShardFile
+from .tables import read_table
 from .verify import Verification, verify_store
 from .writer import StoreWriter, row_checksum
 

@@ -25,7 +25,7 @@ from .cached import cached_property
 from .caption_tokens import CaptionTokens
 from .commits import merge_captions, merge_records, read_commits, read_manifest
 from .errors import DamageError, RecipeError, StoreError, StoreIncomplete
-from .frozen import planned_revisions, read_plan, read_table, table_problem
+from .frozen import planned_revisions, read_plan
 from .hashing import xxh3_file
 from .index import INDEX_COLUMNS, BucketIndex, build_indexes
 from .layout import CAPTIONS, GROUP, RECORDS, REMOTE_ABOUT, bucket_part, revision_prefix
@@ -33,6 +33,7 @@ from .probe import check_of, check_whole
 from .revisions import REPAIR, check_store, read_spec, sealed_revisions
 from .schema import Manifest
 from .stack import ArrayStack
+from .tables import read_table, table_problem
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 SIZE_COLUMNS = (

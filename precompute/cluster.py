@@ -26,10 +26,10 @@ from ..datasets.errors import RecipeError, ResourceError
 from ..datasets.layout import LEASES
 from ..datasets.schema import StoreSpec
 from ..datasets.writer import StoreWriter
+from .clock import StageClock
 from .config import PrecomputeRecipe
 from .leases import Lease
 from .sources import Source
-from .stages import StageClock
 from .tally import Committed, Tally
 from .text_encoders import CaptionTokenizer, TokenCount
 from .verdict import Power

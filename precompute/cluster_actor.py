@@ -26,13 +26,13 @@ from ..datasets.errors import LeanditError, RecordRejected, ResourceError, Sourc
 from ..datasets.layout import LEASES
 from ..datasets.revisions import read_spec
 from ..datasets.schema import StoreSpec
+from .clock import StageClock
 from .config import PrecomputeRecipe
 from .decoder import Decoded, Decoders, PicturePlace
 from .describe import describe_store
 from .encoders import Encoders, load_encoders
 from .opening import check_fingerprint
 from .sources import OpenedSource, open_source
-from .stages import StageClock
 from .worker import Broken, Failed, Order, Worked, Worker, outcome
 
 PICTURES_A_TASK = 8  # a task costs Ray 1 to 2 ms, a picture of 256 px as much to decode

@@ -18,8 +18,8 @@ from ..datasets.store import LatentStore
 from ..datasets.text_dtypes import narrow, widen
 from .caption_task import caption_batches
 from .forwards import EncodedRow, encode_batch, rows_of_a_forward
+from .picture_batches import Picture, decode_planned
 from .repair import Tools, with_places
-from .stages import Picture, decode_planned
 
 CLOSE = 2e-2  # of the largest value: what another device or library may change
 

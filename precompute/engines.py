@@ -11,8 +11,8 @@ from typing import Protocol
 from ..datasets.commits import Task
 from ..datasets.schema import StoreSpec
 from ..datasets.writer import StoreWriter
+from .clock import StageClock
 from .sources import Source
-from .stages import StageClock
 from .tally import Tally
 from .text_encoders import CaptionTokenizer, TokenCount
 from .verdict import Power

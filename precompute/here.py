@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from ..datasets.commits import Task
 from ..datasets.schema import StoreSpec
 from ..datasets.writer import StoreWriter
+from .clock import StageClock
 from .config import PrecomputeRecipe
 from .decoder import Decoders
 from .describe import describe_store
 from .encoders import Encoders
 from .picture_plan import num_threads
 from .sources import Source
-from .stages import StageClock
 from .tally import Tally
 from .text_encoders import CaptionTokenizer, TokenCount
 from .verdict import Power

@@ -21,27 +21,21 @@ from ..datasets.frozen import FrozenPlan, freeze_plan
 from ..datasets.layout import CAPTION_PART, NULL_PART
 from ..datasets.schema import Manifest, Reject, StoreSpec
 from ..datasets.writer import StoreWriter, row_checksum
+from .clock import StageClock
 from .import_arrays import checksum
 from .import_config import ImportRecipe
+from .import_describe import describe_import, differing_settings
 from .import_kinds import open_reader
 from .import_null import read_null
-from .import_plan import (
-    caption_origins,
-    count_rejects,
-    describe_import,
-    differing_settings,
-    listing_hash,
-    look_at,
-    plan_import,
-    refuse_others,
-)
+from .import_plan import caption_origins, count_rejects, listing_hash, look_at, plan_import, refuse_others
 from .import_source import Entry, Features, Reader
 from .leases import Leases
 from .opening import check_disk, newest_plan
+from .picture_batches import BucketSource
 from .picture_plan import num_threads
 from .rejects import RejectLimit
 from .shard_task import PackedShard
-from .stages import Background, BucketSource, Progress, StageClock, is_picture_task
+from .stages import Background, Progress, is_picture_task
 
 
 @dataclass

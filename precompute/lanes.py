@@ -28,9 +28,10 @@ from ..datasets.commits import Task
 from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
 from ..datasets.layout import bucket_part
+from .clock import StageClock
 from .decoder import Crop, Decoders
+from .picture_batches import BATCHES_AHEAD, Picture, PictureBatch, as_planned, decode_planned, picture_batches
 from .sources import Source
-from .stages import BATCHES_AHEAD, Picture, PictureBatch, StageClock, as_planned, decode_planned, picture_batches
 
 WAITING_BYTES = 1 << 30  # of crops that wait for their store
 NAME_COLUMNS = ["source_path", "source_offset", "source_bytes", "key"]

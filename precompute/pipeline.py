@@ -23,6 +23,7 @@ from ..datasets.files import sweep_strays
 from ..datasets.frozen import FrozenPlan
 from ..datasets.schema import Manifest, StoreSpec
 from ..datasets.writer import StoreWriter
+from .clock import StageClock
 from .config import PrecomputeRecipe
 from .decoder import Decoders
 from .encoders import load_encoders
@@ -34,7 +35,7 @@ from .opening import Planner, check_disk, check_fingerprint, is_sealed, newest_p
 from .part import Part
 from .picture_plan import num_threads
 from .sources import Source, list_source
-from .stages import Progress, StageClock
+from .stages import Progress
 from .tally import Tally
 from .text_encoders import TokenCount
 from .verdict import Power, StageTime, stage_times

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from ..datasets.revisions import read_spec
+from .clock import StageClock
 from .decoder import Decoders
 from .describe import describe_store
 from .encoders import load_encoders
 from .opening import check_fingerprint
 from .processes import END_SECONDS, Describe, Job
 from .sources import open_source
-from .stages import StageClock
 from .worker import Order, Worker, outcome
 
 

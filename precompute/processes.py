@@ -22,10 +22,10 @@ from ..datasets.commits import Task
 from ..datasets.errors import RecipeError, ResourceError
 from ..datasets.schema import StoreSpec
 from ..datasets.writer import StoreWriter
+from .clock import StageClock
 from .config import PrecomputeRecipe
 from .picture_plan import MAX_THREADS, num_cores
 from .sources import Source
-from .stages import StageClock
 from .tally import Tally
 from .text_encoders import CaptionTokenizer, TokenCount
 from .verdict import Power

@@ -25,6 +25,7 @@ from ..datasets.shard_file import ShardFile
 from ..datasets.shards import pack_shard
 from ..datasets.verify import Verification, verify_store
 from ..datasets.writer import StoreWriter, row_checksum
+from .clock import StageClock
 from .config import PrecomputeRecipe
 from .decoder import Decoders
 from .encoders import Encoders
@@ -32,7 +33,7 @@ from .rejects import RejectLimit
 from .shard_task import PackedShard
 from .source_record import SourceRecord
 from .sources import Source
-from .stages import StageClock, encode_captions, encode_pictures, is_picture_task, write_shard
+from .stages import encode_captions, encode_pictures, is_picture_task, write_shard
 
 PLACE_COLUMNS = ("source_path", "source_offset", "source_bytes", "source_mtime_ns")
 Told = Callable[[str, int], Sequence[Fallback]]

@@ -35,9 +35,10 @@ from .part import Part
 from .picture_plan import num_threads
 from .pipeline import Report, Stage1, plan_next, seal, take_up
 from .rejects import RejectLimit
+from .shard_encoder import ShardEncoder
 from .shard_task import PackedShard
 from .sources import list_source
-from .stages import Background, Progress, ShardEncoder, encode_captions, is_picture_task
+from .stages import Background, Progress, encode_captions, is_picture_task
 from .text_encoders import TokenCount
 
 

@@ -71,18 +71,19 @@ class Rows:
     def columns(self) -> pa.RecordBatch | None:
         """What the rows say, as COLUMNS; None where that cannot be said of all of them."""
         try:
-            if isinstance(self.values, pa.RecordBatch):
-                return _columns_of_batch(self.values)
-            return _columns_of_objects(self.values)
+            return (
+                _columns_of_objects(self.values)
+                if isinstance(self.values, Sequence)
+                else _columns_of_batch(self.values)
+            )
         except ODD:
             return None
 
     def some(self, numbers: np.ndarray) -> list[Any]:
         """Single rows, as JSON has them."""
-        values = self.values
-        if isinstance(values, pa.RecordBatch):
-            return values.take(pa.array(numbers)).to_pylist()
-        return [values[i] for i in numbers]
+        if isinstance(self.values, Sequence):
+            return [self.values[i] for i in numbers]
+        return self.values.take(pa.array(numbers)).to_pylist()
 
 
 @dataclass(frozen=True)

@@ -5,94 +5,29 @@ Both sides are threads: hash functions and the encoder let go of Python's lock, 
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
 
-from ..datasets.buckets import bucket_size
 from ..datasets.commits import Task
-from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
 from ..datasets.layout import CAPTION_PART, NULL_PART
-from ..datasets.mapped import TakenColumn
-from ..datasets.schema import Fallback, ImageSpec
+from ..datasets.schema import Fallback
 from ..datasets.writer import StoreWriter
 from .caption_task import encode_caption_shard, encode_null_caption
-from .decoder import Decoded, PicturePlace
+from .clock import StageClock
 from .encoders import ImageEncoder
-from .forwards import InTurn
 from .leases import Leases
+from .picture_batches import Origin, PictureDecoders, decode_ahead
 from .rejects import RejectLimit
-from .shard_task import EncodedBatch, PackedShard, ShardBuilder
+from .shard_encoder import ShardEncoder
+from .shard_task import PackedShard
 from .text_encoders import CaptionEncoder
 
-BATCHES_IN_WORK = 2  # one in the encoder, one that is prepared or put away
-BATCHES_AHEAD = 3  # decoded batches that wait for the encoder
 WRITES_BEHIND = 2  # shards that wait for the disk
-
-
-class Origin(Protocol):
-    """A source, as the encoding sees it: from the place that a plan names to what a decoder takes."""
-
-    def place(self, path: str, offset: int, num_bytes: int, *, stage: str) -> PicturePlace:
-        """As ``OpenedSource.place``."""
-        ...
-
-
-class PictureDecoders(Protocol):
-    """What decodes pictures: here or elsewhere, from many threads at once."""
-
-    @property
-    def num_at_once(self) -> int:
-        """Pictures that it works on at the same time."""
-        ...
-
-    def picture(
-        self,
-        path: Path,
-        offset: int,
-        num_bytes: int,
-        data: bytes | None = None,
-        *,
-        bucket: tuple[int, int],
-        crop: str,
-        resize_filter: str = "bicubic",
-    ) -> Decoded:
-        """As ``Decoders.picture``; the place is what the ``Origin`` says."""
-        ...
-
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total) whenever something was done; a total that is not known is 0."""
-
-
-@dataclass
-class StageClock:
-    """Seconds spent in each stage, summed over threads."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    @contextmanager
-    def measure(self, stage: str) -> Iterator[None]:
-        """Add the time of the block to a stage."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add({stage: time.perf_counter() - start})
-
-    def add(self, seconds: Mapping[str, float]) -> None:
-        """Add to stages what was measured elsewhere."""
-        with self._lock:
-            for stage, more in seconds.items():
-                self.seconds[stage] = self.seconds.get(stage, 0.0) + more
 
 
 class Background:
@@ -200,7 +135,7 @@ def encode_pictures(
     pool = ThreadPoolExecutor(decoders.num_at_once, thread_name_prefix="leandit-decode")
     try:
         with ShardEncoder(plan, encoder, limit=limit, clock=clock, told=told) as shards:
-            for batch, futures in _decode_ahead(pool, plan, tasks, decoders, origin, clock):
+            for batch, futures in decode_ahead(pool, plan, tasks, decoders, origin, clock):
                 with clock.measure("wait_decode"):
                     pictures = [future.result() for future in futures]
                 shard = shards.add(batch, pictures)
@@ -210,194 +145,3 @@ def encode_pictures(
             yield from shards.rest()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-@dataclass(frozen=True)
-class InWork:
-    """A batch that is being encoded, and the shard that it belongs to."""
-
-    batch: PictureBatch
-    builder: ShardBuilder
-    encoded: Future[EncodedBatch]
-
-
-class ShardEncoder:
-    """Makes shards of latents out of decoded batches, which come in the order of their rows; a context manager.
-
-    While one batch is in the encoder, the next one is prepared and the one before is put away, so that a GPU has
-    nothing to wait for.
-
-    Args: as ``encode_pictures``.
-    """
-
-    def __init__(
-        self,
-        plan: FrozenPlan,
-        encoder: ImageEncoder,
-        *,
-        limit: RejectLimit,
-        clock: StageClock,
-        told: Callable[[str, int], Sequence[Fallback]] = lambda part, shard: (),
-    ) -> None:
-        self._plan, self._limit, self._told = plan, limit, told
-        self._encoder = InTurn(encoder, lambda: clock.measure("encode"))
-        self._builder: ShardBuilder | None = None
-        self._in_work: deque[InWork] = deque()
-        self._pool = ThreadPoolExecutor(BATCHES_IN_WORK, thread_name_prefix="leandit-encode")
-
-    def __enter__(self) -> ShardEncoder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def add(self, batch: PictureBatch, pictures: Sequence[Picture]) -> PackedShard | None:
-        """Begin to encode a batch, and finish the one before the last.
-
-        Returns: a shard, where that was its last batch.
-        Raises: SourceError: too many pictures are rejected.
-        """
-        if self._builder is None:
-            self._builder = ShardBuilder(
-                batch.part,
-                batch.shard,
-                self._plan.layout.part_arrays(batch.part),
-                keys=batch.source.keys,
-                records=batch.source.positions,
-                spec=self._plan.spec.latent,
-                told=self._told(batch.part, batch.shard),
-            )
-        encoded = self._pool.submit(self._builder.encode, batch.rows, pictures, self._encoder, most=self._builder.most)
-        self._in_work.append(InWork(batch, self._builder, encoded))
-        if batch.is_last:
-            self._builder = None
-        return self._next() if len(self._in_work) > BATCHES_IN_WORK else None
-
-    def rest(self) -> Iterator[PackedShard]:
-        """Finish what is in work.
-
-        Raises: as ``add``.
-        """
-        while self._in_work:
-            if shard := self._next():
-                yield shard
-
-    def _next(self) -> PackedShard | None:
-        done = self._in_work.popleft()
-        outcomes = done.builder.store(done.encoded.result(), self._encoder)
-        for row, reject in zip(done.batch.rows, outcomes, strict=True):
-            self._limit.count(done.batch.source.keys[row], reject)
-        return done.builder.finish() if done.batch.is_last else None
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Height and width in pixels by row."""
-
-    heights: TakenColumn
-    widths: TakenColumn
-
-    def __getitem__(self, row: int) -> tuple[int, int]:
-        return self.heights[row], self.widths[row]
-
-
-class BucketSource:
-    """Where the pictures of a bucket lie in the source, and their size when they were planned; by row."""
-
-    def __init__(self, plan: FrozenPlan, bucket: str) -> None:
-        self.positions = plan.bucket_positions[bucket]
-        names = ("key", "source_path", "source_offset", "source_bytes", "height_px", "width_px")
-        self.keys, self.paths, self.offsets, self.num_bytes, heights, widths = (
-            TakenColumn(plan.records[name], self.positions) for name in names
-        )
-        self.sizes = Sizes(heights, widths)
-
-
-@dataclass(frozen=True)
-class PictureBatch:
-    """The next rows of a shard, encoded in one forward."""
-
-    part: str
-    shard: int
-    rows: range
-    is_last: bool
-    source: BucketSource
-
-
-def picture_batches(plan: FrozenPlan, tasks: Iterable[Task]) -> Iterator[PictureBatch]:
-    """Batches of some shards: always the same rows together, and never rows of two shards."""
-    size, sources = plan.spec.latent.batch_size, {}
-    for part, shard in tasks:
-        if part not in sources:
-            sources[part] = BucketSource(plan, part.removeprefix("buckets/"))
-        rows = plan.layout.rows_of(part, shard)
-        for start in range(rows.start, rows.stop, size):
-            stop = min(start + size, rows.stop)
-            yield PictureBatch(part, shard, range(start, stop), stop == rows.stop, sources[part])
-
-
-Picture = Decoded | RecordRejected
-
-
-def decode_planned(
-    images: ImageSpec,
-    origin: Origin,
-    decoders: PictureDecoders,
-    place: tuple[str, int, int],
-    *,
-    size: tuple[int, int],
-    bucket: tuple[int, int],
-    clock: StageClock | None = None,
-) -> Picture:
-    """Decode the picture of one planned row, or say why there is none.
-
-    Args:
-      place: path, offset and number of bytes, as the plan has them.
-      size: height and width in pixels that the picture had when it was planned.
-      clock: told what the decoder took, not how long it was waited for: on a cluster that is much more.
-    """
-    start = time.perf_counter()
-    try:
-        where = origin.place(*place, stage="decode")
-        fetch_seconds = time.perf_counter() - start
-        decoded = decoders.picture(*where, bucket=bucket, crop=images.crop, resize_filter=images.resize_filter)
-    except RecordRejected as reject:
-        return reject
-    if clock:
-        clock.add({"read": fetch_seconds + decoded.read_seconds, "decode": decoded.decode_seconds})
-    return as_planned(decoded, size)
-
-
-def as_planned(decoded: Decoded, size: tuple[int, int]) -> Picture:
-    """A decoded picture, or the reject that it is not the one that was planned."""
-    found = decoded.height_px, decoded.width_px
-    if found == size:
-        return decoded
-    planned = "{}x{}".format(*size)
-    detail = f"the picture has {found[0]}x{found[1]} px, the one that was planned had {planned} px"
-    return RecordRejected("decode", "wrong_size", detail)
-
-
-def _decode_ahead(
-    pool: ThreadPoolExecutor,
-    plan: FrozenPlan,
-    tasks: Iterable[Task],
-    decoders: PictureDecoders,
-    origin: Origin,
-    clock: StageClock,
-) -> Iterator[tuple[PictureBatch, list[Future[Picture]]]]:
-    """Hand out batches in order while the pictures of the next ones are being decoded."""
-    images = plan.spec.images
-
-    def decode(source: BucketSource, row: int, bucket: tuple[int, int]) -> Picture:
-        place = source.paths[row], source.offsets[row], source.num_bytes[row]
-        return decode_planned(images, origin, decoders, place, size=source.sizes[row], bucket=bucket, clock=clock)
-
-    ahead: deque[tuple[PictureBatch, list[Future[Picture]]]] = deque()
-    for batch in picture_batches(plan, tasks):
-        bucket = bucket_size(batch.part.removeprefix("buckets/"))
-        ahead.append((batch, [pool.submit(decode, batch.source, row, bucket) for row in batch.rows]))
-        if len(ahead) > BATCHES_AHEAD:
-            yield ahead.popleft()
-    while ahead:
-        yield ahead.popleft()

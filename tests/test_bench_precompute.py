@@ -40,7 +40,8 @@ from leandit.tools.bench_extract import (
 from leandit.tools.bench_goals import decode_keeps_up, goals_of, render
 from leandit.tools.bench_inputs import text_model, vae_model, write_sample
 from leandit.tools.bench_memory import measure, peak_mb
-from leandit.tools.bench_precompute import Request, caption_bytes_on_disk, run
+from leandit.tools.bench_precompute import caption_bytes_on_disk, run
+from leandit.tools.bench_rates import Request
 from leandit.tools.bench_scratch import fresh_folder, own_folder
 
 VAE, TEXT = VaeSection(model="shipped:vae", dtype="float32"), TextSection(kind="t5", model="shipped:t5")

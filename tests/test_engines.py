@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import start
 from making import CAPTION_RECIPE, CPU, caption_recipe, make_caption_folder, no_progress, tree_digest
 
 from leandit.datasets.errors import RecipeError, ResourceError, SourceError
@@ -180,34 +181,48 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        (signal.SIGKILL, -9),
-        pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-    ],
-)
+def started_by(pid: int, store: Path, has_ended: Callable[[], bool]) -> list[int]:
+    """Processes that a precompute has started when its plan is there."""
+    started: list[int] = []
+    while not (store / "plan").exists():
+        assert not has_ended(), "it ended before it was stopped"
+        with contextlib.suppress(OSError):
+            started = children_of(pid)
+        time.sleep(0.05)
+    assert len(started) >= 2
+    return started
+
+
+def assert_they_end(started: list[int]) -> None:
+    end = time.monotonic() + 30
+    while any(map(is_alive, started)):
+        assert time.monotonic() < end, "a process outlives its parent"
+        time.sleep(0.1)
+
+
+def test_no_process_outlives_its_parent(source: Path, tmp_path: Path) -> None:
+    """Decoders and what encodes; the parent is forked, which costs no imports."""
+    store = tmp_path / "store"
+    parent = start(lambda: with_processes(source, store, progress=lambda *_: None, said=[], count=1) and None)
+    started = started_by(parent.pid, store, lambda: not is_alive(parent.pid))
+    parent.signal(signal.SIGKILL)
+    assert parent.wait().died
+    assert_they_end(started)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_no_process_outlives_the_command(number: int, code: int, source: Path, tmp_path: Path) -> None:
     settings = [word for override in CAPTION_RECIPE for word in ("--set", override)]
     store = ["--source", str(source), "--store", str(tmp_path / "store"), "--device", "cpu,cpu"]
     command = subprocess.Popen(
         [sys.executable, "-c", COMMAND, "precompute", "demo", *store, *settings], stderr=subprocess.PIPE, text=True
     )
-    started: list[int] = []
-    while not (tmp_path / "store/plan").exists():
-        assert command.poll() is None, "it ended before it was stopped"
-        with contextlib.suppress(OSError):
-            started = children_of(command.pid)
-        time.sleep(0.05)
+    started = started_by(command.pid, tmp_path / "store", lambda: command.poll() is not None)
     command.send_signal(number)
     command.communicate(timeout=60)
     assert command.returncode == code
-    assert len(started) >= 2
-    end = time.monotonic() + 30
-    while any(map(is_alive, started)):
-        assert time.monotonic() < end, "a process outlives its parent"
-        time.sleep(0.1)
+    assert_they_end(started)
 
 
 def test_a_source_that_is_opened_reads_what_one_that_is_listed_reads(source: Path) -> None:

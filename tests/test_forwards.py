@@ -16,9 +16,9 @@ from PIL import Image
 
 from leandit.datasets.compact import compact
 from leandit.datasets.errors import ResourceError, SourceError
-from leandit.datasets.frozen import table_problem
 from leandit.datasets.schema import Fallback
 from leandit.datasets.store import LatentStore
+from leandit.datasets.tables import table_problem
 from leandit.precompute.encoders import ImageEncoder
 from leandit.precompute.forwards import encode_batch, largest_batch, rows_of_a_forward
 from leandit.tools.checker import check

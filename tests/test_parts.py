@@ -13,24 +13,33 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import in_child
-from making import CPU, caption_recipe, make_caption_folder, no_progress, tree_digest
+from harness import InProcessDecoders
+from making import CPU, caption_recipe, loaded_encoders, make_caption_folder, no_progress, tree_digest
 
 from leandit.datasets import commits
 from leandit.datasets.errors import FingerprintMismatch
 from leandit.datasets.frozen import read_plan
 from leandit.datasets.layout import NULL_PART
 from leandit.datasets.writer import StoreWriter
-from leandit.precompute import leases, opening, stages
+from leandit.precompute import leases, opening, pipeline, stages
+from leandit.precompute.clock import StageClock
 from leandit.precompute.leases import Lease, Leases, alone
 from leandit.precompute.part import Part, part_of
 from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.shard_task import PackedShard, ShardBuilder
-from leandit.precompute.stages import Background, StageClock
+from leandit.precompute.stages import Background
 
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leandit.datasets.layout.MAX_SHARD_ROWS", 2)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoders are loaded once, pictures decoded in the process itself: a forked child shares no decoder either."""
+    monkeypatch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
+    monkeypatch.setattr(pipeline, "Decoders", InProcessDecoders)
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from making import CPU, caption_recipe, no_progress, picture
 
-from leandit.datasets import frozen
+from leandit.datasets import tables
 from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
-from leandit.datasets.frozen import FrozenPlan, parquet_file, read_plan, table_bytes, write_plan
+from leandit.datasets.frozen import FrozenPlan, read_plan, write_plan
 from leandit.datasets.hashing import sha256_of, xxh3_parts
 from leandit.datasets.mapped import map_array, map_table, one_chunk, rebatched
 from leandit.datasets.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA
 from leandit.datasets.store import LatentStore
+from leandit.datasets.tables import parquet_file, table_bytes
 from leandit.precompute import caption_plan, decoder_child, distinct, picture_plan, plan, source_listing
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.decoder import Decoders
@@ -46,7 +47,7 @@ SIZES = [(64, 64), (60, 100), (100, 60), (10, 90)]  # the last is rejected
 def batches_of(rows: int) -> Iterator[None]:
     """All that is done in batches is done in very small ones."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (source_listing, plan, picture_plan, caption_plan, frozen):
+        for module in (source_listing, plan, picture_plan, caption_plan, tables):
             patch.setattr(module, "BATCH_ROWS", rows)
         patch.setattr(distinct, "SPREAD", rows + 1)
         patch.setattr(caption_plan, "SORTED_BYTES", 10 * rows)

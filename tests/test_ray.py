@@ -22,6 +22,7 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.cluster import Cluster
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.pipeline import precompute
+from leandit.tools.cli import main
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -221,11 +222,19 @@ def test_errors_are_those_of_one_process(address: str, tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_where_no_cluster_is_the_command_says_so(tmp_path: Path) -> None:
-    command = start("127.0.0.1:9", make_source(tmp_path / "pictures", 6), tmp_path / "store")
-    _, err = command.communicate(timeout=300)
-    assert command.returncode == 5
-    assert "no cluster answers at '127.0.0.1:9'" in err
+def test_where_no_cluster_is_the_command_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_source(tmp_path / "pictures", 6)
+    words = ["--source", str(source), "--store", str(tmp_path / "store"), "--engine", "ray", "--address", "127.0.0.1:9"]
+    monkeypatch.setattr(sys, "argv", ["leandit", "precompute", "demo", *words])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with pytest.raises(SystemExit) as ended:
+        main()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert ended.value.code == 5
+    assert "no cluster answers at '127.0.0.1:9'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

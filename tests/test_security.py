@@ -34,12 +34,12 @@ from making import CPU, make_class_folder, picture, train_recipe, tree_digest
 
 from leandit.datasets.commits import file_entry, with_root_hash
 from leandit.datasets.errors import DamageError, EncoderError, LeanditError, RunError, SourceError, StoreError
-from leandit.datasets.frozen import read_table
 from leandit.datasets.hashing import canonical_json, read_json, sha256_of
 from leandit.datasets.schema import CommitRecord, Manifest
 from leandit.datasets.shard_file import ShardFile
 from leandit.datasets.shards import CODECS, ArrayLayout, pack_shard
 from leandit.datasets.store import LatentStore
+from leandit.datasets.tables import read_table
 from leandit.precompute.config import TextSection, VaeSection
 from leandit.precompute.encoders import ImageEncoder
 from leandit.precompute.model_files import local_folder

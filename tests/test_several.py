@@ -306,7 +306,7 @@ def test_captions_are_encoded_once_where_the_stores_hold_the_same(
     assert_same_trees(recipe_of, tmp_path / "pictures", tmp_path / "own_t")
 
 
-@pytest.mark.parametrize("step", [pytest.param(40, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [pytest.param(100, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 def test_a_death_at_any_operation_comes_out_the_same(
     step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,12 +22,13 @@ from leandit.datasets.errors import RecordRejected, SourceError
 from leandit.datasets.frozen import FrozenPlan, read_plan
 from leandit.datasets.layout import commit_path
 from leandit.datasets.writer import StoreWriter
+from leandit.precompute.clock import StageClock
 from leandit.precompute.config import SourceSection
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.pipeline import precompute
 from leandit.precompute.rejects import RejectLimit, RejectShare
 from leandit.precompute.sources import list_source
-from leandit.precompute.stages import StageClock, is_picture_task
+from leandit.precompute.stages import is_picture_task
 from leandit.precompute.tally import Committed, Encoded, Event, Rejected, Tally, Took
 from leandit.precompute.worker import Worker
 

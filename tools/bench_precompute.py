@@ -13,13 +13,9 @@ rounds are told with their ranges, and a ratio is of two figures of the same rou
 from __future__ import annotations
 
 import gc
-import shlex
-import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from itertools import chain
@@ -29,95 +25,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..datasets.buckets import resize_filter
 from ..datasets.errors import RecipeError
 from ..datasets.layout import CAPTION_PART, NULL_EMBEDDING, NULL_SCALES
 from ..datasets.store import LatentStore
-from ..datasets.text_dtypes import token_bytes
 from ..precompute.config import PrecomputeRecipe, load
 from ..precompute.decoder import Decoders
-from ..precompute.encoders import ImageEncoder
-from ..precompute.model_files import resolve_model
 from ..precompute.picture_plan import num_threads, plan_pictures
-from ..precompute.pipeline import Report, precompute
-from ..precompute.source_record import SourceRecord, caption_texts
+from ..precompute.pipeline import Report
 from ..precompute.sources import list_source
-from .bench_extract import (
-    PIXART_TOKENS,
-    caption_rate,
-    fast_dit,
-    load_text,
-    load_vae,
-    pixart_pictures,
-    steady_rate,
-)
 from .bench_goals import goals_of
 from .bench_inputs import text_model, vae_model, write_sample
 from .bench_memory import peak_mb
 from .bench_meters import files_below, hardware
+from .bench_rates import STORE, Request, Work, cells_of, decode, precompute_anew
 from .bench_scratch import fresh_folder, own_folder
 
 BASE_RECIPE = "imagenet-256"
-OWN_FOLDER, STORE = "bench-precompute", "store"
+OWN_FOLDER = "bench-precompute"
 CAPTION_DTYPES = ("float16", "int8")
 MOST_BATCHES = 4  # decoded, for the bare encoder
 # Captions are encoded with small pictures, whose time is not counted.
 SMALL_PICTURES = ["vae.model=shipped:vae", "images.resolution=32", "images.crop=adm", "images.buckets=square"]
-ENCODER, DECODER, OURS, FAST_DIT, PIXART = "bare encoder", "bare decode", "leandit", "fast-DiT", "PixArt"
-OUR_CAPTIONS, PIXART_CAPTIONS = "leandit captions", "PixArt captions"
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to measure.
-
-    Args:
-      source: of pictures, and captions if any; all who are compared read a sample of it.
-      scratch: folder in which a folder of its own holds the sample, random encoders, stores and the peers' files.
-      vae, text: hub id, folder, or "random:SHAPE"; no text: captions are not measured.
-      tokenizer: folder, of a random text encoder.
-      records: pictures of the sample.
-      rounds: times that everything is measured.
-      seconds: that a loop is measured each time, at least.
-      overrides: of the recipe.
-      command: what was typed.
-    """
-
-    source: str
-    scratch: Path
-    device: torch.device
-    vae: str = "random:sd"
-    text: str | None = None
-    tokenizer: Path | None = None
-    records: int = 256
-    rounds: int = 3
-    seconds: float = 5.0
-    overrides: Sequence[str] = ()
-    command: str = field(default_factory=lambda: shlex.join(["leandit", *sys.argv[1:]]))
-
-
-@dataclass(frozen=True)
-class Work:
-    """What all cells share."""
-
-    request: Request
-    recipe: PrecomputeRecipe
-    text_recipe: PrecomputeRecipe | None
-    sample: Path
-    records: list[SourceRecord]
-    buckets: list[tuple[int, int]]
-    batches: list[np.ndarray]
-
-    @property
-    def paths(self) -> list[Path]:
-        """Of the pictures."""
-        return [self.sample / record.path for record in self.records]
-
-    @property
-    def captions(self) -> list[str]:
-        """Distinct ones, in the order of the records."""
-        return list(dict.fromkeys(text for record in self.records for text in caption_texts(record)))
 
 
 def run(request: Request, progress: Progress) -> dict[str, Any]:
@@ -128,7 +57,7 @@ def run(request: Request, progress: Progress) -> dict[str, Any]:
     request = replace(request, scratch=own_folder(request.scratch, OWN_FOLDER))
     work = _prepare(request)
     captions: dict[str, float] = {}
-    cells = _cells(work, captions)
+    cells = cells_of(work, captions)
     measured: dict[str, list[float]] = defaultdict(list)
     reports: list[Report] = []
     done, total = 0, request.rounds * len(cells)
@@ -197,83 +126,7 @@ def _decoded_batches(work: Work, decoders: Decoders) -> Iterator[np.ndarray]:
     size = work.recipe.vae.batch_size
     batches = [rows[i : i + size] for rows in by_bucket.values() for i in range(0, len(rows), size)]
     for rows in sorted(batches, key=len, reverse=True)[:MOST_BATCHES]:
-        yield np.stack([_decode(work, decoders, number) for number in rows])
-
-
-def _decode(work: Work, decoders: Decoders, number: int) -> np.ndarray:
-    record, images = work.records[number], work.recipe.images
-    return decoders.picture(
-        work.sample / record.path,
-        record.offset,
-        record.num_bytes,
-        bucket=work.buckets[number],
-        crop=images.crop,
-        resize_filter=resize_filter(images.buckets, images.resolution),
-    ).pixels
-
-
-def _cells(work: Work, captions: dict[str, float]) -> dict[str, Callable[[list[Report]], float]]:
-    """What is measured in each round: each gives a rate, in pictures or captions a second."""
-    cells: dict[str, Callable[[list[Report]], float]] = {
-        ENCODER: lambda _: _encoder_rate(work),
-        DECODER: lambda _: _decoder_rate(work),
-        OURS: lambda reports: _own_rate(work, reports),
-        PIXART: lambda _: _peer_rate(work, PIXART),
-    }
-    if work.recipe.images.crop == "adm":  # fast-DiT knows no other
-        cells[FAST_DIT] = lambda _: _peer_rate(work, FAST_DIT)
-    if work.text_recipe:
-        cells[OUR_CAPTIONS] = lambda _: _own_caption_rate(work, captions)
-        cells[PIXART_CAPTIONS] = lambda _: _peer_caption_rate(work)
-    return cells
-
-
-def _encoder_rate(work: Work) -> float:
-    encoder = ImageEncoder(work.recipe.vae, work.request.device)
-    encoder.encode(work.batches[0])  # what is chosen or compiled once
-
-    def pictures() -> Iterator[int]:
-        while True:
-            for batch in work.batches:
-                encoder.encode(batch)
-                yield len(batch)
-
-    return _rate(pictures(), work.request.seconds)
-
-
-def _decoder_rate(work: Work) -> float:
-    numbers = [i % len(work.records) for i in range(max(len(work.records), 8 * num_threads()))]
-    with Decoders(num_threads()) as decoders, ThreadPoolExecutor(num_threads()) as pool:
-        list(pool.map(lambda number: _decode(work, decoders, number), numbers[: 2 * num_threads()]))  # starts them
-        start = time.perf_counter()
-        for _ in pool.map(lambda number: _decode(work, decoders, number), numbers):
-            pass
-        return len(numbers) / (time.perf_counter() - start)
-
-
-def _rate(counts: Iterator[int], seconds: float) -> float:
-    start, done = time.perf_counter(), 0
-    for count in counts:
-        done += count
-        if time.perf_counter() - start >= seconds:
-            break
-    return done / (time.perf_counter() - start)
-
-
-def _own_rate(work: Work, reports: list[Report]) -> float:
-    report = _precompute(work, work.recipe)
-    reports.append(report)
-    return report.num_encoded / (report.total_seconds - report.seconds["load"])
-
-
-def _own_caption_rate(work: Work, found: dict[str, float]) -> float:
-    """Captions a second; and how they are padded, into ``found``: the same in each round."""
-    assert work.text_recipe is not None
-    report = _precompute(work, work.text_recipe)
-    text = LatentStore(work.request.scratch / STORE).spec.text
-    assert text is not None
-    found.update(caption_figures(report, text.width))
-    return report.tokens.num_captions / (report.seconds["text"] + report.seconds["write"])
+        yield np.stack([decode(work, decoders, number) for number in rows])
 
 
 def _caption_bytes(work: Work, recipe: PrecomputeRecipe, progress: Progress) -> dict[str, float]:
@@ -282,7 +135,7 @@ def _caption_bytes(work: Work, recipe: PrecomputeRecipe, progress: Progress) -> 
     for number, dtype in enumerate(CAPTION_DTYPES):
         progress("captions on disk", number, len(CAPTION_DTYPES))
         narrowed = recipe.store.model_copy(update={"text_dtype": dtype})
-        _precompute(work, recipe.model_copy(update={"store": narrowed}))
+        precompute_anew(work, recipe.model_copy(update={"store": narrowed}))
         found[dtype] = caption_bytes_on_disk(work.request.scratch / STORE)
     progress("captions on disk", len(CAPTION_DTYPES), len(CAPTION_DTYPES))
     return found
@@ -299,53 +152,6 @@ def caption_bytes_on_disk(store: Path) -> float:
     nulls = {(store / path).name for path in (NULL_EMBEDDING, NULL_SCALES)}
     files = [path for path in files_below(folder) if path.relative_to(folder).parts[0] not in nulls]
     return sum(path.stat().st_size for path in files) / manifest.num_captions
-
-
-def _precompute(work: Work, recipe: PrecomputeRecipe) -> Report:
-    """Into a fresh store."""
-    store = fresh_folder(work.request.scratch, STORE, make=False)
-    return precompute(
-        recipe,
-        source_path=work.sample,
-        store_path=store,
-        device=work.request.device,
-        progress=lambda stage, done, total: None,
-    )
-
-
-def _peer_rate(work: Work, name: str) -> float:
-    section, out = work.recipe.vae, fresh_folder(work.request.scratch, "peer")
-    folder, _ = resolve_model(section.model, section.subfolder, section.revision, what="--vae")
-    vae = load_vae(folder, work.request.device)
-    if name == FAST_DIT:
-        labels, side_px = [record.label for record in work.records], work.recipe.images.resolution
-        return steady_rate(fast_dit(work.paths, labels, side_px, vae=vae, out=out), work.request.seconds)
-    return steady_rate(pixart_pictures(work.paths, work.buckets, vae=vae, out=out), work.request.seconds)
-
-
-def _peer_caption_rate(work: Work) -> float:
-    assert work.text_recipe is not None
-    section = work.text_recipe.text
-    folder, _ = resolve_model(section.model, section.subfolder, section.revision, what="--text")
-    model, tokenizer = load_text(folder, work.request.device)
-    out, seconds = fresh_folder(work.request.scratch, "peer"), work.request.seconds
-    return caption_rate(work.captions, model=model, tokenizer=tokenizer, out=out, seconds=seconds)
-
-
-def caption_figures(report: Report, width: int) -> dict[str, float]:
-    """Tokens of a caption and the share of padding, as measured; and bytes as PixArt pads it, computed from 300 tokens.
-
-    Args:
-      width: of an embedding.
-    """
-    manifest = report.manifest
-    assert manifest is not None
-    return {
-        "padded": PIXART_TOKENS * token_bytes(width, "float16"),  # before its compression
-        "num_captions": manifest.num_captions,
-        "tokens_per_caption": manifest.num_caption_tokens / manifest.num_captions,
-        "padding_share": report.tokens.num_padding / report.tokens.num_tokens,
-    }
 
 
 def _memory(work: Work, progress: Progress) -> dict[str, float]:

@@ -16,21 +16,21 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..datasets.errors import DamageError, LeanditError, RecipeError, StoreIncomplete
-from ..train.stop import EXIT_RESUMABLE, StopRequest, Terminated
+from ..datasets.errors import DamageError, LeanditError, StoreIncomplete
+from ..train.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest, Terminated
 from .cli_bench import bench
 from .cli_options import (
     AsJson,
     Device,
-    DryRun,
     LocalStore,
     Overrides,
     print_rows,
     torch_device,
 )
 from .cli_precompute import import_, precompute
+from .cli_train import sample, train
 
-EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES, EXIT_CTRL_C = 1, 2, 5, 130
+EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES = 1, 2, 5
 TRACEBACK = "--traceback"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -58,64 +58,7 @@ def options(
 
 app.command()(precompute)
 app.command("import")(import_)
-
-
-@app.command()
-def train(
-    context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
-    store: Annotated[str | None, typer.Option(help="Store to train on: a folder, or s3://, gs://, hf://.")] = None,
-    run: Annotated[Path | None, typer.Option(help="Folder of the run; the same command again resumes.")] = None,
-    device: Device = "auto",
-    overrides: Overrides = None,
-    dry_run: DryRun = False,
-) -> None:
-    """Train a diffusion transformer on a store; no encoder is loaded.
-
-    Example: leandit train dit-s-2-256 --store imagenet-256 --run runs/dit-s --set run.steps=1000
-    """
-    from ..train.config import load
-
-    loaded = load(recipe, overrides or [])
-    if dry_run:
-        from .dry_run import describe_train
-
-        print(describe_train(loaded, store, torch_device(device)))
-        return
-    if store is None or run is None:
-        raise RecipeError("train: needed --store PATH and --run PATH (or --dry-run).")
-    from ..train.loop import train as train_run
-    from ..train.meters import StepReport
-    from ..train.state import autocast_dtype
-    from .progress import ProgressLine
-
-    stop: StopRequest = context.obj
-    stop.catch(signal.SIGINT)
-    where = torch_device(device)
-    precision = loaded.run.precision
-    if precision == "bf16" and autocast_dtype("bf16", where) is None:
-        precision = f"fp32 (bf16 was asked for, {where} has no fast bf16)"
-    with ProgressLine() as progress:
-
-        def show(figures: StepReport) -> None:
-            note = (
-                f"loss {figures.loss:.4f}  {figures.images_per_second:.1f} images/s  "
-                f"data wait {figures.data_wait_share:.1%}"
-            )
-            progress("train", figures.step, loaded.run.steps, note)
-
-        outcome = train_run(loaded, store_path=store, run=run, device=where, report=show, stop=stop)
-    rows = [("run", str(run)), ("steps", f"{outcome.step} of {loaded.run.steps}"), ("computed in", precision)]
-    if outcome.first_step is None:
-        rows.append(("this run", "nothing to do, the run was finished"))
-    elif outcome.losses:
-        rows.append(("this run", f"from step {outcome.first_step}, at best {outcome.images_per_second:.1f} images/s"))
-        rows.append(("loss", f"{outcome.losses[0]:.4f} at first, {outcome.losses[1]:.4f} at last"))
-    if not outcome.finished:
-        rows.append(("state", "interrupted; what was done is saved, run the same command again to go on"))
-    print_rows(rows)
-    if not outcome.finished:
-        raise typer.Exit(EXIT_RESUMABLE if stop.is_terminated else EXIT_CTRL_C)
+app.command()(train)
 
 
 @app.command()
@@ -207,39 +150,7 @@ def compact(store: LocalStore) -> None:
     print_rows(rows)
 
 
-@app.command()
-def sample(
-    run: Annotated[Path, typer.Argument(help="Run to sample from: its newest snapshot.")],
-    out: Annotated[Path, typer.Option(help="Folder for grid.png and samples.json.")],
-    label: Annotated[list[int] | None, typer.Option(help="Class index; repeatable.")] = None,
-    caption: Annotated[list[str] | None, typer.Option(help="Caption; repeatable.")] = None,
-    num: Annotated[int, typer.Option(min=1, help="Pictures, where no label or caption is given.")] = 16,
-    bucket: Annotated[str | None, typer.Option(help="HxW in pixels, else the most common bucket.")] = None,
-    guidance: Annotated[float, typer.Option(help="Classifier-free guidance; 1 is none.")] = 4.0,
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps of the solver.")] = 50,
-    seed: Annotated[int, typer.Option(min=0, help="Of the noise.")] = 0,
-    store: Annotated[Path | None, typer.Option(help="Store of the captions, else the run's own.")] = None,
-    vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's VAE.")] = None,
-    text: Annotated[str | None, typer.Option(help="Folder or hub id for captions not in the store.")] = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Draw pictures with a trained model: a PNG grid.
-
-    Example: leandit sample runs/dit-s --out samples --label 207 --label 360
-    """
-    from .sampler import Request
-    from .sampler import sample as draw
-
-    request = Request(label or (), caption or (), num, bucket, steps, guidance, seed)
-    result = draw(run, request, out=out, device=torch_device(device), store=store, vae=vae, text=text)
-    if result["warning"]:
-        print(f"leandit: {result['warning']}", file=sys.stderr)
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        shown = ("snapshot", "bucket", "guidance", "grid")
-        print_rows([("samples", str(len(result["samples"]))), *((name, str(result[name])) for name in shown)])
+app.command()(sample)
 
 
 @app.command()
@@ -266,8 +177,8 @@ def main() -> None:
         code = _run_command(stop)
         stop.ignore(signal.SIGTERM)
     except Terminated:
-        code = _fail("terminated; run the same command again to go on", EXIT_RESUMABLE)
         stop.ignore(signal.SIGTERM)
+        code = _fail("terminated; run the same command again to go on", EXIT_RESUMABLE)
     sys.exit(code)
 
 

@@ -119,7 +119,8 @@ def bench_precompute(
     Example: leandit bench precompute --source coco --scratch bench
     """
     from .bench_goals import render as render_goals
-    from .bench_precompute import Request, run
+    from .bench_precompute import run
+    from .bench_rates import Request
     from .progress import ProgressLine
 
     request = Request(

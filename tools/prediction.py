@@ -22,11 +22,12 @@ import torch
 
 from ..datasets.buckets import bucket_size, resize_filter
 from ..datasets.errors import RecordRejected, ResourceError
-from ..datasets.frozen import FrozenPlan, parquet_file
+from ..datasets.frozen import FrozenPlan
 from ..datasets.hashing import canonical_json
 from ..datasets.layout import CAPTION_PART, NULL_PART, group_json
 from ..datasets.schema import StoreSpec
 from ..datasets.shards import CRC_BYTES, ArrayLayout
+from ..datasets.tables import parquet_file
 from ..precompute.caption_plan import plan_captions
 from ..precompute.caption_task import caption_batches
 from ..precompute.config import PrecomputeRecipe

@@ -13,11 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from .. import __version__
-from ..datasets.frozen import FrozenPlan, freeze_plan
+from ..datasets.frozen import FrozenPlan, first_plan, freeze_plan
 from ..datasets.layout import CAPTION_PART, NULL_PART
 from ..datasets.schema import (
-    CAPTION_RESULTS,
-    CAPTIONS_SCHEMA,
     FORMAT_VERSION,
     PLAN_SCHEMA,
     EncoderIdentity,
@@ -122,25 +120,9 @@ def _plan(
     }
     unknown = {"stage", "reason", "detail", "checksum", "source_checksum", "fallback"}
     columns = {name: given.get(name, nothing if name in unknown else zeros) for name in PLAN_SCHEMA.names}
-    lengths = sorted(token_counts)
-    captions = {
-        "text": [f"noise {caption}" for caption in range(num_captions)],
-        "revision": [1] * num_captions,
-        "num_tokens": lengths,
-        "truncated": [False] * num_captions,
-        **dict.fromkeys(CAPTION_RESULTS, [None] * num_captions),
-    }
-    return FrozenPlan(
-        spec=spec,
-        revision=1,
-        base="",
-        stack=(),
-        carried=(),
-        copies=False,
-        listing="synthetic",
-        records=pa.table({name: pa.array(v) for name, v in columns.items()}).cast(PLAN_SCHEMA),
-        captions=pa.table(captions, schema=CAPTIONS_SCHEMA),
-    )
+    records = pa.table({name: pa.array(v) for name, v in columns.items()}).cast(PLAN_SCHEMA)
+    texts = [f"noise {caption}" for caption in range(num_captions)]
+    return first_plan(spec, "synthetic", records, texts=texts, num_tokens=sorted(token_counts))
 
 
 def noise_spec(

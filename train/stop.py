@@ -11,6 +11,7 @@ from types import FrameType
 
 RETRY_SECONDS = 0.02
 IMPORT_FILE = "<frozen importlib._bootstrap>"
+EXIT_CTRL_C = 130  # what a shell says of a command that Ctrl-C has ended
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: what a scheduler takes for "run it again"
 
 
@@ -28,6 +29,7 @@ class StopRequest:
         self.signal: int | None = None  # the first that was caught
         self._asked, self._held = False, False
         self._deferred: type[BaseException] | None = None  # what is raised after the import that goes on
+        self._has_alarm = False
 
     def __bool__(self) -> bool:
         return self._asked
@@ -41,8 +43,11 @@ class StopRequest:
         signal.signal(number, self._handle)
 
     def ignore(self, number: int) -> None:
-        """The exit code stands. Else Python, when it is torn down, gives the signal its deadly default back."""
+        """The exit code stands. Else Python, when it is torn down, gives signals their deadly defaults back, and one
+        that comes then, or an alarm that is still to come, ends the process by that signal."""
         signal.signal(number, signal.SIG_IGN)
+        if self._has_alarm:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
     def hold(self) -> None:
         """From now on there is a step to keep: a signal only sets. One that was caught but got lost is set as well."""
@@ -85,6 +90,7 @@ class StopRequest:
         self._deferred = kind if _is_import(frame) else None
         if self._deferred is None:
             raise kind
+        self._has_alarm = True
         signal.signal(signal.SIGALRM, self._again)
         signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)
 
