@@ -20,8 +20,8 @@ from ..precompute.config import PrecomputeRecipe
 from ..precompute.decoder import Decoders
 from ..precompute.encoders import ImageEncoder
 from ..precompute.model_files import resolve_model
+from ..precompute.picture_plan import num_threads
 from ..precompute.pipeline import Report, precompute
-from ..precompute.plan import num_threads
 from ..precompute.source_record import SourceRecord, caption_texts
 from .bench_extract import (
     PIXART_TOKENS,
