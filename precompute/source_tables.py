@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import codecs
 import json
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO, Self
 
 import pyarrow as pa
 
@@ -28,6 +29,8 @@ READ_BYTES = 1 << 20
 WHITE_SPACE = (" ", "\t", "\r", "\n")
 LOOKERS = 32  # threads that look up the files of rows
 LOOKED = 64  # files that one of them looks up at a time
+PROBED = 16  # files of each batch by which it is seen whether looks take long
+SLOW_LOOK_SECONDS = 1e-4  # on a disk here it takes some 5 us, on a network file system 500
 AHEAD = 4  # batches of rows whose files are being looked up
 
 
@@ -47,36 +50,54 @@ def find_table(files: SourceFiles) -> str | None:
 def table_batches(files: SourceFiles, table: str) -> Iterator[pa.RecordBatch]:
     """A record for each row, in batches of the listing: path (``file_name`` or ``path``), perhaps a label and captions.
 
-    The files that rows name are looked up by threads: on a network file system each look is a message.
-
     Raises: SourceError: a row is no JSON object with a path, named by its number.
     """
     folder = _pictures_of(files, table)
     kind = _parquet_rows if table.endswith(".parquet") else _lines if table.endswith(".jsonl") else _array
-    pool = ThreadPoolExecutor(LOOKERS, thread_name_prefix="leandit-list")
-    ahead: deque[tuple[CheckedRows, int, list[Future[list[FoundFile | None]]]]] = deque()
-
-    def looked_up() -> pa.RecordBatch:
-        rows, _, parts = ahead.popleft()
-        return rows.batch(files, folder, [found for part in parts for found in part.result()])
-
-    try:
-        with files.open(table) as file:
-            for rows, num_bytes in kind(file, f"source '{_shown(files, table)}'"):
-                checked = check_rows(rows, folder)
-                paths = checked.paths.to_pylist()
-                parts = [paths[start : start + LOOKED] for start in range(0, len(paths), LOOKED)]
-                ahead.append((checked, num_bytes, [pool.submit(_look_up, files, part) for part in parts]))
-                while len(ahead) > AHEAD or sum(size for _, size, _ in ahead) > MAX_BATCH_BYTES:
-                    yield looked_up()
-        while ahead:
-            yield looked_up()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    ahead: deque[tuple[CheckedRows, int, Callable[[], list[FoundFile | None]]]] = deque()
+    with files.open(table) as file, _LookUps(files) as look_ups:
+        for rows, num_bytes in kind(file, f"source '{_shown(files, table)}'"):
+            checked = check_rows(rows, folder)
+            ahead.append((checked, num_bytes, look_ups.start(checked.paths.to_pylist())))
+            while len(ahead) > AHEAD or sum(size for _, size, _ in ahead) > MAX_BATCH_BYTES:
+                before, _, found = ahead.popleft()
+                yield before.batch(files, folder, found())
+        for before, _, found in ahead:
+            yield before.batch(files, folder, found())
 
 
-def _look_up(files: SourceFiles, paths: Sequence[str]) -> list[FoundFile | None]:
-    return [files.look(path) for path in paths]
+class _LookUps:
+    """Looks up the files that rows name: one after the other, or by threads where each look is a message.
+
+    Threads where nobody waits would only hinder each other, so it is measured.
+    """
+
+    def __init__(self, files: SourceFiles) -> None:
+        self._files, self._is_slow = files, False
+        self._pool = ThreadPoolExecutor(LOOKERS, thread_name_prefix="leandit-list")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def start(self, paths: list[str]) -> Callable[[], list[FoundFile | None]]:
+        """Begin to look up some files; what is returned waits for them and says what they are."""
+        first: list[FoundFile | None] = []
+        if not self._is_slow:
+            started = time.perf_counter()
+            first = self._look(paths[:PROBED])
+            self._is_slow = time.perf_counter() - started > SLOW_LOOK_SECONDS * len(first)
+        rest = paths[len(first) :]
+        if not self._is_slow:
+            first += self._look(rest)
+            return lambda: first
+        parts = [self._pool.submit(self._look, rest[i : i + LOOKED]) for i in range(0, len(rest), LOOKED)]
+        return lambda: [*first, *(found for part in parts for found in part.result())]
+
+    def _look(self, paths: list[str]) -> list[FoundFile | None]:
+        return [self._files.look(path) for path in paths]
 
 
 def _shown(files: SourceFiles, table: str) -> str:

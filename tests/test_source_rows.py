@@ -155,8 +155,12 @@ def listed(files: LocalFiles, file: BinaryIO) -> list[dict[str, Any]]:
     return [row for rows, _ in source_tables._parquet_rows(file, "list") for row in at_once(files, rows)]
 
 
+@pytest.mark.parametrize("slow_look_seconds", [0.0, 1e9], ids=["threads", "one by one"])
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
-def test_rows_stay_in_order_over_many_batches(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_stay_in_order_over_many_batches(
+    kind: str, slow_look_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_tables, "SLOW_LOOK_SECONDS", slow_look_seconds)
     for module in (foreign_parquet, source_tables):
         monkeypatch.setattr(module, "TABLE_ROWS", 7)
     monkeypatch.setattr(foreign_parquet, "READ_ROWS", 50)
