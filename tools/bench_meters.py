@@ -21,13 +21,15 @@ EVERY_SECONDS = 0.1
 
 
 class PeakMemory:
-    """Looks at the memory of this process and its descendants ten times a second; a context manager.
+    """Looks at the memory of this process and its descendants again and again; a context manager.
 
-    Its unit is the MB of a million bytes; what counts is said in ``tree_anonymous_mb``. Where that is not known, 0.
+    A look walks through all that is mapped, while the process waits: where gigabytes are, seldom is often enough. Its
+    unit is the MB of a million bytes; what counts is said in ``tree_anonymous_mb``. Where that is not known, 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, every_seconds: float = EVERY_SECONDS) -> None:
         self.before_mb = self.mb = 0.0
+        self._every_seconds = every_seconds
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -51,7 +53,7 @@ class PeakMemory:
             self.mb = max(self.mb, tree_anonymous_mb() or 0.0)
             if is_last:
                 return
-            is_last = self._end.wait(EVERY_SECONDS)
+            is_last = self._end.wait(self._every_seconds)
 
 
 def tree_cpu_seconds() -> float:

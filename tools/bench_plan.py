@@ -40,6 +40,7 @@ RARE = 1000  # one row in so many has it
 REPEATED = 10  # one caption in so many is an old one
 WORDS = ("a", "photo", "of", "the", "small", "red", "house", "near", "old", "green", "river", "under", "blue", "sky")
 BLOCK_ROWS = 1 << 16
+LOOK_SECONDS = 2.0  # between two looks at the memory, each of which takes longer the more is mapped
 OVERRIDES = ['images.buckets="pixart"', "images.resolution=256", 'images.crop="bucket"', "text.max_tokens=120"]
 SIZES = ("header", "manifest")
 
@@ -129,7 +130,7 @@ def measure_plan(recipe: PrecomputeRecipe, source_path: Path, store: Path) -> di
     def progress(stage: str, done: int, total: int) -> None:
         last[stage] = time.perf_counter()
 
-    with PeakMemory() as memory, Decoders(num_threads()) as decoders:
+    with PeakMemory(every_seconds=LOOK_SECONDS) as memory, Decoders(num_threads()) as decoders:
         start = time.perf_counter()
         source = list_source(source_path, "manifest", progress=lambda done: None)
         listed = time.perf_counter()
