@@ -365,6 +365,32 @@ def test_a_dry_run_counts_the_source_and_checks_the_store(
     assert (tree_digest(caption_folder), tree_digest(caption_store.path)) == before
 
 
+def test_a_dry_run_refuses_what_a_precompute_would_and_says_what_is_there(
+    class_folder: Path, label_store: LatentStore, tmp_path: Path, leandit: Leandit
+) -> None:
+    store, plan_only, file, elsewhere = tmp_path / "store", tmp_path / "plan-only", tmp_path / "file", tmp_path / "e"
+    shutil.copytree(label_store.path, store)
+    shutil.copytree(label_store.path / "plan", plan_only / "plan")
+    file.write_text("")
+    (elsewhere / "x").mkdir(parents=True)
+    command = ["precompute", "imagenet-256", "--source", class_folder, "--dry-run", "--device", "cpu"]
+    command += settings(LABEL_RECIPE)
+    before = tree_digest(tmp_path)
+    ended = leandit(*command, "--store", store)
+    assert ended.code == 0, ended.err
+    assert "revision 1 is complete: only what has changed" in ended.out
+    ended = leandit(*command, "--store", store, "--set", "images.resolution=64")
+    assert (ended.code, "images.resolution_px is 32 in the store, 64 now" in ended.err) == (3, True)
+    ended = leandit(*command, "--store", store, "--set", "images.resolution=64", "--new-revision")
+    assert (ended.code, "all is encoded anew" in ended.out) == (0, True)
+    assert "revision 1 is begun" in leandit(*command, "--store", plan_only).out
+    for wrong in (file, elsewhere, class_folder / "a-store"):
+        assert leandit(*command, "--store", wrong).code == 3
+    assert leandit(*command, "--store", tmp_path / "new", "--also", f"64={tmp_path}/new/inside").code == 2
+    assert leandit(*command, "--store", tmp_path / "new", "--also", f"64={tmp_path}/b", "--device", "cpu,cpu").code == 2
+    assert tree_digest(tmp_path) == before
+
+
 def test_a_dry_run_refuses_a_disk_that_is_too_small(
     class_folder: Path, leandit: Leandit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,14 @@ from safetensors.torch import load_file, save_file
 
 from leandit.datasets import files
 from leandit.datasets.compact import compact
-from leandit.datasets.errors import FingerprintMismatch, RecipeError, RecordRejected, ResourceError, SourceError
+from leandit.datasets.errors import (
+    FingerprintMismatch,
+    LeanditError,
+    RecipeError,
+    RecordRejected,
+    ResourceError,
+    SourceError,
+)
 from leandit.datasets.files import Failpoint
 from leandit.datasets.latents import denormalise, final_latents
 from leandit.datasets.store import LatentStore
@@ -412,6 +419,32 @@ def test_a_fifo_among_features_is_a_reject_and_is_not_waited_for(tmp_path: Path)
     os.mkfifo(place.parent / "fifo2.npz")
     run_import(made, tmp_path / "store")
     assert [reason for _, reason in rejects(LatentStore(tmp_path / "store")).values()] == ["unreadable"] * 2
+
+
+@every_kind
+@pytest.mark.timeout(60)
+def test_links_to_nothing_fifos_and_folders_in_place_of_files_are_told_and_not_waited_for(
+    made: Made, tmp_path: Path
+) -> None:
+    is_file = made.source.is_file()
+    whole = made.source.parent if is_file else made.source
+    for name in {path.suffix: path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()}.values():
+        for put in (lambda path: path.symlink_to("gone"), os.mkfifo, os.mkdir):
+            copied, store = tmp_path / "copied", tmp_path / "store"
+            shutil.copytree(whole, copied)
+            (copied / name).unlink()
+            put(copied / name)
+            null = made.null and made.null.replace(str(whole), str(copied))
+            odd = replace(made, source=copied / made.source.name if is_file else copied, null=null)
+            try:
+                run_import(odd, store, "source.max_reject_share=1.0")
+            except LeanditError:
+                assert not store.exists(), name
+            else:
+                # A folder of any name is a folder, and EDM2 may have no labels.
+                assert put is os.mkdir or rejects(LatentStore(store)) or made.kind == "edm2", name
+                shutil.rmtree(store)
+            shutil.rmtree(copied)
 
 
 # EDM2.

@@ -309,3 +309,7 @@ def _fail(message: str, code: int) -> int:
         message = printable(message)
     print(f"leandit: {message}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    main()
