@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -281,6 +282,8 @@ def test_a_store_grows_and_is_compacted(class_folder: Path, tmp_path: Path, lean
         (MemoryError(), 5, "out of memory"),
         (ModuleNotFoundError("no", name="diffusers"), 5, "diffusers is not installed"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (PermissionError(errno.EACCES, "Permission denied", "s/leases"), 5, "'s/leases': Permission denied. Give"),
+        (OSError(errno.EIO, "Input/output error", "s"), 1, "Input/output error"),
         (ZeroDivisionError("by zero"), 1, "ZeroDivisionError"),
     ],
 )
