@@ -53,8 +53,8 @@ class FastDit(Labelled):
             raise SourceError(f"source '{root}': there is no '{self._labels}', which has the labels of '{found[0]}'.")
 
     def entries(self) -> Iterable[Entry]:
-        """Files by number."""
-        names = _npy_names(self.root / self._features)
+        """Files by number; one of which only the label is there is a reject."""
+        names = {name for folder in (self._features, self._labels) for name in _npy_names(self.root / folder)}
         for name in sorted(names, key=natural_order):
             path = f"{self._features}/{name}"
             yield Entry(name.removesuffix(".npy"), path, 0, size_of(self.root, path))

@@ -75,7 +75,16 @@ class Edm2(Labelled):
                 return json.loads(member.read(MAX_DESCRIPTION))
 
     def entries(self) -> Iterator[Entry]:
-        """Members in the order of their names."""
+        """Members in the order of their names, then what has a label only: each of it is a reject."""
+        seen = set()
+        for entry in self._members():
+            seen.add(entry.path)
+            yield entry
+        for name in sorted(self._labels.keys() - seen):
+            self._odd[name] = f"it has a label in '{DESCRIPTION}', but is not there"
+            yield Entry(name.removesuffix(".npy"), name)
+
+    def _members(self) -> Iterator[Entry]:
         if self._zip is None:
             for path in sorted(files_below(self.root, ".npy")):
                 name = path.relative_to(self.root).as_posix()

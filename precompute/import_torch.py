@@ -22,4 +22,4 @@ def read_tensors(path: Path) -> Any:
     except pickle.UnpicklingError as error:  # whose message tells how to read it all the same
         raise ValueError("it holds something else than tensors, which is refused") from error
     except (RuntimeError, EOFError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no file of tensors: {str(error).splitlines()[:1]}"[:200]) from error
+        raise ValueError(f"no file of tensors: {next(iter(str(error).splitlines()), '')}"[:200]) from error

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -445,6 +446,24 @@ def test_links_to_nothing_fifos_and_folders_in_place_of_files_are_told_and_not_w
                 assert put is os.mkdir or rejects(LatentStore(store)) or made.kind == "edm2", name
                 shutil.rmtree(store)
             shutil.rmtree(copied)
+
+
+@pytest.mark.parametrize("make", [make_fast_dit, make_edm2, lambda root: make_edm2(root, folder=True)])
+def test_what_has_a_label_but_no_features_is_a_reject(make: Callable[[Path], Made], tmp_path: Path) -> None:
+    made = make(tmp_path / "source")
+    gone = list(made.records)[3]
+    if made.source.is_file():
+        with zipfile.ZipFile(made.source) as packed:
+            kept = {name: packed.read(name) for name in packed.namelist() if name != f"{gone}.npy"}
+        with zipfile.ZipFile(made.source, "w", zipfile.ZIP_STORED) as packed:
+            for name, content in kept.items():
+                packed.writestr(name, content)
+    else:
+        next(path for path in made.source.rglob(f"{Path(gone).name}.npy") if "labels" not in path.parent.name).unlink()
+    run_import(made, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert list(rejects(store)) == [gone]
+    assert_holds(store, without(made, gone))
 
 
 # EDM2.
