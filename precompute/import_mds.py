@@ -244,6 +244,8 @@ def _shard(said: Any) -> Shard:
     zipped, compression = said["zip_data"], said["compression"]
     if compression and str(compression).split(":")[0] != "zstd":
         raise ValueError(f"compression '{compression}'; needed zstd or none")
+    if not all(isinstance(text, str) for text in (*said["column_names"], *said["column_encodings"])):
+        raise ValueError("columns whose names and encodings are no text")
     sizes = [None if size is None else int(size) for size in said["column_sizes"]]
     columns = dict(zip(said["column_names"], zip(said["column_encodings"], sizes, strict=True), strict=True))
     num_bytes, samples = int(said["raw_data"]["bytes"]), int(said["samples"])

@@ -802,6 +802,8 @@ def test_where_a_packed_shard_finds_no_room_it_is_no_reject(tmp_path: Path, monk
         ('"format": "mds"', '"format": "jsonl"', "needed mds"),
         ('"bytes"', '"pkl"', "pickled ones are refused"),
         ('"latents_256"', '"other"', r"layout\.latents"),
+        ('"column_names": ["caption"', '"column_names": [5', "no text"),
+        ('"column_encodings": ["str"', '"column_encodings": [5', "no text"),
     ],
 )
 def test_an_index_that_cannot_be_is_refused(before: str, after: str, match: str, tmp_path: Path) -> None:
