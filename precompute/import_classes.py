@@ -10,7 +10,18 @@ import numpy as np
 
 from ..datasets.errors import RecordRejected, SourceError
 from .import_arrays import Npz, checksum, look_npy, parse_npy, read_file
-from .import_source import Entry, Facts, Features, Labelled, Seen, files_below, natural_order, need_folder, rejecting
+from .import_source import (
+    Entry,
+    Facts,
+    Features,
+    Labelled,
+    Seen,
+    files_below,
+    natural_order,
+    need_folder,
+    rejecting,
+    size_of,
+)
 
 FAST_DIT = Facts(latent="sample", is_scaled=True, vae="stabilityai/sd-vae-ft-ema", downscale=8, scale=(0.18215,))
 MAR = Facts(latent="mean_logvar", is_scaled=False, vae="mar/kl16", downscale=16, scale=(0.2325,))
@@ -42,11 +53,11 @@ class FastDit(Labelled):
             raise SourceError(f"source '{root}': there is no '{self._labels}', which has the labels of '{found[0]}'.")
 
     def entries(self) -> Iterable[Entry]:
-        """Files by number."""
-        names = _npy_names(self.root / self._features)
+        """Files by number; one of which only the label is there is a reject."""
+        names = {name for folder in (self._features, self._labels) for name in _npy_names(self.root / folder)}
         for name in sorted(names, key=natural_order):
             path = f"{self._features}/{name}"
-            yield Entry(name.removesuffix(".npy"), path, 0, (self.root / path).stat().st_size)
+            yield Entry(name.removesuffix(".npy"), path, 0, size_of(self.root, path))
 
     def look(self, entry: Entry) -> Seen:
         """By the headers, and the label file."""
@@ -100,7 +111,7 @@ class Mar(Labelled):
         for name in self.classes:
             for path in sorted(files_below(self.root / name, ".npz")):
                 relative = path.relative_to(self.root).as_posix()
-                yield Entry(relative.removesuffix(".npz"), relative, 0, path.stat().st_size)
+                yield Entry(relative.removesuffix(".npz"), relative, 0, size_of(self.root, relative))
 
     def look(self, entry: Entry) -> Seen:
         """By the headers of its arrays."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..datasets.errors import RecordRejected, SourceError
 from .import_arrays import MAX_ARRAY_BYTES, MAX_HEADER, checksum, npy_header, open_regular, parse_npy
-from .import_source import Entry, Facts, Features, Labelled, Seen, files_below, inner_path, rejecting
+from .import_source import Entry, Facts, Features, Labelled, Seen, files_below, inner_path, rejecting, size_of
 
 RAW_MEAN = (5.81, 3.25, 0.12, -2.15)  # of latents of pictures from 0 to 1, as EDM2's StabilityVAEEncoder has them
 RAW_STD = (4.17, 4.62, 3.71, 3.28)
@@ -47,8 +47,10 @@ class Edm2(Labelled):
         super().__init__(root, EDM2)
         self._odd: dict[str, str] = {}
         self._streamed: dict[int, int] = {}  # CRC of members whose own header has none
-        if not root.exists():
-            raise SourceError(f"source '{root}': not there. An import of 'edm2' needs a .zip, or its folder.")
+        if not (root.is_dir() or root.is_file()):
+            raise SourceError(
+                f"source '{root}': no such file or folder. An import of 'edm2' needs a .zip, or its folder."
+            )
         self._zip = None if root.is_dir() else os.open(root, os.O_RDONLY)
         try:
             self._labels = _labels(self._description())
@@ -73,11 +75,20 @@ class Edm2(Labelled):
                 return json.loads(member.read(MAX_DESCRIPTION))
 
     def entries(self) -> Iterator[Entry]:
-        """Members in the order of their names."""
+        """Members in the order of their names, then what has a label only: each of it is a reject."""
+        seen = set()
+        for entry in self._members():
+            seen.add(entry.path)
+            yield entry
+        for name in sorted(self._labels.keys() - seen):
+            self._odd[name] = f"it has a label in '{DESCRIPTION}', but is not there"
+            yield Entry(name.removesuffix(".npy"), name)
+
+    def _members(self) -> Iterator[Entry]:
         if self._zip is None:
             for path in sorted(files_below(self.root, ".npy")):
                 name = path.relative_to(self.root).as_posix()
-                yield Entry(name.removesuffix(".npy"), name, 0, path.stat().st_size)
+                yield Entry(name.removesuffix(".npy"), name, 0, size_of(self.root, name))
             return
         with zipfile.ZipFile(self.root) as packed:
             members = sorted((info for info in packed.infolist() if info.filename.endswith(".npy")), key=_by_name)

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..datasets.errors import RecordRejected, SourceError
-from .import_arrays import checksum
+from .import_arrays import checksum, open_regular
 from .import_config import ImportRecipe
-from .import_source import Entry, Facts, Features, Labelled, Seen, natural_order, need_folder, rejecting
+from .import_source import Entry, Facts, Features, Labelled, Seen, natural_order, need_folder, rejecting, size_of
 from .import_torch import read_tensors
 
 LIGHTNING_DIT = Facts(
@@ -50,7 +50,7 @@ class LightningDit(Labelled):
         Raises: SourceError: one cannot be opened, so nobody knows how many rows it had.
         """
         for name in self._names:
-            stem, size = name.removesuffix(".safetensors"), (self.root / name).stat().st_size
+            stem, size = name.removesuffix(".safetensors"), size_of(self.root, name)
             try:
                 rows = len(self._open(name))
             except RecordRejected as reject:
@@ -83,6 +83,7 @@ class Shard:
     """
 
     def __init__(self, path: Path) -> None:
+        open_regular(path).close()  # anything else might never come to an end
         try:
             self._file: Any = safe_open(path, framework="pt")
             names = set(self._file.keys())

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..datasets.errors import RecordRejected, ResourceError, SourceError
-from .import_arrays import MAX_ARRAY_BYTES, checksum
+from .import_arrays import MAX_ARRAY_BYTES, checksum, open_regular
 from .import_config import ImportRecipe
 from .import_source import CaptionSeen, Entry, Facts, Features, Seen, inner_path, need_folder, rejecting
 
@@ -194,7 +194,8 @@ def _unpack(path: Path, most: int) -> memoryview:
     Raises: OSError, ValueError: it cannot be unpacked. ResourceError: the folder for temporary files is full.
     """
     with (
-        pa.input_stream(str(path), compression="zstd") as stream,
+        open_regular(path) as packed,
+        pa.input_stream(packed, compression="zstd") as stream,
         tempfile.NamedTemporaryFile(prefix="leandit-mds-") as file,
     ):
         while most and (some := stream.read(min(most, COPIED_BYTES))):
@@ -225,7 +226,8 @@ def _index(root: Path) -> list[Shard]:
     Raises: SourceError.
     """
     try:
-        listed: Any = json.loads((root / INDEX).read_bytes())["shards"]
+        with open_regular(root / INDEX) as file:
+            listed: Any = json.load(file)["shards"]
         shards = [_shard(one) for one in listed]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SourceError(f"source '{root}': '{INDEX}' cannot be read ({type(error).__name__}: {error}).") from error
@@ -242,6 +244,8 @@ def _shard(said: Any) -> Shard:
     zipped, compression = said["zip_data"], said["compression"]
     if compression and str(compression).split(":")[0] != "zstd":
         raise ValueError(f"compression '{compression}'; needed zstd or none")
+    if not all(isinstance(text, str) for text in (*said["column_names"], *said["column_encodings"])):
+        raise ValueError("columns whose names and encodings are no text")
     sizes = [None if size is None else int(size) for size in said["column_sizes"]]
     columns = dict(zip(said["column_names"], zip(said["column_encodings"], sizes, strict=True), strict=True))
     num_bytes, samples = int(said["raw_data"]["bytes"]), int(said["samples"])

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..datasets.errors import RecordRejected, SourceError
-from .import_arrays import Npz, checksum, look_npy, parse_npy, read_file
+from .import_arrays import Npz, checksum, look_npy, open_regular, parse_npy, read_file
 from .import_config import ImportRecipe
-from .import_source import CaptionSeen, Entry, Facts, Features, Seen, inner_path, need_folder, rejecting
+from .import_source import CaptionSeen, Entry, Facts, Features, Seen, inner_path, need_folder, rejecting, size_of
 
 PIXART = Facts(
     latent="mean_std",
@@ -68,7 +68,7 @@ class PixArt:
             text = "" if item.problem else self._find(self._captions, key, ".npz")
             if text and prompts.setdefault(text, item.prompt) != item.prompt:
                 self._items[key] = item._replace(problem=f"'{text}' is the caption of another picture, too")
-            yield Entry(key, path, 0, (self.root / path).stat().st_size if path else 0)
+            yield Entry(key, path, 0, size_of(self.root, path) if path else 0)
 
     def _find(self, folder: str, key: str, suffix: str) -> str:
         """Path of a record's file, relative to the source; "" where there is none."""
@@ -143,7 +143,8 @@ def _items(path: Path) -> Iterator[tuple[str, Item]]:
     Raises: SourceError: it is no list.
     """
     try:
-        listed: Any = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            listed: Any = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"source '{path}': cannot be read ({error}).") from error
     if not isinstance(listed, list):

@@ -6,6 +6,7 @@ nothing, unpickles nothing and follows no path that leaves its folder.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -172,6 +173,16 @@ def rejecting(what: str) -> Iterator[None]:
                 "that, and run the same command again."
             ) from error
         raise RecordRejected("scan", "unreadable", f"{what}: {type(error).__name__}: {error}"[:500]) from error
+
+
+def size_of(root: Path, path: str) -> int:
+    """Bytes of a file of the source; 0 where that cannot be said: then looking at it says why it is a reject.
+
+    Raises: as ``rejecting``, but of no record.
+    """
+    with contextlib.suppress(RecordRejected), rejecting(path):
+        return (root / path).stat().st_size
+    return 0
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .import_arrays import open_regular
+
 
 def read_tensors(path: Path) -> Any:
     """Tensors, and lists and dicts of them, on the CPU.
@@ -15,8 +17,9 @@ def read_tensors(path: Path) -> Any:
     Raises: OSError; ValueError: it is no such file, or holds something else, which is never made.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with open_regular(path) as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # whose message tells how to read it all the same
         raise ValueError("it holds something else than tensors, which is refused") from error
     except (RuntimeError, EOFError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no file of tensors: {str(error).splitlines()[:1]}"[:200]) from error
+        raise ValueError(f"no file of tensors: {next(iter(str(error).splitlines()), '')}"[:200]) from error

@@ -9,6 +9,7 @@ was not touched lately.
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +17,14 @@ from pathlib import Path
 from filelock import SoftFileLease, Timeout
 
 from ..datasets.commits import Task
+from ..datasets.files import raise_if_full
 from ..datasets.layout import LEASES
 from ..datasets.writer import StoreWriter
 
 LEASE_SECONDS = 60.0  # without a touch, then others take it; all coordinators must agree
 TOUCH_SECONDS = 15.0
 EMPTY_SECONDS = 2.0  # between the making of a lease's file and its first bytes, at most
+MAY_NOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
 LOOK_SECONDS = 0.2  # between two looks at what others are making
 # Without a commit: then others are taken for stuck, and their shards are made here as well. Much more than one takes.
 PATIENCE_SECONDS = 7200.0
@@ -100,7 +103,10 @@ class Leases:
             self._folder.rmdir()
 
     def take(self, tasks: list[Task]) -> Iterator[Task]:
-        """Hand out the tasks that are neither committed nor leased by others; each is leased until it is released."""
+        """Hand out the tasks that are neither committed nor leased by others; each is leased until it is released.
+
+        Raises: OSError: this user may not write there. ResourceError: the disk is full.
+        """
         for task in tasks:
             if self._writer.is_committed(task) or not self._take(task):
                 continue
@@ -130,8 +136,11 @@ class Leases:
         try:
             self._folder.mkdir(exist_ok=True)
             is_taken = lease.take()
-        except OSError:  # another process has just removed the folder, or nobody may write there
-            return not self._patient
+        except OSError as error:
+            raise_if_full(error, self._folder)
+            if error.errno in MAY_NOT_WRITE:  # shards neither, and no waiting would change that
+                raise
+            return not self._patient  # another process has just removed the folder
         (self._held if is_taken else self._wanted)[task] = lease
         self._writer.had_company |= not is_taken
         return is_taken or not self._patient

@@ -54,13 +54,10 @@ def resolve_model(model: str, subfolder: str, revision: str, *, what: str) -> tu
     """
     folder = local_folder(model)
     if folder is not None:
-        if (folder / CONFIG).is_file():
-            return folder, None  # the model itself, not a pipeline that holds it
-        if not (folder / subfolder).is_dir():
-            raise EncoderError(
-                f"{what} '{model}': there is no such folder as '{folder / subfolder}'. Check the recipe."
-            )
-        return folder / subfolder, None
+        folder = model_folder(folder, subfolder)
+        if not folder.is_dir():
+            raise EncoderError(f"{what} '{model}': there is no such folder as '{folder}'. Check the recipe.")
+        return folder, None
     prefix = f"{subfolder}/" if subfolder else "**/"
     patterns = [pattern for name in ("*.json", "*.safetensors", "*.model") for pattern in (prefix + name, name)]
     try:
@@ -72,6 +69,11 @@ def resolve_model(model: str, subfolder: str, revision: str, *, what: str) -> tu
             f"Check the name, log in with 'hf auth login', or give a folder with --set {what}=PATH."
         ) from error
     return fetched / subfolder, fetched.name
+
+
+def model_folder(folder: Path, subfolder: str) -> Path:
+    """Where a model lies in a folder: that may be the model itself, not a pipeline that holds it."""
+    return folder if (folder / CONFIG).is_file() else folder / subfolder
 
 
 def local_folder(model: str) -> Path | None:

@@ -34,15 +34,38 @@ pc: Any = pyarrow.compute  # its functions are made at run time, no type checker
 
 
 def newest_plan(root: Path) -> FrozenPlan | None:
-    """Plan of the newest revision, complete or not; None where nothing is planned yet.
+    """Plan of the newest revision, complete or not, after what dead processes left is swept up.
 
+    Returns, Raises: as ``look_for_plan``.
+    """
+    if root.is_dir():
+        sweep_strays(root)
+    return look_for_plan(root)
+
+
+def check_apart(root: Path, source: Source, source_path: Path | str) -> None:
+    """Refuse a store among the folders of a source whose classes they are: it would be one, and move the labels.
+
+    Raises: SourceError.
+    """
+    has_classes = source.kind == "imagefolder" and source.classes
+    if has_classes and root.resolve().is_relative_to(Path(source_path).resolve()):
+        raise SourceError(
+            f"store '{root}': it lies inside of source '{source.name}', whose folders are its classes: the store would "
+            "become one of them. Nothing was changed. Give a --store elsewhere."
+        )
+
+
+def look_for_plan(root: Path) -> FrozenPlan | None:
+    """Plan of the newest revision, complete or not; nothing is changed.
+
+    Returns: None where nothing is planned yet.
     Raises: StoreError: something else is there, or the plan of a store is gone.
     """
     if root.exists() and not root.is_dir():
         raise StoreError(f"store '{root}': a file is there; needed a folder, or nothing. Give another --store.")
     if not root.exists():
         return None
-    sweep_strays(root)
     planned, sealed = planned_revisions(root), sealed_revisions(root)
     if planned and (not sealed or planned[-1] >= sealed[-1]):
         plan = read_plan(root, planned[-1])
@@ -52,7 +75,7 @@ def newest_plan(root: Path) -> FrozenPlan | None:
     others = (path.name for path in root.iterdir() if path.name != LEASES)
     if any(not name.startswith(TEMPORARY_PREFIX) for name in others):  # those are of a plan that others write
         if not planned and planned_revisions(root):  # others have finished theirs between the two looks
-            return newest_plan(root)
+            return look_for_plan(root)
         check_store(root)  # refuses what is not ours
         raise StoreError(
             f"store '{root}': its 'plan' folder is gone, so nothing can be added. Nothing was changed. Run "

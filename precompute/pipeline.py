@@ -31,7 +31,7 @@ from .engines import Engine
 from .growth import Comparison, Options
 from .here import Here
 from .leases import Leases, alone
-from .opening import Planner, check_disk, check_fingerprint, is_sealed, newest_plan
+from .opening import Planner, check_apart, check_disk, check_fingerprint, is_sealed, newest_plan
 from .part import Part
 from .picture_plan import num_threads
 from .sources import Source, list_source
@@ -160,6 +160,7 @@ def precompute(
 
     # Scan: list the source, load the encoders.
     source = list_source(source_path, recipe.source.kind, progress=lambda done: progress("list", done, 0))
+    check_apart(store_path, source, source_path)
     with clock.measure("load"):
         encoders = None if engine else load_encoders(recipe, device)
     with Decoders(num_threads()) as decoders:

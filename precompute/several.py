@@ -30,7 +30,7 @@ from .growth import Options
 from .here import Here
 from .lanes import Lane, SharedDecoding, keep_in_step
 from .leases import Leases
-from .opening import check_disk, needed_bytes
+from .opening import check_apart, check_disk, needed_bytes
 from .part import Part
 from .picture_plan import num_threads
 from .pipeline import Report, Stage1, plan_next, seal, take_up
@@ -121,11 +121,13 @@ def precompute_several(
     Raises: LeanditError: of the class that says what to mend; the stores then resume with the same command.
     """
     start = time.perf_counter()
-    _check(targets)
+    check_targets(targets)
 
     # Scan: list the source, load the encoders.
     recipe = targets[0].recipe
     source = list_source(source_path, recipe.source.kind, progress=lambda done: progress("list", done, 0))
+    for target in targets:
+        check_apart(target.store_path, source, source_path)
     encoders = load_encoders(recipe, device)
     with Decoders(num_threads()) as decoders:
         engines = [Here(target.recipe, encoders, decoders) for target in targets]
@@ -159,7 +161,7 @@ def precompute_several(
     return SharedReport(reports, num_decoded + more_decoded)
 
 
-def _check(targets: Sequence[Target]) -> None:
+def check_targets(targets: Sequence[Target]) -> None:
     """Refuse stores that would be in each other's way, and recipes that make the same pictures.
 
     Raises: RecipeError.
@@ -168,6 +170,11 @@ def _check(targets: Sequence[Target]) -> None:
     for i, root in enumerate(roots):
         if root in roots[:i]:
             raise RecipeError(f"--also: store '{targets[i].store_path}' is named twice; each resolution needs its own.")
+        for j in (j for j, other in enumerate(roots) if other in root.parents):
+            raise RecipeError(
+                f"--also: store '{targets[i].store_path}' lies inside of store '{targets[j].store_path}', whose files "
+                "it would be among. Needed folders of their own, beside each other."
+            )
     for target in targets[1:]:
         images = target.recipe.images
         if not isinstance(images.buckets, str):

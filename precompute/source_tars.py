@@ -102,8 +102,8 @@ def _class_tar(
     place, problem, pictures = files.look(name) or FoundFile(name), None, []
     label = found.label(wnid)
     try:
-        if member and member.is_sparse:
-            raise SourceError("a sparse member, whose bytes do not lie together")
+        if member and member.problem:
+            raise SourceError(member.problem)
         with files.open(name) as file:
             stop = start + member.size if member else None
             for inner in tar_members(file, _shown(files, name), start=start, stop=stop):
@@ -157,8 +157,8 @@ def _picture(
     name: str, place: FoundFile, member: TarMember, label: int, problem: tuple[str, str] | None = None
 ) -> SourceRecord:
     key, unusable = usable_key(name)
-    if member.is_sparse:
-        problem = ("bad_metadata", "a sparse member, whose bytes do not lie together")
+    if member.problem:
+        problem = ("bad_metadata", member.problem)
     problem = unusable or problem
     return SourceRecord(key, place.path, member.offset, member.size, place.mtime_ns, label, problem=problem)
 
@@ -187,6 +187,8 @@ def _groups(file: BinaryIO, tar: str, found: Found) -> dict[str, _TarRecord]:
         elif is_image:
             if len(group.images) < 2:  # two are one too many already
                 group.images[extension] = member
+        elif member.problem:
+            group.problem = f".{extension} is {member.problem}"
         elif member.size > MAX_TEXT_BYTES:
             group.problem = f".{extension} has {member.size} bytes, at most {MAX_TEXT_BYTES} are read"
         else:
@@ -210,8 +212,8 @@ def _tar_record(key: str, place: FoundFile, group: _TarRecord) -> SourceRecord |
         problem = ("bad_metadata", f"several pictures for one key: {', '.join(e[:40] for e in group.images)}")
     if group.problem:
         problem = ("bad_metadata", group.problem)
-    if image.is_sparse:
-        problem = ("bad_metadata", "a sparse member, whose bytes do not lie together")
+    if image.problem:
+        problem = ("bad_metadata", image.problem)
     return SourceRecord(key, place.path, image.offset, image.size, place.mtime_ns, label, captions, problem)
 
 

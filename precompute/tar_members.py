@@ -17,21 +17,23 @@ from ..datasets.errors import SourceError
 BLOCK = tarfile.BLOCKSIZE
 MAX_EXTENDED_BYTES = 1 << 20  # of a pax header or a long name
 REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+LINKS = (tarfile.LNKTYPE, tarfile.SYMTYPE)
+SPARSE, LINK = "a sparse member, whose bytes do not lie together", "a link: its bytes lie under another name, if at all"
 LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
 @dataclass(frozen=True)
 class TarMember:
-    """A regular file of a tar: its name, and where its bytes lie in the tar."""
+    """A file of a tar: its name, where its bytes lie in the tar, or why they do not lie there in one piece."""
 
     name: str
     offset: int
     size: int
-    is_sparse: bool = False
+    problem: str = ""
 
 
 def tar_members(file: BinaryIO, tar: str, *, start: int = 0, stop: int | None = None) -> Iterator[TarMember]:
-    """Regular files of an uncompressed tar, in order; links, devices, FIFOs and folders are passed over.
+    """Files and links of an uncompressed tar, in order; devices, FIFOs and folders are passed over.
 
     The file may be read elsewhere between two members.
 
@@ -75,10 +77,11 @@ def tar_members(file: BinaryIO, tar: str, *, start: int = 0, stop: int | None = 
                 extended |= _pax_values(content, tar, data)
             continue  # what a global header says of all members (a comment, a commit) is of no use here
         is_sparse = header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse.") for key in extended)
-        if header.type in REGULAR or is_sparse:
+        if header.type in (*REGULAR, *LINKS) or is_sparse:
             name = extended.get("path", header.name)
+            problem = LINK if header.type in LINKS else SPARSE if is_sparse else ""
             if not (header.type == tarfile.AREGTYPE and name.endswith("/")):  # a folder, in the oldest tars
-                yield TarMember(extended.get("GNU.sparse.name", name), data, size, is_sparse)
+                yield TarMember(extended.get("GNU.sparse.name", name), data, size, problem)
         extended = {}
     if position > start:
         raise _unreadable(tar, f"at byte {position}: it stops between two members, without the zeros at its end")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -281,6 +282,8 @@ def test_a_store_grows_and_is_compacted(class_folder: Path, tmp_path: Path, lean
         (MemoryError(), 5, "out of memory"),
         (ModuleNotFoundError("no", name="diffusers"), 5, "diffusers is not installed"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (PermissionError(errno.EACCES, "Permission denied", "s/leases"), 5, "'s/leases': Permission denied. Give"),
+        (OSError(errno.EIO, "Input/output error", "s"), 1, "Input/output error"),
         (ZeroDivisionError("by zero"), 1, "ZeroDivisionError"),
     ],
 )
@@ -363,6 +366,32 @@ def test_a_dry_run_counts_the_source_and_checks_the_store(
     assert leandit("train", "dit-s-2-256", "--store", caption_store.path, "--dry-run").code == 3
     assert tree_digest(Path()) == {}
     assert (tree_digest(caption_folder), tree_digest(caption_store.path)) == before
+
+
+def test_a_dry_run_refuses_what_a_precompute_would_and_says_what_is_there(
+    class_folder: Path, label_store: LatentStore, tmp_path: Path, leandit: Leandit
+) -> None:
+    store, plan_only, file, elsewhere = tmp_path / "store", tmp_path / "plan-only", tmp_path / "file", tmp_path / "e"
+    shutil.copytree(label_store.path, store)
+    shutil.copytree(label_store.path / "plan", plan_only / "plan")
+    file.write_text("")
+    (elsewhere / "x").mkdir(parents=True)
+    command = ["precompute", "imagenet-256", "--source", class_folder, "--dry-run", "--device", "cpu"]
+    command += settings(LABEL_RECIPE)
+    before = tree_digest(tmp_path)
+    ended = leandit(*command, "--store", store)
+    assert ended.code == 0, ended.err
+    assert "revision 1 is complete: only what has changed" in ended.out
+    ended = leandit(*command, "--store", store, "--set", "images.resolution=64")
+    assert (ended.code, "images.resolution_px is 32 in the store, 64 now" in ended.err) == (3, True)
+    ended = leandit(*command, "--store", store, "--set", "images.resolution=64", "--new-revision")
+    assert (ended.code, "all is encoded anew" in ended.out) == (0, True)
+    assert "revision 1 is begun" in leandit(*command, "--store", plan_only).out
+    for wrong in (file, elsewhere, class_folder / "a-store"):
+        assert leandit(*command, "--store", wrong).code == 3
+    assert leandit(*command, "--store", tmp_path / "new", "--also", f"64={tmp_path}/new/inside").code == 2
+    assert leandit(*command, "--store", tmp_path / "new", "--also", f"64={tmp_path}/b", "--device", "cpu,cpu").code == 2
+    assert tree_digest(tmp_path) == before
 
 
 def test_a_dry_run_refuses_a_disk_that_is_too_small(

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,14 @@ from safetensors.torch import load_file, save_file
 
 from leandit.datasets import files
 from leandit.datasets.compact import compact
-from leandit.datasets.errors import FingerprintMismatch, RecipeError, RecordRejected, ResourceError, SourceError
+from leandit.datasets.errors import (
+    FingerprintMismatch,
+    LeanditError,
+    RecipeError,
+    RecordRejected,
+    ResourceError,
+    SourceError,
+)
 from leandit.datasets.files import Failpoint
 from leandit.datasets.latents import denormalise, final_latents
 from leandit.datasets.store import LatentStore
@@ -414,6 +422,50 @@ def test_a_fifo_among_features_is_a_reject_and_is_not_waited_for(tmp_path: Path)
     assert [reason for _, reason in rejects(LatentStore(tmp_path / "store")).values()] == ["unreadable"] * 2
 
 
+@every_kind
+@pytest.mark.timeout(60)
+def test_links_to_nothing_fifos_and_folders_in_place_of_files_are_told_and_not_waited_for(
+    made: Made, tmp_path: Path
+) -> None:
+    is_file = made.source.is_file()
+    whole = made.source.parent if is_file else made.source
+    for name in {path.suffix: path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()}.values():
+        for put in (lambda path: path.symlink_to("gone"), os.mkfifo, os.mkdir):
+            copied, store = tmp_path / "copied", tmp_path / "store"
+            shutil.copytree(whole, copied)
+            (copied / name).unlink()
+            put(copied / name)
+            null = made.null and made.null.replace(str(whole), str(copied))
+            odd = replace(made, source=copied / made.source.name if is_file else copied, null=null)
+            try:
+                run_import(odd, store, "source.max_reject_share=1.0")
+            except LeanditError:
+                assert not store.exists(), name
+            else:
+                # A folder of any name is a folder, and EDM2 may have no labels.
+                assert put is os.mkdir or rejects(LatentStore(store)) or made.kind == "edm2", name
+                shutil.rmtree(store)
+            shutil.rmtree(copied)
+
+
+@pytest.mark.parametrize("make", [make_fast_dit, make_edm2, lambda root: make_edm2(root, folder=True)])
+def test_what_has_a_label_but_no_features_is_a_reject(make: Callable[[Path], Made], tmp_path: Path) -> None:
+    made = make(tmp_path / "source")
+    gone = list(made.records)[3]
+    if made.source.is_file():
+        with zipfile.ZipFile(made.source) as packed:
+            kept = {name: packed.read(name) for name in packed.namelist() if name != f"{gone}.npy"}
+        with zipfile.ZipFile(made.source, "w", zipfile.ZIP_STORED) as packed:
+            for name, content in kept.items():
+                packed.writestr(name, content)
+    else:
+        next(path for path in made.source.rglob(f"{Path(gone).name}.npy") if "labels" not in path.parent.name).unlink()
+    run_import(made, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert list(rejects(store)) == [gone]
+    assert_holds(store, without(made, gone))
+
+
 # EDM2.
 
 
@@ -750,6 +802,8 @@ def test_where_a_packed_shard_finds_no_room_it_is_no_reject(tmp_path: Path, monk
         ('"format": "mds"', '"format": "jsonl"', "needed mds"),
         ('"bytes"', '"pkl"', "pickled ones are refused"),
         ('"latents_256"', '"other"', r"layout\.latents"),
+        ('"column_names": ["caption"', '"column_names": [5', "no text"),
+        ('"column_encodings": ["str"', '"column_encodings": [5', "no text"),
     ],
 )
 def test_an_index_that_cannot_be_is_refused(before: str, after: str, match: str, tmp_path: Path) -> None:

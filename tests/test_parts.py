@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,9 +18,9 @@ from harness import InProcessDecoders
 from making import CPU, caption_recipe, loaded_encoders, make_caption_folder, no_progress, tree_digest
 
 from leandit.datasets import commits
-from leandit.datasets.errors import FingerprintMismatch
+from leandit.datasets.errors import FingerprintMismatch, ResourceError
 from leandit.datasets.frozen import read_plan
-from leandit.datasets.layout import NULL_PART
+from leandit.datasets.layout import LEASES, NULL_PART
 from leandit.datasets.writer import StoreWriter
 from leandit.precompute import leases, opening, pipeline, stages
 from leandit.precompute.clock import StageClock
@@ -264,6 +265,28 @@ def test_where_no_lease_can_be_had_the_work_is_done_all_the_same(tmp_path: Path)
     with alone(tmp_path / "store", "plan", lambda: None):
         done.append(os.getpid())
     assert done
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("number", "raised"), [(errno.EACCES, OSError), (errno.EROFS, OSError), (errno.ENOSPC, ResourceError)]
+)
+def test_where_no_shard_may_be_written_nobody_waits_for_its_lease(
+    number: int, raised: type[Exception], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(source, tmp_path / "store", part="99/99")  # planned only
+    make = Path.mkdir
+
+    def refuse(self: Path, *args: Any, **how: Any) -> None:
+        if self.name == LEASES:
+            raise OSError(number, os.strerror(number), str(self))
+        make(self, *args, **how)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(raised, match=LEASES):
+        run(source, tmp_path / "store", part="1/2")
+    monkeypatch.setattr(Path, "mkdir", make)
+    assert run(source, tmp_path / "store").manifest
 
 
 def test_a_plan_of_other_settings_that_came_first_is_refused(

@@ -531,6 +531,20 @@ def test_a_file_in_the_place_of_the_store_is_refused(encode: Encode, few: Path, 
     assert (tmp_path / "store").read_text() == "mine"
 
 
+def test_a_store_among_the_class_folders_is_refused_because_it_would_be_a_class(
+    encode: Encode, class_folder: Path, few: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(class_folder, tmp_path / "source")
+    before = tree_digest(source)
+    for store in (source / "a-store", source / "n000" / "store", source):
+        with pytest.raises(SourceError, match=r"lies inside of source .* Give a --store elsewhere"):
+            encode(label_recipe(), source, store)
+    assert tree_digest(source) == before
+    beside = shutil.copytree(few, tmp_path / "few")  # of a table, only what it names is read
+    for again in (False, True):
+        assert encode(caption_recipe(), beside, beside / "store").manifest.revision == 1, again
+
+
 def test_an_empty_folder_becomes_a_store(encode: Encode, few: Path, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     assert encode(caption_recipe(), few, tmp_path / "store").manifest.num_stored == 6

@@ -759,7 +759,9 @@ BAD = {"t/a": "bad_metadata"}
     [
         ([("../../evil.png", png(), FILE)], {"t/../../evil": ""}),
         ([("/etc/evil.png", png(), FILE)], {"t//etc/evil": ""}),
-        ([("a.png", b"", tarfile.SYMTYPE), ("b.png", b"", tarfile.LNKTYPE)], {}),
+        ([("a.png", b"", tarfile.SYMTYPE), ("b.png", b"", tarfile.LNKTYPE)], {**BAD, "t/b": "bad_metadata"}),
+        ([("a.png", png(), FILE), ("a.txt", b"", tarfile.LNKTYPE)], BAD),
+        ([("a", b"", tarfile.SYMTYPE)], {}),
         ([("a.png", b"", tarfile.CHRTYPE), ("b.png", b"", tarfile.FIFOTYPE), ("c.png", b"", tarfile.BLKTYPE)], {}),
         ([("a.pyd", b"x", FILE), ("a.pkl", b"x", FILE), ("a.pth", b"x", FILE)], {}),
         ([("a.png", png(), FILE), ("a.txt", b"x" * (MAX_TEXT_BYTES + 1), FILE)], BAD),

@@ -349,6 +349,10 @@ def test_what_cannot_be_is_refused_with_what_to_do(
             device=CPU,
             progress=no_progress,
         )
+    with pytest.raises(RecipeError, match=r"s64' lies inside of store .*s32'"):
+        together({first: square(32), first / "s64": square(64)}, source)
+    with pytest.raises(RecipeError, match=r"s32' lies inside of store .*s64'"):
+        together({second / "s32": square(32), second: square(64)}, source)
     listed = caption_recipe("vae.batch_size=3")
     with pytest.raises(RecipeError, match="which no resolution changes"):
         together({first: listed, second: listed}, source)

@@ -6,6 +6,7 @@ imported inside their sub-command, so that ``leandit inspect`` starts without to
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import sys
@@ -30,6 +31,7 @@ from .cli_options import (
 from .cli_precompute import import_, precompute
 from .cli_train import sample, train
 
+MAY_NOT = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES = 1, 2, 5
 TRACEBACK = "--traceback"
 
@@ -207,6 +209,9 @@ def _unexpected(error: Exception) -> int:
             f"{error.name} is not installed" if error.name else str(error)
         )  # nameless where a library checks by itself
         return _fail(f"{what}. Install leandit with its extra 'all'", EXIT_RESOURCES)
+    if isinstance(error, OSError) and error.errno in MAY_NOT:
+        what = f"'{error.filename or 'a file'}': {error.strerror}. Give this user the permission, or name another place"
+        return _fail(f"{what}; the same command then goes on", EXIT_RESOURCES)
     what = f"{type(error).__name__}: {error}"
     return _fail(f"unexpected {what}. Run again with '{TRACEBACK}' before the command, and report it", EXIT_UNEXPECTED)
 
@@ -220,3 +225,7 @@ def _fail(message: str, code: int) -> int:
         message = printable(message)
     print(f"leandit: {message}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    main()

@@ -53,14 +53,21 @@ def precompute(
         (load(recipe, [*(overrides or []), f"images.resolution={side}"]), path)
         for side, path in map(resolution_and_path, also or [])
     ]
+    if others and (engine != LOCAL or len(torch_devices(device)) > 1):
+        raise RecipeError("--also: one process makes all stores. Needed --engine local and one device, as cuda:0.")
     if dry_run:
+        from ..precompute.several import Target, check_targets
         from .dry_run import describe_precompute
         from .prediction import check_room
 
+        if others:
+            check_targets([Target(one, path) for one, path in [(loaded, store), *others] if path])
         rooms: dict[Path, int] = {}
         devices = torch_devices(device)
         for one, path in [(loaded, store), *others]:
-            text, needed = describe_precompute(one, source, devices[0], num_devices=len(devices))
+            text, needed = describe_precompute(
+                one, source, devices[0], num_devices=len(devices), store=path, new_revision=new_revision
+            )
             print(text)
             if path and needed:
                 rooms[path] = needed.total
@@ -75,8 +82,6 @@ def precompute(
     from .progress import ProgressLine
 
     stop: StopRequest = context.obj
-    if others and (engine != LOCAL or len(torch_devices(device)) > 1):
-        raise RecipeError("--also: one process makes all stores. Needed --engine local and one device, as cuda:0.")
     chosen = chosen_engine(loaded, store, source, devices=device, name=engine, address=address)
     with ProgressLine() as line, chosen as elsewhere:
 

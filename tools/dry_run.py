@@ -11,13 +11,16 @@ import torch
 
 from ..datasets.buckets import bucket_size
 from ..datasets.errors import RecipeError
+from ..datasets.frozen import FrozenPlan
 from ..datasets.recipe import to_toml
+from ..datasets.schema import StoreSpec
 from ..datasets.store import LatentStore
-from ..precompute.config import PrecomputeRecipe
+from ..precompute.config import PrecomputeRecipe, TextSection, VaeSection
 from ..precompute.decoder import Decoders
 from ..precompute.describe import describe_store
 from ..precompute.encoders import load_encoders
-from ..precompute.model_files import local_folder
+from ..precompute.model_files import local_folder, model_folder, model_name
+from ..precompute.opening import check_apart, check_fingerprint, is_sealed, look_for_plan
 from ..precompute.picture_plan import num_threads, picture_table, plan_pictures
 from ..precompute.sources import list_source
 from ..train.config import TrainRecipe
@@ -30,7 +33,13 @@ NO_LIMIT = {"max_reject_share": 1.0, "max_rejects_in_a_row": 1 << 62}  # a dry r
 
 
 def describe_precompute(
-    recipe: PrecomputeRecipe, source_path: Path | str | None, device: torch.device, *, num_devices: int = 1
+    recipe: PrecomputeRecipe,
+    source_path: Path | str | None,
+    device: torch.device,
+    *,
+    num_devices: int = 1,
+    store: Path | None = None,
+    new_revision: bool = False,
 ) -> tuple[str, StoreBytes | None]:
     """What a precompute would do.
 
@@ -38,13 +47,19 @@ def describe_precompute(
       source_path: is scanned if given; without it, only the recipe is shown.
       device: of the probe; the first of those that would encode.
       num_devices: that would encode.
+      store: what is there of it is looked at, if given.
+      new_revision: other encoders or settings than the store's would make its next revision.
     Returns: the text, and what the store will take, where the encoders are here.
+    Raises: StoreError, FingerprintMismatch: a precompute would refuse the store.
     """
+    there = look_for_plan(store) if store else None
     lines = [to_toml(recipe), *encoder_lines(recipe)]
     if source_path is None:
         return "\n".join([*lines, "give --source to count its pictures"]), None
     with ProgressLine() as progress:
         source = list_source(source_path, recipe.source.kind, progress=lambda done: progress("list", done, 0))
+    if store:
+        check_apart(store, source, source_path)
     everything = recipe.model_copy(update={"source": recipe.source.model_copy(update=NO_LIMIT)})
     with ProgressLine() as progress, Decoders(num_threads()) as decoders:
         total = len(source.records)
@@ -61,9 +76,23 @@ def describe_precompute(
     if any(local_folder(model) is None for model in wanted):
         return "\n".join([*lines, "", "bytes and time are known once the encoders are here"]), None
     encoders = load_encoders(recipe, device)
-    spec = describe_store(recipe, source, encoders)
+    spec = describe_store(recipe, source, encoders, known=there and there.spec)
+    if store and there:
+        is_complete = is_sealed(store, there)
+        if not (new_revision and is_complete):
+            check_fingerprint(store, there.spec, spec)
+        lines += ["", f"{'store':<20}'{store}', {store_state(there, spec, is_complete=is_complete)}"]
     sizes, found = predict_lines(recipe, spec, source, pictures, encoders, num_devices=num_devices)
     return "\n".join([*lines, "", *sizes]), found
+
+
+def store_state(there: FrozenPlan, spec: StoreSpec, *, is_complete: bool) -> str:
+    """What is there already, and what of it a precompute would do."""
+    if not is_complete:
+        return f"revision {there.revision} is begun: what is missing of it is made. All of it takes:"
+    if there.spec.fingerprint != spec.fingerprint:
+        return f"revision {there.revision} is complete: all is encoded anew beside it, which takes:"
+    return f"revision {there.revision} is complete: only what has changed since is encoded. A new store would take:"
 
 
 def _counted(names: pa.ChunkedArray) -> dict[str, int]:
@@ -74,18 +103,19 @@ def _counted(names: pa.ChunkedArray) -> dict[str, int]:
 
 def encoder_lines(recipe: PrecomputeRecipe) -> list[str]:
     """Where each encoder comes from."""
-    wanted = [("vae", recipe.vae.model, recipe.vae.subfolder)]
+    wanted: list[tuple[str, VaeSection | TextSection]] = [("vae", recipe.vae)]
     if recipe.text.kind != "none":
-        wanted.append(("text encoder", recipe.text.model, recipe.text.subfolder))
+        wanted.append(("text encoder", recipe.text))
     lines = []
-    for role, model, subfolder in wanted:
-        folder = local_folder(model)
-        where = f"{model}/{subfolder}" if subfolder else model
+    for role, section in wanted:
+        folder = local_folder(section.model)
         if folder is None:
+            where = f"{section.model}/{section.subfolder}" if section.subfolder else section.model
             lines.append(f"{role:<20}'{where}': would be fetched from the hub (safetensors), or taken from its cache")
         else:
+            folder = model_folder(folder, section.subfolder)
             state = "a folder here" if folder.is_dir() else "a folder that is MISSING"
-            lines.append(f"{role:<20}'{where}': {state}")
+            lines.append(f"{role:<20}'{model_name(section, folder)}': {state}")
     return lines
 
 

@@ -234,8 +234,12 @@ def render(summary: dict[str, Any]) -> str:
                 f"stored tokens against the encoder's: cosine at least {found['min_cosine']}, median of captions "
                 f"{found['median_cosine']}; largest error {found['max_error']:.4g}"
             )
-    lines += ["", f"{'latent channel':<20}{'mean':>10}{'std':>10}   as the model sees them; expected about 0 and 1"]
-    for channel, (mean, std) in enumerate(zip(stats["channel_mean"], stats["channel_std"], strict=True)):
+    lines.append("")
+    figures = list(zip(stats["channel_mean"], stats["channel_std"], strict=True)) if stats["num_rows_read"] else []
+    if figures:
+        head = f"{'latent channel':<20}{'mean':>10}{'std':>10}"
+        lines.append(f"{head}   as the model sees them; expected about 0 and 1")
+    for channel, (mean, std) in enumerate(figures):
         mark = "   <- unusual: is this the VAE's own scale?" if channel in stats["suspicious_channels"] else ""
         lines.append(f"{channel:<20}{mean:>10.3f}{std:>10.3f}{mark}")
     lines.append(f"{stats['num_nonfinite']} rows are not finite, of {stats['num_rows_read']} read")

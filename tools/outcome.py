@@ -48,7 +48,8 @@ def _run_rows(report: Report) -> list[tuple[str, str]]:
         rows.append(("this run", f"{report.num_encoded} pictures in {report.total_seconds:.1f} s, {rate:.1f} images/s"))
         rows += stage_rows(report)
     else:
-        rows.append(("this run", "no picture to encode, they are there"))
+        whose = "they are there" if report.manifest else "those of this part are there"
+        rows.append(("this run", f"no picture to encode, {whose}"))
     return rows
 
 
