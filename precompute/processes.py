@@ -1,7 +1,7 @@
 """The engine of several devices of one machine: a process for each, started, watched and ended by this one.
 
 They share the shards by leases, so nothing is handed out, and nothing is lost with a process that dies: the others go
-on with its shards. What such a process does stands in ``process_child.py``. None of them outlives this one: they end
+on with its shards. What such a process does stands in ``process_serve.py``. None of them outlives this one: they end
 when the socket to it does.
 """
 
@@ -25,6 +25,7 @@ from ..datasets.writer import StoreWriter
 from .clock import StageClock
 from .config import PrecomputeRecipe
 from .picture_plan import MAX_THREADS, num_cores
+from .process_child import END_SECONDS
 from .sources import Source
 from .tally import Tally
 from .text_encoders import CaptionTokenizer, TokenCount
@@ -32,7 +33,6 @@ from .verdict import Power
 from .worker import Broken, Failed, Order, Worked
 
 CHILD_MODULE = f"{__package__}.process_child"
-END_SECONDS = 10.0  # for a child to give back its leases
 
 
 @dataclass(frozen=True)

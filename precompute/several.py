@@ -309,18 +309,23 @@ def _encode_pictures(works: Sequence[Work], backgrounds: Sequence[Background], p
         backgrounds[number].commit(shard)
         works[number].stage.num_encoded += len(shard.checksums)
 
+    def progress(count: int) -> None:
+        nonlocal done
+        done += count
+        stage.progress("pictures", done, total)
+
     with ExitStack() as encoding:
         shards = [
             encoding.enter_context(
-                ShardEncoder(work.plan, work.encoders.image, limit=work.limit, clock=work.stage.clock)
+                ShardEncoder(
+                    work.plan, work.encoders.image, limit=work.limit, clock=work.stage.clock, progress=progress
+                )
             )
             for work in works
         ]
         for lane, batch, pictures in decoding.batches(taken):
             number = lanes.index(lane)
             shard = shards[number].add(batch, pictures)
-            done += len(batch.rows)
-            stage.progress("pictures", done, total)
             if shard:
                 commit(number, shard)
         for number, encoder in enumerate(shards):

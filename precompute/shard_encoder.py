@@ -44,9 +44,10 @@ class ShardEncoder:
         *,
         limit: RejectLimit,
         clock: StageClock,
+        progress: Callable[[int], None] = lambda count: None,
         told: Callable[[str, int], Sequence[Fallback]] = lambda part, shard: (),
     ) -> None:
-        self._plan, self._limit, self._told = plan, limit, told
+        self._plan, self._limit, self._progress, self._told = plan, limit, progress, told
         self._encoder = InTurn(encoder, lambda: clock.measure("encode"))
         self._builder: ShardBuilder | None = None
         self._in_work: deque[InWork] = deque()
@@ -94,4 +95,5 @@ class ShardEncoder:
         outcomes = done.builder.store(done.encoded.result(), self._encoder)
         for row, reject in zip(done.batch.rows, outcomes, strict=True):
             self._limit.count(done.batch.source.keys[row], reject)
+        self._progress(len(done.batch.rows))
         return done.builder.finish() if done.batch.is_last else None

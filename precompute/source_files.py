@@ -114,6 +114,11 @@ def open_source_files(source: Path | str) -> SourceFiles:
     return RemoteFiles(str(source)) if "://" in str(source) else LocalFiles(Path(source))
 
 
+def shown(files: SourceFiles, path: str) -> str:
+    """A file of a source, for messages."""
+    return files.name if files.only == path else f"{files.name}/{path}"
+
+
 class LocalFiles:
     """A folder here, or one file; see ``SourceFiles``. Folders behind links are followed, each once."""
 

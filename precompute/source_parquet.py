@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from ..datasets.errors import RecordRejected, SourceError
 from .foreign_parquet import PARQUET_ERRORS, open_parquet, read_rows
-from .source_files import FoundFile, SourceFiles
+from .source_files import FoundFile, SourceFiles, shown
 from .source_folders import Found
 from .source_record import CAPTION_NAMES, SourceRecord, captions_of, label_of, usable_key
 
@@ -72,12 +72,12 @@ def parquet_records(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
     for number, name in enumerate(parquet_names(files)):
         place, position = files.look(name) or FoundFile(name), 0
         with _opened(files, name) as file:
-            columns = find_columns(file.schema_arrow, f"{files.name}/{name}")
-            _check_groups(file, f"{files.name}/{name}")
+            columns = find_columns(file.schema_arrow, shown(files, name))
+            _check_groups(file, shown(files, name))
             if number and columns.classes != found.classes:
                 raise SourceError(f"source '{files.name}': '{name}' names other classes than the file before it.")
             found.classes = columns.classes
-            for row in _described(file, columns, f"source '{files.name}/{name}'"):
+            for row in _described(file, columns, f"source '{shown(files, name)}'"):
                 yield _record(f"{name.rpartition('.')[0]}/{position}", place, position, row)
                 position += 1
 
@@ -264,6 +264,6 @@ def _opened(files: SourceFiles, name: str) -> Iterator[pq.ParquetFile]:
             parquet = open_parquet(file, CAPTION_NAMES)
         except PARQUET_ERRORS as error:
             raise SourceError(
-                f"source '{files.name}/{name}': not a readable Parquet file ({error}). Restore it."
+                f"source '{shown(files, name)}': not a readable Parquet file ({error}). Restore it."
             ) from error
         yield parquet

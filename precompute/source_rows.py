@@ -1,13 +1,12 @@
 """Rows of a table as records of a source, many at once.
 
-Nearly all rows are plain: they are checked and put into columns by Arrow, which takes a tenth of the time. What is odd
-in any way goes by one at a time, and that says what is wrong with it. Of a plain row both say the same.
+Nearly all rows are plain: they are checked and put into columns by Arrow, with no Python object for any of them. What
+is odd in any way goes by one at a time, and that says what is wrong with it. Of a plain row both say the same.
 """
 
 from __future__ import annotations
 
 import os
-import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,7 +171,7 @@ def row_record(files: SourceFiles, folder: str, row: Any, where: str) -> SourceR
 
 def no_row(where: str, error: BaseException) -> SourceError:
     """The error of a row that says nothing of a picture."""
-    return SourceError(f"{where}: needed a JSON object with 'file_name' (or 'path') as text ({reprlib.repr(error)}).")
+    return SourceError(f"{where}: needed a JSON object with 'file_name' (or 'path') as text ({str(error)[:200]}).")
 
 
 def _columns_of_batch(batch: pa.RecordBatch) -> pa.RecordBatch:

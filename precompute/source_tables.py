@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from ..datasets.errors import SourceError
 from .foreign_parquet import MAX_BATCH_BYTES, PARQUET_ERRORS, TABLE_ROWS, open_parquet, read_rows
-from .source_files import FoundFile, SourceFiles
+from .source_files import FoundFile, SourceFiles, shown
 from .source_rows import ROW_NAMES, CheckedRows, Rows, check_rows, no_row
 
 METADATA = "metadata.jsonl"
@@ -56,7 +56,7 @@ def table_batches(files: SourceFiles, table: str) -> Iterator[pa.RecordBatch]:
     kind = _parquet_rows if table.endswith(".parquet") else _lines if table.endswith(".jsonl") else _array
     ahead: deque[tuple[CheckedRows, int, Callable[[], list[FoundFile | None]]]] = deque()
     with files.open(table) as file, _LookUps(files) as look_ups:
-        for rows, num_bytes in kind(file, f"source '{_shown(files, table)}'"):
+        for rows, num_bytes in kind(file, f"source '{shown(files, table)}'"):
             checked = check_rows(rows, folder)
             ahead.append((checked, num_bytes, look_ups.start(checked.paths.to_pylist())))
             while len(ahead) > AHEAD or sum(size for _, size, _ in ahead) > MAX_BATCH_BYTES:
@@ -98,10 +98,6 @@ class _LookUps:
 
     def _look(self, paths: list[str]) -> list[FoundFile | None]:
         return [self._files.look(path) for path in paths]
-
-
-def _shown(files: SourceFiles, table: str) -> str:
-    return files.name if files.only == table else f"{files.name}/{table}"
 
 
 def _pictures_of(files: SourceFiles, table: str) -> str:

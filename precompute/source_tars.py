@@ -16,7 +16,7 @@ from typing import BinaryIO
 from webdataset.tariterators import base_plus_ext
 
 from ..datasets.errors import SourceError
-from .source_files import FoundFile, SourceFiles
+from .source_files import FoundFile, SourceFiles, shown
 from .source_folders import Found
 from .source_record import IMAGE_EXTENSIONS, MAX_TEXT_BYTES, SourceRecord, captions_of, json_row, label_of, usable_key
 from .tar_members import TarMember, tar_members
@@ -48,7 +48,7 @@ def is_imagenet(files: SourceFiles, names: list[str]) -> bool:
     if len(names) != 1:
         return False
     with files.open(names[0]) as file:
-        first = next(islice(tar_members(file, _shown(files, names[0])), 1), None)
+        first = next(islice(tar_members(file, shown(files, names[0])), 1), None)
     return first is not None and bool(CLASS_TAR.fullmatch(first.name) or VAL_PICTURE.fullmatch(first.name))
 
 
@@ -57,7 +57,7 @@ def webdataset(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
     for name in tar_names(files):
         place = files.look(name) or FoundFile(name)
         with files.open(name) as file:
-            groups = _groups(file, _shown(files, name), found)
+            groups = _groups(file, shown(files, name), found)
         stem = name.rpartition(".")[0] or name
         for prefix, group in groups.items():
             # A prefix is no path: it often starts again in every tar, so the tar's name stands before it.
@@ -76,18 +76,14 @@ def imagenet(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
         tars = [(_wnid(name), name, 0, None) for name in names]
     else:
         with files.open(names[0]) as file:
-            members = list(islice(tar_members(file, _shown(files, names[0])), 1))
+            members = list(islice(tar_members(file, shown(files, names[0])), 1))
             if members and VAL_PICTURE.fullmatch(members[0].name):
                 yield from _validation(files, names[0], found)
                 return
-            inner = [m for m in tar_members(file, _shown(files, names[0])) if CLASS_TAR.fullmatch(m.name)]
+            inner = [m for m in tar_members(file, shown(files, names[0])) if CLASS_TAR.fullmatch(m.name)]
         tars = [(_wnid(m.name), names[0], m.offset, m) for m in inner]
     for wnid, name, start, member in sorted(tars, key=lambda tar: tar[0]):
         yield from _class_tar(files, name, wnid, start, member, found)
-
-
-def _shown(files: SourceFiles, name: str) -> str:
-    return files.name if files.only == name else f"{files.name}/{name}"
 
 
 def _wnid(name: str) -> str:
@@ -106,7 +102,7 @@ def _class_tar(
             raise SourceError(member.problem)
         with files.open(name) as file:
             stop = start + member.size if member else None
-            for inner in tar_members(file, _shown(files, name), start=start, stop=stop):
+            for inner in tar_members(file, shown(files, name), start=start, stop=stop):
                 if f".{inner.name.rpartition('.')[2].lower()}" in IMAGE_EXTENSIONS:
                     pictures.append(inner)
                 else:
@@ -125,7 +121,7 @@ def _validation(files: SourceFiles, name: str, found: Found) -> Iterator[SourceR
         found.label(wnid)
     place, pictures = files.look(name) or FoundFile(name), []
     with files.open(name) as file:
-        for member in tar_members(file, _shown(files, name)):
+        for member in tar_members(file, shown(files, name)):
             match = VAL_PICTURE.fullmatch(member.name)
             if match:
                 pictures.append((int(match[1]), member))

@@ -134,13 +134,11 @@ def encode_pictures(
     """
     pool = ThreadPoolExecutor(decoders.num_at_once, thread_name_prefix="leandit-decode")
     try:
-        with ShardEncoder(plan, encoder, limit=limit, clock=clock, told=told) as shards:
+        with ShardEncoder(plan, encoder, limit=limit, clock=clock, progress=progress, told=told) as shards:
             for batch, futures in decode_ahead(pool, plan, tasks, decoders, origin, clock):
                 with clock.measure("wait_decode"):
                     pictures = [future.result() for future in futures]
-                shard = shards.add(batch, pictures)
-                progress(len(batch.rows))
-                if shard:
+                if shard := shards.add(batch, pictures):
                     yield shard
             yield from shards.rest()
     finally:

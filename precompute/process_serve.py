@@ -1,0 +1,41 @@
+"""What a process that encodes does when it is asked: it loads its encoders once, then encodes shard after shard."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..datasets.revisions import read_spec
+from .clock import StageClock
+from .decoder import Decoders
+from .describe import describe_store
+from .encoders import load_encoders
+from .opening import check_fingerprint
+from .processes import Describe, Job
+from .sources import open_source
+from .worker import Order, Worker
+
+if TYPE_CHECKING:
+    from .process_child import Line
+
+
+def serve(line: Line) -> None:
+    """Load the encoders, then do what is asked for, until this process is ended.
+
+    Raises: LeanditError: of the class that says what to mend.
+    """
+    job: Job = line.next_request()
+    torch.set_num_threads(job.num_threads)
+    encoders = load_encoders(job.recipe, torch.device(job.device))
+    with Decoders(job.num_decoders) as decoders:
+        worker = Worker(job.recipe, encoders, decoders, StageClock())
+        while True:
+            match line.next_request():
+                case Describe(known):
+                    line.send(describe_store(job.recipe, None, encoders, known=known))
+                case Order() as order:
+                    planned = read_spec(job.root, order.revision)
+                    check_fingerprint(job.root, planned, describe_store(job.recipe, None, encoders, known=planned))
+                    origin = open_source(order.source_path, order.source_kind)
+                    line.send(worker.carry_out(order, job.root, origin, line.send))
