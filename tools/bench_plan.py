@@ -8,6 +8,7 @@ beyond what was held when everything was imported and the tokenizer loaded; what
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet as pq
 from PIL import Image
 
@@ -34,11 +36,14 @@ from .bench_meters import PeakMemory, hardware, tree_cpu_seconds
 from .bench_scratch import fresh_folder, own_folder
 from .synthetic import noise_spec
 
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
 OWN_FOLDER = "bench-plan"
 SHAPES = ((256, 256), (224, 336), (336, 224), (200, 400), (30, 256))  # the last is beyond every bucket
 RARE = 1000  # one row in so many has it
 REPEATED = 10  # one caption in so many is an old one
 WORDS = ("a", "photo", "of", "the", "small", "red", "house", "near", "old", "green", "river", "under", "blue", "sky")
+SCHEMA = [("path", pa.string()), ("height", pa.int32()), ("width", pa.int32()), ("prompt", pa.string())]
 BLOCK_ROWS = 1 << 16
 LOOK_SECONDS = 2.0  # between two looks at the memory, each of which takes longer the more is mapped
 OVERRIDES = ['images.buckets="pixart"', "images.resolution=256", 'images.crop="bucket"', "text.max_tokens=120"]
@@ -55,10 +60,12 @@ def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str,
     if sizes not in SIZES:
         raise RecipeError(f"--sizes '{sizes}': needed one of {', '.join(SIZES)}.")
     own = own_folder(scratch, OWN_FOLDER)
-    source, store = own / f"manifest-{records}", fresh_folder(own, "store", make=False)
+    kind = "captions" if captions else "labels"
+    source, store = own / f"{kind}-{records}", fresh_folder(own, "store", make=False)
     if not (source / "manifest.parquet").is_file():
-        make_manifest(source, records)
-    given = ["captions" if captions else "labels", sizes, str(source / "manifest.parquet"), str(store)]
+        shutil.rmtree(source, ignore_errors=True)
+        make_manifest(source, records, captions=captions)
+    given = [kind, sizes, str(source / "manifest.parquet"), str(store)]
     planned = _in_fresh_process("plan", *given)
     opened = _in_fresh_process("open", *given)
     size = sum(path.stat().st_size for path in (store / PLAN).iterdir())
@@ -73,7 +80,7 @@ def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str,
     }
 
 
-def make_manifest(folder: Path, records: int) -> None:
+def make_manifest(folder: Path, records: int, *, captions: bool) -> None:
     """Write pictures of a few shapes, and a Parquet manifest that names each of them by many names.
 
     The folder holds a hundred links to itself, so "12/34/0.jpg" is "0.jpg": as many files as there are rows would tell
@@ -85,33 +92,25 @@ def make_manifest(folder: Path, records: int) -> None:
     rng = np.random.default_rng(0)
     for i, (height_px, width_px) in enumerate(SHAPES):
         Image.fromarray(rng.integers(0, 256, (height_px, width_px, 3), np.uint8)).save(folder / f"{i}.jpg")
-    schema = pa.schema(
-        [(name, pa.string()) for name in ("path", "prompt")] + [("height", pa.int32()), ("width", pa.int32())]
-    )
-    temporary = folder / "manifest.parquet.part"
-    with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
-        for batch in _rows(records, schema):
-            writer.write_batch(batch)
+    temporary, blocks = folder / "manifest.parquet.part", _blocks(records, captions=captions)
+    with pq.ParquetWriter(temporary, pa.schema(SCHEMA if captions else SCHEMA[:-1]), compression="zstd") as writer:
+        for block in blocks:
+            writer.write_batch(block)
     temporary.rename(folder / "manifest.parquet")
 
 
-def _rows(records: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+def _blocks(records: int, *, captions: bool) -> Iterator[pa.RecordBatch]:
+    links, names = pa.array([f"{i:02d}" for i in range(100)]), pa.array([f"{i}.jpg" for i in range(len(SHAPES))])
+    sizes = np.array(SHAPES, np.int32)
     for start in range(0, records, BLOCK_ROWS):
-        numbers = range(start, min(start + BLOCK_ROWS, records))
-        shapes = [len(SHAPES) - 1 if i % RARE == RARE - 1 else i % (len(SHAPES) - 1) for i in numbers]
-        texts = [_caption(i // 2 if i % REPEATED == 0 else i) for i in numbers]
-        columns = {
-            "path": [f"{_links(i)}/{shape}.jpg" for i, shape in zip(numbers, shapes, strict=True)],
-            "prompt": texts,
-            "height": [SHAPES[shape][0] for shape in shapes],
-            "width": [SHAPES[shape][1] for shape in shapes],
-        }
-        yield pa.RecordBatch.from_pydict(columns, schema)
-
-
-def _links(number: int) -> str:
-    """A way of four links that no other number below 100 M has."""
-    return f"{number // 10**6:02d}/{number // 10**4 % 100:02d}/{number // 100 % 100:02d}/{number % 100:02d}"
+        numbers = np.arange(start, min(start + BLOCK_ROWS, records))
+        shapes = np.where(numbers % RARE == RARE - 1, len(SHAPES) - 1, numbers % (len(SHAPES) - 1))
+        way = [links.take(pa.array(numbers // step % 100)) for step in (10**6, 10**4, 100, 1)]
+        path = pc.binary_join_element_wise(*way, names.take(pa.array(shapes)), "/")
+        columns = [path, pa.array(sizes[shapes, 0]), pa.array(sizes[shapes, 1])]
+        if captions:
+            columns.append(pa.array([_caption(i // 2 if i % REPEATED == 0 else i) for i in numbers.tolist()]))
+        yield pa.RecordBatch.from_arrays(columns, schema=pa.schema(SCHEMA[: len(columns)]))
 
 
 def _caption(number: int) -> str:
