@@ -28,7 +28,7 @@ def test_a_manifest_is_planned_and_taken_up_in_fresh_processes(tmp_path: Path) -
     assert all(result["plan"][name] > 0 for name in seconds | {"anonymous_mb"})
     assert result["open"]["tasks"] > 0
     own = tmp_path / "bench-plan"
-    assert {path.name for path in own.iterdir()} == {f"manifest-{ROWS}", MARKER, "store"}
+    assert {path.name for path in own.iterdir()} == {f"captions-{ROWS}", MARKER, "store"}
     plan = own / "store" / "plan"
     assert result["plan_bytes"] == sum(path.stat().st_size for path in plan.iterdir())
     names = [name for name, _ in bench_plan.render(result)]
