@@ -24,6 +24,7 @@ from .errors import ResourceError
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 BATCH_ROWS = 1 << 14  # of a mapped table
+MAX_BATCH_BYTES = 1 << 30  # in them: texts of a column lie within 2 GiB
 
 
 @contextmanager
@@ -141,12 +142,20 @@ def one_chunk(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def rebatched(batches: Iterable[pa.RecordBatch], num_rows: int) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of so many, all but the last."""
+    """The same rows in batches of so many, all but the last.
+
+    Raises: ResourceError: so many rows take more than a gigabyte.
+    """
     waiting: list[pa.RecordBatch] = []
     count = 0
     for batch in batches:
         waiting.append(batch)
         count += batch.num_rows
+        if (num_bytes := sum(one.nbytes for one in waiting)) > MAX_BATCH_BYTES:
+            raise ResourceError(
+                f"{num_bytes >> 20} MiB of texts in {count} records that follow each other; at most "
+                f"{MAX_BATCH_BYTES >> 20} MiB in {num_rows} are taken. Shorten the captions of the source."
+            )
         if count < num_rows:
             continue
         table = pa.Table.from_batches(waiting)

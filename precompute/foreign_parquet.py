@@ -39,8 +39,10 @@ def open_parquet(file: BinaryIO, texts: Sequence[str] = ()) -> pq.ParquetFile:
 def read_rows(parquet: pq.ParquetFile, names: Sequence[str], where: str) -> Iterator[tuple[pa.RecordBatch, int]]:
     """Columns of a file, TABLE_ROWS at a time, and the bytes that these rows take.
 
-    Raises: SourceError: their texts would fill the memory; or one of ``PARQUET_ERRORS``.
+    Raises: SourceError: two columns of one name, or texts that would fill the memory; or one of ``PARQUET_ERRORS``.
     """
+    if twice := [name for name in names if len(parquet.schema_arrow.get_all_field_indices(name)) > 1]:
+        raise SourceError(f"{where}: two columns are called '{twice[0]}'. Leave one of them out, or rename it.")
     kinds = [parquet.schema_arrow.field(name).type for name in names]
     is_small = all(pa.types.is_dictionary(kind) or pa.types.is_primitive(kind) for kind in kinds)
     done = 0

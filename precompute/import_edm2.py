@@ -18,6 +18,7 @@ from typing import Any
 from ..datasets.errors import RecordRejected, SourceError
 from .import_arrays import MAX_ARRAY_BYTES, MAX_HEADER, checksum, npy_header, open_regular, parse_npy
 from .import_source import Entry, Facts, Features, Labelled, Seen, files_below, inner_path, rejecting, size_of
+from .source_record import usable_key
 
 RAW_MEAN = (5.81, 3.25, 0.12, -2.15)  # of latents of pictures from 0 to 1, as EDM2's StabilityVAEEncoder has them
 RAW_STD = (4.17, 4.62, 3.71, 3.28)
@@ -65,7 +66,10 @@ class Edm2(Labelled):
         """
         if self._zip is None:
             path = self.root / DESCRIPTION
-            return json.loads(path.read_bytes()) if path.is_file() else {}
+            if not os.path.lexists(path):
+                return {}
+            with open_regular(path) as file:
+                return json.loads(file.read(MAX_DESCRIPTION))
         with zipfile.ZipFile(self.root) as packed:
             if DESCRIPTION not in packed.namelist():
                 return {}
@@ -80,8 +84,9 @@ class Edm2(Labelled):
         for entry in self._members():
             seen.add(entry.path)
             yield entry
-        for name in sorted(self._labels.keys() - seen):
-            self._odd[name] = f"it has a label in '{DESCRIPTION}', but is not there"
+        for said in sorted(self._labels.keys() - seen):
+            name, problem = usable_key(said)  # what others wrote there may be no name
+            self._odd[name] = problem[1] if problem else f"it has a label in '{DESCRIPTION}', but is not there"
             yield Entry(name.removesuffix(".npy"), name)
 
     def _members(self) -> Iterator[Entry]:

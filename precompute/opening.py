@@ -49,7 +49,9 @@ def check_apart(root: Path, source: Source, source_path: Path | str) -> None:
     Raises: SourceError.
     """
     has_classes = source.kind == "imagefolder" and source.classes
-    if has_classes and root.resolve().is_relative_to(Path(source_path).resolve()):
+    folder, store = Path(str(source_path).removeprefix("file://")).resolve(), root.resolve()
+    is_inside = store.is_relative_to(folder)
+    if has_classes and is_inside and not any(part.startswith(".") for part in store.relative_to(folder).parts):
         raise SourceError(
             f"store '{root}': it lies inside of source '{source.name}', whose folders are its classes: the store would "
             "become one of them. Nothing was changed. Give a --store elsewhere."

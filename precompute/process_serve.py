@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +30,8 @@ def serve(line: Line) -> None:
     job: Job = line.next_request()
     torch.set_num_threads(job.num_threads)
     encoders = load_encoders(job.recipe, torch.device(job.device))
+    # From here on there are leases to give back, so a signal unwinds; amid an import it would only look like a fault.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with Decoders(job.num_decoders) as decoders:
         worker = Worker(job.recipe, encoders, decoders, StageClock())
         while True:

@@ -169,15 +169,13 @@ def row_record(files: SourceFiles, folder: str, row: Any, where: str) -> SourceR
     return found.record(key=name, label=label, captions=captions, size=size_of(row))
 
 
-def no_row(where: str, error: BaseException) -> SourceError:
+def no_row(where: str, error: object) -> SourceError:
     """The error of a row that says nothing of a picture."""
     return SourceError(f"{where}: needed a JSON object with 'file_name' (or 'path') as text ({str(error)[:200]}).")
 
 
 def _columns_of_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Columns of a Parquet file as COLUMNS. Raises: one of ODD: their types or values are others."""
-    if len(set(batch.schema.names)) < batch.num_columns:
-        raise TypeError("two columns of one name")
     given, nothing = dict(zip(batch.schema.names, batch.columns, strict=True)), pa.nulls(batch.num_rows)
     names = [_text(given[name]) for name in PATH_NAMES if name in given]
     captions = [_texts(given[name]) for name in CAPTION_NAMES if name in given]

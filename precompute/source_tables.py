@@ -19,7 +19,7 @@ import pyarrow as pa
 from ..datasets.errors import SourceError
 from .foreign_parquet import MAX_BATCH_BYTES, PARQUET_ERRORS, TABLE_ROWS, open_parquet, read_rows
 from .source_files import FoundFile, SourceFiles, shown
-from .source_rows import ROW_NAMES, CheckedRows, Rows, check_rows, no_row
+from .source_rows import PATH_NAMES, ROW_NAMES, CheckedRows, Rows, check_rows, no_row
 
 METADATA = "metadata.jsonl"
 PIXART = "data_info.json"
@@ -27,6 +27,7 @@ PIXART_TABLE, PIXART_PICTURES = f"InternData/{PIXART}", "InternImgs"  # as PixAr
 MAX_LINE_BYTES = 1 << 24  # of a JSON row
 READ_BYTES = 1 << 20
 WHITE_SPACE = (" ", "\t", "\r", "\n")
+OBJECT_BYTES = 20  # that a byte of JSON may take as objects
 LOOKERS = 32  # threads that look up the files of rows
 LOOKED = 64  # files that one of them looks up at a time
 PROBED = 16  # files of each batch by which it is seen whether looks take long
@@ -55,15 +56,21 @@ def table_batches(files: SourceFiles, table: str) -> Iterator[pa.RecordBatch]:
     folder = _pictures_of(files, table)
     kind = _parquet_rows if table.endswith(".parquet") else _lines if table.endswith(".jsonl") else _array
     ahead: deque[tuple[CheckedRows, int, Callable[[], list[FoundFile | None]]]] = deque()
+    wrong: SourceError | None = None
     with files.open(table) as file, _LookUps(files) as look_ups:
-        for rows, num_bytes in kind(file, f"source '{shown(files, table)}'"):
-            checked = check_rows(rows, folder)
-            ahead.append((checked, num_bytes, look_ups.start(checked.paths.to_pylist())))
-            while len(ahead) > AHEAD or sum(size for _, size, _ in ahead) > MAX_BATCH_BYTES:
-                before, _, found = ahead.popleft()
-                yield before.batch(files, folder, found())
+        try:
+            for rows, num_bytes in kind(file, f"source '{shown(files, table)}'"):
+                checked = check_rows(rows, folder)
+                ahead.append((checked, num_bytes, look_ups.start(checked.paths.to_pylist())))
+                while len(ahead) > AHEAD or sum(size for _, size, _ in ahead) > MAX_BATCH_BYTES:
+                    before, _, found = ahead.popleft()
+                    yield before.batch(files, folder, found())
+        except SourceError as error:
+            wrong = error  # unless a row before it is wrong as well
         for before, _, found in ahead:
             yield before.batch(files, folder, found())
+    if wrong:
+        raise wrong
 
 
 class _LookUps:
@@ -148,17 +155,18 @@ def _objects_of_array(file: BinaryIO, table: str) -> Iterator[tuple[Any, str, in
 
 
 def _together(objects: Iterable[tuple[Any, str, int]]) -> Iterator[tuple[Rows, int]]:
-    """Rows as JSON has them, many at once, and the bytes of their text."""
+    """Rows as JSON has them, many at once, and the bytes that they take; only what says something of a picture."""
     values, wheres, num_bytes = [], [], 0
     for value, where, size in objects:
-        values.append(value)
+        known = {name: value[name] for name in ROW_NAMES if name in value} if isinstance(value, dict) else value
+        values.append(known)
         wheres.append(where)
         num_bytes += size
         if len(values) == TABLE_ROWS or num_bytes > MAX_LINE_BYTES:
-            yield Rows(values, wheres.__getitem__), num_bytes
+            yield Rows(values, wheres.__getitem__), num_bytes * OBJECT_BYTES
             values, wheres, num_bytes = [], [], 0
     if values:
-        yield Rows(values, wheres.__getitem__), num_bytes
+        yield Rows(values, wheres.__getitem__), num_bytes * OBJECT_BYTES
 
 
 class _JsonText:
@@ -210,6 +218,8 @@ def _parquet_rows(file: BinaryIO, table: str) -> Iterator[tuple[Rows, int]]:
     try:
         parquet = open_parquet(file, ROW_NAMES)
         names = [name for name in ROW_NAMES if name in parquet.schema_arrow.names]
+        if not set(names) & set(PATH_NAMES):
+            raise no_row(f"{table}, row 1", f"its columns are {', '.join(parquet.schema_arrow.names[:20])}")
         for batch, num_bytes in read_rows(parquet, names, table):
             yield Rows(batch, lambda i, first=number: f"{table}, row {first + i}"), num_bytes
             number += batch.num_rows

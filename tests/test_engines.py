@@ -32,7 +32,7 @@ main()
 """
 BROKEN_CHILD = """
 from pathlib import Path
-from leandit.precompute import process_child
+from leandit.precompute import process_child, shard_encoder
 from leandit.precompute.encoders import ImageEncoder
 
 encode, calls = ImageEncoder.encode, []
@@ -45,6 +45,7 @@ def breaks(self, pixels):
     return encode(self, pixels)
 
 ImageEncoder.encode = breaks
+shard_encoder.BATCHES_IN_WORK = 1  # so the first batch of a shard is told of before the second breaks
 process_child.main()
 """
 

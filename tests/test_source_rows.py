@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from leandit.datasets.errors import SourceError
+from leandit.datasets import mapped
+from leandit.datasets.errors import ResourceError, SourceError
 from leandit.precompute import foreign_parquet, source_tables
 from leandit.precompute.source_files import LocalFiles
 from leandit.precompute.source_listing import record_batch
@@ -185,3 +186,32 @@ def test_rows_stay_in_order_over_many_batches(
     assert reasons[5] == "bad_metadata"
     assert all((reason is None) == (i in plain) for i, reason in enumerate(reasons))
     assert len(found) == 200
+
+
+def test_the_error_is_that_of_the_first_wrong_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_tables, "TABLE_ROWS", 2)
+    lines = ['{"path": "a.jpg"}', '{"path": 7}', *['{"path": "a.jpg"}'] * 4, "damaged"]
+    (tmp_path / "list.jsonl").write_text("\n".join(lines))
+    with pytest.raises(SourceError, match="line 2: needed"):
+        list_source(tmp_path / "list.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(["path", "caption", "caption"], "two columns are called 'caption'"), (["picture"], "row 1: needed.*picture")],
+)
+def test_columns_of_parquet_that_say_nothing_or_twice_are_an_error(names: list[str], said: str, tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_arrays([pa.array(["a.jpg"])] * len(names), names), tmp_path / "list.parquet")
+    with pytest.raises(SourceError, match=said):
+        list_source(tmp_path / "list.parquet", "manifest")
+
+
+def test_texts_that_would_fill_the_memory_together_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped, "MAX_BATCH_BYTES", 1 << 20)
+    (tmp_path / "a.jpg").write_bytes(b"x")
+    rows = [{"path": "a.jpg", "prompt": "x" * 1000}] * 1500
+    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ResourceError, match=r"records that follow each other.*Shorten"):
+        list_source(tmp_path / "list.jsonl")
