@@ -73,7 +73,7 @@ def test_the_commands_shown_exist_with_their_options() -> None:
     assert len(shown) > 5
     for page, words in shown:
         command = ALL.get(" ".join(words[:2])) or ALL[words[0]]
-        known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        known = {option for it in command.params for option in (*it.opts, *it.secondary_opts)} | {"--help"}
         used = {word.split("=")[0] for word in words[1:] if word.startswith("--")}
         assert used <= known, f"{page}: {words}"
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,7 @@ def test_of_two_processes_one_may_end_by_an_error_of_its_device(
     counts = [(done, total) for stage, done, total in seen if stage == "pictures"]
     assert counts[-1] == (36, 36)
     assert all(done <= total for done, total in counts)
-    assert counts != sorted(counts)  # what it had not committed was taken back
+    assert any(later <= sooner for sooner, later in pairwise(counts))  # what it had not committed was taken back
     assert report.num_encoded == 36
 
 
