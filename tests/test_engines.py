@@ -186,12 +186,11 @@ def is_alive(pid: int) -> bool:
 def started_by(pid: int, store: Path, has_ended: Callable[[], bool]) -> list[int]:
     """Processes that a precompute has started when its plan is there."""
     started: list[int] = []
-    while not (store / "plan").exists():
+    while len(started) < 2 or not (store / "plan").exists():
         assert not has_ended(), "it ended before it was stopped"
         with contextlib.suppress(OSError):
-            started = children_of(pid)
-        time.sleep(0.05)
-    assert len(started) >= 2
+            started = list({*started, *children_of(pid)})
+        time.sleep(0.01)
     return started
 
 

@@ -1093,7 +1093,10 @@ FORBIDDEN_IMPORTS = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shel
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load", "yaml.load"}
 FORBIDDEN_METHODS = {"extractall", "extract", "extractfile", "mktemp", "unpack_archive"}
 # Checkpoints of others have statistics and null captions of theirs; "weights_only" makes tensors of them, or refuses.
-ALLOWED_PICKLES = {"precompute/import_torch.py": ["import pickle", "torch.load"]}
+ALLOWED_PICKLES = {
+    "precompute/import_torch.py": ["import pickle", "torch.load"],
+    "precompute/process_child.py": ["import pickle"],  # of its parent's messages, and of nothing else
+}
 # What writes beside datasets/files.py, and why it may.
 ALLOWED_WRITES = {
     ("train/meters.py", "open"),  # metrics.jsonl grows by a line at a time
