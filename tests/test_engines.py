@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -209,6 +210,20 @@ def test_no_process_outlives_its_parent(source: Path, tmp_path: Path) -> None:
     parent.signal(signal.SIGKILL)
     assert parent.wait().died
     assert_they_end(started)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.7])
+def test_a_process_whose_parent_is_gone_while_it_loads_ends_at_once_and_says_nothing(seconds: float) -> None:
+    ours, its = socket.socketpair()
+    with ours, its:
+        command = [sys.executable, "-m", processes.CHILD_MODULE, str(its.fileno())]
+        child = subprocess.Popen(command, pass_fds=[its.fileno()], stderr=subprocess.PIPE)
+        its.close()
+        time.sleep(seconds)
+        ours.close()
+        _, said = child.communicate(timeout=30)
+    # By the signal itself: one that has loaded its encoders would unwind.
+    assert (child.returncode, said) == (-signal.SIGTERM, b"")
 
 
 @pytest.mark.slow
