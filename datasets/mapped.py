@@ -147,11 +147,11 @@ def rebatched(batches: Iterable[pa.RecordBatch], num_rows: int) -> Iterator[pa.R
     Raises: ResourceError: so many rows take more than a gigabyte.
     """
     waiting: list[pa.RecordBatch] = []
-    count = 0
+    count = num_bytes = 0
     for batch in batches:
         waiting.append(batch)
-        count += batch.num_rows
-        if (num_bytes := sum(one.nbytes for one in waiting)) > MAX_BATCH_BYTES:
+        count, num_bytes = count + batch.num_rows, num_bytes + batch.nbytes
+        if num_bytes > MAX_BATCH_BYTES:
             raise ResourceError(
                 f"{num_bytes >> 20} MiB of texts in {count} records that follow each other; at most "
                 f"{MAX_BATCH_BYTES >> 20} MiB in {num_rows} are taken. Shorten the captions of the source."
@@ -163,7 +163,7 @@ def rebatched(batches: Iterable[pa.RecordBatch], num_rows: int) -> Iterator[pa.R
             (whole,) = table.slice(0, num_rows).combine_chunks().to_batches()
             yield whole
             table, count = table.slice(num_rows), count - num_rows
-        waiting = table.to_batches()
+        waiting, num_bytes = table.to_batches(), table.nbytes
     if count:
         (rest,) = pa.Table.from_batches(waiting).combine_chunks().to_batches()
         yield rest

@@ -31,7 +31,7 @@ OBJECT_BYTES = 20  # that a byte of JSON may take as objects
 LOOKERS = 32  # threads that look up the files of rows
 LOOKED = 64  # files that one of them looks up at a time
 PROBED = 16  # files of each batch by which it is seen whether looks take long
-SLOW_LOOK_SECONDS = 1e-4  # on a disk here it takes some 5 us, on a network file system 500
+SLOW_LOOK_SECONDS = 1e-4  # a look that takes longer is a message; what the kernel knows takes microseconds
 AHEAD = 4  # batches of rows whose files are being looked up
 
 
