@@ -50,6 +50,7 @@ class Batch:
       spec: what ``stored`` is, and how it becomes the model's input.
       bucket: "HxW" in pixels.
       number: of the global batch, over all epochs.
+      global_size: records of the global batch, of which this is a rank's slice.
       epoch: that the batch belongs to.
       store: which of the reader's stores it is of.
       caption_scales: (B, L) or (sum L,) float32 where the captions are int8, else None.
@@ -64,6 +65,7 @@ class Batch:
     spec: LatentSpec
     bucket: str
     number: int
+    global_size: int
     epoch: int
     store: int = 0
     caption_scales: torch.Tensor | None = None
@@ -185,6 +187,7 @@ class BatchReader(Dataset):
             spec=store.spec.latent,
             bucket=planned.bucket,
             number=number,
+            global_size=len(planned.positions),
             epoch=planned.epoch,
             store=planned.plan,
             caption_scales=text and text.scales,

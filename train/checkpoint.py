@@ -221,10 +221,14 @@ def _steps(kind: str, run: Path) -> Iterator[tuple[int, Path]]:
             yield int(match[1]), path
 
 
-def prune(run: Path, keep: int, *, proven: Path) -> None:
-    """Remove all but the newest checkpoints, never the one that is proven to be whole; snapshots stay."""
-    for path in find(CHECKPOINT, run)[:-keep]:
-        if path != proven:
+def prune(run: Path, keep: int, *, proven: Path, keep_every: int = 0) -> None:
+    """Remove all but the newest checkpoints, never the one that is proven to be whole; snapshots stay.
+
+    Args:
+      keep_every: those of steps that are a multiple of it stay as well; 0: none.
+    """
+    for step, path in sorted(_steps(CHECKPOINT, run))[:-keep]:
+        if path != proven and not (keep_every and step % keep_every == 0):
             remove(path)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..datasets.recipe import Section, load_recipe
 
@@ -13,6 +13,11 @@ PACKAGE = "leandit.train"
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _checkpointing(value: object) -> object:
+    """True and false are "blocks" and "none"."""
+    return {True: "blocks", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class ModelSection(Section):
@@ -107,15 +112,18 @@ class RunSection(Section):
     global_batch: Positive = 256
     """Images per update."""
     microbatch: Count = 0
-    """Images per forward; 0: the whole global batch at once."""
+    """Images per forward, of each rank; 0: the most that fit."""
     seed: Count = 0
     """Of the weights, the order, the noise and every draw."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
     """Arithmetic of forward and backward; weights and optimizer stay float32. A device without bf16 uses fp32."""
     compile: bool = True
     """torch.compile per block, on a GPU."""
-    activation_checkpointing: bool = False
-    """Recompute blocks in the backward pass to save memory."""
+    activation_checkpointing: Annotated[Literal["none", "blocks", "selective"], BeforeValidator(_checkpointing)] = (
+        "none"
+    )
+    """Recompute in the backward pass to save memory: "blocks" (or true): all of each block. "selective": only what is
+    cheap to compute again, not the products of matrices."""
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest gradient norm; 0: no clipping."""
     ema_decay: Share = 0.9999
@@ -124,6 +132,10 @@ class RunSection(Section):
     """Steps between checkpoints; the last step and an interruption make one too."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints that stay."""
+    keep_every: Count = 0
+    """Checkpoints of steps that are a multiple of this stay too; 0: none of them."""
+    async_checkpoint: bool = True
+    """Write checkpoints while the next steps are made; it takes memory for a copy of all state."""
     prefetch: Count = 2
     """Batches read ahead, each by one thread; 0 reads them when they are asked for."""
     remote_gib: Annotated[float, Field(gt=0)] = 64.0
@@ -143,9 +155,17 @@ class ParallelSection(Section):
     """How many processes share the work."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp", "deepspeed"] = "auto"
-    """This release trains in one process."""
+    """"auto": "single" with one rank, "ddp" with more, "deepspeed" where its config is given. "fsdp" shards parameters,
+    gradients, optimizer and averages over all ranks, "hsdp" over groups of ranks that hold the same."""
+    shard: Literal["full", "gradient"] = "full"
+    """Of "fsdp" and "hsdp": "full" gathers each block when it is used (ZeRO-3); "gradient" keeps what is gathered from
+    forward to backward, with more memory and less traffic (ZeRO-2)."""
+    replicas: Count = 0
+    """Of "hsdp": groups of ranks, each with all of the model; 0: one a machine."""
+    cpu_offload: bool = False
+    """Of "fsdp" and "hsdp": parameters, gradients, optimizer and averages live and are updated in the CPU's memory."""
     deepspeed_config: str = ""
-    """Path of a ds_config.json."""
+    """Path of a ds_config.json, for the engine of DeepSpeed."""
 
 
 class TrainRecipe(Section):

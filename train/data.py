@@ -12,12 +12,18 @@ from ..datasets.slices import batch_sizes_by_tokens
 from ..datasets.store import LatentStore
 from .config import DataSection, TrainRecipe
 from .models import ModelSpec, pixels_per_token
+from .ranks import Ranks
 
 
 def build_loader(
-    recipe: TrainRecipe, store: LatentStore, spec: ModelSpec, device: torch.device, warn: Callable[[str], None]
+    recipe: TrainRecipe,
+    store: LatentStore,
+    spec: ModelSpec,
+    device: torch.device,
+    warn: Callable[[str], None],
+    ranks: Ranks,
 ) -> BatchLoader:
-    """The loader of a run.
+    """The loader of a rank.
 
     Args:
       warn: told how many records a filter keeps, and which buckets never fill a batch.
@@ -40,6 +46,8 @@ def build_loader(
         leftovers=data.leftovers,
         window=shard_window(store, data.window_shards, selection) if data.window_shards else None,
         selection=selection,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
         text="padded" if spec.takes_text else "none",
         prefetch=recipe.run.prefetch,
         device=device,

@@ -30,6 +30,8 @@ FREE_ON_RESUME = {
     "run.steps",
     "run.checkpoint_every",
     "run.keep_checkpoints",
+    "run.keep_every",
+    "run.async_checkpoint",
     "run.log_every",
     "run.prefetch",
     "run.remote_gib",
@@ -38,6 +40,13 @@ FREE_ON_RESUME = {
     "run.allow_incomplete",
     "run.compile",
     "run.activation_checkpointing",
+    "run.precision",
+    "run.microbatch",
+    "parallel.strategy",
+    "parallel.shard",
+    "parallel.replicas",
+    "parallel.cpu_offload",
+    "parallel.deepspeed_config",
 }
 
 

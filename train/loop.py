@@ -10,19 +10,24 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import __version__
 from ..datasets.loader import Batch, BatchLoader
-from ..datasets.shuffle import keyed_hash
+from ..datasets.recipe import flatten
+from ..datasets.slices import rank_slice
 from .config import TrainRecipe
+from .draws import Draws, draw
 from .head import open_store, read_head
-from .meters import Meters, StepReport, Window
-from .objectives import draw_times, loss_per_image
+from .meters import Meters, StepReport, Trace, Window
+from .models import Conditioning
+from .objectives import loss_per_image
 from .optimizers import learning_rate
-from .state import TrainState, begin_or_resume, check_recipe, prepare, save
+from .ranks import Meeting, SharedStop, connected, read_ranks
+from .saving import Saver
+from .state import TrainState, begin_or_resume, capture, check_recipe, prepare
 from .stop import StopRequest
 
 
@@ -71,27 +76,56 @@ def train(
         not all of its records train.
     Raises: LeanditError: before the first step, where recipe, store and run do not fit each other.
     """
+    ranks = read_ranks()
+    with connected(ranks, device), Meeting(ranks, warn) as meeting:
+        return _train(recipe, store_path, run, device, report, stop, warn, meeting)
+
+
+def _train(
+    recipe: TrainRecipe,
+    store_path: Path | str,
+    run: Path,
+    device: torch.device,
+    report: Callable[[StepReport], None],
+    stop: StopRequest,
+    warn: Callable[[str], None],
+    meeting: Meeting,
+) -> Outcome:
     # Open the revision that the run reads, build what trains.
     check_recipe(recipe)
-    head = read_head(run)
-    state = prepare(recipe, open_store(recipe, store_path, run, head, warn), device, warn)
+    head, ranks = read_head(run), meeting.ranks
+    store = open_store(recipe, store_path, run, head, warn)
+    facts = {
+        "release": __version__,
+        "revision": store.revision,
+        "root hash": store.root_hash,
+        "torch": torch.__version__,
+    }
+    meeting.agree(facts | flatten(recipe.model_dump()))
+    state = prepare(recipe, store, device, warn, ranks)
     stop.check()
-    begin_or_resume(state, run, head, warn)
+    begin_or_resume(state, run, head, warn, meeting)
     first_step, seen_before, told = state.step + 1, state.num_images, list[StepReport]()
     if state.step >= recipe.run.steps:
         return Outcome(state.step, None, True, 0, None, 0.0)
 
-    meters = Meters(run, step=state.step)
+    meters = Meters(run, step=state.step) if ranks.is_first else None
     stop.check()
-    window = Window()
+    window = Window(meeting, [store], may_skip=state.engine.loss_scale is not None)
+    saver, shared_stop = Saver(run, recipe.run), SharedStop(ranks)
     batches = endless(state.loader)
-    stopping = bool(stop)
+    stopping = False
 
     def tell(epoch: int) -> None:
-        rate = state.optimizer.param_groups[0]["lr"]
-        told.append(window.report(step=state.step, num_images=state.num_images, epoch=epoch, learning_rate=rate))
-        meters.write(told[-1])
-        report(told[-1])
+        rate = learning_rate(recipe.optimizer.lr, recipe.schedule, state.step, recipe.run.steps)
+        scale = state.engine.loss_scale.value() if state.engine.loss_scale else None
+        figures = window.report(
+            step=state.step, num_images=state.num_images, epoch=epoch, learning_rate=rate, scale=scale
+        )
+        told.append(figures)
+        if meters:
+            meters.write(figures)
+            report(figures)
 
     try:
         while state.step < recipe.run.steps and not stopping:
@@ -100,8 +134,7 @@ def train(
                 batch = next(batches)
 
             # Forward, backward, update, average.
-            loss, grad_norm = train_step(state, batch)
-            window.add(loss, grad_norm, len(batch))
+            window.add(train_step(state, batch))
             stop.hold()  # the first step compiles, which is not worth waiting for; from here on each one is kept
 
             # Tell; before a checkpoint always, since a loss that is not finite must not be saved.
@@ -110,14 +143,18 @@ def train(
                 tell(batch.epoch)
 
             # Save. The stop is looked at once a step and here, so that no run ends without having saved.
-            stopping = bool(stop)
+            stopping = shared_stop.asked(bool(stop))
             if stopping and not window.is_empty:
                 tell(batch.epoch)
             if stopping or due:
-                save(state, run)
+                saver.save(capture(state))
+            saver.check()
+        saver.finish()
     finally:
+        saver.close()
         stop.release()
-        meters.close()
+        if meters:
+            meters.close()
     ends = (told[0].loss, told[-1].loss) if told else None
     fastest = max((figures.images_per_second for figures in told), default=0.0)
     finished = state.step >= recipe.run.steps
@@ -130,46 +167,57 @@ def endless(loader: BatchLoader) -> Iterator[Batch]:
         yield from loader
 
 
-def train_step(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor]:
+def train_step(state: TrainState, batch: Batch) -> Trace:
     """One update: accumulate the gradients of the microbatches, clip, step, average.
 
-    Returns: mean loss and gradient norm, scalars on the device (read later, so that the step does not wait for them).
+    Returns: losses and gradient norm on the device (read later, so that the step does not wait for them).
     """
-    recipe = state.recipe
-    step, size = state.step + 1, len(batch)
-    generator = torch.Generator(state.device).manual_seed(keyed_hash(recipe.run.seed, step) % 2**63)
-    noise = torch.randn(batch.latents.shape, generator=generator, device=state.device)
-    times = draw_times(recipe.objective, size, generator)
-    dropped = torch.rand(size, generator=generator, device=state.device) < recipe.conditioning.drop
+    recipe, engine, step, size = state.recipe, state.engine, state.step + 1, batch.global_size
+    mine = rank_slice(size, state.ranks.rank, state.ranks.world_size)
+    draws = draw(
+        recipe.objective,
+        recipe.conditioning.drop,
+        seed=recipe.run.seed,
+        step=step,
+        rows=mine,
+        shape=tuple(batch.latents.shape[1:]),
+        device=state.device,
+    )
     conditioning = state.conditioner(batch.labels, batch.captions, batch.caption_lengths)
-    conditioning = state.conditioner.drop(conditioning, dropped)
+    conditioning = state.conditioner.drop(conditioning, draws.dropped)
 
-    state.model.train()
-    state.optimizer.zero_grad(set_to_none=True)
-    total = torch.zeros((), device=state.device)
-    microbatch = recipe.run.microbatch or size
-    for start in range(0, size, microbatch):
+    engine.model.train()
+    most = -(-size // state.ranks.world_size)  # images of the rank that has most; all make as many forwards
+    microbatch = recipe.run.microbatch or most
+    starts = range(0, most, microbatch)
+    losses = []
+    for start in starts:
         part = slice(start, start + microbatch)
-        inputs = type(conditioning)(*(None if tensor is None else tensor[part] for tensor in conditioning))
-        loss = _microbatch_loss(state, batch.latents[part], noise[part], times[part], inputs) / size
-        loss.backward()
-        total += loss.detach()
+        with engine.microbatch(last=start == starts[-1]):
+            found = _losses(state, batch.latents[part], draws.part(part), conditioning.part(part))
+            engine.backward(found.sum() / size)
+        losses.append(found.detach())
 
-    limit = recipe.run.grad_clip or float("inf")
-    grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), limit, foreach=True)
-    for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate(recipe.optimizer.lr, recipe.schedule, step, recipe.run.steps)
-    state.optimizer.step()
-    state.ema.update(state.model)
+    rate = learning_rate(recipe.optimizer.lr, recipe.schedule, step, recipe.run.steps)
+    grad_norm, skipped = engine.update(learning_rate=rate, grad_clip=recipe.run.grad_clip)
     state.step, state.num_images = step, state.num_images + size
-    return total, grad_norm
+    of_images = torch.cat(losses)[: len(batch)]
+    return Trace(step, of_images.sum() / size, grad_norm, skipped, size, of_images, batch.records, batch.store)
 
 
-def _microbatch_loss(state: TrainState, x: Tensor, noise: Tensor, times: Tensor, conditioning: Any) -> Tensor:
-    """Summed loss of a microbatch."""
+def _losses(state: TrainState, x: Tensor, draws: Draws, conditioning: Conditioning) -> Tensor:
+    """Loss of each image of a microbatch; one zero for a rank that has none left, so that all ranks go the same way."""
+    if not len(x):
+        return _losses(state, *_nothing(x, conditioning)) * 0
 
     def predict(noisy: Tensor, t: Tensor) -> Tensor:
         with torch.autocast(state.device.type, state.autocast_dtype, enabled=state.autocast_dtype is not None):
-            return state.model(noisy, t, conditioning)
+            return state.engine.forward(noisy, t, conditioning)
 
-    return loss_per_image(state.recipe.objective, predict, x, noise, times).sum()
+    return loss_per_image(state.recipe.objective, predict, x, draws.noise, draws.times)
+
+
+def _nothing(x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Draws, Conditioning]:
+    """One made-up image in the place of none: zeros, at time zero."""
+    image, time = x.new_zeros((1, *x.shape[1:])), x.new_zeros(1)
+    return image, Draws(image, time, time.bool()), conditioning.of_nothing()

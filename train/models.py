@@ -37,6 +37,19 @@ class Conditioning(NamedTuple):
     captions: Tensor | None = None
     caption_mask: Tensor | None = None
 
+    def part(self, rows: slice) -> Conditioning:
+        """The conditioning of a microbatch."""
+        return Conditioning(*(None if tensor is None else tensor[rows] for tensor in self))
+
+    def of_nothing(self) -> Conditioning:
+        """One row of zeros, and one valid token."""
+        labels, captions, mask = self
+        return Conditioning(
+            labels=None if labels is None else labels.new_zeros(1),
+            captions=None if captions is None else captions.new_zeros(1, 1, captions.shape[2]),
+            caption_mask=None if mask is None else mask.new_ones(1, 1),
+        )
+
 
 class ModelSpec(BaseModel):
     """Everything needed to build a model again."""

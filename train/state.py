@@ -1,17 +1,18 @@
 """The state of a run: built from recipe and store, begun or resumed, saved. Nothing here takes a step.
 
 A run resumes from its newest valid checkpoint, and from all of it or not at all. What may differ stands in ``head.py``.
+Checkpoints hold whole tensors under the names of the model, so every strategy reads those of every other.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
@@ -22,15 +23,17 @@ from ..datasets.loader import BatchLoader
 from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
 from . import checkpoint
-from .checkpoint import EMA, MODEL, NULL_CAPTION, OPTIMIZER, CheckpointDamage
+from .checkpoint import EMA, MODEL, OPTIMIZER, CheckpointDamage
 from .config import TrainRecipe
 from .data import build_loader
-from .ema import Ema
 from .head import RUN, Head, check_head, contents_read, make_head
-from .models import Conditioner, Denoiser, ModelSpec, build_model, check_sizes, model_spec
-from .optimizers import build_optimizer, expected_tensors, load_optimizer_tensors, optimizer_tensors
+from .models import Conditioner, ModelSpec, build_model, check_sizes, model_spec
+from .parallel import Engine, autocast_dtype, build_engine
+from .ranks import ALONE, Meeting, Ranks
+from .saving import Captured, averaged_weights, gather, write
 
 RECIPE = "recipe.toml"
+GROUPS = (MODEL, EMA, OPTIMIZER)
 
 
 @dataclass
@@ -40,9 +43,8 @@ class TrainState:
     recipe: TrainRecipe
     store: LatentStore
     spec: ModelSpec
-    model: Denoiser
-    ema: Ema
-    optimizer: torch.optim.AdamW
+    engine: Engine
+    ranks: Ranks
     loader: BatchLoader
     conditioner: Conditioner
     device: torch.device
@@ -52,24 +54,26 @@ class TrainState:
     extra: dict[str, Any] = field(default_factory=dict)  # of the snapshots: what is needed to sample
 
 
-def prepare(recipe: TrainRecipe, store: LatentStore, device: torch.device, warn: Callable[[str], None]) -> TrainState:
+def prepare(
+    recipe: TrainRecipe,
+    store: LatentStore,
+    device: torch.device,
+    warn: Callable[[str], None],
+    ranks: Ranks = ALONE,
+) -> TrainState:
     """Build model, averages, optimizer and loader.
 
     Args:
       warn: told what of the store does not train.
+      ranks: place of this process, which ``ranks.meet`` has connected with the others.
     Raises: RecipeError, StoreError, RunError: something does not fit; nothing was written.
     """
     spec = model_spec(recipe, store.spec, str(store.path))
     check_sizes(spec, store.spec.latent, list(store.buckets))
-    loader = build_loader(recipe, store, spec, device, warn)
-    model = build_model(spec, seed=recipe.run.seed).to(device)
-    optimizer = build_optimizer(recipe.optimizer, model)
-    ema = Ema(model, recipe.run.ema_decay)
-    if recipe.run.activation_checkpointing:
+    loader = build_loader(recipe, store, spec, device, warn, ranks)
+    model = build_model(spec, seed=recipe.run.seed)
+    if recipe.run.activation_checkpointing != "none":
         model.checkpoint_activations()
-    if recipe.run.compile and device.type == "cuda":
-        for block in model.blocks:
-            block.compile()
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = recipe.run.precision != "fp32"
     null_caption = torch.from_numpy(store.null_caption).to(device).float() if spec.takes_text else None
@@ -78,9 +82,8 @@ def prepare(recipe: TrainRecipe, store: LatentStore, device: torch.device, warn:
         recipe=recipe,
         store=store,
         spec=spec,
-        model=model,
-        ema=ema,
-        optimizer=optimizer,
+        engine=build_engine(recipe, model, ranks, device),
+        ranks=ranks,
         loader=loader,
         conditioner=Conditioner(spec, null_caption),
         device=device,
@@ -110,41 +113,46 @@ def check_recipe(recipe: TrainRecipe) -> None:
     """
     refused = {
         "model.init_from": recipe.model.init_from,
-        "parallel.deepspeed_config": recipe.parallel.deepspeed_config,
-        "run.precision": "fp16" if recipe.run.precision == "fp16" else "",
-        "parallel.strategy": recipe.parallel.strategy if recipe.parallel.strategy not in ("auto", "single") else "",
     }
     for key, value in refused.items():
         if value:
-            raise RecipeError(f"{key} '{value}': not in this release. It trains from scratch, in one process.")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RecipeError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: this release trains in one process.")
+            raise RecipeError(f"{key} '{value}': not in this release. It trains from scratch.")
 
 
-def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """Dtype of autocast, or None: bf16 where asked for and the GPU has it. A CPU computes bf16 ten times slower."""
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return torch.bfloat16 if precision == "bf16" and has_bf16 else None
-
-
-def begin_or_resume(state: TrainState, run: Path, head: Head | None, warn: Callable[[str], None]) -> None:
+def begin_or_resume(
+    state: TrainState, run: Path, head: Head | None, warn: Callable[[str], None], meeting: Meeting | None = None
+) -> None:
     """Take all state from the newest valid checkpoint of the run, or write the head of a new one.
+
+    The first rank alone reads and writes; it hands on to the others what it has read.
 
     Args:
       head: of the run, None where there is none yet.
       warn: told of damaged checkpoints; they are set aside, never deleted.
+      meeting: with the other ranks, where there are some.
     Raises: RunError: the run was begun with another model or recipe; DamageError: no checkpoint is valid any more.
     """
     if head:
         check_head(run, head, state.recipe, state.extra["spec"])
+    found = _begin(state, run, head, warn) if state.ranks.is_first else None
+    resume = {"step": found.step, "progress": found.progress.model_dump()} if found else None
+    if meeting is not None:
+        resume = meeting.announce(resume)
+    if resume is None:
+        return
+    earlier = contents_read(head.revisions, state.store) if head else ()
+    restore(state, resume["step"], _Progress.model_validate(resume["progress"]), found, earlier=earlier)
+
+
+def _begin(state: TrainState, run: Path, head: Head | None, warn: Callable[[str], None]) -> Loaded | None:
+    """Find the checkpoint to go on from, and write the head of the run."""
     run.mkdir(parents=True, exist_ok=True)
     sweep_strays(run)
     found = newest_valid(state, run, warn)
     head_now = make_head(run, state.recipe, state.extra["spec"], state.store, head, found.step if found else 0)
     write_atomic(run / RUN, canonical_json(head_now.model_dump()))
     write_atomic(run / RECIPE, to_toml(state.recipe).encode())
-    if found:
-        restore(state, found, earlier=contents_read(head.revisions, state.store) if head else ())
+    return found
 
 
 def newest_valid(state: TrainState, run: Path, warn: Callable[[str], None]) -> Loaded | None:
@@ -183,6 +191,7 @@ class _Progress(BaseModel, strict=True):
     spec: dict[str, Any]
     num_images: Annotated[int, Field(ge=0)]
     loader: dict[str, Any]
+    loss_scale: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -192,9 +201,7 @@ class Loaded:
     path: Path
     step: int
     progress: _Progress
-    model: dict[str, Tensor]
-    ema: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    groups: dict[str, dict[str, Tensor]]
 
 
 def load(state: TrainState, path: Path) -> Loaded:
@@ -217,47 +224,63 @@ def load(state: TrainState, path: Path) -> Loaded:
         path=path,
         step=saved.state["step"],
         progress=progress,
-        model=saved.tensors(MODEL, state.model.state_dict()),
-        ema=saved.tensors(EMA, state.ema.state_dict()),
-        optimizer=saved.tensors(OPTIMIZER, expected_tensors(state.model)),
+        groups={group: saved.tensors(group, state.engine.expected(group)) for group in GROUPS},
     )
 
 
-def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str] = ()) -> None:
+def restore(
+    state: TrainState, step: int, progress: _Progress, loaded: Loaded | None, *, earlier: Collection[str] = ()
+) -> None:
     """Take all state from a checkpoint; the place in the data first, since it may be refused.
 
     Args:
+      loaded: the checkpoint, on the first rank.
       earlier: root hashes of the revisions that the run has read; from one that is no longer read, a new pass begins.
     Raises: RunError: the order of batches would be another.
     """
-    state.loader.dataset.load_state_dict(loaded.progress.loader, earlier)
-    state.model.load_state_dict(loaded.model)
-    state.ema.load_state_dict(loaded.ema)
-    load_optimizer_tensors(state.optimizer, state.model, loaded.optimizer)
-    state.step, state.num_images = loaded.step, loaded.progress.num_images
+    state.loader.dataset.load_state_dict(progress.loader, earlier)
+    for group in GROUPS:
+        state.engine.load(group, _handed_on(state, group, loaded.groups[group] if loaded else {}))
+    if progress.loss_scale and state.engine.loss_scale:
+        state.engine.loss_scale.load_state_dict(progress.loss_scale)
+    state.step, state.num_images = step, progress.num_images
+
+
+def _handed_on(state: TrainState, group: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a group on every rank, one after the other, from the first rank."""
+    for name, meta in sorted(state.engine.expected(group).items()):
+        tensor = tensors.get(name)
+        if state.ranks.world_size > 1:
+            empty = torch.empty(meta.shape, dtype=meta.dtype, device=state.device)
+            tensor = empty if tensor is None else tensor.to(state.device)
+            dist.broadcast(tensor, 0)
+        assert tensor is not None
+        yield name, tensor
+
+
+def capture(state: TrainState) -> Captured:
+    """Copy all state into memory; every rank must ask."""
+    groups = gather(state.engine, keep=state.ranks.is_first)
+    progress = _Progress(
+        spec=state.extra["spec"],
+        num_images=state.num_images,
+        loader=state.loader.dataset.state_dict(),
+        loss_scale=state.engine.loss_scale and state.engine.loss_scale.state_dict(),
+    )
+    return Captured(
+        step=state.step,
+        groups=groups,
+        averaged=averaged_weights(groups, state.conditioner.null_caption),
+        progress=progress.model_dump(),
+        extra=state.extra,
+    )
 
 
 def save(state: TrainState, run: Path) -> None:
-    """Write a snapshot and a checkpoint of the current step; older checkpoints go once this one has proven whole.
+    """Write a snapshot and a checkpoint of the current step, and wait until they are there.
 
     Raises: ResourceError: the disk is full; DamageError: it gives back other bytes. The older ones then stay.
     """
-    averaged = {MODEL: {**_buffers(state), **state.ema.state_dict()}}
-    if state.conditioner.null_caption is not None:
-        averaged[NULL_CAPTION] = {"embedding": state.conditioner.null_caption}
-    checkpoint.save(checkpoint.SNAPSHOT, run, state.step, averaged, state.extra)
-    groups = {
-        MODEL: state.model.state_dict(),
-        EMA: state.ema.state_dict(),
-        OPTIMIZER: optimizer_tensors(state.optimizer, state.model),
-    }
-    progress = _Progress(
-        spec=state.extra["spec"], num_images=state.num_images, loader=state.loader.dataset.state_dict()
-    )
-    proven = checkpoint.save(checkpoint.CHECKPOINT, run, state.step, groups, progress.model_dump())
-    checkpoint.prune(run, state.recipe.run.keep_checkpoints, proven=proven)
-
-
-def _buffers(state: TrainState) -> dict[str, Tensor]:
-    saved = state.model.state_dict()
-    return {name: saved[name] for name, _ in state.model.named_buffers() if name in saved}
+    captured = capture(state)
+    if state.ranks.is_first:
+        write(captured, run, state.recipe.run)

@@ -1,0 +1,61 @@
+"""One rank of a training run in a process of its own: a few trainings, one after the other, on tiny models.
+
+RANK=0 WORLD_SIZE=2 ... python rank_main.py '[{"recipe": "dit-s-4", "set": [...], "store": "S", "run": "R"}]'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from leandit.datasets.errors import LeanditError
+from leandit.train.dit import SIZES
+from leandit.train.loop import train
+from leandit.train.meters import StepReport
+from leandit.train.models import PIXART_SIZES
+from leandit.train.stop import StopRequest
+
+
+def main() -> None:
+    """Train all that the first argument says; what is refused goes to stdout as JSON lines."""
+    from making import train_recipe
+
+    torch.set_num_threads(1)
+    SIZES["S"], PIXART_SIZES["pixart-tiny"] = (2, 32, 2), (2, 2, 16, 2)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        dist.init_process_group("gloo")
+    for job in json.loads(sys.argv[1]):
+        overrides = job["set"] + job.get(f"set_{os.environ.get('RANK', '0')}", [])
+        stop = StopRequest()
+
+        def report(figures: StepReport, stop: StopRequest = stop, stop_at: int | None = job.get("stop_at")) -> None:
+            if figures.step == stop_at:
+                stop.set()
+
+        said = None
+        try:
+            outcome = train(
+                train_recipe(job["recipe"], *overrides),
+                store_path=job["store"],
+                run=Path(job["run"]),
+                device=torch.device("cpu"),
+                report=report,
+                stop=stop,
+                warn=lambda line: print(json.dumps({"warn": line}), flush=True),
+            )
+        except LeanditError as error:
+            said = str(error)
+        print(json.dumps({"step": None if said else outcome.step, "error": said}), flush=True)  # pyright: ignore
+    with contextlib.suppress(ValueError):
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()

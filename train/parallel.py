@@ -1,0 +1,293 @@
+"""How ranks share the work of a step, in plain torch: one process, DDP, FSDP2 with full or gradient sharding, HSDP.
+
+What all strategies can do stands in ``Engine``; the loop knows nothing else. Every strategy averages the gradients of
+the ranks, and the losses are sums over a rank's images divided by those of the global batch, so each is multiplied by
+the number of ranks: the update is that of one process with the whole batch, whoever has how many images.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..datasets.errors import RecipeError
+from .checkpoint import EMA, MODEL, OPTIMIZER
+from .config import ParallelSection, TrainRecipe
+from .ema import Ema
+from .models import Denoiser
+from .optimizers import build_optimizer, expected_tensors, load_optimizer_tensors, optimizer_tensors
+from .ranks import Ranks
+from .scaling import LossScale
+
+NORM_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+
+
+class Engine(Protocol):
+    """A model with its optimizer and averages, spread over the ranks in some way."""
+
+    model: Denoiser
+    forward: Callable[..., Tensor]
+    loss_scale: LossScale | None
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward; gradients travel after the last microbatch of a step only."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss that is divided by the images of the global batch."""
+        ...
+
+    def update(self, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
+        """Clip, take one step of the optimizer and move the averages; not where a gradient is not finite.
+
+        Args:
+          grad_clip: largest norm of all gradients together; 0: no clipping.
+        Returns: norm of the gradients before clipping, and 1 where nothing was updated, else 0; on the device.
+        """
+        ...
+
+    def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of MODEL, EMA or OPTIMIZER by name, on every rank one after the other."""
+        ...
+
+    def expected(self, group: str) -> dict[str, Tensor]:
+        """Meta tensors with the names, shapes and dtypes of ``tensors``."""
+        ...
+
+    def load(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole tensors, which every rank has; a sharded engine holds one of them at a time."""
+        ...
+
+
+class TorchEngine:
+    """Everything but DeepSpeed.
+
+    Args:
+      model: on its device, compiled and sharded or not.
+      forward: the model, or what wraps it.
+      ranks: of the run.
+      loss_scale: with float16.
+    """
+
+    def __init__(
+        self,
+        recipe: TrainRecipe,
+        model: Denoiser,
+        forward: Callable[..., Tensor],
+        ranks: Ranks,
+        loss_scale: LossScale | None,
+    ) -> None:
+        self.model, self.forward, self.loss_scale = model, forward, loss_scale
+        self._world_size = ranks.world_size
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = build_optimizer(recipe.optimizer, model)
+        self.ema = Ema(model, recipe.run.ema_decay)
+        # torch's fused optimizers take a scale and a veto from the device; the others have to be told here.
+        self._has_veto = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """See ``Engine``."""
+        if isinstance(self.forward, DistributedDataParallel) and not last:
+            with self.forward.no_sync():
+                yield
+            return
+        if _is_sharded(self.model):
+            self.model.set_requires_gradient_sync(last)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """See ``Engine``."""
+        loss = loss * self._world_size
+        (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
+
+    def update(self, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
+        """See ``Engine``."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        scale = self.loss_scale.scale if self.loss_scale else None
+        norm = whole(torch.nn.utils.get_total_norm(gradients, foreach=True))
+        norm = norm if scale is None else norm / scale
+        skipped = (~norm.isfinite()).float()
+        shrink = (grad_clip / (norm + NORM_EPS)).clamp(max=1) if grad_clip else torch.ones_like(norm)
+        factor = shrink if scale is None else shrink / scale
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self._has_veto:
+            self.optimizer.grad_scale, self.optimizer.found_inf = 1 / factor, skipped  # pyright: ignore
+            self.optimizer.step()
+        else:
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+            if not skipped.item():  # waits for the device
+                self.optimizer.step()
+        if self.loss_scale:
+            self.loss_scale.update(skipped)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.ema.update(self.model)
+        return norm, skipped
+
+    def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
+        """See ``Engine``."""
+        for name, tensor in self._tensors(group).items():
+            yield name, whole(tensor)
+
+    def expected(self, group: str) -> dict[str, Tensor]:
+        """See ``Engine``."""
+        tensors = expected_tensors(self.model) if group == OPTIMIZER else self._tensors(group)
+        return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+
+    def load(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See ``Engine``."""
+        if group == OPTIMIZER:
+            parameters = dict(self.model.named_parameters())
+            placed = {name: like(tensor, parameters[name.rsplit("/", 1)[0]]) for name, tensor in tensors}
+            load_optimizer_tensors(self.optimizer, self.model, placed)
+            return
+        targets = self._tensors(group)
+        with torch.no_grad():
+            for name, tensor in tensors:
+                targets[name].copy_(like(tensor, targets[name]))
+
+    def _tensors(self, group: str) -> dict[str, Tensor]:
+        if group == MODEL:
+            return self.model.state_dict()
+        return self.ema.state_dict() if group == EMA else optimizer_tensors(self.optimizer, self.model)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that every rank has all of; of a sharded one, all ranks must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, target: Tensor) -> Tensor:
+    """A whole tensor, placed as another one of its shape is: on its device, or each rank its part."""
+    if isinstance(target, DTensor) and tensor.shape == target.shape:
+        local = target.to_local().device
+        return distribute_tensor(tensor.to(local), target.device_mesh, target.placements, src_data_rank=None)
+    return tensor.to(target.device) if tensor.shape == target.shape else tensor
+
+
+def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: torch.device) -> Engine:
+    """Spread a model over the ranks as the recipe says.
+
+    Args:
+      model: float32, on the CPU, the same on every rank.
+    Raises: RecipeError: the strategy does not fit the number of ranks.
+    """
+    section, dtype = recipe.parallel, autocast_dtype(recipe.run.precision, device)
+    strategy = choose_strategy(section, ranks)
+    if strategy == "deepspeed":
+        from .deepspeed_engine import DeepSpeedEngine  # an optional library, which takes seconds to import
+
+        return DeepSpeedEngine(recipe, model.to(device), ranks, device)
+    if recipe.run.compile and device.type == "cuda":
+        for block in model.blocks:
+            # Of the forward alone: the hooks of FSDP stay outside of the graph, and parameters keep their names.
+            block.forward = torch.compile(block.forward, dynamic=False)
+    forward: nn.Module = model
+    if strategy in ("fsdp", "hsdp"):
+        shard(model, section, ranks, device, dtype)
+    else:
+        model.to(device)
+    if strategy == "ddp":
+        forward = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
+    scales_on = torch.device("cpu") if section.cpu_offload else device
+    return TorchEngine(recipe, model, forward, ranks, LossScale(scales_on) if dtype == torch.float16 else None)
+
+
+def choose_strategy(section: ParallelSection, ranks: Ranks) -> str:
+    """The strategy of a run; "auto" is one process, DDP where there are more, DeepSpeed where its config is given.
+
+    Raises: RecipeError: the strategy does not fit the number of ranks.
+    """
+    asked, world_size = section.strategy, ranks.world_size
+    if asked == "auto":
+        asked = "deepspeed" if section.deepspeed_config else "single" if world_size == 1 else "ddp"
+    if asked == "single" and world_size > 1:
+        raise RecipeError(f"parallel.strategy 'single': {world_size} ranks were started. Use 'ddp', 'fsdp' or 'hsdp'.")
+    if asked in ("ddp", "fsdp", "hsdp") and world_size == 1:
+        raise RecipeError(
+            f"parallel.strategy '{asked}': there is one rank. Start more, as 'torchrun --nproc-per-node 8 --no-python "
+            "leandit train ...', or use 'auto'."
+        )
+    if (asked == "deepspeed") != bool(section.deepspeed_config):
+        raise RecipeError(
+            f"parallel.strategy '{asked}' with parallel.deepspeed_config '{section.deepspeed_config}': needed both, "
+            "'deepspeed' and the path of a ds_config.json, or neither."
+        )
+    if section.cpu_offload and asked not in ("fsdp", "hsdp"):
+        raise RecipeError(
+            f"parallel.cpu_offload: strategy '{asked}' keeps all on the GPU. Use 'fsdp' or 'hsdp', or a ds_config.json "
+            "that offloads."
+        )
+    if asked == "hsdp":
+        _replicas(section, ranks)
+    return asked
+
+
+def _replicas(section: ParallelSection, ranks: Ranks) -> int:
+    replicas = section.replicas or ranks.num_machines
+    if ranks.world_size % replicas or not 1 < replicas < ranks.world_size:
+        raise RecipeError(
+            f"parallel.replicas {section.replicas}: {ranks.world_size} ranks on {ranks.num_machines} machines are not "
+            f"{replicas} groups of equally many ranks, two or more. Set parallel.replicas, or use 'fsdp'."
+        )
+    return replicas
+
+
+def shard(
+    model: Denoiser, section: ParallelSection, ranks: Ranks, device: torch.device, dtype: torch.dtype | None
+) -> None:
+    """Shard each block, then what is left of the model, over the ranks (FSDP2); it moves to the device meanwhile.
+
+    Blocks are gathered in the dtype that they compute in, and their gradients summed in float32; what is outside of
+    them is small, and stays float32, as the time embedding needs it.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    settings: dict[str, Any] = {
+        "mesh": _mesh(section, ranks, device),
+        "reshard_after_forward": section.shard == "full",
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        if section.cpu_offload
+        else OffloadPolicy(),
+    }
+    low = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if dtype else MixedPrecisionPolicy()
+    for block in model.blocks:
+        fully_shard(block, mp_policy=low, **settings)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **settings)
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer.to(device))
+
+
+def _mesh(section: ParallelSection, ranks: Ranks, device: torch.device) -> DeviceMesh:
+    if section.strategy == "hsdp":
+        replicas = _replicas(section, ranks)
+        shape = (replicas, ranks.world_size // replicas)
+        return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (ranks.world_size,), mesh_dim_names=("shard",))
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return hasattr(model, "set_requires_gradient_sync")
+
+
+def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    """Dtype of autocast, or None: bf16 where asked for and the GPU has it. A CPU computes bf16 ten times slower."""
+    if precision == "fp16":
+        return torch.float16
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if precision == "bf16" and has_bf16 else None

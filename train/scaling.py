@@ -1,0 +1,51 @@
+"""The loss scale of float16: it lifts small gradients to what 16 bits can hold; updates that overflow are left out.
+
+All of it stays on the device: torch's GradScaler waits for the device at every step with most optimizers.
+
+Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FIRST_SCALE = 2.0**16
+GROWTH, BACKOFF = 2.0, 0.5
+GROWTH_STEPS = 2000  # good updates in a row, then the scale grows
+SMALLEST_SCALE = 2.0**-10  # below it nothing is lifted any more: the model itself overflows
+
+
+class LossScale:
+    """A power of two that the loss is multiplied by, and the gradients are divided by.
+
+    Args:
+      device: of the gradients.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), FIRST_SCALE, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def update(self, found_inf: Tensor) -> None:
+        """Halve the scale after an overflow, double it after many updates without.
+
+        Args:
+          found_inf: () float32, 1 where a gradient was not finite, else 0.
+        """
+        torch._amp_update_scale_(self.scale, self._good_steps, found_inf, GROWTH, BACKOFF, GROWTH_STEPS)
+
+    def value(self) -> float:
+        """The scale, from the device."""
+        return self.scale.item()
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values; the scale is a power of two, so exact."""
+        return {"scale": self.value(), "good_steps": int(self._good_steps.item())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo ``state_dict``."""
+        self.scale.fill_(state["scale"])
+        self._good_steps.fill_(state["good_steps"])
