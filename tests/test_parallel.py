@@ -90,6 +90,7 @@ TWO = {
     "fsdp-gradient": ["parallel.strategy=fsdp", "parallel.shard=gradient"],
     "fsdp-offload": ["parallel.strategy=fsdp", "parallel.cpu_offload=true"],
 }
+ZERO = {f"zero-{stage}": [f"parallel.deepspeed_config={{folder}}/zero-{stage}.json"] for stage in (1, 2, 3)}
 FOUR = {"hsdp": ["parallel.strategy=hsdp", "parallel.replicas=2"]}
 
 
@@ -105,21 +106,26 @@ def one(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> P
 def runs(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """20 steps with each strategy."""
     folder = tmp_path_factory.mktemp("many")
-    made = {name: folder / name for name in (*TWO, *FOUR)}
-    for strategies, world_size in ((TWO, 2), (FOUR, 4)):
-        jobs = [job(label_store, made[name], *overrides) for name, overrides in strategies.items()]
+    made = {name: folder / name for name in (*TWO, *ZERO, *FOUR)}
+    for stage in (1, 2, 3):
+        config = {"zero_optimization": {"stage": stage}, "gradient_clipping": "auto", "train_batch_size": "auto"}
+        (folder / f"zero-{stage}.json").write_text(json.dumps(config))
+    for strategies, world_size in ((TWO | ZERO, 2), (FOUR, 4)):
+        jobs = []
+        for name, overrides in strategies.items():
+            jobs.append(job(label_store, made[name], *(entry.format(folder=folder) for entry in overrides)))
         for said in run_ranks(jobs, world_size):
             assert [line["step"] for line in said] == [STEPS] * len(jobs)
     return made
 
 
-@pytest.mark.parametrize("name", [*TWO, *FOUR])
+@pytest.mark.parametrize("name", [*TWO, *ZERO, *FOUR])
 def test_the_losses_are_those_of_one_process(name: str, one: Path, runs: dict[str, Path]) -> None:
     assert len(losses(runs[name])) == STEPS
     assert losses(runs[name]) == pytest.approx(losses(one), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [*TWO, *FOUR])
+@pytest.mark.parametrize("name", [*TWO, *ZERO, *FOUR])
 def test_a_checkpoint_has_the_names_and_shapes_of_one_process(name: str, one: Path, runs: dict[str, Path]) -> None:
     for folder in ("checkpoint-20", "snapshot-20"):
         for path in sorted((one / folder).glob("*.safetensors")):

@@ -40,7 +40,7 @@ def train(
         raise RecipeError("train: needed --store PATH and --run PATH (or --dry-run).")
     from ..train.loop import train as train_run
     from ..train.meters import StepReport
-    from ..train.state import autocast_dtype
+    from ..train.precision import autocast_dtype
     from .progress import ProgressLine
 
     stop: StopRequest = context.obj

@@ -25,7 +25,8 @@ from ..precompute.picture_plan import num_threads, picture_table, plan_pictures
 from ..precompute.sources import list_source
 from ..train.config import TrainRecipe
 from ..train.models import build_model, check_model_name, check_sizes, model_spec
-from ..train.state import autocast_dtype, check_recipe
+from ..train.precision import autocast_dtype
+from ..train.state import check_recipe
 from .prediction import StoreBytes, predict_lines
 from .progress import ProgressLine
 

@@ -24,6 +24,12 @@ class Ema:
         weights, parameters = list(self.weights.values()), [p.detach() for p in model.parameters()]
         torch._foreach_lerp_(weights, parameters, 1 - self.decay)  # pyright: ignore[reportPrivateImportUsage]
 
+    @torch.no_grad()
+    def copy_from(self, model: nn.Module) -> None:
+        """Begin anew from the parameters of the model."""
+        for weight, parameter in zip(self.weights.values(), model.parameters(), strict=True):
+            weight.copy_(parameter)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The averaged weights by parameter name."""
         return self.weights

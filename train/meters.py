@@ -18,8 +18,8 @@ from torch import Tensor
 from ..datasets.errors import RunError
 from ..datasets.files import write_atomic
 from ..datasets.store import LatentStore
+from .precision import SMALLEST_SCALE
 from .ranks import Meeting
-from .scaling import SMALLEST_SCALE
 
 METRICS = "metrics.jsonl"
 MOST_NAMED = 5  # records in a message

@@ -24,10 +24,26 @@ from .config import ParallelSection, TrainRecipe
 from .ema import Ema
 from .models import Denoiser
 from .optimizers import build_optimizer, expected_tensors, load_optimizer_tensors, optimizer_tensors
+from .precision import LossScale, autocast_dtype
 from .ranks import Ranks
-from .scaling import LossScale
 
 NORM_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+
+
+class Scale(Protocol):
+    """A loss scale, as the loop and the checkpoint see it."""
+
+    def value(self) -> float:
+        """The scale."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo ``state_dict``."""
+        ...
 
 
 class Engine(Protocol):
@@ -35,7 +51,7 @@ class Engine(Protocol):
 
     model: Denoiser
     forward: Callable[..., Tensor]
-    loss_scale: LossScale | None
+    loss_scale: Scale | None
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward; gradients travel after the last microbatch of a step only."""
@@ -283,11 +299,3 @@ def _mesh(section: ParallelSection, ranks: Ranks, device: torch.device) -> Devic
 
 def _is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")
-
-
-def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """Dtype of autocast, or None: bf16 where asked for and the GPU has it. A CPU computes bf16 ten times slower."""
-    if precision == "fp16":
-        return torch.float16
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return torch.bfloat16 if precision == "bf16" and has_bf16 else None

@@ -28,7 +28,8 @@ from .config import TrainRecipe
 from .data import build_loader
 from .head import RUN, Head, check_head, contents_read, make_head
 from .models import Conditioner, ModelSpec, build_model, check_sizes, model_spec
-from .parallel import Engine, autocast_dtype, build_engine
+from .parallel import Engine, build_engine
+from .precision import autocast_dtype
 from .ranks import ALONE, Meeting, Ranks
 from .saving import Captured, averaged_weights, gather, write
 

@@ -1,5 +1,6 @@
-"""The loss scale of float16: it lifts small gradients to what 16 bits can hold; updates that overflow are left out.
+"""The dtype of forward and backward, and the loss scale of float16.
 
+The scale lifts small gradients to what 16 bits can hold; updates that overflow are left out.
 All of it stays on the device: torch's GradScaler waits for the device at every step with most optimizers.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
@@ -49,3 +50,11 @@ class LossScale:
         """Undo ``state_dict``."""
         self.scale.fill_(state["scale"])
         self._good_steps.fill_(state["good_steps"])
+
+
+def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    """Dtype of autocast, or None: bf16 where asked for and the GPU has it. A CPU computes bf16 ten times slower."""
+    if precision == "fp16":
+        return torch.float16
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if precision == "bf16" and has_bf16 else None

@@ -1,0 +1,314 @@
+"""The engine of DeepSpeed behind our ``Engine``: ZeRO 1, 2 and 3, with what else the user's ds_config.json asks for.
+
+The config is DeepSpeed's own; what the recipe says as well may stand there as "auto", and must else be the same.
+Averages follow the float32 partitions that ZeRO gives each rank, so they are sharded as the optimizer is. Checkpoints
+are ours, not DeepSpeed's: whole tensors by name, which every other strategy reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..datasets.errors import RecipeError
+from .checkpoint import EMA, MODEL
+from .config import TrainRecipe
+from .ema import Ema
+from .models import Denoiser
+from .optimizers import build_optimizer
+from .precision import autocast_dtype
+from .ranks import Ranks
+
+ADAM_NAMES = ("adam", "adamw")  # of DeepSpeed: their state has our names
+SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class _Partitions:
+    """What ``Ema`` takes for a model: the float32 partitions of this rank."""
+
+    def __init__(self, partitions: list[Tensor]) -> None:
+        self.partitions = partitions
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((str(number), partition) for number, partition in enumerate(self.partitions))
+
+    def parameters(self) -> Iterator[Tensor]:
+        yield from self.partitions
+
+
+class DeepSpeedScale:
+    """DeepSpeed's own loss scale, as the loop and the checkpoint see it."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    def value(self) -> float:
+        """The scale."""
+        return float(self._scaler.cur_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values; a scale that does not move has fewer."""
+        return {name: getattr(self._scaler, name) for name in SCALER_FIELDS if hasattr(self._scaler, name)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo ``state_dict``; of what another strategy wrote, the scale alone is taken."""
+        state = {"cur_scale": state["scale"]} if "scale" in state else state
+        for name, value in state.items():
+            setattr(self._scaler, name, value)
+
+
+class DeepSpeedEngine:
+    """A model in DeepSpeed's hands.
+
+    Args:
+      model: float32, on its device, the same on every rank.
+    Raises: RecipeError: the config cannot be read, contradicts the recipe, or asks for what we cannot save.
+    """
+
+    def __init__(self, recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: torch.device) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu" if device.type == "cpu" else "cuda")
+        dtype = autocast_dtype(recipe.run.precision, device)
+        config = resolve_config(read_config(recipe.parallel.deepspeed_config), recipe, dtype)
+        import deepspeed
+        from deepspeed.utils import logger
+
+        logger.setLevel(logging.WARNING)
+        own = None if "optimizer" in config else build_optimizer(recipe.optimizer, model)
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=own,
+            model_parameters=None if own else model.parameters(),
+            config=config,
+            dist_init_required=False,
+        )
+        self.model, self.forward = model, self._engine
+        self._world_size, self._device = ranks.world_size, device
+        self._stage = config["zero_optimization"]["stage"]
+        self._zero = self._engine.optimizer
+        self._zero.check_grad_overflow = True  # in every precision: an update with NaN is left out
+        self.loss_scale = DeepSpeedScale(self._zero.loss_scaler) if dtype == torch.float16 else None
+        name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
+        self._partitions = _Partitions([partition.detach() for partition in getattr(self._zero, name)])
+        self.ema = Ema(self._partitions, recipe.run.ema_decay)
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """See ``Engine``."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """See ``Engine``."""
+        self._engine.backward(loss * self._world_size)
+
+    def update(self, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
+        """See ``Engine``; clips as the config says, which ``resolve_config`` has made what the recipe says."""
+        for group in self._zero.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        self.ema.update(self._partitions)
+        norm = self._engine.get_global_grad_norm()
+        applied = self._engine.was_step_applied()
+        norm = torch.as_tensor(float("nan") if norm is None else norm, dtype=torch.float32, device=self._device)
+        return norm.reshape(()), torch.tensor(float(not applied), device=self._device)
+
+    def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
+        """See ``Engine``."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        parameters = dict(self.model.named_parameters())
+        if group == MODEL:
+            yield from ((name, buffer) for name, buffer in self.model.state_dict().items() if name not in parameters)
+        averaged = self._averages_in_place() if group == EMA else contextlib.nullcontext()
+        with averaged:
+            for name, parameter in parameters.items():
+                if group in (MODEL, EMA):
+                    yield name, _needed(safe_get_full_fp32_param(parameter), name).view(_shape(parameter))
+                    continue
+                for field in ("exp_avg", "exp_avg_sq"):
+                    tensor = _needed(safe_get_full_optimizer_state(parameter, field), name)
+                    yield f"{name}/{field}", tensor.view(_shape(parameter))
+                yield f"{name}/step", torch.tensor(float(self._step))
+
+    def expected(self, group: str) -> dict[str, Tensor]:
+        """See ``Engine``."""
+        shapes = {name: _shape(parameter) for name, parameter in self.model.named_parameters()}
+        if group in (MODEL, EMA):
+            found = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+            buffers = self.model.state_dict() if group == MODEL else {}
+            return found | {n: torch.empty_like(t, device="meta") for n, t in buffers.items() if n not in shapes}
+        found = {}
+        for name, shape in shapes.items():
+            found |= {f"{name}/{field}": torch.empty(shape, device="meta") for field in ("exp_avg", "exp_avg_sq")}
+            found[f"{name}/step"] = torch.empty((), device="meta")
+        return found
+
+    def load(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See ``Engine``."""
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        parameters = dict(self.model.named_parameters())
+        if group == EMA:
+            kept = [partition.clone() for partition in self._partitions.parameters()]
+            for name, tensor in tensors:
+                self._set_master(parameters[name], tensor)
+            self.ema.copy_from(self._partitions)
+            for partition, was in zip(self._partitions.parameters(), kept, strict=True):
+                partition.copy_(was)
+            return
+        for name, tensor in tensors:
+            if group == MODEL:
+                self._set_weight(name, tensor, parameters)
+                continue
+            name, field = name.rsplit("/", 1)
+            if field == "step":
+                self._step = tensor.item()
+            else:
+                safe_set_full_optimizer_state(parameters[name], tensor.to(self._device), field)
+
+    def _set_weight(self, name: str, tensor: Tensor, parameters: Mapping[str, Tensor]) -> None:
+        import deepspeed
+
+        with torch.no_grad():
+            if name not in parameters:
+                self.model.state_dict()[name].copy_(tensor)
+                return
+            self._set_master(parameters[name], tensor)
+            gathered = [parameters[name]] if self._stage == 3 else []
+            with deepspeed.zero.GatheredParameters(gathered, modifier_rank=0 if gathered else None):
+                parameters[name].data.copy_(tensor)
+
+    def _set_master(self, parameter: Tensor, tensor: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        safe_set_full_fp32_param(parameter, tensor.to(self._device))
+
+    @contextlib.contextmanager
+    def _averages_in_place(self) -> Iterator[None]:
+        """The float32 partitions hold the averages meanwhile."""
+        partitions = list(self._partitions.parameters())
+        kept = [partition.clone() for partition in partitions]
+        for partition, average in zip(partitions, self.ema.state_dict().values(), strict=True):
+            partition.copy_(average)
+        try:
+            yield
+        finally:
+            for partition, was in zip(partitions, kept, strict=True):
+                partition.copy_(was)
+
+    @property
+    def _step(self) -> float:
+        """Updates that the optimizer has made."""
+        inner = self._zero.optimizer
+        for state in inner.state.values():
+            if "step" in state:
+                return float(state["step"])
+        return float(inner.param_groups[0].get("step", 0))
+
+    @_step.setter
+    def _step(self, value: float) -> None:
+        inner = self._zero.optimizer
+        for state in inner.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].fill_(value)
+            elif "step" in state:
+                state["step"] = int(value)
+        for group in inner.param_groups:
+            if "step" in group:
+                group["step"] = int(value)
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Read a ds_config.json.
+
+    Raises: RecipeError: there is none, or it is no JSON object.
+    """
+    try:
+        config = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"parallel.deepspeed_config '{path}': cannot be read ({error}).") from error
+    if not isinstance(config, dict):
+        raise RecipeError(f"parallel.deepspeed_config '{path}': needed a JSON object, got {type(config).__name__}.")
+    return config
+
+
+def resolve_config(config: dict[str, Any], recipe: TrainRecipe, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The config as DeepSpeed gets it: what is "auto" or missing comes from the recipe, what contradicts it is refused.
+
+    Batches are cut and gradients summed by our loop, so DeepSpeed is told of single microbatches.
+
+    Args:
+      dtype: of the autocast, None for float32.
+    Raises: RecipeError: naming the key.
+    """
+    config = json.loads(json.dumps(config))
+    zero = config.setdefault("zero_optimization", {})
+    if zero.get("stage") not in (1, 2, 3):
+        raise RecipeError(
+            f"ds_config.json: zero_optimization.stage is {zero.get('stage')!r}, needed 1, 2 or 3. Without sharding use "
+            "parallel.strategy 'ddp'."
+        )
+    for part in ("offload_param", "offload_optimizer"):
+        if zero.get(part, {}).get("device") == "nvme":
+            raise RecipeError(f"ds_config.json: zero_optimization.{part}.device 'nvme': only 'cpu' can be saved.")
+    if any(zero.get(part, {}).get("device", "none") != "none" for part in ("offload_param", "offload_optimizer")):
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+    name = str(config.get("optimizer", {}).get("type", recipe.optimizer.name)).lower()
+    if name not in ADAM_NAMES:
+        raise RecipeError(f"optimizer '{name}' with DeepSpeed: needed 'adamw'; others with parallel.strategy 'fsdp'.")
+    wanted: dict[str, Any] = {
+        "gradient_clipping": recipe.run.grad_clip,
+        "fp16.enabled": dtype == torch.float16,
+        "train_micro_batch_size_per_gpu": recipe.run.microbatch or recipe.run.global_batch,
+        "train_batch_size": recipe.run.global_batch,
+        "optimizer.params.lr": recipe.optimizer.lr,
+        "optimizer.params.betas": recipe.optimizer.betas,
+        "optimizer.params.weight_decay": recipe.optimizer.weight_decay,
+    }
+    for key, value in wanted.items():
+        _settle(config, key, value)
+    bf16 = config.get("bf16", {}).get("enabled", False)
+    if bf16 == "auto":
+        config["bf16"]["enabled"] = dtype == torch.bfloat16
+    elif bf16 and dtype != torch.bfloat16:
+        raise RecipeError(
+            f"ds_config.json: bf16.enabled is true, run.precision is '{recipe.run.precision}'. Use 'auto'."
+        )
+    for key in ("train_batch_size", "gradient_accumulation_steps"):
+        config.pop(key, None)
+    return config | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+
+
+def _settle(config: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value of the recipe where the config says "auto"; in the section fp16 and for clipping also where it says
+    nothing."""
+    *sections, leaf = key.split(".")
+    for section in sections:
+        if section not in config and section != "fp16":
+            return
+        config = config.setdefault(section, {})
+    if config.get(leaf, "auto") == "auto":
+        if leaf in config or leaf in ("enabled", "gradient_clipping"):
+            config[leaf] = value
+    elif config[leaf] != value:
+        raise RecipeError(
+            f'ds_config.json: {key} is {config[leaf]!r}, by the recipe it is {value!r}. Write "auto" there, or make '
+            "them equal."
+        )
+
+
+def _shape(parameter: Tensor) -> torch.Size:
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _needed(tensor: Tensor | None, name: str) -> Tensor:
+    assert tensor is not None, f"DeepSpeed gives no state of '{name}'"
+    return tensor
