@@ -9,17 +9,33 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from leandit.datasets.errors import LeanditError
+from leandit.datasets.reader import Batch
+from leandit.train import loop
 from leandit.train.dit import SIZES
 from leandit.train.loop import train
-from leandit.train.meters import StepReport
+from leandit.train.meters import StepReport, Trace
 from leandit.train.models import PIXART_SIZES
+from leandit.train.state import TrainState
 from leandit.train.stop import StopRequest
+
+
+def fail_at(step: int) -> None:
+    """Let this rank fail after a step."""
+
+    def made(state: TrainState, batch: Batch, take: Callable[..., Trace] = loop.train_step) -> Trace:
+        trace = take(state, batch)
+        if state.step == step:
+            raise ValueError("a disk that is full")
+        return trace
+
+    loop.train_step = made
 
 
 def main() -> None:
@@ -30,19 +46,23 @@ def main() -> None:
     SIZES["S"], PIXART_SIZES["pixart-tiny"] = (2, 32, 2), (2, 2, 16, 2)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         dist.init_process_group("gloo")
+    rank = os.environ.get("RANK", "0")
     for job in json.loads(sys.argv[1]):
-        overrides = job["set"] + job.get(f"set_{os.environ.get('RANK', '0')}", [])
+        overrides = job["set"] + job.get(f"set_{rank}", [])
         stop = StopRequest()
 
         def report(figures: StepReport, stop: StopRequest = stop, stop_at: int | None = job.get("stop_at")) -> None:
             if figures.step == stop_at:
                 stop.set()
 
+        if at := job.get(f"fail_{rank}"):
+            fail_at(at)
+
         said = None
         try:
             outcome = train(
                 train_recipe(job["recipe"], *overrides),
-                store_path=job["store"],
+                store_path=job.get(f"store_{rank}", job["store"]),
                 run=Path(job["run"]),
                 device=torch.device("cpu"),
                 report=report,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +202,98 @@ def test_an_environment_that_says_nonsense_is_refused(changes: dict[str, str | N
     environment = {k: v for k, v in (PLACES["torchrun"] | MEETING | changes).items() if v is not None}
     with pytest.raises(RecipeError, match=message):
         read_ranks(environment)
+
+
+# checkpoint of -> resumed with, at how many ranks
+CHAIN = [("one", "fsdp", 2), ("fsdp", "zero-3", 2), ("zero-3", "ddp", 2), ("ddp", "zero-1", 2), ("zero-1", "one", 1)]
+
+
+def at_ten(run: Path, copy: Path) -> Path:
+    """A run as it was after ten steps."""
+    copy.mkdir()
+    shutil.copy(run / "run.json", copy)
+    shutil.copytree(run / "checkpoint-10", copy / "checkpoint-10")
+    return copy
+
+
+def test_a_checkpoint_of_one_strategy_resumes_in_another(
+    one: Path, runs: dict[str, Path], label_store: LatentStore, tmp_path: Path
+) -> None:
+    strategies, all_runs, jobs = TWO | ZERO, {"one": one} | runs, []
+    for was, now, world_size in CHAIN:
+        run = at_ten(all_runs[was], tmp_path / f"{was} to {now}")
+        if world_size == 1:
+            alone(label_store, run)
+        else:
+            settings = (entry.format(folder=runs["ddp"].parent) for entry in strategies[now])
+            jobs.append(job(label_store, run, *settings))
+    for said in run_ranks(jobs, 2):
+        assert [line["step"] for line in said] == [STEPS] * len(jobs)
+    for was, now, _ in CHAIN:
+        assert losses(tmp_path / f"{was} to {now}") == pytest.approx(losses(one)[10:], abs=1e-5), (was, now)
+
+
+@pytest.mark.parametrize("was", ["fsdp", "hsdp"])
+def test_a_sharded_checkpoint_resumes_in_one_process_bit_for_bit_as_often_as_one_likes(
+    was: str, runs: dict[str, Path], label_store: LatentStore, tmp_path: Path
+) -> None:
+    found = [alone(label_store, at_ten(runs[was], tmp_path / str(i))) for i in range(2)]
+    assert found[0] == found[1]
+    assert len(found[0]) == STEPS - 10
+
+
+def test_ranks_with_other_settings_or_another_store_are_refused_at_start(
+    label_store: LatentStore, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    jobs = [
+        job(label_store, tmp_path / "a", set_1=["optimizer.lr=2e-3"]),
+        job(label_store, tmp_path / "b", store_1=str(caption_store.path)),
+    ]
+    for said in run_ranks(jobs, 2):
+        assert "rank 1: optimizer.lr is 0.002, that of rank 0 is 0.001. Start all ranks" in said[0]["error"]
+        assert "rank 1: root hash is" in said[1]["error"]
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_stop_on_one_rank_stops_all_after_the_same_step_and_the_run_goes_on(
+    one: Path, label_store: LatentStore, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    jobs = [job(label_store, run, stop_at=5), job(label_store, run)]
+    for said in run_ranks(jobs, 2):
+        assert [line["step"] for line in said if "step" in line] == [6, STEPS]  # known to all a step later
+    assert losses(run) == pytest.approx(losses(one), abs=1e-5)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dead_rank_ends_the_others_within_a_minute_with_its_name(
+    victim: int, label_store: LatentStore, tmp_path: Path
+) -> None:
+    ranks = start_ranks([job(label_store, tmp_path / "run", "run.steps=100000")], 2)
+    wait_for(tmp_path / "run/metrics.jsonl", ranks)
+    ranks[victim].kill()
+    killed = time.monotonic()
+    out, _ = ranks[1 - victim].communicate(timeout=90)
+    assert time.monotonic() - killed < 60
+    assert ranks[1 - victim].returncode == 5
+    said = [json.loads(line)["warn"] for line in out.splitlines() if "warn" in line]
+    assert f"rank {victim}" in said[-1]
+    assert "start the same command again" in said[-1]
+    ranks[victim].communicate()
+
+
+def test_a_rank_that_fails_alone_ends_the_others_with_its_message(label_store: LatentStore, tmp_path: Path) -> None:
+    ranks = start_ranks([job(label_store, tmp_path / "run", "run.steps=100000", fail_1=5)], 2)
+    ended = [rank.communicate(timeout=90) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [5, 1]
+    said = [json.loads(line)["warn"] for line in ended[0][0].splitlines() if "warn" in line]
+    assert "rank 1" in said[-1]
+    assert "ended: a disk that is full" in said[-1]
+
+
+def wait_for(path: Path, ranks: list[subprocess.Popen[str]]) -> None:
+    """Until a file has content."""
+    deadline = time.monotonic() + 120
+    while not (path.is_file() and path.stat().st_size):
+        assert time.monotonic() < deadline, [rank.poll() for rank in ranks]
+        time.sleep(0.1)

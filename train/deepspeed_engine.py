@@ -90,13 +90,14 @@ class DeepSpeedEngine:
             dist_init_required=False,
         )
         self.model, self.forward = model, self._engine
-        self._world_size, self._device = ranks.world_size, device
+        self._rank, self._world_size, self._device = ranks.rank, ranks.world_size, device
         self._stage = config["zero_optimization"]["stage"]
         self._zero = self._engine.optimizer
         self._zero.check_grad_overflow = True  # in every precision: an update with NaN is left out
         self.loss_scale = DeepSpeedScale(self._zero.loss_scaler) if dtype == torch.float16 else None
         name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
-        self._partitions = _Partitions([partition.detach() for partition in getattr(self._zero, name)])
+        self._masters = list(getattr(self._zero, name))  # float32, flat: this rank's part of all parameters
+        self._partitions = _Partitions([partition.detach() for partition in self._masters])
         self.ema = Ema(self._partitions, recipe.run.ema_decay)
 
     @contextlib.contextmanager
@@ -153,8 +154,6 @@ class DeepSpeedEngine:
 
     def load(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine``."""
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         parameters = dict(self.model.named_parameters())
         if group == EMA:
             kept = [partition.clone() for partition in self._partitions.parameters()]
@@ -168,11 +167,12 @@ class DeepSpeedEngine:
             if group == MODEL:
                 self._set_weight(name, tensor, parameters)
                 continue
+            self._begin_optimizer()
             name, field = name.rsplit("/", 1)
             if field == "step":
                 self._step = tensor.item()
             else:
-                safe_set_full_optimizer_state(parameters[name], tensor.to(self._device), field)
+                self._set_state(parameters[name], tensor, field)
 
     def _set_weight(self, name: str, tensor: Tensor, parameters: Mapping[str, Tensor]) -> None:
         import deepspeed
@@ -187,9 +187,45 @@ class DeepSpeedEngine:
                 parameters[name].data.copy_(tensor)
 
     def _set_master(self, parameter: Tensor, tensor: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param
+        from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 
-        safe_set_full_fp32_param(parameter, tensor.to(self._device))
+        if self._stage < 3:
+            safe_set_full_fp32_param(parameter, tensor.to(self._device))
+        else:
+            part = self._part(tensor, _needed(safe_get_local_fp32_param(parameter), "a parameter"))
+            safe_set_local_fp32_param(parameter, part)
+
+    def _set_state(self, parameter: Tensor, tensor: Tensor, field: str) -> None:
+        from deepspeed.utils import (
+            safe_get_local_optimizer_state,
+            safe_set_full_optimizer_state,
+            safe_set_local_optimizer_state,
+        )
+
+        if self._stage < 3:
+            safe_set_full_optimizer_state(parameter, tensor.to(self._device), field)
+        else:
+            part = self._part(tensor, _needed(safe_get_local_optimizer_state(parameter, field), field))
+            safe_set_local_optimizer_state(parameter, part, field)
+
+    def _part(self, tensor: Tensor, local: Tensor) -> Tensor:
+        """What of a whole tensor this rank has with ZeRO-3; DeepSpeed's own cut fails where ranks do not divide it."""
+        flat = tensor.flatten().to(local.device)
+        padded = torch.nn.functional.pad(flat, (0, local.numel() * self._world_size - flat.numel()))
+        return padded.narrow(0, local.numel() * self._rank, local.numel()).view_as(local)
+
+    def _begin_optimizer(self) -> None:
+        """Make the optimizer's state as its first step would, so that there is something to fill."""
+        from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+        inner = self._zero.optimizer
+        for partition in self._masters:
+            if not inner.state[partition]:
+                zeros = {field: torch.zeros_like(partition) for field in ("exp_avg", "exp_avg_sq")}
+                inner.state[partition].update(step=torch.tensor(0.0), **zeros)
+        if self._stage < 3:
+            for group, partition in zip(self._zero.bit16_groups, self._masters, strict=True):
+                lazy_init_hp_params_optimizer_state(group, partition, inner.state)
 
     @contextlib.contextmanager
     def _averages_in_place(self) -> Iterator[None]:

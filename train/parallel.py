@@ -8,6 +8,7 @@ the number of ranks: the update is that of one process with the whole batch, who
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -213,12 +214,14 @@ def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: tor
     else:
         model.to(device)
     if strategy == "ddp":
-        forward = DistributedDataParallel(
-            model,
-            device_ids=[device] if device.type == "cuda" else None,
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is in no 2.10 yet
+            forward = DistributedDataParallel(
+                model,
+                device_ids=[device] if device.type == "cuda" else None,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+            )
     scales_on = torch.device("cpu") if section.cpu_offload else device
     return TorchEngine(recipe, model, forward, ranks, LossScale(scales_on) if dtype == torch.float16 else None)
 
