@@ -69,6 +69,19 @@ def torch_device(name: str) -> Any:
     return device
 
 
+def rank_device(name: str, local_rank: int | None) -> Any:
+    """The device of a rank: of the GPUs of its machine the one with its number, unless ``--device`` says another.
+
+    Args:
+      local_rank: number of the rank on its machine; None where there is one rank.
+    Raises: as ``torch_device``.
+    """
+    device = torch_device(name)
+    if local_rank is None or device.type != "cuda" or device.index is not None:
+        return device
+    return torch_device(f"cuda:{local_rank}")
+
+
 def torch_devices(names: str) -> list[Any]:
     """The devices that ``--device`` names where it may name several.
 

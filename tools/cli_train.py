@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..datasets.errors import RecipeError
+from ..datasets.errors import LeanditError, RecipeError
 from ..train.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest
-from .cli_options import AsJson, Device, DryRun, Overrides, print_rows, torch_device
+from .cli_options import AsJson, Device, DryRun, Overrides, print_rows, rank_device, torch_device
+
+if TYPE_CHECKING:  # torch takes a second to import
+    import torch
+
+    from ..train.config import TrainRecipe
+    from ..train.meters import StepReport
+    from ..train.ranks import Ranks
 
 
 def train(
@@ -38,28 +46,50 @@ def train(
         return
     if store is None or run is None:
         raise RecipeError("train: needed --store PATH and --run PATH (or --dry-run).")
-    from ..train.loop import train as train_run
-    from ..train.meters import StepReport
-    from ..train.precision import autocast_dtype
-    from .progress import ProgressLine
+    from ..train.ranks import read_ranks
 
     stop: StopRequest = context.obj
     stop.catch(signal.SIGINT)
-    where = torch_device(device)
-    precision = loaded.run.precision
-    if precision == "bf16" and autocast_dtype("bf16", where) is None:
-        precision = f"fp32 (bf16 was asked for, {where} has no fast bf16)"
-    with ProgressLine() as progress:
+    ranks = read_ranks()
+    where = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
+    try:
+        rows, finished = _train(loaded, store, run, where, stop, ranks)
+    except LeanditError as error:
+        if ranks.local_rank:  # the first rank of each machine says it
+            raise typer.Exit(error.exit_code) from error
+        raise
+    if ranks.is_first:
+        print_rows(rows)
+    if not finished:
+        raise typer.Exit(EXIT_RESUMABLE if stop.is_terminated else EXIT_CTRL_C)
+
+
+def _train(
+    recipe: TrainRecipe, store: str, run: Path, device: torch.device, stop: StopRequest, ranks: Ranks
+) -> tuple[list[tuple[str, str]], bool]:
+    """Train; rows for a person, and whether the run is finished."""
+    from ..train.loop import train as train_run
+    from ..train.parallel import choose_strategy
+    from ..train.precision import autocast_dtype
+    from .progress import ProgressLine
+
+    precision = recipe.run.precision
+    if precision == "bf16" and autocast_dtype("bf16", device) is None:
+        precision = f"fp32 (bf16 was asked for, {device} has no fast bf16)"
+    with ProgressLine() if ranks.is_first else contextlib.nullcontext() as progress:
 
         def show(figures: StepReport) -> None:
             note = (
                 f"loss {figures.loss:.4f}  {figures.images_per_second:.1f} images/s  "
                 f"data wait {figures.data_wait_share:.1%}"
             )
-            progress("train", figures.step, loaded.run.steps, note)
+            if progress:
+                progress("train", figures.step, recipe.run.steps, note)
 
-        outcome = train_run(loaded, store_path=store, run=run, device=where, report=show, stop=stop)
-    rows = [("run", str(run)), ("steps", f"{outcome.step} of {loaded.run.steps}"), ("computed in", precision)]
+        outcome = train_run(recipe, store_path=store, run=run, device=device, report=show, stop=stop)
+    rows = [("run", str(run)), ("steps", f"{outcome.step} of {recipe.run.steps}"), ("computed in", precision)]
+    if ranks.world_size > 1:
+        rows.append(("ranks", f"{ranks.world_size}, {choose_strategy(recipe.parallel, ranks)}"))
     if outcome.first_step is None:
         rows.append(("this run", "nothing to do, the run was finished"))
     elif outcome.losses:
@@ -67,9 +97,7 @@ def train(
         rows.append(("loss", f"{outcome.losses[0]:.4f} at first, {outcome.losses[1]:.4f} at last"))
     if not outcome.finished:
         rows.append(("state", "interrupted; what was done is saved, run the same command again to go on"))
-    print_rows(rows)
-    if not outcome.finished:
-        raise typer.Exit(EXIT_RESUMABLE if stop.is_terminated else EXIT_CTRL_C)
+    return rows, outcome.finished
 
 
 def sample(

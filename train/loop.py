@@ -12,22 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from .. import __version__
 from ..datasets.loader import Batch, BatchLoader
 from ..datasets.recipe import flatten
-from ..datasets.slices import rank_slice
 from .config import TrainRecipe
-from .draws import Draws, draw
 from .head import open_store, read_head
-from .meters import Meters, StepReport, Trace, Window
-from .models import Conditioning
-from .objectives import loss_per_image
+from .meters import Meters, StepReport, Window
+from .microbatch import find_sizes
 from .optimizers import learning_rate
 from .ranks import Meeting, SharedStop, connected, read_ranks
 from .saving import Saver
-from .state import TrainState, begin_or_resume, capture, check_recipe, prepare
+from .state import begin_or_resume, capture, check_recipe, prepare
+from .step import train_step
 from .stop import StopRequest
 
 
@@ -109,6 +106,7 @@ def _train(
     if state.step >= recipe.run.steps:
         return Outcome(state.step, None, True, 0, None, 0.0)
 
+    find_sizes(state)
     meters = Meters(run, step=state.step) if ranks.is_first else None
     stop.check()
     window = Window(meeting, [store], may_skip=state.engine.loss_scale is not None)
@@ -165,59 +163,3 @@ def endless(loader: BatchLoader) -> Iterator[Batch]:
     """Batches of one epoch after the other."""
     while True:
         yield from loader
-
-
-def train_step(state: TrainState, batch: Batch) -> Trace:
-    """One update: accumulate the gradients of the microbatches, clip, step, average.
-
-    Returns: losses and gradient norm on the device (read later, so that the step does not wait for them).
-    """
-    recipe, engine, step, size = state.recipe, state.engine, state.step + 1, batch.global_size
-    mine = rank_slice(size, state.ranks.rank, state.ranks.world_size)
-    draws = draw(
-        recipe.objective,
-        recipe.conditioning.drop,
-        seed=recipe.run.seed,
-        step=step,
-        rows=mine,
-        shape=tuple(batch.latents.shape[1:]),
-        device=state.device,
-    )
-    conditioning = state.conditioner(batch.labels, batch.captions, batch.caption_lengths)
-    conditioning = state.conditioner.drop(conditioning, draws.dropped)
-
-    engine.model.train()
-    most = -(-size // state.ranks.world_size)  # images of the rank that has most; all make as many forwards
-    microbatch = recipe.run.microbatch or most
-    starts = range(0, most, microbatch)
-    losses = []
-    for start in starts:
-        part = slice(start, start + microbatch)
-        with engine.microbatch(last=start == starts[-1]):
-            found = _losses(state, batch.latents[part], draws.part(part), conditioning.part(part))
-            engine.backward(found.sum() / size)
-        losses.append(found.detach())
-
-    rate = learning_rate(recipe.optimizer.lr, recipe.schedule, step, recipe.run.steps)
-    grad_norm, skipped = engine.update(learning_rate=rate, grad_clip=recipe.run.grad_clip)
-    state.step, state.num_images = step, state.num_images + size
-    of_images = torch.cat(losses)[: len(batch)]
-    return Trace(step, of_images.sum() / size, grad_norm, skipped, size, of_images, batch.records, batch.store)
-
-
-def _losses(state: TrainState, x: Tensor, draws: Draws, conditioning: Conditioning) -> Tensor:
-    """Loss of each image of a microbatch; one zero for a rank that has none left, so that all ranks go the same way."""
-    if not len(x):
-        return _losses(state, *_nothing(x, conditioning)) * 0
-
-    def predict(noisy: Tensor, t: Tensor) -> Tensor:
-        with torch.autocast(state.device.type, state.autocast_dtype, enabled=state.autocast_dtype is not None):
-            return state.engine.forward(noisy, t, conditioning)
-
-    return loss_per_image(state.recipe.objective, predict, x, draws.noise, draws.times)
-
-
-def _nothing(x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Draws, Conditioning]:
-    """One made-up image in the place of none: zeros, at time zero."""
-    image, time = x.new_zeros((1, *x.shape[1:])), x.new_zeros(1)
-    return image, Draws(image, time, time.bool()), conditioning.of_nothing()

@@ -98,6 +98,8 @@ def connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
     if ranks.world_size == 1 or dist.is_initialized():
         yield
         return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         dist.init_process_group(

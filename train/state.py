@@ -52,6 +52,7 @@ class TrainState:
     autocast_dtype: torch.dtype | None
     step: int = 0
     num_images: int = 0
+    microbatches: dict[str, int] = field(default_factory=dict)  # of each bucket, where they were measured
     extra: dict[str, Any] = field(default_factory=dict)  # of the snapshots: what is needed to sample
 
 
@@ -193,6 +194,8 @@ class _Progress(BaseModel, strict=True):
     num_images: Annotated[int, Field(ge=0)]
     loader: dict[str, Any]
     loss_scale: dict[str, Any] | None = None
+    world_size: int = 1
+    microbatches: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,8 @@ def restore(
         state.engine.load(group, _handed_on(state, group, loaded.groups[group] if loaded else {}))
     if progress.loss_scale and state.engine.loss_scale:
         state.engine.loss_scale.load_state_dict(progress.loss_scale)
+    if progress.world_size == state.ranks.world_size:
+        state.microbatches = progress.microbatches
     state.step, state.num_images = step, progress.num_images
 
 
@@ -267,6 +272,8 @@ def capture(state: TrainState) -> Captured:
         num_images=state.num_images,
         loader=state.loader.dataset.state_dict(),
         loss_scale=state.engine.loss_scale and state.engine.loss_scale.state_dict(),
+        world_size=state.ranks.world_size,
+        microbatches=state.microbatches,
     )
     return Captured(
         step=state.step,

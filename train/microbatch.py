@@ -1,0 +1,98 @@
+"""How many images go through the model at once: the most that fit into the GPU's memory, for each bucket.
+
+The bucket of most pixels is measured with two sizes of real forwards and backwards, the rest follows: what a forward
+keeps grows with images times pixels. The sizes stand in the checkpoint, so a run that resumes makes the same sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..datasets.buckets import bucket_size
+from ..datasets.errors import ResourceError
+from .checkpoint import OPTIMIZER
+from .draws import Draws, draw
+from .models import Conditioning
+from .state import TrainState
+from .step import image_losses
+
+TRIED = (2, 4)  # images; a compiler takes one image for a case of its own
+KEPT_FREE = 0.08  # of the memory, for what the allocator cannot use and for what kernels want on the way
+
+
+def find_sizes(state: TrainState) -> None:
+    """Find the sizes, where the recipe leaves them to us, the checkpoint has none and memory has a bound.
+
+    Raises: ResourceError: not even one image fits.
+    """
+    if state.recipe.run.microbatch or state.microbatches or state.device.type != "cuda":
+        return
+    device = state.device
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - _bytes_to_come(state)
+    buckets = state.store.buckets
+    largest = max(buckets, key=area)
+    peaks = [_peak(state, largest, images) for images in TRIED]
+    most = most_that_fit(peaks, free * (1 - KEPT_FREE))
+    if most < 1:
+        raise ResourceError(
+            f"device '{device}': one image of bucket '{largest}' needs {peaks[0] / 2**30:.1f} GiB, "
+            f"{free / 2**30:.1f} GiB are there. Use run.activation_checkpointing, parallel.strategy 'fsdp', or a "
+            "smaller model."
+        )
+    state.microbatches = sizes_of(buckets, largest, most)
+
+
+def most_that_fit(peaks: list[float], free: float) -> int:
+    """Images that fit, from the peaks of two tried sizes in bytes: a constant part and one for each image."""
+    each = (peaks[1] - peaks[0]) / (TRIED[1] - TRIED[0])
+    constant = peaks[0] - each * TRIED[0]
+    return int((free - constant) // each) if each > 0 else int(free >= peaks[0])
+
+
+def sizes_of(buckets: dict[str, int], largest: str, most: int) -> dict[str, int]:
+    """For each bucket, as many images as have no more pixels together than the most of the largest bucket."""
+    return {bucket: most * area(largest) // area(bucket) for bucket in buckets}
+
+
+def area(bucket: str) -> int:
+    """Pixels of a picture."""
+    height_px, width_px = bucket_size(bucket)
+    return height_px * width_px
+
+
+def _bytes_to_come(state: TrainState) -> float:
+    """Of the optimizer's state on this rank, which its first step makes."""
+    if state.step:
+        return 0.0
+    whole = sum(t.numel() * t.element_size() for t in state.engine.expected(OPTIMIZER).values())
+    parameters = list(state.engine.model.parameters())
+    here = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
+    return whole * here / sum(p.numel() for p in parameters)
+
+
+def made_up(state: TrainState, bucket: str, images: int) -> tuple[Tensor, Draws, Conditioning]:
+    """Images of noise, of a bucket, with captions of full length: as large as a microbatch gets."""
+    latent, text = state.store.spec.latent, state.store.spec.text
+    shape = (latent.channels, *(side // latent.downscale for side in bucket_size(bucket)))
+    recipe, rows = state.recipe, slice(0, images)
+    draws = draw(recipe.objective, 0.0, seed=0, step=0, rows=rows, shape=shape, device=state.device)
+    labels = torch.zeros(images, dtype=torch.int64, device=state.device)
+    captions = lengths = None
+    if state.spec.takes_text and text:
+        captions = torch.zeros(images, text.max_tokens, text.width, device=state.device)
+        lengths = torch.full((images,), text.max_tokens, device=state.device)
+    return draws.noise, draws, state.conditioner(labels, captions, lengths)
+
+
+def _peak(state: TrainState, bucket: str, images: int) -> float:
+    """Bytes that a forward and backward of so many images of a bucket take at most, all that is there counted."""
+    torch.cuda.reset_peak_memory_stats(state.device)
+    with state.engine.microbatch(last=True):
+        losses = image_losses(state, *made_up(state, bucket, images))
+        state.engine.backward(losses.sum() / images)
+    torch.cuda.synchronize(state.device)
+    for parameter in state.engine.model.parameters():
+        parameter.grad = None
+    return float(torch.cuda.max_memory_allocated(state.device))

@@ -1,0 +1,83 @@
+"""One step: from a batch to an update. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..datasets.reader import Batch
+from ..datasets.slices import rank_slice
+from .draws import Draws, draw
+from .meters import Trace
+from .models import Conditioning
+from .objectives import loss_per_image
+from .optimizers import learning_rate
+from .state import TrainState
+
+
+def train_step(state: TrainState, batch: Batch) -> Trace:
+    """One update: accumulate the gradients of the microbatches, clip, step, average.
+
+    Returns: losses and gradient norm on the device (read later, so that the step does not wait for them).
+    """
+    recipe, engine, step, size = state.recipe, state.engine, state.step + 1, batch.global_size
+    mine = rank_slice(size, state.ranks.rank, state.ranks.world_size)
+    draws = draw(
+        recipe.objective,
+        recipe.conditioning.drop,
+        seed=recipe.run.seed,
+        step=step,
+        rows=mine,
+        shape=tuple(batch.latents.shape[1:]),
+        device=state.device,
+    )
+    conditioning = state.conditioner(batch.labels, batch.captions, batch.caption_lengths)
+    conditioning = state.conditioner.drop(conditioning, draws.dropped)
+
+    engine.model.train()
+    parts = microbatches(size, state.ranks.world_size, recipe.run.microbatch or state.microbatches.get(batch.bucket, 0))
+    losses = []
+    for part in parts:
+        with engine.microbatch(last=part is parts[-1]):
+            found = image_losses(state, batch.latents[part], draws.part(part), conditioning.part(part))
+            engine.backward(found.sum() / size)
+        losses.append(found.detach())
+
+    rate = learning_rate(recipe.optimizer.lr, recipe.schedule, step, recipe.run.steps)
+    grad_norm, skipped = engine.update(learning_rate=rate, grad_clip=recipe.run.grad_clip)
+    state.step, state.num_images = step, state.num_images + size
+    of_images = torch.cat(losses)[: len(batch)]
+    return Trace(step, of_images.sum() / size, grad_norm, skipped, size, of_images, batch.records, batch.store)
+
+
+def image_losses(state: TrainState, x: Tensor, draws: Draws, conditioning: Conditioning) -> Tensor:
+    """Loss of each image of a microbatch; one zero for a rank that has none left, so that all ranks go the same way."""
+    if not len(x):
+        return image_losses(state, *_nothing(x, conditioning)) * 0
+
+    def predict(noisy: Tensor, t: Tensor) -> Tensor:
+        with torch.autocast(state.device.type, state.autocast_dtype, enabled=state.autocast_dtype is not None):
+            return state.engine.forward(noisy, t, conditioning)
+
+    return loss_per_image(state.recipe.objective, predict, x, draws.noise, draws.times)
+
+
+def _nothing(x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Draws, Conditioning]:
+    """One made-up image in the place of none: zeros, at time zero."""
+    image, time = x.new_zeros((1, *x.shape[1:])), x.new_zeros(1)
+    return image, Draws(image, time, time.bool()), conditioning.of_nothing()
+
+
+def microbatches(size: int, world_size: int, limit: int) -> list[slice]:
+    """Cut a rank's slice of a global batch for one forward each: as few as can be, and as equal.
+
+    All ranks make as many, so the last ones may be beyond the end of a rank that has fewer images.
+
+    Args:
+      size: images of the global batch.
+      limit: most images of a forward; 0: no limit.
+    """
+    most = -(-size // world_size)  # images of the rank that has most
+    count = -(-most // limit) if limit else 1
+    each = -(-most // count)
+    return [slice(start, start + each) for start in range(0, most, each)]
