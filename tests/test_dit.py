@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from leandit.train.dit import PATCHES, SIZES, DiT, position_table, time_features
+from leandit.train.dit import PATCHES, SIZES, DiT
+from leandit.train.dit_layers import position_table, time_features
+from leandit.train.recompute import checkpoint_blocks
 
 Weights = dict[str, Tensor]
 PARTS = ("weight", "bias")
@@ -173,7 +175,7 @@ def exact_times(monkeypatch: pytest.MonkeyPatch) -> None:
         angles = t.double()[:, None] * frequencies
         return torch.cat([angles.cos(), angles.sin()], dim=1)
 
-    monkeypatch.setattr("leandit.train.dit.time_features", exact)
+    monkeypatch.setattr("leandit.train.dit_layers.time_features", exact)
 
 
 @pytest.mark.usefixtures("exact_times")
@@ -231,9 +233,9 @@ def test_other_grids_span_the_range_of_the_base_grid(rows: int, columns: int) ->
 
 def test_activation_checkpointing_changes_no_bit() -> None:
     gradients = []
-    for checkpointed in (False, True):
+    for mode in ("none", "blocks"):
         model = randomize(tiny_dit())
-        model.activation_checkpointing = checkpointed
+        checkpoint_blocks(model.blocks, mode)
         model(*example(8, 8)).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):

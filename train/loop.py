@@ -141,7 +141,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor]:
     noise = torch.randn(batch.latents.shape, generator=generator, device=state.device)
     times = draw_times(recipe.objective, size, generator)
     dropped = torch.rand(size, generator=generator, device=state.device) < recipe.conditioning.drop
-    conditioning = state.conditioner(batch.labels, batch.captions, batch.caption_lengths)
+    conditioning = state.conditioner(batch.labels, batch.captions, batch.caption_lengths, batch.records)
     conditioning = state.conditioner.drop(conditioning, dropped)
 
     state.model.train()

@@ -23,12 +23,14 @@ from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
 from . import checkpoint
 from .checkpoint import EMA, MODEL, NULL_CAPTION, OPTIMIZER, CheckpointDamage
+from .conditioning import Conditioner
 from .config import TrainRecipe
 from .data import build_loader
 from .ema import Ema
 from .head import RUN, Head, check_head, contents_read, make_head
-from .models import Conditioner, Denoiser, ModelSpec, build_model, check_sizes, model_spec
+from .models import Denoiser, ModelSpec, build_model, check_sizes, model_spec
 from .optimizers import build_optimizer, expected_tensors, load_optimizer_tensors, optimizer_tensors
+from .pretrained import initial_weights
 
 RECIPE = "recipe.toml"
 
@@ -62,7 +64,10 @@ def prepare(recipe: TrainRecipe, store: LatentStore, device: torch.device, warn:
     spec = model_spec(recipe, store.spec, str(store.path))
     check_sizes(spec, store.spec.latent, list(store.buckets))
     loader = build_loader(recipe, store, spec, device, warn)
-    model = build_model(spec, seed=recipe.run.seed).to(device)
+    model = build_model(spec, seed=recipe.run.seed)
+    if recipe.model.init_from:
+        model.load_state_dict(initial_weights(recipe.model.init_from, model, spec))
+    model = model.to(device)
     optimizer = build_optimizer(recipe.optimizer, model)
     ema = Ema(model, recipe.run.ema_decay)
     if recipe.run.activation_checkpointing:
@@ -73,6 +78,7 @@ def prepare(recipe: TrainRecipe, store: LatentStore, device: torch.device, warn:
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = recipe.run.precision != "fp32"
     null_caption = torch.from_numpy(store.null_caption).to(device).float() if spec.takes_text else None
+    source_sizes = torch.from_numpy(store.sizes[:, :2]).to(device).float() if spec.takes_sizes else None
     vae = store.spec.vae
     return TrainState(
         recipe=recipe,
@@ -82,7 +88,7 @@ def prepare(recipe: TrainRecipe, store: LatentStore, device: torch.device, warn:
         ema=ema,
         optimizer=optimizer,
         loader=loader,
-        conditioner=Conditioner(spec, null_caption),
+        conditioner=Conditioner(spec, null_caption, source_sizes),
         device=device,
         autocast_dtype=autocast_dtype(recipe.run.precision, device),
         extra={
@@ -109,14 +115,13 @@ def check_recipe(recipe: TrainRecipe) -> None:
     Raises: RecipeError.
     """
     refused = {
-        "model.init_from": recipe.model.init_from,
         "parallel.deepspeed_config": recipe.parallel.deepspeed_config,
         "run.precision": "fp16" if recipe.run.precision == "fp16" else "",
         "parallel.strategy": recipe.parallel.strategy if recipe.parallel.strategy not in ("auto", "single") else "",
     }
     for key, value in refused.items():
         if value:
-            raise RecipeError(f"{key} '{value}': not in this release. It trains from scratch, in one process.")
+            raise RecipeError(f"{key} '{value}': not in this release. It trains in one process.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: this release trains in one process.")
 

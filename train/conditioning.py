@@ -1,0 +1,80 @@
+"""What a batch is conditioned on, and what takes its place where it is dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .models import ModelSpec
+
+
+class Conditioning(NamedTuple):
+    """What a batch is conditioned on: labels, or captions with their mask.
+
+    Args:
+      labels: (B,) int64, the number of classes for null.
+      captions: (B, L, D).
+      caption_mask: (B, L) true for valid tokens.
+      source_sizes: (B, 2) float32 height and width of the source pictures in pixels, for a model that asks for them.
+    """
+
+    labels: Tensor | None = None
+    captions: Tensor | None = None
+    caption_mask: Tensor | None = None
+    source_sizes: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Conditioner:
+    """Makes the conditioning of a batch.
+
+    Args:
+      spec: of the model.
+      null_caption: (max_tokens, D) embedding of the empty caption, for a model with text.
+      source_sizes: (records, 2) float32 pixels on the device of the batches, for a model that asks for them. Eight bytes a
+        record there are the price of batches that need not carry them.
+    """
+
+    spec: ModelSpec
+    null_caption: Tensor | None
+    source_sizes: Tensor | None = None
+
+    def __call__(
+        self, labels: Tensor | None, captions: Tensor | None, lengths: Tensor | None, records: Tensor | None = None
+    ) -> Conditioning:
+        """Conditioning of a batch, nothing dropped.
+
+        Args:
+          labels: (B,) int64, -1 for none.
+          captions: (B, L, D), with their (B,) lengths.
+          records: (B,) int64 positions in the records table.
+        """
+        if not self.spec.takes_text:
+            assert labels is not None
+            return Conditioning(labels=torch.where(labels < 0, self.spec.num_classes, labels))
+        assert captions is not None
+        assert lengths is not None
+        places = torch.arange(captions.shape[1], device=captions.device)
+        mask = places[None] < lengths.to(captions.device)[:, None]  # (B, L)
+        sizes = None if self.source_sizes is None or records is None else self.source_sizes[records]
+        return Conditioning(captions=captions.float(), caption_mask=mask, source_sizes=sizes)
+
+    def drop(self, conditioning: Conditioning, where: Tensor) -> Conditioning:
+        """Replace the conditioning of some images by null.
+
+        A dropped caption keeps its mask, as in PixArt and Sana: the null caption's first rows take the place of its tokens.
+
+        Args:
+          where: (B,) bool.
+        """
+        if conditioning.labels is not None:
+            return Conditioning(labels=torch.where(where, self.spec.num_classes, conditioning.labels))
+        captions, null = conditioning.captions, self.null_caption
+        assert captions is not None
+        assert null is not None
+        rows = null[: captions.shape[1]].to(captions)
+        return conditioning._replace(captions=torch.where(where[:, None, None], rows, captions))
