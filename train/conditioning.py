@@ -35,8 +35,8 @@ class Conditioner:
     Args:
       spec: of the model.
       null_caption: (max_tokens, D) embedding of the empty caption, for a model with text.
-      source_sizes: (records, 2) float32 pixels on the device of the batches, for a model that asks for them. Eight bytes a
-        record there are the price of batches that need not carry them.
+      source_sizes: (records, 2) float32 pixels on the device of the batches, for a model that asks for them; eight
+        bytes a record there, so that batches need not carry them.
     """
 
     spec: ModelSpec
@@ -66,7 +66,7 @@ class Conditioner:
     def drop(self, conditioning: Conditioning, where: Tensor) -> Conditioning:
         """Replace the conditioning of some images by null.
 
-        A dropped caption keeps its mask, as in PixArt and Sana: the null caption's first rows take the place of its tokens.
+        A dropped caption keeps its mask, as in PixArt and Sana: the first rows of null take the place of its tokens.
 
         Args:
           where: (B,) bool.

@@ -9,7 +9,7 @@ of a head, D width of the captions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .dtypes import at_least_float32, without_autocast
 
 MAX_HEAD_WIDTH = 256  # of flash attention
 LINEAR_EPS = 1e-15  # of the sums of linear attention, as diffusers has it
-Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Any]
+Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
 
 
 def arrange_captions(captions: Tensor, mask: Tensor, *, head_width: int) -> tuple[Tensor, Tensor]:
@@ -74,8 +74,9 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, varlen: V
       varlen: variable-length attention; torch's own if None.
     """
     if varlen is None:
-        from torch.nn.attention.varlen import varlen_attn as varlen
+        from torch.nn.attention.varlen import varlen_attn
 
+        varlen = cast(Varlen, varlen_attn)
     batch, tokens = q.shape[:2]
     k_longest = k.shape[1]  # an upper bound is enough, and nobody waits for the GPU to know the longest
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # (B * L, h, d)
@@ -83,7 +84,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, varlen: V
     real = (torch.arange(len(k), device=k.device) < offsets[-1])[:, None, None]
     k, v = torch.where(real, k, 0), torch.where(real, v, 0)
     q_offsets = torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=q.device)
-    attended = varlen(q.flatten(0, 1), k, v, q_offsets, offsets, tokens, k_longest)
+    attended: Tensor = varlen(q.flatten(0, 1), k, v, q_offsets, offsets, tokens, k_longest)
     return attended.view(q.shape)
 
 

@@ -42,7 +42,7 @@ PUBLISHED = DiTOptions()
 
 
 class DiTBlock(nn.Module):
-    """Transformer block with adaLN-Zero conditioning (figure 3, right), and cross-attention where there are captions."""
+    """Transformer block with adaLN-Zero conditioning (figure 3, right); captions bring cross-attention."""
 
     def __init__(self, width: int, heads: int, options: DiTOptions, *, takes_text: bool) -> None:
         super().__init__()
@@ -185,8 +185,8 @@ class DiT(nn.Module):
     def embed_patches(self, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Rotation | None]:
         """Tokens with their place, and how attention turns them.
 
-        Under autocast to bfloat16 the residual stream is bfloat16 from here on, which halves what is read and written for
-        it; under float16, whose range is too small for it, it stays float32.
+        Under autocast to bfloat16 the residual stream is bfloat16 from here on, which halves what is read and written
+        for it; under float16, whose range is too small for it, it stays float32.
         """
         embedded = self.x_embedder(x)
         stream = embedded.dtype if embedded.dtype == torch.bfloat16 else at_least_float32(embedded).dtype

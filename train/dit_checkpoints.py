@@ -1,4 +1,4 @@
-"""Checkpoints of DiT in other layouts: the official one, which is also our model's, and diffusers' ``DiTTransformer2DModel``.
+"""Checkpoints of DiT: the official layout, which is our model's too, and diffusers' ``DiTTransformer2DModel``.
 
 The official layout is a flat state dict, or one of a trainer's ``{model, ema, opt, args}``, whose averages are taken.
 """

@@ -97,12 +97,23 @@ class LabelEmbedder(nn.Module):
         return self.embedding_table(y)
 
 
+class GainNorm(nn.RMSNorm):
+    """RMS norm over the last axis with a gain, in float32 at least."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = at_least_float32(x)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), NORM_EPS)
+
+
 class CaptionEmbedder(nn.Module):
-    """Encoder's features (B, L, D) to (B, L, E): PixArt's two linear maps, after a norm, since encoders have outliers."""
+    """Features (B, L, D) to (B, L, E): PixArt's two linear maps after a norm, since encoders have outliers."""
 
     def __init__(self, caption_width: int, width: int) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(caption_width, eps=NORM_EPS)
+        self.norm = GainNorm(caption_width)
         self.fc1 = nn.Linear(caption_width, width)
         self.fc2 = nn.Linear(width, width)
 
@@ -191,8 +202,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
-        self.q_norm = nn.RMSNorm(width // heads, eps=NORM_EPS) if options.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(width // heads, eps=NORM_EPS) if options.qk_norm else nn.Identity()
+        self.q_norm = GainNorm(width // heads) if options.qk_norm else nn.Identity()
+        self.k_norm = GainNorm(width // heads) if options.qk_norm else nn.Identity()
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
@@ -215,8 +226,8 @@ class CrossAttention(nn.Module):
         self.heads = heads
         self.q_linear = nn.Linear(width, width)
         self.kv_linear = nn.Linear(width, 2 * width)
-        self.q_norm = nn.RMSNorm(width // heads, eps=NORM_EPS) if options.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(width // heads, eps=NORM_EPS) if options.qk_norm else nn.Identity()
+        self.q_norm = GainNorm(width // heads) if options.qk_norm else nn.Identity()
+        self.k_norm = GainNorm(width // heads) if options.qk_norm else nn.Identity()
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, captions: Tensor, where: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The models that can be trained, behind one call: ``denoiser(x, t, conditioning)``.
 
-Our own DiT takes class labels, or captions of any encoder; diffusers' PixArt and Sana take captions. What a model is made
-of stands in a ``ModelSpec``, which travels with every checkpoint and snapshot.
+Our own DiT takes class labels, or captions of any encoder; diffusers' PixArt and Sana take captions. What a model is
+made of stands in a ``ModelSpec``, which travels with every checkpoint and snapshot.
 """
 
 from __future__ import annotations

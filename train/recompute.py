@@ -10,7 +10,6 @@ import functools
 from collections.abc import Iterable
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 

@@ -133,19 +133,18 @@ class TextDenoiser(nn.Module):
         embed = getattr(self.net, name)
         if embed.pos_embed is not None:
             setattr(self.net, name, CachedPatchEmbed(embed))
-        for block in self.blocks:
+        blocks: list[Any] = list(self.blocks)
+        for block in blocks:
             block.attn2.set_processor(CaptionProcessor())
             if family == "sana":
                 block.attn1.set_processor(LinearProcessor())
-        cross: Any = self.blocks[0].attn2
-        self.cross_head_width = cross.inner_dim // cross.heads
+        self.cross_head_width = blocks[0].attn2.inner_dim // blocks[0].attn2.heads
         initialize_weights(self.net, family)
 
     def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
         """(B, C, H, W), (B,) time in 0..1000, captions to (B, out_channels, H, W).
 
-        Time 1000 is pure noise in both. Sana's trainer rounds it down to whole numbers, which changes little; here it is
-        what was drawn.
+        Time 1000 is pure noise in both. Sana's trainer rounds it down to whole numbers; here it is what was drawn.
         """
         assert conditioning.captions is not None
         assert conditioning.caption_mask is not None
@@ -165,8 +164,9 @@ class TextDenoiser(nn.Module):
     def size_conditions(self, x: Tensor, conditioning: Conditioning) -> dict[str, Tensor | None]:
         """What PixArt-alpha at 1024 px is told of a picture: size of its source, (B, 2) height and width, and ratio.
 
-        Source: Chen et al. 2023, arXiv 2310.00426, section 2.4; where no source is known, as in sampling, the picture's own
-        size takes its place.
+        Where no source is known, as in sampling, the picture's own size takes its place.
+
+        Source: Chen et al. 2023, arXiv 2310.00426, appendix; the ratio is that of the bucket, height over width.
         """
         if not self.net.config.use_additional_conditions:
             return {"resolution": None, "aspect_ratio": None}
