@@ -102,7 +102,7 @@ def test_the_position_table_of_another_base_size_is_computed(official: dict[str,
         ({"num_classes": 4}, ("label table", "3 classes", "model.num_classes=3")),
         ({"channels": 16}, ("x_embedder.proj.weight", "16")),
         ({"out_channels": 4}, ("final_layer.linear", "objective.kind")),
-        ({"options": DiTOptions(qk_norm=True)}, ("q_norm", "missing", "options")),
+        ({"options": DiTOptions(qk_norm=True)}, ("k_norm", "missing", "options")),
         ({"options": DiTOptions(positions="rope")}, ("pos_embed", "does not have")),
         ({"caption_width": 6, "num_classes": 0}, ("conditioning.kind",)),
         ({"name": "DiT-B/2"}, ("model.name",)),
@@ -231,7 +231,7 @@ def test_a_run_begins_with_the_weights_of_a_folder_and_learns_from_them(
         (lambda folder: [path.unlink() for path in folder.glob("*.safetensors")], RunError, ("safetensors",)),
         (lambda folder: change(folder, "_class_name", "SanaTransformer2DModel"), RunError, ("SanaTransformer2DModel",)),
         (lambda folder: change(folder, "in_channels", 16), RunError, ("in_channels", "16", "4")),
-        (lambda folder: change(folder, "out_channels", 8), RunError, ("out_channels", "8", "ddpm")),
+        (lambda folder: change(folder, "out_channels", 8), RunError, ("out_channels", "8", "flow")),
         (lambda folder: change(folder, "caption_channels", 4096), RunError, ("caption_channels", "4096", "64")),
         (lambda folder: change(folder, "num_layers", 3), RunError, ("transformer_blocks.2", "missing")),
         (lambda folder: change(folder, "num_layers", 10**9), RunError, ("num_layers",)),
@@ -253,8 +253,7 @@ def test_a_folder_that_does_not_fit_is_refused_before_anything_is_written(
     recipe = train_recipe("pixart-tiny", f"model.init_from={folder}")
     with pytest.raises(error) as caught:
         train(recipe, store_path=caption_store.path, run=run, device=CPU, report=print, stop=StopRequest())
-    message = str(caught.value).replace("objective 'flow'", "objective 'flow' (not ddpm)")
-    assert all(word in message for word in words), message
+    assert all(word in str(caught.value) for word in words), caught.value
     assert not run.exists()
 
 
