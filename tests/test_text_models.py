@@ -11,6 +11,7 @@ import torch
 from making import CPU, train_recipe
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from leandit.datasets.store import LatentStore
 from leandit.train import cross_attention
@@ -107,6 +108,43 @@ def test_the_conditioner_looks_up_the_sizes_of_the_records() -> None:
     assert given.source_sizes.tolist() == [[14, 15], [0, 1], [6, 7]]
     dropped = conditioner.drop(given, torch.tensor([True, False, True]))
     assert dropped.source_sizes is given.source_sizes
+
+
+@pytest.mark.parametrize(("step", "length"), [(1, 7), (4, 8), (5, 10), (64, 11)])
+def test_captions_are_padded_to_a_multiple_but_never_beyond_null(step: int, length: int) -> None:
+    captions = torch.randn(3, 7, 6)
+    conditioner = Conditioner(PIXART, torch.ones(11, 6), caption_step=step)
+    given = conditioner(None, captions, MASK.sum(1))
+    assert given.captions is not None
+    assert given.caption_mask is not None
+    assert given.captions.shape == (3, length, 6)
+    assert torch.equal(given.captions[:, :7], captions)
+    assert torch.equal(given.caption_mask[:, :7], MASK)
+    assert not given.caption_mask[:, 7:].any()
+    assert not given.captions[:, 7:].any()
+    dropped = conditioner.drop(given, torch.tensor([True, False, True])).captions
+    assert dropped is not None
+    assert (dropped[0] == 1).all()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+def test_a_block_that_recomputes_is_one_graph_which_all_blocks_share(spec: ModelSpec) -> None:
+    torch._dynamo.reset()
+    model = shake(build_model(spec, seed=0)).train()
+    wanted = model(*inputs())
+    wanted.square().sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.checkpoint_activations("selective")
+    graphs = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(backend=graphs, fullgraph=True)
+    found = model(*inputs())
+    found.square().sum().backward()
+    assert 1 <= graphs.frame_count <= 2  # what enters the first block may have other strides
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("scale", [1, 2])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from .models import ModelSpec
@@ -37,11 +38,14 @@ class Conditioner:
       null_caption: (max_tokens, D) embedding of the empty caption, for a model with text.
       source_sizes: (records, 2) float32 pixels on the device of the batches, for a model that asks for them; eight
         bytes a record there, so that batches need not carry them.
+      caption_step: captions are padded to a multiple of it, or to the length of null where that is less, so that blocks
+        which are compiled see few lengths.
     """
 
     spec: ModelSpec
     null_caption: Tensor | None
     source_sizes: Tensor | None = None
+    caption_step: int = 1
 
     def __call__(
         self, labels: Tensor | None, captions: Tensor | None, lengths: Tensor | None, records: Tensor | None = None
@@ -58,10 +62,17 @@ class Conditioner:
             return Conditioning(labels=torch.where(labels < 0, self.spec.num_classes, labels))
         assert captions is not None
         assert lengths is not None
+        if missing := self._padding(captions.shape[1]):
+            captions = F.pad(captions, (0, 0, 0, missing))
         places = torch.arange(captions.shape[1], device=captions.device)
         mask = places[None] < lengths.to(captions.device)[:, None]  # (B, L)
         sizes = None if self.source_sizes is None or records is None else self.source_sizes[records]
         return Conditioning(captions=captions.float(), caption_mask=mask, source_sizes=sizes)
+
+    def _padding(self, length: int) -> int:
+        """Rows to add to captions of a length."""
+        longest = length if self.null_caption is None else max(length, len(self.null_caption))
+        return min(-(-length // self.caption_step) * self.caption_step, longest) - length
 
     def drop(self, conditioning: Conditioning, where: Tensor) -> Conditioning:
         """Replace the conditioning of some images by null.

@@ -1,7 +1,7 @@
 """Activation checkpointing: what the backward pass computes again instead of keeping it (Chen et al. 2016).
 
-The blocks' own ``forward`` is replaced, so the names of parameters stay, a block that is compiled is compiled with
-it, and FSDP, which wraps the call, gathers no weights a second time.
+A block becomes one of a subclass whose ``forward`` is checkpointed: the names of parameters stay, a block that is
+compiled is compiled with it, and FSDP, which hooks into the call, gathers no weights a second time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,27 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Mode) -> None:
       mode: "none" keeps everything. "blocks" keeps what goes into a block. "selective" keeps matrix products,
         convolutions and attention too, and computes the pointwise rest again.
     """
+    for block in blocks:
+        plain = getattr(type(block), "plain_class", type(block))
+        block.__class__ = plain if mode == "none" else recomputing(plain, mode)
+
+
+@functools.cache
+def recomputing(plain: type[nn.Module], mode: Mode) -> type[nn.Module]:
+    """A subclass of a block's class that computes again what the mode does not keep.
+
+    Its ``forward`` is a function of this module, since the compiler passes over frames of torch's own, and one for all
+    blocks of a class, so that they share their compiled code.
+    """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no block draws anything
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept_operations())
-    for block in blocks:
-        block.__dict__.pop("forward", None)
-        if mode != "none":
-            block.forward = functools.partial(checkpoint, block.forward, **options)
+
+    def forward(self: Any, *args: Any, **more: Any) -> Any:
+        return checkpoint(super(made, self).forward, *args, **options, **more)
+
+    made = type(plain.__name__, (plain,), {"forward": forward, "plain_class": plain})
+    return made
 
 
 def kept_operations() -> list[Any]:

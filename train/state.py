@@ -33,6 +33,7 @@ from .optimizers import build_optimizer, expected_tensors, load_optimizer_tensor
 from .pretrained import initial_weights
 
 RECIPE = "recipe.toml"
+COMPILED_CAPTION_STEP = 64  # tokens, so that captions of 300 have five lengths
 
 
 @dataclass
@@ -79,6 +80,7 @@ def prepare(recipe: TrainRecipe, store: LatentStore, device: torch.device, warn:
         torch.backends.cuda.matmul.allow_tf32 = recipe.run.precision != "fp32"
     null_caption = torch.from_numpy(store.null_caption).to(device).float() if spec.takes_text else None
     source_sizes = torch.from_numpy(store.sizes[:, :2]).to(device).float() if spec.takes_sizes else None
+    caption_step = COMPILED_CAPTION_STEP if recipe.run.compile and device.type == "cuda" else 1
     vae = store.spec.vae
     return TrainState(
         recipe=recipe,
@@ -88,7 +90,7 @@ def prepare(recipe: TrainRecipe, store: LatentStore, device: torch.device, warn:
         ema=ema,
         optimizer=optimizer,
         loader=loader,
-        conditioner=Conditioner(spec, null_caption, source_sizes),
+        conditioner=Conditioner(spec, null_caption, source_sizes, caption_step),
         device=device,
         autocast_dtype=autocast_dtype(recipe.run.precision, device),
         extra={

@@ -5,7 +5,9 @@ diffusers takes seconds to import and brings its own optional libraries: only fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -40,13 +42,25 @@ def family_of(name: str) -> Family | None:
 
 def transformer_class(family: Family) -> Any:
     """The class of diffusers."""
-    if family == "pixart":
-        from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
+    with _without_warnings():
+        if family == "pixart":
+            from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 
-        return PixArtTransformer2DModel
-    from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
+            return PixArtTransformer2DModel
+        from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
 
-    return SanaTransformer2DModel
+        return SanaTransformer2DModel
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep what optional libraries of diffusers log as they are imported from the user, whom it does not concern."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def published_config(name: str, *, channels: int, out_channels: int, caption_width: int, base_size: int) -> dict:
