@@ -33,16 +33,18 @@ def is_file(source: str) -> bool:
     return source.endswith((".pt", ".pth", ".safetensors"))
 
 
-def model_folder(source: str) -> Path:
+def model_folder(source: str, *, files: tuple[str, ...] = (CONFIG, WEIGHTS)) -> Path:
     """Folder of a transformer: of a folder here, else fetched from the hub.
 
+    Args:
+      files: that are fetched, if they must be.
     Raises: RunError: there is none.
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
         if source.startswith((".", "/", "~")) or source.count("/") != 1:
             raise RunError(f"model.init_from '{source}': there is no such folder, and it is no hub id.")
-        folder = _fetched(source)
+        folder = _fetched(source, files)
     if not (folder / CONFIG).is_file():
         folder = folder / SUBFOLDER
     if not (folder / CONFIG).is_file():
@@ -53,11 +55,11 @@ def model_folder(source: str) -> Path:
     return folder
 
 
-def _fetched(hub_id: str) -> Path:
+def _fetched(hub_id: str, files: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    names = [f"{place}{name}" for place in ("", f"{SUBFOLDER}/") for name in (CONFIG, WEIGHTS)]
+    names = [f"{place}{name}" for place in ("", f"{SUBFOLDER}/") for name in files]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=names, ignore_patterns=["*.fp16.*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -74,7 +76,7 @@ def read_config(source: str, family: Family) -> dict[str, Any]:
     Raises: RunError: it is the config of another class, has arguments that the class has not, or asks for what is not
       trained here.
     """
-    folder, cls = model_folder(source), transformer_class(family)
+    folder, cls = model_folder(source, files=(CONFIG,)), transformer_class(family)
     said = _json_object(folder / CONFIG)
     if said.get("_class_name") != cls.__name__:
         raise RunError(

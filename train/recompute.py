@@ -40,7 +40,8 @@ def recomputing(plain: type[nn.Module], mode: Mode) -> type[nn.Module]:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept_operations())
 
     def forward(self: Any, *args: Any, **more: Any) -> Any:
-        return checkpoint(super(made, self).forward, *args, **options, **more)
+        own = super(made, self).forward  # pyright: ignore[reportAttributeAccessIssue]
+        return checkpoint(own, *args, **options, **more)
 
     made = type(plain.__name__, (plain,), {"forward": forward, "plain_class": plain})
     return made
