@@ -25,7 +25,7 @@ from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.pipeline import Report, precompute
 from leandit.train.dit import SIZES
-from leandit.train.models import PIXART_SIZES
+from leandit.train.text_models import PIXART_SIZES, SANA_SIZES
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test touches a network
 torch.set_num_threads(1)  # the tests run in two processes
@@ -33,10 +33,11 @@ torch.set_num_threads(1)  # the tests run in two processes
 
 @pytest.fixture(scope="module")
 def tiny_models() -> Iterator[None]:
-    """DiT-S and pixart-tiny shrunk to milliseconds a step."""
+    """DiT-S, pixart-tiny and sana-tiny shrunk to milliseconds a step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SIZES, "S", (2, 32, 2))
         patch.setitem(PIXART_SIZES, "pixart-tiny", (2, 2, 16, 2))
+        patch.setitem(SANA_SIZES, "sana-tiny", (2, 2, 16, 2, 16))
         yield
 
 

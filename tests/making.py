@@ -88,10 +88,12 @@ def loaded_encoders(vae: VaeSection, text: TextSection) -> Encoders:
 
 
 def train_recipe(name: str = "dit-s-4", *overrides: str) -> TrainRecipe:
-    """A recipe that trains in a second: a DiT with few tokens, or the small PixArt."""
+    """A recipe that trains in a second: a DiT with few tokens, or a small model of captions."""
     base = {
         "dit-s-4": ("dit-s-2-256", ["model.name=DiT-S/4", "model.num_classes=0", "run.compile=false"]),
         "pixart-tiny": ("demo", []),
+        "sana-tiny": ("demo", ["model.name=sana-tiny"]),
+        "dit-s-2-text": ("demo", ["model.name=DiT-S/2", "conditioning.kind=caption"]),
     }[name]
     return load_train(base[0], [*base[1], *TRAIN_RECIPE, *overrides])
 

@@ -8,18 +8,16 @@ from making import train_recipe
 
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
-from leandit.train.models import (
-    Conditioner,
-    Conditioning,
-    Denoiser,
-    ModelSpec,
-    build_model,
-    check_sizes,
-    model_spec,
-)
+from leandit.train.conditioning import Conditioner, Conditioning
+from leandit.train.dit_layers import DiTOptions
+from leandit.train.models import Denoiser, ModelSpec, build_model, check_sizes, model_spec
 
 LABELS = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
 TEXT = ModelSpec(name="pixart-tiny", channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
+SANA = TEXT.model_copy(update={"name": "sana-tiny"})
+TEXT_DIT = TEXT.model_copy(update={"name": "DiT-S/2", "options": DiTOptions(qk_norm=True, positions="rope")})
+SPECS = (LABELS, TEXT, SANA, TEXT_DIT)
+IDS = ("labels", "pixart", "sana", "text-dit")
 
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -73,23 +71,25 @@ def text_inputs(padding: int) -> Conditioning:
     return Conditioner(TEXT, torch.zeros(32, 6))(None, padded, lengths)
 
 
-def test_padding_beyond_a_caption_does_not_change_the_output() -> None:
-    model = shake(build_model(TEXT, seed=0)).double()
+@pytest.mark.parametrize("spec", SPECS[1:], ids=IDS[1:])
+def test_padding_beyond_a_caption_does_not_change_the_output(spec: ModelSpec) -> None:
+    model = shake(build_model(spec, seed=0)).double()
     x, t = torch.randn(2, 4, 8, 8, dtype=torch.float64), torch.tensor([10.0, 700.0], dtype=torch.float64)
     outputs = []
     for padding in (0, 5):
         given = text_inputs(padding)
         assert given.captions is not None
         assert given.caption_mask is not None
-        given = Conditioning(captions=given.captions.double(), caption_mask=given.caption_mask.double())
+        given = Conditioning(captions=given.captions.double(), caption_mask=given.caption_mask)
         outputs.append(model(x, t, given))
     assert outputs[0].abs().max() > 1e-2
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-9, atol=1e-9)
 
 
-def test_captions_and_labels_change_the_output() -> None:
+@pytest.mark.parametrize("spec", SPECS[1:], ids=IDS[1:])
+def test_captions_and_labels_change_the_output(spec: ModelSpec) -> None:
     x, t = torch.randn(2, 4, 8, 8), torch.tensor([10.0, 700.0])
-    text, given = shake(build_model(TEXT, seed=0)), text_inputs(0)
+    text, given = shake(build_model(spec, seed=0)), text_inputs(0)
     assert given.captions is not None
     assert (text(x, t, given) - text(x, t, given._replace(captions=-given.captions))).abs().max() > 1e-4
     labels = shake(build_model(LABELS, seed=0))
@@ -98,7 +98,7 @@ def test_captions_and_labels_change_the_output() -> None:
     assert torch.equal(one[1], other[1])
 
 
-@pytest.mark.parametrize("spec", [LABELS, TEXT], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", SPECS, ids=IDS)
 @pytest.mark.parametrize("size", [(8, 8), (4, 10)])
 def test_each_model_makes_outputs_of_any_size_and_starts_at_zero(spec: ModelSpec, size: tuple[int, int]) -> None:
     given = Conditioning(labels=torch.tensor([0, 1])) if spec is LABELS else text_inputs(0)
@@ -114,8 +114,11 @@ def test_each_model_makes_outputs_of_any_size_and_starts_at_zero(spec: ModelSpec
         ("dit-s-4", "label", ["model.num_classes=2"], RunError, ("2", "3", "classes")),
         ("dit-s-4", "caption", [], RunError, ("labels", "none")),
         ("pixart-tiny", "label", [], RunError, ("captions", "none")),
-        ("dit-s-4", "label", ["model.name=DiT-S/3"], RecipeError, ("DiT-S/3", "DiT-S/4", "pixart-sigma")),
-        ("dit-s-4", "label", ["model.name=sana-600m"], RecipeError, ("sana-600m", "yet")),
+        ("dit-s-4", "label", ["model.name=DiT-S/3"], RecipeError, ("DiT-S/3", "DiT-S/4", "pixart-sigma", "sana-600m")),
+        ("sana-tiny", "label", [], RunError, ("captions", "none")),
+        ("dit-s-4", "label", ["conditioning.kind=caption"], RunError, ("captions", "none")),
+        ("pixart-tiny", "caption", ["conditioning.kind=label"], RecipeError, ("conditioning.kind", "captions")),
+        ("sana-tiny", "caption", ["model.qk_norm=true"], RecipeError, ("model.qk_norm", "DiT alone")),
     ],
 )
 def test_a_model_that_does_not_fit_the_store_is_refused(
@@ -154,7 +157,7 @@ def test_the_model_is_derived_from_the_store(label_store: LatentStore, caption_s
     assert larger.num_classes == 10
 
 
-@pytest.mark.parametrize("spec", [LABELS, TEXT], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", SPECS, ids=IDS)
 def test_weights_depend_on_the_seed_alone_and_leave_the_global_generator_alone(spec: ModelSpec) -> None:
     torch.manual_seed(11)
     before = torch.get_rng_state()

@@ -38,7 +38,7 @@ def test_the_shipped_recipes_are_those_that_users_call_by_name() -> None:
     }
     assert {name for stage, name in SHIPPED if stage == "train"} >= {
         *("demo", "dit-s-2-256", "dit-b-2-256", "dit-l-2-256", "dit-xl-2-256", "dit-xl-2-512"),
-        *("pixart-sigma-512", "sana-1600m-1024"),
+        *("pixart-sigma-512", "sana-600m-512", "sana-1600m-1024"),
     }
 
 

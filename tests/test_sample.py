@@ -16,9 +16,10 @@ from leandit.datasets.errors import EncoderError, LeanditError, RecipeError, Run
 from leandit.datasets.store import LatentStore
 from leandit.precompute.model_files import local_folder
 from leandit.tools.sampler import Request, make_conditioning, sample
+from leandit.train.conditioning import Conditioner, Conditioning
 from leandit.train.config import ObjectiveSection
 from leandit.train.loop import StopRequest, train
-from leandit.train.models import Conditioner, Conditioning, ModelSpec
+from leandit.train.models import ModelSpec
 from leandit.train.objectives import ddpm_schedule
 from leandit.train.sample import Snapshot, draw_latents, load_snapshot
 

@@ -103,7 +103,7 @@ def test_what_is_dropped_in_every_pass_is_said(caption_store: LatentStore) -> No
 def test_a_model_of_labels_reads_no_captions(caption_store: LatentStore) -> None:
     recipe, said = train_recipe("dit-s-4"), list[str]()
     spec = model_spec(train_recipe("pixart-tiny"), caption_store.spec, "store")
-    labels = spec.model_copy(update={"name": "DiT-S/4"})
+    labels = spec.model_copy(update={"name": "DiT-S/4", "caption_width": 0})
     assert next(iter(build_loader(recipe, caption_store, labels, CPU, said.append))).captions is None
     assert next(iter(build_loader(recipe, caption_store, spec, CPU, said.append))).captions is not None
 

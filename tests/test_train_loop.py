@@ -337,7 +337,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_of_it_is_saved(
         ("parallel.strategy=deepspeed", "deepspeed"),
         ("parallel.strategy=fsdp", "fsdp"),
         ("parallel.deepspeed_config=ds.json", "ds.json"),
-        ("model.init_from=facebook/DiT-XL-2-256", "init_from"),
         ("optimizer.name=came", "came"),
         ("optimizer.name=muon", "muon"),
     ],
@@ -406,7 +405,7 @@ def test_only_the_newest_checkpoints_are_kept_and_every_snapshot(stores: dict[st
 def test_conditioning_is_dropped_at_the_rate_of_the_recipe(
     stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from leandit.train.models import Conditioner, Conditioning
+    from leandit.train.conditioning import Conditioner, Conditioning
 
     seen: list[torch.Tensor] = []
     drop = Conditioner.drop

@@ -26,7 +26,6 @@ from ..precompute.sources import list_source
 from ..train.config import TrainRecipe
 from ..train.models import build_model, check_model_name, check_sizes, model_spec
 from ..train.precision import autocast_dtype
-from ..train.state import check_recipe
 from .prediction import StoreBytes, predict_lines
 from .progress import ProgressLine
 
@@ -130,7 +129,7 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
     asked = recipe.run.precision
     actual = asked if asked != "bf16" or autocast_dtype(asked, device) else "fp32, this device has no fast bf16"
     lines.append(f"{'device':<20}{device}, {actual}, {os.cpu_count()} cores")
-    blocked = _refusal(lambda: check_model_name(recipe.model.name)) or _refusal(lambda: check_recipe(recipe))
+    blocked = _refusal(lambda: check_model_name(recipe.model.name))
     if blocked:
         return "\n".join([*lines, f"{'cannot run yet':<20}{blocked}"])
     if store_path is None:

@@ -22,7 +22,8 @@ from ..datasets.store import LatentStore
 from ..precompute.config import TextSection
 from ..precompute.encoders import ImageEncoder
 from ..precompute.text_encoders import CaptionEncoder, CaptionTokenizer
-from ..train.models import Conditioning, patch_of
+from ..train.conditioning import Conditioning
+from ..train.models import patch_of
 from ..train.sample import Snapshot, draw_latents, load_snapshot
 from ..train.state import RUN
 from .sheet import draw_sheet, gives_zero_to_one, load_decoder

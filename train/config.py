@@ -24,13 +24,21 @@ class ModelSection(Section):
     """The diffusion transformer."""
 
     name: str = "DiT-XL/2"
-    """"DiT-{S,B,L,XL}/{2,4,8}", "pixart-sigma", "pixart-tiny"; "sana-600m", "sana-1600m": not yet trained."""
+    """"DiT-{S,B,L,XL}/{2,4,8}", "pixart-sigma", "pixart-tiny", "sana-600m", "sana-1600m", "sana-tiny"."""
     init_from: str = ""
-    """Hub id or folder to fine-tune from; not in this release."""
+    """Weights to fine-tune from: a hub id or folder in diffusers' layout, of DiT also a file in the official layout."""
     channels: Count = 0
     """Latent channels the model is made for; 0: as the store."""
     num_classes: Count = 0
     """Classes the label table is made for; 0: as the store."""
+    qk_norm: bool = False
+    """DiT: RMS norm of queries and keys."""
+    norm: Literal["layer", "rms"] = "layer"
+    """DiT: norm of tokens; "layer" as published."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """DiT: feed-forward; "gelu" as published."""
+    positions: Literal["sincos", "rope"] = "sincos"
+    """DiT: positions; "sincos": added once, as published; "rope": turn queries and keys, along both axes."""
 
 
 class ObjectiveSection(Section):
@@ -45,8 +53,10 @@ class ObjectiveSection(Section):
 
 
 class ConditioningSection(Section):
-    """Classifier-free guidance."""
+    """What the model is conditioned on, and classifier-free guidance."""
 
+    kind: Literal["auto", "label", "caption"] = "auto"
+    """What a DiT is conditioned on; "auto": labels. PixArt and Sana always take captions."""
     drop: Share = 0.1
     """Share of labels or captions replaced by null."""
 

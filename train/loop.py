@@ -23,7 +23,7 @@ from .microbatch import find_sizes
 from .optimizers import learning_rate
 from .ranks import Meeting, SharedStop, connected, read_ranks
 from .saving import Saver
-from .state import begin_or_resume, capture, check_recipe, prepare
+from .state import begin_or_resume, capture, prepare
 from .step import train_step
 from .stop import StopRequest
 
@@ -89,7 +89,6 @@ def _train(
     meeting: Meeting,
 ) -> Outcome:
     # Open the revision that the run reads, build what trains.
-    check_recipe(recipe)
     head, ranks = read_head(run), meeting.ranks
     store = open_store(recipe, store_path, run, head, warn)
     facts = {

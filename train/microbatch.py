@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from ..datasets.buckets import bucket_size
 from ..datasets.errors import ResourceError
 from .checkpoint import OPTIMIZER
+from .conditioning import Conditioning
 from .draws import Draws, draw
-from .models import Conditioning
 from .state import TrainState
 from .step import image_losses
 
@@ -83,7 +83,7 @@ def made_up(state: TrainState, bucket: str, images: int) -> tuple[Tensor, Draws,
     if state.spec.takes_text and text:
         captions = torch.zeros(images, text.max_tokens, text.width, device=state.device)
         lengths = torch.full((images,), text.max_tokens, device=state.device)
-    return draws.noise, draws, state.conditioner(labels, captions, lengths)
+    return draws.noise, draws, state.conditioner(labels, captions, lengths, labels)
 
 
 def _peak(state: TrainState, bucket: str, images: int) -> float:

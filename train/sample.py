@@ -17,8 +17,9 @@ from ..datasets.errors import RunError
 from ..datasets.schema import LatentSpec, TextSpec
 from . import checkpoint
 from .checkpoint import MODEL, NULL_CAPTION
+from .conditioning import Conditioner, Conditioning
 from .config import ObjectiveSection
-from .models import Conditioner, Conditioning, Denoiser, ModelSpec, build_model
+from .models import Denoiser, ModelSpec, build_model
 from .objectives import BETA_END, BETA_START, TRAIN_STEPS
 
 

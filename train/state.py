@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from ..datasets.errors import DamageError, RecipeError, RunError
+from ..datasets.errors import DamageError, RunError
 from ..datasets.files import sweep_strays, write_atomic
 from ..datasets.hashing import canonical_json
 from ..datasets.loader import BatchLoader
@@ -24,17 +24,20 @@ from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
 from . import checkpoint
 from .checkpoint import EMA, MODEL, OPTIMIZER, CheckpointDamage
+from .conditioning import Conditioner
 from .config import TrainRecipe
 from .data import build_loader
 from .head import RUN, Head, check_head, contents_read, make_head
-from .models import Conditioner, ModelSpec, build_model, check_sizes, model_spec
+from .models import ModelSpec, build_model, check_sizes, model_spec
 from .parallel import Engine, build_engine
 from .precision import autocast_dtype
+from .pretrained import initial_weights
 from .ranks import ALONE, Meeting, Ranks
 from .saving import Captured, averaged_weights, gather, write
 
 RECIPE = "recipe.toml"
 GROUPS = (MODEL, EMA, OPTIMIZER)
+COMPILED_CAPTION_STEP = 64  # tokens, so that captions of 300 have five lengths
 
 
 @dataclass
@@ -74,11 +77,14 @@ def prepare(
     check_sizes(spec, store.spec.latent, list(store.buckets))
     loader = build_loader(recipe, store, spec, device, warn, ranks)
     model = build_model(spec, seed=recipe.run.seed)
-    if recipe.run.activation_checkpointing != "none":
-        model.checkpoint_activations()
+    if recipe.model.init_from:
+        model.load_state_dict(initial_weights(recipe.model.init_from, model, spec))
+    model.checkpoint_activations(recipe.run.activation_checkpointing)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = recipe.run.precision != "fp32"
     null_caption = torch.from_numpy(store.null_caption).to(device).float() if spec.takes_text else None
+    source_sizes = torch.from_numpy(store.sizes[:, :2]).to(device).float() if spec.takes_sizes else None
+    caption_step = COMPILED_CAPTION_STEP if recipe.run.compile and device.type == "cuda" else 1
     vae = store.spec.vae
     return TrainState(
         recipe=recipe,
@@ -87,7 +93,7 @@ def prepare(
         engine=build_engine(recipe, model, ranks, device),
         ranks=ranks,
         loader=loader,
-        conditioner=Conditioner(spec, null_caption),
+        conditioner=Conditioner(spec, null_caption, source_sizes, caption_step),
         device=device,
         autocast_dtype=autocast_dtype(recipe.run.precision, device),
         extra={
@@ -106,19 +112,6 @@ def prepare(
             "root_hash": store.root_hash,
         },
     )
-
-
-def check_recipe(recipe: TrainRecipe) -> None:
-    """Refuse what this release does not have.
-
-    Raises: RecipeError.
-    """
-    refused = {
-        "model.init_from": recipe.model.init_from,
-    }
-    for key, value in refused.items():
-        if value:
-            raise RecipeError(f"{key} '{value}': not in this release. It trains from scratch.")
 
 
 def begin_or_resume(

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ..datasets.reader import Batch
 from ..datasets.slices import rank_slice
+from .conditioning import Conditioning
 from .draws import Draws, draw
 from .meters import Trace
-from .models import Conditioning
 from .objectives import loss_per_image
 from .optimizers import learning_rate
 from .state import TrainState
@@ -31,7 +31,7 @@ def train_step(state: TrainState, batch: Batch) -> Trace:
         shape=tuple(batch.latents.shape[1:]),
         device=state.device,
     )
-    conditioning = state.conditioner(batch.labels, batch.captions, batch.caption_lengths)
+    conditioning = state.conditioner(batch.labels, batch.captions, batch.caption_lengths, batch.records)
     conditioning = state.conditioner.drop(conditioning, draws.dropped)
 
     engine.model.train()

@@ -1,0 +1,291 @@
+"""Fine-tuning: the official layout of DiT, diffusers' folders of DiT, PixArt and Sana, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from making import CPU, train_recipe
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from leandit.datasets.errors import DamageError, LeanditError, RunError
+from leandit.datasets.store import LatentStore
+from leandit.train.conditioning import Conditioning
+from leandit.train.dit_checkpoints import read_official, write_official
+from leandit.train.dit_layers import DiTOptions, position_table
+from leandit.train.loop import StopRequest, train
+from leandit.train.models import ModelSpec, build_model, model_spec
+from leandit.train.pretrained import initial_weights, read_config
+from leandit.train.text_models import Family, published_config, transformer_class
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+SPEC = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
+TABLE = "y_embedder.embedding_table.weight"
+
+
+def shaken(spec: ModelSpec, seed: int = 0) -> Any:
+    model = build_model(spec, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def official() -> dict[str, Tensor]:
+    """A flat state dict in the official layout."""
+    return {name.removeprefix("net."): tensor for name, tensor in shaken(SPEC).state_dict().items()}
+
+
+def trainer_file(path: Path, official: dict[str, Tensor]) -> None:
+    """As the official trainer and its successors save: weights, averages, optimizer, arguments."""
+    model = {f"module.{name}": tensor + 1 for name, tensor in official.items()}
+    torch.save({"model": model, "ema": official, "opt": {"state": {}}, "args": argparse.Namespace(lr=1e-4)}, path)
+
+
+WRITERS: dict[str, Callable[[Path, dict[str, Tensor]], None]] = {
+    "flat.pt": lambda path, weights: torch.save(weights, path),
+    "trainer.pt": trainer_file,
+    "flat.safetensors": lambda path, weights: save_file(weights, path),
+    "ours.pt": write_official,
+    "ours.safetensors": write_official,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_each_official_file_gives_its_weights_to_the_bit(
+    name: str, official: dict[str, Tensor], tmp_path: Path
+) -> None:
+    WRITERS[name](tmp_path / name, official)
+    model = build_model(SPEC, seed=9)
+    weights = initial_weights(str(tmp_path / name), model, SPEC)
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(weights[f"net.{key}"], tensor) for key, tensor in official.items())
+    model.load_state_dict(weights)
+    x, t, given = torch.randn(2, 4, 8, 8), torch.tensor([3.0, 900.0]), Conditioning(labels=torch.tensor([0, 3]))
+    assert torch.equal(model.eval()(x, t, given), shaken(SPEC)(x, t, given))
+
+
+def test_the_weights_of_a_denoiser_are_written_in_the_official_layout(
+    official: dict[str, Tensor], tmp_path: Path
+) -> None:
+    for name in ("a.pt", "a.safetensors"):
+        write_official(tmp_path / name, shaken(SPEC).state_dict())
+        found = read_official(tmp_path / name)
+        assert found.keys() == official.keys()
+        assert all(torch.equal(found[key], official[key]) for key in found)
+    assert torch.load(tmp_path / "a.pt", weights_only=True).keys() == official.keys()
+
+
+def test_the_position_table_of_another_base_size_is_computed(official: dict[str, Tensor], tmp_path: Path) -> None:
+    write_official(tmp_path / "a.pt", official)
+    larger = SPEC.model_copy(update={"base_size": 16})
+    with torch.device("meta"):
+        model = build_model(larger, seed=0)
+    weights = initial_weights(str(tmp_path / "a.pt"), model, larger)
+    assert torch.equal(weights["net.pos_embed"][0], position_table(8, 8, 32, 8))
+    assert torch.equal(weights["net.blocks.0.attn.qkv.weight"], official["blocks.0.attn.qkv.weight"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"num_classes": 4}, ("label table", "3 classes", "model.num_classes=3")),
+        ({"channels": 16}, ("x_embedder.proj.weight", "16")),
+        ({"out_channels": 4}, ("final_layer.linear", "objective.kind")),
+        ({"options": DiTOptions(qk_norm=True)}, ("k_norm", "missing", "options")),
+        ({"options": DiTOptions(positions="rope")}, ("pos_embed", "does not have")),
+        ({"caption_width": 6, "num_classes": 0}, ("conditioning.kind",)),
+        ({"name": "DiT-B/2"}, ("model.name",)),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    changed: dict[str, Any], words: tuple[str, ...], official: dict[str, Tensor], tmp_path: Path
+) -> None:
+    write_official(tmp_path / "a.pt", official)
+    spec = SPEC.model_copy(update=changed)
+    with torch.device("meta"):
+        model = build_model(spec, seed=0)
+    with pytest.raises(RunError) as caught:
+        initial_weights(str(tmp_path / "a.pt"), model, spec)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.marker), "w")
+
+
+def test_a_file_that_is_no_checkpoint_is_refused_and_nothing_of_it_is_run(tmp_path: Path) -> None:
+    marker, content = tmp_path / "marker", {"model": Payload(tmp_path / "marker")}
+    torch.save(content, tmp_path / "evil.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(content))
+    torch.save([torch.zeros(2)], tmp_path / "list.pt")
+    torch.save({"model": {"a": 3}}, tmp_path / "numbers.pt")
+    for name, data in {"short.pt": b"PK", "empty.pt": b"", "short.safetensors": b"\xff" * 20}.items():
+        (tmp_path / name).write_bytes(data)
+    for name in ("evil.pt", "plain.pt", "list.pt", "numbers.pt", "short.pt", "empty.pt", "short.safetensors", "no.pt"):
+        with pytest.raises((RunError, DamageError), match=name):
+            initial_weights(str(tmp_path / name), build_model(SPEC, seed=0), SPEC)
+    assert not marker.exists()
+
+
+# --- diffusers' layout ------------------------------------------------------------------------------------------------
+
+
+def diffusers_dit(folder: Path, *, trained: bool = False) -> Any:
+    """A DiT of diffusers with weights of its own, one embedder in all blocks unless it was trained there."""
+    from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+
+    torch.manual_seed(3)
+    model = DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=3,
+        norm_eps=1e-6,
+    ).eval()
+    if not trained:
+        model.transformer_blocks[1].norm1.emb.load_state_dict(model.transformer_blocks[0].norm1.emb.state_dict())
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("place", ["", "transformer"])
+def test_a_dit_of_diffusers_is_loaded_exactly(place: str, tmp_path: Path) -> None:
+    theirs = diffusers_dit(tmp_path / place)
+    ours = build_model(SPEC, seed=0)
+    ours.load_state_dict(initial_weights(str(tmp_path), ours, SPEC))
+    ours.eval()
+    x, y = torch.randn(2, 4, 8, 8), torch.tensor([0, 3])
+    with torch.no_grad():
+        t = torch.zeros(2)  # at every other time, diffusers' class has another embedding than DiT
+        wanted = theirs(x, timestep=t, class_labels=y, return_dict=False)[0]
+        torch.testing.assert_close(ours(x, t, Conditioning(labels=y)), wanted, rtol=1e-4, atol=1e-4)
+        late = theirs(x, timestep=t + 900, class_labels=y, return_dict=False)[0]
+        assert (ours(x, t + 900, Conditioning(labels=y)) - late).abs().max() > 1e-3
+
+
+def test_a_dit_that_was_trained_in_diffusers_is_refused(tmp_path: Path) -> None:
+    diffusers_dit(tmp_path, trained=True)
+    with pytest.raises(RunError, match=r"embedders in every block"):
+        initial_weights(str(tmp_path), build_model(SPEC, seed=0), SPEC)
+
+
+def saved_text_model(folder: Path, name: str, family: Family, *, channels: int = 4, **more: Any) -> Any:
+    """A transformer of diffusers that fits the caption store."""
+    torch.manual_seed(1)
+    config = published_config(name, channels=channels, out_channels=channels, caption_width=64, base_size=8) | more
+    model = transformer_class(family)(**config).eval()
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return model
+
+
+TEXT_MODELS: list[tuple[str, Family, dict[str, Any]]] = [
+    ("pixart-tiny", "pixart", {"num_layers": 3}),
+    ("pixart-tiny", "pixart", {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}),
+    ("sana-tiny", "sana", {"num_layers": 3, "qk_norm": "rms_norm_across_heads"}),
+]
+
+
+@pytest.mark.parametrize(("name", "family", "more"), TEXT_MODELS)
+def test_a_run_begins_with_the_weights_of_a_folder_and_learns_from_them(
+    name: str, family: Family, more: dict[str, Any], caption_store: LatentStore, tmp_path: Path
+) -> None:
+    theirs = saved_text_model(tmp_path / "pipeline/transformer", name, family, **more)
+    recipe = train_recipe(name, f"model.init_from={tmp_path / 'pipeline'}", "optimizer.lr=1e-6", "run.steps=2")
+    spec = model_spec(recipe, caption_store.spec, "store")
+    assert spec.config["num_layers"] == theirs.config.num_layers
+    assert ModelSpec.model_validate_json(spec.model_dump_json()) == spec
+    assert spec.takes_sizes == bool(more.get("use_additional_conditions"))
+    run = tmp_path / "run"
+    train(recipe, store_path=caption_store.path, run=run, device=CPU, report=lambda figures: None, stop=StopRequest())
+    learned, begun = load_file(run / "checkpoint-2/model.safetensors"), theirs.state_dict()
+    assert {name.removeprefix("net.") for name in learned} == begun.keys()
+    moved = [float((learned[f"net.{key}"] - tensor).abs().max()) for key, tensor in begun.items()]
+    assert 0 < max(moved) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "words"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), RunError, ("config.json",)),
+        (lambda folder: [path.unlink() for path in folder.glob("*.safetensors")], RunError, ("safetensors",)),
+        (lambda folder: change(folder, "_class_name", "SanaTransformer2DModel"), RunError, ("SanaTransformer2DModel",)),
+        (lambda folder: change(folder, "in_channels", 16), RunError, ("in_channels", "16", "4")),
+        (lambda folder: change(folder, "out_channels", 8), RunError, ("out_channels", "8", "flow")),
+        (lambda folder: change(folder, "caption_channels", 4096), RunError, ("caption_channels", "4096", "64")),
+        (lambda folder: change(folder, "num_layers", 3), RunError, ("transformer_blocks.2", "missing")),
+        (lambda folder: change(folder, "num_layers", 10**9), RunError, ("num_layers",)),
+        (lambda folder: change(folder, "new_thing", True), RunError, ("new_thing",)),
+        (lambda folder: (folder / "config.json").write_text("[1]"), DamageError, ("JSON object",)),
+        (lambda folder: next(folder.glob("*.safetensors")).write_bytes(b"no"), DamageError, ("no tensors",)),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused_before_anything_is_written(
+    spoil: Callable[[Path], Any],
+    error: type[LeanditError],
+    words: tuple[str, ...],
+    caption_store: LatentStore,
+    tmp_path: Path,
+) -> None:
+    folder, run = tmp_path / "model", tmp_path / "run"
+    saved_text_model(folder, "pixart-tiny", "pixart")
+    spoil(folder)
+    recipe = train_recipe("pixart-tiny", f"model.init_from={folder}")
+    with pytest.raises(error) as caught:
+        train(recipe, store_path=caption_store.path, run=run, device=CPU, report=print, stop=StopRequest())
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert not run.exists()
+
+
+def change(folder: Path, key: str, value: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+
+
+def test_a_distilled_sana_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
+    saved_text_model(tmp_path / "sprint", "sana-tiny", "sana", guidance_embeds=True)
+    with pytest.raises(RunError, match="distilled"):
+        read_config(str(tmp_path / "sprint"), "sana")
+    with pytest.raises(RunError, match="no such folder"):
+        read_config(str(tmp_path / "nowhere"), "sana")
+    with pytest.raises(RunError, match="hub does not give it"):
+        read_config("nobody/nothing", "sana")
+
+
+def test_a_run_goes_on_without_looking_at_what_it_began_with(label_store: LatentStore, tmp_path: Path) -> None:
+    spec = model_spec(train_recipe("dit-s-4"), label_store.spec, "store")
+    write_official(tmp_path / "first.pt", shaken(spec).state_dict())
+
+    def go(run: str, steps: int) -> None:
+        recipe = train_recipe("dit-s-4", f"model.init_from={tmp_path / 'first.pt'}", f"run.steps={steps}")
+        options = {"device": CPU, "report": lambda figures: None, "stop": StopRequest()}
+        train(recipe, store_path=label_store.path, run=tmp_path / run, **options)
+
+    go("whole", 3)
+    go("parts", 1)
+    write_official(tmp_path / "first.pt", shaken(spec, seed=1).state_dict())  # no matter: the run has its own by now
+    go("parts", 3)
+    for name in ("checkpoint-3/model.safetensors", "snapshot-3/model.safetensors"):
+        one, other = load_file(tmp_path / "whole" / name), load_file(tmp_path / "parts" / name)
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    shutil.rmtree(tmp_path / "parts")

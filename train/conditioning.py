@@ -1,0 +1,105 @@
+"""What a batch is conditioned on, and what takes its place where it is dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from .models import ModelSpec
+
+
+class Conditioning(NamedTuple):
+    """What a batch is conditioned on: labels, or captions with their mask.
+
+    Args:
+      labels: (B,) int64, the number of classes for null.
+      captions: (B, L, D).
+      caption_mask: (B, L) true for valid tokens.
+      source_sizes: (B, 2) float32 height and width of the source pictures in pixels, for a model that asks for them.
+    """
+
+    labels: Tensor | None = None
+    captions: Tensor | None = None
+    caption_mask: Tensor | None = None
+    source_sizes: Tensor | None = None
+
+    def part(self, rows: slice) -> Conditioning:
+        """The conditioning of a microbatch."""
+        return Conditioning(*(None if tensor is None else tensor[rows] for tensor in self))
+
+    def of_nothing(self) -> Conditioning:
+        """That of one image of zeros, with one valid token."""
+        labels, captions, mask, sizes = self
+        return Conditioning(
+            labels=None if labels is None else labels.new_zeros(1),
+            captions=None if captions is None else captions.new_zeros(1, 1, captions.shape[2]),
+            caption_mask=None if mask is None else mask.new_ones(1, 1),
+            source_sizes=None if sizes is None else sizes.new_ones(1, 2),
+        )
+
+
+@dataclass(frozen=True)
+class Conditioner:
+    """Makes the conditioning of a batch.
+
+    Args:
+      spec: of the model.
+      null_caption: (max_tokens, D) embedding of the empty caption, for a model with text.
+      source_sizes: (records, 2) float32 pixels on the device of the batches, for a model that asks for them; eight
+        bytes a record there, so that batches need not carry them.
+      caption_step: captions are padded to a multiple of it, or to the length of null where that is less, so that blocks
+        which are compiled see few lengths.
+    """
+
+    spec: ModelSpec
+    null_caption: Tensor | None
+    source_sizes: Tensor | None = None
+    caption_step: int = 1
+
+    def __call__(
+        self, labels: Tensor | None, captions: Tensor | None, lengths: Tensor | None, records: Tensor | None = None
+    ) -> Conditioning:
+        """Conditioning of a batch, nothing dropped.
+
+        Args:
+          labels: (B,) int64, -1 for none.
+          captions: (B, L, D), with their (B,) lengths.
+          records: (B,) int64 positions in the records table.
+        """
+        if not self.spec.takes_text:
+            assert labels is not None
+            return Conditioning(labels=torch.where(labels < 0, self.spec.num_classes, labels))
+        assert captions is not None
+        assert lengths is not None
+        if missing := self._padding(captions.shape[1]):
+            captions = F.pad(captions, (0, 0, 0, missing))
+        places = torch.arange(captions.shape[1], device=captions.device)
+        mask = places[None] < lengths.to(captions.device)[:, None]  # (B, L)
+        sizes = None if self.source_sizes is None or records is None else self.source_sizes[records]
+        return Conditioning(captions=captions.float(), caption_mask=mask, source_sizes=sizes)
+
+    def _padding(self, length: int) -> int:
+        """Rows to add to captions of a length."""
+        longest = length if self.null_caption is None else max(length, len(self.null_caption))
+        return min(-(-length // self.caption_step) * self.caption_step, longest) - length
+
+    def drop(self, conditioning: Conditioning, where: Tensor) -> Conditioning:
+        """Replace the conditioning of some images by null.
+
+        A dropped caption keeps its mask, as in PixArt and Sana: the first rows of null take the place of its tokens.
+
+        Args:
+          where: (B,) bool.
+        """
+        if conditioning.labels is not None:
+            return Conditioning(labels=torch.where(where, self.spec.num_classes, conditioning.labels))
+        captions, null = conditioning.captions, self.null_caption
+        assert captions is not None
+        assert null is not None
+        rows = null[: captions.shape[1]].to(captions)
+        return conditioning._replace(captions=torch.where(where[:, None, None], rows, captions))

@@ -1,0 +1,18 @@
+"""Where 16 bits would lose: what the models compute in wider numbers, whatever autocast says."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """Compute in the dtype of the inputs; nothing to do on meta, which has no autocast."""
+    return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Widen 16 bits, leave float64."""
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,65 @@
+"""Activation checkpointing: what the backward pass computes again instead of keeping it (Chen et al. 2016).
+
+A block becomes one of a subclass whose ``forward`` is checkpointed: the names of parameters stay, a block that is
+compiled is compiled with it, and FSDP, which hooks into the call, gathers no weights a second time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+Mode = Literal["none", "blocks", "selective"]
+
+
+def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Mode) -> None:
+    """Choose what the blocks keep for the backward pass; the last call holds.
+
+    Args:
+      mode: "none" keeps everything. "blocks" keeps what goes into a block. "selective" keeps matrix products,
+        convolutions and attention too, and computes the pointwise rest again.
+    """
+    for block in blocks:
+        plain = getattr(type(block), "plain_class", type(block))
+        block.__class__ = plain if mode == "none" else recomputing(plain, mode)
+
+
+@functools.cache
+def recomputing(plain: type[nn.Module], mode: Mode) -> type[nn.Module]:
+    """A subclass of a block's class that computes again what the mode does not keep.
+
+    Its ``forward`` is a function of this module, since the compiler passes over frames of torch's own, and one for all
+    blocks of a class, so that they share their compiled code.
+    """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no block draws anything
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept_operations())
+
+    def forward(self: Any, *args: Any, **more: Any) -> Any:
+        own = super(made, self).forward  # pyright: ignore[reportAttributeAccessIssue]
+        return checkpoint(own, *args, **options, **more)
+
+    made = type(plain.__name__, (plain,), {"forward": forward, "plain_class": plain})
+    return made
+
+
+def kept_operations() -> list[Any]:
+    """Operations whose results "selective" keeps: those that take the time."""
+    import torch.nn.attention.varlen  # registers its operation
+
+    aten = torch.ops.aten
+    return [
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.convolution.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
+    ]

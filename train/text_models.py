@@ -1,0 +1,226 @@
+"""PixArt-Sigma and Sana: diffusers' transformers behind the common call, initialised for training from scratch.
+
+diffusers takes seconds to import and brings its own optional libraries: only for the models that need it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .conditioning import Conditioning
+from .cross_attention import CaptionProcessor, LinearProcessor, arrange_captions
+from .recompute import Mode, checkpoint_blocks
+
+Family = Literal["pixart", "sana"]
+# name -> depth, heads, width of a head, patch; the first as published (PixArt-Sigma, arXiv 2403.04692)
+PIXART_SIZES = {"pixart-sigma": (28, 16, 72, 2), "pixart-tiny": (6, 4, 64, 2)}
+# name -> depth, heads and width of a head of linear attention, the same of cross-attention; the first two as published
+# (Sana, arXiv 2410.10629, table 1)
+SANA_SIZES = {
+    "sana-600m": (28, 36, 32, 16, 72),
+    "sana-1600m": (20, 70, 32, 20, 112),
+    "sana-tiny": (4, 8, 32, 4, 64),
+}
+SANA_PATCH, SANA_MLP_RATIO = 1, 2.5
+CAPTION_NORM_GAIN = 0.01  # of Sana's norm of captions at the start (y_norm_scale_factor of its configurations)
+EMBEDDING_STD = 0.02  # as DiT's embeddings
+PIXART_DOWNSCALE = 8  # pixels a latent pixel, of the VAEs that PixArt is trained with
+
+
+def family_of(name: str) -> Family | None:
+    """Which of diffusers' classes a model is, or None."""
+    if name in PIXART_SIZES:
+        return "pixart"
+    return "sana" if name in SANA_SIZES else None
+
+
+def transformer_class(family: Family) -> Any:
+    """The class of diffusers."""
+    with _without_warnings():
+        if family == "pixart":
+            from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
+
+            return PixArtTransformer2DModel
+        from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
+
+        return SanaTransformer2DModel
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep what optional libraries of diffusers log as they are imported from the user, whom it does not concern."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def published_config(name: str, *, channels: int, out_channels: int, caption_width: int, base_size: int) -> dict:
+    """Arguments of diffusers' class for a model of a given name."""
+    shared = {
+        "in_channels": channels,
+        "out_channels": out_channels,
+        "caption_channels": caption_width,
+        "sample_size": base_size,
+    }
+    if name in PIXART_SIZES:
+        depth, heads, head_width, patch = PIXART_SIZES[name]
+        return shared | {
+            "num_layers": depth,
+            "num_attention_heads": heads,
+            "attention_head_dim": head_width,
+            "cross_attention_dim": heads * head_width,
+            "patch_size": patch,
+            "use_additional_conditions": False,  # PixArt-Sigma dropped them
+        }
+    depth, heads, head_width, cross_heads, cross_head_width = SANA_SIZES[name]
+    return shared | {
+        "num_layers": depth,
+        "num_attention_heads": heads,
+        "attention_head_dim": head_width,
+        "num_cross_attention_heads": cross_heads,
+        "cross_attention_head_dim": cross_head_width,
+        "cross_attention_dim": heads * head_width,
+        "patch_size": SANA_PATCH,
+        "mlp_ratio": SANA_MLP_RATIO,
+    }
+
+
+class CachedPatchEmbed(nn.Module):
+    """diffusers' patch embedding, its position table computed once for each size instead of at each forward.
+
+    Args:
+      plain: takes its weights over, under the same names.
+    """
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.proj, self.base_size, self.scale = plain.proj, plain.base_size, plain.interpolation_scale
+        self._tables: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def forward(self, latent: Tensor) -> Tensor:
+        """(B, C, H, W) to (B, T, E)."""
+        tokens = self.proj(latent)
+        grid = (tokens.shape[2], tokens.shape[3])
+        tokens = tokens.flatten(2).transpose(1, 2)
+        return (tokens + self.table(*grid, tokens.device)).to(tokens.dtype)
+
+    def table(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        """Positions of a grid, (1, T, E) float32."""
+        key = (rows, columns, device)
+        if key not in self._tables:
+            from diffusers.models.embeddings import get_2d_sincos_pos_embed
+
+            with torch.inference_mode(False):  # a table that was made while sampling may serve training later
+                found: Any = get_2d_sincos_pos_embed(
+                    embed_dim=self.proj.out_channels,
+                    grid_size=(rows, columns),
+                    base_size=self.base_size,
+                    interpolation_scale=self.scale,
+                    output_type="pt",
+                )
+                self._tables[key] = found.float().unsqueeze(0).to(device)
+        return self._tables[key]
+
+
+class TextDenoiser(nn.Module):
+    """A transformer of diffusers behind the common call.
+
+    Args:
+      family: which class.
+      config: its arguments.
+    """
+
+    def __init__(self, family: Family, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.family = family
+        self.net = transformer_class(family)(**config)
+        name = "pos_embed" if family == "pixart" else "patch_embed"
+        embed = getattr(self.net, name)
+        if embed.pos_embed is not None:
+            setattr(self.net, name, CachedPatchEmbed(embed))
+        blocks: list[Any] = list(self.blocks)
+        for block in blocks:
+            block.attn2.set_processor(CaptionProcessor())
+            if family == "sana":
+                block.attn1.set_processor(LinearProcessor())
+        self.cross_head_width = blocks[0].attn2.inner_dim // blocks[0].attn2.heads
+        initialize_weights(self.net, family)
+
+    def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
+        """(B, C, H, W), (B,) time in 0..1000, captions to (B, out_channels, H, W).
+
+        Time 1000 is pure noise in both. Sana's trainer rounds it down to whole numbers; here it is what was drawn.
+        """
+        assert conditioning.captions is not None
+        assert conditioning.caption_mask is not None
+        captions, where = arrange_captions(
+            conditioning.captions, conditioning.caption_mask, head_width=self.cross_head_width
+        )
+        more = {"added_cond_kwargs": self.size_conditions(x, conditioning)} if self.family == "pixart" else {}
+        return self.net(
+            hidden_states=x,
+            encoder_hidden_states=captions,
+            encoder_attention_mask=where,
+            timestep=t,
+            return_dict=False,
+            **more,
+        )[0]
+
+    def size_conditions(self, x: Tensor, conditioning: Conditioning) -> dict[str, Tensor | None]:
+        """What PixArt-alpha at 1024 px is told of a picture: size of its source, (B, 2) height and width, and ratio.
+
+        Where no source is known, as in sampling, the picture's own size takes its place.
+
+        Source: Chen et al. 2023, arXiv 2310.00426, appendix; the ratio is that of the bucket, height over width.
+        """
+        if not self.net.config.use_additional_conditions:
+            return {"resolution": None, "aspect_ratio": None}
+        height, width = x.shape[2:]
+        sizes = conditioning.source_sizes
+        if sizes is None:
+            sizes = torch.tensor([height, width], device=x.device).float().expand(len(x), 2) * PIXART_DOWNSCALE
+        return {"resolution": sizes, "aspect_ratio": torch.full((len(x), 1), height / width, device=x.device)}
+
+    def checkpoint_activations(self, mode: Mode = "blocks") -> None:
+        """Choose what the backward pass computes again (``recompute.checkpoint_blocks``)."""
+        checkpoint_blocks(self.blocks, mode)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks that are compiled, sharded and checkpointed one by one."""
+        return self.net.transformer_blocks
+
+
+def initialize_weights(net: Any, family: Family) -> None:
+    """Xavier, and zeros for the output, so that a model begins with no opinion; diffusers does neither.
+
+    PixArt also zeroes what cross-attention adds, because it begins with the weights of a DiT without text, and has
+    embeddings of deviation 0.02, which is what xavier gives at its width; from scratch, xavier fits all. Sana has those
+    embeddings too and an output by xavier, not zeros (``initialize_weights`` of NVlabs/Sana's nets/sana.py); its
+    convolutions, and the tables that shift and scale, keep torch's and the paper's start.
+    """
+    for module in net.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    patch_weight = (net.pos_embed if family == "pixart" else net.patch_embed).proj.weight
+    nn.init.xavier_uniform_(patch_weight.view(patch_weight.shape[0], -1))
+    if family == "sana":
+        time, caption = net.time_embed, net.caption_projection
+        for linear in (time.emb.timestep_embedder.linear_1, time.emb.timestep_embedder.linear_2, time.linear):
+            nn.init.normal_(linear.weight, std=EMBEDDING_STD)
+        for linear in (caption.linear_1, caption.linear_2):
+            nn.init.normal_(linear.weight, std=EMBEDDING_STD)
+        nn.init.constant_(net.caption_norm.weight, CAPTION_NORM_GAIN)
+    nn.init.zeros_(net.proj_out.weight)
+    nn.init.zeros_(net.proj_out.bias)
