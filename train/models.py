@@ -18,6 +18,7 @@ from ..datasets.schema import LatentSpec, StoreSpec
 from ..datasets.shuffle import keyed_hash
 from .config import TrainRecipe
 from .dit import PATCHES, SIZES, DiT
+from .objectives import num_outputs
 
 # name -> depth, heads, width of a head, patch; the first as published (PixArt-Sigma, arXiv 2403.04692)
 PIXART_SIZES = {"pixart-sigma": (28, 16, 72, 2), "pixart-tiny": (6, 4, 64, 2)}
@@ -94,7 +95,7 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
     return ModelSpec(
         name=name,
         channels=latent.channels,
-        out_channels=latent.channels * (2 if recipe.objective.kind == "ddpm" else 1),
+        out_channels=num_outputs(recipe.objective, latent.channels),
         num_classes=num_classes,
         caption_width=store.text.width if store.text and name in PIXART_SIZES else 0,
         base_size=store.images.resolution_px // latent.downscale,
