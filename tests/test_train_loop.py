@@ -338,8 +338,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_of_it_is_saved(
         ("parallel.strategy=fsdp", "fsdp"),
         ("parallel.deepspeed_config=ds.json", "ds.json"),
         ("model.init_from=facebook/DiT-XL-2-256", "init_from"),
-        ("optimizer.name=came", "came"),
-        ("optimizer.name=muon", "muon"),
     ],
 )
 def test_what_this_release_does_not_have_is_refused(

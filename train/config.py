@@ -66,23 +66,39 @@ class ConditioningSection(Section):
 class OptimizerSection(Section):
     """The optimizer."""
 
-    name: Literal["adamw", "came", "adamw8bit", "muon"] = "adamw"
-    """This release trains with "adamw"."""
+    name: Literal["adamw", "adamw8bit", "came", "muon"] = "adamw"
+    """"adamw"; "adamw8bit": its moments in 8 bits; "came": as Sana; "muon": for hidden matrices, AdamW for the rest."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
     """Peak learning rate."""
-    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.999])
-    """Decay of AdamW's first and second moment."""
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=3)] = Field(
+        default=[0.9, 0.999, 0.9999]
+    )
+    """Decay of the first and second moment; the third is read by "came" alone, for its confidence."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to AdamW's divisor; "came" has its own."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Of "muon"."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
+    decay_all: bool = True
+    """All parameters decay, as in DiT and PixArt; false: only weights of linear layers and convolutions."""
+
+    @model_validator(mode="after")
+    def _came_has_three_betas(self) -> OptimizerSection:
+        if self.name == "came" and len(self.betas) != 3:
+            raise ValueError('betas: "came" needs three, as [0.9, 0.999, 0.9999]')
+        return self
 
 
 class ScheduleSection(Section):
     """The learning rate over the steps."""
 
     kind: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: constant, or a cosine to zero at the last step."""
+    """After the warm-up: constant, or a cosine that ends at the last step."""
     warmup_steps: Count = 0
     """Steps of linear warm-up."""
+    final_lr_share: Share = 0.0
+    """Where "cosine" ends, as a share of the peak."""
 
 
 class DataSection(Section):

@@ -28,7 +28,8 @@ from .data import build_loader
 from .ema import Ema
 from .head import RUN, Head, check_head, contents_read, make_head
 from .models import Conditioner, Denoiser, ModelSpec, build_model, check_sizes, model_spec
-from .optimizers import build_optimizer, expected_tensors, load_optimizer_tensors, optimizer_tensors
+from .optimizer_state import expected_tensors, load_optimizer_tensors, optimizer_tensors
+from .optimizers import build_optimizer
 
 RECIPE = "recipe.toml"
 
@@ -42,7 +43,7 @@ class TrainState:
     spec: ModelSpec
     model: Denoiser
     ema: Ema
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     loader: BatchLoader
     conditioner: Conditioner
     device: torch.device
@@ -219,7 +220,7 @@ def load(state: TrainState, path: Path) -> Loaded:
         progress=progress,
         model=saved.tensors(MODEL, state.model.state_dict()),
         ema=saved.tensors(EMA, state.ema.state_dict()),
-        optimizer=saved.tensors(OPTIMIZER, expected_tensors(state.model)),
+        optimizer=saved.tensors(OPTIMIZER, expected_tensors(state.recipe.optimizer, state.model)),
     )
 
 
