@@ -17,7 +17,7 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.train import checkpoint
 from leandit.train.config import ScheduleSection, TrainRecipe
-from leandit.train.ema import Ema
+from leandit.train.ema import Ema, Exponential
 from leandit.train.loop import Outcome, StopRequest, train
 from leandit.train.meters import StepReport
 from leandit.train.optimizers import learning_rate
@@ -384,12 +384,12 @@ def test_the_learning_rate_is_warm_up_then_constant_or_cosine(kind: str, warmup:
 
 def test_the_average_follows_its_formula() -> None:
     model = torch.nn.Linear(3, 2)
-    ema, wanted = Ema(model, 0.9), {name: p.detach().clone() for name, p in model.named_parameters()}
+    ema, wanted = Ema(model, [Exponential(0.9)]), {name: p.detach().clone() for name, p in model.named_parameters()}
     for step in range(5):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)))
-        ema.update(model)
+        ema.update(model, step + 1)
         wanted = {name: 0.9 * wanted[name] + 0.1 * p.detach() for name, p in model.named_parameters()}
     for name, value in ema.state_dict().items():
         torch.testing.assert_close(value, wanted[name])

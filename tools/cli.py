@@ -29,7 +29,7 @@ from .cli_options import (
     torch_device,
 )
 from .cli_precompute import import_, precompute
-from .cli_train import sample, train
+from .cli_train import average, sample, train
 
 MAY_NOT = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES = 1, 2, 5
@@ -153,6 +153,7 @@ def compact(store: LocalStore) -> None:
 
 
 app.command()(sample)
+app.command()(average)
 
 
 @app.command()

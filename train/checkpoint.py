@@ -28,7 +28,7 @@ from ..datasets.hashing import canonical_json, read_json, sha256_of, xxh3_file, 
 FORMAT_VERSION = 1
 STATE = "state.json"
 STATE_HASH = "state_sha256"
-CHECKPOINT, SNAPSHOT = "checkpoint", "snapshot"
+CHECKPOINT, SNAPSHOT, AVERAGE = "checkpoint", "snapshot", "average"
 DAMAGED_PREFIX = "damaged-"
 
 MODEL, EMA, OPTIMIZER, NULL_CAPTION = "model", "ema", "optimizer", "null_caption"  # groups of tensors, a file each
@@ -63,7 +63,7 @@ class _State(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    kind: Literal["checkpoint", "snapshot"]
+    kind: Literal["checkpoint", "snapshot", "average"]
     step: Annotated[int, Field(ge=0)]
     files: dict[Annotated[str, Field(pattern=r"^[a-z_]+\.safetensors$")], FileHash]
 
@@ -117,7 +117,7 @@ def save(kind: str, run: Path, step: int, groups: Groups, state: dict[str, Any])
     """Write ``<kind>-<step>/`` into a run, then read it back and check it.
 
     Args:
-      kind: CHECKPOINT or SNAPSHOT.
+      kind: CHECKPOINT, SNAPSHOT or AVERAGE.
       groups: name of each safetensors file -> its tensors; one group at a time is in memory twice.
       state: everything that is no tensor; JSON values.
     Raises: ResourceError: the disk is full; DamageError: the disk gives back other bytes. What was there before stays.

@@ -101,6 +101,23 @@ class ScheduleSection(Section):
     """Where "cosine" ends, as a share of the peak."""
 
 
+class EmaSection(Section):
+    """The averaged weights."""
+
+    kind: Literal["exponential", "power"] = "exponential"
+    """"exponential": run.ema_decay at each step. "power": longer as the run grows, with any length to choose later."""
+    lengths: Annotated[list[Annotated[float, Field(gt=0, lt=0.28)]], Field(min_length=1)] = Field(default=[0.05, 0.10])
+    """Of "power": an average for each, its standard deviation as a share of the run; snapshots hold the first."""
+    keep_every: Count = 0
+    """Of "power": steps between stored averages, for `leandit average`; all stay. 0: with each checkpoint."""
+
+    @model_validator(mode="after")
+    def _lengths_differ(self) -> EmaSection:
+        if len({f"{length:g}" for length in self.lengths}) < len(self.lengths):
+            raise ValueError("lengths: two are the same")
+        return self
+
+
 class DataSection(Section):
     """Which records of the store train, and in what order."""
 
@@ -152,7 +169,7 @@ class RunSection(Section):
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest gradient norm; 0: no clipping."""
     ema_decay: Share = 0.9999
-    """Decay of the averaged weights, per step."""
+    """Decay of the averaged weights, per step; of ema.kind = "exponential"."""
     checkpoint_every: Positive = 5000
     """Steps between checkpoints; the last step and an interruption make one too."""
     keep_checkpoints: Positive = 2
@@ -189,6 +206,7 @@ class TrainRecipe(Section):
     conditioning: ConditioningSection = ConditioningSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
+    ema: EmaSection = EmaSection()
     data: DataSection = DataSection()
     run: RunSection = RunSection()
     parallel: ParallelSection = ParallelSection()

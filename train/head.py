@@ -38,6 +38,7 @@ FREE_ON_RESUME = {
     "run.allow_incomplete",
     "run.compile",
     "run.activation_checkpointing",
+    "ema.keep_every",
 }
 
 

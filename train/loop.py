@@ -22,7 +22,7 @@ from .head import open_store, read_head
 from .meters import Meters, StepReport, Window
 from .objectives import draw_times, loss_per_image
 from .optimizers import learning_rate
-from .state import TrainState, begin_or_resume, check_recipe, prepare, save
+from .state import TrainState, averages_are_due, begin_or_resume, check_recipe, prepare, save, save_averages
 from .stop import StopRequest
 
 
@@ -106,13 +106,16 @@ def train(
 
             # Tell; before a checkpoint always, since a loss that is not finite must not be saved.
             due = state.step % recipe.run.checkpoint_every == 0 or state.step == recipe.run.steps
-            if due or state.step % recipe.run.log_every == 0:
+            averages_due = averages_are_due(state)
+            if due or averages_due or state.step % recipe.run.log_every == 0:
                 tell(batch.epoch)
 
             # Save. The stop is looked at once a step and here, so that no run ends without having saved.
             stopping = bool(stop)
             if stopping and not window.is_empty:
                 tell(batch.epoch)
+            if averages_due:
+                save_averages(state, run)
             if stopping or due:
                 save(state, run)
     finally:
@@ -160,7 +163,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor]:
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(recipe.optimizer.lr, recipe.schedule, step, recipe.run.steps)
     state.optimizer.step()
-    state.ema.update(state.model)
+    state.ema.update(state.model, step)
     state.step, state.num_images = step, state.num_images + size
     return total, grad_norm
 

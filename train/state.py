@@ -22,10 +22,10 @@ from ..datasets.loader import BatchLoader
 from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
 from . import checkpoint
-from .checkpoint import EMA, MODEL, NULL_CAPTION, OPTIMIZER, CheckpointDamage
+from .checkpoint import AVERAGE, EMA, MODEL, NULL_CAPTION, OPTIMIZER, CheckpointDamage
 from .config import TrainRecipe
 from .data import build_loader
-from .ema import Ema
+from .ema import Ema, build_ema
 from .head import RUN, Head, check_head, contents_read, make_head
 from .models import Conditioner, Denoiser, ModelSpec, build_model, check_sizes, model_spec
 from .optimizer_state import expected_tensors, load_optimizer_tensors, optimizer_tensors
@@ -65,7 +65,7 @@ def prepare(recipe: TrainRecipe, store: LatentStore, device: torch.device, warn:
     loader = build_loader(recipe, store, spec, device, warn)
     model = build_model(spec, seed=recipe.run.seed).to(device)
     optimizer = build_optimizer(recipe.optimizer, model)
-    ema = Ema(model, recipe.run.ema_decay)
+    ema = build_ema(recipe, model)
     if recipe.run.activation_checkpointing:
         model.checkpoint_activations()
     if recipe.run.compile and device.type == "cuda":
@@ -243,10 +243,10 @@ def save(state: TrainState, run: Path) -> None:
 
     Raises: ResourceError: the disk is full; DamageError: it gives back other bytes. The older ones then stay.
     """
-    averaged = {MODEL: {**_buffers(state), **state.ema.state_dict()}}
-    if state.conditioner.null_caption is not None:
-        averaged[NULL_CAPTION] = {"embedding": state.conditioner.null_caption}
+    averaged = {MODEL: {**_buffers(state), **state.ema.weights}, **_null_caption(state)}
     checkpoint.save(checkpoint.SNAPSHOT, run, state.step, averaged, state.extra)
+    if state.recipe.ema.kind == "power" and not state.recipe.ema.keep_every:
+        save_averages(state, run)
     groups = {
         MODEL: state.model.state_dict(),
         EMA: state.ema.state_dict(),
@@ -257,6 +257,26 @@ def save(state: TrainState, run: Path) -> None:
     )
     proven = checkpoint.save(checkpoint.CHECKPOINT, run, state.step, groups, progress.model_dump())
     checkpoint.prune(run, state.recipe.run.keep_checkpoints, proven=proven)
+
+
+def averages_are_due(state: TrainState) -> bool:
+    """Whether the averages of this step are stored, beside those that come with a checkpoint."""
+    every = state.recipe.ema.keep_every if state.recipe.ema.kind == "power" else 0
+    return bool(every) and (state.step % every == 0 or state.step == state.recipe.run.steps)
+
+
+def save_averages(state: TrainState, run: Path) -> None:
+    """Write all averages of the current step, of which ``posthoc.combine`` makes those of other lengths.
+
+    Raises: as ``save``.
+    """
+    groups = {EMA: state.ema.state_dict(), MODEL: _buffers(state), **_null_caption(state)}
+    checkpoint.save(AVERAGE, run, state.step, groups, state.extra | {"lengths": state.recipe.ema.lengths})
+
+
+def _null_caption(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    embedding = state.conditioner.null_caption
+    return {} if embedding is None else {NULL_CAPTION: {"embedding": embedding}}
 
 
 def _buffers(state: TrainState) -> dict[str, Tensor]:
