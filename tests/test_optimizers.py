@@ -325,3 +325,12 @@ def test_a_run_resumes_with_every_optimizer_to_the_bit(
     for file in ("model", "optimizer"):
         one, other = ((tmp_path / run / f"checkpoint-4/{file}.safetensors").read_bytes() for run in ("whole", "parts"))
         assert one == other
+
+
+def test_optimizers_and_averages_of_a_sharded_model_are_those_of_a_whole_one(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("sharded_ranks.py")
+    commands = [[sys.executable, script, str(rank), tmp_path / "meeting", *NAMES] for rank in (0, 1)]
+    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    for rank in ranks:
+        _, said = rank.communicate(timeout=200)
+        assert rank.returncode == 0, said

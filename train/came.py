@@ -72,7 +72,8 @@ class Came(torch.optim.Optimizer):
         gradients = [p.grad for p in parameters if p.grad is not None]
         moments, average = ([self.state[p][field] for p in parameters] for field in ("exp_avg_sq", "exp_avg"))
         torch._foreach_lerp_(moments, _squares(gradients, SQUARE_EPS), 1 - second)
-        updates = list(torch._foreach_div(gradients, list(torch._foreach_sqrt(moments))))
+        roots: Any = torch._foreach_sqrt(moments)
+        updates = list(torch._foreach_div(gradients, roots))
         _clip(updates)
         torch._foreach_lerp_(average, updates, 1 - fast)
         _apply(group, parameters, average)
