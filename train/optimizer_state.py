@@ -15,7 +15,7 @@ from .optimizers import BUILDERS, parameter_groups
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's state as tensors named "<parameter>/<field>", float32 all of them.
+    """The optimizer's state as tensors named "<parameter>/<field>", float32 all but codes.
 
     Moments of 8 bits are two tensors each, "<parameter>/<field>/codes" (uint8) and ".../scale". What is sharded like
     the parameters stays so, and 8-bit moments that are sharded are given as the numbers that they stand for.
