@@ -154,7 +154,7 @@ def check_flips(name: str, count: int, store: LatentStore, run: Path) -> None:
     before, whole, draw = tensors_of(trained), tree_digest(run), random.Random(7)
     files = [path for kind in ("checkpoint-2", "snapshot-2") for path in sorted((run / kind).iterdir())]
     wanted = {"model": trained.model.state_dict(), "ema": trained.ema.state_dict()}
-    wanted["optimizer"] = state.expected_tensors(trained.model)
+    wanted["optimizer"] = state.expected_tensors(trained.recipe.optimizer, trained.model)
 
     def read_again(folder: str) -> None:
         resume(trained, run) if folder == "checkpoint-2" else load_snapshot(run, CPU)

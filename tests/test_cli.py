@@ -50,6 +50,7 @@ FLAGS = {
         *("--bucket", "--caption", "--device", "--guidance", "--json", "--label", "--num", "--out", "--seed"),
         *("--steps", "--store", "--text", "--vae"),
     ],
+    "average": ["--length", "--out", "--step"],
     "demo": ["--out", "--pictures", "--set"],
     "bench": [],
     "bench plan": ["--captions", "--json", "--records", "--scratch", "--sizes"],

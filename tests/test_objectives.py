@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from leandit.train.bands import NUM_BANDS, band_means, band_sums
 from leandit.train.config import ObjectiveSection
-from leandit.train.objectives import ddpm_schedule, draw_times, loss_per_image
+from leandit.train.objectives import ddpm_schedule, draw_times, loss_per_image, min_snr_weight, num_outputs, time_share
 
 FLOW, DDPM = ObjectiveSection(kind="flow"), ObjectiveSection(kind="ddpm")
 CPU = torch.device("cpu")
@@ -180,3 +185,161 @@ def test_times_depend_on_the_generator_alone() -> None:
     first = draw_times(FLOW, 10, torch.Generator().manual_seed(7))
     torch.manual_seed(2)
     assert torch.equal(first, draw_times(FLOW, 10, torch.Generator().manual_seed(7)))
+
+
+def ddpm_section(predict: str = "epsilon", variance: str = "fixed", gamma: float = 0.0) -> ObjectiveSection:
+    return ObjectiveSection.model_validate({"predict": predict, "variance": variance, "min_snr_gamma": gamma})
+
+
+def fixed_output(output: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda _x, _t: output
+
+
+@pytest.mark.parametrize("predict", ["epsilon", "v"])
+@pytest.mark.parametrize("gamma", [0.0, 5.0])
+def test_error_and_weight_are_those_of_the_papers(data: tuple[Tensor, Tensor], predict: str, gamma: float) -> None:
+    x, noise = data
+    steps = [0, 3, 150, 500, 999]
+    output = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3))
+    got = loss_per_image(
+        ddpm_section(predict, gamma=gamma), fixed_output(output), x, noise, torch.tensor(steps).float()
+    )
+    b = numpy_schedule()["alpha_bar"][steps][:, None, None, None]
+    clean, eps = x.double().numpy(), noise.double().numpy()
+    target = eps if predict == "epsilon" else np.sqrt(b) * eps - np.sqrt(1 - b) * clean  # Salimans, Ho: appendix D
+    error = ((output.double().numpy() - target) ** 2).mean((1, 2, 3))
+    snr = (b / (1 - b)).ravel()
+    weight = np.minimum(snr, gamma) / (snr if predict == "epsilon" else snr + 1) if gamma else 1
+    np.testing.assert_allclose(got.numpy(), error * weight, rtol=2e-6)
+
+
+@hypothesis.settings(deadline=None, max_examples=30)
+@hypothesis.given(st.integers(0, 999), st.integers(0, 2**32))
+def test_v_and_noise_are_the_same_prediction_said_otherwise(step: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, noise, guess, variance = torch.randn((4, 2, 3, 4, 4), generator=generator).unbind()
+    t = torch.full((2,), float(step))
+    b = numpy_schedule()["alpha_bar"][step]
+    signal, share = math.sqrt(b), math.sqrt(1 - b)
+
+    def v_model(x_t: Tensor, _t: Tensor) -> Tensor:  # v = (noise - share * x_t) / signal, from both definitions
+        v = (guess.double() - share * x_t.double()) / signal
+        return torch.cat([v, variance.double()], 1)
+
+    by_noise = loss_per_image(
+        ddpm_section("epsilon", "learned"), fixed_output(torch.cat([guess, variance], 1)), x, noise, t
+    )
+    by_v = loss_per_image(ddpm_section("v", "learned"), v_model, x, noise, t)
+    noise_error = (guess - noise).square().mean((1, 2, 3))
+    # v - v_true = (noise - noise_true) / signal; the bound is of the same mean, so it is the same.
+    torch.testing.assert_close(by_v - noise_error / b, by_noise - noise_error, rtol=1e-3, atol=1e-5 / b)
+
+
+@hypothesis.given(st.floats(1e-6, 1e6), st.floats(0.1, 100))
+def test_min_snr_weights_agree_between_predictions_and_have_a_bound(snr: float, gamma: float) -> None:
+    ratio = torch.tensor([snr], dtype=torch.float64)
+    of_noise = min_snr_weight(ddpm_section("epsilon", gamma=gamma), ratio).item()
+    of_v = min_snr_weight(ddpm_section("v", gamma=gamma), ratio).item()
+    # The error of the data is that of the noise over snr, and that of v over snr + 1 (Hang et al., section 3.4).
+    assert of_noise * snr == pytest.approx(of_v * (snr + 1))
+    assert of_noise * snr == pytest.approx(min(snr, gamma))
+
+
+def test_the_variance_learns_the_same_with_every_prediction_and_weight(data: tuple[Tensor, Tensor]) -> None:
+    x, noise = data
+    t = torch.tensor([1.0, 20.0, 300.0, 700.0, 999.0])
+    signal, share = (ddpm_schedule(CPU)[name][t.long()][:, None, None, None] for name in ("signal", "noise_share"))
+    gradients = []
+    for predict, gamma in (("epsilon", 0.0), ("epsilon", 5.0), ("v", 0.0), ("v", 5.0)):
+        variance = torch.zeros(SHAPE, requires_grad=True)
+        guess = 0.9 * noise if predict == "epsilon" else (0.9 * noise - share * (signal * x + share * noise)) / signal
+        output = torch.cat([guess, variance], 1)
+        loss_per_image(ddpm_section(predict, "learned", gamma), fixed_output(output), x, noise, t).sum().backward()
+        gradients.append(variance.grad)
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=1e-3, atol=1e-6)
+
+
+def test_a_fixed_variance_has_no_channels() -> None:
+    assert num_outputs(DDPM, 4) == 8
+    assert num_outputs(ddpm_section(), 4) == 4
+    assert num_outputs(FLOW, 4) == 4
+
+
+@pytest.mark.parametrize("key", [{"predict": "v"}, {"variance": "fixed"}, {"min_snr_gamma": 5.0}])
+def test_keys_of_ddpm_are_refused_for_flow(key: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="keys of kind"):
+        ObjectiveSection.model_validate({"kind": "flow", **key})
+
+
+def test_logit_normal_times_have_the_mean_and_deviation_of_the_recipe() -> None:
+    section = ObjectiveSection(kind="flow", time_mean=-0.5, time_std=0.7)
+    logits = draw_times(section, 100_000, torch.Generator().manual_seed(0)).logit()
+    assert logits.mean() == pytest.approx(-0.5, abs=0.02)
+    assert logits.std() == pytest.approx(0.7, abs=0.02)
+
+
+def test_the_tables_are_made_once_and_precise() -> None:
+    ours, s = ddpm_schedule(CPU), numpy_schedule()
+    assert ddpm_schedule(torch.device("cpu")) is ours
+    np.testing.assert_allclose(ours["noise_share"], np.sqrt(1 - s["alpha_bar"]), rtol=1e-7)
+    np.testing.assert_allclose(ours["signal"], np.sqrt(s["alpha_bar"]), rtol=1e-7)
+    np.testing.assert_allclose(ours["snr"], s["alpha_bar"] / (1 - s["alpha_bar"]), rtol=1e-7)
+
+
+@pytest.mark.parametrize("section", [FLOW, DDPM, ddpm_section("v", "learned", 5.0)], ids=["flow", "ddpm", "v"])
+def test_the_loss_is_one_graph_without_the_host(data: tuple[Tensor, Tensor], section: ObjectiveSection) -> None:
+    x, noise = data
+    scale = torch.tensor(0.5)
+    repeat = num_outputs(section, 1)
+    seen = []
+
+    def predict(x_t: Tensor, t: Tensor) -> Tensor:
+        return scale * x_t.repeat(1, repeat, 1, 1) + t[:, None, None, None] / 1000
+
+    def loss(x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        return loss_per_image(section, predict, x, noise, t)
+
+    def count(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Tensor]:
+        seen.append(graph)
+        return graph.forward
+
+    t = draw_times(section, len(x), torch.Generator().manual_seed(0))
+    wanted = loss(x, noise, t)
+    compiled = torch.compile(loss, fullgraph=True, backend=count)  # refuses what needs the host
+    torch.testing.assert_close(compiled(x, noise, t), wanted)
+    compiled(x + 1, noise, draw_times(section, len(x), torch.Generator().manual_seed(1)))
+    assert len(seen) == 1
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(st.lists(st.tuples(st.floats(0, 1, width=32), st.floats(-10, 10, width=32)), min_size=1, max_size=50))
+def test_bands_hold_the_mean_of_their_losses(pairs: list[tuple[float, float]]) -> None:
+    share, losses = torch.tensor(pairs).unbind(1)
+    half = len(pairs) // 2
+    sums = band_sums(share[:half], losses[:half]) + band_sums(share[half:], losses[half:])
+    means = band_means(sums)
+    assert len(means) == NUM_BANDS
+    for band, mean in enumerate(means):
+        inside = [loss for place, loss in pairs if min(NUM_BANDS - 1, int(np.float32(place) * np.float32(10))) == band]
+        if inside:
+            assert mean == pytest.approx(sum(inside) / len(inside), rel=1e-4, abs=1e-4)
+        else:
+            assert mean is None
+    assert sums[1].sum() == len(pairs)
+
+
+def test_every_step_of_ddpm_is_in_its_band() -> None:
+    share = time_share(DDPM, torch.arange(1000).float())
+    assert band_sums(share, torch.ones(1000))[1].tolist() == [100.0] * NUM_BANDS
+    for band in range(NUM_BANDS):
+        inside = torch.arange(100 * band, 100 * (band + 1)).float()
+        assert band_sums(time_share(DDPM, inside), torch.ones(100))[1, band] == 100
+    assert band_means(band_sums(time_share(FLOW, torch.tensor([0.0, 1.0])), torch.tensor([2.0, 3.0])))[9] == 3.0
+
+
+def test_a_loss_that_is_not_finite_spoils_its_own_band_alone() -> None:
+    means = band_means(band_sums(torch.tensor([0.05, 0.55]), torch.tensor([float("nan"), 2.0])))
+    assert means[0] is not None
+    assert math.isnan(means[0])
+    assert means[5] == 2.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import signal
 import sys
 import traceback as traceback_module
@@ -29,11 +30,14 @@ from .cli_options import (
     torch_device,
 )
 from .cli_precompute import import_, precompute
-from .cli_train import sample, train
+from .cli_train import average, sample, train
 
 MAY_NOT = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES = 1, 2, 5
 TRACEBACK = "--traceback"
+
+# diffusers imports torchao where it is installed, and both tell of parts that nobody here uses.
+NOISY = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(bench, name="bench")
@@ -153,6 +157,7 @@ def compact(store: LocalStore) -> None:
 
 
 app.command()(sample)
+app.command()(average)
 
 
 @app.command()
@@ -174,6 +179,8 @@ def demo(
 def main() -> None:
     """Run the command; the one place where an exception becomes a line and an exit code."""
     stop = StopRequest()
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         stop.catch(signal.SIGTERM)
         code = _run_command(stop)

@@ -132,3 +132,22 @@ def sample(
     else:
         shown = ("snapshot", "bucket", "guidance", "grid")
         print_rows([("samples", str(len(result["samples"]))), *((name, str(result[name])) for name in shown)])
+
+
+def average(
+    run: Annotated[Path, typer.Argument(help='Run that was trained with ema.kind = "power".')],
+    length: Annotated[float, typer.Option(min=0.001, max=0.27, help="Standard deviation, as a share of the run.")],
+    out: Annotated[Path, typer.Option(help="Folder for the snapshot; sample from it as from a run.")],
+    step: Annotated[int, typer.Option(min=0, help="Average up to this step; 0: the newest that is stored.")] = 0,
+) -> None:
+    """Make a snapshot with averaged weights of any length, of the averages that a run has stored.
+
+    Example: leandit average runs/dit-s --length 0.075 --out runs/dit-s-0.075
+    """
+    from ..train.posthoc import combine
+
+    made = combine(run, length, out, step=step)
+    error = f"{made.error:.2%} from its profile"
+    print_rows(
+        [("snapshot", str(made.path)), ("made of", f"{made.used} stored averages"), ("length", f"{length:g}, {error}")]
+    )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as tensors_of
 from safetensors.torch import save as bytes_of
 from torch import Tensor
@@ -28,7 +28,7 @@ from ..datasets.hashing import canonical_json, read_json, sha256_of, xxh3_file, 
 FORMAT_VERSION = 1
 STATE = "state.json"
 STATE_HASH = "state_sha256"
-CHECKPOINT, SNAPSHOT = "checkpoint", "snapshot"
+CHECKPOINT, SNAPSHOT, AVERAGE = "checkpoint", "snapshot", "average"
 DAMAGED_PREFIX = "damaged-"
 
 MODEL, EMA, OPTIMIZER, NULL_CAPTION = "model", "ema", "optimizer", "null_caption"  # groups of tensors, a file each
@@ -63,7 +63,7 @@ class _State(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    kind: Literal["checkpoint", "snapshot"]
+    kind: Literal["checkpoint", "snapshot", "average"]
     step: Annotated[int, Field(ge=0)]
     files: dict[Annotated[str, Field(pattern=r"^[a-z_]+\.safetensors$")], FileHash]
 
@@ -81,6 +81,11 @@ class Saved:
     path: Path
     state: dict[str, Any]
     files: dict[str, FileHash]
+
+    def names(self, group: str) -> list[str]:
+        """Names of the tensors of a group, by the head of its file."""
+        with safe_open(self.path / f"{group}.safetensors", framework="pt") as file:
+            return list(file.keys())
 
     def tensors(self, group: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of a group, on the CPU, made of bytes that were hashed once more.
@@ -117,7 +122,7 @@ def save(kind: str, run: Path, step: int, groups: Groups, state: dict[str, Any])
     """Write ``<kind>-<step>/`` into a run, then read it back and check it.
 
     Args:
-      kind: CHECKPOINT or SNAPSHOT.
+      kind: CHECKPOINT, SNAPSHOT or AVERAGE.
       groups: name of each safetensors file -> its tensors; one group at a time is in memory twice.
       state: everything that is no tensor; JSON values.
     Raises: ResourceError: the disk is full; DamageError: the disk gives back other bytes. What was there before stays.

@@ -46,10 +46,27 @@ class ObjectiveSection(Section):
 
     kind: Literal["ddpm", "flow"] = "ddpm"
     """"ddpm": noise and learned variance (DiT, PixArt). "flow": velocity from data to noise (Sana, SD3)."""
+    predict: Literal["epsilon", "v"] = "epsilon"
+    """What "ddpm" predicts: the noise, or v = signal * noise - noise_share * data."""
+    variance: Literal["learned", "fixed"] = "learned"
+    """Of "ddpm": "learned" doubles the model's output channels; "fixed" has none for it."""
+    min_snr_gamma: Annotated[float, Field(ge=0)] = 0.0
+    """Of "ddpm": largest weight of a step's error of the data (customary: 5); 0: no weighting."""
     time: Literal["uniform", "logit_normal"] = "logit_normal"
     """How "flow" draws its times."""
+    time_mean: float = 0.0
+    """Of "logit_normal": mean of the logit; above 0 is towards noise."""
+    time_std: Annotated[float, Field(gt=0)] = 1.0
+    """Of "logit_normal": standard deviation of the logit."""
     shift: Annotated[float, Field(gt=0)] = 1.0
     """Shift of the times of "flow" towards noise: t' = s t / (1 + (s - 1) t)."""
+
+    @model_validator(mode="after")
+    def _keys_of_the_other_kind_are_not_set(self) -> ObjectiveSection:
+        of_ddpm = (self.predict, self.variance, self.min_snr_gamma)
+        if self.kind == "flow" and of_ddpm != ("epsilon", "learned", 0.0):
+            raise ValueError('predict, variance and min_snr_gamma are keys of kind = "ddpm"; "flow" has none of them')
+        return self
 
 
 class ConditioningSection(Section):
@@ -64,23 +81,56 @@ class ConditioningSection(Section):
 class OptimizerSection(Section):
     """The optimizer."""
 
-    name: Literal["adamw", "came", "adamw8bit", "muon"] = "adamw"
-    """This release trains with "adamw"."""
+    name: Literal["adamw", "adamw8bit", "came", "muon"] = "adamw"
+    """"adamw"; "adamw8bit": its moments in 8 bits; "came": as Sana; "muon": for hidden matrices, AdamW for the rest."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
     """Peak learning rate."""
-    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.999])
-    """Decay of AdamW's first and second moment."""
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=3)] = Field(
+        default=[0.9, 0.999, 0.9999]
+    )
+    """Decay of the first and second moment; the third is read by "came" alone, for its confidence."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to AdamW's divisor; "came" has its own."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Of "muon"."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
+    decay_all: bool = True
+    """All parameters decay, as in DiT and PixArt; false: only weights of linear layers and convolutions."""
+
+    @model_validator(mode="after")
+    def _came_has_three_betas(self) -> OptimizerSection:
+        if self.name == "came" and len(self.betas) != 3:
+            raise ValueError('betas: "came" needs three, as [0.9, 0.999, 0.9999]')
+        return self
 
 
 class ScheduleSection(Section):
     """The learning rate over the steps."""
 
     kind: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: constant, or a cosine to zero at the last step."""
+    """After the warm-up: constant, or a cosine that ends at the last step."""
     warmup_steps: Count = 0
     """Steps of linear warm-up."""
+    final_lr_share: Share = 0.0
+    """Where "cosine" ends, as a share of the peak."""
+
+
+class EmaSection(Section):
+    """The averaged weights."""
+
+    kind: Literal["exponential", "power"] = "exponential"
+    """"exponential": run.ema_decay at each step. "power": longer as the run grows, with any length to choose later."""
+    lengths: Annotated[list[Annotated[float, Field(gt=0, lt=0.28)]], Field(min_length=1)] = Field(default=[0.05, 0.10])
+    """Of "power": an average for each, its standard deviation as a share of the run; snapshots hold the first."""
+    keep_every: Count = 0
+    """Of "power": steps between stored averages, for `leandit average`; all stay. 0: with each checkpoint."""
+
+    @model_validator(mode="after")
+    def _lengths_differ(self) -> EmaSection:
+        if len({f"{length:g}" for length in self.lengths}) < len(self.lengths):
+            raise ValueError("lengths: two are the same")
+        return self
 
 
 class DataSection(Section):
@@ -137,7 +187,7 @@ class RunSection(Section):
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest gradient norm; 0: no clipping."""
     ema_decay: Share = 0.9999
-    """Decay of the averaged weights, per step."""
+    """Decay of the averaged weights, per step; of ema.kind = "exponential"."""
     checkpoint_every: Positive = 5000
     """Steps between checkpoints; the last step and an interruption make one too."""
     keep_checkpoints: Positive = 2
@@ -186,6 +236,7 @@ class TrainRecipe(Section):
     conditioning: ConditioningSection = ConditioningSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
+    ema: EmaSection = EmaSection()
     data: DataSection = DataSection()
     run: RunSection = RunSection()
     parallel: ParallelSection = ParallelSection()

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from torch import Tensor
 from ..datasets.errors import RecipeError
 from .checkpoint import EMA, MODEL
 from .config import TrainRecipe
-from .ema import Ema
+from .ema import Ema, build_rules
 from .models import Denoiser
 from .optimizers import build_optimizer
 from .precision import autocast_dtype
 from .ranks import Ranks
 
 ADAM_NAMES = ("adam", "adamw")  # of DeepSpeed: their state has our names
+MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -98,7 +100,7 @@ class DeepSpeedEngine:
         name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
         self._masters = list(getattr(self._zero, name))  # float32, flat: this rank's part of all parameters
         self._partitions = _Partitions([partition.detach() for partition in self._masters])
-        self.ema = Ema(self._partitions, recipe.run.ema_decay)
+        self.ema = Ema(self._partitions, build_rules(recipe))
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -110,12 +112,12 @@ class DeepSpeedEngine:
         """See ``Engine``."""
         self._engine.backward(loss * self._world_size)
 
-    def update(self, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
+    def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
         """See ``Engine``; clips as the config says, which ``resolve_config`` has made what the recipe says."""
         for group in self._zero.param_groups:
             group["lr"] = learning_rate
         self._engine.step()
-        self.ema.update(self._partitions)
+        self.ema.update(self._partitions, step)
         norm = self._engine.get_global_grad_norm()
         applied = self._engine.was_step_applied()
         norm = torch.as_tensor(float("nan") if norm is None else norm, dtype=torch.float32, device=self._device)
@@ -128,40 +130,43 @@ class DeepSpeedEngine:
         parameters = dict(self.model.named_parameters())
         if group == MODEL:
             yield from ((name, buffer) for name, buffer in self.model.state_dict().items() if name not in parameters)
-        averaged = self._averages_in_place() if group == EMA else contextlib.nullcontext()
-        with averaged:
-            for name, parameter in parameters.items():
-                if group in (MODEL, EMA):
-                    yield name, _needed(safe_get_full_fp32_param(parameter), name).view(_shape(parameter))
-                    continue
-                for field in ("exp_avg", "exp_avg_sq"):
-                    tensor = _needed(safe_get_full_optimizer_state(parameter, field), name)
-                    yield f"{name}/{field}", tensor.view(_shape(parameter))
-                yield f"{name}/step", torch.tensor(float(self._step))
-
-    def expected(self, group: str) -> dict[str, Tensor]:
-        """See ``Engine``."""
-        shapes = {name: _shape(parameter) for name, parameter in self.model.named_parameters()}
         if group in (MODEL, EMA):
-            found = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-            buffers = self.model.state_dict() if group == MODEL else {}
-            return found | {n: torch.empty_like(t, device="meta") for n, t in buffers.items() if n not in shapes}
-        found = {}
-        for name, shape in shapes.items():
-            found |= {f"{name}/{field}": torch.empty(shape, device="meta") for field in ("exp_avg", "exp_avg_sq")}
-            found[f"{name}/step"] = torch.empty((), device="meta")
-        return found
+            for number in range(len(self.ema.rules) if group == EMA else 1):
+                prefix = self.ema.rules[number].prefix if group == EMA else ""
+                with self._average_in_place(number) if group == EMA else contextlib.nullcontext():
+                    for name, parameter in parameters.items():
+                        weight = _needed(safe_get_full_fp32_param(parameter), name)
+                        yield f"{prefix}{name}", weight.view(_shape(parameter))
+            return
+        for name, parameter in parameters.items():
+            for field in MOMENTS:
+                tensor = _needed(safe_get_full_optimizer_state(parameter, field), name)
+                yield f"{name}/{field}", tensor.view(_shape(parameter))
+            yield f"{name}/step", torch.tensor(float(self._step))
+
+    def expected(self, group: str, *, in_codes: bool = False) -> dict[str, Tensor]:
+        """See ``Engine``; moments are numbers."""
+        shapes = {name: _shape(parameter) for name, parameter in self.model.named_parameters()}
+        weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        if group == MODEL:
+            buffers = self.model.state_dict().items()
+            return weights | {n: torch.empty_like(t, device="meta") for n, t in buffers if n not in shapes}
+        if group == EMA:
+            return {f"{rule.prefix}{name}": weight for rule in self.ema.rules for name, weight in weights.items()}
+        moments = {f"{name}/{field}": weight for name, weight in weights.items() for field in MOMENTS}
+        return moments | {f"{name}/step": torch.empty((), device="meta") for name in weights}
 
     def load(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine``."""
         parameters = dict(self.model.named_parameters())
         if group == EMA:
-            kept = [partition.clone() for partition in self._partitions.parameters()]
-            for name, tensor in tensors:
-                self._set_master(parameters[name], tensor)
-            self.ema.copy_from(self._partitions)
-            for partition, was in zip(self._partitions.parameters(), kept, strict=True):
-                partition.copy_(was)
+            averages = {rule.prefix: average for rule, average in zip(self.ema.rules, self.ema.averages, strict=True)}
+            for prefix, of_rule in groupby(tensors, key=lambda item: _cut(item[0])[0]):
+                with self._kept():
+                    for name, tensor in of_rule:
+                        self._set_master(parameters[_cut(name)[1]], tensor)
+                    for weight, partition in zip(averages[prefix].values(), self._partitions.parameters(), strict=True):
+                        weight.copy_(partition)
             return
         for name, tensor in tensors:
             if group == MODEL:
@@ -221,19 +226,26 @@ class DeepSpeedEngine:
         inner = self._zero.optimizer
         for partition in self._masters:
             if not inner.state[partition]:
-                zeros = {field: torch.zeros_like(partition) for field in ("exp_avg", "exp_avg_sq")}
+                zeros = {field: torch.zeros_like(partition) for field in MOMENTS}
                 inner.state[partition].update(step=torch.tensor(0.0), **zeros)
         if self._stage < 3:
             for group, partition in zip(self._zero.bit16_groups, self._masters, strict=True):
                 lazy_init_hp_params_optimizer_state(group, partition, inner.state)
 
     @contextlib.contextmanager
-    def _averages_in_place(self) -> Iterator[None]:
-        """The float32 partitions hold the averages meanwhile."""
+    def _average_in_place(self, number: int) -> Iterator[None]:
+        """The float32 partitions hold an average meanwhile."""
+        with self._kept():
+            pairs = zip(self._partitions.parameters(), self.ema.averages[number].values(), strict=True)
+            for partition, average in pairs:
+                partition.copy_(average)
+            yield
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """The float32 partitions are afterwards as they were."""
         partitions = list(self._partitions.parameters())
         kept = [partition.clone() for partition in partitions]
-        for partition, average in zip(partitions, self.ema.state_dict().values(), strict=True):
-            partition.copy_(average)
         try:
             yield
         finally:
@@ -306,7 +318,7 @@ def resolve_config(config: dict[str, Any], recipe: TrainRecipe, dtype: torch.dty
         "train_micro_batch_size_per_gpu": recipe.run.microbatch or recipe.run.global_batch,
         "train_batch_size": recipe.run.global_batch,
         "optimizer.params.lr": recipe.optimizer.lr,
-        "optimizer.params.betas": recipe.optimizer.betas,
+        "optimizer.params.betas": recipe.optimizer.betas[:2],
         "optimizer.params.weight_decay": recipe.optimizer.weight_decay,
     }
     for key, value in wanted.items():
@@ -339,6 +351,12 @@ def _settle(config: dict[str, Any], key: str, value: Any) -> None:
             f'ds_config.json: {key} is {config[leaf]!r}, by the recipe it is {value!r}. Write "auto" there, or make '
             "them equal."
         )
+
+
+def _cut(name: str) -> tuple[str, str]:
+    """Prefix of an average, and name of the parameter."""
+    prefix, slash, name = name.rpartition("/")
+    return prefix + slash, name
 
 
 def _shape(parameter: Tensor) -> torch.Size:

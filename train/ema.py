@@ -1,41 +1,124 @@
-"""Averaged weights: a float32 copy of the parameters that follows them, updated in one fused call."""
+"""Averaged weights: float32 copies of the parameters that follow them, each updated in one fused call.
+
+How much of an average is kept at an update depends on the number of the update alone. Parameters that are sharded have
+averages that are sharded alike.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from .config import TrainRecipe
+
+
+class Rule(Protocol):
+    """How an average follows."""
+
+    @property
+    def prefix(self) -> str:
+        """Of the names of its weights, among those of several averages."""
+        ...
+
+    def kept(self, step: int) -> float:
+        """Share of the old average that stays at the update that makes step ``step`` (the first is 1)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """The same share at each step.
+
+    Args:
+      decay: the share.
+    """
+
+    decay: float
+    prefix: str = ""
+
+    def kept(self, step: int) -> float:
+        return self.decay
+
+
+@dataclass(frozen=True)
+class Power:
+    """Weights of step t count as t to a power, so that the average grows longer with the run.
+
+    Args:
+      length: standard deviation of the weights' place on the time axis, as a share of the run up to now.
+    Source: Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models", section 3.1.
+    """
+
+    length: float
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.length:g}/"
+
+    @property
+    def exponent(self) -> float:
+        """Gamma, from length^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)); the largest root of that cubic."""
+        inverse = self.length**-2
+        return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
+
+    def kept(self, step: int) -> float:
+        return (1 - 1 / step) ** (self.exponent + 1)
+
+
+class HasParameters(Protocol):
+    """A model, as far as averages care."""
+
+    def parameters(self) -> Iterator[Any]:
+        """Its parameters."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Its parameters, with their names."""
+        ...
 
 
 class Ema:
-    """Exponential moving average of a model's parameters.
+    """Moving averages of a model's parameters.
 
     Args:
-      model: begins as a copy of its parameters.
-      decay: share of the old average kept at each update.
+      model: all begin as a copy of its parameters.
+      rules: one for each average; the first is the one that snapshots hold.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
-        self.weights = {name: p.detach().clone().float() for name, p in model.named_parameters()}
+    def __init__(self, model: HasParameters, rules: Sequence[Rule]) -> None:
+        self.rules = tuple(rules)
+        self.averages = [{name: p.detach().clone().float() for name, p in model.named_parameters()} for _ in self.rules]
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Move the average towards the model: average += (1 - decay) * (weights - average)."""
-        weights, parameters = list(self.weights.values()), [p.detach() for p in model.parameters()]
-        torch._foreach_lerp_(weights, parameters, 1 - self.decay)  # pyright: ignore[reportPrivateImportUsage]
+    def update(self, model: HasParameters, step: int) -> None:
+        """Move the averages towards the model: average += (1 - kept) * (weights - average).
 
-    @torch.no_grad()
-    def copy_from(self, model: nn.Module) -> None:
-        """Begin anew from the parameters of the model."""
-        for weight, parameter in zip(self.weights.values(), model.parameters(), strict=True):
-            weight.copy_(parameter)
+        Args:
+          step: that the model has just made; the first is 1.
+        """
+        parameters = [p.detach().float() for p in model.parameters()]
+        for rule, average in zip(self.rules, self.averages, strict=True):
+            weights = list(average.values())
+            torch._foreach_lerp_(weights, parameters, 1 - rule.kept(step))  # pyright: ignore[reportPrivateImportUsage]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The first average, by parameter name."""
+        return self.averages[0]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averaged weights by parameter name."""
-        return self.weights
+        """All averages, by the prefix of the rule and the parameter's name."""
+        both = zip(self.rules, self.averages, strict=True)
+        return {f"{rule.prefix}{name}": weight for rule, average in both for name, weight in average.items()}
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take the averaged weights from a checkpoint."""
-        for name, weight in self.weights.items():
-            weight.copy_(state[name])
+
+def build_rules(recipe: TrainRecipe) -> list[Rule]:
+    """How the averages of a recipe follow."""
+    if recipe.ema.kind == "exponential":
+        return [Exponential(recipe.run.ema_decay)]
+    return [Power(length) for length in recipe.ema.lengths]

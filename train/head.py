@@ -47,6 +47,7 @@ FREE_ON_RESUME = {
     "parallel.replicas",
     "parallel.cpu_offload",
     "parallel.deepspeed_config",
+    "ema.keep_every",
 }
 
 

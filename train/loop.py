@@ -23,7 +23,7 @@ from .microbatch import find_sizes
 from .optimizers import learning_rate
 from .ranks import Meeting, SharedStop, connected, read_ranks
 from .saving import Saver
-from .state import begin_or_resume, capture, prepare
+from .state import averages_are_due, begin_or_resume, capture, prepare
 from .step import train_step
 from .stop import StopRequest
 
@@ -136,15 +136,16 @@ def _train(
 
             # Tell; before a checkpoint always, since a loss that is not finite must not be saved.
             due = state.step % recipe.run.checkpoint_every == 0 or state.step == recipe.run.steps
-            if due or state.step % recipe.run.log_every == 0:
+            averages_due = averages_are_due(state)
+            if due or averages_due or state.step % recipe.run.log_every == 0:
                 tell(batch.epoch)
 
             # Save. The stop is looked at once a step and here, so that no run ends without having saved.
             stopping = shared_stop.asked(bool(stop))
             if stopping and not window.is_empty:
                 tell(batch.epoch)
-            if stopping or due:
-                saver.save(capture(state))
+            if stopping or due or averages_due:
+                saver.save(capture(state, averages=averages_due, resumable=stopping or due))
             saver.check()
         saver.finish()
     finally:

@@ -19,6 +19,7 @@ from .conditioning import Conditioning
 from .config import TrainRecipe
 from .dit import PATCHES, SIZES, DiT
 from .dit_layers import DiTOptions
+from .objectives import num_outputs
 from .pretrained import read_config
 from .recompute import Mode, checkpoint_blocks
 from .text_models import PIXART_SIZES, SANA_PATCH, SANA_SIZES, TextDenoiser, family_of, published_config
@@ -88,7 +89,7 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
     spec = ModelSpec(
         name=name,
         channels=latent.channels,
-        out_channels=latent.channels * (2 if recipe.objective.kind == "ddpm" else 1),
+        out_channels=num_outputs(recipe.objective, latent.channels),
         num_classes=num_classes,
         caption_width=caption_width,
         base_size=store.images.resolution_px // latent.downscale,

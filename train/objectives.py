@@ -1,7 +1,8 @@
-"""What the model learns: DDPM with learned variance, and flow matching. Pure functions of latents, noise and time.
+"""What the model learns: DDPM and flow matching. Pure functions of latents, noise and time; none waits for the device.
 
 Sign and direction, once and for all: t = 0 is data, t = 1 is noise, and the velocity of "flow" is noise - data (as in
-Sana, SD3 and Flux; SiT and LightningDiT run the other way). The model is given its time as t * 1000.
+Sana, SD3 and Flux; SiT and LightningDiT run the other way). The model is given its time as t * 1000. The "v" of DDPM
+is signal * noise - noise_share * data (Salimans and Ho 2022), where x_t = signal * data + noise_share * noise.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ Predict = Callable[[Tensor, Tensor], Tensor]
 """(noisy latents (B, C, H, W), time (B,) in 0..1000) -> the model's output."""
 
 
+def num_outputs(section: ObjectiveSection, channels: int) -> int:
+    """Channels that the model puts out for so many latent channels: twice as many where it learns its variance."""
+    return channels * (2 if section.kind == "ddpm" and section.variance == "learned" else 1)
+
+
 def draw_times(section: ObjectiveSection, count: int, generator: torch.Generator) -> Tensor:
     """Times of a batch, (B,) float32: whole numbers 0..999 for "ddpm", 0..1 for "flow"."""
     device = generator.device
@@ -28,9 +34,15 @@ def draw_times(section: ObjectiveSection, count: int, generator: torch.Generator
         return torch.randint(TRAIN_STEPS, (count,), generator=generator, device=device).float()
     if section.time == "uniform":
         t = torch.rand(count, generator=generator, device=device)
-    else:  # logit-normal (Esser et al. 2024, equation 19, with location 0 and scale 1)
-        t = torch.randn(count, generator=generator, device=device).sigmoid()
+    else:  # logit-normal (Esser et al. 2024, equation 19)
+        normal = torch.randn(count, generator=generator, device=device)
+        t = (section.time_mean + section.time_std * normal).sigmoid()
     return section.shift * t / (1 + (section.shift - 1) * t)  # Esser et al. 2024, equation 23
+
+
+def time_share(section: ObjectiveSection, t: Tensor) -> Tensor:
+    """Times of ``draw_times`` as shares of the way from data to noise, 0..1."""
+    return t / TRAIN_STEPS if section.kind == "ddpm" else t
 
 
 def loss_per_image(section: ObjectiveSection, predict: Predict, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -43,30 +55,69 @@ def loss_per_image(section: ObjectiveSection, predict: Predict, x: Tensor, noise
       t: (B,) from ``draw_times``.
     Returns: (B,) float32.
     """
-    return (_ddpm_loss if section.kind == "ddpm" else _flow_loss)(predict, x, noise, t)
+    return _ddpm_loss(section, predict, x, noise, t) if section.kind == "ddpm" else _flow_loss(predict, x, noise, t)
 
 
 def _flow_loss(predict: Predict, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     """Mean squared error of the velocity along the straight path (Lipman et al. 2023, equation 23)."""
-    weight = t[:, None, None, None]
+    weight = _per_image(t)
     velocity = predict((1 - weight) * x + weight * noise, t * TRAIN_STEPS).float()
     return (velocity - (noise - x)).square().flatten(1).mean(1)
 
 
-def _ddpm_loss(predict: Predict, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    """Noise error plus the variational bound of the variance, its mean held fixed (Nichol, Dhariwal 2021, eq. 16)."""
-    schedule = ddpm_schedule(x.device)
+def _ddpm_loss(section: ObjectiveSection, predict: Predict, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """Error of noise or v, weighted, plus the variational bound of the variance, its mean held fixed.
+
+    The bound is not weighted: it moves the variance alone, whose best value no weight changes.
+    Source: Nichol and Dhariwal 2021, equation 16.
+    """
+    tables = ddpm_schedule(x.device)
     at = t.long()
-    alpha_bar = schedule["alpha_bar"][at][:, None, None, None]
-    x_t = alpha_bar.sqrt() * x + (1 - alpha_bar).sqrt() * noise
+    signal, noise_share = _per_image(tables["signal"][at]), _per_image(tables["noise_share"][at])
+    x_t = signal * x + noise_share * noise
     output = predict(x_t, t).float()
-    epsilon, variance = output.chunk(2, dim=1)
-    error = (epsilon - noise).square().flatten(1).mean(1)
-    return error + variational_bound(schedule, x, x_t, at, epsilon.detach(), variance)
+    prediction, variance = output.chunk(2, dim=1) if section.variance == "learned" else (output, None)
+    target = noise if section.predict == "epsilon" else signal * noise - noise_share * x
+    error = (prediction - target).square().flatten(1).mean(1)
+    if section.min_snr_gamma:
+        error = error * min_snr_weight(section, tables["snr"][at])
+    if variance is None:
+        return error
+    held = prediction.detach()
+    epsilon = held if section.predict == "epsilon" else signal * held + noise_share * x_t
+    return error + variational_bound(tables, x, x_t, at, epsilon, variance)
+
+
+def min_snr_weight(section: ObjectiveSection, snr: Tensor) -> Tensor:
+    """Weight of an image's squared error, so that no step's error of the data counts more than gamma times.
+
+    Args:
+      snr: (B,) signal-to-noise ratio, signal^2 / noise_share^2.
+    Returns: (B,), min(snr, gamma) / snr for noise, min(snr, gamma) / (snr + 1) for v.
+    Source: Hang et al. 2023, section 3.4.
+    """
+    return snr.clamp_max(section.min_snr_gamma) / (snr if section.predict == "epsilon" else snr + 1)
+
+
+def _per_image(values: Tensor) -> Tensor:
+    """(B,) to (B, 1, 1, 1)."""
+    return values[:, None, None, None]
+
+
+_TABLES: dict[torch.device, dict[str, Tensor]] = {}
 
 
 def ddpm_schedule(device: torch.device) -> dict[str, Tensor]:
-    """The linear schedule's tables, each (1000,) float32."""
+    """The linear schedule's tables, each (1000,) float32; made once for a device.
+
+    Those that training reads are computed in float64: at the first steps, 1 - alpha_bar has four digits in float32.
+    """
+    if device not in _TABLES:
+        _TABLES[device] = _make_tables(device)
+    return _TABLES[device]
+
+
+def _make_tables(device: torch.device) -> dict[str, Tensor]:
     beta = torch.linspace(BETA_START, BETA_END, TRAIN_STEPS, dtype=torch.float64)
     alpha_bar = torch.cumprod(1 - beta, 0)
     before = torch.cat([torch.ones(1, dtype=torch.float64), alpha_bar[:-1]])
@@ -74,6 +125,9 @@ def ddpm_schedule(device: torch.device) -> dict[str, Tensor]:
     posterior[0] = posterior[1]  # is zero there, and its logarithm is wanted
     tables = {
         "alpha_bar": alpha_bar,
+        "signal": alpha_bar.sqrt(),
+        "noise_share": (1 - alpha_bar).sqrt(),
+        "snr": alpha_bar / (1 - alpha_bar),
         "log_beta": beta.log(),
         "log_posterior": posterior.log(),
         "mean_x": beta * before.sqrt() / (1 - alpha_bar),
@@ -96,11 +150,10 @@ def variational_bound(
     """
 
     def table(name: str) -> Tensor:
-        return schedule[name][at][:, None, None, None]
+        return _per_image(schedule[name][at])
 
     true_mean = table("mean_x") * x + table("mean_x_t") * x_t
-    alpha_bar = table("alpha_bar")
-    predicted_x = (x_t - (1 - alpha_bar).sqrt() * epsilon) / alpha_bar.sqrt()
+    predicted_x = (x_t - table("noise_share") * epsilon) / table("signal")
     mean = table("mean_x") * predicted_x + table("mean_x_t") * x_t
     share = (variance + 1) / 2
     log_variance = share * table("log_beta") + (1 - share) * table("log_posterior")
@@ -113,7 +166,7 @@ def variational_bound(
         + (true_mean - mean).square() * (-log_variance).exp()
     )
     likelihood = -discretized_log_likelihood(x, mean, 0.5 * log_variance)
-    nats = torch.where((at == 0)[:, None, None, None], likelihood, kl)
+    nats = torch.where(_per_image(at == 0), likelihood, kl)
     return nats.flatten(1).mean(1) / math.log(2)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..datasets.errors import RecipeError
 from .checkpoint import EMA, MODEL, OPTIMIZER
 from .config import ParallelSection, TrainRecipe
-from .ema import Ema
+from .ema import Ema, build_rules
 from .models import Denoiser
-from .optimizers import build_optimizer, expected_tensors, load_optimizer_tensors, optimizer_tensors
+from .optimizer_state import expected_tensors, load_optimizer_tensors, optimizer_tensors
+from .optimizers import build_optimizer
 from .precision import LossScale, autocast_dtype
 from .ranks import Ranks
 
@@ -62,10 +64,11 @@ class Engine(Protocol):
         """Add the gradients of a loss that is divided by the images of the global batch."""
         ...
 
-    def update(self, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
+    def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
         """Clip, take one step of the optimizer and move the averages; not where a gradient is not finite.
 
         Args:
+          step: that this makes; the first is 1.
           grad_clip: largest norm of all gradients together; 0: no clipping.
         Returns: norm of the gradients before clipping, and 1 where nothing was updated, else 0; on the device.
         """
@@ -75,8 +78,12 @@ class Engine(Protocol):
         """Whole tensors of MODEL, EMA or OPTIMIZER by name, on every rank one after the other."""
         ...
 
-    def expected(self, group: str) -> dict[str, Tensor]:
-        """Meta tensors with the names, shapes and dtypes of ``tensors``."""
+    def expected(self, group: str, *, in_codes: bool = False) -> dict[str, Tensor]:
+        """Meta tensors with the names, shapes and dtypes of ``tensors``.
+
+        Args:
+          in_codes: moments of 8 bits stand there as codes and scales, which one process writes; else as numbers.
+        """
         ...
 
     def load(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -103,10 +110,10 @@ class TorchEngine:
         loss_scale: LossScale | None,
     ) -> None:
         self.model, self.forward, self.loss_scale = model, forward, loss_scale
-        self._world_size = ranks.world_size
+        self._world_size, self._section = ranks.world_size, recipe.optimizer
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(recipe.optimizer, model)
-        self.ema = Ema(model, recipe.run.ema_decay)
+        self.ema = Ema(model, build_rules(recipe))
         # torch's fused optimizers take a scale and a veto from the device; the others have to be told here.
         self._has_veto = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
 
@@ -126,7 +133,7 @@ class TorchEngine:
         loss = loss * self._world_size
         (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
 
-    def update(self, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
+    def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
         """See ``Engine``."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         scale = self.loss_scale.scale if self.loss_scale else None
@@ -147,7 +154,7 @@ class TorchEngine:
         if self.loss_scale:
             self.loss_scale.update(skipped)
         self.optimizer.zero_grad(set_to_none=True)
-        self.ema.update(self.model)
+        self.ema.update(self.model, step)
         return norm, skipped
 
     def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
@@ -155,17 +162,19 @@ class TorchEngine:
         for name, tensor in self._tensors(group).items():
             yield name, whole(tensor)
 
-    def expected(self, group: str) -> dict[str, Tensor]:
+    def expected(self, group: str, *, in_codes: bool = False) -> dict[str, Tensor]:
         """See ``Engine``."""
-        tensors = expected_tensors(self.model) if group == OPTIMIZER else self._tensors(group)
+        section = self._section
+        if section.name == "adamw8bit" and not in_codes:
+            section = section.model_copy(update={"name": "adamw"})
+        tensors = expected_tensors(section, self.model) if group == OPTIMIZER else self._tensors(group)
         return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
 
     def load(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine``."""
         if group == OPTIMIZER:
-            parameters = dict(self.model.named_parameters())
-            placed = {name: like(tensor, parameters[name.rsplit("/", 1)[0]]) for name, tensor in tensors}
-            load_optimizer_tensors(self.optimizer, self.model, placed)
+            for _, of_parameter in groupby(tensors, key=lambda item: item[0].split("/")[0]):
+                load_optimizer_tensors(self.optimizer, self.model, dict(of_parameter))
             return
         targets = self._tensors(group)
         with torch.no_grad():

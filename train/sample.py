@@ -136,4 +136,5 @@ def build_scheduler(objective: ObjectiveSection) -> Any:
         clip_sample=False,
         set_alpha_to_one=True,
         timestep_spacing="trailing",
+        prediction_type="epsilon" if objective.predict == "epsilon" else "v_prediction",
     )

@@ -6,16 +6,16 @@ while it is written. Writes follow each other in their order, and what went wron
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import checkpoint
-from .checkpoint import EMA, MODEL, NULL_CAPTION, OPTIMIZER
+from .checkpoint import Groups
 from .config import RunSection
 from .parallel import Engine
 
@@ -23,51 +23,55 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Captured:
-    """All state of a step, in memory.
+class Folder:
+    """A folder to be.
 
     Args:
-      groups: whole tensors of the checkpoint, by group and name, on the CPU; empty on other ranks than the first.
-      averaged: those of the snapshot.
-      progress, extra: what is no tensor, of checkpoint and snapshot.
+      kind: CHECKPOINT, SNAPSHOT or AVERAGE.
+      groups: its tensors, on the CPU.
+      state: what is no tensor.
     """
 
+    kind: str
+    groups: Groups
+    state: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """State of a step, in memory: the folders that shall hold it, none of them on other ranks than the first."""
+
     step: int
-    groups: dict[str, Tensors]
-    averaged: dict[str, Tensors]
-    progress: Mapping[str, Any]
-    extra: Mapping[str, Any]
+    folders: list[Folder]
 
 
-def gather(engine: Engine, *, keep: bool) -> dict[str, Tensors]:
-    """Whole tensors of a checkpoint on the CPU, by group and name; every rank must ask, and those that do not keep get
-    none."""
-    groups: dict[str, Tensors] = {}
-    for group in (MODEL, EMA, OPTIMIZER):
-        groups[group] = {}
+def gather(engine: Engine, groups: Sequence[str], *, keep: bool) -> dict[str, Tensors]:
+    """Whole tensors on the CPU, by group and name; every rank must ask, and those that do not keep get none."""
+    found: dict[str, Tensors] = {}
+    for group in groups:
+        found[group] = {}
         for name, tensor in engine.tensors(group):  # one at a time: of a sharded model, only one is whole on the device
             if keep:
                 copy = tensor.detach().cpu()
-                groups[group][name] = copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy
-    return groups if keep else {}
+                found[group][name] = copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy
+    return found if keep else {}
 
 
-def averaged_weights(groups: Mapping[str, Tensors], null_caption: Tensor | None) -> dict[str, Tensors]:
-    """What a snapshot holds: averaged weights with the model's buffers, and the null caption."""
-    if not groups:
-        return {}
-    averaged = {MODEL: {**groups[MODEL], **groups[EMA]}}
-    return averaged if null_caption is None else averaged | {NULL_CAPTION: {"embedding": null_caption.cpu()}}
+def buffers_of(model: nn.Module) -> Tensors:
+    """What a model's state has beside its parameters, on the CPU."""
+    state = model.state_dict()
+    return {name: state[name].cpu().clone() for name, _ in model.named_buffers() if name in state}
 
 
 def write(captured: Captured, run: Path, section: RunSection) -> None:
-    """Write a snapshot and a checkpoint; older checkpoints go once this one has proven whole.
+    """Write the folders, a checkpoint last; older checkpoints go once it has proven whole.
 
     Raises: ResourceError: the disk is full; DamageError: it gives back other bytes. The older ones then stay.
     """
-    checkpoint.save(checkpoint.SNAPSHOT, run, captured.step, captured.averaged, dict(captured.extra))
-    proven = checkpoint.save(checkpoint.CHECKPOINT, run, captured.step, captured.groups, dict(captured.progress))
-    checkpoint.prune(run, section.keep_checkpoints, proven=proven, keep_every=section.keep_every)
+    for folder in captured.folders:
+        path = checkpoint.save(folder.kind, run, captured.step, folder.groups, dict(folder.state))
+        if folder.kind == checkpoint.CHECKPOINT:
+            checkpoint.prune(run, section.keep_checkpoints, proven=path, keep_every=section.keep_every)
 
 
 class Saver:
@@ -89,7 +93,7 @@ class Saver:
         Raises: ResourceError, DamageError: of this one or of the one before.
         """
         self.finish()
-        if not captured.groups:
+        if not captured.folders:
             return
         if self._thread is None:
             write(captured, self._run, self._section)

@@ -23,20 +23,22 @@ from ..datasets.loader import BatchLoader
 from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
 from . import checkpoint
-from .checkpoint import EMA, MODEL, OPTIMIZER, CheckpointDamage
+from .checkpoint import AVERAGE, CHECKPOINT, EMA, MODEL, NULL_CAPTION, OPTIMIZER, SNAPSHOT, CheckpointDamage
 from .conditioning import Conditioner
 from .config import TrainRecipe
 from .data import build_loader
+from .ema import build_rules
 from .head import RUN, Head, check_head, contents_read, make_head
 from .models import ModelSpec, build_model, check_sizes, model_spec
 from .parallel import Engine, build_engine
 from .precision import autocast_dtype
 from .pretrained import initial_weights
 from .ranks import ALONE, Meeting, Ranks
-from .saving import Captured, averaged_weights, gather, write
+from .saving import Captured, Folder, buffers_of, gather, write
 
 RECIPE = "recipe.toml"
 GROUPS = (MODEL, EMA, OPTIMIZER)
+CODES = "/codes"  # ends the names of optimizer state that is kept in 8 bits
 COMPILED_CAPTION_STEP = 64  # tokens, so that captions of 300 have five lengths
 
 
@@ -130,13 +132,16 @@ def begin_or_resume(
     if head:
         check_head(run, head, state.recipe, state.extra["spec"])
     found = _begin(state, run, head, warn) if state.ranks.is_first else None
-    resume = {"step": found.step, "progress": found.progress.model_dump()} if found else None
+    known = found and {"step": found.step, "progress": found.progress.model_dump(), "in_codes": found.in_codes}
     if meeting is not None:
-        resume = meeting.announce(resume)
-    if resume is None:
+        known = meeting.announce(known)
+    if known is None:
         return
     earlier = contents_read(head.revisions, state.store) if head else ()
-    restore(state, resume["step"], _Progress.model_validate(resume["progress"]), found, earlier=earlier)
+    progress = _Progress.model_validate(known["progress"])
+    if found is None:  # read by the first rank
+        found = Loaded(run, known["step"], progress, known["in_codes"], {group: {} for group in GROUPS})
+    restore(state, found, earlier=earlier)
 
 
 def _begin(state: TrainState, run: Path, head: Head | None, warn: Callable[[str], None]) -> Loaded | None:
@@ -198,6 +203,7 @@ class Loaded:
     path: Path
     step: int
     progress: _Progress
+    in_codes: bool
     groups: dict[str, dict[str, Tensor]]
 
 
@@ -217,37 +223,41 @@ def load(state: TrainState, path: Path) -> Loaded:
         raise RunError(
             f"checkpoint '{path}': of model {progress.spec}, this run has {state.extra['spec']}. Give another --run."
         )
+    in_codes = any(name.endswith(CODES) for name in saved.names(OPTIMIZER))
     return Loaded(
         path=path,
         step=saved.state["step"],
         progress=progress,
-        groups={group: saved.tensors(group, state.engine.expected(group)) for group in GROUPS},
+        in_codes=in_codes,
+        groups={group: saved.tensors(group, state.engine.expected(group, in_codes=in_codes)) for group in GROUPS},
     )
 
 
-def restore(
-    state: TrainState, step: int, progress: _Progress, loaded: Loaded | None, *, earlier: Collection[str] = ()
-) -> None:
+def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str] = ()) -> None:
     """Take all state from a checkpoint; the place in the data first, since it may be refused.
 
     Args:
-      loaded: the checkpoint, on the first rank.
+      loaded: the checkpoint, without its tensors on other ranks than the first.
       earlier: root hashes of the revisions that the run has read; from one that is no longer read, a new pass begins.
     Raises: RunError: the order of batches would be another.
     """
+    progress = loaded.progress
     state.loader.dataset.load_state_dict(progress.loader, earlier)
     for group in GROUPS:
-        state.engine.load(group, _handed_on(state, group, loaded.groups[group] if loaded else {}))
+        wanted = state.engine.expected(group, in_codes=loaded.in_codes)
+        state.engine.load(group, _handed_on(state, wanted, loaded.groups[group]))
     if progress.loss_scale and state.engine.loss_scale:
         state.engine.loss_scale.load_state_dict(progress.loss_scale)
     if progress.world_size == state.ranks.world_size:
         state.microbatches = progress.microbatches
-    state.step, state.num_images = step, progress.num_images
+    state.step, state.num_images = loaded.step, progress.num_images
 
 
-def _handed_on(state: TrainState, group: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a group on every rank, one after the other, from the first rank."""
-    for name, meta in sorted(state.engine.expected(group).items()):
+def _handed_on(
+    state: TrainState, wanted: dict[str, Tensor], tensors: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors on every rank, one after the other in the order of their names, from the first rank."""
+    for name, meta in sorted(wanted.items()):
         tensor = tensors.get(name)
         if state.ranks.world_size > 1:
             empty = torch.empty(meta.shape, dtype=meta.dtype, device=state.device)
@@ -257,10 +267,32 @@ def _handed_on(state: TrainState, group: str, tensors: dict[str, Tensor]) -> Ite
         yield name, tensor
 
 
-def capture(state: TrainState) -> Captured:
-    """Copy all state into memory; every rank must ask."""
-    groups = gather(state.engine, keep=state.ranks.is_first)
-    progress = _Progress(
+def capture(state: TrainState, *, averages: bool = False, resumable: bool = True) -> Captured:
+    """Copy state into memory; every rank must ask.
+
+    Args:
+      averages: store all averages of the step.
+      resumable: a checkpoint and a snapshot, with the averages where the recipe stores them with each checkpoint.
+    """
+    recipe, extra = state.recipe, state.extra
+    groups = gather(state.engine, GROUPS if resumable else (EMA,), keep=state.ranks.is_first)
+    if not groups:
+        return Captured(state.step, [])
+    null = state.conditioner.null_caption
+    rest = {MODEL: buffers_of(state.engine.model)} | ({} if null is None else {NULL_CAPTION: {"embedding": null.cpu()}})
+    folders = []
+    if averages or (resumable and recipe.ema.kind == "power" and not recipe.ema.keep_every):
+        folders.append(Folder(AVERAGE, rest | {EMA: groups[EMA]}, extra | {"lengths": recipe.ema.lengths}))
+    if resumable:
+        prefix = build_rules(recipe)[0].prefix
+        first = {name.removeprefix(prefix): t for name, t in groups[EMA].items() if name.startswith(prefix)}
+        folders.append(Folder(SNAPSHOT, rest | {MODEL: rest[MODEL] | first}, extra))
+        folders.append(Folder(CHECKPOINT, groups, _progress(state).model_dump()))
+    return Captured(state.step, folders)
+
+
+def _progress(state: TrainState) -> _Progress:
+    return _Progress(
         spec=state.extra["spec"],
         num_images=state.num_images,
         loader=state.loader.dataset.state_dict(),
@@ -268,13 +300,12 @@ def capture(state: TrainState) -> Captured:
         world_size=state.ranks.world_size,
         microbatches=state.microbatches,
     )
-    return Captured(
-        step=state.step,
-        groups=groups,
-        averaged=averaged_weights(groups, state.conditioner.null_caption),
-        progress=progress.model_dump(),
-        extra=state.extra,
-    )
+
+
+def averages_are_due(state: TrainState) -> bool:
+    """Whether the averages of this step are stored, beside those that come with a checkpoint."""
+    every = state.recipe.ema.keep_every if state.recipe.ema.kind == "power" else 0
+    return bool(every) and (state.step % every == 0 or state.step == state.recipe.run.steps)
 
 
 def save(state: TrainState, run: Path) -> None:
@@ -282,6 +313,4 @@ def save(state: TrainState, run: Path) -> None:
 
     Raises: ResourceError: the disk is full; DamageError: it gives back other bytes. The older ones then stay.
     """
-    captured = capture(state)
-    if state.ranks.is_first:
-        write(captured, run, state.recipe.run)
+    write(capture(state), run, state.recipe.run)

@@ -44,7 +44,7 @@ def train_step(state: TrainState, batch: Batch) -> Trace:
         losses.append(found.detach())
 
     rate = learning_rate(recipe.optimizer.lr, recipe.schedule, step, recipe.run.steps)
-    grad_norm, skipped = engine.update(learning_rate=rate, grad_clip=recipe.run.grad_clip)
+    grad_norm, skipped = engine.update(step, learning_rate=rate, grad_clip=recipe.run.grad_clip)
     state.step, state.num_images = step, state.num_images + size
     of_images = torch.cat(losses)[: len(batch)]
     return Trace(step, of_images.sum() / size, grad_norm, skipped, size, of_images, batch.records, batch.store)
