@@ -70,11 +70,7 @@ def resume(trained: state.TrainState, run: Path, warn: Callable[[str], None] = s
 
 def tensors_of(trained: state.TrainState) -> dict[str, torch.Tensor]:
     """A copy of every tensor that a checkpoint could change."""
-    groups = {
-        "model": trained.model.state_dict(),
-        "ema": trained.ema.state_dict(),
-        "optimizer": state.optimizer_tensors(trained.optimizer, trained.model),
-    }
+    groups = {group: dict(trained.engine.tensors(group)) for group in state.GROUPS}
     return {f"{group}/{name}": t.detach().clone() for group, tensors in groups.items() for name, t in tensors.items()}
 
 
@@ -153,8 +149,7 @@ def check_flips(name: str, count: int, store: LatentStore, run: Path) -> None:
     trained = new_state(store, run, 3, name)
     before, whole, draw = tensors_of(trained), tree_digest(run), random.Random(7)
     files = [path for kind in ("checkpoint-2", "snapshot-2") for path in sorted((run / kind).iterdir())]
-    wanted = {"model": trained.model.state_dict(), "ema": trained.ema.state_dict()}
-    wanted["optimizer"] = state.expected_tensors(trained.recipe.optimizer, trained.model)
+    wanted = {group: trained.engine.expected(group) for group in state.GROUPS}
 
     def read_again(folder: str) -> None:
         resume(trained, run) if folder == "checkpoint-2" else load_snapshot(run, CPU)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load as tensors_of
 from safetensors.torch import save as bytes_of
 from torch import Tensor
@@ -81,11 +81,6 @@ class Saved:
     path: Path
     state: dict[str, Any]
     files: dict[str, FileHash]
-
-    def names(self, group: str) -> list[str]:
-        """Names of the tensors of a group, by the head of its file."""
-        with safe_open(self.path / f"{group}.safetensors", framework="pt") as file:
-            return list(file.keys())
 
     def tensors(self, group: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of a group, on the CPU, made of bytes that were hashed once more.

@@ -132,7 +132,7 @@ def begin_or_resume(
     if head:
         check_head(run, head, state.recipe, state.extra["spec"])
     found = _begin(state, run, head, warn) if state.ranks.is_first else None
-    known = found and {"step": found.step, "progress": found.progress.model_dump(), "in_codes": found.in_codes}
+    known = found and {"step": found.step, "progress": found.progress.model_dump()}
     if meeting is not None:
         known = meeting.announce(known)
     if known is None:
@@ -140,7 +140,7 @@ def begin_or_resume(
     earlier = contents_read(head.revisions, state.store) if head else ()
     progress = _Progress.model_validate(known["progress"])
     if found is None:  # read by the first rank
-        found = Loaded(run, known["step"], progress, known["in_codes"], {group: {} for group in GROUPS})
+        found = Loaded(run, known["step"], progress, {group: {} for group in GROUPS})
     restore(state, found, earlier=earlier)
 
 
@@ -194,6 +194,7 @@ class _Progress(BaseModel, strict=True):
     loss_scale: dict[str, Any] | None = None
     world_size: int = 1
     microbatches: dict[str, int] = {}
+    in_codes: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,6 @@ class Loaded:
     path: Path
     step: int
     progress: _Progress
-    in_codes: bool
     groups: dict[str, dict[str, Tensor]]
 
 
@@ -223,12 +223,11 @@ def load(state: TrainState, path: Path) -> Loaded:
         raise RunError(
             f"checkpoint '{path}': of model {progress.spec}, this run has {state.extra['spec']}. Give another --run."
         )
-    in_codes = any(name.endswith(CODES) for name in saved.names(OPTIMIZER))
+    in_codes = progress.in_codes
     return Loaded(
         path=path,
         step=saved.state["step"],
         progress=progress,
-        in_codes=in_codes,
         groups={group: saved.tensors(group, state.engine.expected(group, in_codes=in_codes)) for group in GROUPS},
     )
 
@@ -244,7 +243,7 @@ def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str] = ())
     progress = loaded.progress
     state.loader.dataset.load_state_dict(progress.loader, earlier)
     for group in GROUPS:
-        wanted = state.engine.expected(group, in_codes=loaded.in_codes)
+        wanted = state.engine.expected(group, in_codes=progress.in_codes)
         state.engine.load(group, _handed_on(state, wanted, loaded.groups[group]))
     if progress.loss_scale and state.engine.loss_scale:
         state.engine.loss_scale.load_state_dict(progress.loss_scale)
@@ -287,11 +286,11 @@ def capture(state: TrainState, *, averages: bool = False, resumable: bool = True
         prefix = build_rules(recipe)[0].prefix
         first = {name.removeprefix(prefix): t for name, t in groups[EMA].items() if name.startswith(prefix)}
         folders.append(Folder(SNAPSHOT, rest | {MODEL: rest[MODEL] | first}, extra))
-        folders.append(Folder(CHECKPOINT, groups, _progress(state).model_dump()))
+        folders.append(Folder(CHECKPOINT, groups, _progress(state, groups).model_dump()))
     return Captured(state.step, folders)
 
 
-def _progress(state: TrainState) -> _Progress:
+def _progress(state: TrainState, groups: dict[str, dict[str, Tensor]]) -> _Progress:
     return _Progress(
         spec=state.extra["spec"],
         num_images=state.num_images,
@@ -299,6 +298,7 @@ def _progress(state: TrainState) -> _Progress:
         loss_scale=state.engine.loss_scale and state.engine.loss_scale.state_dict(),
         world_size=state.ranks.world_size,
         microbatches=state.microbatches,
+        in_codes=any(name.endswith(CODES) for name in groups[OPTIMIZER]),
     )
 
 
