@@ -58,6 +58,9 @@ FLAGS = {
         *("--tokenizer", "--vae"),
     ],
     "bench decode": ["--json", "--records", "--resolution", "--rounds", "--source"],
+    "plan": [],
+    "plan train": ["--gpu", "--gpus", "--images", "--json", "--resolution", "--run", "--set", "--store"],
+    "bench planner": ["--device", "--json", "--set"],
     "bench open": ["--json", "--records", "--rounds", "--scratch"],
     "bench loader": [
         *("--json", "--peers", "--plot", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),

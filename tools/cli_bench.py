@@ -159,3 +159,22 @@ def bench_decode(
         print(json.dumps(result, indent=1))
     else:
         print_rows(render(result))
+
+
+@bench.command("planner")
+def bench_planner(
+    device: Device = "auto",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the memory that 'plan train' says with the peak of real steps, for a list of configurations.
+
+    Example: leandit bench planner --device cpu
+    """
+    from .bench_planner import ON_CPU, ON_GPU, render, run
+    from .progress import ProgressLine
+
+    where = torch_device(device)
+    with ProgressLine() as progress:
+        result = run(where, overrides or [], ON_GPU if where.type == "cuda" else ON_CPU, progress)
+    print(json.dumps(result, indent=1) if as_json else render(result))
