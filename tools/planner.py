@@ -119,15 +119,18 @@ def strategies(memory: StepMemory, num_gpus: int, precision: str) -> list[Strate
     states, block, other = memory.states, memory.block_bytes, memory.other_bytes
     params = states[PARAMETERS]
     gathered = 3 * block + other + 2 * block  # blocks and the buffer that one comes in; gradients and their buffer
-    sharded = {name: 1 / n for name in WHOLE}
-    in_machine = {name: 1 / m for name in WHOLE}
-    on_host = {name: 0.0 for name in WHOLE}
+    sharded = dict.fromkeys(WHOLE, 1 / n)
+    in_machine = dict.fromkeys(WHOLE, 1 / m)
+    on_host = dict.fromkeys(WHOLE, 0.0)
     half = 0.5 if precision in ("bf16", "fp16") else 1.0
     master = params if half < 1 else 0.0
     adam = 1 / n * (1 + master / max(1, states[OPTIMIZER]))
     bucket = min(2 * DEEPSPEED_BUCKET * 4 * half, 2 * params * half)
     zero1 = {PARAMETERS: half, GRADIENTS: half, OPTIMIZER: adam, EMA: 1.0}
-    zero2, zero3 = zero1 | {GRADIENTS: half / n}, {**sharded, PARAMETERS: half / n, GRADIENTS: half / n, OPTIMIZER: adam}
+    zero2, zero3 = (
+        zero1 | {GRADIENTS: half / n},
+        {**sharded, PARAMETERS: half / n, GRADIENTS: half / n, OPTIMIZER: adam},
+    )
     moved = (states[OPTIMIZER] + master) / n
     return [
         Strategy("single", WHOLE, 0.0),

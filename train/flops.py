@@ -35,7 +35,9 @@ def forward_flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens:
     """
     model = meta_model(spec)
     with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device("meta"):
-        model(torch.empty(1, spec.channels, *latent_size), torch.empty(1), example_conditioning(spec, 1, caption_tokens))
+        model(
+            torch.empty(1, spec.channels, *latent_size), torch.empty(1), example_conditioning(spec, 1, caption_tokens)
+        )
     return counter.get_total_flops()
 
 

@@ -58,7 +58,7 @@ GPUS = (
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """The GPU of a name: one of this table, or what ``torch.cuda.get_device_name`` gives; None where it is not known."""
+    """The GPU of a name: one of this table, or what ``torch.cuda.get_device_name`` gives, or None."""
     lower = name.lower()
     for gpu in GPUS:
         if lower == gpu.name.lower():

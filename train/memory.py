@@ -1,8 +1,8 @@
 """How much memory a training step takes, found by running it without memory and without a device.
 
-The real step (``loop.train_step``: forward, loss, backward, clipping, optimizer, averages) runs under torch's fake tensors,
-which have shapes and no bytes. A mode beneath it sees every storage that is born and notices when it dies, so the peak,
-its moment and what it is made of come from the model itself. Two microbatches give the same moments, at each of which
+The real step (``loop.train_step``: forward, loss, backward, clipping, optimizer, averages) runs under torch's fake
+tensors, which have shapes and no bytes. A mode beneath it sees every storage that is born and notices when it dies, so
+the peak, its moment and what it is made of come from the model itself. Two microbatches give the same moments, at each of which
 memory is a line over the microbatch; the peak is the highest of all lines, and a third microbatch proves it.
 
 It is the step as it stands in the code: what torch.compile fuses takes less, so a compiled step stays below.
@@ -42,7 +42,10 @@ CATEGORIES = PARAMETERS, GRADIENTS, OPTIMIZER, EMA, ACTIVATIONS = (
     "activations",
 )
 STATES = CATEGORIES[:-1]  # of a size that the microbatch does not change
-ROUNDING = {"cuda": 512, "cpu": 1}  # bytes that the allocator rounds a block up to (CUDACachingAllocator: kMinBlockSize)
+ROUNDING = {
+    "cuda": 512,
+    "cpu": 1,
+}  # bytes that the allocator rounds a block up to (CUDACachingAllocator: kMinBlockSize)
 TRACED = (2, 3)  # microbatches that make the lines; not 1, where some copies are left out
 PROOF = 5  # one that must lie on them
 LINEAR = 0.01  # share that it may be off
@@ -292,7 +295,9 @@ def step_memory(
     first, second = trace(small, count), trace(large, count)
     if first.moments.shape != second.moments.shape:
         lengths = f"{len(first.moments)} and {len(second.moments)}"
-        raise TraceError(f"bucket '{bucket}': {small} and {large} images do not make the same step ({lengths} moments).")
+        raise TraceError(
+            f"bucket '{bucket}': {small} and {large} images do not make the same step ({lengths} moments)."
+        )
     slope = (second.moments - first.moments) // (large - small)
     waiting = (trace(small, 3).peak - first.peak) / small if accumulates else 0.0
     found = StepMemory(
