@@ -172,7 +172,7 @@ def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     measured = plan(work(), gpu="H200", num_gpus=1, images=0, run=tmp_path)
     assert (measured["mfu"], measured["images"]) == (0.4, 8 * work().recipe.run.steps)
-    assert [row["strategy"] for row in measured["strategies"]][0] == "single"
+    assert measured["strategies"][0]["strategy"] == "single"
 
 
 def test_a_plan_is_refused_where_it_could_only_guess(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """``leandit bench train``: our training step beside the usual ones, and our real loop beside its bare step.
 
-Beside our step run, on the same noise with the same objective, precision and batch: diffusers' ``DiTTransformer2DModel``
-and a plain DiT (``plain_dit.py``), each in the loop that is usual (DiT, SiT and others): eager modules, AdamW as torch
+Beside our step run, on the same noise with the same objective, precision and batch: diffusers'
+``DiTTransformer2DModel`` and a plain DiT (``plain_dit.py``), each in the loop that is usual (DiT, SiT and others): eager modules, AdamW as torch
 constructs it, averages parameter by parameter in Python, the loss read at every step. All take turns in one process.
 """
 
@@ -121,7 +121,7 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-# ------------------------------------------------------------------------------------------------- beside the usual ones
+# ------------------------------------------------------------------------------------------------ beside the usual ones
 
 
 def _beside(request: Request, progress: ProgressLine) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""``leandit plan train``: what a training run takes on each GPU, before one is rented. Nothing is allocated or computed.
+"""``leandit plan train``: what a training takes on each GPU, before one is rented. Nothing is allocated or computed.
 
 The memory of a step is traced from the real model (``train/memory.py``). What a strategy does to it is a share of each
 category and buffers of its own, given below; what CUDA takes beside is measured constants.
@@ -110,9 +110,9 @@ class Strategy:
 def strategies(memory: StepMemory, num_gpus: int, precision: str) -> list[Strategy]:
     """What each strategy makes of a step's memory.
 
-    Sources: PyTorch's documentation of DistributedDataParallel and fully_shard; Rajbhandari et al. 2020 (ZeRO), figure 1.
-    DDP's gradients are views of its buckets, which stay from step to step. Under FSDP two blocks are there in full, the one that computes and the next
-    one, beside what is in no block; a block's gradients wait in a buffer. DeepSpeed computes bf16 and fp16 with 16-bit
+    Sources: PyTorch's documentation of DistributedDataParallel and fully_shard; Rajbhandari et al. 2020 (ZeRO),
+    figure 1. DDP's gradients are views of its buckets, which stay from step to step. Under FSDP two blocks are there
+    in full, the one that computes and the next one, beside what is in no block; a block's gradients wait in a buffer. DeepSpeed computes bf16 and fp16 with 16-bit
     weights and gradients beside sharded float32 weights in the optimizer; its buckets are its defaults.
     """
     n, m = num_gpus, min(num_gpus, GPUS_OF_A_MACHINE)

@@ -18,14 +18,17 @@ from .models import Conditioning, Denoiser, ModelSpec, build_model, patch_of
 TRAIN_FORWARDS = 3  # forward, and the gradients of inputs and of weights
 
 
-@functools.lru_cache(maxsize=4)
 def meta_model(spec: ModelSpec) -> Denoiser:
     """A model without memory: shapes alone."""
+    return _meta_model(spec.model_dump_json())
+
+
+@functools.lru_cache(maxsize=4)
+def _meta_model(spec: str) -> Denoiser:
     with torch.device("meta"):
-        return build_model(spec, seed=0)
+        return build_model(ModelSpec.model_validate_json(spec), seed=0)
 
 
-@functools.lru_cache(maxsize=4096)
 def forward_flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens: int = 0) -> int:
     """FLOPs of one image's forward.
 
@@ -33,11 +36,15 @@ def forward_flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens:
       latent_size: height and width of the latent.
       caption_tokens: of its caption, for a model with text.
     """
-    model = meta_model(spec)
+    return _forward_flops(spec.model_dump_json(), latent_size, caption_tokens)
+
+
+@functools.lru_cache(maxsize=4096)
+def _forward_flops(spec: str, latent_size: tuple[int, int], caption_tokens: int) -> int:
+    model, shapes = _meta_model(spec), ModelSpec.model_validate_json(spec)
     with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device("meta"):
-        model(
-            torch.empty(1, spec.channels, *latent_size), torch.empty(1), example_conditioning(spec, 1, caption_tokens)
-        )
+        x = torch.empty(1, shapes.channels, *latent_size)
+        model(x, torch.empty(1), example_conditioning(shapes, 1, caption_tokens))
     return counter.get_total_flops()
 
 

@@ -1,7 +1,7 @@
 """GPUs that are known: dense peak rates and memory, as their vendor publishes them. The name finds the row.
 
-Rates are without sparsity, at the boost clock, with accumulation in float32 for 16-bit inputs. For the GeForce cards that
-is half of the figure with 16-bit accumulation. A rate of 0 means that the GPU has no such arithmetic.
+Rates are without sparsity, at the boost clock, with accumulation in float32 for 16-bit inputs. For GeForce cards that is
+half of the figure with 16-bit accumulation. A rate of 0 means that the GPU has no such arithmetic.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Gpu:
         return {"bf16": self.bf16, "fp16": self.fp16, "tf32": self.tf32, "fp32": self.fp32}[precision] * 1e12
 
 
-# Data sheets of NVIDIA: B200 (HGX B200), H200, H100, A100, L40S, L4, A10, A40, T4, V100; white papers of Ada (appendix A),
-# Ampere GA102 (appendix A) and Blackwell (appendix A). Longer names stand before those they contain.
+# Data sheets of NVIDIA: B200 (HGX B200), H200, H100, A100, L40S, L4, A10, A40, T4, V100; white papers of Ada
+# (appendix A), Ampere GA102 (appendix A) and Blackwell (appendix A). Longer names stand before those they contain.
 GPUS = (
     Gpu("B200", ("b200",), 178.0, 2250.0, 2250.0, 1125.0, 75.0),
     Gpu("H200", ("h200",), 139.8, 989.4, 989.4, 494.7, 66.9),

@@ -2,8 +2,8 @@
 
 The real step (``loop.train_step``: forward, loss, backward, clipping, optimizer, averages) runs under torch's fake
 tensors, which have shapes and no bytes. A mode beneath it sees every storage that is born and notices when it dies, so
-the peak, its moment and what it is made of come from the model itself. Two microbatches give the same moments, at each of which
-memory is a line over the microbatch; the peak is the highest of all lines, and a third microbatch proves it.
+the peak, its moment and what it is made of come from the model itself. Two microbatches give the same moments, at each
+of which memory is a line over the microbatch; the peak is the highest of all lines, and a third microbatch proves it.
 
 It is the step as it stands in the code: what torch.compile fuses takes less, so a compiled step stays below.
 """
@@ -177,7 +177,7 @@ def trace_step(
 def _clear_caches() -> None:
     """Empty every ``functools`` cache of this package: a table that is kept there must be neither fake afterwards, nor
     have been made before the tracker looked."""
-    package = __package__.partition(".")[0]
+    package = __name__.partition(".")[0]
     ours = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == package]
     for cached in {value for module in ours for value in vars(module).values() if isinstance(value, Cached)}:
         cached.cache_clear()
@@ -236,7 +236,7 @@ class StepMemory:
         if shares:
             moments = moments * np.array([shares.get(name, 1.0) for name in CATEGORIES])
         worst = moments[moments.sum(1).argmax()]
-        found = dict(zip(CATEGORIES, worst.tolist(), strict=True))
+        found: dict[str, float] = dict(zip(CATEGORIES, worst.tolist(), strict=True))
         found[ACTIVATIONS] += self.waiting * max(0, batch - self.count * microbatch)
         return found
 
