@@ -137,7 +137,7 @@ def _on_cpu(job: dict[str, Any]) -> int:
         for _ in steps:
             pass
     assert profiler.profiler is not None
-    found = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    found: list[Any] = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     changes = sorted((event.start_ns(), event.nbytes()) for event in found if event.name() == "[memory]")
     total = peak = 0
     for moment, num_bytes in changes:

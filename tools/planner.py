@@ -111,9 +111,10 @@ def strategies(memory: StepMemory, num_gpus: int, precision: str) -> list[Strate
     """What each strategy makes of a step's memory.
 
     Sources: PyTorch's documentation of DistributedDataParallel and fully_shard; Rajbhandari et al. 2020 (ZeRO),
-    figure 1. DDP's gradients are views of its buckets, which stay from step to step. Under FSDP two blocks are there
-    in full, the one that computes and the next one, beside what is in no block; a block's gradients wait in a buffer. DeepSpeed computes bf16 and fp16 with 16-bit
-    weights and gradients beside sharded float32 weights in the optimizer; its buckets are its defaults.
+    figure 1. DDP's gradients are views of its buckets, which stay from step to step. Under FSDP two blocks are
+    there in full, the one that computes and the next one, beside what is in no block; a block's gradients wait in a
+    buffer. DeepSpeed computes bf16 and fp16 with 16-bit weights and gradients beside sharded float32 weights in the
+    optimizer; its buckets are its defaults.
     """
     n, m = num_gpus, min(num_gpus, GPUS_OF_A_MACHINE)
     states, block, other = memory.states, memory.block_bytes, memory.other_bytes

@@ -1,7 +1,7 @@
 """GPUs that are known: dense peak rates and memory, as their vendor publishes them. The name finds the row.
 
-Rates are without sparsity, at the boost clock, with accumulation in float32 for 16-bit inputs. For GeForce cards that is
-half of the figure with 16-bit accumulation. A rate of 0 means that the GPU has no such arithmetic.
+Rates are without sparsity, at the boost clock, with accumulation in float32 for 16-bit inputs. For GeForce cards that
+is half of the figure with 16-bit accumulation. A rate of 0 means that the GPU has no such arithmetic.
 """
 
 from __future__ import annotations
