@@ -59,6 +59,16 @@ FLAGS = {
         *("--tokenizer", "--vae"),
     ],
     "bench decode": ["--json", "--records", "--resolution", "--rounds", "--source"],
+    "plan": [],
+    "plan train": ["--gpu", "--gpus", "--images", "--json", "--resolution", "--run", "--set", "--store"],
+    "bench train": [
+        *("--data", "--device", "--json", "--resolution", "--rounds", "--set", "--steps", "--store"),
+    ],
+    "bench caching": [
+        *("--device", "--json", "--resolution", "--rounds", "--scratch", "--set", "--steps", "--text", "--tokenizer"),
+        "--vae",
+    ],
+    "bench planner": ["--device", "--json", "--set"],
     "bench open": ["--json", "--records", "--rounds", "--scratch"],
     "bench loader": [
         *("--json", "--peers", "--plot", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),

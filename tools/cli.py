@@ -29,6 +29,7 @@ from .cli_options import (
     print_rows,
     torch_device,
 )
+from .cli_plan import plan
 from .cli_precompute import import_, precompute
 from .cli_train import average, sample, train
 
@@ -41,6 +42,7 @@ NOISY = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(bench, name="bench")
+app.add_typer(plan, name="plan")
 
 # typer brings its own copy of click and exports only some of it.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]

@@ -159,3 +159,88 @@ def bench_decode(
         print(json.dumps(result, indent=1))
     else:
         print_rows(render(result))
+
+
+@bench.command("planner")
+def bench_planner(
+    device: Device = "auto",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the memory that 'plan train' says with the peak of real steps, for a list of configurations.
+
+    Example: leandit bench planner --device cpu
+    """
+    from .bench_planner import ON_CPU, ON_GPU, render, run
+    from .progress import ProgressLine
+
+    where = torch_device(device)
+    with ProgressLine() as progress:
+        result = run(where, overrides or [], ON_GPU if where.type == "cuda" else ON_CPU, progress)
+    print(json.dumps(result, indent=1) if as_json else render(result))
+
+
+@bench.command("train")
+def bench_train(
+    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
+    resolution: Annotated[int, typer.Option(min=8, help="Side of the pictures, in pixels.")] = 256,
+    data: Annotated[
+        str, typer.Option(help="synthetic; or store: the real loop on one, beside its step.")
+    ] = "synthetic",
+    store: Annotated[str | None, typer.Option(help="Store for --data store, else one of noise.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that everything is measured.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each, in each round.")] = 10,
+    device: Device = "auto",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure our training step beside diffusers' DiT and a plain one, or our real loop beside its step.
+
+    Example: leandit bench train dit-b-2-256 --set run.global_batch=8
+    """
+    from ..train.config import load
+    from .bench_train import Request, render, run
+    from .planner import work_at_resolution, work_on_store
+    from .progress import ProgressLine
+
+    loaded = load(recipe, overrides or [])
+    work = work_on_store(loaded, store) if store else work_at_resolution(loaded, resolution)
+    with ProgressLine() as progress:
+        result = run(Request(work, torch_device(device), rounds, steps, data, store), progress)
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        print_rows(render(result))
+
+
+@bench.command("caching")
+def bench_caching(
+    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
+    scratch: Annotated[Path, typer.Option(help="Folder for the store and random encoders; they stay there.")],
+    resolution: Annotated[int, typer.Option(min=8, help="Side of the pictures, in pixels.")] = 256,
+    vae: Annotated[str, typer.Option(help="Hub id, folder, or random:sd.")] = "random:sd",
+    text: Annotated[str | None, typer.Option(help="Hub id, folder, or random:t5-xxl and others; else none.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder with the tokenizer of a random text encoder.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that both are measured.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each, in each round.")] = 10,
+    device: Device = "auto",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure training on a store beside training that encodes every picture and caption anew.
+
+    Example: leandit bench caching dit-b-2-256 --scratch bench
+    """
+    from ..train.config import load
+    from .bench_caching import Request, render, run
+    from .progress import ProgressLine
+
+    loaded = load(recipe, overrides or [])
+    where = torch_device(device)
+    request = Request(loaded, resolution, vae, text, tokenizer, scratch.resolve(), where, rounds, steps)
+    with ProgressLine() as progress:
+        result = run(request, progress)
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        print_rows(render(result))

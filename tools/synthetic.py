@@ -174,5 +174,5 @@ def noise_spec(
         classes=[f"{label:04d}" for label in range(num_classes)] or None,
         shard_mib=shard_mib,
         codec=codec,
-        recipe={},
+        recipe={"vae": {"model": "noise"}, "text": {"model": "noise"}},
     ).with_fingerprint()

@@ -200,11 +200,21 @@ def like(tensor: Tensor, target: Tensor) -> Tensor:
     return tensor.to(target.device) if tensor.shape == target.shape else tensor
 
 
-def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: torch.device) -> Engine:
+def compile_blocks(model: Denoiser) -> None:
+    """Compile the forward of each block, once for each shape.
+
+    Of the forward alone: the hooks of FSDP stay outside of the graph, and parameters keep their names.
+    """
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, dynamic=False)
+
+
+def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: torch.device, *, compiled: bool) -> Engine:
     """Spread a model over the ranks as the recipe says.
 
     Args:
       model: float32, on the CPU, the same on every rank.
+      compiled: its blocks go through torch.compile.
     Raises: RecipeError: the strategy does not fit the number of ranks.
     """
     section, dtype = recipe.parallel, autocast_dtype(recipe.run.precision, device)
@@ -213,14 +223,12 @@ def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: tor
         from .deepspeed_engine import DeepSpeedEngine  # an optional library, which takes seconds to import
 
         return DeepSpeedEngine(recipe, model.to(device), ranks, device)
-    if recipe.run.compile and device.type == "cuda":
-        for block in model.blocks:
-            # Of the forward alone: the hooks of FSDP stay outside of the graph, and parameters keep their names.
-            block.forward = torch.compile(block.forward, dynamic=False)
+    if compiled:
+        compile_blocks(model)
     forward: nn.Module = model
     if strategy in ("fsdp", "hsdp"):
         shard(model, section, ranks, device, dtype)
-    else:
+    elif device.type != "cpu":  # a module of fake tensors cannot be moved, not even to where it is
         model.to(device)
     if strategy == "ddp":
         with warnings.catch_warnings():

@@ -86,13 +86,14 @@ def prepare(
         torch.backends.cuda.matmul.allow_tf32 = recipe.run.precision != "fp32"
     null_caption = torch.from_numpy(store.null_caption).to(device).float() if spec.takes_text else None
     source_sizes = torch.from_numpy(store.sizes[:, :2]).to(device).float() if spec.takes_sizes else None
-    caption_step = COMPILED_CAPTION_STEP if recipe.run.compile and device.type == "cuda" else 1
+    compiled = recipe.run.compile and device.type == "cuda"
+    caption_step = COMPILED_CAPTION_STEP if compiled else 1
     vae = store.spec.vae
     return TrainState(
         recipe=recipe,
         store=store,
         spec=spec,
-        engine=build_engine(recipe, model, ranks, device),
+        engine=build_engine(recipe, model, ranks, device, compiled=compiled),
         ranks=ranks,
         loader=loader,
         conditioner=Conditioner(spec, null_caption, source_sizes, caption_step),

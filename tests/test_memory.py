@@ -1,0 +1,182 @@
+"""What the planner says of memory is what a real step takes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from leandit.datasets.errors import RecipeError
+from leandit.tools.bench_planner import ON_CPU, Case, measure, measure_apart, predict
+from leandit.tools.planner import Work, measured_mfu, plan, render, work_at_resolution
+from leandit.train.config import load
+from leandit.train.dit import SIZES
+from leandit.train.memory import (
+    ACTIVATIONS,
+    EMA,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    STATES,
+    MemoryTracker,
+    StepMemory,
+    step_memory,
+    trace_step,
+)
+from leandit.train.models import PIXART_SIZES
+from leandit.train.synthetic import synthetic_batch, synthetic_state
+
+SIZE, PIXART_SIZE = (3, 192, 3), (2, 4, 48, 2)  # small, yet a kernel's own scratch is nothing beside
+SMALL = ["model.num_classes=10", "run.precision=fp32", "run.compile=false", "run.global_batch=8"]
+
+
+@pytest.fixture(autouse=True)
+def _small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "S", SIZE)
+    monkeypatch.setitem(PIXART_SIZES, "pixart-tiny", PIXART_SIZE)
+
+
+@functools.cache
+def work(name: str = "dit-s-2-256", *overrides: str) -> Work:
+    return work_at_resolution(load(name, [*SMALL, *overrides]), 64)
+
+
+@functools.cache
+def memory(*overrides: str, accumulates: bool = False, device_type: str = "cuda") -> StepMemory:
+    it = work("dit-s-2-256", *overrides)
+    return step_memory(
+        it.recipe, it.store, it.spec, "64x64", 0, autocast=None, accumulates=accumulates, device_type=device_type
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "microbatch", "count", "change"),
+    [
+        ("dit-s-2-256", 4, 1, "run.seed=0"),
+        ("dit-s-2-256", 8, 1, "run.activation_checkpointing=true"),
+        ("demo", 4, 2, "run.activation_checkpointing=true"),
+        ("demo", 2, 1, "objective.kind=ddpm"),
+    ],
+)
+def test_the_peak_is_the_one_of_real_steps(recipe: str, microbatch: int, count: int, change: str) -> None:
+    job = {
+        "recipe": recipe,
+        "side_px": 128,
+        "microbatch": microbatch,
+        "count": count,
+        "overrides": [*SMALL, change],
+        "device": "cpu",
+    }
+    assert 0.97 < predict(job) / measure(job) < 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ON_CPU, ids=lambda case: "-".join(map(str, case[:4])))
+def test_the_peak_of_every_benchmarked_configuration_is_the_one_of_real_steps(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the published sizes
+    names = ("recipe", "side_px", "microbatch", "count", "overrides")
+    job = dict(zip(names, case, strict=True)) | {"device": "cpu", "overrides": [*case[4]]}
+    assert 0.97 < predict(job) / measure_apart(job) < 1.05
+
+
+def test_a_microbatch_that_was_not_traced_lies_on_the_lines() -> None:
+    it = work()
+    for accumulates in (False, True):
+        found = memory(accumulates=accumulates, device_type="cpu")
+        for microbatch in (40,):
+            traced = trace_step(
+                it.recipe,
+                it.store,
+                it.spec,
+                "64x64",
+                0,
+                microbatch=microbatch,
+                autocast=None,
+                count=2 if accumulates else 1,
+                device_type="cpu",
+            )
+            assert found.total(microbatch) == pytest.approx(traced.peak, rel=0.005)
+
+
+def test_the_states_are_those_of_the_model() -> None:
+    state = synthetic_state(work().recipe, work().spec, 0, torch.device("cpu"))
+    parameters = sum(p.nbytes for p in state.engine.model.parameters())
+    found = memory(device_type="cpu")
+    assert found.states[GRADIENTS] == found.states[EMA] == parameters
+    assert found.states[PARAMETERS] - parameters == sum(b.nbytes for b in state.engine.model.buffers())
+    assert found.states[OPTIMIZER] == 2 * parameters + 4 * len(list(state.engine.model.parameters()))
+    assert found.block_bytes * SIZE[0] + found.other_bytes == found.states[PARAMETERS]
+
+
+def test_checkpointing_takes_less_and_accumulation_keeps_the_gradients() -> None:
+    plain, checkpointed = memory(), memory("run.activation_checkpointing=true")
+    assert checkpointed.peak(256)[ACTIVATIONS] < 0.6 * plain.peak(256)[ACTIVATIONS]
+    assert memory(accumulates=True).peak(64)[GRADIENTS] == plain.states[GRADIENTS]
+    assert plain.peak(64)[GRADIENTS] < 0.1 * plain.states[GRADIENTS]
+
+
+def test_the_largest_microbatch_fits_and_the_next_one_does_not() -> None:
+    found = memory()
+    room = found.total(50) + 1
+    assert found.largest(room) == 50
+    assert found.largest(room, most=20) == 20
+    assert found.largest(sum(found.states[name] for name in STATES) / 2) == 0
+    assert found.largest(room, shares={OPTIMIZER: 0.0}) > 50
+    assert found.total(51) > room
+
+
+def test_the_tracker_counts_a_storage_once_and_only_while_it_lives() -> None:
+    with MemoryTracker(round_to=512) as tracker:
+        one = torch.zeros(100)
+        tracker.assign(PARAMETERS, [one])
+        two = one.view(10, 10) + 1
+        del one
+        again = two.t()
+    assert tracker.live[PARAMETERS] == 0
+    assert tracker.live[ACTIVATIONS] == 512
+    del two
+    assert tracker.live[ACTIVATIONS] == 512
+    del again
+    assert tracker.live[ACTIVATIONS] == 0
+    assert [sum(moment) for moment in tracker.moments] == [512, 1024]
+
+
+def test_nothing_fake_is_left_for_those_who_train_afterwards() -> None:
+    memory()
+    state = synthetic_state(work().recipe, work().spec, 0, torch.device("cpu"))
+    batch = synthetic_batch(work().store, "64x64", 2, 0, torch.device("cpu"))
+    assert torch.isfinite(batch.latents).all()
+    assert all(type(p) is torch.nn.Parameter for p in state.engine.model.parameters())
+
+
+def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:
+    result = plan(work(), gpu="NVIDIA A100-SXM4-40GB", num_gpus=4, images=1000, run=None)
+    assert result["gpu"] == "A100-40"
+    assert not result["mfu_is_measured"]
+    rows = {row["strategy"]: row for row in result["strategies"]}
+    assert rows["ddp"]["microbatch"] == 2
+    parts = rows["ddp"]["bytes"]
+    assert sum(parts.values()) == pytest.approx(rows["ddp"]["total"], abs=10)
+    assert rows["fsdp"]["bytes"][OPTIMIZER] == pytest.approx(parts[OPTIMIZER] / 4, rel=0.01)
+    assert rows["zero-1, offloaded"]["bytes"][OPTIMIZER] == 0 < rows["zero-1, offloaded"]["host"]
+    h200 = next(row for row in result["known_gpus"] if row["gpu"] == "H200")
+    assert h200["images_per_second"] * h200["seconds"] == pytest.approx(1000)
+    assert "an estimate, not measured" in render(result)
+
+    lines = [json.dumps({"step": step, "mfu": mfu}) + "\n" for step, mfu in ((1, 0.1), (2, 0.4))]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    measured = plan(work(), gpu="H200", num_gpus=1, images=0, run=tmp_path)
+    assert (measured["mfu"], measured["images"]) == (0.4, 8 * work().recipe.run.steps)
+    assert measured["strategies"][0]["strategy"] == "single"
+
+
+def test_a_plan_is_refused_where_it_could_only_guess(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="not known"):
+        plan(work(), gpu="GTX 1080", num_gpus=1, images=0, run=None)
+    with pytest.raises(RecipeError, match="tells no MFU"):
+        measured_mfu(tmp_path)

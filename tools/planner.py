@@ -1,0 +1,292 @@
+"""``leandit plan train``: what a training takes on each GPU, before one is rented. Nothing is allocated or computed.
+
+The memory of a step is traced from the real model (``train/memory.py``). What a strategy does to it is a share of each
+category and buffers of its own, given below; what CUDA takes beside is measured constants.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ..datasets.errors import RecipeError
+from ..datasets.schema import StoreSpec
+from ..datasets.store import LatentStore
+from ..train.config import TrainRecipe
+from ..train.flops import latent_size_of, tokens_per_image, train_flops
+from ..train.gpus import GPUS, Gpu, gpu_named
+from ..train.memory import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, StepMemory, step_memory
+from ..train.meters import METRICS
+from ..train.models import ModelSpec, model_spec
+from .synthetic import noise_spec
+
+MIB, GIB = 2**20, 2**30
+CONTEXT_BYTES = 600 * MIB  # of a CUDA 12 context with cuBLAS, cuDNN and NCCL loaded; not seen by the allocator
+CUBLAS_BYTES = 2 * 32 * MIB  # a workspace for the forward's and one for the backward's thread (Hopper: 32 MiB each)
+UNUSABLE = 0.04  # share of a GPU that blocks of the caching allocator cannot hand out again
+DEEPSPEED_BUCKET = 5e8  # elements of reduce_bucket_size and allgather_bucket_size, DeepSpeed's defaults
+GUESSED_MFU = 0.35  # an estimate, where no run says better
+GPUS_OF_A_MACHINE = 8
+TOKENS, TEXT_WIDTH = 300, 4096  # of a caption where no store tells: PixArt-Sigma's
+CHANNELS, CLASSES = 4, 1000  # of the latents and labels where neither recipe nor store tells: SD-VAE, ImageNet
+WHOLE = {PARAMETERS: 1.0, GRADIENTS: 1.0, OPTIMIZER: 1.0, EMA: 1.0}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained: all that a store decides.
+
+    Args:
+      store: the store's description, or one of a store that is to be made.
+      buckets: records of each.
+      tokens: longest caption, 0 for none.
+    """
+
+    recipe: TrainRecipe
+    store: StoreSpec
+    spec: ModelSpec
+    buckets: Mapping[str, int]
+    tokens: int
+
+    @property
+    def largest_bucket(self) -> str:
+        """The bucket whose steps take most memory."""
+        latent = self.store.latent
+        return max(self.buckets, key=lambda bucket: tokens_per_image(self.spec, latent_size_of(bucket, latent)))
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of training on one image, the mean over the records."""
+        sizes = {bucket: latent_size_of(bucket, self.store.latent) for bucket in self.buckets}
+        total = sum(train_flops(self.spec, sizes[bucket], self.tokens) * n for bucket, n in self.buckets.items())
+        return total / sum(self.buckets.values())
+
+
+def work_on_store(recipe: TrainRecipe, path: Path | str) -> Work:
+    """What the recipe trains on a store.
+
+    Raises: StoreError, RecipeError, RunError: as training does.
+    """
+    store = LatentStore(path, revision=recipe.run.revision, allow_incomplete=True)
+    spec = model_spec(recipe, store.spec, str(path))
+    text = store.spec.text
+    return Work(recipe, store.spec, spec, dict(store.buckets), text.max_tokens if text and spec.takes_text else 0)
+
+
+def work_at_resolution(recipe: TrainRecipe, resolution_px: int) -> Work:
+    """What the recipe trains on a store of square pictures that is still to be made."""
+    bucket = f"{resolution_px}x{resolution_px}"
+    channels = recipe.model.channels or CHANNELS
+    classes = recipe.model.num_classes or CLASSES
+    store = noise_spec({bucket: 1}, channels, classes, TOKENS, TEXT_WIDTH, 64, "none")
+    images = store.images.model_copy(update={"resolution_px": resolution_px})
+    store = store.model_copy(update={"images": images})
+    spec = model_spec(recipe, store, "a store of this resolution")
+    return Work(recipe, store, spec, {bucket: 1}, TOKENS if spec.takes_text else 0)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What one GPU holds of a training, and what it needs to talk with the others.
+
+    Args:
+      shares: of each category.
+      buffers: bytes for communication.
+      host: bytes in the host's memory for each GPU.
+    """
+
+    name: str
+    shares: Mapping[str, float]
+    buffers: float
+    host: float = 0.0
+
+
+def strategies(memory: StepMemory, num_gpus: int, precision: str) -> list[Strategy]:
+    """What each strategy makes of a step's memory.
+
+    Sources: PyTorch's documentation of DistributedDataParallel and fully_shard; Rajbhandari et al. 2020 (ZeRO),
+    figure 1. DDP's gradients are views of its buckets, which stay from step to step. Under FSDP two blocks are
+    there in full, the one that computes and the next one, beside what is in no block; a block's gradients wait in a
+    buffer. DeepSpeed computes bf16 and fp16 with 16-bit weights and gradients beside sharded float32 weights in the
+    optimizer; its buckets are its defaults.
+    """
+    n, m = num_gpus, min(num_gpus, GPUS_OF_A_MACHINE)
+    states, block, other = memory.states, memory.block_bytes, memory.other_bytes
+    params = states[PARAMETERS]
+    gathered = 3 * block + other + 2 * block  # blocks and the buffer that one comes in; gradients and their buffer
+    sharded = dict.fromkeys(WHOLE, 1 / n)
+    in_machine = dict.fromkeys(WHOLE, 1 / m)
+    on_host = dict.fromkeys(WHOLE, 0.0)
+    half = 0.5 if precision in ("bf16", "fp16") else 1.0
+    master = params if half < 1 else 0.0
+    adam = 1 / n * (1 + master / max(1, states[OPTIMIZER]))
+    bucket = min(2 * DEEPSPEED_BUCKET * 4 * half, 2 * params * half)
+    zero1 = {PARAMETERS: half, GRADIENTS: half, OPTIMIZER: adam, EMA: 1.0}
+    zero2, zero3 = (
+        zero1 | {GRADIENTS: half / n},
+        {**sharded, PARAMETERS: half / n, GRADIENTS: half / n, OPTIMIZER: adam},
+    )
+    moved = (states[OPTIMIZER] + master) / n
+    return [
+        Strategy("single", WHOLE, 0.0),
+        Strategy("ddp", WHOLE | {GRADIENTS: 0.0}, states[GRADIENTS]),
+        Strategy("fsdp", sharded, gathered),
+        Strategy("fsdp, offloaded", on_host, gathered, sum(states.values()) / n),
+        Strategy("fsdp, gradients", sharded, params + 3 * block),
+        Strategy("hsdp", in_machine, gathered),
+        Strategy("zero-1", zero1, bucket),
+        Strategy("zero-1, offloaded", zero1 | {OPTIMIZER: 0.0}, bucket, moved),
+        Strategy("zero-2", zero2, bucket),
+        Strategy("zero-2, offloaded", zero2 | {OPTIMIZER: 0.0}, bucket, moved),
+        Strategy("zero-3", zero3, bucket + gathered * half),
+        Strategy("zero-3, offloaded", zero3 | {OPTIMIZER: 0.0}, bucket + gathered * half, moved),
+    ]
+
+
+def room_of(gpu: Gpu, strategy: Strategy) -> float:
+    """Bytes of a GPU for what a step allocates."""
+    return gpu.memory_gib * GIB * (1 - UNUSABLE) - CONTEXT_BYTES - CUBLAS_BYTES - strategy.buffers
+
+
+def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) -> dict[str, Any]:
+    """Everything that the command says, as JSON values; bytes, seconds.
+
+    Args:
+      gpu: name of the GPU that the strategies are shown for.
+      images: to be trained on; 0: those of the recipe's steps.
+      run: whose measured MFU is used.
+    Raises: RecipeError: an unknown GPU, or one that cannot compute so; TraceError.
+    """
+    chosen = gpu_named(gpu)
+    if chosen is None:
+        raise RecipeError(f"--gpu '{gpu}': not known. Needed one of {', '.join(known.name for known in GPUS)}.")
+    recipe = work.recipe
+    precision = recipe.run.precision
+    local = max(1, recipe.run.global_batch // num_gpus)
+    autocast = {"bf16": torch.bfloat16, "fp16": torch.bfloat16}.get(precision)  # 16 bits are 16 bits
+    whole = traced(work, autocast, accumulates=False)
+    split = traced(work, autocast, accumulates=True)
+    mfu, measured = (measured_mfu(run), True) if run else (GUESSED_MFU, False)
+    images = images or recipe.run.steps * recipe.run.global_batch
+
+    def fit(on: Gpu, strategy: Strategy) -> tuple[int, StepMemory]:
+        """Largest microbatch, and the memory of its step."""
+        room = room_of(on, strategy)
+        asked = recipe.run.microbatch or local
+        most = whole.largest(room, most=min(asked, local), shares=strategy.shares)
+        if most == local:
+            return most, whole
+        return split.largest(room, batch=local, most=min(asked, local), shares=strategy.shares), split
+
+    def shown(strategy: Strategy) -> dict[str, Any]:
+        microbatch, memory = fit(chosen, strategy)
+        peak = memory.peak(max(1, microbatch), batch=local, shares=strategy.shares)
+        workspace = strategy.buffers + CONTEXT_BYTES + CUBLAS_BYTES
+        return {
+            "strategy": strategy.name,
+            "microbatch": microbatch,
+            "bytes": {**{name: round(value) for name, value in peak.items()}, "workspace": round(workspace)},
+            "total": round(sum(peak.values()) + workspace),
+            "host": round(strategy.host),
+        }
+
+    known = strategies(whole, num_gpus, precision)
+    if num_gpus == 1:  # a shard of one is all of it
+        known = [each for each in known if each.name == "single" or "offloaded" in each.name]
+    else:
+        known = known[1:]
+    on_gpus = []
+    for each in GPUS:
+        peak_flops = each.peak_flops(precision)
+        whole_states, sharded = (fit(each, strategy)[0] for strategy in known[:2])
+        rate = peak_flops * mfu / work.flops * num_gpus
+        on_gpus.append(
+            {
+                "gpu": each.name,
+                "memory_gib": each.memory_gib,
+                "microbatch_whole": whole_states,
+                "microbatch_sharded": sharded,
+                "images_per_second": rate,
+                "seconds": images / rate if rate else None,
+            }
+        )
+    return {
+        "model": work.spec.name,
+        "bucket": work.largest_bucket,
+        "caption_tokens": work.tokens,
+        "parameters": whole.states[PARAMETERS] // 4,
+        "flops_per_image": work.flops,
+        "precision": precision,
+        "compiled": recipe.run.compile,
+        "global_batch": recipe.run.global_batch,
+        "gpus": num_gpus,
+        "gpu": chosen.name,
+        "images": images,
+        "mfu": mfu,
+        "mfu_is_measured": measured,
+        "strategies": [shown(strategy) for strategy in known],
+        "known_gpus": on_gpus,
+    }
+
+
+def traced(work: Work, autocast: torch.dtype | None, *, accumulates: bool) -> StepMemory:
+    """The memory of a step on the largest bucket."""
+    return step_memory(
+        work.recipe,
+        work.store,
+        work.spec,
+        work.largest_bucket,
+        work.tokens,
+        autocast=autocast,
+        accumulates=accumulates,
+        proves=not accumulates,
+    )
+
+
+def measured_mfu(run: Path) -> float:
+    """Median MFU of a run, of the later half of its reports.
+
+    Raises: RecipeError: the run does not tell one.
+    """
+    path = run / METRICS
+    lines = path.read_text().splitlines() if path.is_file() else []
+    found = [value for line in lines if (value := json.loads(line).get("mfu"))]
+    if not found:
+        raise RecipeError(f"--run '{run}': its {METRICS} tells no MFU, which only a run on a known GPU has.")
+    return median(found[len(found) // 2 :])
+
+
+def render(result: dict[str, Any]) -> str:
+    """The plan as aligned text."""
+    kind = "measured" if result["mfu_is_measured"] else "an estimate, not measured; --run gives a measured one"
+    text = f", {result['caption_tokens']} caption tokens" if result["caption_tokens"] else ""
+    lines = [
+        f"model       {result['model']}, {result['parameters'] / 1e6:.1f} M parameters, {result['bucket']} px{text}",
+        f"arithmetic  {result['flops_per_image'] / 1e12:.3f} TFLOP an image, {result['precision']}",
+        f"batch       {result['global_batch']} images on {result['gpus']} GPUs",
+        f"MFU         {result['mfu']:.0%}, {kind}",
+        f"memory      traced, not compiled{'; torch.compile takes less' if result['compiled'] else ''}",
+        "",
+        f"GiB on each {result['gpu']}, at the largest microbatch that fits (0: none; then of one image)",
+        f"{'strategy':<19}{'images':>7}{'params':>8}{'grads':>8}{'optim':>8}{'EMA':>8}{'activ.':>8}{'work':>8}"
+        f"{'total':>8}{'host':>8}",
+    ]
+    for row in result["strategies"]:
+        parts = [row["bytes"][name] for name in (PARAMETERS, GRADIENTS, OPTIMIZER, EMA, ACTIVATIONS, "workspace")]
+        numbers = "".join(f"{value / GIB:>8.2f}" for value in (*parts, row["total"], row["host"]))
+        lines.append(f"{row['strategy']:<19}{row['microbatch']:>7}{numbers}")
+    lines += ["", f"largest microbatch on each GPU, and {result['images']:,} images on {result['gpus']} of them"]
+    lines.append(f"{'GPU':<12}{'GiB':>7}{'whole':>8}{'sharded':>9}{'images/s':>10}{'days':>9}")
+    for row in result["known_gpus"]:
+        days = f"{row['seconds'] / 86400:>9.2f}" if row["seconds"] else f"{'-':>9}"
+        lines.append(
+            f"{row['gpu']:<12}{row['memory_gib']:>7.1f}{row['microbatch_whole']:>8}{row['microbatch_sharded']:>9}"
+            f"{row['images_per_second']:>10.0f}{days}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,323 @@
+"""How much memory a training step takes, found by running it without memory and without a device.
+
+The real step (``loop.train_step``: forward, loss, backward, clipping, optimizer, averages) runs under torch's fake
+tensors, which have shapes and no bytes. A mode beneath it sees every storage that is born and notices when it dies, so
+the peak, its moment and what it is made of come from the model itself. Two microbatches give the same moments, at each
+of which memory is a line over the microbatch; the peak is the highest of all lines, and a third microbatch proves it.
+
+It is the step as it stands in the code: what torch.compile fuses takes less, so a compiled step stays below.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..datasets.errors import LeanditError
+from ..datasets.schema import StoreSpec
+from .config import TrainRecipe
+from .models import ModelSpec
+from .parallel import TorchEngine
+from .state import TrainState
+from .step import train_step
+from .synthetic import synthetic_batch, synthetic_state
+
+CATEGORIES = PARAMETERS, GRADIENTS, OPTIMIZER, EMA, ACTIVATIONS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "ema",
+    "activations",
+)
+STATES = CATEGORIES[:-1]  # of a size that the microbatch does not change
+ROUNDING = {
+    "cuda": 512,
+    "cpu": 1,
+}  # bytes that the allocator rounds a block up to (CUDACachingAllocator: kMinBlockSize)
+TRACED = (2, 3)  # microbatches that make the lines; not 1, where some copies are left out
+PROOF = 5  # one that must lie on them
+LINEAR = 0.01  # share that it may be off
+Cached = type(functools.lru_cache(lambda: None))
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of all storages that operations make, from birth to death.
+
+    Args:
+      round_to: bytes that each storage is rounded up to.
+    """
+
+    def __init__(self, round_to: int = 1) -> None:
+        super().__init__()
+        self.live: Counter[str] = Counter()
+        self.moments: list[tuple[int, ...]] = []  # bytes of each category after each birth
+        self._round_to = round_to
+        self._known: dict[int, tuple[Any, str, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        return result
+
+    def assign(self, category: str, tensors: Iterable[Tensor]) -> None:
+        """Say what some tensors are; what nobody has named is an activation."""
+        for tensor in tensors:
+            for part in _parts(tensor):
+                storage = part.untyped_storage()
+                if id(storage) not in self._known:
+                    self._see(part)
+                reference, before, num_bytes = self._known[id(storage)]
+                self.live[before] -= num_bytes
+                self.live[category] += num_bytes
+                self._known[id(storage)] = (reference, category, num_bytes)
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._known:
+            return
+        num_bytes = math.ceil(storage.nbytes() / self._round_to) * self._round_to
+        reference = weakref.ref(storage, functools.partial(self._die, key))
+        self._known[key] = (reference, ACTIVATIONS, num_bytes)
+        self.live[ACTIVATIONS] += num_bytes
+        self.moments.append(tuple(self.live[name] for name in CATEGORIES))
+
+    def _die(self, key: int, _: Any) -> None:
+        _, category, num_bytes = self._known.pop(key)
+        self.live[category] -= num_bytes
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that one of a subclass (8-bit states, sharded ones) is made of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+    return [part for name in names for part in _parts(getattr(tensor, name))]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One traced step.
+
+    Args:
+      moments: (N, 5) int64 bytes of each of ``CATEGORIES`` whenever something was born, in order.
+      states: bytes of parameters, gradients, optimizer and averages, all of them.
+      block_bytes: of the parameters of the largest block.
+      other_bytes: of the parameters that are in no block.
+    """
+
+    moments: np.ndarray
+    states: Mapping[str, int]
+    block_bytes: int
+    other_bytes: int
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at a moment."""
+        return int(self.moments.sum(1).max())
+
+
+def trace_step(
+    recipe: TrainRecipe,
+    store: StoreSpec,
+    spec: ModelSpec,
+    bucket: str,
+    tokens: int,
+    *,
+    microbatch: int,
+    autocast: torch.dtype | None,
+    count: int = 1,
+    device_type: str = "cuda",
+) -> Trace:
+    """Run a step under fake tensors, as if it were not the first, and record it.
+
+    Args:
+      bucket: "HxW" in pixels.
+      tokens: of each caption, for a model with text.
+      autocast: dtype of the forward, as the device has it; None is float32.
+      count: microbatches of the step; from the second on, the gradients of those before live all the time.
+      device_type: whose allocator rounds, and whose optimizer is fused; "cpu" or "cuda".
+    """
+    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"microbatch": microbatch})})
+    _clear_caches()
+    with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker(ROUNDING[device_type]) as tracker:
+        state = synthetic_state(recipe, spec, tokens, torch.device("cpu"))
+        state.autocast_dtype = autocast
+        tracker.assign(PARAMETERS, (*state.engine.model.parameters(), *state.engine.model.buffers()))
+        tracker.assign(EMA, engine_of(state).ema.state_dict().values())
+        for parameter in state.engine.model.parameters():
+            parameter.register_post_accumulate_grad_hook(functools.partial(_is_gradient, tracker))
+        batch = synthetic_batch(store, bucket, microbatch * count, tokens, torch.device("cpu"))
+        _step_with_zeros(state, tracker)
+        tracker.moments.clear()
+        train_step(state, batch)
+        states = {name: tracker.live[name] for name in STATES}
+        blocks = [sum(p.nbytes for p in block.parameters()) for block in state.engine.model.blocks]
+    _clear_caches()
+    other = states[PARAMETERS] - sum(blocks)
+    return Trace(np.array(tracker.moments, np.int64), states, max(blocks), other)
+
+
+def _clear_caches() -> None:
+    """Empty every ``functools`` cache of this package: a table that is kept there must be neither fake afterwards, nor
+    have been made before the tracker looked."""
+    package = __name__.partition(".")[0]
+    ours = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == package]
+    for cached in {value for module in ours for value in vars(module).values() if isinstance(value, Cached)}:
+        cached.cache_clear()
+
+
+def _step_with_zeros(state: TrainState, tracker: MemoryTracker) -> None:
+    """Leave what a step leaves: the optimizer's state, and the gradients until the next one drops them."""
+    for parameter in state.engine.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        tracker.assign(GRADIENTS, [parameter.grad])
+    engine_of(state).optimizer.step()
+    tracker.assign(OPTIMIZER, optimizer_state(state))
+
+
+def engine_of(state: TrainState) -> TorchEngine:
+    """The engine of one process."""
+    assert isinstance(state.engine, TorchEngine)
+    return state.engine
+
+
+def optimizer_state(state: TrainState) -> list[Tensor]:
+    """All tensors of the optimizer's state."""
+    return [leaf for leaf in tree_leaves(dict(engine_of(state).optimizer.state)) if isinstance(leaf, Tensor)]
+
+
+def _is_gradient(tracker: MemoryTracker, parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        tracker.assign(GRADIENTS, [parameter.grad])
+
+
+class TraceError(LeanditError):
+    """A step could not be traced, or its memory is not what a line through two microbatches says."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of a step for any microbatch. At each moment every category is a line over the microbatch.
+
+    Args:
+      base, slope: (N, 5) bytes of each of ``CATEGORIES`` at each moment: at no image, and for each.
+      states, block_bytes, other_bytes: as in ``Trace``.
+      waiting: bytes for each image of the step that waits for its microbatch.
+      count: microbatches that were traced.
+    """
+
+    base: np.ndarray
+    slope: np.ndarray
+    states: Mapping[str, int]
+    block_bytes: int
+    other_bytes: int
+    waiting: float = 0.0
+    count: int = 1
+
+    def peak(self, microbatch: int, *, batch: int = 0, shares: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Bytes of each category at the moment of the peak.
+
+        Args:
+          batch: images of the step, where they are more than were traced.
+          shares: what of a category this device holds, where that is not all.
+        """
+        moments = self.base + self.slope * microbatch
+        if shares:
+            moments = moments * np.array([shares.get(name, 1.0) for name in CATEGORIES])
+        worst = moments[moments.sum(1).argmax()]
+        found: dict[str, float] = dict(zip(CATEGORIES, worst.tolist(), strict=True))
+        found[ACTIVATIONS] += self.waiting * max(0, batch - self.count * microbatch)
+        return found
+
+    def total(self, microbatch: int, *, batch: int = 0, shares: Mapping[str, float] | None = None) -> float:
+        """All bytes at the peak."""
+        return sum(self.peak(microbatch, batch=batch, shares=shares).values())
+
+    def largest(
+        self, room: float, *, batch: int = 0, most: int = 1 << 16, shares: Mapping[str, float] | None = None
+    ) -> int:
+        """Most images of a microbatch that fit into so many bytes, at most ``most``; 0: not one does."""
+        low, high = 0, most + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self.total(middle, batch=batch, shares=shares) <= room
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+
+def step_memory(
+    recipe: TrainRecipe,
+    store: StoreSpec,
+    spec: ModelSpec,
+    bucket: str,
+    tokens: int,
+    *,
+    autocast: torch.dtype | None,
+    accumulates: bool = False,
+    device_type: str = "cuda",
+    proves: bool = True,
+) -> StepMemory:
+    """Trace a step at two microbatches, and prove with a third that its memory is linear.
+
+    Args:
+      accumulates: the step has more than one microbatch.
+      proves: trace the third.
+      others: as in ``trace_step``.
+    Raises: TraceError: the third one is not what the first two say.
+    """
+
+    def trace(microbatch: int, count: int) -> Trace:
+        return trace_step(
+            recipe,
+            store,
+            spec,
+            bucket,
+            tokens,
+            microbatch=microbatch,
+            autocast=autocast,
+            count=count,
+            device_type=device_type,
+        )
+
+    count = 2 if accumulates else 1
+    small, large = TRACED
+    first, second = trace(small, count), trace(large, count)
+    if first.moments.shape != second.moments.shape:
+        lengths = f"{len(first.moments)} and {len(second.moments)}"
+        raise TraceError(
+            f"bucket '{bucket}': {small} and {large} images do not make the same step ({lengths} moments)."
+        )
+    slope = (second.moments - first.moments) // (large - small)
+    waiting = (trace(small, 3).peak - first.peak) / small if accumulates else 0.0
+    found = StepMemory(
+        base=first.moments - slope * small,
+        slope=slope,
+        states=first.states,
+        block_bytes=first.block_bytes,
+        other_bytes=first.other_bytes,
+        waiting=max(0.0, waiting),
+        count=count,
+    )
+    proven = trace(PROOF, count).peak if proves else 0
+    if proves and abs(found.total(PROOF) - proven) > LINEAR * proven:
+        raise TraceError(
+            f"bucket '{bucket}': a step of {PROOF} images takes {proven:,} bytes, those of {small} and {large} say "
+            f"{found.total(PROOF):,.0f}. Its memory cannot be told for other microbatches."
+        )
+    return found

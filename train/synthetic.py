@@ -1,0 +1,75 @@
+"""A training state and batches of noise, without a store: for what is measured or traced, never for what is learned."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from ..datasets.reader import Batch
+from ..datasets.schema import StoreSpec
+from .conditioning import Conditioner
+from .config import TrainRecipe
+from .models import ModelSpec, build_model
+from .parallel import build_engine, compile_blocks
+from .precision import autocast_dtype
+from .ranks import ALONE
+from .state import TrainState
+
+
+def synthetic_state(
+    recipe: TrainRecipe, spec: ModelSpec, max_tokens: int, device: torch.device, *, compiled: bool = False
+) -> TrainState:
+    """Model, optimizer and averages as a run has them; there is no store and no loader.
+
+    Args:
+      max_tokens: of the null caption, for a model with text.
+      compiled: the blocks go through torch.compile, on a CPU too.
+    """
+    model = build_model(spec, seed=recipe.run.seed)
+    model.checkpoint_activations(recipe.run.activation_checkpointing)
+    if compiled:
+        compile_blocks(model)
+    null_caption = torch.zeros(max_tokens, spec.caption_width, device=device) if spec.takes_text else None
+    nothing = cast(Any, None)
+    return TrainState(
+        recipe=recipe,
+        store=nothing,
+        spec=spec,
+        engine=build_engine(recipe, model, ALONE, device, compiled=False),
+        ranks=ALONE,
+        loader=nothing,
+        conditioner=Conditioner(spec, null_caption),
+        device=device,
+        autocast_dtype=autocast_dtype(recipe.run.precision, device),
+    )
+
+
+def synthetic_batch(
+    store: StoreSpec, bucket: str, count: int, tokens: int, device: torch.device, *, number: int = 0
+) -> Batch:
+    """A batch of noise as the loader hands it out, made on its device.
+
+    Args:
+      bucket: "HxW" in pixels.
+      tokens: of each caption, for a store with text; 0 for none.
+    """
+    latent = store.latent
+    height, width = (int(side) // latent.downscale for side in bucket.split("x"))
+    has_text = store.text is not None and tokens > 0
+    captions = torch.randn(count, tokens, store.text.width, device=device).half() if store.text and has_text else None
+    classes = len(store.classes or ())
+    labels = torch.arange(number * count, (number + 1) * count, device=device)
+    return Batch(
+        stored=torch.randn(count, latent.channels, height, width, device=device).half(),
+        labels=labels % classes if classes else torch.full_like(labels, -1),
+        stored_captions=captions,
+        caption_lengths=torch.full((count,), tokens, device=device) if has_text else None,
+        records=labels,
+        draw_keys=None,
+        spec=latent.model_copy(update={"kind": "latent", "stored_channels": latent.channels}),
+        bucket=bucket,
+        number=number,
+        global_size=count,
+        epoch=0,
+    ).finish()
