@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,15 @@ def fail_at(step: int) -> None:
     loop.train_step = made
 
 
+def begin_with(run: Path, copy: Path, rank: str) -> None:
+    """Go on from step ten of another run."""
+    if rank == "0":
+        copy.mkdir()
+        shutil.copy(run / "run.json", copy)
+        shutil.copytree(run / "checkpoint-10", copy / "checkpoint-10")
+    dist.barrier()
+
+
 def main() -> None:
     """Train all that the first argument says; what is refused goes to stdout as JSON lines."""
     from making import train_recipe
@@ -55,6 +65,8 @@ def main() -> None:
             if figures.step == stop_at:
                 stop.set()
 
+        if earlier := job.get("begin_with"):
+            begin_with(Path(earlier), Path(job["run"]), rank)
         if at := job.get(f"fail_{rank}"):
             fail_at(at)
 

@@ -12,7 +12,7 @@ from ..datasets.slices import batch_sizes_by_tokens
 from ..datasets.store import LatentStore
 from .config import DataSection, TrainRecipe
 from .models import ModelSpec, pixels_per_token
-from .ranks import Ranks
+from .ranks import ALONE, Ranks
 
 
 def build_loader(
@@ -21,7 +21,7 @@ def build_loader(
     spec: ModelSpec,
     device: torch.device,
     warn: Callable[[str], None],
-    ranks: Ranks,
+    ranks: Ranks = ALONE,
 ) -> BatchLoader:
     """The loader of a rank.
 

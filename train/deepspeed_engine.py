@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -27,6 +28,7 @@ from .models import Denoiser
 from .optimizers import build_optimizer
 from .precision import autocast_dtype
 from .ranks import Ranks
+from .recompute import checkpoint_blocks
 
 ADAM_NAMES = ("adam", "adamw")  # of DeepSpeed: their state has our names
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -83,18 +85,24 @@ class DeepSpeedEngine:
         from deepspeed.utils import logger
 
         logger.setLevel(logging.WARNING)
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed calls what torch has renamed
+        if "activation_checkpointing" in config:
+            checkpoint_blocks(model.blocks, "deepspeed")
         own = None if "optimizer" in config else build_optimizer(recipe.optimizer, model)
-        self._engine, *_ = deepspeed.initialize(
+        engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=own,
-            model_parameters=None if own else model.parameters(),
+            model_parameters=None if own else model.parameters(),  # pyright: ignore[reportArgumentType]
             config=config,
             dist_init_required=False,
         )
+        if "activation_checkpointing" in config:
+            deepspeed.checkpointing.configure(None, deepspeed_config=config)
+        self._engine: Any = engine
         self.model, self.forward = model, self._engine
         self._rank, self._world_size, self._device = ranks.rank, ranks.world_size, device
         self._stage = config["zero_optimization"]["stage"]
-        self._zero = self._engine.optimizer
+        self._zero: Any = self._engine.optimizer
         self._zero.check_grad_overflow = True  # in every precision: an update with NaN is left out
         self.loss_scale = DeepSpeedScale(self._zero.loss_scaler) if dtype == torch.float16 else None
         name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
@@ -312,6 +320,11 @@ def resolve_config(config: dict[str, Any], recipe: TrainRecipe, dtype: torch.dty
     name = str(config.get("optimizer", {}).get("type", recipe.optimizer.name)).lower()
     if name not in ADAM_NAMES:
         raise RecipeError(f"optimizer '{name}' with DeepSpeed: needed 'adamw'; others with parallel.strategy 'fsdp'.")
+    if "activation_checkpointing" in config and recipe.run.activation_checkpointing != "blocks":
+        raise RecipeError(
+            "ds_config.json: it has a section activation_checkpointing, run.activation_checkpointing is "
+            f"'{recipe.run.activation_checkpointing}'. Use --set run.activation_checkpointing=blocks, or leave it out."
+        )
     wanted: dict[str, Any] = {
         "gradient_clipping": recipe.run.grad_clip,
         "fp16.enabled": dtype == torch.float16,

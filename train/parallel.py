@@ -30,6 +30,7 @@ from .optimizers import build_optimizer
 from .precision import LossScale, autocast_dtype
 from .ranks import Ranks
 
+MOST_SHAPES = 256  # that are compiled: 40 buckets, a few lengths of captions; torch stops at 8 and computes eagerly
 NORM_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
@@ -54,7 +55,11 @@ class Engine(Protocol):
 
     model: Denoiser
     forward: Callable[..., Tensor]
-    loss_scale: Scale | None
+
+    @property
+    def loss_scale(self) -> Scale | None:
+        """Of float16, else None."""
+        ...
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward; gradients travel after the last microbatch of a step only."""
@@ -203,8 +208,10 @@ def like(tensor: Tensor, target: Tensor) -> Tensor:
 def compile_blocks(model: Denoiser) -> None:
     """Compile the forward of each block, once for each shape.
 
-    Of the forward alone: the hooks of FSDP stay outside of the graph, and parameters keep their names.
+    Of the forward alone: the hooks of FSDP stay outside of the graph, and parameters keep their names. All blocks of a
+    model share the code of a shape.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
     for block in model.blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
 

@@ -36,7 +36,8 @@ class LossScale:
         Args:
           found_inf: () float32, 1 where a gradient was not finite, else 0.
         """
-        torch._amp_update_scale_(self.scale, self._good_steps, found_inf, GROWTH, BACKOFF, GROWTH_STEPS)
+        update = torch._amp_update_scale_  # pyright: ignore[reportPrivateImportUsage]
+        update(self.scale, self._good_steps, found_inf, GROWTH, BACKOFF, GROWTH_STEPS)
 
     def value(self) -> float:
         """The scale, from the device."""

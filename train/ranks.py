@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..datasets.errors import LeanditError, RecipeError, ResourceError, RunError
 
@@ -160,14 +161,14 @@ class Meeting:
     def __init__(self, ranks: Ranks, say: Callable[[str], None]) -> None:
         self.ranks, self._say = ranks, say
         self._name = f"leandit-{next(self._meetings)}"  # the same on every rank: they meet equally often
-        self._words = dist.PrefixStore(self._name, _default_store()) if ranks.world_size > 1 else None
+        self._words = PrefixStore(self._name, _default_store()) if ranks.world_size > 1 else None
         self._closed = threading.Event()
         self._topics = 0
 
     def __enter__(self) -> Meeting:
         """Give signs of life from now on, and end this process when another rank is dead."""
         if self._words is not None:
-            words = dist.PrefixStore(self._name, _default_store().clone())  # a connection of the thread's own
+            words = PrefixStore(self._name, _default_store().clone())  # a connection of the thread's own
             threading.Thread(target=self._watch, args=(words,), name="leandit-watch", daemon=True).start()
         return self
 

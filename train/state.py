@@ -296,7 +296,7 @@ def _progress(state: TrainState, groups: dict[str, dict[str, Tensor]]) -> _Progr
         spec=state.extra["spec"],
         num_images=state.num_images,
         loader=state.loader.dataset.state_dict(),
-        loss_scale=state.engine.loss_scale and state.engine.loss_scale.state_dict(),
+        loss_scale=None if state.engine.loss_scale is None else state.engine.loss_scale.state_dict(),
         world_size=state.ranks.world_size,
         microbatches=state.microbatches,
         in_codes=any(name.endswith(CODES) for name in groups[OPTIMIZER]),
