@@ -81,9 +81,14 @@ class DeepSpeedEngine:
         os.environ.setdefault("DS_ACCELERATOR", "cpu" if device.type == "cpu" else "cuda")
         dtype = autocast_dtype(recipe.run.precision, device)
         config = resolve_config(read_config(recipe.parallel.deepspeed_config), recipe, dtype)
-        import deepspeed
-        from deepspeed.utils import logger
-
+        try:
+            import deepspeed
+            from deepspeed.utils import logger
+        except ModuleNotFoundError as error:
+            raise RecipeError(
+                f"parallel.deepspeed_config: it needs the package '{error.name}', which is not installed. Install "
+                "leandit with its extra 'deepspeed', or use parallel.strategy 'fsdp'."
+            ) from error
         logger.setLevel(logging.WARNING)
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed calls what torch has renamed
         if "activation_checkpointing" in config:

@@ -263,7 +263,7 @@ def choose_strategy(section: ParallelSection, ranks: Ranks) -> str:
     if asked in ("ddp", "fsdp", "hsdp") and world_size == 1:
         raise RecipeError(
             f"parallel.strategy '{asked}': there is one rank. Start more, as 'torchrun --nproc-per-node 8 --no-python "
-            "leandit train ...', or use 'auto'."
+            "-- leandit train ...', or use 'auto'."
         )
     if (asked == "deepspeed") != bool(section.deepspeed_config):
         raise RecipeError(
