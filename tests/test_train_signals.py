@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -240,8 +240,10 @@ def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train_here(store: LatentStore, run: Path, stop: StopRequest, **more: Any) -> loop.Outcome:
-    recipe = train_recipe("dit-s-4", *SETTINGS)
+def train_here(
+    store: LatentStore, run: Path, stop: StopRequest, overrides: Sequence[str] = (), **more: Any
+) -> loop.Outcome:
+    recipe = train_recipe("dit-s-4", *SETTINGS, *overrides)
     return train(recipe, store_path=store.path, run=run, device=CPU, stop=stop, **{"report": lambda _: None} | more)
 
 
@@ -263,11 +265,10 @@ def test_sigterm_while_a_checkpoint_is_written_lets_it_finish_and_makes_one_of_t
         return write_folder(final, killing(), replace=replace)
 
     monkeypatch.setattr(checkpoint, "write_folder", write_while_killed)
-    outcome = train_here(label_store, tmp_path / "run", stop)
-    # Looked at once a step, and written beside the steps: the signal came after step 4 had been looked at.
-    assert (outcome.step > 4, outcome.finished, stop.is_terminated) == (True, False, True)
-    found = [path.name for path in checkpoint.find("checkpoint", tmp_path / "run")]
-    assert found == ["checkpoint-4", f"checkpoint-{outcome.step}"]
+    outcome = train_here(label_store, tmp_path / "run", stop, ["run.async_checkpoint=false"])
+    # Looked at once a step: the signal came after step 4 had been looked at, so step 5 is done and saved as well.
+    assert (outcome.step, outcome.finished, stop.is_terminated) == (5, False, True)
+    assert [path.name for path in checkpoint.find("checkpoint", tmp_path / "run")] == ["checkpoint-4", "checkpoint-5"]
     checkpoint.read(tmp_path / "run/checkpoint-4")
 
 

@@ -145,7 +145,7 @@ def _train(
             if stopping and not window.is_empty:
                 tell(batch.epoch)
             if stopping or due or averages_due:
-                saver.save(capture(state, averages=averages_due, resumable=stopping or due))
+                saver.begin(capture(state, averages=averages_due, resumable=stopping or due))
             saver.check()
         saver.finish()
     finally:

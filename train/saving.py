@@ -87,7 +87,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "leandit-save") if section.async_checkpoint else None
         self._pending: Future[None] | None = None
 
-    def save(self, captured: Captured) -> None:
+    def begin(self, captured: Captured) -> None:
         """Write, or begin to; waits for the one before.
 
         Raises: ResourceError, DamageError: of this one or of the one before.
