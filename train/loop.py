@@ -19,13 +19,13 @@ from ..datasets.recipe import flatten
 from .config import TrainRecipe
 from .head import open_store, read_head
 from .meters import Meters, StepReport, Window
-from .microbatch import find_sizes
 from .optimizers import learning_rate
 from .ranks import Meeting, SharedStop, connected, read_ranks
 from .saving import Saver
 from .state import averages_are_due, begin_or_resume, capture, prepare
 from .step import train_step
 from .stop import StopRequest
+from .tuning import tune
 
 
 def print_warning(message: str) -> None:
@@ -105,7 +105,7 @@ def _train(
     if state.step >= recipe.run.steps:
         return Outcome(state.step, None, True, 0, None, 0.0)
 
-    find_sizes(state)
+    tune(state, meeting)
     meters = Meters(run, step=state.step) if ranks.is_first else None
     stop.check()
     window = Window(meeting, [store], may_skip=state.engine.loss_scale is not None)

@@ -58,6 +58,7 @@ class TrainState:
     step: int = 0
     num_images: int = 0
     microbatches: dict[str, int] = field(default_factory=dict)  # of each bucket, where they were measured
+    attention_kernels: list[str] = field(default_factory=list)  # the fastest first, where they were measured
     extra: dict[str, Any] = field(default_factory=dict)  # of the snapshots: what is needed to sample
 
 
@@ -195,6 +196,7 @@ class _Progress(BaseModel, strict=True):
     loss_scale: dict[str, Any] | None = None
     world_size: int = 1
     microbatches: dict[str, int] = {}
+    attention_kernels: list[str] = []
     in_codes: bool = False
 
 
@@ -250,6 +252,7 @@ def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str] = ())
         state.engine.loss_scale.load_state_dict(progress.loss_scale)
     if progress.world_size == state.ranks.world_size:
         state.microbatches = progress.microbatches
+    state.attention_kernels = progress.attention_kernels
     state.step, state.num_images = loaded.step, progress.num_images
 
 
@@ -299,6 +302,7 @@ def _progress(state: TrainState, groups: dict[str, dict[str, Tensor]]) -> _Progr
         loss_scale=None if state.engine.loss_scale is None else state.engine.loss_scale.state_dict(),
         world_size=state.ranks.world_size,
         microbatches=state.microbatches,
+        attention_kernels=state.attention_kernels,
         in_codes=any(name.endswith(CODES) for name in groups[OPTIMIZER]),
     )
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..datasets.reader import Batch
 from ..datasets.slices import rank_slice
+from .attention import preferred
 from .conditioning import Conditioning
 from .draws import Draws, draw
 from .meters import Trace
@@ -56,7 +57,8 @@ def image_losses(state: TrainState, x: Tensor, draws: Draws, conditioning: Condi
         return image_losses(state, *_nothing(x, conditioning)) * 0
 
     def predict(noisy: Tensor, t: Tensor) -> Tensor:
-        with torch.autocast(state.device.type, state.autocast_dtype, enabled=state.autocast_dtype is not None):
+        cast = torch.autocast(state.device.type, state.autocast_dtype, enabled=state.autocast_dtype is not None)
+        with cast, preferred(state.attention_kernels):
             return state.engine.forward(noisy, t, conditioning)
 
     return loss_per_image(state.recipe.objective, predict, x, draws.noise, draws.times)

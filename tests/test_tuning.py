@@ -12,9 +12,9 @@ from making import CPU, train_recipe
 
 from leandit.datasets.slices import rank_slice
 from leandit.datasets.store import LatentStore
-from leandit.train.microbatch import TRIED, area, made_up, most_that_fit, sizes_of
 from leandit.train.state import prepare
 from leandit.train.step import image_losses, microbatches
+from leandit.train.tuning import TRIED, area, made_up, most_that_fit, sizes_of
 
 
 @given(size=st.integers(1, 500), world_size=st.integers(1, 9), limit=st.integers(0, 60))

@@ -1,4 +1,4 @@
-"""How many images go through the model at once: the most that fit into the GPU's memory, for each bucket.
+"""What is measured on a GPU before the first step: how many images go through the model at once, and the attention.
 
 The bucket of most pixels is measured with two sizes of real forwards and backwards, the rest follows: what a forward
 keeps grows with images times pixels. The sizes stand in the checkpoint, so a run that resumes makes the same sums.
@@ -12,27 +12,53 @@ from torch.distributed.tensor import DTensor
 
 from ..datasets.buckets import bucket_size
 from ..datasets.errors import ResourceError
+from .attention import attention_calls, fastest_kernels
 from .checkpoint import OPTIMIZER
 from .conditioning import Conditioning
 from .draws import Draws, draw
+from .flops import latent_size_of
+from .parallel import TorchEngine
+from .ranks import Meeting
 from .state import TrainState
 from .step import image_losses
 
 TRIED = (2, 4)  # images; a compiler takes one image for a case of its own
+TRIED_IMAGES = 32  # of attention: enough to fill a GPU
 KEPT_FREE = 0.08  # of the memory, for what the allocator cannot use and for what kernels want on the way
 
 
-def find_sizes(state: TrainState) -> None:
-    """Find the sizes, where the recipe leaves them to us, the checkpoint has none and memory has a bound.
+def tune(state: TrainState, meeting: Meeting) -> None:
+    """Measure on a GPU what the recipe leaves to us and the checkpoint does not hold: how many images go through the
+    model at once, and which attention is fastest. All ranks end with the same. DeepSpeed keeps gradients that were
+    only tried, so with it all images of a rank go at once.
 
     Raises: ResourceError: not even one image fits.
     """
-    if state.recipe.run.microbatch or state.microbatches or state.device.type != "cuda":
+    if state.device.type != "cuda":
         return
+    largest = max(state.store.buckets, key=area)
+    if not state.attention_kernels:
+        state.attention_kernels = meeting.announce(_fastest_attention(state, largest))
+    if not (state.recipe.run.microbatch or state.microbatches) and isinstance(state.engine, TorchEngine):
+        most = min(meeting.gather(_most_images(state, largest)))
+        state.microbatches = sizes_of(state.store.buckets, largest, most)
+
+
+def _fastest_attention(state: TrainState, bucket: str) -> list[str]:
+    text = state.store.spec.text
+    size = latent_size_of(bucket, state.store.spec.latent)
+    calls = attention_calls(state.spec, size, text.max_tokens if text and state.spec.takes_text else 0)
+    dtype = state.autocast_dtype or torch.float32
+    return fastest_kernels(calls, min(state.recipe.run.global_batch, TRIED_IMAGES), dtype, state.device)
+
+
+def _most_images(state: TrainState, largest: str) -> int:
+    """Images of the largest bucket that fit.
+
+    Raises: ResourceError: not one.
+    """
     device = state.device
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - _bytes_to_come(state)
-    buckets = state.store.buckets
-    largest = max(buckets, key=area)
     peaks = [_peak(state, largest, images) for images in TRIED]
     most = most_that_fit(peaks, free * (1 - KEPT_FREE))
     if most < 1:
@@ -41,7 +67,7 @@ def find_sizes(state: TrainState) -> None:
             f"{free / 2**30:.1f} GiB are there. Use run.activation_checkpointing, parallel.strategy 'fsdp', or a "
             "smaller model."
         )
-    state.microbatches = sizes_of(buckets, largest, most)
+    return most
 
 
 def most_that_fit(peaks: list[float], free: float) -> int:

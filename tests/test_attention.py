@@ -1,0 +1,47 @@
+"""Which attention kernel a run takes: the model's own calls are counted, the fastest comes first, the sums stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from leandit.train import attention
+from leandit.train.attention import KERNELS, Call, attention_calls, fastest_kernels, preferred
+from leandit.train.models import ModelSpec
+
+CUDA = torch.device("cuda")
+
+
+def spec(name: str, **more: object) -> ModelSpec:
+    base = {"channels": 4, "out_channels": 8, "num_classes": 10, "caption_width": 0, "base_size": 32}
+    return ModelSpec.model_validate({"name": name} | base | more)
+
+
+def test_a_dit_has_a_call_in_each_block() -> None:
+    assert attention_calls(spec("DiT-S/2"), (32, 32), 0) == {Call(6, 256, 256, 64): 12}
+    assert attention_calls(spec("DiT-XL/2"), (64, 32), 0) == {Call(16, 512, 512, 72): 28}
+
+
+def test_calls_under_a_mask_are_not_counted() -> None:
+    found = attention_calls(spec("pixart-tiny", num_classes=0, caption_width=64), (32, 32), 20)
+    assert found == {Call(4, 256, 256, 64): 6}
+
+
+def test_the_fastest_comes_first_and_what_fails_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"cudnn": 0.3, "flash": None, "efficient": 0.2}
+    monkeypatch.setattr(attention, "_seconds", lambda name, *_: seconds[name])
+    assert fastest_kernels({}, 1, torch.bfloat16, CUDA) == ["efficient", "cudnn", "flash"]
+
+
+@pytest.mark.parametrize("names", [[], list(KERNELS), ["efficient"]])
+def test_a_preference_changes_no_more_than_rounding(names: list[str]) -> None:
+    q, k, v = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    with preferred(names):
+        found = scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(found, scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_measured() -> None:
+    assert sorted(fastest_kernels({Call(6, 256, 256, 64): 1}, 4, torch.bfloat16, CUDA)) == sorted(KERNELS)
