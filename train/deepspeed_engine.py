@@ -94,13 +94,18 @@ class DeepSpeedEngine:
         if "activation_checkpointing" in config:
             checkpoint_blocks(model.blocks, "deepspeed")
         own = None if "optimizer" in config else build_optimizer(recipe.optimizer, model)
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=own,
-            model_parameters=None if own else model.parameters(),  # pyright: ignore[reportArgumentType]
-            config=config,
-            dist_init_required=False,
-        )
+        try:
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=own,
+                model_parameters=None if own else model.parameters(),  # pyright: ignore[reportArgumentType]
+                config=config,
+                dist_init_required=False,
+            )
+        except (AssertionError, TypeError, ValueError) as error:  # its words for a config that it does not like
+            raise RecipeError(
+                f"parallel.deepspeed_config '{recipe.parallel.deepspeed_config}': DeepSpeed refuses it: {error}"
+            ) from error
         if "activation_checkpointing" in config:
             deepspeed.checkpointing.configure(None, deepspeed_config=config)
         self._engine: Any = engine
@@ -108,9 +113,14 @@ class DeepSpeedEngine:
         self._rank, self._world_size, self._device = ranks.rank, ranks.world_size, device
         self._stage = config["zero_optimization"]["stage"]
         self._zero: Any = self._engine.optimizer
+        name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
+        if not hasattr(self._zero, name):
+            raise RecipeError(
+                f"parallel.deepspeed_config '{recipe.parallel.deepspeed_config}': DeepSpeed makes a "
+                f"{type(self._zero).__name__} of it, whose float32 weights cannot be saved. Use ZeRO stage 2 or 3."
+            )
         self._zero.check_grad_overflow = True  # in every precision: an update with NaN is left out
         self.loss_scale = DeepSpeedScale(self._zero.loss_scaler) if dtype == torch.float16 else None
-        name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
         self._masters = list(getattr(self._zero, name))  # float32, flat: this rank's part of all parameters
         self._partitions = _Partitions([partition.detach() for partition in self._masters])
         self.ema = Ema(self._partitions, build_rules(recipe))

@@ -298,6 +298,8 @@ def shard(
     Blocks are gathered in the dtype that they compute in, and their gradients summed in float32; what is outside of
     them is small, and stays float32, as the time embedding needs it.
     """
+    # The loss takes the output as it is; nothing of ours writes into it.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     settings: dict[str, Any] = {
