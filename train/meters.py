@@ -160,7 +160,7 @@ class Window:
         trace = self._traces[bad]
         guilty = trace.records[~trace.losses.isfinite()].tolist()
         keys = [key for said in self._meeting.gather([self._key(trace, record) for record in guilty]) for key in said]
-        self._meeting.close()  # every rank says the same, and none of them is dead
+        self._meeting.leave()  # every rank says the same, and none of them is dead
         names = ", ".join(f"'{key}'" for key in keys[:MOST_NAMED])
         more = f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else ""
         what = f"the loss of records {names}{more} is" if keys else "the losses are finite, but the gradient is"

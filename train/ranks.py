@@ -175,9 +175,11 @@ class Meeting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is None:
+            self.leave()
+        else:
             self._tell_death(error)
-        self.close()
+        self._closed.set()
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Refuse ranks that do not say the same; every rank raises, and names who differs in what.
@@ -191,7 +193,7 @@ class Meeting:
             differing = sorted(name for name in said[0].keys() | other.keys() if said[0].get(name) != other.get(name))
             if differing:
                 name = differing[0]
-                self.close()  # every rank says the same, and none of them is dead
+                self.leave()  # every rank says the same, and none of them is dead
                 raise RunError(
                     f"rank {rank}: {name} is {other.get(name)!r}, that of rank 0 is {said[0].get(name)!r}. Start all "
                     "ranks with the same command, release and store."
@@ -250,6 +252,8 @@ class Meeting:
         why = str(error) or type(error).__name__
         with contextlib.suppress(dist.DistError, RuntimeError):
             self._words.set("dead", f"{name} ended: {why}")
+            if self.ranks.is_first:
+                time.sleep(2 * BEAT_SECONDS)  # its process may keep the words: the others read them meanwhile
 
     def _end(self, why: str) -> None:
         if self._closed.is_set() or why.startswith(f"rank {self.ranks.rank} "):
@@ -258,9 +262,18 @@ class Meeting:
         sys.stderr.flush()
         os._exit(EXIT_DEAD_RANK)
 
-    def close(self) -> None:
-        """No more watching: this rank is done."""
+    def leave(self) -> None:
+        """End the watch, once all ranks are here; the first one, which may keep the words, goes last."""
+        if self._words is None or self._closed.is_set():
+            return
+        self.gather("done")
         self._closed.set()
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            if self.ranks.is_first:
+                goodbyes = [f"bye/{rank}" for rank in range(1, self.ranks.world_size)]
+                self._words.wait(goodbyes, timedelta(seconds=SILENT_SECONDS))
+            else:
+                self._words.set(f"bye/{self.ranks.rank}", "")
 
 
 def _default_store() -> Any:
