@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ..datasets.errors import LeanditError, RecipeError, ResourceError, RunError
+from ..datasets.errors import RecipeError, ResourceError, RunError
 
 BEAT_SECONDS = 2.0
 SILENT_SECONDS = 40.0  # without a sign of life a rank is dead; a rank that compiles or writes still gives them
 COLLECTIVE_MINUTES = 120  # the heartbeat ends a run whose rank has died, so a slow collective is only slow
+LOST = ("gloo", "nccl", "connection")  # what torch's errors speak of when another rank is gone
 EXIT_DEAD_RANK = ResourceError.exit_code
 
 # rank, rank on its machine, number of ranks, and of those on this machine
@@ -246,7 +247,7 @@ class Meeting:
         """
         if self._words is None or self._closed.is_set():
             return
-        if isinstance(error, (dist.DistError, RuntimeError)) and not isinstance(error, LeanditError):
+        if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST):
             time.sleep(SILENT_SECONDS + 2 * BEAT_SECONDS)  # the watch ends the process meanwhile
         name = f"rank {self.ranks.rank} ({socket.gethostname()}, process {os.getpid()})"
         why = str(error) or type(error).__name__
