@@ -51,6 +51,7 @@ FLAGS = {
         *("--steps", "--store", "--text", "--vae"),
     ],
     "average": ["--length", "--out", "--step"],
+    "export": ["--encoders", "--format", "--json", "--out", "--step"],
     "demo": ["--out", "--pictures", "--set"],
     "bench": [],
     "bench plan": ["--captions", "--json", "--records", "--scratch", "--sizes"],

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from leandit.train.config import ObjectiveSection
 from leandit.train.loop import StopRequest, train
 from leandit.train.models import ModelSpec
 from leandit.train.objectives import ddpm_schedule
-from leandit.train.sample import Snapshot, draw_latents, load_snapshot
+from leandit.train.sample import SAMPLERS, Snapshot, Solver, draw_latents, load_snapshot
 
 LABELS = ModelSpec(name="DiT-S/2", channels=2, out_channels=4, num_classes=2, caption_width=0, base_size=8)
 ALPHA_BAR = ddpm_schedule(CPU)["alpha_bar"].double()
@@ -64,10 +65,13 @@ def snapshot_of(objective: ObjectiveSection, std: float) -> Snapshot:
     return Snapshot(Path(), 0, model, LABELS, objective, None, None, Conditioner(LABELS, None), {})  # type: ignore
 
 
-def draw(objective: ObjectiveSection, std: float, count: int = 2, **options: float) -> Tensor:
+def draw(objective: ObjectiveSection, std: float, count: int = 2, **options: Any) -> Tensor:
     labels = torch.arange(2).repeat_interleave(count // 2)
-    chosen = {"size": (8, 8), "steps": 100, "guidance": 1.0, "seed": 0} | options
-    return draw_latents(snapshot_of(objective, std), Conditioning(labels=labels), **chosen)  # type: ignore
+    seed = int(options.pop("seed", 0))
+    solver = Solver(**({"steps": 100, "guidance": 1.0} | options))  # type: ignore
+    return draw_latents(
+        snapshot_of(objective, std), Conditioning(labels=labels), size=(8, 8), seed=seed, solver=solver
+    )
 
 
 OBJECTIVES = [

@@ -21,6 +21,7 @@ from .. import __version__
 from ..datasets.errors import DamageError, LeanditError, StoreIncomplete
 from ..train.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest, Terminated
 from .cli_bench import bench
+from .cli_export import export
 from .cli_options import (
     AsJson,
     Device,
@@ -160,6 +161,7 @@ def compact(store: LocalStore) -> None:
 
 app.command()(sample)
 app.command()(average)
+app.command()(export)
 
 
 @app.command()
