@@ -47,8 +47,9 @@ FLAGS = {
     "verify": ["--deep", "--device", "--json", "--quick", "--repair", "--set", "--source"],
     "compact": [],
     "sample": [
-        *("--bucket", "--caption", "--device", "--guidance", "--json", "--label", "--num", "--out", "--seed"),
-        *("--steps", "--store", "--text", "--vae"),
+        *("--batch", "--bucket", "--caption", "--device", "--guidance", "--guidance-channels", "--guidance-interval"),
+        *("--json", "--label", "--npz", "--num", "--out", "--precision", "--sampler", "--seed", "--steps", "--store"),
+        *("--text", "--vae"),
     ],
     "average": ["--length", "--out", "--step"],
     "export": ["--encoders", "--format", "--json", "--out", "--step"],

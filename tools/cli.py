@@ -32,7 +32,8 @@ from .cli_options import (
 )
 from .cli_plan import plan
 from .cli_precompute import import_, precompute
-from .cli_train import average, sample, train
+from .cli_sample import sample
+from .cli_train import average, train
 
 MAY_NOT = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES = 1, 2, 5

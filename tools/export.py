@@ -123,7 +123,7 @@ def official_files(snapshot: Snapshot) -> Files:
 
 def diffusers_files(snapshot: Snapshot, *, encoders: bool) -> Files:
     """What a pipeline's folder holds."""
-    scheduler = pipeline_scheduler(snapshot.objective, like_flow_match=family_of(snapshot.spec.name) == "sana")
+    scheduler = pipeline_scheduler(snapshot.objective, takes_flow_match=family_of(snapshot.spec.name) == "sana")
     config, weights = transformer_of(snapshot)
     yield TRANSFORMER[0], canonical_json(config)
     yield TRANSFORMER[1], safetensors_of({name: t.contiguous() for name, t in weights.items()}, {"format": "pt"})

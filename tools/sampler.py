@@ -89,7 +89,7 @@ def sample(
     """
     snapshot = load_snapshot(run, device)
     bucket = choose_bucket(snapshot, request)
-    choose_sampler(snapshot.objective, request.sampler)
+    choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
     decoder = load_decoder(snapshot.state["vae"]["model"], vae, device)
     warning = check_decoder(snapshot, decoder)
     names, conditioning = make_conditioning(snapshot, request, run, store, text, device)
@@ -162,18 +162,27 @@ def make_conditioning(
     snapshot: Snapshot, request: Request, run: Path, store: Path | None, text: str | None, device: torch.device
 ) -> tuple[list[str], Conditioning]:
     """Conditioning of what was asked for, and a name for each picture."""
+    check_labels(snapshot, request)
     if snapshot.spec.takes_text:
-        if request.labels:
-            raise RecipeError(f"--label: model '{snapshot.spec.name}' takes captions. Use --caption.")
         return caption_conditioning(snapshot, request, run, store, text, device)
-    if request.captions:
-        raise RecipeError(f"--caption: model '{snapshot.spec.name}' takes class labels. Use --label.")
     classes = snapshot.state["classes"]
     labels = list(request.labels) or [round(i) for i in np.linspace(0, len(classes) - 1, request.count)]
-    if wrong := [label for label in labels if not 0 <= label < snapshot.spec.num_classes]:
-        raise RecipeError(f"--label {wrong[0]}: the model has classes 0 to {snapshot.spec.num_classes - 1}.")
     names = [f"{label}: {classes[label]}" if label < len(classes) else str(label) for label in labels]
     return names, snapshot.conditioner(torch.tensor(labels, device=device), None, None)
+
+
+def check_labels(snapshot: Snapshot, request: Request) -> None:
+    """Refuse labels of a model of captions, captions of one of labels, and labels that it has not.
+
+    Raises: RecipeError.
+    """
+    name = snapshot.spec.name
+    if snapshot.spec.takes_text and request.labels:
+        raise RecipeError(f"--label: model '{name}' takes captions. Use --caption.")
+    if not snapshot.spec.takes_text and request.captions:
+        raise RecipeError(f"--caption: model '{name}' takes class labels. Use --label.")
+    if wrong := [label for label in request.labels if not 0 <= label < snapshot.spec.num_classes]:
+        raise RecipeError(f"--label {wrong[0]}: the model has classes 0 to {snapshot.spec.num_classes - 1}.")
 
 
 def caption_conditioning(

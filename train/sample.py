@@ -138,7 +138,8 @@ def draw_latents(
     Raises: RecipeError: the sampler is not one of the objective's.
     Source: Ho and Salimans 2022, equation 6; Kynkaanniemi et al. 2024, section 3 (the interval).
     """
-    sampler, device = choose_sampler(snapshot.objective, solver.sampler), next(snapshot.model.parameters()).device
+    sampler = choose_sampler(snapshot.objective, solver.sampler, steps=solver.steps)
+    device = next(snapshot.model.parameters()).device
     given = conditioning.labels if conditioning.labels is not None else conditioning.captions
     assert given is not None
     numbers = range(len(given)) if numbers is None else numbers
@@ -189,28 +190,29 @@ class Guided:
             return self._model(x, time, conditioning).float()
 
 
-def choose_sampler(objective: ObjectiveSection, wanted: Sampler) -> Sampler:
+def choose_sampler(objective: ObjectiveSection, wanted: Sampler, *, steps: int) -> Sampler:
     """The sampler that is meant.
 
-    Raises: RecipeError: it is not one of the objective's.
+    Raises: RecipeError: it is not one of the objective's, or cannot do with so few steps.
     """
     known = SAMPLERS[objective.kind]
     if wanted == "auto":
         return known[0]
+    if wanted == "ddpm" and steps < 2:  # they are spread from the first to the last, and one would be the last
+        raise RecipeError(f"--steps {steps}: --sampler ddpm needs 2 at least, as DiT is evaluated 250.")
     if wanted not in known:
         raise RecipeError(f"--sampler {wanted}: the run has objective.kind '{objective.kind}'. Use {', '.join(known)}.")
     return wanted
 
 
-def build_scheduler(objective: ObjectiveSection, sampler: Sampler = "auto") -> Any:
-    """The diffusers scheduler of a sampler."""
+def build_scheduler(objective: ObjectiveSection, sampler: Sampler) -> Any:
+    """The diffusers scheduler of a sampler of ``SAMPLERS``."""
     from diffusers.schedulers.scheduling_ddim import DDIMScheduler
     from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
     from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
     from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
 
-    sampler = choose_sampler(objective, sampler)
     if sampler == "euler":
         return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TRAIN_STEPS, shift=objective.shift)
     if sampler == "heun":
@@ -230,15 +232,15 @@ def build_scheduler(objective: ObjectiveSection, sampler: Sampler = "auto") -> A
     return DDIMScheduler(**shared, clip_sample=False, set_alpha_to_one=True, timestep_spacing="trailing")
 
 
-def pipeline_scheduler(objective: ObjectiveSection, *, like_flow_match: bool) -> Any:
+def pipeline_scheduler(objective: ObjectiveSection, *, takes_flow_match: bool) -> Any:
     """The scheduler that is written into a pipeline's folder: DDIM for "ddpm", one of flow matching for "flow".
 
     Args:
-      like_flow_match: the pipeline takes the schedulers of flow matching. DiT's and PixArt's ask for what only the older
+      takes_flow_match: the pipeline takes the schedulers of flow matching. DiT's and PixArt's ask for what only the older
         ones have; DPM-Solver++ with the flow's noise levels is one of those, and rounds its times to whole numbers.
     """
-    if objective.kind == "ddpm" or like_flow_match:
-        return build_scheduler(objective)
+    if objective.kind == "ddpm" or takes_flow_match:
+        return build_scheduler(objective, SAMPLERS[objective.kind][0])
     from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 
     return DPMSolverMultistepScheduler(
