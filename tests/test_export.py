@@ -1,4 +1,4 @@
-"""Exports: diffusers' pipelines load and draw with them; one forward equals the trained model's, or the gap is known."""
+"""Exports: diffusers' pipelines load and draw with them; a forward equals the trained model's, or the gap is known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from making import CPU, tree_digest, train_recipe
+from making import CPU, train_recipe, tree_digest
 from torch import Tensor
 
 from leandit.datasets.errors import RunError

@@ -72,9 +72,7 @@ def draw(objective: ObjectiveSection, std: float, count: int = 2, **options: Any
     labels = torch.arange(2).repeat_interleave(count // 2)
     seed = int(options.pop("seed", 0))
     solver = Solver(**({"steps": 100, "guidance": 1.0} | options))  # type: ignore
-    return draw_latents(
-        snapshot_of(objective, std), Conditioning(labels=labels), size=(8, 8), seed=seed, solver=solver
-    )
+    return draw_latents(snapshot_of(objective, std), Conditioning(labels=labels), size=(8, 8), seed=seed, solver=solver)
 
 
 OBJECTIVES = [
@@ -188,7 +186,7 @@ def test_a_sampler_of_another_objective_is_refused(kind: Any, sampler: Sampler) 
 
 
 def test_the_ancestral_sampler_needs_both_ends_of_the_time() -> None:
-    with pytest.raises(RecipeError, match="--steps 1.*2 at least"):
+    with pytest.raises(RecipeError, match=r"--steps 1.*2 at least"):
         draw(ObjectiveSection(kind="ddpm"), 0.5, sampler="ddpm", steps=1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ import typer
 from .cli_options import AsJson, print_rows
 
 
-class Layout(str, Enum):
+class Layout(StrEnum):
     """What ``--format`` may be."""
 
     diffusers = "diffusers"

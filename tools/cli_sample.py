@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # torch takes a second to import
 LARGEST_GRID = 256  # pictures; of more, each has a file
 
 
-class SamplerName(str, Enum):
+class SamplerName(StrEnum):
     """What ``--sampler`` may be; those of ``train.sample.Sampler``."""
 
     auto = "auto"
@@ -32,7 +32,7 @@ class SamplerName(str, Enum):
     ddpm = "ddpm"
 
 
-class PrecisionName(str, Enum):
+class PrecisionName(StrEnum):
     """What ``--precision`` may be."""
 
     fp32 = "fp32"

@@ -227,7 +227,8 @@ def encoder_folders(snapshot: Snapshot) -> dict[str, Path]:
         text = TextSection.model_validate(state["text_encoder"]["model"]) if snapshot.spec.takes_text else None
     except (ValidationError, TypeError) as error:
         raise EncoderError(f"snapshot '{snapshot.path}': its encoders are not named ({error}).") from error
-    wanted = [("vae", "diffusion_pytorch_model", vae, state["vae"]["weights_sha256"])]
+    wanted: list[tuple[str, str, VaeSection | TextSection, str]] = []
+    wanted.append(("vae", "diffusion_pytorch_model", vae, state["vae"]["weights_sha256"]))
     if text:
         wanted.append(("text_encoder", "model", text, state["text_encoder"]["weights_sha256"]))
     found: dict[str, Path] = {}
@@ -283,7 +284,7 @@ def departures(snapshot: Snapshot) -> list[str]:
     if snapshot.text is not None and spec.takes_text:
         notes.append(
             f"Trained with {snapshot.text.max_tokens} caption tokens at most: give max_sequence_length="
-            f"{snapshot.text.max_tokens}. The null caption of training has the mask of the caption that it replaces; the "
+            f"{snapshot.text.max_tokens}. In training, null has the mask of the caption that it replaces; the "
             "pipeline's has its own."
         )
     return notes

@@ -1,7 +1,7 @@
 """``leandit sample --num 50000``: a set of pictures for an evaluation, drawn by any number of processes.
 
 Each picture depends on the seed and its number alone, so who draws it, and beside which others, changes nothing but
-rounding. Process r of n draws the numbers r, r + n, r + 2n, ... that are not there yet; they need not know of each other.
+rounding. Process r of n draws the numbers r, r + n, r + 2n, ... that are not there yet; no process talks to another.
 Who finds all pictures there packs them as the evaluator of ADM reads them (guided-diffusion, evaluations/evaluator.py).
 """
 
@@ -19,7 +19,7 @@ from numpy.lib import format as npy
 from PIL import Image
 
 from ..datasets.buckets import bucket_size
-from ..datasets.errors import DamageError, RecipeError, RunError
+from ..datasets.errors import DamageError, RunError
 from ..datasets.files import sweep_strays, write_atomic
 from ..datasets.hashing import canonical_json, read_json
 from ..datasets.shuffle import keyed_hash
@@ -247,9 +247,7 @@ def read_picture(path: Path, size: tuple[int, int]) -> np.ndarray:
 # --------------------------------------------------------------------------------------------------------------- pack
 
 
-def pack(
-    out: Path, count: int, size: tuple[int, int], labels: Callable[[int], np.ndarray | None]
-) -> Path:
+def pack(out: Path, count: int, size: tuple[int, int], labels: Callable[[int], np.ndarray | None]) -> Path:
     """Write ``samples_NxHxWx3.npz``: ``arr_0`` (N, H, W, 3) uint8 and, of classes, ``arr_1`` (N,) int64.
 
     One picture is in memory at a time. What is there already stays.

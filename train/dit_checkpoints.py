@@ -169,7 +169,9 @@ def to_diffusers(weights: Mapping[str, Tensor], num_labels: int) -> dict[str, Te
     """
     official = {name.removeprefix("net."): tensor.detach().cpu() for name, tensor in weights.items()}
     table = official[f"{EMBEDDERS[LABEL_TABLE]}.weight"]
-    official[f"{EMBEDDERS[LABEL_TABLE]}.weight"] = torch.cat([table, table[-1:].expand(num_labels + 1 - len(table), -1)])
+    official[f"{EMBEDDERS[LABEL_TABLE]}.weight"] = torch.cat(
+        [table, table[-1:].expand(num_labels + 1 - len(table), -1)]
+    )
     depth = 1 + max(int(name.split(".")[1]) for name in official if name.startswith("blocks."))
     made: dict[str, Tensor] = {}
     for theirs, ours in TOP.items():

@@ -52,6 +52,7 @@ class Solver:
         """Whether null is asked for at a time in 0..1."""
         return self.guidance != 1 and self.interval[0] <= t <= self.interval[1]
 
+
 @dataclass(frozen=True)
 class Snapshot:
     """Averaged weights, ready to sample.
@@ -236,7 +237,7 @@ def pipeline_scheduler(objective: ObjectiveSection, *, takes_flow_match: bool) -
     """The scheduler that is written into a pipeline's folder: DDIM for "ddpm", one of flow matching for "flow".
 
     Args:
-      takes_flow_match: the pipeline takes the schedulers of flow matching. DiT's and PixArt's ask for what only the older
+      takes_flow_match: the pipeline takes the schedulers of flow matching. DiT's and PixArt's ask for what only older
         ones have; DPM-Solver++ with the flow's noise levels is one of those, and rounds its times to whole numbers.
     """
     if objective.kind == "ddpm" or takes_flow_match:
