@@ -103,7 +103,7 @@ def write_folder(final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]]
 
     Args:
       final: where it shall be; its parent is made if missing.
-      files: name and content of each; taken one at a time.
+      files: name and content of each, a name may have folders before it; taken one at a time.
       replace: an older folder of the same name makes room and is removed last (``sweep_strays`` moves it back if the
         process dies between); otherwise the first one stays.
     Returns: False where there was one already and it stays.
@@ -113,9 +113,13 @@ def write_folder(final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]]
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         make_folder(temporary)
+        inner = set[Path]()
         for name, parts in files:
+            make_folder((temporary / name).parent)
             _write_file(temporary / name, parts)
-        fsync_folder(temporary)
+            inner |= {(temporary / name).parent} - {temporary}
+        for folder in (*sorted(inner), temporary):
+            fsync_folder(folder)
         if replace:
             _replace_folder(temporary, final)
         else:

@@ -47,10 +47,12 @@ FLAGS = {
     "verify": ["--deep", "--device", "--json", "--quick", "--repair", "--set", "--source"],
     "compact": [],
     "sample": [
-        *("--bucket", "--caption", "--device", "--guidance", "--json", "--label", "--num", "--out", "--seed"),
-        *("--steps", "--store", "--text", "--vae"),
+        *("--batch", "--bucket", "--caption", "--device", "--guidance", "--guidance-channels", "--guidance-interval"),
+        *("--json", "--label", "--npz", "--num", "--out", "--precision", "--sampler", "--seed", "--steps", "--store"),
+        *("--text", "--vae"),
     ],
     "average": ["--length", "--out", "--step"],
+    "export": ["--encoders", "--format", "--json", "--out", "--step"],
     "demo": ["--out", "--pictures", "--set"],
     "bench": [],
     "bench plan": ["--captions", "--json", "--records", "--scratch", "--sizes"],
@@ -168,6 +170,8 @@ def test_the_version_is_the_packages(leandit: Leandit) -> None:
         (["bench", "loader", "--scratch", "bench", "--python", "nobody=python"], 2, ["--python 'nobody'", "leandit"]),
         (["verify", "no-store", "--deep"], 2, ["--deep", "--source"]),
         (["sample", "no-run", "--out", "out"], 3, ["no-run", "Train first"]),
+        (["sample", "no-run", "--out", "out", "--guidance-interval", "1,0"], 2, ["--guidance-interval '1,0'"]),
+        (["export", "no-run", "--out", "out"], 3, ["no-run", "Train first"]),
         (["precompute", "imagenet-256", "--source", "none", "--store", "store"], 3, ["none"]),
         (["precompute", "imagenet-256", "--source", ".", "--store", "a", "--also", "512:b"], 2, ["512:b", "512="]),
         (["precompute", "imagenet-256", "--source", ".", "--store", "a", "--also", "9=b"], 2, ["resolution"]),
@@ -348,6 +352,18 @@ def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_pat
     assert json.loads(ended.out)["samples"] == ["1: n001", "2: n002"]
     assert (out / "grid.png").read_bytes().startswith(b"\x89PNG")
     assert leandit(*command, "--label", 7).code == 2
+    command = ["sample", run, "--out", tmp_path / "set", "--num", 3, "--npz", "--steps", 2, "--sampler", "dpm"]
+    ended = leandit(*command, "--guidance-interval", "0.2,0.7", "--precision", "bf16")
+    assert ended.code == 0, ended.err
+    assert "3 of 3, 3 drawn" in ended.out
+    assert "samples_3x32x32x3.npz" in ended.out
+
+    ended = leandit("export", run, "--out", tmp_path / "folder", "--json")
+    assert json.loads(ended.out)["pipeline"] == "DiTPipeline"
+    assert "embeds the time otherwise" in ended.err
+    assert leandit("export", run, "--out", tmp_path / "files", "--format", "official").code == 0
+    assert (tmp_path / "files/DiT-S-4.pt").is_file()
+    assert leandit("export", run, "--out", tmp_path / "files").code == 3
 
 
 @pytest.mark.parametrize(

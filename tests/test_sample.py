@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from leandit.train.config import ObjectiveSection
 from leandit.train.loop import StopRequest, train
 from leandit.train.models import ModelSpec
 from leandit.train.objectives import ddpm_schedule
-from leandit.train.sample import Snapshot, draw_latents, load_snapshot
+from leandit.train.sample import SAMPLERS, Sampler, Snapshot, Solver, draw_latents, load_snapshot
 
 LABELS = ModelSpec(name="DiT-S/2", channels=2, out_channels=4, num_classes=2, caption_width=0, base_size=8)
 ALPHA_BAR = ddpm_schedule(CPU)["alpha_bar"].double()
@@ -35,14 +36,15 @@ class Known(nn.Module):
     """The exact denoiser of latents that are Gaussian with the mean of their class.
 
     Args:
-      kind: what it puts out, velocity ("flow") or noise and variance ("ddpm").
+      objective: what it puts out: velocity, or noise or v, and a variance between the two bounds.
       std: of the latents, in each place.
     """
 
-    def __init__(self, kind: str, std: float) -> None:
+    def __init__(self, objective: ObjectiveSection, std: float) -> None:
         super().__init__()
         self.anchor = nn.Parameter(torch.zeros(1))
-        self._kind, self._std = kind, std
+        self._kind, self._std = objective.kind, std
+        self._predicts_v = objective.predict == "v"
 
     def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
         assert conditioning.labels is not None
@@ -56,39 +58,46 @@ class Known(nn.Module):
         # x_t = a data + b noise; the best guesses of both, given x_t (Bishop 2006, equation 2.116).
         surprise = (x.double() - a * mean) / (a**2 * self._std**2 + b**2)
         data, noise = mean + a * self._std**2 * surprise, b * surprise
-        return (noise - data if self._kind == "flow" else torch.cat([noise, noise], 1)).float()
+        if self._kind == "flow":
+            return (noise - data).float()
+        return torch.cat([a * noise - b * data if self._predicts_v else noise, torch.zeros_like(noise)], 1).float()
 
 
 def snapshot_of(objective: ObjectiveSection, std: float) -> Snapshot:
-    model = Known(objective.kind, std).eval()
+    model = Known(objective, std).eval()
     return Snapshot(Path(), 0, model, LABELS, objective, None, None, Conditioner(LABELS, None), {})  # type: ignore
 
 
-def draw(objective: ObjectiveSection, std: float, count: int = 2, **options: float) -> Tensor:
+def draw(objective: ObjectiveSection, std: float, count: int = 2, **options: Any) -> Tensor:
     labels = torch.arange(2).repeat_interleave(count // 2)
-    chosen = {"size": (8, 8), "steps": 100, "guidance": 1.0, "seed": 0} | options
-    return draw_latents(snapshot_of(objective, std), Conditioning(labels=labels), **chosen)  # type: ignore
+    seed = int(options.pop("seed", 0))
+    solver = Solver(**({"steps": 100, "guidance": 1.0} | options))  # type: ignore
+    return draw_latents(snapshot_of(objective, std), Conditioning(labels=labels), size=(8, 8), seed=seed, solver=solver)
 
 
 OBJECTIVES = [
     ObjectiveSection(kind="flow"),
     ObjectiveSection(kind="flow", shift=3.0),
     ObjectiveSection(kind="ddpm"),
+    ObjectiveSection(kind="ddpm", predict="v"),
 ]
+WAYS = [(objective, sampler) for objective in OBJECTIVES for sampler in SAMPLERS[objective.kind]]
+WAYS_IDS = [f"{objective.kind}-{objective.shift:g}-{objective.predict}-{sampler}" for objective, sampler in WAYS]
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=["flow", "flow-shift", "ddpm"])
+@pytest.mark.parametrize(("objective", "sampler"), WAYS, ids=WAYS_IDS)
 @pytest.mark.parametrize("steps", [1, 4, 50])
-def test_a_constant_target_is_recovered_exactly(objective: ObjectiveSection, steps: int) -> None:
-    latents = draw(objective, 0.0, steps=steps)
+def test_a_constant_target_is_recovered_exactly(objective: ObjectiveSection, sampler: Sampler, steps: int) -> None:
+    steps = max(steps, 2) if sampler == "ddpm" else steps
+    latents = draw(objective, 0.0, steps=steps, sampler=sampler)
     tolerance = 1e-3 if objective.kind == "flow" else 0.02  # DDIM's first step divides by the square root of 4e-5
     torch.testing.assert_close(latents[0], torch.full((2, 8, 8), 0.7), rtol=0, atol=tolerance)
     torch.testing.assert_close(latents[1], torch.full((2, 8, 8), -1.2), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=["flow", "flow-shift", "ddpm"])
-def test_a_gaussian_target_is_recovered(objective: ObjectiveSection) -> None:
-    latents = draw(objective, 0.5, count=64, steps=200)
+@pytest.mark.parametrize(("objective", "sampler"), WAYS, ids=WAYS_IDS)
+def test_a_gaussian_target_is_recovered(objective: ObjectiveSection, sampler: Sampler) -> None:
+    latents = draw(objective, 0.5, count=64, steps=250 if sampler == "ddpm" else 100, sampler=sampler)
     for part, mean in ((latents[:32], 0.7), (latents[32:], -1.2)):
         assert part.mean() == pytest.approx(mean, abs=0.05)
         assert part.std() == pytest.approx(0.5, abs=0.05)
@@ -98,6 +107,87 @@ def test_guidance_moves_away_from_null_by_its_formula() -> None:
     latents = draw(OBJECTIVES[0], 0.0, guidance=3.0)
     assert latents[0].mean() == pytest.approx(3.0 + 3 * (0.7 - 3.0), abs=1e-2)
     assert latents[1].mean() == pytest.approx(3.0 + 3 * (-1.2 - 3.0), abs=1e-2)
+
+
+@pytest.mark.parametrize(("objective", "sampler"), WAYS, ids=WAYS_IDS)
+def test_a_picture_depends_on_the_seed_and_its_number_alone(objective: ObjectiveSection, sampler: Sampler) -> None:
+    snapshot, solver = snapshot_of(objective, 0.5), Solver(sampler, steps=5, guidance=2.0)
+
+    def drawn(numbers: list[int], seed: int = 0) -> Tensor:
+        torch.manual_seed(len(numbers))
+        labels = torch.tensor(numbers) % 2
+        return draw_latents(
+            snapshot, Conditioning(labels=labels), size=(8, 8), seed=seed, solver=solver, numbers=numbers
+        )
+
+    alone, together = torch.cat([drawn([7]), drawn([2])]), drawn([2, 5, 7])
+    torch.testing.assert_close(alone, together[[2, 0]], rtol=1e-5, atol=1e-5)
+    assert (drawn([7], seed=1) - alone[:1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("objective", "sampler"), WAYS, ids=WAYS_IDS)
+def test_guidance_asks_for_null_within_its_interval_alone_and_in_one_batch(
+    objective: ObjectiveSection, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[float, list[int]]] = []
+    forward = Known.forward
+
+    def watch(self: Known, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
+        assert conditioning.labels is not None
+        assert t.unique().numel() == 1
+        seen.append((float(t[0]) / 1000, conditioning.labels.tolist()))
+        return forward(self, x, t, conditioning)
+
+    monkeypatch.setattr(Known, "forward", watch)
+    draw(objective, 0.5, steps=10, sampler=sampler, guidance=2.0, interval=(0.3, 0.6))
+    assert len(seen) == (19 if sampler == "heun" else 10)
+    guided = [labels for t, labels in seen if 0.3 <= t <= 0.6]
+    assert 0 < len(guided) < len(seen)
+    assert all(labels == [0, 1, 2, 2] for labels in guided)
+    assert all(labels == [0, 1] for t, labels in seen if not 0.3 <= t <= 0.6)
+
+
+@pytest.mark.parametrize("kind", ["flow", "ddpm"])
+def test_guidance_of_the_first_channels_leaves_the_others_as_they_are(kind: Any) -> None:
+    objective = ObjectiveSection(kind=kind)
+    plain, all_of_them, first = (
+        draw(objective, 0.5, steps=8, guidance=guidance, guided_channels=channels)
+        for guidance, channels in ((1.0, 0), (3.0, 0), (3.0, 1))
+    )
+    torch.testing.assert_close(first[:, :1], all_of_them[:, :1])
+    torch.testing.assert_close(first[:, 1:], plain[:, 1:])
+    assert (first[:, :1] - plain[:, :1]).abs().max() > 1
+
+
+def test_the_learned_variance_is_what_the_ancestral_sampler_draws_with() -> None:
+    """Between the two bounds of Nichol and Dhariwal 2021, equation 15, of the steps that are made."""
+    from leandit.train.sample import build_scheduler
+
+    scheduler = build_scheduler(ObjectiveSection(kind="ddpm"), "ddpm")
+    scheduler.set_timesteps(250)
+    assert scheduler.timesteps[0] == 999
+    assert scheduler.timesteps[-1] == 0
+    t, before = scheduler.timesteps[100], scheduler.timesteps[101]
+    beta = 1 - ALPHA_BAR[t] / ALPHA_BAR[before]
+    posterior = beta * (1 - ALPHA_BAR[before]) / (1 - ALPHA_BAR[t])
+    x, generators = torch.zeros(64, 1, 16, 16), [torch.Generator().manual_seed(i) for i in range(64)]
+    for value in (-1.0, 0.0, 1.0):
+        output = torch.cat([torch.zeros_like(x), torch.full_like(x, value)], 1)
+        drawn = scheduler.step(output, t, x, generator=generators).prev_sample
+        share = (value + 1) / 2
+        wanted = (share * beta.log() + (1 - share) * posterior.log()).exp().sqrt()
+        assert drawn.std() == pytest.approx(float(wanted), rel=0.02)
+
+
+@pytest.mark.parametrize(("kind", "sampler"), [("flow", "ddim"), ("ddpm", "euler")])
+def test_a_sampler_of_another_objective_is_refused(kind: Any, sampler: Sampler) -> None:
+    with pytest.raises(RecipeError, match=f"--sampler {sampler}.*{kind}"):
+        draw(ObjectiveSection(kind=kind), 0.5, sampler=sampler)
+
+
+def test_the_ancestral_sampler_needs_both_ends_of_the_time() -> None:
+    with pytest.raises(RecipeError, match=r"--steps 1.*2 at least"):
+        draw(ObjectiveSection(kind="ddpm"), 0.5, sampler="ddpm", steps=1)
 
 
 def test_guidance_of_one_never_asks_for_null(monkeypatch: pytest.MonkeyPatch) -> None:

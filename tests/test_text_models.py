@@ -19,7 +19,7 @@ from leandit.train.conditioning import Conditioner, Conditioning
 from leandit.train.cross_attention import LinearProcessor, attend_packed, attend_padded, pack_captions
 from leandit.train.loop import StopRequest, train
 from leandit.train.models import Denoiser, ModelSpec, build_model, model_spec
-from leandit.train.sample import draw_latents, load_snapshot
+from leandit.train.sample import Solver, draw_latents, load_snapshot
 from leandit.train.text_models import CachedPatchEmbed, Family, TextDenoiser, published_config, transformer_class
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -360,6 +360,6 @@ def test_a_model_of_captions_trains_resumes_to_the_bit_and_samples(
     given = snapshot.conditioner(
         None, torch.from_numpy(caption_store.caption_embedding(0))[None].float(), torch.tensor([3])
     )
-    latents = draw_latents(snapshot, given, size=(8, 8), steps=2, guidance=2.0, seed=0)
+    latents = draw_latents(snapshot, given, size=(8, 8), seed=0, solver=Solver(steps=2, guidance=2.0))
     assert latents.shape == (1, 4, 8, 8)
     assert latents.isfinite().all()

@@ -21,6 +21,7 @@ from .. import __version__
 from ..datasets.errors import DamageError, LeanditError, StoreIncomplete
 from ..train.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest, Terminated
 from .cli_bench import bench
+from .cli_export import export
 from .cli_options import (
     AsJson,
     Device,
@@ -31,7 +32,8 @@ from .cli_options import (
 )
 from .cli_plan import plan
 from .cli_precompute import import_, precompute
-from .cli_train import average, sample, train
+from .cli_sample import sample
+from .cli_train import average, train
 
 MAY_NOT = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES = 1, 2, 5
@@ -160,6 +162,7 @@ def compact(store: LocalStore) -> None:
 
 app.command()(sample)
 app.command()(average)
+app.command()(export)
 
 
 @app.command()

@@ -1,11 +1,9 @@
-"""``leandit train`` and ``leandit sample``: what makes a run, and what draws from it."""
+"""``leandit train`` and ``leandit average``: what makes a run, and what averages its weights."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +11,7 @@ import typer
 
 from ..datasets.errors import LeanditError, RecipeError
 from ..train.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest
-from .cli_options import AsJson, Device, DryRun, Overrides, print_rows, rank_device, torch_device
+from .cli_options import Device, DryRun, Overrides, print_rows, rank_device, torch_device
 
 if TYPE_CHECKING:  # torch takes a second to import
     import torch
@@ -98,40 +96,6 @@ def _train(
     if not outcome.finished:
         rows.append(("state", "interrupted; what was done is saved, run the same command again to go on"))
     return rows, outcome.finished
-
-
-def sample(
-    run: Annotated[Path, typer.Argument(help="Run to sample from: its newest snapshot.")],
-    out: Annotated[Path, typer.Option(help="Folder for grid.png and samples.json.")],
-    label: Annotated[list[int] | None, typer.Option(help="Class index; repeatable.")] = None,
-    caption: Annotated[list[str] | None, typer.Option(help="Caption; repeatable.")] = None,
-    num: Annotated[int, typer.Option(min=1, help="Pictures, where no label or caption is given.")] = 16,
-    bucket: Annotated[str | None, typer.Option(help="HxW in pixels, else the most common bucket.")] = None,
-    guidance: Annotated[float, typer.Option(help="Classifier-free guidance; 1 is none.")] = 4.0,
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps of the solver.")] = 50,
-    seed: Annotated[int, typer.Option(min=0, help="Of the noise.")] = 0,
-    store: Annotated[Path | None, typer.Option(help="Store of the captions, else the run's own.")] = None,
-    vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's VAE.")] = None,
-    text: Annotated[str | None, typer.Option(help="Folder or hub id for captions not in the store.")] = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Draw pictures with a trained model: a PNG grid.
-
-    Example: leandit sample runs/dit-s --out samples --label 207 --label 360
-    """
-    from .sampler import Request
-    from .sampler import sample as draw
-
-    request = Request(label or (), caption or (), num, bucket, steps, guidance, seed)
-    result = draw(run, request, out=out, device=torch_device(device), store=store, vae=vae, text=text)
-    if result["warning"]:
-        print(f"leandit: {result['warning']}", file=sys.stderr)
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        shown = ("snapshot", "bucket", "guidance", "grid")
-        print_rows([("samples", str(len(result["samples"]))), *((name, str(result[name])) for name in shown)])
 
 
 def average(

@@ -37,10 +37,11 @@ IN_BLOCK = {
     "ff.net.0.proj": "mlp.fc1",
     "ff.net.2": "mlp.fc2",
 }
+LABEL_TABLE = "norm1.emb.class_embedder.embedding_table"
 EMBEDDERS = {
     "norm1.emb.timestep_embedder.linear_1": "t_embedder.mlp.0",
     "norm1.emb.timestep_embedder.linear_2": "t_embedder.mlp.2",
-    "norm1.emb.class_embedder.embedding_table": "y_embedder.embedding_table",
+    LABEL_TABLE: "y_embedder.embedding_table",
 }
 
 
@@ -91,13 +92,17 @@ def write_official(path: Path, weights: Mapping[str, Tensor]) -> None:
       weights: of a ``DiT``, such as its state dict; with the prefix "net." they are those of a denoiser.
     Raises: ResourceError: the disk is full.
     """
+    write_atomic(path, official_bytes(weights, path.suffix))
+
+
+def official_bytes(weights: Mapping[str, Tensor], suffix: str) -> bytes:
+    """Content of a file in the official layout, ".safetensors" or ".pt"; as ``write_official``."""
     flat = {name.removeprefix("net."): tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    if path.suffix == ".safetensors":
-        write_atomic(path, safetensors_of(flat))
-        return
+    if suffix == ".safetensors":
+        return safetensors_of(flat)
     content = io.BytesIO()
     torch.save(flat, content)
-    write_atomic(path, content.getvalue())
+    return content.getvalue()
 
 
 def computed_positions(shape: torch.Size) -> Tensor:
@@ -152,4 +157,34 @@ def _block_from_diffusers(
                 "trained with diffusers' class, which has embedders in every block: no DiT has its function."
             )
         made[ours] = tensor
+    return made
+
+
+def to_diffusers(weights: Mapping[str, Tensor], num_labels: int) -> dict[str, Tensor]:
+    """The names of a ``DiTTransformer2DModel``, the embedders of time and label repeated in each block.
+
+    Args:
+      weights: of a ``DiT`` on labels without options; with the prefix "net." they are those of a denoiser.
+      num_labels: that the label table shall have; rows that are added before null's are copies of it.
+    """
+    official = {name.removeprefix("net."): tensor.detach().cpu() for name, tensor in weights.items()}
+    table = official[f"{EMBEDDERS[LABEL_TABLE]}.weight"]
+    official[f"{EMBEDDERS[LABEL_TABLE]}.weight"] = torch.cat(
+        [table, table[-1:].expand(num_labels + 1 - len(table), -1)]
+    )
+    depth = 1 + max(int(name.split(".")[1]) for name in official if name.startswith("blocks."))
+    made: dict[str, Tensor] = {}
+    for theirs, ours in TOP.items():
+        made |= {f"{theirs}.{part}": official[f"{ours}.{part}"] for part in ("weight", "bias")}
+    for number in range(depth):
+        block = f"transformer_blocks.{number}"
+        for part in ("weight", "bias"):
+            thirds = official[f"blocks.{number}.attn.qkv.{part}"].chunk(3)
+            made |= {f"{block}.attn1.to_{letter}.{part}": third for letter, third in zip("qkv", thirds, strict=True)}
+            for theirs, ours in IN_BLOCK.items():
+                made[f"{block}.{theirs}.{part}"] = official[f"blocks.{number}.{ours}.{part}"]
+        for theirs, ours in EMBEDDERS.items():
+            for part in ("weight", "bias"):
+                if f"{ours}.{part}" in official:  # a copy in each block, since no file holds a tensor twice
+                    made[f"{block}.{theirs}.{part}"] = official[f"{ours}.{part}"].clone()
     return made

@@ -1,26 +1,56 @@
 """Draw latents from a snapshot, with classifier-free guidance. The decoder that makes them pictures is not known here.
 
-The steps are diffusers' schedulers: Euler for "flow", DDIM for "ddpm".
+The steps are diffusers' schedulers: Euler and Heun for "flow"; DDIM, DPM-Solver++ and DDPM's own for "ddpm".
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from ..datasets.errors import RunError
+from ..datasets.errors import RecipeError, RunError
 from ..datasets.schema import LatentSpec, TextSpec
+from ..datasets.shuffle import keyed_hash
 from . import checkpoint
 from .checkpoint import MODEL, NULL_CAPTION
 from .conditioning import Conditioner, Conditioning
 from .config import ObjectiveSection
 from .models import Denoiser, ModelSpec, build_model
 from .objectives import BETA_END, BETA_START, TRAIN_STEPS
+
+Sampler = Literal["auto", "euler", "heun", "ddim", "dpm", "ddpm"]
+SAMPLERS: dict[str, tuple[Sampler, ...]] = {"flow": ("euler", "heun"), "ddpm": ("ddim", "dpm", "ddpm")}
+
+
+@dataclass(frozen=True)
+class Solver:
+    """How latents are drawn.
+
+    Args:
+      sampler: "auto" is the first of ``SAMPLERS``.
+      steps: of the scheduler; "heun" makes two forwards in all but the last.
+      guidance: 1 is none; output = null + guidance * (conditional - null).
+      interval: guidance only at times from the first to the second, 0 is data and 1 noise.
+      guided_channels: guidance of the first channels alone, as DiT's reference does with 3; 0: of all.
+      autocast: dtype of the forwards, or None for that of the weights.
+    """
+
+    sampler: Sampler = "auto"
+    steps: int = 50
+    guidance: float = 4.0
+    interval: tuple[float, float] = (0.0, 1.0)
+    guided_channels: int = 0
+    autocast: torch.dtype | None = None
+
+    def guides(self, t: float) -> bool:
+        """Whether null is asked for at a time in 0..1."""
+        return self.guidance != 1 and self.interval[0] <= t <= self.interval[1]
 
 
 @dataclass(frozen=True)
@@ -33,6 +63,7 @@ class Snapshot:
       spec, objective, latent, text: what it is, and what its latents and captions are.
       conditioner: makes its conditioning.
       state: the rest of what was saved (encoders, classes, buckets).
+      weights_hash: XXH3-128 of the file that the weights were read from.
     """
 
     path: Path
@@ -44,17 +75,23 @@ class Snapshot:
     text: TextSpec | None
     conditioner: Conditioner
     state: dict
+    weights_hash: str = ""
 
 
-def load_snapshot(run: Path, device: torch.device) -> Snapshot:
-    """Load the newest snapshot of a run.
+def load_snapshot(run: Path, device: torch.device, step: int = 0) -> Snapshot:
+    """Load a snapshot of a run.
 
+    Args:
+      step: of which step; 0: the newest.
     Raises: RunError: there is none, or it is not whole; DamageError.
     """
     found = checkpoint.find(checkpoint.SNAPSHOT, run)
     if not found:
         raise RunError(f"run '{run}': there is no snapshot. Train first: a checkpoint makes one too.")
-    saved = checkpoint.read(found[-1])
+    there = {int(path.name.partition("-")[2]): path for path in found}
+    if step and step not in there:
+        raise RunError(f"run '{run}': no snapshot of step {step}; there are {', '.join(map(str, there))}.")
+    saved = checkpoint.read(there[step or max(there)])
     try:
         spec = ModelSpec.model_validate(saved.state["spec"])
         objective = ObjectiveSection.model_validate(saved.state["objective"])
@@ -79,6 +116,7 @@ def load_snapshot(run: Path, device: torch.device) -> Snapshot:
         text=text,
         conditioner=Conditioner(spec, null),
         state=saved.state,
+        weights_hash=saved.files[f"{MODEL}.safetensors"].xxh3_128,
     )
 
 
@@ -87,54 +125,130 @@ def draw_latents(
     conditioning: Conditioning,
     *,
     size: tuple[int, int],
-    steps: int,
-    guidance: float,
     seed: int,
+    solver: Solver,
+    numbers: Sequence[int] | None = None,
 ) -> Tensor:
     """Draw one latent for each conditioning.
 
     Args:
       size: latent height and width.
-      steps: of the scheduler, one or two forwards each.
-      guidance: 1 is none; output = null + guidance * (conditional - null).
-      seed: of the noise; image i of a call depends on the seed and i.
+      seed, numbers: the noise of an image depends on both alone, so images can be drawn in any batches; None counts
+        them from 0.
     Returns: (B, C, H, W) float32, as the model sees them (shifted and scaled).
-    Source: Ho and Salimans 2022, equation 6.
+    Raises: RecipeError: the sampler is not one of the objective's.
+    Source: Ho and Salimans 2022, equation 6; Kynkaanniemi et al. 2024, section 3 (the interval).
     """
+    sampler = choose_sampler(snapshot.objective, solver.sampler, steps=solver.steps)
     device = next(snapshot.model.parameters()).device
     given = conditioning.labels if conditioning.labels is not None else conditioning.captions
     assert given is not None
-    count, channels = len(given), snapshot.spec.channels
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn((count, channels, *size), generator=generator).to(device)
-    null = snapshot.conditioner.drop(conditioning, torch.ones(count, dtype=torch.bool, device=device))
-    scheduler = build_scheduler(snapshot.objective)
-    scheduler.set_timesteps(steps)
+    numbers = range(len(given)) if numbers is None else numbers
+    generators = [torch.Generator().manual_seed(keyed_hash(seed, number) % 2**63) for number in numbers]
+    shape = (snapshot.spec.channels, *size)
+    x = torch.stack([torch.randn(shape, generator=generator) for generator in generators]).to(device)
+    forward = Guided(snapshot, conditioning, solver, device)
+    scheduler = build_scheduler(snapshot.objective, sampler)
+    scheduler.set_timesteps(solver.steps)
+    noises: dict[str, Any] = {"generator": generators} if sampler == "ddpm" else {}
     with torch.inference_mode():
         for t in scheduler.timesteps:
-            time = t.to(device).float().expand(count)
-            output = snapshot.model(x, time, conditioning)[:, :channels]
-            if guidance != 1:
-                unconditional = snapshot.model(x, time, null)[:, :channels]
-                output = unconditional + guidance * (output - unconditional)
-            x = scheduler.step(output, t, x).prev_sample
+            output = forward(x, float(t))
+            if sampler != "ddpm":  # the only one that takes a learned variance
+                output = output[:, : snapshot.spec.channels]
+            x = scheduler.step(output, t, x, **noises).prev_sample
     return x
 
 
-def build_scheduler(objective: ObjectiveSection) -> Any:
-    """The diffusers scheduler that goes with an objective."""
-    from diffusers.schedulers.scheduling_ddim import DDIMScheduler
-    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+class Guided:
+    """The model with guidance, as a function of noisy latents and one time for all of them.
 
-    if objective.kind == "flow":
+    Conditional and null go through the model as one batch, at the times where both are needed.
+    """
+
+    def __init__(self, snapshot: Snapshot, conditioning: Conditioning, solver: Solver, device: torch.device) -> None:
+        given = conditioning.labels if conditioning.labels is not None else conditioning.captions
+        assert given is not None
+        everywhere = torch.ones(len(given), dtype=torch.bool, device=device)
+        null = snapshot.conditioner.drop(conditioning, everywhere)
+        pairs = zip(conditioning, null, strict=True)
+        self._both = Conditioning(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs))
+        self._conditioning, self._model, self._solver, self._device = conditioning, snapshot.model, solver, device
+        self._guided = solver.guided_channels or snapshot.spec.channels
+
+    def __call__(self, x: Tensor, t: float) -> Tensor:
+        """(B, C, H, W) float32 and a time in 0..1000 to (B, out_channels, H, W) float32; a variance is not guided."""
+        if not self._solver.guides(t / TRAIN_STEPS):
+            return self._forward(x, t, self._conditioning)
+        output, null = self._forward(torch.cat([x, x]), t, self._both).chunk(2)
+        guided, rest = output[:, : self._guided], output[:, self._guided :]
+        null = null[:, : self._guided]
+        return torch.cat([null + self._solver.guidance * (guided - null), rest], dim=1)
+
+    def _forward(self, x: Tensor, t: float, conditioning: Conditioning) -> Tensor:
+        dtype, time = self._solver.autocast, torch.full((len(x),), t, device=self._device)
+        with torch.autocast(self._device.type, dtype, enabled=dtype is not None):
+            return self._model(x, time, conditioning).float()
+
+
+def choose_sampler(objective: ObjectiveSection, wanted: Sampler, *, steps: int) -> Sampler:
+    """The sampler that is meant.
+
+    Raises: RecipeError: it is not one of the objective's, or cannot do with so few steps.
+    """
+    known = SAMPLERS[objective.kind]
+    if wanted == "auto":
+        return known[0]
+    if wanted == "ddpm" and steps < 2:  # they are spread from the first to the last, and one would be the last
+        raise RecipeError(f"--steps {steps}: --sampler ddpm needs 2 at least, as DiT is evaluated 250.")
+    if wanted not in known:
+        raise RecipeError(f"--sampler {wanted}: the run has objective.kind '{objective.kind}'. Use {', '.join(known)}.")
+    return wanted
+
+
+def build_scheduler(objective: ObjectiveSection, sampler: Sampler) -> Any:
+    """The diffusers scheduler of a sampler of ``SAMPLERS``."""
+    from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+    from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+    from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+    from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
+
+    if sampler == "euler":
         return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TRAIN_STEPS, shift=objective.shift)
-    return DDIMScheduler(
+    if sampler == "heun":
+        return FlowMatchHeunDiscreteScheduler(num_train_timesteps=TRAIN_STEPS, shift=objective.shift)
+    shared: dict[str, Any] = {
+        "num_train_timesteps": TRAIN_STEPS,
+        "beta_start": BETA_START,
+        "beta_end": BETA_END,
+        "beta_schedule": "linear",
+        "prediction_type": "epsilon" if objective.predict == "epsilon" else "v_prediction",
+    }
+    if sampler == "dpm":  # second order, the multistep form (Lu et al. 2022, algorithm 2)
+        return DPMSolverMultistepScheduler(**shared, algorithm_type="dpmsolver++", solver_order=2)
+    if sampler == "ddpm":  # the steps are spread as DiT's evaluation spreads them: whole, from 999 to 0
+        variance: Any = "learned_range" if objective.variance == "learned" else "fixed_large"
+        return DDPMScheduler(**shared, variance_type=variance, clip_sample=False, timestep_spacing="linspace")
+    return DDIMScheduler(**shared, clip_sample=False, set_alpha_to_one=True, timestep_spacing="trailing")
+
+
+def pipeline_scheduler(objective: ObjectiveSection, *, takes_flow_match: bool) -> Any:
+    """The scheduler that is written into a pipeline's folder: DDIM for "ddpm", one of flow matching for "flow".
+
+    Args:
+      takes_flow_match: the pipeline takes the schedulers of flow matching. DiT's and PixArt's ask for what only older
+        ones have; DPM-Solver++ with the flow's noise levels is one of those, and rounds its times to whole numbers.
+    """
+    if objective.kind == "ddpm" or takes_flow_match:
+        return build_scheduler(objective, SAMPLERS[objective.kind][0])
+    from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
+
+    return DPMSolverMultistepScheduler(
         num_train_timesteps=TRAIN_STEPS,
-        beta_start=BETA_START,
-        beta_end=BETA_END,
-        beta_schedule="linear",
-        clip_sample=False,
-        set_alpha_to_one=True,
-        timestep_spacing="trailing",
-        prediction_type="epsilon" if objective.predict == "epsilon" else "v_prediction",
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        flow_shift=objective.shift,
+        algorithm_type="dpmsolver++",
+        solver_order=2,
     )

@@ -105,7 +105,11 @@ def prepare(
             "objective": recipe.objective.model_dump(),
             "latent": store.spec.latent.model_dump(),
             "text": store.spec.text and store.spec.text.model_dump(),
-            "vae": {"model": store.spec.recipe["vae"], "weights_sha256": vae.weights_sha256},
+            "vae": {
+                "model": store.spec.recipe["vae"],
+                "class_name": vae.class_name,
+                "weights_sha256": vae.weights_sha256,
+            },
             "text_encoder": store.spec.text_encoder
             and {
                 "model": store.spec.recipe["text"],
