@@ -63,7 +63,7 @@ class Work:
         return max(self.buckets, key=lambda bucket: tokens_per_image(self.spec, latent_size_of(bucket, latent)))
 
     def batch_bytes(self, images: int) -> int:
-        """Bytes of a batch on the device: latents as stored and as float32, captions as stored, padded to the longest."""
+        """Bytes of a batch on the device: latents as stored and as float32, captions as stored and padded."""
         height, width = latent_size_of(self.largest_bucket, self.store.latent)
         latents = self.store.latent.channels * height * width * (STORED_BYTES + 4)
         return images * (latents + self.tokens * self.spec.caption_width * STORED_BYTES)
