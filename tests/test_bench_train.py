@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from making import CPU
 
 from leandit.datasets.errors import RecipeError
 from leandit.tools import bench_caching
-from leandit.tools.bench_train import DIFFUSERS, OURS, PLAIN, Inside, Request, plain_dit, render, run
+from leandit.tools.bench_train import DIFFUSERS, OURS, PLAIN, Inside, Request, our_step, plain_dit, render, run
 from leandit.tools.planner import Work, work_at_resolution
+from leandit.train import step as step_module
 from leandit.train.config import load
 from leandit.train.dit import DiT
 from leandit.train.models import ModelSpec, build_model
+from leandit.train.parallel import TorchEngine
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 TINY = ["run.global_batch=2", "run.precision=fp32", "run.compile=false", "model.num_classes=3"]
@@ -76,11 +79,14 @@ def test_the_real_loop_on_a_store_is_measured_beside_its_step() -> None:
 
 
 def test_what_is_watched_is_as_before_afterwards() -> None:
-    backward, step = torch.Tensor.backward, torch.optim.AdamW.step
+    before = step_module.image_losses, TorchEngine.backward, TorchEngine.update
+    step = our_step(Request(tiny_work(), CPU, 1, 1, "synthetic"))
     with Inside() as inside:
-        (torch.ones(1, requires_grad=True) * 2).backward()
-    assert inside.seconds > 0
-    assert (torch.Tensor.backward, torch.optim.AdamW.step) == (backward, step)
+        start = time.perf_counter()
+        step()
+        whole = time.perf_counter() - start
+    assert 0.3 * whole < inside.seconds < whole
+    assert (step_module.image_losses, TorchEngine.backward, TorchEngine.update) == before
 
 
 def test_unknown_data_is_refused() -> None:

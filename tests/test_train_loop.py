@@ -298,7 +298,14 @@ def test_metrics_have_their_keys_with_units_and_one_line_a_report(stores: dict[s
             "learning_rate",
             "seconds_per_step",
             "images_per_second",
+            "tokens_per_second",
+            "mfu",
             "data_wait_share",
+            "gpu_busy_share",
+            "memory_gib",
+            "skipped_steps",
+            "loss_scale",
+            "loss_by_time",
         }
         for line in lines
     )

@@ -24,6 +24,7 @@ from ..train.config import TrainRecipe
 from ..train.data import build_loader
 from ..train.loop import endless
 from ..train.models import model_spec
+from ..train.ranks import ALONE
 from ..train.state import TrainState
 from ..train.step import train_step
 from ..train.synthetic import synthetic_batch, synthetic_state
@@ -73,7 +74,7 @@ def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
     tokens = store.spec.text.max_tokens if store.spec.text else 0
     compiled = request.recipe.run.compile and _is_gpu(device)
     state = synthetic_state(request.recipe, spec, tokens, device, compiled=compiled)
-    batches = endless(build_loader(request.recipe, store, spec, device, lambda message: None))
+    batches = endless(build_loader(request.recipe, store, spec, device, lambda message: None, ALONE))
     ways: dict[str, Callable[[], object]] = {
         CACHED: lambda: train_step(state, next(batches)),
         ONLINE: lambda: train_step(state, online_batch(request, encoders, store, state)),

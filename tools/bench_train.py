@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from ..datasets.errors import RecipeError
 from ..train import loop
+from ..train import step as step_module
 from ..train.config import TrainRecipe
 from ..train.dit import SIZES
-from ..train.ema import Ema
 from ..train.flops import latent_size_of, train_flops
-from ..train.gpus import gpu_named
-from ..train.models import ClassDenoiser, ModelSpec, TextDenoiser
+from ..train.gauges import peak_flops
+from ..train.models import ModelSpec
 from ..train.objectives import draw_times, loss_per_image
+from ..train.parallel import TorchEngine
 from ..train.precision import autocast_dtype
 from ..train.stop import StopRequest
 from ..train.synthetic import synthetic_batch, synthetic_state
@@ -77,11 +78,10 @@ def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
     size = latent_size_of(work.largest_bucket, work.store.latent)
     flops = train_flops(spec, size, work.tokens)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else hardware()["cpu"]
-    gpu = gpu_named(name) if device.type == "cuda" else None
     precision = (
         recipe.run.precision if autocast_dtype(recipe.run.precision, device) or device.type == "cuda" else "fp32"
     )
-    peak = gpu.peak_flops(precision) if gpu else 0.0
+    peak = peak_flops(device, recipe.run.precision)
     return {
         "model": spec.name,
         "bucket": work.largest_bucket,
@@ -325,7 +325,10 @@ def _noise_store(request: Request, path: Path) -> Path:
 
 
 class Inside:
-    """Sums the time that this thread spends in forward, backward, clipping, optimizer and averages."""
+    """Sums the time that this thread spends in the forward with its loss, in the backward, and in the update.
+
+    The update is clipping, optimizer and averages. Data, draws, conditioning, figures and checkpoints are outside.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -333,11 +336,9 @@ class Inside:
 
     def __enter__(self) -> Inside:
         owners: list[tuple[Any, str]] = [
-            *((model, "forward") for model in (ClassDenoiser, TextDenoiser)),
-            (torch.Tensor, "backward"),
-            (torch.nn.utils, "clip_grad_norm_"),
-            (torch.optim.AdamW, "step"),
-            (Ema, "update"),
+            (step_module, "image_losses"),
+            (TorchEngine, "backward"),
+            (TorchEngine, "update"),
         ]
         for owner, name in owners:
             self._stack.enter_context(self._counted(owner, name))

@@ -69,7 +69,7 @@ def _train(
     from ..train.loop import train as train_run
     from ..train.parallel import choose_strategy
     from ..train.precision import autocast_dtype
-    from .progress import ProgressLine
+    from .progress import ProgressLine, train_note
 
     precision = recipe.run.precision
     if precision == "bf16" and autocast_dtype("bf16", device) is None:
@@ -77,12 +77,8 @@ def _train(
     with ProgressLine() if ranks.is_first else contextlib.nullcontext() as progress:
 
         def show(figures: StepReport) -> None:
-            note = (
-                f"loss {figures.loss:.4f}  {figures.images_per_second:.1f} images/s  "
-                f"data wait {figures.data_wait_share:.1%}"
-            )
             if progress:
-                progress("train", figures.step, recipe.run.steps, note)
+                progress("train", figures.step, recipe.run.steps, train_note(figures))
 
         outcome = train_run(recipe, store_path=store, run=run, device=device, report=show, stop=stop)
     rows = [("run", str(run)), ("steps", f"{outcome.step} of {recipe.run.steps}"), ("computed in", precision)]

@@ -1,7 +1,8 @@
 """``leandit plan train``: what a training takes on each GPU, before one is rented. Nothing is allocated or computed.
 
 The memory of a step is traced from the real model (``train/memory.py``). What a strategy does to it is a share of each
-category and buffers of its own, given below; what CUDA takes beside is measured constants.
+category and buffers of its own, given below; what CUDA takes beside are constants. The constants, and what strategies
+do, are read from documentation and code: none of them was measured.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from ..train.models import ModelSpec, model_spec
 from .synthetic import noise_spec
 
 MIB, GIB = 2**20, 2**30
-CONTEXT_BYTES = 600 * MIB  # of a CUDA 12 context with cuBLAS, cuDNN and NCCL loaded; not seen by the allocator
-CUBLAS_BYTES = 2 * 32 * MIB  # a workspace for the forward's and one for the backward's thread (Hopper: 32 MiB each)
-UNUSABLE = 0.04  # share of a GPU that blocks of the caching allocator cannot hand out again
+CONTEXT_BYTES = 600 * MIB  # a guess: a CUDA 12 context with cuBLAS, cuDNN and NCCL; not seen by the allocator
+CUBLAS_BYTES = 2 * 32 * MIB  # for the forward's and the backward's thread; 32 MiB is torch's default on Hopper
+UNUSABLE = 0.04  # a guess: share of a GPU that blocks of the caching allocator cannot hand out again
 DEEPSPEED_BUCKET = 5e8  # elements of reduce_bucket_size and allgather_bucket_size, DeepSpeed's defaults
 GUESSED_MFU = 0.35  # an estimate, where no run says better
 GPUS_OF_A_MACHINE = 8
 TOKENS, TEXT_WIDTH = 300, 4096  # of a caption where no store tells: PixArt-Sigma's
 CHANNELS, CLASSES = 4, 1000  # of the latents and labels where neither recipe nor store tells: SD-VAE, ImageNet
+STORED_BYTES = 2  # of a number in the store, at most: float16
 WHOLE = {PARAMETERS: 1.0, GRADIENTS: 1.0, OPTIMIZER: 1.0, EMA: 1.0}
 
 
@@ -59,6 +61,12 @@ class Work:
         """The bucket whose steps take most memory."""
         latent = self.store.latent
         return max(self.buckets, key=lambda bucket: tokens_per_image(self.spec, latent_size_of(bucket, latent)))
+
+    def batch_bytes(self, images: int) -> int:
+        """Bytes of a batch on the device: latents as stored and as float32, captions as stored and padded."""
+        height, width = latent_size_of(self.largest_bucket, self.store.latent)
+        latents = self.store.latent.channels * height * width * (STORED_BYTES + 4)
+        return images * (latents + self.tokens * self.spec.caption_width * STORED_BYTES)
 
     @property
     def flops(self) -> float:
@@ -149,9 +157,9 @@ def strategies(memory: StepMemory, num_gpus: int, precision: str) -> list[Strate
     ]
 
 
-def room_of(gpu: Gpu, strategy: Strategy) -> float:
+def room_of(gpu: Gpu, strategy: Strategy, read_ahead: float) -> float:
     """Bytes of a GPU for what a step allocates."""
-    return gpu.memory_gib * GIB * (1 - UNUSABLE) - CONTEXT_BYTES - CUBLAS_BYTES - strategy.buffers
+    return gpu.memory_gib * GIB * (1 - UNUSABLE) - CONTEXT_BYTES - CUBLAS_BYTES - strategy.buffers - read_ahead
 
 
 def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) -> dict[str, Any]:
@@ -173,11 +181,12 @@ def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) 
     whole = traced(work, autocast, accumulates=False)
     split = traced(work, autocast, accumulates=True)
     mfu, measured = (measured_mfu(run), True) if run else (GUESSED_MFU, False)
+    read_ahead = recipe.run.prefetch * work.batch_bytes(local)
     images = images or recipe.run.steps * recipe.run.global_batch
 
     def fit(on: Gpu, strategy: Strategy) -> tuple[int, StepMemory]:
         """Largest microbatch, and the memory of its step."""
-        room = room_of(on, strategy)
+        room = room_of(on, strategy, read_ahead)
         asked = recipe.run.microbatch or local
         most = whole.largest(room, most=min(asked, local), shares=strategy.shares)
         if most == local:
@@ -187,7 +196,7 @@ def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) 
     def shown(strategy: Strategy) -> dict[str, Any]:
         microbatch, memory = fit(chosen, strategy)
         peak = memory.peak(max(1, microbatch), batch=local, shares=strategy.shares)
-        workspace = strategy.buffers + CONTEXT_BYTES + CUBLAS_BYTES
+        workspace = strategy.buffers + CONTEXT_BYTES + CUBLAS_BYTES + read_ahead
         return {
             "strategy": strategy.name,
             "microbatch": microbatch,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:  # torch takes a second to import
+    from ..train.meters import StepReport
 
 PLAIN_EVERY_SECONDS = 30.0
 
@@ -55,6 +59,14 @@ class ProgressLine:
             left = f", {_clock((total - done) / rate)} left" if rate and done < total else ""
             line = f"{stage}: {done} of {total or '?'}  {note}{left}".rstrip()
             self._console.print(line, highlight=False, markup=False)
+
+
+def train_note(figures: StepReport) -> str:
+    """What the bar of a training says beside its steps."""
+    parts = [f"loss {figures.loss:.4f}", f"{figures.images_per_second:.1f} images/s"]
+    if figures.mfu is not None:
+        parts.append(f"MFU {figures.mfu:.1%}")
+    return "  ".join([*parts, f"data wait {figures.data_wait_share:.1%}"])
 
 
 def _clock(seconds: float) -> str:

@@ -204,6 +204,8 @@ class RunSection(Section):
     """That local folder; empty: one for the URL below ~/.cache/leandit."""
     log_every: Positive = 10
     """Steps between lines of metrics.jsonl."""
+    wandb: str = ""
+    """Project of Weights & Biases that is told too; empty: it is not."""
     revision: Count = 0
     """Revision of the store. 0: the newest when a run begins, then always the same; N: this one. A run that is moved to
     another revision keeps weights, optimizer and averages, and begins a new pass over the data."""

@@ -41,12 +41,12 @@ class DiTOptions(BaseModel):
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Shift and scale tokens (B, T, E) by one vector an image (B, E)."""
-    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+    return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))  # one pass
 
 
 def add_gated(x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
     """Add gated tokens to the residual stream (B, T, E), rounded once to its dtype."""
-    return (x + gate.unsqueeze(1) * y).to(x.dtype)
+    return torch.addcmul(x, gate.unsqueeze(1), y).to(x.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------- embedding
@@ -60,7 +60,8 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).flatten(2).transpose(1, 2)
+        # The residual stream keeps the order that it has here: without a copy, each norm would make one.
+        return self.proj(x).flatten(2).transpose(1, 2).contiguous()
 
 
 class TimestepEmbedder(nn.Module):

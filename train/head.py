@@ -33,6 +33,7 @@ FREE_ON_RESUME = {
     "run.keep_every",
     "run.async_checkpoint",
     "run.log_every",
+    "run.wandb",
     "run.prefetch",
     "run.remote_gib",
     "run.remote_folder",

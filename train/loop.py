@@ -17,6 +17,7 @@ from .. import __version__
 from ..datasets.loader import Batch, BatchLoader
 from ..datasets.recipe import flatten
 from .config import TrainRecipe
+from .gauges import Gauges, Work, peak_flops
 from .head import open_store, read_head
 from .meters import Meters, StepReport, Window
 from .optimizers import learning_rate
@@ -26,6 +27,7 @@ from .state import averages_are_due, begin_or_resume, capture, prepare
 from .step import train_step
 from .stop import StopRequest
 from .tuning import tune
+from .wandb_run import check_wandb
 
 
 def print_warning(message: str) -> None:
@@ -91,6 +93,7 @@ def _train(
     # Open the revision that the run reads, build what trains.
     head, ranks = read_head(run), meeting.ranks
     store = open_store(recipe, store_path, run, head, warn)
+    check_wandb(recipe)
     facts = {
         "release": __version__,
         "revision": store.revision,
@@ -106,9 +109,10 @@ def _train(
         return Outcome(state.step, None, True, 0, None, 0.0)
 
     tune(state, meeting)
-    meters = Meters(run, step=state.step) if ranks.is_first else None
+    meters = Meters(run, step=state.step, recipe=recipe) if ranks.is_first else None
     stop.check()
-    window = Window(meeting, [store], may_skip=state.engine.loss_scale is not None)
+    work = Work(state.spec, store.spec.latent, peak_flops(device, recipe.run.precision) * ranks.world_size)
+    window = Window(meeting, [store], work, Gauges(device), may_skip=state.engine.loss_scale is not None)
     saver, shared_stop = Saver(run, recipe.run), SharedStop(ranks)
     batches = endless(state.loader)
     stopping = False
@@ -131,7 +135,9 @@ def _train(
                 batch = next(batches)
 
             # Forward, backward, update, average.
-            window.add(train_step(state, batch))
+            with window.step(batch):
+                trace = train_step(state, batch)
+            window.add(trace)
             stop.hold()  # the first step compiles, which is not worth waiting for; from here on each one is kept
 
             # Tell; before a checkpoint always, since a loss that is not finite must not be saved.

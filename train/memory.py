@@ -22,13 +22,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..datasets.errors import LeanditError
 from ..datasets.schema import StoreSpec
 from .config import TrainRecipe
+from .draws import GROUP
+from .flops import latent_size_of
 from .models import ModelSpec
 from .parallel import TorchEngine
 from .state import TrainState
@@ -68,6 +70,8 @@ class MemoryTracker(TorchDispatchMode):
         self._known: dict[int, tuple[Any, str, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 0  # what an optimizer that is not fused asks for: whether the update is left out
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -163,10 +167,9 @@ def trace_step(
         for parameter in state.engine.model.parameters():
             parameter.register_post_accumulate_grad_hook(functools.partial(_is_gradient, tracker))
         batch = synthetic_batch(store, bucket, microbatch * count, tokens, torch.device("cpu"))
-        _step_with_zeros(state, tracker)
+        states = _step_with_zeros(state, tracker)
         tracker.moments.clear()
         train_step(state, batch)
-        states = {name: tracker.live[name] for name in STATES}
         blocks = [sum(p.nbytes for p in block.parameters()) for block in state.engine.model.blocks]
     _clear_caches()
     other = states[PARAMETERS] - sum(blocks)
@@ -182,13 +185,19 @@ def _clear_caches() -> None:
         cached.cache_clear()
 
 
-def _step_with_zeros(state: TrainState, tracker: MemoryTracker) -> None:
-    """Leave what a step leaves: the optimizer's state, and the gradients until the next one drops them."""
+def _step_with_zeros(state: TrainState, tracker: MemoryTracker) -> dict[str, int]:
+    """Leave what a step leaves: the optimizer's state, and no gradients.
+
+    Returns: bytes of each of ``STATES``, the gradients among them.
+    """
     for parameter in state.engine.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
         tracker.assign(GRADIENTS, [parameter.grad])
     engine_of(state).optimizer.step()
     tracker.assign(OPTIMIZER, optimizer_state(state))
+    states = {name: tracker.live[name] for name in STATES}
+    engine_of(state).optimizer.zero_grad(set_to_none=True)
+    return states
 
 
 def engine_of(state: TrainState) -> TorchEngine:
@@ -220,6 +229,7 @@ class StepMemory:
       states, block_bytes, other_bytes: as in ``Trace``.
       waiting: bytes for each image of the step that waits for its microbatch.
       count: microbatches that were traced.
+      noise: bytes of the noise of an image, which is drawn for whole groups; those that were traced had one group.
     """
 
     base: np.ndarray
@@ -229,6 +239,7 @@ class StepMemory:
     other_bytes: int
     waiting: float = 0.0
     count: int = 1
+    noise: int = 0
 
     def peak(self, microbatch: int, *, batch: int = 0, shares: Mapping[str, float] | None = None) -> dict[str, float]:
         """Bytes of each category at the moment of the peak.
@@ -242,7 +253,9 @@ class StepMemory:
             moments = moments * np.array([shares.get(name, 1.0) for name in CATEGORIES])
         worst = moments[moments.sum(1).argmax()]
         found: dict[str, float] = dict(zip(CATEGORIES, worst.tolist(), strict=True))
-        found[ACTIVATIONS] += self.waiting * max(0, batch - self.count * microbatch)
+        images = max(batch, self.count * microbatch)
+        found[ACTIVATIONS] += self.waiting * (images - self.count * microbatch)
+        found[ACTIVATIONS] += self.noise * GROUP * max(0, math.ceil(images / GROUP) - 1)
         return found
 
     def total(self, microbatch: int, *, batch: int = 0, shares: Mapping[str, float] | None = None) -> float:
@@ -313,6 +326,7 @@ def step_memory(
         other_bytes=first.other_bytes,
         waiting=max(0.0, waiting),
         count=count,
+        noise=4 * store.latent.channels * math.prod(latent_size_of(bucket, store.latent)),
     )
     proven = trace(PROOF, count).peak if proves else 0
     if proves and abs(found.total(PROOF) - proven) > LINEAR * proven:

@@ -1,4 +1,4 @@
-"""What a run says of itself: ``metrics.jsonl`` with units in its keys, and the same figures for TensorBoard."""
+"""What a run says of itself: ``metrics.jsonl`` with units in its keys; the same figures for TensorBoard and wandb."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,14 @@ from torch import Tensor
 
 from ..datasets.errors import RunError
 from ..datasets.files import write_atomic
+from ..datasets.reader import Batch
 from ..datasets.store import LatentStore
+from .bands import NUM_BANDS, band_means, band_sums
+from .config import TrainRecipe
+from .gauges import Gauges, Work
 from .precision import SMALLEST_SCALE
 from .ranks import Meeting
+from .wandb_run import begin_wandb
 
 METRICS = "metrics.jsonl"
 MOST_NAMED = 5  # records in a message
@@ -35,8 +40,15 @@ class StepReport:
       epoch: of the last batch.
       loss, grad_norm: means over the steps; the norm is taken before clipping.
       learning_rate: of the last step.
-      seconds_per_step, images_per_second: over the steps.
+      seconds_per_step, images_per_second: over the steps, of all ranks together.
+      tokens_per_second: image tokens that the model has trained on.
+      mfu: share of the peak of all GPUs that the model's arithmetic makes, 0 to 1 (``flops.py``); None on a CPU and on
+        a GPU that ``gpus.py`` does not know.
       data_wait_share: of the time, 0 to 1, in which the step waited for its batch.
+      gpu_busy_share: of the time, 0 to 1, that the GPU of this rank spent in steps; None on a CPU.
+      memory_gib: most that torch has handed out of this rank's GPU over the steps; on a CPU, the process's peak so far.
+      loss_by_time: mean loss of the images in each of ``NUM_BANDS`` equal bands from data to noise; None where no image
+        was.
       skipped_steps: whose gradients overflowed, so that nothing was updated (float16).
       loss_scale: of the last step, or None where losses are not scaled.
     """
@@ -49,9 +61,14 @@ class StepReport:
     learning_rate: float
     seconds_per_step: float
     images_per_second: float
+    tokens_per_second: float
+    mfu: float | None
     data_wait_share: float
+    gpu_busy_share: float | None
+    memory_gib: float
     skipped_steps: int
     loss_scale: float | None
+    loss_by_time: list[float | None]
 
 
 class Trace(NamedTuple):
@@ -64,6 +81,7 @@ class Trace(NamedTuple):
       skipped: () 1 where nothing was updated, else 0.
       num_images: of the global batch.
       losses: (B,) of each image of this rank.
+      time_shares: (B,) of the way from data to noise, 0..1, at which each was.
       records: (B,) their positions in the records table.
       store: which of the stores they are of.
     """
@@ -74,6 +92,7 @@ class Trace(NamedTuple):
     skipped: Tensor
     num_images: int
     losses: Tensor
+    time_shares: Tensor
     records: Tensor
     store: int
 
@@ -84,16 +103,22 @@ class Window:
     Args:
       meeting: with the other ranks, which read their figures together.
       stores: that the batches are of, to name records.
+      work: counts what the steps compute.
+      gauges: of this rank's device.
       may_skip: a gradient that is not finite is no error (float16, whose loss scale then shrinks).
     """
 
-    def __init__(self, meeting: Meeting, stores: Sequence[LatentStore], *, may_skip: bool = False) -> None:
+    def __init__(
+        self, meeting: Meeting, stores: Sequence[LatentStore], work: Work, gauges: Gauges, *, may_skip: bool = False
+    ) -> None:
         self._meeting, self._stores, self._may_skip = meeting, stores, may_skip
+        self._work, self._gauges = work, gauges
         self._reset()
 
     def _reset(self) -> None:
         self._start, self._wait, self._images = time.perf_counter(), 0.0, 0
         self._traces: list[Trace] = []
+        self._work.reset()
 
     @property
     def is_empty(self) -> bool:
@@ -106,6 +131,11 @@ class Window:
         start = time.perf_counter()
         yield
         self._wait += time.perf_counter() - start
+
+    def step(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        """Count what the block computes of a batch, and the device's time in it."""
+        self._work.add(batch)
+        return self._gauges.step()
 
     def add(self, trace: Trace) -> None:
         """Count one step."""
@@ -123,10 +153,13 @@ class Window:
         """
         columns = [(trace.loss, trace.grad_norm, trace.skipped) for trace in self._traces]
         losses, norms, skipped = (torch.stack(column) for column in zip(*columns, strict=True))
+        shares, of_images = zip(*((trace.time_shares, trace.losses) for trace in self._traces), strict=True)
+        bands = band_sums(torch.cat(shares), torch.cat(of_images))
         if self._meeting.ranks.world_size > 1:
             dist.all_reduce(losses)
+            dist.all_reduce(bands)
         good = skipped == 0
-        loss, num_skipped = losses.mean().item(), int(skipped.sum().item())
+        loss, num_skipped = losses.mean().item(), int(skipped.sum().item())  # the device is waited for here
         seconds = time.perf_counter() - self._start
         if not math.isfinite(loss) or (num_skipped and not self._may_skip):
             self._refuse(losses, skipped)
@@ -144,9 +177,14 @@ class Window:
             learning_rate=learning_rate,
             seconds_per_step=seconds / len(self._traces),
             images_per_second=self._images / seconds,
+            tokens_per_second=self._work.tokens_per_second(seconds),
+            mfu=self._work.mfu(seconds),
             data_wait_share=self._wait / seconds,
+            gpu_busy_share=self._gauges.busy_share(seconds),
+            memory_gib=self._gauges.peak_memory_gib(),
             skipped_steps=num_skipped,
             loss_scale=scale,
+            loss_by_time=band_means(bands),
         )
         self._reset()
         return figures
@@ -180,14 +218,17 @@ class Meters:
     Args:
       run: its folder.
       step: from which it goes on; lines of later steps, of a process that died after its last checkpoint, are dropped.
+      recipe: its ``run.wandb`` says whether wandb is told too.
+    Raises: RunError: wandb refuses.
     """
 
-    def __init__(self, run: Path, *, step: int) -> None:
+    def __init__(self, run: Path, *, step: int, recipe: TrainRecipe) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         self._path = run / METRICS
         kept = [line for line in _lines(self._path) if json.loads(line)["step"] <= step]
         write_atomic(self._path, "".join(kept).encode())
+        self._wandb = begin_wandb(run, recipe) if recipe.run.wandb else None
         self._tensorboard = SummaryWriter(run / "tensorboard", purge_step=step + 1)
 
     def write(self, report: StepReport) -> None:
@@ -195,12 +236,24 @@ class Meters:
         values = asdict(report)
         with open(self._path, "a") as file:
             file.write(json.dumps(values) + "\n")
-        for name in ("loss", "grad_norm", "learning_rate", "images_per_second", "data_wait_share"):
-            self._tensorboard.add_scalar(name, values[name], report.step)
+        figures = _scalars(values)
+        for name, value in figures.items():
+            self._tensorboard.add_scalar(name, value, report.step)
+        if self._wandb is not None:
+            self._wandb.log(figures, step=report.step)
 
     def close(self) -> None:
         """Flush everything."""
         self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _scalars(values: dict[str, Any]) -> dict[str, float]:
+    """What of a report can be drawn over the steps: all numbers that are known, each band under a name of its own."""
+    bands = {f"loss_by_time/{band / NUM_BANDS:g}": value for band, value in enumerate(values["loss_by_time"])}
+    plain = {name: value for name, value in values.items() if name not in ("step", "loss_by_time")}
+    return {name: value for name, value in (plain | bands).items() if value is not None}
 
 
 def _lines(path: Path) -> list[str]:

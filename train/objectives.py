@@ -7,6 +7,7 @@ is signal * noise - noise_share * data (Salimans and Ho 2022), where x_t = signa
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -104,20 +105,12 @@ def _per_image(values: Tensor) -> Tensor:
     return values[:, None, None, None]
 
 
-_TABLES: dict[torch.device, dict[str, Tensor]] = {}
-
-
+@functools.cache
 def ddpm_schedule(device: torch.device) -> dict[str, Tensor]:
     """The linear schedule's tables, each (1000,) float32; made once for a device.
 
     Those that training reads are computed in float64: at the first steps, 1 - alpha_bar has four digits in float32.
     """
-    if device not in _TABLES:
-        _TABLES[device] = _make_tables(device)
-    return _TABLES[device]
-
-
-def _make_tables(device: torch.device) -> dict[str, Tensor]:
     beta = torch.linspace(BETA_START, BETA_END, TRAIN_STEPS, dtype=torch.float64)
     alpha_bar = torch.cumprod(1 - beta, 0)
     before = torch.cat([torch.ones(1, dtype=torch.float64), alpha_bar[:-1]])

@@ -11,7 +11,7 @@ from .attention import preferred
 from .conditioning import Conditioning
 from .draws import Draws, draw
 from .meters import Trace
-from .objectives import loss_per_image
+from .objectives import loss_per_image, time_share
 from .optimizers import learning_rate
 from .state import TrainState
 
@@ -48,7 +48,17 @@ def train_step(state: TrainState, batch: Batch) -> Trace:
     grad_norm, skipped = engine.update(step, learning_rate=rate, grad_clip=recipe.run.grad_clip)
     state.step, state.num_images = step, state.num_images + size
     of_images = torch.cat(losses)[: len(batch)]
-    return Trace(step, of_images.sum() / size, grad_norm, skipped, size, of_images, batch.records, batch.store)
+    return Trace(
+        step=step,
+        loss=of_images.sum() / size,
+        grad_norm=grad_norm,
+        skipped=skipped,
+        num_images=size,
+        losses=of_images,
+        time_shares=time_share(recipe.objective, draws.times)[: len(batch)],
+        records=batch.records,
+        store=batch.store,
+    )
 
 
 def image_losses(state: TrainState, x: Tensor, draws: Draws, conditioning: Conditioning) -> Tensor:
