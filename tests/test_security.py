@@ -1102,6 +1102,7 @@ ALLOWED_PICKLES = {
 ALLOWED_WRITES = {
     ("train/meters.py", "open"),  # metrics.jsonl grows by a line at a time
     ("train/dit_checkpoints.py", "save"),  # into memory, from where datasets/files.py writes it
+    ("tools/sample_set.py", "save"),  # likewise
     ("tools/cli.py", "save"),  # pictures for people to look at, which nothing reads again
     ("tools/demo.py", "save"),
     ("tools/sampler.py", "save"),
