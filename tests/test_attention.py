@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from making import train_recipe
 
+from leandit.datasets.store import LatentStore
 from leandit.train import attention
-from leandit.train.attention import KERNELS, Call, attention_calls, fastest_kernels, preferred
+from leandit.train.attention import KERNELS, Call, attention_calls, fastest_kernels
 from leandit.train.models import ModelSpec
+from leandit.train.parallel import TorchEngine
+from leandit.train.state import prepare
+from leandit.train.step import train_step
 
 CUDA = torch.device("cuda")
 
@@ -34,12 +38,25 @@ def test_the_fastest_comes_first_and_what_fails_comes_last(monkeypatch: pytest.M
     assert fastest_kernels({}, 1, torch.bfloat16, CUDA) == ["efficient", "cudnn", "flash"]
 
 
-@pytest.mark.parametrize("names", [[], list(KERNELS), ["efficient"]])
-def test_a_preference_changes_no_more_than_rounding(names: list[str]) -> None:
-    q, k, v = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
-    with preferred(names):
-        found = scaled_dot_product_attention(q, k, v)
-    torch.testing.assert_close(found, scaled_dot_product_attention(q, k, v))
+@pytest.mark.parametrize("mode", ["none", "blocks", "selective"])
+@pytest.mark.usefixtures("tiny_models")
+def test_what_is_recomputed_takes_the_kernel_that_the_forward_took(
+    mode: str, label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of the kernels is on a CPU, so a preference for them is one for another kernel than torch's first."""
+    gradients = []
+    monkeypatch.setattr(TorchEngine, "update", lambda self, *_, **__: (gradients_of(self, gradients), torch.zeros(())))
+    for kernels in ([], ["cudnn"]):
+        recipe = train_recipe("dit-s-4", f"run.activation_checkpointing={mode}")
+        state = prepare(recipe, label_store, torch.device("cpu"), print)
+        state.attention_kernels = kernels
+        train_step(state, next(iter(state.loader)))
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def gradients_of(engine: TorchEngine, seen: list[list[torch.Tensor]]) -> torch.Tensor:
+    seen.append([p.grad.clone() for p in engine.model.parameters() if p.grad is not None])
+    return torch.zeros(())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,7 +12,7 @@ from making import train_recipe
 
 from leandit.datasets.errors import RecipeError
 from leandit.train.config import TrainRecipe
-from leandit.train.deepspeed_engine import read_config, resolve_config
+from leandit.train.deepspeed_config import read_config, resolve_config
 
 RECIPE = train_recipe("dit-s-4", "run.grad_clip=0.5", "run.microbatch=2")
 SAMPLE = Path(__file__).parents[1] / "docs/ds-zero-2.json"
@@ -23,19 +23,19 @@ def resolve(config: dict[str, Any], recipe: TrainRecipe = RECIPE, dtype: torch.d
 
 
 def test_what_is_auto_or_missing_comes_from_the_recipe() -> None:
-    adam = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto", "eps": 1e-7}}
+    adam = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}
     found = resolve({"gradient_clipping": "auto", "train_batch_size": "auto", "optimizer": adam})
     assert found["gradient_clipping"] == 0.5
-    assert found["optimizer"]["params"] == {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0, "eps": 1e-7}
+    assert found["optimizer"]["params"] == {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0, "eps": 1e-8}
     assert "train_batch_size" not in found
     assert resolve({})["gradient_clipping"] == 0.5
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-def test_the_precision_of_the_recipe_is_what_auto_means(dtype: torch.dtype | None) -> None:
-    found = resolve({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, dtype=dtype)
-    enabled = (found["bf16"]["enabled"], found["fp16"]["enabled"])
-    assert enabled == (dtype == torch.bfloat16, dtype == torch.float16)
+def test_weights_stay_float32_and_the_forward_is_cast() -> None:
+    found = resolve({"bf16": {"enabled": "auto"}}, dtype=torch.bfloat16)
+    assert (found["bf16"]["enabled"], found["fp16"]["enabled"]) == (False, False)
+    assert found["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    assert "torch_autocast" not in resolve({})
 
 
 def test_what_is_equal_is_taken_and_what_else_stands_there_is_left_alone() -> None:
@@ -50,8 +50,9 @@ def test_what_is_equal_is_taken_and_what_else_stands_there_is_left_alone() -> No
         ({"train_batch_size": 64}, "train_batch_size is 64, by the recipe it is 8"),
         ({"train_micro_batch_size_per_gpu": 4}, "train_micro_batch_size_per_gpu is 4, by the recipe it is 2"),
         ({"fp16": {"enabled": True}}, "fp16.enabled is True, by the recipe it is False"),
-        ({"bf16": {"enabled": True}}, "bf16.enabled is true, run.precision is 'fp32'"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled is True, by the recipe it is False"),
         ({"optimizer": {"type": "Adam", "params": {"lr": 3.0}}}, "optimizer.params.lr is 3.0"),
+        ({"optimizer": {"type": "Adam", "params": {"eps": 1e-6}}}, "optimizer.params.eps is 1e-06"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer 'lamb' with DeepSpeed: needed 'adamw'"),
         ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0, needed 1, 2 or 3"),
         ({"zero_optimization": {}}, "zero_optimization.stage is None"),
@@ -65,8 +66,14 @@ def test_what_contradicts_the_recipe_is_refused_by_its_key(config: dict[str, Any
 
 
 def test_the_sample_is_a_config_for_every_precision() -> None:
-    for dtype in (None, torch.bfloat16, torch.float16):
+    for dtype in (None, torch.bfloat16):
         resolve(read_config(str(SAMPLE)), dtype=dtype)
+
+
+@pytest.mark.parametrize("key", ["run.precision=fp16", "optimizer.decay_all=false"])
+def test_what_deepspeed_would_do_otherwise_is_refused(key: str) -> None:
+    with pytest.raises(RecipeError, match="with DeepSpeed"):
+        resolve({"optimizer": {"type": "AdamW"}}, train_recipe("dit-s-4", key))
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", None])

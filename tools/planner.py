@@ -115,14 +115,14 @@ class Strategy:
     host: float = 0.0
 
 
-def strategies(memory: StepMemory, num_gpus: int, precision: str) -> list[Strategy]:
+def strategies(memory: StepMemory, num_gpus: int) -> list[Strategy]:
     """What each strategy makes of a step's memory.
 
     Sources: PyTorch's documentation of DistributedDataParallel and fully_shard; Rajbhandari et al. 2020 (ZeRO),
     figure 1. DDP's gradients are views of its buckets, which stay from step to step. Under FSDP two blocks are
     there in full, the one that computes and the next one, beside what is in no block; a block's gradients wait in a
-    buffer. DeepSpeed computes bf16 and fp16 with 16-bit weights and gradients beside sharded float32 weights in the
-    optimizer; its buckets are its defaults.
+    buffer. DeepSpeed has float32 weights and gradients, and in the optimizer a float32 copy of each rank's part; its
+    buckets are its defaults.
     """
     n, m = num_gpus, min(num_gpus, GPUS_OF_A_MACHINE)
     states, block, other = memory.states, memory.block_bytes, memory.other_bytes
@@ -131,16 +131,13 @@ def strategies(memory: StepMemory, num_gpus: int, precision: str) -> list[Strate
     sharded = dict.fromkeys(WHOLE, 1 / n)
     in_machine = dict.fromkeys(WHOLE, 1 / m)
     on_host = dict.fromkeys(WHOLE, 0.0)
-    half = 0.5 if precision in ("bf16", "fp16") else 1.0
-    master = params if half < 1 else 0.0
-    adam = 1 / n * (1 + master / max(1, states[OPTIMIZER]))
-    bucket = min(2 * DEEPSPEED_BUCKET * 4 * half, 2 * params * half)
-    zero1 = {PARAMETERS: half, GRADIENTS: half, OPTIMIZER: adam, EMA: 1.0}
-    zero2, zero3 = (
-        zero1 | {GRADIENTS: half / n},
-        {**sharded, PARAMETERS: half / n, GRADIENTS: half / n, OPTIMIZER: adam},
-    )
-    moved = (states[OPTIMIZER] + master) / n
+    bucket = min(2 * DEEPSPEED_BUCKET * 4, 2 * params)
+    adam = 1 / n * (1 + params / max(1, states[OPTIMIZER]))  # and a float32 copy of this rank's part of the weights
+    zero1 = WHOLE | {OPTIMIZER: adam, EMA: 1 / n}
+    zero2 = zero1 | {GRADIENTS: 1 / n}
+    zero3 = zero2 | {PARAMETERS: 1 / n}
+    off = {OPTIMIZER: 0.0, EMA: 0.0}
+    moved = (states[OPTIMIZER] + params + states[EMA]) / n
     return [
         Strategy("single", WHOLE, 0.0),
         Strategy("ddp", WHOLE | {GRADIENTS: 0.0}, states[GRADIENTS]),
@@ -149,11 +146,11 @@ def strategies(memory: StepMemory, num_gpus: int, precision: str) -> list[Strate
         Strategy("fsdp, gradients", sharded, params + 3 * block),
         Strategy("hsdp", in_machine, gathered),
         Strategy("zero-1", zero1, bucket),
-        Strategy("zero-1, offloaded", zero1 | {OPTIMIZER: 0.0}, bucket, moved),
+        Strategy("zero-1, offloaded", zero1 | off, bucket, moved),
         Strategy("zero-2", zero2, bucket),
-        Strategy("zero-2, offloaded", zero2 | {OPTIMIZER: 0.0}, bucket, moved),
-        Strategy("zero-3", zero3, bucket + gathered * half),
-        Strategy("zero-3, offloaded", zero3 | {OPTIMIZER: 0.0}, bucket + gathered * half, moved),
+        Strategy("zero-2, offloaded", zero2 | off, bucket, moved),
+        Strategy("zero-3", zero3, bucket + gathered),
+        Strategy("zero-3, offloaded", zero3 | off, bucket + gathered, moved),
     ]
 
 
@@ -176,8 +173,8 @@ def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) 
         raise RecipeError(f"--gpu '{gpu}': not known. Needed one of {', '.join(known.name for known in GPUS)}.")
     recipe = work.recipe
     precision = recipe.run.precision
-    local = max(1, recipe.run.global_batch // num_gpus)
-    autocast = {"bf16": torch.bfloat16, "fp16": torch.bfloat16}.get(precision)  # 16 bits are 16 bits
+    local = -(-recipe.run.global_batch // num_gpus)  # of the rank that has most
+    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     whole = traced(work, autocast, accumulates=False)
     split = traced(work, autocast, accumulates=True)
     mfu, measured = (measured_mfu(run), True) if run else (GUESSED_MFU, False)
@@ -205,9 +202,11 @@ def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) 
             "host": round(strategy.host),
         }
 
-    known = strategies(whole, num_gpus, precision)
+    known = strategies(whole, num_gpus)
     if num_gpus == 1:  # a shard of one is all of it
-        known = [each for each in known if each.name == "single" or "offloaded" in each.name]
+        known = [
+            each for each in known if each.name == "single" or (each.name.startswith("zero") and "offl" in each.name)
+        ]
     else:
         known = known[1:]
     on_gpus = []

@@ -8,21 +8,22 @@ are ours, not DeepSpeed's: whole tensors by name, which every other strategy rea
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..datasets.errors import RecipeError
 from .checkpoint import EMA, MODEL
 from .config import TrainRecipe
+from .deepspeed_config import read_config, resolve_config
 from .ema import Ema, build_rules
 from .models import Denoiser
 from .optimizers import build_optimizer
@@ -30,9 +31,7 @@ from .precision import autocast_dtype
 from .ranks import Ranks
 from .recompute import checkpoint_blocks
 
-ADAM_NAMES = ("adam", "adamw")  # of DeepSpeed: their state has our names
 MOMENTS = ("exp_avg", "exp_avg_sq")
-SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class _Partitions:
@@ -46,27 +45,6 @@ class _Partitions:
 
     def parameters(self) -> Iterator[Tensor]:
         yield from self.partitions
-
-
-class DeepSpeedScale:
-    """DeepSpeed's own loss scale, as the loop and the checkpoint see it."""
-
-    def __init__(self, scaler: Any) -> None:
-        self._scaler = scaler
-
-    def value(self) -> float:
-        """The scale."""
-        return float(self._scaler.cur_scale)
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values; a scale that does not move has fewer."""
-        return {name: getattr(self._scaler, name) for name in SCALER_FIELDS if hasattr(self._scaler, name)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo ``state_dict``; of what another strategy wrote, the scale alone is taken."""
-        state = {"cur_scale": state["scale"]} if "scale" in state else state
-        for name, value in state.items():
-            setattr(self._scaler, name, value)
 
 
 class DeepSpeedEngine:
@@ -93,6 +71,8 @@ class DeepSpeedEngine:
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed calls what torch has renamed
         if "activation_checkpointing" in config:
             checkpoint_blocks(model.blocks, "deepspeed")
+        if not dist.is_initialized():  # one rank: DeepSpeed wants to be connected all the same
+            dist.init_process_group("gloo" if device.type == "cpu" else "nccl", store=HashStore(), rank=0, world_size=1)
         own = None if "optimizer" in config else build_optimizer(recipe.optimizer, model)
         try:
             engine, *_ = deepspeed.initialize(
@@ -120,7 +100,7 @@ class DeepSpeedEngine:
                 f"{type(self._zero).__name__} of it, whose float32 weights cannot be saved. Use ZeRO stage 2 or 3."
             )
         self._zero.check_grad_overflow = True  # in every precision: an update with NaN is left out
-        self.loss_scale = DeepSpeedScale(self._zero.loss_scaler) if dtype == torch.float16 else None
+        self.loss_scale = None
         self._masters = list(getattr(self._zero, name))  # float32, flat: this rank's part of all parameters
         self._partitions = _Partitions([partition.detach() for partition in self._masters])
         self.ema = Ema(self._partitions, build_rules(recipe))
@@ -250,7 +230,11 @@ class DeepSpeedEngine:
         for partition in self._masters:
             if not inner.state[partition]:
                 zeros = {field: torch.zeros_like(partition) for field in MOMENTS}
-                inner.state[partition].update(step=torch.tensor(0.0), **zeros)
+                fused = any(
+                    group.get("fused") for group in inner.param_groups
+                )  # its kernel reads the step on the device
+                step = torch.zeros((), device=partition.device if fused else "cpu")
+                inner.state[partition].update(step=step, **zeros)
         if self._stage < 3:
             for group, partition in zip(self._zero.bit16_groups, self._masters, strict=True):
                 lazy_init_hp_params_optimizer_state(group, partition, inner.state)
@@ -295,90 +279,6 @@ class DeepSpeedEngine:
         for group in inner.param_groups:
             if "step" in group:
                 group["step"] = int(value)
-
-
-def read_config(path: str) -> dict[str, Any]:
-    """Read a ds_config.json.
-
-    Raises: RecipeError: there is none, or it is no JSON object.
-    """
-    try:
-        config = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"parallel.deepspeed_config '{path}': cannot be read ({error}).") from error
-    if not isinstance(config, dict):
-        raise RecipeError(f"parallel.deepspeed_config '{path}': needed a JSON object, got {type(config).__name__}.")
-    return config
-
-
-def resolve_config(config: dict[str, Any], recipe: TrainRecipe, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The config as DeepSpeed gets it: what is "auto" or missing comes from the recipe, what contradicts it is refused.
-
-    Batches are cut and gradients summed by our loop, so DeepSpeed is told of single microbatches.
-
-    Args:
-      dtype: of the autocast, None for float32.
-    Raises: RecipeError: naming the key.
-    """
-    config = json.loads(json.dumps(config))
-    zero = config.setdefault("zero_optimization", {})
-    if zero.get("stage") not in (1, 2, 3):
-        raise RecipeError(
-            f"ds_config.json: zero_optimization.stage is {zero.get('stage')!r}, needed 1, 2 or 3. Without sharding use "
-            "parallel.strategy 'ddp'."
-        )
-    for part in ("offload_param", "offload_optimizer"):
-        if zero.get(part, {}).get("device") == "nvme":
-            raise RecipeError(f"ds_config.json: zero_optimization.{part}.device 'nvme': only 'cpu' can be saved.")
-    if any(zero.get(part, {}).get("device", "none") != "none" for part in ("offload_param", "offload_optimizer")):
-        config.setdefault("zero_force_ds_cpu_optimizer", False)
-    name = str(config.get("optimizer", {}).get("type", recipe.optimizer.name)).lower()
-    if name not in ADAM_NAMES:
-        raise RecipeError(f"optimizer '{name}' with DeepSpeed: needed 'adamw'; others with parallel.strategy 'fsdp'.")
-    if "activation_checkpointing" in config and recipe.run.activation_checkpointing != "blocks":
-        raise RecipeError(
-            "ds_config.json: it has a section activation_checkpointing, run.activation_checkpointing is "
-            f"'{recipe.run.activation_checkpointing}'. Use --set run.activation_checkpointing=blocks, or leave it out."
-        )
-    wanted: dict[str, Any] = {
-        "gradient_clipping": recipe.run.grad_clip,
-        "fp16.enabled": dtype == torch.float16,
-        "train_micro_batch_size_per_gpu": recipe.run.microbatch or recipe.run.global_batch,
-        "train_batch_size": recipe.run.global_batch,
-        "optimizer.params.lr": recipe.optimizer.lr,
-        "optimizer.params.betas": recipe.optimizer.betas[:2],
-        "optimizer.params.weight_decay": recipe.optimizer.weight_decay,
-    }
-    for key, value in wanted.items():
-        _settle(config, key, value)
-    bf16 = config.get("bf16", {}).get("enabled", False)
-    if bf16 == "auto":
-        config["bf16"]["enabled"] = dtype == torch.bfloat16
-    elif bf16 and dtype != torch.bfloat16:
-        raise RecipeError(
-            f"ds_config.json: bf16.enabled is true, run.precision is '{recipe.run.precision}'. Use 'auto'."
-        )
-    for key in ("train_batch_size", "gradient_accumulation_steps"):
-        config.pop(key, None)
-    return config | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-
-
-def _settle(config: dict[str, Any], key: str, value: Any) -> None:
-    """Put a value of the recipe where the config says "auto"; in the section fp16 and for clipping also where it says
-    nothing."""
-    *sections, leaf = key.split(".")
-    for section in sections:
-        if section not in config and section != "fp16":
-            return
-        config = config.setdefault(section, {})
-    if config.get(leaf, "auto") == "auto":
-        if leaf in config or leaf in ("enabled", "gradient_clipping"):
-            config[leaf] = value
-    elif config[leaf] != value:
-        raise RecipeError(
-            f'ds_config.json: {key} is {config[leaf]!r}, by the recipe it is {value!r}. Write "auto" there, or make '
-            "them equal."
-        )
 
 
 def _cut(name: str) -> tuple[str, str]:

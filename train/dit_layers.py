@@ -41,12 +41,17 @@ class DiTOptions(BaseModel):
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Shift and scale tokens (B, T, E) by one vector an image (B, E)."""
-    return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))  # one pass
+    return _multiply_add(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
 
 
 def add_gated(x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
     """Add gated tokens to the residual stream (B, T, E), rounded once to its dtype."""
-    return torch.addcmul(x, gate.unsqueeze(1), y).to(x.dtype)
+    return _multiply_add(x, gate.unsqueeze(1), y).to(x.dtype)
+
+
+def _multiply_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """x + y * z, in one pass where they have one dtype; else it would copy the narrower ones, and keep the copies."""
+    return torch.addcmul(x, y, z) if x.dtype == y.dtype == z.dtype else x + y * z
 
 
 # ---------------------------------------------------------------------------------------------------------- embedding

@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 
 from .. import __version__
+from ..datasets.hashing import sha256_of
 from ..datasets.loader import Batch, BatchLoader
 from ..datasets.recipe import flatten
 from .config import TrainRecipe
+from .deepspeed_config import read_config
 from .gauges import Gauges, Work, peak_flops
 from .head import open_store, read_head
 from .meters import Meters, StepReport, Window
@@ -100,6 +102,8 @@ def _train(
         "root hash": store.root_hash,
         "torch": torch.__version__,
     }
+    if path := recipe.parallel.deepspeed_config:
+        facts["ds_config.json"] = sha256_of(read_config(path))
     meeting.agree(facts | flatten(recipe.model_dump()))
     state = prepare(recipe, store, device, warn, ranks)
     stop.check()

@@ -57,7 +57,7 @@ class StepReport:
     num_images: int
     epoch: int
     loss: float
-    grad_norm: float
+    grad_norm: float | None
     learning_rate: float
     seconds_per_step: float
     images_per_second: float
@@ -164,6 +164,7 @@ class Window:
         if not math.isfinite(loss) or (num_skipped and not self._may_skip):
             self._refuse(losses, skipped)
         if scale is not None and scale < SMALLEST_SCALE:
+            self._meeting.leave()  # every rank says the same, and none of them is dead
             raise RunError(
                 f"step {step}: the loss scale of fp16 has shrunk to {scale:g}, and gradients still overflow. Train "
                 "with --set run.precision=bf16, or a lower optimizer.lr."
@@ -173,7 +174,7 @@ class Window:
             num_images=num_images,
             epoch=epoch,
             loss=loss,
-            grad_norm=norms[good].mean().item() if num_skipped < len(norms) else math.inf,
+            grad_norm=norms[good].mean().item() if num_skipped < len(norms) else None,
             learning_rate=learning_rate,
             seconds_per_step=seconds / len(self._traces),
             images_per_second=self._images / seconds,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from .came import factor_placements
 from .config import OptimizerSection
@@ -59,14 +59,21 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
             device = parameter.device if id(parameter) in on_device else "cpu"
             optimizer.state[parameter][field] = value.to(device, copy=True)
         else:
-            placed = value.to(parameter.device, copy=True)
+            here = value.to(parameter.device, copy=True)
             if isinstance(parameter, DTensor):
-                placements = factor_placements(parameter, field)
-                placed = distribute_tensor(placed, parameter.device_mesh, placements, src_data_rank=None)
-            moments.setdefault((name, field), {})["".join(f"/{it}" for it in part)] = placed
+                here = placed(value, parameter, factor_placements(parameter, field))
+            moments.setdefault((name, field), {})["".join(f"/{it}" for it in part)] = here
     join = getattr(optimizer, "join", lambda _parameter, _field, parts: parts[""])
     for (name, field), parts in moments.items():
         optimizer.state[parameters[name]][field] = join(parameters[name], field, parts)
+
+
+def placed(tensor: Tensor, target: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """This rank's part of a whole tensor, where the target's part lies: with offload that is not the mesh's device."""
+    whole = distribute_tensor(tensor, target.device_mesh, placements, src_data_rank=None)
+    local = whole.to_local().to(target.to_local().device)
+    mesh = target.device_mesh
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Any]) -> dict[str, Tensor]:

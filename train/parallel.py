@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..datasets.errors import RecipeError
@@ -25,7 +25,7 @@ from .checkpoint import EMA, MODEL, OPTIMIZER
 from .config import ParallelSection, TrainRecipe
 from .ema import Ema, build_rules
 from .models import Denoiser
-from .optimizer_state import expected_tensors, load_optimizer_tensors, optimizer_tensors
+from .optimizer_state import expected_tensors, load_optimizer_tensors, optimizer_tensors, placed
 from .optimizers import build_optimizer
 from .precision import LossScale, autocast_dtype
 from .ranks import Ranks
@@ -62,7 +62,7 @@ class Engine(Protocol):
         ...
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward; gradients travel after the last microbatch of a step only."""
+        """Around forward and backward; gradients that can wait travel after the last microbatch of a step."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -129,8 +129,8 @@ class TorchEngine:
             with self.forward.no_sync():
                 yield
             return
-        if _is_sharded(self.model):
-            self.model.set_requires_gradient_sync(last)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        if _is_sharded(self.model):  # gradients are sharded at once, else each rank would hold all; groups wait
+            self.model.set_requires_all_reduce(last)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         yield
 
     def backward(self, loss: Tensor) -> None:
@@ -200,8 +200,7 @@ def whole(tensor: Tensor) -> Tensor:
 def like(tensor: Tensor, target: Tensor) -> Tensor:
     """A whole tensor, placed as another one of its shape is: on its device, or each rank its part."""
     if isinstance(target, DTensor) and tensor.shape == target.shape:
-        local = target.to_local().device
-        return distribute_tensor(tensor.to(local), target.device_mesh, target.placements, src_data_rank=None)
+        return placed(tensor, target, target.placements)
     return tensor.to(target.device) if tensor.shape == target.shape else tensor
 
 
@@ -327,4 +326,4 @@ def _mesh(section: ParallelSection, ranks: Ranks, device: torch.device) -> Devic
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    return hasattr(model, "set_requires_gradient_sync")
+    return hasattr(model, "set_requires_all_reduce")

@@ -57,5 +57,5 @@ def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     """Dtype of autocast, or None: bf16 where asked for and the GPU has it. A CPU computes bf16 ten times slower."""
     if precision == "fp16":
         return torch.float16
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if precision == "bf16" and has_bf16 else None

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ..datasets.errors import RecipeError, ResourceError, RunError
+from ..datasets.errors import LeanditError, RecipeError, ResourceError, RunError
 
 BEAT_SECONDS = 2.0
 SILENT_SECONDS = 40.0  # without a sign of life a rank is dead; a rank that compiles or writes still gives them
@@ -227,15 +227,16 @@ class Meeting:
             try:
                 words.add(f"beat/{rank}", 1)
                 if words.check(["dead"]):
-                    self._end(words.get("dead").decode())
+                    self._end(**json.loads(words.get("dead")))
                 for other in watched:
                     beat = words.add(f"beat/{other}", 0)
                     silent[other] = 0.0 if beat != seen[other] else silent[other] + BEAT_SECONDS
                     seen[other] = beat
                     if silent[other] >= SILENT_SECONDS:
                         host = words.get(f"host/{other}").decode() if words.check([f"host/{other}"]) else "not seen yet"
-                        words.set("dead", f"rank {other} ({host}) gave no sign of life for {SILENT_SECONDS:.0f} s")
-                        self._end(words.get("dead").decode())
+                        why = f"rank {other} ({host}) gave no sign of life for {SILENT_SECONDS:.0f} s"
+                        words.set("dead", json.dumps({"why": why}))
+                        self._end(why)
             except (dist.DistError, RuntimeError):  # who keeps the words is gone: rank 0, or what started it
                 if not self._closed.is_set():
                     self._end("rank 0, or what started it, is gone")
@@ -251,17 +252,19 @@ class Meeting:
             time.sleep(SILENT_SECONDS + 2 * BEAT_SECONDS)  # the watch ends the process meanwhile
         name = f"rank {self.ranks.rank} ({socket.gethostname()}, process {os.getpid()})"
         why = str(error) or type(error).__name__
+        code = error.exit_code if isinstance(error, LeanditError) else EXIT_DEAD_RANK
         with contextlib.suppress(dist.DistError, RuntimeError):
-            self._words.set("dead", f"{name} ended: {why}")
+            self._words.set("dead", json.dumps({"why": f"{name} ended: {why}", "code": code}))
             if self.ranks.is_first:
                 time.sleep(2 * BEAT_SECONDS)  # its process may keep the words: the others read them meanwhile
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, code: int = EXIT_DEAD_RANK) -> None:
         if self._closed.is_set() or why.startswith(f"rank {self.ranks.rank} "):
             return
-        self._say(f"{why}. All ranks end; start the same command again, which goes on from the newest checkpoint")
+        again = "; start the same command again, which goes on from the newest checkpoint"
+        self._say(f"{why}. All ranks end{again if code == EXIT_DEAD_RANK else ''}")
         sys.stderr.flush()
-        os._exit(EXIT_DEAD_RANK)
+        os._exit(code)
 
     def leave(self) -> None:
         """End the watch, once all ranks are here; the first one, which may keep the words, goes last."""

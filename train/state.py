@@ -84,7 +84,8 @@ def prepare(
         model.load_state_dict(initial_weights(recipe.model.init_from, model, spec))
     model.checkpoint_activations(recipe.run.activation_checkpointing)
     if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = recipe.run.precision != "fp32"
+        # What is float32 under autocast, as the time's embedding, is there because it needs to be.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.run.precision == "tf32"
     null_caption = torch.from_numpy(store.null_caption).to(device).float() if spec.takes_text else None
     source_sizes = torch.from_numpy(store.sizes[:, :2]).to(device).float() if spec.takes_sizes else None
     compiled = recipe.run.compile and device.type == "cuda"
@@ -198,7 +199,7 @@ class _Progress(BaseModel, strict=True):
     num_images: Annotated[int, Field(ge=0)]
     loader: dict[str, Any]
     loss_scale: dict[str, Any] | None = None
-    world_size: int = 1
+    tuned_for: dict[str, Any] = {}
     microbatches: dict[str, int] = {}
     attention_kernels: list[str] = []
     in_codes: bool = False
@@ -254,9 +255,8 @@ def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str] = ())
         state.engine.load(group, _handed_on(state, wanted, loaded.groups[group]))
     if progress.loss_scale and state.engine.loss_scale:
         state.engine.loss_scale.load_state_dict(progress.loss_scale)
-    if progress.world_size == state.ranks.world_size:
-        state.microbatches = progress.microbatches
-    state.attention_kernels = progress.attention_kernels
+    if progress.tuned_for == tuned_for(state):
+        state.microbatches, state.attention_kernels = progress.microbatches, progress.attention_kernels
     state.step, state.num_images = loaded.step, progress.num_images
 
 
@@ -304,11 +304,22 @@ def _progress(state: TrainState, groups: dict[str, dict[str, Tensor]]) -> _Progr
         num_images=state.num_images,
         loader=state.loader.dataset.state_dict(),
         loss_scale=None if state.engine.loss_scale is None else state.engine.loss_scale.state_dict(),
-        world_size=state.ranks.world_size,
+        tuned_for=tuned_for(state),
         microbatches=state.microbatches,
         attention_kernels=state.attention_kernels,
         in_codes=any(name.endswith(CODES) for name in groups[OPTIMIZER]),
     )
+
+
+def tuned_for(state: TrainState) -> dict[str, Any]:
+    """What the measured microbatches and kernels depend on: where it is another, they are measured again."""
+    run, parallel = state.recipe.run, state.recipe.parallel
+    return {
+        "world_size": state.ranks.world_size,
+        "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else state.device.type,
+        "run": [run.precision, run.compile, run.activation_checkpointing],
+        "parallel": [parallel.strategy, parallel.shard, parallel.replicas, parallel.cpu_offload],
+    }
 
 
 def averages_are_due(state: TrainState) -> bool:

@@ -1,4 +1,5 @@
-"""One step: from a batch to an update. Nothing here waits for the device."""
+"""One step: from a batch to an update. With AdamW nothing waits for the device; the other optimizers are asked once
+whether the gradient is finite."""
 
 from __future__ import annotations
 
@@ -36,10 +37,13 @@ def train_step(state: TrainState, batch: Batch) -> Trace:
     conditioning = state.conditioner.drop(conditioning, draws.dropped)
 
     engine.model.train()
-    parts = microbatches(size, state.ranks.world_size, recipe.run.microbatch or state.microbatches.get(batch.bucket, 0))
+    parts = microbatches(size, state.ranks.world_size, recipe.run.microbatch or limit_of(state, batch.bucket))
     losses = []
     for part in parts:
-        with engine.microbatch(last=part is parts[-1]):
+        with (
+            engine.microbatch(last=part is parts[-1]),
+            preferred(state.attention_kernels),
+        ):  # what is recomputed as well
             found = image_losses(state, batch.latents[part], draws.part(part), conditioning.part(part))
             engine.backward(found.sum() / size)
         losses.append(found.detach())
@@ -68,7 +72,7 @@ def image_losses(state: TrainState, x: Tensor, draws: Draws, conditioning: Condi
 
     def predict(noisy: Tensor, t: Tensor) -> Tensor:
         cast = torch.autocast(state.device.type, state.autocast_dtype, enabled=state.autocast_dtype is not None)
-        with cast, preferred(state.attention_kernels):
+        with cast:
             return state.engine.forward(noisy, t, conditioning)
 
     return loss_per_image(state.recipe.objective, predict, x, draws.noise, draws.times)
@@ -78,6 +82,12 @@ def _nothing(x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Draws, Cond
     """One made-up image in the place of none: zeros, at time zero."""
     image, time = x.new_zeros((1, *x.shape[1:])), x.new_zeros(1)
     return image, Draws(image, time, time.bool()), conditioning.of_nothing()
+
+
+def limit_of(state: TrainState, bucket: str) -> int:
+    """Most images of a forward, where it was measured; of a bucket that is new since, the least. 0: no limit."""
+    measured = state.microbatches
+    return measured.get(bucket) or min(measured.values(), default=0)
 
 
 def microbatches(size: int, world_size: int, limit: int) -> list[slice]:

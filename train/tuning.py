@@ -22,7 +22,7 @@ from .ranks import Meeting
 from .state import TrainState
 from .step import image_losses
 
-TRIED = (2, 4)  # images; a compiler takes one image for a case of its own
+TRIED = ((2, 4), (1, 2))  # images; a compiler takes one image for a case of its own, so only where two do not fit
 TRIED_IMAGES = 32  # of attention: enough to fill a GPU
 KEPT_FREE = 0.08  # of the memory, for what the allocator cannot use and for what kernels want on the way
 
@@ -40,7 +40,7 @@ def tune(state: TrainState, meeting: Meeting) -> None:
     if not state.attention_kernels:
         state.attention_kernels = meeting.announce(_fastest_attention(state, largest))
     if not (state.recipe.run.microbatch or state.microbatches) and isinstance(state.engine, TorchEngine):
-        most = min(meeting.gather(_most_images(state, largest)))
+        most = min(meeting.gather(_most_images(state, largest, meeting)))
         state.microbatches = sizes_of(state.store.buckets, largest, most)
 
 
@@ -52,28 +52,39 @@ def _fastest_attention(state: TrainState, bucket: str) -> list[str]:
     return fastest_kernels(calls, min(state.recipe.run.global_batch, TRIED_IMAGES), dtype, state.device)
 
 
-def _most_images(state: TrainState, largest: str) -> int:
+def _most_images(state: TrainState, largest: str, meeting: Meeting) -> int:
     """Images of the largest bucket that fit.
 
     Raises: ResourceError: not one.
     """
     device = state.device
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - _bytes_to_come(state)
-    peaks = [_peak(state, largest, images) for images in TRIED]
-    most = most_that_fit(peaks, free * (1 - KEPT_FREE))
-    if most < 1:
-        raise ResourceError(
-            f"device '{device}': one image of bucket '{largest}' needs {peaks[0] / 2**30:.1f} GiB, "
-            f"{free / 2**30:.1f} GiB are there. Use run.activation_checkpointing, parallel.strategy 'fsdp', or a "
-            "smaller model."
-        )
-    return most
+    for tried in TRIED:
+        peaks = _peaks(state, largest, tried)
+        if all(meeting.gather(peaks is not None)) and peaks is not None:
+            most = most_that_fit(tried, peaks, free * (1 - KEPT_FREE))
+            if most >= 1:
+                return most
+    raise ResourceError(
+        f"device '{device}': one image of bucket '{largest}' does not fit beside the model, {free / 2**30:.1f} GiB are "
+        "there. Use run.activation_checkpointing, parallel.strategy 'fsdp', or a smaller model."
+    )
 
 
-def most_that_fit(peaks: list[float], free: float) -> int:
+def _peaks(state: TrainState, bucket: str, tried: tuple[int, int]) -> tuple[float, float] | None:
+    """The peaks of two tried sizes, or None where memory ran out."""
+    try:
+        return _peak(state, bucket, tried[0]), _peak(state, bucket, tried[1])
+    except torch.OutOfMemoryError:
+        _drop_gradients(state)
+        torch.cuda.empty_cache()
+        return None
+
+
+def most_that_fit(tried: tuple[int, int], peaks: tuple[float, float], free: float) -> int:
     """Images that fit, from the peaks of two tried sizes in bytes: a constant part and one for each image."""
-    each = (peaks[1] - peaks[0]) / (TRIED[1] - TRIED[0])
-    constant = peaks[0] - each * TRIED[0]
+    each = (peaks[1] - peaks[0]) / (tried[1] - tried[0])
+    constant = peaks[0] - each * tried[0]
     return int((free - constant) // each) if each > 0 else int(free >= peaks[0])
 
 
@@ -89,13 +100,18 @@ def area(bucket: str) -> int:
 
 
 def _bytes_to_come(state: TrainState) -> float:
-    """Of the optimizer's state on this rank, which its first step makes."""
-    if state.step:
-        return 0.0
-    whole = sum(t.numel() * t.element_size() for t in state.engine.expected(OPTIMIZER).values())
+    """On this rank's GPU: the optimizer's state, which its first step makes, and the gradients, which from the second
+    microbatch of a step on are there all the time."""
     parameters = list(state.engine.model.parameters())
-    here = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
-    return whole * here / sum(p.numel() for p in parameters)
+    here = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    if here[0].device.type == "cpu":  # offloaded
+        return 0.0
+    gradients = sum(p.nbytes for p in here)
+    if state.step:
+        return gradients
+    is_whole = sum(p.numel() for p in here) == sum(p.numel() for p in parameters)
+    whole = sum(t.numel() * t.element_size() for t in state.engine.expected(OPTIMIZER, in_codes=is_whole).values())
+    return gradients + whole * sum(p.numel() for p in here) / sum(p.numel() for p in parameters)
 
 
 def made_up(state: TrainState, bucket: str, images: int) -> tuple[Tensor, Draws, Conditioning]:
@@ -119,6 +135,10 @@ def _peak(state: TrainState, bucket: str, images: int) -> float:
         losses = image_losses(state, *made_up(state, bucket, images))
         state.engine.backward(losses.sum() / images)
     torch.cuda.synchronize(state.device)
+    _drop_gradients(state)
+    return float(torch.cuda.max_memory_allocated(state.device))
+
+
+def _drop_gradients(state: TrainState) -> None:
     for parameter in state.engine.model.parameters():
         parameter.grad = None
-    return float(torch.cuda.max_memory_allocated(state.device))
