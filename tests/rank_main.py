@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from leandit.datasets.errors import LeanditError
 from leandit.datasets.reader import Batch
-from leandit.train import loop
+from leandit.train import deepspeed_engine, loop, parallel, state
 from leandit.train.dit import SIZES
 from leandit.train.loop import train
 from leandit.train.meters import StepReport, Trace
@@ -37,6 +37,12 @@ def fail_at(step: int) -> None:
         return trace
 
     loop.train_step = made
+
+
+def compute_in_bf16() -> None:
+    """From here on, as a GPU does; a CPU is asked for float32 else, because it is slow."""
+    for module in (parallel, deepspeed_engine, state):
+        module.autocast_dtype = lambda *_: torch.bfloat16
 
 
 def begin_with(run: Path, copy: Path, rank: str) -> None:
@@ -67,6 +73,8 @@ def main() -> None:
 
         if earlier := job.get("begin_with"):
             begin_with(Path(earlier), Path(job["run"]), rank)
+        if job.get("bf16"):
+            compute_in_bf16()
         if at := job.get(f"fail_{rank}"):
             fail_at(at)
 

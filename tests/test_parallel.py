@@ -102,7 +102,8 @@ ZERO: dict[str, dict[str, Any]] = {
     "zero-3": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "gradient_clipping": "auto"},
 }
 # checkpoint of -> resumed with
-CHAIN = [("one", "fsdp"), ("fsdp", "zero-3"), ("zero-3", "ddp"), ("ddp", "zero-1"), ("zero-2", "fsdp-offload")]
+CHAIN = [("one", "fsdp"), ("fsdp", "zero-3"), ("zero-3", "ddp")]
+MORE = [("ddp", "zero-1"), ("zero-2", "fsdp-offload"), ("zero-1", "zero-2")]  # in the long form
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +142,24 @@ def said(one: Path, folder: Path, label_store: LatentStore, caption_store: Laten
 
 
 @pytest.fixture(scope="module")
+def long_form(said: list[Any], folder: Path, label_store: LatentStore) -> None:
+    """What two ranks do in the long form."""
+
+    def settings(name: str) -> list[str]:
+        return [entry.format(folder=folder) for entry in TWO[name]]
+
+    jobs = []
+    for was, now in MORE:
+        more = {"begin_with": str(folder / was)}
+        jobs.append(job(label_store, folder / f"{was} to {now}", *settings(now), **more))
+    for name in ("ddp", "fsdp"):
+        jobs.append(job(label_store, folder / f"fp16 {name}", *settings(name), "run.precision=fp16", "run.steps=6"))
+    for name in ("ddp", "fsdp", "zero-1", "zero-3"):  # the last ones: all that follows is bf16
+        jobs.append(job(label_store, folder / f"bf16 {name}", *settings(name), "run.steps=6", bf16=True))
+    run_ranks(jobs, 2)
+
+
+@pytest.fixture(scope="module")
 def runs(said: list[Any], folder: Path, label_store: LatentStore) -> dict[str, Path]:
     """20 steps with each strategy."""
     made = {name: folder / name for name in (*TWO, *FOUR)}
@@ -165,9 +184,30 @@ def test_a_checkpoint_has_the_names_and_shapes_of_one_process(name: str, one: Pa
                 torch.testing.assert_close(found[key], tensor, atol=2e-4, rtol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "name"), [("fp16", "fsdp"), ("bf16", "fsdp"), ("bf16", "zero-1"), ("bf16", "zero-3")]
+)
+def test_16_bits_compute_the_same_with_every_strategy_but_for_rounding(
+    precision: str, name: str, one: Path, long_form: None, folder: Path
+) -> None:
+    found, wanted = losses(folder / f"{precision} {name}"), losses(folder / f"{precision} ddp")
+    assert len(found) == 6
+    assert found == pytest.approx(wanted, rel=5e-3)
+    assert wanted != losses(one)[:6]
+
+
 @pytest.mark.parametrize(("was", "now"), CHAIN)
 def test_a_checkpoint_of_one_strategy_resumes_in_another(
     was: str, now: str, one: Path, said: list[Any], folder: Path
+) -> None:
+    assert losses(folder / f"{was} to {now}") == pytest.approx(losses(one)[10:], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("was", "now"), MORE)
+def test_more_checkpoints_resume_in_another_strategy(
+    was: str, now: str, one: Path, long_form: None, folder: Path
 ) -> None:
     assert losses(folder / f"{was} to {now}") == pytest.approx(losses(one)[10:], abs=1e-5)
 
