@@ -59,7 +59,7 @@ def test_the_plain_dit_is_the_same_function_as_ours() -> None:
         state = {name.replace(one, other): tensor for name, tensor in state.items()}
     plain.load_state_dict(state)
     x, t, y = torch.randn(2, 4, 8, 8), torch.tensor([3.0, 900.0]), torch.tensor([1, 3])
-    torch.testing.assert_close(plain(x, t, y), ours(x, t, y), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(plain(x, t, y), ours(x, t, y), rtol=1e-3, atol=1e-3)
 
 
 def test_all_cells_are_measured_in_each_round() -> None:

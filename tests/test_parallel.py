@@ -40,7 +40,8 @@ SETTINGS = [
 ]
 Job = dict[str, Any]
 
-pytestmark = pytest.mark.usefixtures("tiny_models")
+# What two ranks do is done once, so the tests of it stay in one worker.
+pytestmark = [pytest.mark.usefixtures("tiny_models"), pytest.mark.xdist_group("ranks")]
 
 
 def free_port() -> int:

@@ -16,6 +16,7 @@ from leandit.datasets.errors import DamageError, LeanditError, RecipeError, RunE
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.train import checkpoint
+from leandit.train import step as step_module
 from leandit.train.config import ScheduleSection, TrainRecipe
 from leandit.train.ema import Ema, Exponential
 from leandit.train.loop import Outcome, StopRequest, train
@@ -318,7 +319,6 @@ def test_metrics_have_their_keys_with_units_and_one_line_a_report(stores: dict[s
 def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_of_it_is_saved(
     log_every: int, stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from leandit.train import loop
 
     calls = []
 
@@ -327,8 +327,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_of_it_is_saved(
         loss = loss_per_image(*args)
         return loss * float("nan") if len(calls) >= 3 else loss
 
-    loss_per_image = loop.loss_per_image
-    monkeypatch.setattr(loop, "loss_per_image", spoil)
+    loss_per_image = step_module.loss_per_image
+    monkeypatch.setattr(step_module, "loss_per_image", spoil)
     recipe = constant_steps(6, EVERY, "run.keep_checkpoints=10", f"run.log_every={log_every}")
     with pytest.raises(RunError, match="is not finite"):
         run_to(recipe, stores["dit-s-4"], tmp_path / "run")
@@ -545,7 +545,7 @@ def test_a_process_that_dies_between_the_move_and_the_first_checkpoint_loses_nei
     run_to(growing(6, 2), grown[2], tmp_path / "whole")
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr("leandit.train.loop.save", crash)
+            patch.setattr("leandit.train.saving.write", crash)
             with pytest.raises(Crash):
                 run_to(growing(6, 2), grown[2], tmp_path / "run")
         assert revisions_of(tmp_path / "run") == [(1, 0), (2, 3)]

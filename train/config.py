@@ -178,7 +178,7 @@ class RunSection(Section):
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
     """Arithmetic of forward and backward; weights and optimizer stay float32. A device without bf16 uses fp32."""
     compile: bool = True
-    """torch.compile per block, on a GPU."""
+    """torch.compile per block, on a GPU; not with DeepSpeed."""
     activation_checkpointing: Annotated[Literal["none", "blocks", "selective"], BeforeValidator(_checkpointing)] = (
         "none"
     )
