@@ -34,22 +34,6 @@ MOST_SHAPES = 256  # that are compiled: 40 buckets, a few lengths of captions; t
 NORM_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
-class Scale(Protocol):
-    """A loss scale, as the loop and the checkpoint see it."""
-
-    def value(self) -> float:
-        """The scale."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo ``state_dict``."""
-        ...
-
-
 class Engine(Protocol):
     """A model with its optimizer and averages, spread over the ranks in some way."""
 
@@ -57,7 +41,7 @@ class Engine(Protocol):
     forward: Callable[..., Tensor]
 
     @property
-    def loss_scale(self) -> Scale | None:
+    def loss_scale(self) -> LossScale | None:
         """Of float16, else None."""
         ...
 

@@ -153,7 +153,7 @@ class Meeting:
     """Words that the ranks of a run exchange, and the watch over each other.
 
     Args:
-      ranks: place of this process; ``meet`` has connected it.
+      ranks: place of this process; ``connected`` has joined it with the others.
       say: takes the line that names a dead rank.
     """
 

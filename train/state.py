@@ -73,7 +73,7 @@ def prepare(
 
     Args:
       warn: told what of the store does not train.
-      ranks: place of this process, which ``ranks.meet`` has connected with the others.
+      ranks: place of this process, which ``ranks.connected`` has joined with the others.
     Raises: RecipeError, StoreError, RunError: something does not fit; nothing was written.
     """
     spec = model_spec(recipe, store.spec, str(store.path))
