@@ -390,6 +390,7 @@ def test_a_dry_run_counts_the_source_and_checks_the_store(
     assert ended.code == 0
     assert "14 records" in ended.out
     assert "M parameters" in ended.out
+    assert "GiB of weights, gradients, adamw and averages; activations:" in ended.out
     assert leandit("train", "dit-s-2-256", "--store", caption_store.path, "--dry-run").code == 3
     assert tree_digest(Path()) == {}
     assert (tree_digest(caption_folder), tree_digest(caption_store.path)) == before

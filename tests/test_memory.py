@@ -11,6 +11,7 @@ import torch
 
 from leandit.datasets.errors import RecipeError
 from leandit.tools.bench_planner import ON_CPU, Case, measure, measure_apart, predict
+from leandit.tools.dry_run import held_bytes
 from leandit.tools.planner import Work, measured_mfu, plan, render, work_at_resolution
 from leandit.train.config import load
 from leandit.train.dit import SIZES
@@ -26,8 +27,9 @@ from leandit.train.memory import (
     step_memory,
     trace_step,
 )
-from leandit.train.models import PIXART_SIZES
-from leandit.train.synthetic import synthetic_batch, synthetic_state
+from leandit.train.models import PIXART_SIZES, build_model
+from leandit.train.step import train_step
+from leandit.train.synthetic import synthetic_batch, synthetic_learner
 
 SIZE, PIXART_SIZE = (3, 192, 3), (2, 4, 48, 2)  # small, yet a kernel's own scratch is nothing beside
 SMALL = ["model.num_classes=10", "run.precision=fp32", "run.compile=false", "run.global_batch=8"]
@@ -104,13 +106,22 @@ def test_a_microbatch_that_was_not_traced_lies_on_the_lines() -> None:
 
 
 def test_the_states_are_those_of_the_model() -> None:
-    state = synthetic_state(work().recipe, work().spec, 0, torch.device("cpu"))
-    parameters = sum(p.nbytes for p in state.engine.model.parameters())
+    learner = synthetic_learner(work().recipe, work().spec, 0, torch.device("cpu"))
+    parameters = sum(p.nbytes for p in learner.engine.model.parameters())
     found = memory(device_type="cpu")
     assert found.states[GRADIENTS] == found.states[EMA] == parameters
-    assert found.states[PARAMETERS] - parameters == sum(b.nbytes for b in state.engine.model.buffers())
-    assert found.states[OPTIMIZER] == 2 * parameters + 4 * len(list(state.engine.model.parameters()))
+    assert found.states[PARAMETERS] - parameters == sum(b.nbytes for b in learner.engine.model.buffers())
+    assert found.states[OPTIMIZER] == 2 * parameters + 4 * len(list(learner.engine.model.parameters()))
     assert found.block_bytes * SIZE[0] + found.other_bytes == found.states[PARAMETERS]
+
+
+@pytest.mark.parametrize("change", ["run.seed=0", "optimizer.name=came", "optimizer.name=adamw8bit", "ema.kind=power"])
+def test_a_dry_run_tells_the_bytes_that_the_trace_finds(change: str) -> None:
+    it, found = work("dit-s-2-256", change), memory(change, device_type="cpu")
+    with torch.device("meta"):
+        model = build_model(it.spec, seed=0)
+    buffers = sum(b.nbytes for b in model.buffers())
+    assert held_bytes(it.recipe, model) + buffers == pytest.approx(sum(found.states.values()), rel=2e-3)
 
 
 def test_checkpointing_takes_less_and_accumulation_keeps_the_gradients() -> None:
@@ -148,10 +159,14 @@ def test_the_tracker_counts_a_storage_once_and_only_while_it_lives() -> None:
 
 def test_nothing_fake_is_left_for_those_who_train_afterwards() -> None:
     memory()
-    state = synthetic_state(work().recipe, work().spec, 0, torch.device("cpu"))
+    learner = synthetic_learner(work().recipe, work().spec, 0, torch.device("cpu"))
     batch = synthetic_batch(work().store, "64x64", 2, 0, torch.device("cpu"))
     assert torch.isfinite(batch.latents).all()
-    assert all(type(p) is torch.nn.Parameter for p in state.engine.model.parameters())
+    assert all(type(p) is torch.nn.Parameter for p in learner.engine.model.parameters())
+    trace = train_step(learner, batch)
+    assert type(trace.loss) is torch.Tensor
+    assert torch.isfinite(trace.loss)
+    assert torch.isfinite(trace.grad_norm)
 
 
 def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from leandit.train.meters import StepReport, Window
 from leandit.train.objectives import time_share
 from leandit.train.ranks import ALONE, Meeting
 from leandit.train.step import train_step
-from leandit.train.synthetic import synthetic_batch, synthetic_state
+from leandit.train.synthetic import synthetic_batch, synthetic_learner
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 TINY = ["run.global_batch=4", "run.precision=fp32", "run.compile=false", "model.num_classes=3"]
@@ -61,11 +61,11 @@ def planned(name: str, *overrides: str) -> Planned:
 )
 def test_a_step_does_not_wait_for_the_device(name: str, overrides: tuple[str, ...]) -> None:
     it = planned(name, *overrides)
-    state = synthetic_state(it.recipe, it.spec, it.tokens, CPU)
+    learner = synthetic_learner(it.recipe, it.spec, it.tokens, CPU)
     batch = synthetic_batch(it.store, it.largest_bucket, 4, it.tokens, CPU)
-    train_step(state, batch)  # makes tables, once
+    train_step(learner, batch)  # makes tables, once
     with NoWaiting():
-        trace = train_step(state, batch)
+        trace = train_step(learner, batch)
     assert torch.isfinite(trace.loss)
 
 
@@ -77,14 +77,14 @@ def test_the_watch_sees_what_waits(act: Any) -> None:
 
 def test_the_losses_by_time_are_the_means_of_their_images() -> None:
     it = planned("dit-s-2-256")
-    state = synthetic_state(it.recipe, it.spec, 0, CPU)
+    learner = synthetic_learner(it.recipe, it.spec, 0, CPU)
     batch = synthetic_batch(it.store, it.largest_bucket, 4, 0, CPU)
     with Meeting(ALONE, print) as meeting:
         window = Window(meeting, [], Work(it.spec, it.store.latent, 1e12), Gauges(CPU))
         traces = []
         for _ in range(3):
             with window.step(batch):
-                traces.append(train_step(state, batch))
+                traces.append(train_step(learner, batch))
             window.add(traces[-1])
         figures = window.report(step=3, num_images=12, epoch=0, learning_rate=0.1, scale=None)
     pairs = [

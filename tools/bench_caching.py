@@ -22,12 +22,12 @@ from ..precompute.config import PrecomputeRecipe, TextSection, VaeSection
 from ..precompute.encoders import Encoders, load_encoders
 from ..train.config import TrainRecipe
 from ..train.data import build_loader
+from ..train.learner import Learner
 from ..train.loop import endless
 from ..train.models import model_spec
 from ..train.ranks import ALONE
-from ..train.state import TrainState
 from ..train.step import train_step
-from ..train.synthetic import synthetic_batch, synthetic_state
+from ..train.synthetic import synthetic_batch, synthetic_learner
 from .bench_inputs import text_model, vae_model
 from .bench_meters import hardware
 from .bench_scratch import fresh_folder, own_folder
@@ -73,11 +73,11 @@ def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
     spec = model_spec(request.recipe, store.spec, str(store.path))
     tokens = store.spec.text.max_tokens if store.spec.text else 0
     compiled = request.recipe.run.compile and _is_gpu(device)
-    state = synthetic_state(request.recipe, spec, tokens, device, compiled=compiled)
+    learner = synthetic_learner(request.recipe, spec, tokens, device, compiled=compiled)
     batches = endless(build_loader(request.recipe, store, spec, device, lambda message: None, ALONE))
     ways: dict[str, Callable[[], object]] = {
-        CACHED: lambda: train_step(state, next(batches)),
-        ONLINE: lambda: train_step(state, online_batch(request, encoders, store, state)),
+        CACHED: lambda: train_step(learner, next(batches)),
+        ONLINE: lambda: train_step(learner, online_batch(request, encoders, store, learner)),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
@@ -115,27 +115,27 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def online_batch(request: Request, encoders: Encoders, store: LatentStore, state: TrainState) -> Batch:
+def online_batch(request: Request, encoders: Encoders, store: LatentStore, learner: Learner) -> Batch:
     """A batch as the loader would hand it out, encoded now."""
     size, side, latent = request.recipe.run.global_batch, request.resolution_px, store.spec.latent
-    rng = np.random.default_rng(state.step)
+    rng = np.random.default_rng(learner.step)
     pixels = rng.integers(0, 256, (size, side, side, 3), np.uint8)
     step = max(1, request_vae(request).batch_size)
     rows = np.concatenate([encoders.image.encode(pixels[i : i + step]) for i in range(0, size, step)])
-    stored = torch.from_numpy(rows).to(state.device)
+    stored = torch.from_numpy(rows).to(learner.device)
     if encoders.image.has_posterior:
         mean, logvar = stored.chunk(2, dim=1)
         stored = mean + torch.exp(0.5 * logvar.clamp(-30, 20)) * torch.randn_like(mean)
     tokens = store.spec.text.max_tokens if store.spec.text else 0
     bucket = f"{side}x{side}"
-    batch = synthetic_batch(store.spec, bucket, size, tokens, state.device, number=state.step)
+    batch = synthetic_batch(store.spec, bucket, size, tokens, learner.device, number=learner.step)
     shifts = {"shift": latent.shift, "scale": latent.scale}
     captions = None
     if encoders.caption:
         count = TextSection().batch_size
         texts = [long_caption(tokens)] * size
         parts = [encoders.caption.encode(texts[i : i + count]) for i in range(0, size, count)]
-        captions = torch.from_numpy(np.concatenate(parts)).to(state.device)
+        captions = torch.from_numpy(np.concatenate(parts)).to(learner.device)
     spec = batch.spec.model_copy(update=shifts)
     return replace(batch, stored=stored, spec=spec, stored_captions=captions).finish()
 

@@ -18,7 +18,7 @@ from ..train.config import load
 from ..train.memory import trace_step
 from ..train.precision import autocast_dtype
 from ..train.step import train_step
-from ..train.synthetic import synthetic_batch, synthetic_state
+from ..train.synthetic import synthetic_batch, synthetic_learner
 from .bench_meters import hardware
 from .planner import CUBLAS_BYTES, Work, work_at_resolution
 from .progress import ProgressLine
@@ -159,11 +159,11 @@ def _on_cpu(job: dict[str, Any]) -> int:
 def _steps(job: dict[str, Any], device: torch.device) -> Any:
     """Train on noise; one turn a step."""
     work = _work(job)
-    state = synthetic_state(work.recipe, work.spec, work.tokens, device)
+    learner = synthetic_learner(work.recipe, work.spec, work.tokens, device)
     size = job["microbatch"] * job["count"]
     batch = synthetic_batch(work.store, work.largest_bucket, size, work.tokens, device)
     for _ in range(STEPS):
-        train_step(state, batch)
+        train_step(learner, batch)
         yield
 
 

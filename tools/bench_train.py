@@ -32,7 +32,7 @@ from ..train.objectives import draw_times, loss_per_image
 from ..train.parallel import TorchEngine
 from ..train.precision import autocast_dtype
 from ..train.stop import StopRequest
-from ..train.synthetic import synthetic_batch, synthetic_state
+from ..train.synthetic import synthetic_batch, synthetic_learner
 from .bench_meters import hardware
 from .planner import Work
 from .progress import ProgressLine
@@ -146,13 +146,13 @@ def our_step(request: Request) -> Step:
     """One step of our loop on noise; the loss is read as seldom as the loop does."""
     work, device = request.work, request.device
     compiled = work.recipe.run.compile and device.type == "cuda"
-    state = synthetic_state(work.recipe, work.spec, work.tokens, device, compiled=compiled)
+    learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, compiled=compiled)
     size = work.recipe.run.global_batch
     batch = synthetic_batch(work.store, work.largest_bucket, size, work.tokens, device)
     losses: list[Tensor] = []
 
     def step() -> None:
-        losses.append(loop.train_step(state, batch).loss)
+        losses.append(loop.train_step(learner, batch).loss)
         if len(losses) == LOSS_EVERY:
             torch.stack(losses).mean().item()
             losses.clear()

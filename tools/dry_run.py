@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import torch
+from torch import nn
 
 from ..datasets.buckets import bucket_size
 from ..datasets.errors import RecipeError
@@ -24,7 +25,9 @@ from ..precompute.opening import check_apart, check_fingerprint, is_sealed, look
 from ..precompute.picture_plan import num_threads, picture_table, plan_pictures
 from ..precompute.sources import list_source
 from ..train.config import TrainRecipe
+from ..train.ema import build_rules
 from ..train.models import build_model, check_model_name, check_sizes, model_spec
+from ..train.optimizer_state import expected_tensors
 from ..train.precision import autocast_dtype
 from .prediction import StoreBytes, predict_lines
 from .progress import ProgressLine
@@ -138,18 +141,31 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
     spec = model_spec(recipe, store.spec, str(store_path))
     check_sizes(spec, store.spec.latent, list(store.buckets))
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in build_model(spec, seed=0).parameters())
+        model = build_model(spec, seed=0)
+    parameters, held = sum(p.numel() for p in model.parameters()), held_bytes(recipe, model)
     records = sum(store.buckets.values())
     epochs = recipe.run.steps * recipe.run.global_batch / max(records, 1)
     lines += [
         f"{'model':<20}{spec.name}, {parameters / 1e6:.1f} M parameters, {spec.channels} latent channels",
-        f"{'memory':<20}{parameters * 20 / 2**30:.2f} GiB of weights, gradients, AdamW and EMA; plus activations",
+        f"{'memory':<20}{held / 2**30:.2f} GiB of weights, gradients, {recipe.optimizer.name} and averages; "
+        "activations: 'leandit plan train'",
         f"{'store':<20}'{store_path}', {records} records",
         f"{'run':<20}{recipe.run.steps} steps of {recipe.run.global_batch} images: {epochs:.1f} epochs",
         "",
         f"{'bucket':<20}{'records':>10}",
     ]
     return "\n".join([*lines, *(f"{name:<20}{count:>10}" for name, count in store.buckets.items())])
+
+
+def held_bytes(recipe: TrainRecipe, model: nn.Module) -> int:
+    """Bytes that one process holds from step to step, and the gradients.
+
+    Args:
+      model: on any device, the meta device too.
+    """
+    weights = sum(p.nbytes for p in model.parameters())
+    of_optimizer = sum(tensor.nbytes for tensor in expected_tensors(recipe.optimizer, model).values())
+    return weights * (2 + len(build_rules(recipe))) + of_optimizer
 
 
 def _refusal(check: Callable[[], None]) -> str | None:

@@ -31,11 +31,11 @@ from ..datasets.schema import StoreSpec
 from .config import TrainRecipe
 from .draws import GROUP
 from .flops import latent_size_of
+from .learner import Learner
 from .models import ModelSpec
 from .parallel import TorchEngine
-from .state import TrainState
 from .step import train_step
-from .synthetic import synthetic_batch, synthetic_state
+from .synthetic import synthetic_batch, synthetic_learner
 
 CATEGORIES = PARAMETERS, GRADIENTS, OPTIMIZER, EMA, ACTIVATIONS = (
     "parameters",
@@ -160,17 +160,17 @@ def trace_step(
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"microbatch": microbatch})})
     _clear_caches()
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker(ROUNDING[device_type]) as tracker:
-        state = synthetic_state(recipe, spec, tokens, torch.device("cpu"))
-        state.autocast_dtype = autocast
-        tracker.assign(PARAMETERS, (*state.engine.model.parameters(), *state.engine.model.buffers()))
-        tracker.assign(EMA, engine_of(state).ema.state_dict().values())
-        for parameter in state.engine.model.parameters():
+        learner = synthetic_learner(recipe, spec, tokens, torch.device("cpu"))
+        learner.autocast_dtype = autocast
+        tracker.assign(PARAMETERS, (*learner.engine.model.parameters(), *learner.engine.model.buffers()))
+        tracker.assign(EMA, engine_of(learner).ema.state_dict().values())
+        for parameter in learner.engine.model.parameters():
             parameter.register_post_accumulate_grad_hook(functools.partial(_is_gradient, tracker))
         batch = synthetic_batch(store, bucket, microbatch * count, tokens, torch.device("cpu"))
-        states = _step_with_zeros(state, tracker)
+        states = _step_with_zeros(learner, tracker)
         tracker.moments.clear()
-        train_step(state, batch)
-        blocks = [sum(p.nbytes for p in block.parameters()) for block in state.engine.model.blocks]
+        train_step(learner, batch)
+        blocks = [sum(p.nbytes for p in block.parameters()) for block in learner.engine.model.blocks]
     _clear_caches()
     other = states[PARAMETERS] - sum(blocks)
     return Trace(np.array(tracker.moments, np.int64), states, max(blocks), other)
@@ -185,30 +185,30 @@ def _clear_caches() -> None:
         cached.cache_clear()
 
 
-def _step_with_zeros(state: TrainState, tracker: MemoryTracker) -> dict[str, int]:
+def _step_with_zeros(learner: Learner, tracker: MemoryTracker) -> dict[str, int]:
     """Leave what a step leaves: the optimizer's state, and no gradients.
 
     Returns: bytes of each of ``STATES``, the gradients among them.
     """
-    for parameter in state.engine.model.parameters():
+    for parameter in learner.engine.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
         tracker.assign(GRADIENTS, [parameter.grad])
-    engine_of(state).optimizer.step()
-    tracker.assign(OPTIMIZER, optimizer_state(state))
+    engine_of(learner).optimizer.step()
+    tracker.assign(OPTIMIZER, optimizer_state(learner))
     states = {name: tracker.live[name] for name in STATES}
-    engine_of(state).optimizer.zero_grad(set_to_none=True)
+    engine_of(learner).optimizer.zero_grad(set_to_none=True)
     return states
 
 
-def engine_of(state: TrainState) -> TorchEngine:
+def engine_of(learner: Learner) -> TorchEngine:
     """The engine of one process."""
-    assert isinstance(state.engine, TorchEngine)
-    return state.engine
+    assert isinstance(learner.engine, TorchEngine)
+    return learner.engine
 
 
-def optimizer_state(state: TrainState) -> list[Tensor]:
+def optimizer_state(learner: Learner) -> list[Tensor]:
     """All tensors of the optimizer's state."""
-    return [leaf for leaf in tree_leaves(dict(engine_of(state).optimizer.state)) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(dict(engine_of(learner).optimizer.state)) if isinstance(leaf, Tensor)]
 
 
 def _is_gradient(tracker: MemoryTracker, parameter: Tensor) -> None:

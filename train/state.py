@@ -7,7 +7,7 @@ Checkpoints hold whole tensors under the names of the model, so every strategy r
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,42 +24,31 @@ from ..datasets.recipe import to_toml
 from ..datasets.store import LatentStore
 from . import checkpoint
 from .checkpoint import AVERAGE, CHECKPOINT, EMA, MODEL, NULL_CAPTION, OPTIMIZER, SNAPSHOT, CheckpointDamage
-from .conditioning import Conditioner
 from .config import TrainRecipe
 from .data import build_loader
 from .ema import build_rules
 from .head import RUN, Head, check_head, contents_read, make_head
-from .models import ModelSpec, build_model, check_sizes, model_spec
-from .parallel import Engine, build_engine
-from .precision import autocast_dtype
-from .pretrained import initial_weights
+from .learner import Learner, build_learner
+from .models import ModelSpec, check_sizes, model_spec
 from .ranks import ALONE, Meeting, Ranks
 from .saving import Captured, Folder, buffers_of, gather, write
 
 RECIPE = "recipe.toml"
 GROUPS = (MODEL, EMA, OPTIMIZER)
 CODES = "/codes"  # ends the names of optimizer state that is kept in 8 bits
-COMPILED_CAPTION_STEP = 64  # tokens, so that captions of 300 have five lengths
 
 
-@dataclass
-class TrainState:
-    """Everything that a step reads or changes."""
+@dataclass(kw_only=True)
+class TrainState(Learner):
+    """What learns, and what it learns from.
 
-    recipe: TrainRecipe
+    Args:
+      extra: of the snapshots: what is needed to sample.
+    """
+
     store: LatentStore
-    spec: ModelSpec
-    engine: Engine
-    ranks: Ranks
     loader: BatchLoader
-    conditioner: Conditioner
-    device: torch.device
-    autocast_dtype: torch.dtype | None
-    step: int = 0
-    num_images: int = 0
-    microbatches: dict[str, int] = field(default_factory=dict)  # of each bucket, where they were measured
-    attention_kernels: list[str] = field(default_factory=list)  # the fastest first, where they were measured
-    extra: dict[str, Any] = field(default_factory=dict)  # of the snapshots: what is needed to sample
+    extra: dict[str, Any]
 
 
 def prepare(
@@ -79,48 +68,36 @@ def prepare(
     spec = model_spec(recipe, store.spec, str(store.path))
     check_sizes(spec, store.spec.latent, list(store.buckets))
     loader = build_loader(recipe, store, spec, device, warn, ranks)
-    model = build_model(spec, seed=recipe.run.seed)
-    if recipe.model.init_from:
-        model.load_state_dict(initial_weights(recipe.model.init_from, model, spec))
-    model.checkpoint_activations(recipe.run.activation_checkpointing)
-    if device.type == "cuda":
-        # What is float32 under autocast, as the time's embedding, is there because it needs to be.
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.run.precision == "tf32"
-    null_caption = torch.from_numpy(store.null_caption).to(device).float() if spec.takes_text else None
-    source_sizes = torch.from_numpy(store.sizes[:, :2]).to(device).float() if spec.takes_sizes else None
-    compiled = recipe.run.compile and device.type == "cuda"
-    caption_step = COMPILED_CAPTION_STEP if compiled else 1
-    vae = store.spec.vae
-    return TrainState(
-        recipe=recipe,
-        store=store,
-        spec=spec,
-        engine=build_engine(recipe, model, ranks, device, compiled=compiled),
+    learner = build_learner(
+        recipe,
+        spec,
+        device,
+        null_caption=torch.from_numpy(store.null_caption).to(device).float() if spec.takes_text else None,
+        source_sizes=torch.from_numpy(store.sizes[:, :2]).to(device).float() if spec.takes_sizes else None,
         ranks=ranks,
-        loader=loader,
-        conditioner=Conditioner(spec, null_caption, source_sizes, caption_step),
-        device=device,
-        autocast_dtype=autocast_dtype(recipe.run.precision, device),
-        extra={
-            "spec": spec.model_dump(),
-            "objective": recipe.objective.model_dump(),
-            "latent": store.spec.latent.model_dump(),
-            "text": store.spec.text and store.spec.text.model_dump(),
-            "vae": {
-                "model": store.spec.recipe["vae"],
-                "class_name": vae.class_name,
-                "weights_sha256": vae.weights_sha256,
-            },
-            "text_encoder": store.spec.text_encoder
-            and {
-                "model": store.spec.recipe["text"],
-                "weights_sha256": store.spec.text_encoder.weights_sha256,
-            },
-            "classes": store.spec.classes,
-            "buckets": store.buckets,
-            "root_hash": store.root_hash,
-        },
+        compiled=recipe.run.compile and device.type == "cuda",
+        pretrained=True,
     )
+    return TrainState(**vars(learner), store=store, loader=loader, extra=_extra(recipe, store, spec))
+
+
+def _extra(recipe: TrainRecipe, store: LatentStore, spec: ModelSpec) -> dict[str, Any]:
+    vae, encoder = store.spec.vae, store.spec.text_encoder
+    return {
+        "spec": spec.model_dump(),
+        "objective": recipe.objective.model_dump(),
+        "latent": store.spec.latent.model_dump(),
+        "text": store.spec.text and store.spec.text.model_dump(),
+        "vae": {
+            "model": store.spec.recipe["vae"],
+            "class_name": vae.class_name,
+            "weights_sha256": vae.weights_sha256,
+        },
+        "text_encoder": encoder and {"model": store.spec.recipe["text"], "weights_sha256": encoder.weights_sha256},
+        "classes": store.spec.classes,
+        "buckets": store.buckets,
+        "root_hash": store.root_hash,
+    }
 
 
 def begin_or_resume(

@@ -11,19 +11,19 @@ from ..datasets.slices import rank_slice
 from .attention import preferred
 from .conditioning import Conditioning
 from .draws import Draws, draw
+from .learner import Learner
 from .meters import Trace
 from .objectives import loss_per_image, time_share
 from .optimizers import learning_rate
-from .state import TrainState
 
 
-def train_step(state: TrainState, batch: Batch) -> Trace:
+def train_step(learner: Learner, batch: Batch) -> Trace:
     """One update: accumulate the gradients of the microbatches, clip, step, average.
 
     Returns: losses and gradient norm on the device (read later, so that the step does not wait for them).
     """
-    recipe, engine, step, size = state.recipe, state.engine, state.step + 1, batch.global_size
-    mine = rank_slice(size, state.ranks.rank, state.ranks.world_size)
+    recipe, engine, step, size = learner.recipe, learner.engine, learner.step + 1, batch.global_size
+    mine = rank_slice(size, learner.ranks.rank, learner.ranks.world_size)
     draws = draw(
         recipe.objective,
         recipe.conditioning.drop,
@@ -31,26 +31,26 @@ def train_step(state: TrainState, batch: Batch) -> Trace:
         step=step,
         rows=mine,
         shape=tuple(batch.latents.shape[1:]),
-        device=state.device,
+        device=learner.device,
     )
-    conditioning = state.conditioner(batch.labels, batch.captions, batch.caption_lengths, batch.records)
-    conditioning = state.conditioner.drop(conditioning, draws.dropped)
+    conditioning = learner.conditioner(batch.labels, batch.captions, batch.caption_lengths, batch.records)
+    conditioning = learner.conditioner.drop(conditioning, draws.dropped)
 
     engine.model.train()
-    parts = microbatches(size, state.ranks.world_size, recipe.run.microbatch or limit_of(state, batch.bucket))
+    parts = microbatches(size, learner.ranks.world_size, recipe.run.microbatch or limit_of(learner, batch.bucket))
     losses = []
     for part in parts:
         with (
             engine.microbatch(last=part is parts[-1]),
-            preferred(state.attention_kernels),
+            preferred(learner.attention_kernels),
         ):  # what is recomputed as well
-            found = image_losses(state, batch.latents[part], draws.part(part), conditioning.part(part))
+            found = image_losses(learner, batch.latents[part], draws.part(part), conditioning.part(part))
             engine.backward(found.sum() / size)
         losses.append(found.detach())
 
     rate = learning_rate(recipe.optimizer.lr, recipe.schedule, step, recipe.run.steps)
     grad_norm, skipped = engine.update(step, learning_rate=rate, grad_clip=recipe.run.grad_clip)
-    state.step, state.num_images = step, state.num_images + size
+    learner.step, learner.num_images = step, learner.num_images + size
     of_images = torch.cat(losses)[: len(batch)]
     return Trace(
         step=step,
@@ -65,17 +65,17 @@ def train_step(state: TrainState, batch: Batch) -> Trace:
     )
 
 
-def image_losses(state: TrainState, x: Tensor, draws: Draws, conditioning: Conditioning) -> Tensor:
+def image_losses(learner: Learner, x: Tensor, draws: Draws, conditioning: Conditioning) -> Tensor:
     """Loss of each image of a microbatch; one zero for a rank that has none left, so that all ranks go the same way."""
     if not len(x):
-        return image_losses(state, *_nothing(x, conditioning)) * 0
+        return image_losses(learner, *_nothing(x, conditioning)) * 0
 
     def predict(noisy: Tensor, t: Tensor) -> Tensor:
-        cast = torch.autocast(state.device.type, state.autocast_dtype, enabled=state.autocast_dtype is not None)
+        cast = torch.autocast(learner.device.type, learner.autocast_dtype, enabled=learner.autocast_dtype is not None)
         with cast:
-            return state.engine.forward(noisy, t, conditioning)
+            return learner.engine.forward(noisy, t, conditioning)
 
-    return loss_per_image(state.recipe.objective, predict, x, draws.noise, draws.times)
+    return loss_per_image(learner.recipe.objective, predict, x, draws.noise, draws.times)
 
 
 def _nothing(x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Draws, Conditioning]:
@@ -84,9 +84,9 @@ def _nothing(x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Draws, Cond
     return image, Draws(image, time, time.bool()), conditioning.of_nothing()
 
 
-def limit_of(state: TrainState, bucket: str) -> int:
+def limit_of(learner: Learner, bucket: str) -> int:
     """Most images of a forward, where it was measured; of a bucket that is new since, the least. 0: no limit."""
-    measured = state.microbatches
+    measured = learner.microbatches
     return measured.get(bucket) or min(measured.values(), default=0)
 
 

@@ -1,48 +1,27 @@
-"""A training state and batches of noise, without a store: for what is measured or traced, never for what is learned."""
+"""A learner and batches of noise, without a store: for what is measured or traced, never for what is learned."""
 
 from __future__ import annotations
-
-from typing import Any, cast
 
 import torch
 
 from ..datasets.reader import Batch
 from ..datasets.schema import StoreSpec
-from .conditioning import Conditioner
 from .config import TrainRecipe
-from .models import ModelSpec, build_model
-from .parallel import build_engine, compile_blocks
-from .precision import autocast_dtype
-from .ranks import ALONE
-from .state import TrainState
+from .learner import Learner, build_learner
+from .models import ModelSpec
 
 
-def synthetic_state(
+def synthetic_learner(
     recipe: TrainRecipe, spec: ModelSpec, max_tokens: int, device: torch.device, *, compiled: bool = False
-) -> TrainState:
-    """Model, optimizer and averages as a run has them; there is no store and no loader.
+) -> Learner:
+    """What a run trains, without its data and with random weights.
 
     Args:
       max_tokens: of the null caption, for a model with text.
-      compiled: the blocks go through torch.compile, on a CPU too.
+      compiled: the blocks go through torch.compile.
     """
-    model = build_model(spec, seed=recipe.run.seed)
-    model.checkpoint_activations(recipe.run.activation_checkpointing)
-    if compiled:
-        compile_blocks(model)
     null_caption = torch.zeros(max_tokens, spec.caption_width, device=device) if spec.takes_text else None
-    nothing = cast(Any, None)
-    return TrainState(
-        recipe=recipe,
-        store=nothing,
-        spec=spec,
-        engine=build_engine(recipe, model, ALONE, device, compiled=False),
-        ranks=ALONE,
-        loader=nothing,
-        conditioner=Conditioner(spec, null_caption),
-        device=device,
-        autocast_dtype=autocast_dtype(recipe.run.precision, device),
-    )
+    return build_learner(recipe, spec, device, null_caption=null_caption, compiled=compiled)
 
 
 def synthetic_batch(

@@ -1,0 +1,86 @@
+"""What learns: a model with its optimizer and averages, and all else that a step reads or changes.
+
+Built alike for a run (``state.py``), for what is measured and for what is traced (``synthetic.py``), so that all of
+them make the very same step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .conditioning import Conditioner
+from .config import TrainRecipe
+from .models import ModelSpec, build_model
+from .parallel import Engine, build_engine
+from .precision import autocast_dtype
+from .pretrained import initial_weights
+from .ranks import ALONE, Ranks
+
+COMPILED_CAPTION_STEP = 64  # tokens, so that captions of 300 have five lengths
+
+
+@dataclass(kw_only=True)
+class Learner:
+    """Everything that a step reads or changes.
+
+    Args:
+      autocast_dtype: of forward and backward; None: float32.
+      step, num_images: that it has made and seen.
+      microbatches: most images of a forward by bucket, where they were measured.
+      attention_kernels: the fastest first, where they were measured.
+    """
+
+    recipe: TrainRecipe
+    spec: ModelSpec
+    engine: Engine
+    ranks: Ranks
+    conditioner: Conditioner
+    device: torch.device
+    autocast_dtype: torch.dtype | None
+    step: int = 0
+    num_images: int = 0
+    microbatches: dict[str, int] = field(default_factory=dict)
+    attention_kernels: list[str] = field(default_factory=list)
+
+
+def build_learner(
+    recipe: TrainRecipe,
+    spec: ModelSpec,
+    device: torch.device,
+    *,
+    null_caption: Tensor | None,
+    source_sizes: Tensor | None = None,
+    ranks: Ranks = ALONE,
+    compiled: bool = False,
+    pretrained: bool = False,
+) -> Learner:
+    """Build model, optimizer and averages.
+
+    Args:
+      null_caption: (max_tokens, D), for a model with text.
+      source_sizes: (records, 2) pixels, for a model that is told them.
+      ranks: place of this process, which ``ranks.connected`` has joined with the others.
+      compiled: the blocks go through torch.compile.
+      pretrained: begin with the weights of ``model.init_from``.
+    Raises: RecipeError, RunError: something does not fit.
+    """
+    model = build_model(spec, seed=recipe.run.seed)
+    if pretrained and recipe.model.init_from:
+        model.load_state_dict(initial_weights(recipe.model.init_from, model, spec))
+    model.checkpoint_activations(recipe.run.activation_checkpointing)
+    if device.type == "cuda":
+        # What is float32 under autocast, as the time's embedding, is there because it needs to be.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.run.precision == "tf32"
+    caption_step = COMPILED_CAPTION_STEP if compiled else 1
+    return Learner(
+        recipe=recipe,
+        spec=spec,
+        engine=build_engine(recipe, model, ranks, device, compiled=compiled),
+        ranks=ranks,
+        conditioner=Conditioner(spec, null_caption, source_sizes, caption_step),
+        device=device,
+        autocast_dtype=autocast_dtype(recipe.run.precision, device),
+    )
