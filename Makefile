@@ -17,11 +17,11 @@ demo: $(READY)
 	$(BIN)/leandit demo --out leandit-demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The long forms: all crash points and bit flips, hundreds of kills. About an hour on two cores.
 test-long: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow --timeout 3600
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow --timeout 3600
 
 check: $(READY)
 	$(BIN)/ruff format --check .

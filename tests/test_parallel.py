@@ -40,8 +40,7 @@ SETTINGS = [
 ]
 Job = dict[str, Any]
 
-# What two ranks do is done once, so the tests of it stay in one worker.
-pytestmark = [pytest.mark.usefixtures("tiny_models"), pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
 def free_port() -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .conditioning import Conditioner
 from .config import TrainRecipe
+from .cpu_linear import use_onednn
 from .models import ModelSpec, build_model
 from .parallel import Engine, build_engine
 from .precision import autocast_dtype
@@ -56,6 +57,7 @@ def build_learner(
     ranks: Ranks = ALONE,
     compiled: bool = False,
     pretrained: bool = False,
+    onednn: bool = True,
 ) -> Learner:
     """Build model, optimizer and averages.
 
@@ -65,6 +67,7 @@ def build_learner(
       ranks: place of this process, which ``ranks.connected`` has joined with the others.
       compiled: the blocks go through torch.compile.
       pretrained: begin with the weights of ``model.init_from``.
+      onednn: on a CPU, where nothing is compiled, products go through oneDNN.
     Raises: RecipeError, RunError: something does not fit.
     """
     model = build_model(spec, seed=recipe.run.seed)
@@ -74,6 +77,8 @@ def build_learner(
     if device.type == "cuda":
         # What is float32 under autocast, as the time's embedding, is there because it needs to be.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.run.precision == "tf32"
+    if device.type == "cpu" and onednn and not compiled:
+        use_onednn(model)
     caption_step = COMPILED_CAPTION_STEP if compiled else 1
     return Learner(
         recipe=recipe,

@@ -160,7 +160,7 @@ def trace_step(
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"microbatch": microbatch})})
     _clear_caches()
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker(ROUNDING[device_type]) as tracker:
-        learner = synthetic_learner(recipe, spec, tokens, torch.device("cpu"))
+        learner = synthetic_learner(recipe, spec, tokens, torch.device("cpu"), onednn=device_type == "cpu")
         learner.autocast_dtype = autocast
         tracker.assign(PARAMETERS, (*learner.engine.model.parameters(), *learner.engine.model.buffers()))
         tracker.assign(EMA, engine_of(learner).ema.state_dict().values())

@@ -65,6 +65,7 @@ def kept_operations() -> list[Any]:
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
+        *([torch.ops.mkldnn._linear_pointwise.default] if torch.backends.mkldnn.is_available() else []),
         aten.convolution.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,

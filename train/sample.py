@@ -21,6 +21,7 @@ from . import checkpoint
 from .checkpoint import MODEL, NULL_CAPTION
 from .conditioning import Conditioner, Conditioning
 from .config import ObjectiveSection
+from .cpu_linear import use_onednn
 from .models import Denoiser, ModelSpec, build_model
 from .objectives import BETA_END, BETA_START, TRAIN_STEPS
 
@@ -102,6 +103,8 @@ def load_snapshot(run: Path, device: torch.device, step: int = 0) -> Snapshot:
     model = build_model(spec, seed=0)
     model.load_state_dict(saved.tensors(MODEL, model.state_dict()))
     model.to(device).eval().requires_grad_(False)
+    if device.type == "cpu":
+        use_onednn(model)
     null = None
     if spec.takes_text and text:
         wanted = torch.empty(text.max_tokens, text.width, device="meta")

@@ -12,16 +12,22 @@ from .models import ModelSpec
 
 
 def synthetic_learner(
-    recipe: TrainRecipe, spec: ModelSpec, max_tokens: int, device: torch.device, *, compiled: bool = False
+    recipe: TrainRecipe,
+    spec: ModelSpec,
+    max_tokens: int,
+    device: torch.device,
+    *,
+    compiled: bool = False,
+    onednn: bool = True,
 ) -> Learner:
     """What a run trains, without its data and with random weights.
 
     Args:
       max_tokens: of the null caption, for a model with text.
-      compiled: the blocks go through torch.compile.
+      compiled, onednn: as in ``build_learner``.
     """
     null_caption = torch.zeros(max_tokens, spec.caption_width, device=device) if spec.takes_text else None
-    return build_learner(recipe, spec, device, null_caption=null_caption, compiled=compiled)
+    return build_learner(recipe, spec, device, null_caption=null_caption, compiled=compiled, onednn=onednn)
 
 
 def synthetic_batch(

@@ -1,0 +1,61 @@
+"""Linear layers on a CPU, their products by oneDNN.
+
+torch gives float32 products to MKL, which on CPUs that are not Intel's leaves half of what their vectors can do; torch
+carries oneDNN too, which does not. Convolutions go through it anyway. Shapes: K inputs, N outputs, any leading axes.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# (torch declares the arguments of an autograd function as *args)
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+def use_onednn(model: nn.Module) -> None:
+    """Let the linear layers of a model go through oneDNN where it is to be had; their parameters keep their names."""
+    if not torch.backends.mkldnn.is_available():
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = OneDnnLinear
+
+
+class OneDnnLinear(nn.Linear):
+    """A linear layer that is torch's own, but for float32 on a CPU outside of autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        plain = x.dtype == weight.dtype == torch.float32 and x.device.type == weight.device.type == "cpu"
+        if not plain or torch.is_autocast_enabled("cpu") or not x.numel():
+            return super().forward(x)
+        return _Products.apply(x, weight, self.bias)  # pyright: ignore[reportReturnType]
+
+
+class _Products(torch.autograd.Function):
+    """(..., K), weights (N, K), bias (N,) or None to (..., N)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        rows = gradient.reshape(-1, weight.shape[0])
+        return (
+            _product(gradient, weight.t(), None) if for_x else None,
+            _product(rows.t(), x.reshape(-1, weight.shape[1]).t(), None) if for_weight else None,
+            rows.sum(0) if for_bias else None,
+        )
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
