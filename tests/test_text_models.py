@@ -110,6 +110,26 @@ def test_the_conditioner_looks_up_the_sizes_of_the_records() -> None:
     assert dropped.source_sizes is given.source_sizes
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_captions_of_16_bits_stay_so_for_a_forward_under_autocast(dtype: torch.dtype) -> None:
+    conditioner, lengths = Conditioner(PIXART, torch.randn(9, 6)), MASK.sum(1)
+    stored = torch.randn(3, 7, 6).to(dtype)
+    wide, narrow = conditioner(None, stored, lengths), conditioner(None, stored, lengths, widen=False)
+    dropped = torch.tensor([True, False, True])
+    wide, narrow = conditioner.drop(wide, dropped), conditioner.drop(narrow, dropped)
+    assert wide.captions is not None
+    assert narrow.captions is not None
+    assert (wide.captions.dtype, narrow.captions.dtype) == (torch.float32, dtype)
+    model = shake(
+        TextDenoiser(
+            "pixart", published_config("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8)
+        )
+    )
+    x, t, _ = inputs()
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        assert torch.equal(model(x, t, narrow), model(x, t, narrow._replace(captions=narrow.captions.float())))
+
+
 @pytest.mark.parametrize(("step", "length"), [(1, 7), (4, 8), (5, 10), (64, 11)])
 def test_captions_are_padded_to_a_multiple_but_never_beyond_null(step: int, length: int) -> None:
     captions = torch.randn(3, 7, 6)
@@ -147,8 +167,14 @@ def test_a_block_that_recomputes_is_one_graph_which_all_blocks_share(spec: Model
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("scale", [1, 2])
-def test_cached_positions_are_those_of_diffusers_to_the_bit(scale: int) -> None:
+@pytest.mark.parametrize(("base_size", "scale"), [(32, 0.5), (64, 1), (128, 2), (256, 4)])
+def test_positions_of_pixart_sigma_have_the_published_scale(base_size: int, scale: float) -> None:
+    config = published_config("pixart-sigma", channels=4, out_channels=8, caption_width=6, base_size=base_size)
+    assert config["interpolation_scale"] == scale
+
+
+@pytest.mark.parametrize("scale", [0.5, 1, 2])
+def test_cached_positions_are_those_of_diffusers_to_the_bit(scale: float) -> None:
     from diffusers.models.embeddings import PatchEmbed
 
     plain = PatchEmbed(height=16, width=16, patch_size=2, in_channels=4, embed_dim=48, interpolation_scale=scale)

@@ -62,7 +62,13 @@ class Conditioner:
     caption_step: int = 1
 
     def __call__(
-        self, labels: Tensor | None, captions: Tensor | None, lengths: Tensor | None, records: Tensor | None = None
+        self,
+        labels: Tensor | None,
+        captions: Tensor | None,
+        lengths: Tensor | None,
+        records: Tensor | None = None,
+        *,
+        widen: bool = True,
     ) -> Conditioning:
         """Conditioning of a batch, nothing dropped.
 
@@ -70,6 +76,7 @@ class Conditioner:
           labels: (B,) int64, -1 for none.
           captions: (B, L, D), with their (B,) lengths.
           records: (B,) int64 positions in the records table.
+          widen: captions of 16 bits to float32, which the model needs where it does not run under autocast.
         """
         if not self.spec.takes_text:
             assert labels is not None
@@ -81,7 +88,8 @@ class Conditioner:
         places = torch.arange(captions.shape[1], device=captions.device)
         mask = places[None] < lengths.to(captions.device)[:, None]  # (B, L)
         sizes = None if self.source_sizes is None or records is None else self.source_sizes[records]
-        return Conditioning(captions=captions.float(), caption_mask=mask, source_sizes=sizes)
+        captions = captions.float() if widen else captions
+        return Conditioning(captions=captions, caption_mask=mask, source_sizes=sizes)
 
     def _padding(self, length: int) -> int:
         """Rows to add to captions of a length."""

@@ -33,7 +33,8 @@ def train_step(learner: Learner, batch: Batch) -> Trace:
         shape=tuple(batch.latents.shape[1:]),
         device=learner.device,
     )
-    conditioning = learner.conditioner(batch.labels, batch.captions, batch.caption_lengths, batch.records)
+    given = batch.labels, batch.captions, batch.caption_lengths, batch.records
+    conditioning = learner.conditioner(*given, widen=learner.autocast_dtype is None)
     conditioning = learner.conditioner.drop(conditioning, draws.dropped)
 
     engine.model.train()

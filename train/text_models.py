@@ -30,6 +30,7 @@ SANA_SIZES = {
 SANA_PATCH, SANA_MLP_RATIO = 1, 2.5
 CAPTION_NORM_GAIN = 0.01  # of Sana's norm of captions at the start (y_norm_scale_factor of its configurations)
 EMBEDDING_STD = 0.02  # as DiT's embeddings
+SIGMA_BASE = 64  # side in latent pixels whose positions PixArt-Sigma does not scale: 512 px
 PIXART_DOWNSCALE = 8  # pixels a latent pixel, of the VAEs that PixArt is trained with
 
 
@@ -80,6 +81,8 @@ def published_config(name: str, *, channels: int, out_channels: int, caption_wid
             "cross_attention_dim": heads * head_width,
             "patch_size": patch,
             "use_additional_conditions": False,  # PixArt-Sigma dropped them
+            # Positions of all resolutions share one span, so that 256 px are trained on to 512 (pe_interpolation).
+            "interpolation_scale": base_size / SIGMA_BASE if name == "pixart-sigma" else None,
         }
     depth, heads, head_width, cross_heads, cross_head_width = SANA_SIZES[name]
     return shared | {
