@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from making import CPU
 
 from leandit.datasets.errors import RecipeError
-from leandit.tools.bench_planner import ON_CPU, Case, measure, measure_apart, predict
+from leandit.tools.bench_planner import ON_CPU, Case, job_of, measure, measure_apart, predict
 from leandit.tools.dry_run import held_bytes
 from leandit.tools.planner import Work, measured_mfu, plan, render, work_at_resolution
 from leandit.train.config import load
@@ -61,28 +62,21 @@ def memory(*overrides: str, accumulates: bool = False, device_type: str = "cuda"
         ("dit-s-2-256", 8, 1, "run.activation_checkpointing=true"),
         ("demo", 4, 2, "run.activation_checkpointing=true"),
         ("demo", 2, 1, "objective.kind=ddpm"),
+        ("dit-s-2-256", 2, 1, "optimizer.name=adamw8bit"),
     ],
 )
 def test_the_peak_is_the_one_of_real_steps(recipe: str, microbatch: int, count: int, change: str) -> None:
-    job = {
-        "recipe": recipe,
-        "side_px": 128,
-        "microbatch": microbatch,
-        "count": count,
-        "overrides": [*SMALL, change],
-        "device": "cpu",
-    }
+    job = job_of(Case(recipe, 128, microbatch, count, (change,)), CPU, *SMALL)
     assert 0.97 < predict(job) / measure(job) < 1.05
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ON_CPU, ids=lambda case: "-".join(map(str, case[:4])))
+@pytest.mark.parametrize("case", ON_CPU, ids=str)
 def test_the_peak_of_every_benchmarked_configuration_is_the_one_of_real_steps(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # the published sizes
-    names = ("recipe", "side_px", "microbatch", "count", "overrides")
-    job = dict(zip(names, case, strict=True)) | {"device": "cpu", "overrides": [*case[4]]}
+    job = job_of(case, CPU)
     assert 0.97 < predict(job) / measure_apart(job) < 1.05
 
 
@@ -102,11 +96,11 @@ def test_a_microbatch_that_was_not_traced_lies_on_the_lines() -> None:
                 count=2 if accumulates else 1,
                 device_type="cpu",
             )
-            assert found.total(microbatch) == pytest.approx(traced.peak, rel=0.005)
+            assert found.total(microbatch) == pytest.approx(traced.peak(), rel=0.005)
 
 
 def test_the_states_are_those_of_the_model() -> None:
-    learner = synthetic_learner(work().recipe, work().spec, 0, torch.device("cpu"))
+    learner = synthetic_learner(work().recipe, work().spec, 0, CPU)
     parameters = sum(p.nbytes for p in learner.engine.model.parameters())
     found = memory(device_type="cpu")
     assert found.states[GRADIENTS] == found.states[EMA] == parameters
@@ -159,8 +153,8 @@ def test_the_tracker_counts_a_storage_once_and_only_while_it_lives() -> None:
 
 def test_nothing_fake_is_left_for_those_who_train_afterwards() -> None:
     memory()
-    learner = synthetic_learner(work().recipe, work().spec, 0, torch.device("cpu"))
-    batch = synthetic_batch(work().store, "64x64", 2, 0, torch.device("cpu"))
+    learner = synthetic_learner(work().recipe, work().spec, 0, CPU)
+    batch = synthetic_batch(work().store, "64x64", 2, 0, CPU)
     assert torch.isfinite(batch.latents).all()
     assert all(type(p) is torch.nn.Parameter for p in learner.engine.model.parameters())
     trace = train_step(learner, batch)

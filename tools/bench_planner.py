@@ -7,9 +7,14 @@ the profiler tells every allocation and every release, so the peak is exact ther
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from subprocess import PIPE
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,46 +22,81 @@ from ..datasets.errors import ResourceError
 from ..train.config import load
 from ..train.memory import trace_step
 from ..train.precision import autocast_dtype
+from ..train.ranks import connected, read_ranks
 from ..train.step import train_step
 from ..train.synthetic import synthetic_batch, synthetic_learner
 from .bench_meters import hardware
-from .planner import CUBLAS_BYTES, Work, work_at_resolution
+from .planner import CUBLAS_BYTES, Work, strategies, work_at_resolution
 from .progress import ProgressLine
 
 STEPS = 3  # the first makes the optimizer's state, and is not counted
 MEASURED = "leandit: measured"  # mark in the profile from which on the peak counts
 CHECKPOINTED = "run.activation_checkpointing=blocks"
-# Recipe, pixels, microbatch, microbatches of a step, overrides.
-Case = tuple[str, int, int, int, tuple[str, ...]]
-ON_CPU: tuple[Case, ...] = (
-    ("dit-s-2-256", 256, 1, 1, ()),
-    ("dit-s-2-256", 256, 4, 1, ()),
-    ("dit-s-2-256", 256, 4, 2, ()),
-    ("dit-s-2-256", 256, 16, 1, (CHECKPOINTED,)),
-    ("dit-b-2-256", 256, 2, 1, ()),
-    ("dit-b-2-256", 256, 2, 2, (CHECKPOINTED,)),
-    ("dit-b-2-256", 256, 4, 1, ("model.name=DiT-B/4",)),
-    ("demo", 256, 1, 1, ()),
-    ("demo", 128, 16, 1, ("objective.kind=ddpm",)),
-    ("demo", 256, 4, 2, (CHECKPOINTED,)),
-    ("dit-s-2-256", 256, 4, 1, ("run.activation_checkpointing=selective",)),
-    ("dit-s-2-256", 256, 2, 1, ("optimizer.name=adamw8bit",)),
-    ("dit-s-2-256", 256, 2, 1, ("optimizer.name=came",)),
-    ("dit-s-2-256", 256, 2, 1, ("optimizer.name=muon",)),
-    ("dit-s-2-256", 256, 2, 1, ("ema.kind=power", "run.grad_clip=0")),
-    ("dit-s-2-256", 256, 20, 1, ("model.name=DiT-S/4", "objective.kind=flow")),
-    ("dit-s-2-256", 256, 4, 1, ("model.qk_norm=true", "model.norm=rms", "model.mlp=swiglu", "model.positions=rope")),
-    ("dit-s-2-256", 256, 2, 1, ("conditioning.kind=caption",)),
-    ("sana-600m-512", 512, 2, 1, ("model.name=sana-tiny",)),
+RANKS = 2  # of a case that is not "single"
+# What sets each strategy of the planner.
+STRATEGIES: dict[str, tuple[str, ...]] = {
+    "single": (),
+    "ddp": ("parallel.strategy=ddp",),
+    "fsdp": ("parallel.strategy=fsdp",),
+    "fsdp, gradients": ("parallel.strategy=fsdp", "parallel.shard=gradient"),
+}
+
+
+class Case(NamedTuple):
+    """A configuration.
+
+    Args:
+      side_px: of the pictures.
+      microbatch: images of a forward.
+      count: microbatches of a step.
+      changes: overrides of the recipe.
+      strategy: one of ``STRATEGIES``.
+    """
+
+    recipe: str
+    side_px: int
+    microbatch: int
+    count: int = 1
+    changes: tuple[str, ...] = ()
+    strategy: str = "single"
+
+
+ON_CPU = (
+    Case("dit-s-2-256", 256, 1),
+    Case("dit-s-2-256", 256, 4),
+    Case("dit-s-2-256", 256, 4, 2),
+    Case("dit-s-2-256", 256, 16, 1, (CHECKPOINTED,)),
+    Case("dit-b-2-256", 256, 2),
+    Case("dit-b-2-256", 256, 2, 2, (CHECKPOINTED,)),
+    Case("dit-b-2-256", 256, 4, 1, ("model.name=DiT-B/4",)),
+    Case("demo", 256, 1),
+    Case("demo", 128, 16, 1, ("objective.kind=ddpm",)),
+    Case("demo", 256, 4, 2, (CHECKPOINTED,)),
+    Case("dit-s-2-256", 256, 4, 1, ("run.activation_checkpointing=selective",)),
+    Case("dit-s-2-256", 256, 2, 1, ("optimizer.name=adamw8bit",)),
+    Case("dit-s-2-256", 256, 2, 1, ("optimizer.name=came",)),
+    Case("dit-s-2-256", 256, 2, 1, ("optimizer.name=muon",)),
+    Case("dit-s-2-256", 256, 2, 1, ("ema.kind=power", "run.grad_clip=0")),
+    Case("dit-s-2-256", 256, 20, 1, ("model.name=DiT-S/4", "objective.kind=flow")),
+    Case(
+        "dit-s-2-256", 256, 4, 1, ("model.qk_norm=true", "model.norm=rms", "model.mlp=swiglu", "model.positions=rope")
+    ),
+    Case("dit-s-2-256", 256, 2, 1, ("conditioning.kind=caption",)),
+    Case("sana-600m-512", 512, 2, 1, ("model.name=sana-tiny",)),
+    Case("dit-s-2-256", 256, 4, strategy="ddp"),
+    Case("dit-s-2-256", 256, 4, strategy="fsdp"),
+    Case("dit-s-2-256", 256, 4, 2, (CHECKPOINTED,), strategy="fsdp"),
+    Case("dit-s-2-256", 256, 4, strategy="fsdp, gradients"),
+    Case("dit-b-2-256", 256, 2, strategy="fsdp"),
 )
-ON_GPU: tuple[Case, ...] = (
-    ("dit-s-2-256", 256, 256, 1, ()),
-    ("dit-b-2-256", 256, 128, 1, ()),
-    ("dit-b-2-256", 256, 128, 2, ()),
-    ("dit-xl-2-256", 256, 64, 1, ()),
-    ("dit-xl-2-256", 256, 64, 2, (CHECKPOINTED,)),
-    ("dit-xl-2-512", 512, 16, 1, ()),
-    ("pixart-sigma-512", 512, 16, 1, ()),
+ON_GPU = (
+    Case("dit-s-2-256", 256, 256),
+    Case("dit-b-2-256", 256, 128),
+    Case("dit-b-2-256", 256, 128, 2),
+    Case("dit-xl-2-256", 256, 64),
+    Case("dit-xl-2-256", 256, 64, 2, (CHECKPOINTED,)),
+    Case("dit-xl-2-512", 512, 16),
+    Case("pixart-sigma-512", 512, 16),
 )
 
 
@@ -66,19 +106,18 @@ def run(device: torch.device, overrides: list[str], cases: tuple[Case, ...], pro
     Raises: ResourceError: a step did not run.
     """
     rows = []
-    for number, (recipe, side_px, microbatch, count, changes) in enumerate(cases):
-        job = {
-            "recipe": recipe,
-            "side_px": side_px,
-            "microbatch": microbatch,
-            "count": count,
-            "overrides": [*changes, *overrides, "run.compile=false"],
-            "device": str(device),
-        }
+    for number, case in enumerate(cases):
+        job = job_of(case, device, *overrides)
         predicted, measured = predict(job), measure_apart(job)
         rows.append(job | {"predicted": predicted, "measured": measured, "ratio": predicted / measured})
-        progress("planner", number + 1, len(cases), f"{recipe}: {predicted / measured:.3f}")
+        progress("planner", number + 1, len(cases), f"{case.recipe}: {predicted / measured:.3f}")
     return {"hardware": hardware(), "torch": torch.__version__, "device": str(device), "rows": rows}
+
+
+def job_of(case: Case, device: torch.device, *overrides: str) -> dict[str, Any]:
+    """A case as JSON values, for a process of its own."""
+    changes = [*case.changes, *overrides, "run.compile=false"]
+    return case._asdict() | {"overrides": changes, "device": str(device)}
 
 
 def render(result: dict[str, Any]) -> str:
@@ -87,7 +126,9 @@ def render(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         images = f"{row['count']} x {row['microbatch']}"
         numbers = f"{row['predicted'] / 2**20:>12.1f}{row['measured'] / 2**20:>12.1f}{row['ratio']:>8.3f}"
-        lines.append(f"{row['recipe']:<18}{row['side_px']:>5}{images:>9}{numbers}  {' '.join(row['overrides'][:-1])}")
+        ranks = "" if row["strategy"] == "single" else f"{RANKS} ranks, {row['strategy']}; "
+        changes = " ".join(row["overrides"][:-1])
+        lines.append(f"{row['recipe']:<18}{row['side_px']:>5}{images:>9}{numbers}  {ranks}{changes}")
     ratios = [row["ratio"] for row in result["rows"]]
     lines.append(f"least {min(ratios):.3f}, most {max(ratios):.3f}; the goal is 0.97 to 1.05")
     return "\n".join(lines)
@@ -107,19 +148,38 @@ def predict(job: dict[str, Any]) -> int:
         autocast=autocast_dtype(work.recipe.run.precision, device),
         device_type=device.type,
     )
-    return trace.peak + (CUBLAS_BYTES if device.type == "cuda" else 0)
+    fixed = CUBLAS_BYTES if device.type == "cuda" else 0
+    if job["strategy"] == "single":
+        return trace.peak() + fixed
+    strategy = next(known for known in strategies(trace, RANKS) if known.name == job["strategy"])
+    return round(trace.peak(strategy.shares) + strategy.buffers) + fixed
 
 
 def measure_apart(job: dict[str, Any]) -> int:
-    """Peak of real steps, in a fresh process.
+    """Peak of real steps, in fresh processes; of ranks, the highest.
 
-    Raises: ResourceError: it failed.
+    Raises: ResourceError: they failed.
     """
-    command = [sys.executable, "-m", __name__, json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ResourceError(f"bench planner: {job['recipe']} did not run: {done.stderr.strip()[-500:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    count = 1 if job["strategy"] == "single" else RANKS
+    place = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "localhost"}
+    place["MASTER_PORT"] = str(free_port())
+    command, pipes = [sys.executable, "-m", __name__, json.dumps(job)], {"stdout": PIPE, "stderr": PIPE, "text": True}
+    ranks = []
+    for rank in range(count):
+        environment = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(subprocess.Popen(command, env=environment, **pipes))
+    ended = [rank.communicate() for rank in ranks]
+    for rank, (_, errors) in zip(ranks, ended, strict=True):
+        if rank.returncode:
+            raise ResourceError(f"bench planner: {job['recipe']} did not run: {errors.strip()[-500:]}")
+    return max(json.loads(out.splitlines()[-1]) for out, _ in ended)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens to."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
 
 
 def measure(job: dict[str, Any]) -> int:
@@ -156,19 +216,21 @@ def _on_cpu(job: dict[str, Any]) -> int:
     return peak
 
 
-def _steps(job: dict[str, Any], device: torch.device) -> Any:
+def _steps(job: dict[str, Any], device: torch.device) -> Iterator[None]:
     """Train on noise; one turn a step."""
-    work = _work(job)
-    learner = synthetic_learner(work.recipe, work.spec, work.tokens, device)
+    work, ranks = _work(job), read_ranks()
     size = job["microbatch"] * job["count"]
-    batch = synthetic_batch(work.store, work.largest_bucket, size, work.tokens, device)
-    for _ in range(STEPS):
-        train_step(learner, batch)
-        yield
+    with connected(ranks, device):
+        learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, ranks=ranks)
+        batch = synthetic_batch(work.store, work.largest_bucket, size, work.tokens, device)
+        batch = replace(batch, global_size=size * ranks.world_size).finish()
+        for _ in range(STEPS):
+            train_step(learner, batch)
+            yield
 
 
 def _work(job: dict[str, Any]) -> Work:
-    settings = [*job["overrides"], f"run.microbatch={job['microbatch']}"]
+    settings = [*job["overrides"], *STRATEGIES[job["strategy"]], f"run.microbatch={job['microbatch']}"]
     return work_at_resolution(load(job["recipe"], settings), job["side_px"])
 
 

@@ -22,7 +22,7 @@ from ..datasets.store import LatentStore
 from ..train.config import TrainRecipe
 from ..train.flops import latent_size_of, tokens_per_image, train_flops
 from ..train.gpus import GPUS, Gpu, gpu_named
-from ..train.memory import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, StepMemory, step_memory
+from ..train.memory import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, StepMemory, Trace, step_memory
 from ..train.meters import METRICS
 from ..train.models import ModelSpec, model_spec
 from .synthetic import noise_spec
@@ -115,7 +115,7 @@ class Strategy:
     host: float = 0.0
 
 
-def strategies(memory: StepMemory, num_gpus: int) -> list[Strategy]:
+def strategies(memory: StepMemory | Trace, num_gpus: int) -> list[Strategy]:
     """What each strategy makes of a step's memory.
 
     Sources: PyTorch's documentation of DistributedDataParallel and fully_shard; Rajbhandari et al. 2020 (ZeRO),

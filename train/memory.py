@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..datasets.errors import LeanditError
 from ..datasets.schema import StoreSpec
-from .config import TrainRecipe
+from .config import ParallelSection, TrainRecipe
 from .draws import GROUP
 from .flops import latent_size_of
 from .learner import Learner
@@ -70,6 +70,8 @@ class MemoryTracker(TorchDispatchMode):
         self._known: dict[int, tuple[Any, str, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of others does with them what it has to do, and that is counted
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 0  # what an optimizer that is not fused asks for: whether the update is left out
         result = func(*args, **(kwargs or {}))
@@ -130,10 +132,13 @@ class Trace:
     block_bytes: int
     other_bytes: int
 
-    @property
-    def peak(self) -> int:
-        """Most bytes at a moment."""
-        return int(self.moments.sum(1).max())
+    def peak(self, shares: Mapping[str, float] | None = None) -> int:
+        """Most bytes at a moment.
+
+        Args:
+          shares: what of a category this device holds, where that is not all.
+        """
+        return int(held(self.moments, shares).sum(1).max())
 
 
 def trace_step(
@@ -157,7 +162,8 @@ def trace_step(
       count: microbatches of the step; from the second on, the gradients of those before live all the time.
       device_type: whose allocator rounds, and whose optimizer is fused; "cpu" or "cuda".
     """
-    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"microbatch": microbatch})})
+    run = recipe.run.model_copy(update={"microbatch": microbatch})
+    recipe = recipe.model_copy(update={"run": run, "parallel": ParallelSection()})  # of one process
     _clear_caches()
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker(ROUNDING[device_type]) as tracker:
         learner = synthetic_learner(recipe, spec, tokens, torch.device("cpu"), onednn=device_type == "cpu")
@@ -216,6 +222,11 @@ def _is_gradient(tracker: MemoryTracker, parameter: Tensor) -> None:
         tracker.assign(GRADIENTS, [parameter.grad])
 
 
+def held(moments: np.ndarray, shares: Mapping[str, float] | None) -> np.ndarray:
+    """What a device has of the bytes of each moment, (N, 5)."""
+    return moments * np.array([shares.get(name, 1.0) for name in CATEGORIES]) if shares else moments
+
+
 class TraceError(LeanditError):
     """A step could not be traced, or its memory is not what a line through two microbatches says."""
 
@@ -248,9 +259,7 @@ class StepMemory:
           batch: images of the step, where they are more than were traced.
           shares: what of a category this device holds, where that is not all.
         """
-        moments = self.base + self.slope * microbatch
-        if shares:
-            moments = moments * np.array([shares.get(name, 1.0) for name in CATEGORIES])
+        moments = held(self.base + self.slope * microbatch, shares)
         worst = moments[moments.sum(1).argmax()]
         found: dict[str, float] = dict(zip(CATEGORIES, worst.tolist(), strict=True))
         images = max(batch, self.count * microbatch)
@@ -317,7 +326,7 @@ def step_memory(
             f"bucket '{bucket}': {small} and {large} images do not make the same step ({lengths} moments)."
         )
     slope = (second.moments - first.moments) // (large - small)
-    waiting = (trace(small, 3).peak - first.peak) / small if accumulates else 0.0
+    waiting = (trace(small, 3).peak() - first.peak()) / small if accumulates else 0.0
     found = StepMemory(
         base=first.moments - slope * small,
         slope=slope,
@@ -328,7 +337,7 @@ def step_memory(
         count=count,
         noise=4 * store.latent.channels * math.prod(latent_size_of(bucket, store.latent)),
     )
-    proven = trace(PROOF, count).peak if proves else 0
+    proven = trace(PROOF, count).peak() if proves else 0
     if proves and abs(found.total(PROOF) - proven) > LINEAR * proven:
         raise TraceError(
             f"bucket '{bucket}': a step of {PROOF} images takes {proven:,} bytes, those of {small} and {large} say "

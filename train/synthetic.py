@@ -9,6 +9,7 @@ from ..datasets.schema import StoreSpec
 from .config import TrainRecipe
 from .learner import Learner, build_learner
 from .models import ModelSpec
+from .ranks import ALONE, Ranks
 
 
 def synthetic_learner(
@@ -17,6 +18,7 @@ def synthetic_learner(
     max_tokens: int,
     device: torch.device,
     *,
+    ranks: Ranks = ALONE,
     compiled: bool = False,
     onednn: bool = True,
 ) -> Learner:
@@ -24,10 +26,10 @@ def synthetic_learner(
 
     Args:
       max_tokens: of the null caption, for a model with text.
-      compiled, onednn: as in ``build_learner``.
+      ranks, compiled, onednn: as in ``build_learner``.
     """
     null_caption = torch.zeros(max_tokens, spec.caption_width, device=device) if spec.takes_text else None
-    return build_learner(recipe, spec, device, null_caption=null_caption, compiled=compiled, onednn=onednn)
+    return build_learner(recipe, spec, device, null_caption=null_caption, ranks=ranks, compiled=compiled, onednn=onednn)
 
 
 def synthetic_batch(
