@@ -65,18 +65,20 @@ def memory(*overrides: str, accumulates: bool = False, device_type: str = "cuda"
         ("dit-s-2-256", 2, 1, "optimizer.name=adamw8bit"),
     ],
 )
-def test_the_peak_is_the_one_of_real_steps(recipe: str, microbatch: int, count: int, change: str) -> None:
-    job = job_of(Case(recipe, 128, microbatch, count, (change,)), CPU, *SMALL)
+def test_the_peak_is_the_one_of_real_steps(
+    recipe: str, microbatch: int, count: int, change: str, tmp_path: Path
+) -> None:
+    job = job_of(Case(recipe, 128, microbatch, count, (change,)), CPU, tmp_path, *SMALL)
     assert 0.97 < predict(job) / measure(job) < 1.05
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ON_CPU, ids=str)
 def test_the_peak_of_every_benchmarked_configuration_is_the_one_of_real_steps(
-    case: Case, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.undo()  # the published sizes
-    job = job_of(case, CPU)
+    job = job_of(case, CPU, tmp_path)
     assert 0.97 < predict(job) / measure_apart(job) < 1.05
 
 

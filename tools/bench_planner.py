@@ -11,8 +11,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from subprocess import PIPE
 from typing import Any, NamedTuple
 
@@ -26,19 +28,21 @@ from ..train.ranks import connected, read_ranks
 from ..train.step import train_step
 from ..train.synthetic import synthetic_batch, synthetic_learner
 from .bench_meters import hardware
-from .planner import CUBLAS_BYTES, Work, strategies, work_at_resolution
+from .planner import CUBLAS_BYTES, Work, strategies, work_at_resolution, zero_section
 from .progress import ProgressLine
 
 STEPS = 3  # the first makes the optimizer's state, and is not counted
 MEASURED = "leandit: measured"  # mark in the profile from which on the peak counts
 CHECKPOINTED = "run.activation_checkpointing=blocks"
 RANKS = 2  # of a case that is not "single"
-# What sets each strategy of the planner.
+BUCKET = 10_000_000  # elements of DeepSpeed's bucket, whose default of 5e8 would be most of the memory
+# What sets each strategy of the planner; of DeepSpeed the file of its config.
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "single": (),
     "ddp": ("parallel.strategy=ddp",),
     "fsdp": ("parallel.strategy=fsdp",),
     "fsdp, gradients": ("parallel.strategy=fsdp", "parallel.shard=gradient"),
+    **{f"zero-{stage}": (f"parallel.deepspeed_config={{folder}}/zero-{stage}.json",) for stage in (1, 2, 3)},
 }
 
 
@@ -88,6 +92,10 @@ ON_CPU = (
     Case("dit-s-2-256", 256, 4, 2, (CHECKPOINTED,), strategy="fsdp"),
     Case("dit-s-2-256", 256, 4, strategy="fsdp, gradients"),
     Case("dit-b-2-256", 256, 2, strategy="fsdp"),
+    Case("dit-s-2-256", 256, 4, strategy="zero-1"),
+    Case("dit-s-2-256", 256, 4, 2, (CHECKPOINTED,), strategy="zero-2"),
+    Case("dit-s-2-256", 256, 4, strategy="zero-3"),
+    Case("dit-b-2-256", 256, 2, strategy="zero-3"),
 )
 ON_GPU = (
     Case("dit-s-2-256", 256, 256),
@@ -106,18 +114,23 @@ def run(device: torch.device, overrides: list[str], cases: tuple[Case, ...], pro
     Raises: ResourceError: a step did not run.
     """
     rows = []
-    for number, case in enumerate(cases):
-        job = job_of(case, device, *overrides)
-        predicted, measured = predict(job), measure_apart(job)
-        rows.append(job | {"predicted": predicted, "measured": measured, "ratio": predicted / measured})
-        progress("planner", number + 1, len(cases), f"{case.recipe}: {predicted / measured:.3f}")
+    with tempfile.TemporaryDirectory(prefix="leandit-bench-") as folder:
+        for number, case in enumerate(cases):
+            job = job_of(case, device, Path(folder), *overrides)
+            predicted, measured = predict(job), measure_apart(job)
+            rows.append(job | {"predicted": predicted, "measured": measured, "ratio": predicted / measured})
+            progress("planner", number + 1, len(cases), f"{case.recipe}: {predicted / measured:.3f}")
     return {"hardware": hardware(), "torch": torch.__version__, "device": str(device), "rows": rows}
 
 
-def job_of(case: Case, device: torch.device, *overrides: str) -> dict[str, Any]:
-    """A case as JSON values, for a process of its own."""
-    changes = [*case.changes, *overrides, "run.compile=false"]
-    return case._asdict() | {"overrides": changes, "device": str(device)}
+def job_of(case: Case, device: torch.device, folder: Path, *overrides: str) -> dict[str, Any]:
+    """A case as JSON values, for processes of its own; a config of DeepSpeed is written into the folder."""
+    if case.strategy.startswith("zero-"):
+        zero = {"stage": int(case.strategy.removeprefix("zero-")), "reduce_bucket_size": BUCKET}
+        (folder / f"{case.strategy}.json").write_text(json.dumps({"zero_optimization": zero}))
+    parallel = [setting.format(folder=folder) for setting in STRATEGIES[case.strategy]]
+    changes = [*case.changes, *overrides]
+    return case._asdict() | {"changes": changes, "parallel": parallel, "device": str(device)}
 
 
 def render(result: dict[str, Any]) -> str:
@@ -127,7 +140,7 @@ def render(result: dict[str, Any]) -> str:
         images = f"{row['count']} x {row['microbatch']}"
         numbers = f"{row['predicted'] / 2**20:>12.1f}{row['measured'] / 2**20:>12.1f}{row['ratio']:>8.3f}"
         ranks = "" if row["strategy"] == "single" else f"{RANKS} ranks, {row['strategy']}; "
-        changes = " ".join(row["overrides"][:-1])
+        changes = " ".join(row["changes"])
         lines.append(f"{row['recipe']:<18}{row['side_px']:>5}{images:>9}{numbers}  {ranks}{changes}")
     ratios = [row["ratio"] for row in result["rows"]]
     lines.append(f"least {min(ratios):.3f}, most {max(ratios):.3f}; the goal is 0.97 to 1.05")
@@ -151,7 +164,8 @@ def predict(job: dict[str, Any]) -> int:
     fixed = CUBLAS_BYTES if device.type == "cuda" else 0
     if job["strategy"] == "single":
         return trace.peak() + fixed
-    strategy = next(known for known in strategies(trace, RANKS) if known.name == job["strategy"])
+    known_strategies = strategies(trace, RANKS, zero_section(work.recipe), accumulates=job["count"] > 1)
+    strategy = next(known for known in known_strategies if known.name == job["strategy"])
     return round(trace.peak(strategy.shares) + strategy.buffers) + fixed
 
 
@@ -230,7 +244,7 @@ def _steps(job: dict[str, Any], device: torch.device) -> Iterator[None]:
 
 
 def _work(job: dict[str, Any]) -> Work:
-    settings = [*job["overrides"], *STRATEGIES[job["strategy"]], f"run.microbatch={job['microbatch']}"]
+    settings = [*job["changes"], *job["parallel"], "run.compile=false", f"run.microbatch={job['microbatch']}"]
     return work_at_resolution(load(job["recipe"], settings), job["side_px"])
 
 

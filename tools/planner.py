@@ -1,8 +1,8 @@
 """``leandit plan train``: what a training takes on each GPU, before one is rented. Nothing is allocated or computed.
 
 The memory of a step is traced from the real model (``train/memory.py``). What a strategy does to it is a share of each
-category and buffers of its own, given below; what CUDA takes beside are constants. The constants, and what strategies
-do, are read from documentation and code: none of them was measured.
+category and buffers of its own, given below; ``leandit bench planner`` measures DDP, FSDP and ZeRO on two processes.
+What CUDA takes beside are constants, read from documentation and code: none of them was measured.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from ..datasets.errors import RecipeError
 from ..datasets.schema import StoreSpec
 from ..datasets.store import LatentStore
 from ..train.config import TrainRecipe
+from ..train.deepspeed_config import read_config
 from ..train.flops import latent_size_of, tokens_per_image, train_flops
 from ..train.gpus import GPUS, Gpu, gpu_named
-from ..train.memory import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, StepMemory, Trace, step_memory
+from ..train.memory import ACTIVATIONS, AT_UPDATE, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, StepMemory, Trace, step_memory
 from ..train.meters import METRICS
 from ..train.models import ModelSpec, model_spec
 from .synthetic import noise_spec
@@ -31,7 +32,12 @@ MIB, GIB = 2**20, 2**30
 CONTEXT_BYTES = 600 * MIB  # a guess: a CUDA 12 context with cuBLAS, cuDNN and NCCL; not seen by the allocator
 CUBLAS_BYTES = 2 * 32 * MIB  # for the forward's and the backward's thread; 32 MiB is torch's default on Hopper
 UNUSABLE = 0.04  # a guess: share of a GPU that blocks of the caching allocator cannot hand out again
-DEEPSPEED_BUCKET = 5e8  # elements of reduce_bucket_size and allgather_bucket_size, DeepSpeed's defaults
+# DeepSpeed's defaults, in elements.
+DEEPSPEED_ELEMENTS = {
+    "reduce_bucket_size": 5e8,
+    "stage3_prefetch_bucket_size": 5e7,
+    "stage3_max_live_parameters": 1e9,
+}
 GUESSED_MFU = 0.35  # an estimate, where no run says better
 GPUS_OF_A_MACHINE = 8
 TOKENS, TEXT_WIDTH = 300, 4096  # of a caption where no store tells: PixArt-Sigma's
@@ -115,15 +121,27 @@ class Strategy:
     host: float = 0.0
 
 
-def strategies(memory: StepMemory | Trace, num_gpus: int) -> list[Strategy]:
+def strategies(
+    memory: StepMemory | Trace, num_gpus: int, zero: Mapping[str, Any] | None = None, *, accumulates: bool = False
+) -> list[Strategy]:
     """What each strategy makes of a step's memory.
 
     Sources: PyTorch's documentation of DistributedDataParallel and fully_shard; Rajbhandari et al. 2020 (ZeRO),
-    figure 1. DDP's gradients are views of its buckets, which stay from step to step. Under FSDP two blocks are
-    there in full, the one that computes and the next one, beside what is in no block; a block's gradients wait in a
-    buffer. DeepSpeed has float32 weights and gradients, and in the optimizer a float32 copy of each rank's part; its
-    buckets are its defaults.
+    figure 1; DeepSpeed's documentation of zero_optimization; and measured, as ``leandit bench planner`` shows. DDP's
+    gradients are views of its buckets, which stay from step to step. Under FSDP two blocks are there in full, the one
+    that computes and the next one, beside what is in no block; a block's gradients wait in a buffer. DeepSpeed has
+    float32 weights and gradients, in the optimizer a float32 copy of each rank's part, a bucket that is allocated
+    whole, and at the update copies of its part of the gradients. ZeRO-3 gathers ahead into a buffer and copies from
+    there; it lets nothing go before its limit of live parameters is reached.
+
+    Args:
+      zero: the section zero_optimization of a ds_config.json; DeepSpeed's defaults where it says nothing.
+      accumulates: the step has several microbatches.
     """
+    zero = zero or {}
+    bucket, ahead, max_live = (
+        4 * float(zero.get(key, default)) for key, default in DEEPSPEED_ELEMENTS.items()
+    )  # float32
     n, m = num_gpus, min(num_gpus, GPUS_OF_A_MACHINE)
     states, block, other = memory.states, memory.block_bytes, memory.other_bytes
     params = states[PARAMETERS]
@@ -131,11 +149,13 @@ def strategies(memory: StepMemory | Trace, num_gpus: int) -> list[Strategy]:
     sharded = dict.fromkeys(WHOLE, 1 / n)
     in_machine = dict.fromkeys(WHOLE, 1 / m)
     on_host = dict.fromkeys(WHOLE, 0.0)
-    bucket = min(2 * DEEPSPEED_BUCKET * 4, 2 * params)
     adam = 1 / n * (1 + params / max(1, states[OPTIMIZER]))  # and a float32 copy of this rank's part of the weights
-    zero1 = WHOLE | {OPTIMIZER: adam, EMA: 1 / n}
-    zero2 = zero1 | {GRADIENTS: 1 / n}
-    zero3 = zero2 | {PARAMETERS: 1 / n}
+    zero1 = WHOLE | {OPTIMIZER: adam, EMA: 1 / n, AT_UPDATE: 3 / n}
+    zero2 = zero1 | {GRADIENTS: 1 / n, AT_UPDATE: (3 if accumulates else 2) / n}
+    zero3 = zero2 | {PARAMETERS: 1 / n, GRADIENTS: 0.0, AT_UPDATE: 0.0}
+    live = min(params, max(max_live, 2 * block + other))
+    buffers3 = bucket + params / n + live + min(params, ahead) + 3 * block  # the gradients of its part stay
+    bucket *= 1 + bool(zero.get("overlap_comm")) + accumulates
     off = {OPTIMIZER: 0.0, EMA: 0.0}
     moved = (states[OPTIMIZER] + params + states[EMA]) / n
     return [
@@ -149,9 +169,15 @@ def strategies(memory: StepMemory | Trace, num_gpus: int) -> list[Strategy]:
         Strategy("zero-1, offloaded", zero1 | off, bucket, moved),
         Strategy("zero-2", zero2, bucket),
         Strategy("zero-2, offloaded", zero2 | off, bucket, moved),
-        Strategy("zero-3", zero3, bucket + gathered),
-        Strategy("zero-3, offloaded", zero3 | off, bucket + gathered, moved),
+        Strategy("zero-3", zero3, buffers3),
+        Strategy("zero-3, offloaded", zero3 | off, buffers3, moved),
     ]
+
+
+def zero_section(recipe: TrainRecipe) -> dict[str, Any]:
+    """What the recipe's ds_config.json says of ZeRO; nothing, where there is none."""
+    path = recipe.parallel.deepspeed_config
+    return read_config(path).get("zero_optimization", {}) if path else {}
 
 
 def room_of(gpu: Gpu, strategy: Strategy, read_ahead: float) -> float:
@@ -181,17 +207,16 @@ def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) 
     read_ahead = recipe.run.prefetch * work.batch_bytes(local)
     images = images or recipe.run.steps * recipe.run.global_batch
 
-    def fit(on: Gpu, strategy: Strategy) -> tuple[int, StepMemory]:
-        """Largest microbatch, and the memory of its step."""
-        room = room_of(on, strategy, read_ahead)
-        asked = recipe.run.microbatch or local
-        most = whole.largest(room, most=min(asked, local), shares=strategy.shares)
-        if most == local:
-            return most, whole
-        return split.largest(room, batch=local, most=min(asked, local), shares=strategy.shares), split
+    def fit(on: Gpu, at_once: Strategy, in_parts: Strategy) -> tuple[int, StepMemory, Strategy]:
+        """Largest microbatch, and the memory of its step: the batch at once where it fits, else in parts."""
+        room, most = room_of(on, at_once, read_ahead), min(recipe.run.microbatch or local, local)
+        if whole.largest(room, most=most, shares=at_once.shares) == local:
+            return local, whole, at_once
+        room = room_of(on, in_parts, read_ahead)
+        return split.largest(room, batch=local, most=most, shares=in_parts.shares), split, in_parts
 
-    def shown(strategy: Strategy) -> dict[str, Any]:
-        microbatch, memory = fit(chosen, strategy)
+    def shown(at_once: Strategy, in_parts: Strategy) -> dict[str, Any]:
+        microbatch, memory, strategy = fit(chosen, at_once, in_parts)
         peak = memory.peak(max(1, microbatch), batch=local, shares=strategy.shares)
         workspace = strategy.buffers + CONTEXT_BYTES + CUBLAS_BYTES + read_ahead
         return {
@@ -202,17 +227,19 @@ def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) 
             "host": round(strategy.host),
         }
 
-    known = strategies(whole, num_gpus)
+    zero = zero_section(recipe)
+    known = list(
+        zip(strategies(whole, num_gpus, zero), strategies(split, num_gpus, zero, accumulates=True), strict=True)
+    )
     if num_gpus == 1:  # a shard of one is all of it
-        known = [
-            each for each in known if each.name == "single" or (each.name.startswith("zero") and "offl" in each.name)
-        ]
+        alone = ("single", *(f"zero-{stage}, offloaded" for stage in (1, 2, 3)))
+        known = [pair for pair in known if pair[0].name in alone]
     else:
         known = known[1:]
     on_gpus = []
     for each in GPUS:
         peak_flops = each.peak_flops(precision)
-        whole_states, sharded = (fit(each, strategy)[0] for strategy in known[:2])
+        whole_states, sharded = (fit(each, *pair)[0] for pair in known[:2])
         rate = peak_flops * mfu / work.flops * num_gpus
         on_gpus.append(
             {
@@ -238,7 +265,7 @@ def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) 
         "images": images,
         "mfu": mfu,
         "mfu_is_measured": measured,
-        "strategies": [shown(strategy) for strategy in known],
+        "strategies": [shown(*pair) for pair in known],
         "known_gpus": on_gpus,
     }
 

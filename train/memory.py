@@ -45,6 +45,7 @@ CATEGORIES = PARAMETERS, GRADIENTS, OPTIMIZER, EMA, ACTIVATIONS = (
     "activations",
 )
 STATES = CATEGORIES[:-1]  # of a size that the microbatch does not change
+AT_UPDATE = "gradients at the update"  # share of them that a strategy holds then, in copies of its own
 ROUNDING = {
     "cuda": 512,
     "cpu": 1,
@@ -138,7 +139,7 @@ class Trace:
         Args:
           shares: what of a category this device holds, where that is not all.
         """
-        return int(held(self.moments, shares).sum(1).max())
+        return int(held(self.moments, self.states, shares).sum(1).max())
 
 
 def trace_step(
@@ -222,9 +223,16 @@ def _is_gradient(tracker: MemoryTracker, parameter: Tensor) -> None:
         tracker.assign(GRADIENTS, [parameter.grad])
 
 
-def held(moments: np.ndarray, shares: Mapping[str, float] | None) -> np.ndarray:
-    """What a device has of the bytes of each moment, (N, 5)."""
-    return moments * np.array([shares.get(name, 1.0) for name in CATEGORIES]) if shares else moments
+def held(moments: np.ndarray, states: Mapping[str, int], shares: Mapping[str, float] | None) -> np.ndarray:
+    """What a device has of the bytes of each moment, (N, 5); with ``AT_UPDATE`` one moment more, the last."""
+    if not shares:
+        return moments
+    moments = moments * np.array([shares.get(name, 1.0) for name in CATEGORIES])
+    if not shares.get(AT_UPDATE):
+        return moments
+    of_gradients = {**shares, GRADIENTS: shares[AT_UPDATE]}
+    update = [states.get(name, 0) * of_gradients.get(name, 1.0) for name in CATEGORIES]
+    return np.vstack([moments, update])
 
 
 class TraceError(LeanditError):
@@ -259,7 +267,7 @@ class StepMemory:
           batch: images of the step, where they are more than were traced.
           shares: what of a category this device holds, where that is not all.
         """
-        moments = held(self.base + self.slope * microbatch, shares)
+        moments = held(self.base + self.slope * microbatch, self.states, shares)
         worst = moments[moments.sum(1).argmax()]
         found: dict[str, float] = dict(zip(CATEGORIES, worst.tolist(), strict=True))
         images = max(batch, self.count * microbatch)
