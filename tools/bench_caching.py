@@ -32,6 +32,7 @@ from .bench_inputs import text_model, vae_model
 from .bench_meters import hardware
 from .bench_scratch import fresh_folder, own_folder
 from .bench_train import WARM_STEPS, timed
+from .cpu_memory import keep_freed_memory
 from .planner import CLASSES
 from .progress import ProgressLine
 from .synthetic import make_store
@@ -68,6 +69,8 @@ def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
     """
     device, size = request.device, request.recipe.run.global_batch
     scratch = own_folder(request.scratch, "caching")
+    if device.type == "cpu":
+        keep_freed_memory()  # as the command 'train' does
     encoders = load_encoders(_encoder_recipe(request, scratch), device)
     store = _store(request, encoders, fresh_folder(scratch, "store", make=False))
     spec = model_spec(request.recipe, store.spec, str(store.path))

@@ -34,6 +34,7 @@ from ..train.precision import autocast_dtype
 from ..train.stop import StopRequest
 from ..train.synthetic import synthetic_batch, synthetic_learner
 from .bench_meters import hardware
+from .cpu_memory import keep_freed_memory
 from .planner import Work
 from .progress import ProgressLine
 from .synthetic import make_store
@@ -72,8 +73,8 @@ def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
         raise RecipeError(f"--data '{request.data}': needed synthetic or store.")
     work, device = request.work, request.device
     recipe, spec = work.recipe, work.spec
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = recipe.run.precision != "fp32"
+    if device.type == "cpu":
+        keep_freed_memory()  # as the command 'train' does
     rates, outside = _on_store(request, progress) if request.data == "store" else (_beside(request, progress), [])
     size = latent_size_of(work.largest_bucket, work.store.latent)
     flops = train_flops(spec, size, work.tokens)

@@ -69,8 +69,11 @@ def _train(
     from ..train.loop import train as train_run
     from ..train.parallel import choose_strategy
     from ..train.precision import autocast_dtype
+    from .cpu_memory import keep_freed_memory
     from .progress import ProgressLine, train_note
 
+    if device.type == "cpu":
+        keep_freed_memory()
     precision = recipe.run.precision
     if precision == "bf16" and autocast_dtype("bf16", device) is None:
         precision = f"fp32 (bf16 was asked for, {device} has no fast bf16)"

@@ -24,6 +24,7 @@ from ..train import config as train_config
 from ..train.loop import StopRequest, train
 from ..train.meters import StepReport
 from ..train.sample import load_snapshot
+from .cpu_memory import keep_freed_memory
 from .inspector import render, summarise
 from .pictures import draw_scene, main_object_of, make_scenes, read_main_object
 from .progress import ProgressLine
@@ -102,6 +103,7 @@ def run_demo(
             note = f"loss {figures.loss:.3f}  {figures.images_per_second:.0f} images/s"
             progress("train", figures.step, recipe.run.steps, note)
 
+        keep_freed_memory()
         outcome = train(recipe, store_path=store_path, run=run, device=device, report=show, stop=stop)
     if not outcome.finished:
         raise KeyboardInterrupt

@@ -1,0 +1,37 @@
+"""A process that keeps what it frees asks the system for nothing at its next step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, sys, torch
+from leandit.tools.cpu_memory import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+
+def step():
+    kept = [torch.ones(2**20) for _ in range(64)]  # 4 MiB each
+    return sum(float(tensor[-1]) for tensor in kept)
+
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(how: str) -> int:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's own way")
+def test_steps_cost_no_page_faults() -> None:
+    kept, given_back = page_faults("kept"), page_faults("given back")
+    assert kept < 1000 < given_back
