@@ -16,7 +16,8 @@ from leandit.tools.dry_run import held_bytes
 from leandit.tools.planner import Work, measured_mfu, plan, render, work_at_resolution
 from leandit.train.config import load
 from leandit.train.dit import SIZES
-from leandit.train.memory import (
+from leandit.train.memory import StepMemory, step_memory, trace_step
+from leandit.train.memory_tracker import (
     ACTIVATIONS,
     EMA,
     GRADIENTS,
@@ -24,9 +25,6 @@ from leandit.train.memory import (
     PARAMETERS,
     STATES,
     MemoryTracker,
-    StepMemory,
-    step_memory,
-    trace_step,
 )
 from leandit.train.models import PIXART_SIZES, build_model
 from leandit.train.step import train_step

@@ -24,7 +24,7 @@ from ..datasets.errors import RecipeError
 from ..train import loop
 from ..train import step as step_module
 from ..train.config import TrainRecipe
-from ..train.dit import SIZES
+from ..train.dit import size_of
 from ..train.flops import latent_size_of, train_flops
 from ..train.gauges import peak_flops
 from ..train.models import ModelSpec
@@ -203,13 +203,12 @@ def plain_dit(spec: ModelSpec) -> nn.Module:
     """The plain DiT of a model's size."""
     from .plain_dit import PlainDiT
 
-    size, patch = spec.name.removeprefix("DiT-").split("/")
-    depth, width, heads = SIZES[size]
+    depth, width, heads, patch = size_of(spec.name)
     return PlainDiT(
         depth=depth,
         width=width,
         heads=heads,
-        patch=int(patch),
+        patch=patch,
         channels=spec.channels,
         out_channels=spec.out_channels,
         num_classes=spec.num_classes,
@@ -224,8 +223,7 @@ class DiffusersDiT(nn.Module):
         super().__init__()
         from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 
-        size, patch = spec.name.removeprefix("DiT-").split("/")
-        depth, width, heads = SIZES[size]
+        depth, width, heads, patch = size_of(spec.name)
         self.net = DiTTransformer2DModel(
             num_layers=depth,
             num_attention_heads=heads,
@@ -233,7 +231,7 @@ class DiffusersDiT(nn.Module):
             in_channels=spec.channels,
             out_channels=spec.out_channels,
             sample_size=spec.base_size,
-            patch_size=int(patch),
+            patch_size=patch,
             num_embeds_ada_norm=spec.num_classes,
         )
         for module in self.net.modules():

@@ -23,7 +23,8 @@ from ..train.config import TrainRecipe
 from ..train.deepspeed_config import read_config
 from ..train.flops import latent_size_of, tokens_per_image, train_flops
 from ..train.gpus import GPUS, Gpu, gpu_named
-from ..train.memory import ACTIVATIONS, AT_UPDATE, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, StepMemory, Trace, step_memory
+from ..train.memory import AT_UPDATE, StepMemory, Trace, step_memory
+from ..train.memory_tracker import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS
 from ..train.meters import METRICS
 from ..train.models import ModelSpec, model_spec
 from .synthetic import noise_spec

@@ -41,6 +41,12 @@ PATCHES = (2, 4, 8)
 PUBLISHED = DiTOptions()
 
 
+def size_of(name: str) -> tuple[int, int, int, int]:
+    """Depth, width, heads and patch of "DiT-{size}/{patch}"."""
+    size, patch = name.removeprefix("DiT-").split("/")
+    return *SIZES[size], int(patch)
+
+
 class DiTBlock(nn.Module):
     """Transformer block with adaLN-Zero conditioning (figure 3, right); captions bring cross-attention."""
 

@@ -17,7 +17,7 @@ from ..datasets.schema import LatentSpec, StoreSpec
 from ..datasets.shuffle import keyed_hash
 from .conditioning import Conditioning
 from .config import TrainRecipe
-from .dit import PATCHES, SIZES, DiT
+from .dit import PATCHES, SIZES, DiT, size_of
 from .dit_layers import DiTOptions
 from .objectives import num_outputs
 from .pretrained import read_config
@@ -164,7 +164,7 @@ def patch_of(spec: ModelSpec) -> int:
     family = family_of(spec.name)
     if family:
         return PIXART_SIZES[spec.name][3] if family == "pixart" else SANA_PATCH
-    return int(spec.name.split("/")[1])
+    return size_of(spec.name)[-1]
 
 
 def check_sizes(spec: ModelSpec, latent: LatentSpec, buckets: list[str]) -> None:
@@ -186,13 +186,12 @@ class DiTDenoiser(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        size, patch = spec.name.removeprefix("DiT-").split("/")
-        depth, width, heads = SIZES[size]
+        depth, width, heads, patch = size_of(spec.name)
         self.net = DiT(
             depth=depth,
             width=width,
             heads=heads,
-            patch=int(patch),
+            patch=patch,
             channels=spec.channels,
             out_channels=spec.out_channels,
             num_classes=spec.num_classes,
