@@ -12,7 +12,8 @@ from making import CPU
 
 from leandit.datasets.errors import RecipeError
 from leandit.tools import bench_caching
-from leandit.tools.bench_train import DIFFUSERS, OURS, PLAIN, Inside, Request, our_step, plain_dit, render, run
+from leandit.tools.bench_steps import Request, our_step, plain_dit
+from leandit.tools.bench_train import DIFFUSERS, OURS, PLAIN, Inside, render, run
 from leandit.tools.planner import Work, work_at_resolution
 from leandit.train import step as step_module
 from leandit.train.config import load

@@ -31,7 +31,7 @@ from ..train.synthetic import synthetic_batch, synthetic_learner
 from .bench_inputs import text_model, vae_model
 from .bench_meters import hardware
 from .bench_scratch import fresh_folder, own_folder
-from .bench_train import WARM_STEPS, timed
+from .bench_steps import WARM_STEPS, timed
 from .cpu_memory import keep_freed_memory
 from .planner import CLASSES
 from .progress import ProgressLine

@@ -199,7 +199,8 @@ def bench_train(
     Example: leandit bench train dit-b-2-256 --set run.global_batch=8
     """
     from ..train.config import load
-    from .bench_train import Request, render, run
+    from .bench_steps import Request
+    from .bench_train import render, run
     from .planner import work_at_resolution, work_on_store
     from .progress import ProgressLine
 
