@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from leandit.datasets.errors import LeanditError
 from leandit.datasets.reader import Batch
-from leandit.train import deepspeed_engine, loop, parallel, state
+from leandit.train import deepspeed_engine, learner, loop, parallel
 from leandit.train.dit import SIZES
 from leandit.train.loop import train
 from leandit.train.meters import StepReport, Trace
@@ -41,7 +41,7 @@ def fail_at(step: int) -> None:
 
 def compute_in_bf16() -> None:
     """From here on, as a GPU does; a CPU is asked for float32 else, because it is slow."""
-    for module in (parallel, deepspeed_engine, state):
+    for module in (parallel, deepspeed_engine, learner):
         module.autocast_dtype = lambda *_: torch.bfloat16
 
 
