@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from leandit.train.cpu_linear import OneDnnLinear, use_onednn
+from leandit.tools.planner import work_at_resolution
+from leandit.train.config import load
+from leandit.train.cpu_linear import OneDnnLinear, has_onednn, use_onednn
+from leandit.train.models import build_model
+from leandit.train.step import train_step
+from leandit.train.synthetic import synthetic_batch, synthetic_learner
+
+pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")
+CPU, PRODUCT = torch.device("cpu"), torch.ops.mkldnn._linear_pointwise.default
 
 WIDTH, OUT = 16, 24
 SHAPES = [(7, WIDTH), (2, 5, WIDTH), (2, 3, 5, WIDTH), (1, WIDTH), (WIDTH,), (0, WIDTH)]
@@ -50,6 +61,38 @@ def test_a_gradient_that_is_one_number_everywhere_has_no_memory_of_its_own_and_i
     use_onednn(layer)
     layer(x).sum().backward()  # an expanded tensor
     torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(OUT, WIDTH))
+
+
+class Counter(TorchDispatchMode):
+    """Counts the products by oneDNN."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is PRODUCT
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_a_step_on_a_cpu_takes_it_for_every_layer_and_selective_recomputation_keeps_it() -> None:
+    counted = {}
+    for mode in ("none", "blocks", "selective"):
+        settings = ["run.global_batch=2", "model.num_classes=10", f"run.activation_checkpointing={mode}"]
+        work = work_at_resolution(load("dit-s-2-256", settings), 64)
+        learner = synthetic_learner(work.recipe, work.spec, 0, CPU)
+        with Counter() as counter:
+            train_step(learner, synthetic_batch(work.store, work.largest_bucket, 2, 0, CPU))
+        counted[mode] = counter.count
+    layers = [module for module in build_model(work.spec, seed=0).modules() if isinstance(module, nn.Linear)]
+    assert 3 * len(layers) >= counted["none"] > 2.5 * len(layers)  # not all have an input that wants a gradient
+    assert counted["blocks"] > counted["none"] == counted["selective"]
+
+
+def test_it_is_left_out_where_it_is_turned_off() -> None:
+    layer = nn.Linear(WIDTH, OUT)
+    with torch.backends.mkldnn.flags(enabled=False):
+        use_onednn(layer)
+    assert type(layer) is nn.Linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -14,13 +14,13 @@ if sys.argv[1] == "kept":
     keep_freed_memory()
 
 def step():
-    kept = [torch.ones(2**20) for _ in range(64)]  # 4 MiB each
+    kept = [torch.ones(2**20) for _ in range(192)]  # 4 MiB each
     return sum(float(tensor[-1]) for tensor in kept)
 
 for _ in range(3):
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(5):
+for _ in range(20):
     step()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """

@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from making import CPU
 
-from leandit.datasets.errors import RecipeError
+from leandit.datasets.errors import RecipeError, RunError
 from leandit.tools.bench_planner import ON_CPU, Case, job_of, measure, measure_apart, predict
 from leandit.tools.dry_run import held_bytes
-from leandit.tools.planner import Work, measured_mfu, plan, render, work_at_resolution
+from leandit.tools.planner import Work, measured_mfu, plan, render, strategies, work_at_resolution
 from leandit.train.config import load
 from leandit.train.dit import SIZES
-from leandit.train.memory import StepMemory, step_memory, trace_step
+from leandit.train.memory import StepMemory, Trace, step_memory, trace_step
 from leandit.train.memory_tracker import (
     ACTIVATIONS,
     EMA,
@@ -161,6 +163,61 @@ def test_nothing_fake_is_left_for_those_who_train_afterwards() -> None:
     assert type(trace.loss) is torch.Tensor
     assert torch.isfinite(trace.loss)
     assert torch.isfinite(trace.grad_norm)
+
+
+def test_a_plan_says_what_is_asked_for_and_reads_the_buckets_of_a_ds_config(tmp_path: Path) -> None:
+    def rows(zero: dict[str, object]) -> dict[str, dict[str, Any]]:
+        (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+        it = work("dit-s-2-256", f"parallel.deepspeed_config={tmp_path / 'ds.json'}")
+        result = plan(it, gpu="H200", num_gpus=2, images=0, run=None)
+        assert "strategy    deepspeed with" in render(result)
+        return {row["strategy"]: row["bytes"] for row in result["strategies"]}
+
+    small, large = rows({"stage": 2, "reduce_bucket_size": 1000}), rows({"stage": 2, "reduce_bucket_size": 1_001_000})
+    for name in ("zero-1", "zero-2", "zero-3", "zero-2, offloaded"):
+        assert large[name]["workspace"] - small[name]["workspace"] == 4_000_000
+    twice = rows({"stage": 2, "reduce_bucket_size": 1_001_000, "overlap_comm": True})
+    assert twice["zero-2"]["workspace"] - large["zero-2"]["workspace"] == 4_004_000
+    default = rows({"stage": 2, "reduce_bucket_size": "auto"})
+    assert default["zero-2"]["workspace"] - small["zero-2"]["workspace"] == 4 * (500_000_000 - 1000)
+    with pytest.raises(RecipeError, match="reduce_bucket_size is '5e8', needed a number"):
+        rows({"stage": 2, "reduce_bucket_size": "5e8"})
+
+
+def test_the_bytes_of_zero_are_written_down() -> None:
+    """Four states of 100 and blocks of 10; each term of the rules stands alone in one of the figures."""
+    states = {PARAMETERS: 100, GRADIENTS: 100, OPTIMIZER: 200, EMA: 100}
+    moments = np.array([[100, 10, 200, 100, 50]])
+    trace = Trace(moments, states, block_bytes=10, other_bytes=5)
+    zero = {"reduce_bucket_size": 1, "stage3_prefetch_bucket_size": 2, "stage3_max_live_parameters": 10}
+
+    def total(name: str, *, accumulates: bool = False) -> float:
+        known = {it.name: it for it in strategies(trace, 2, zero, accumulates=accumulates)}
+        return trace.peak(known[name].shares) + known[name].buffers
+
+    # weights 100, optimizer 100 and its copy of weights 50, averages 50; a bucket of 4; then backward or update
+    assert total("zero-1") == 300 + 4 + max(10 + 50, 150)
+    assert total("zero-2") == 300 + 4 + max(5 + 50, 100)
+    assert total("zero-2", accumulates=True) == 300 + 8 + max(5 + 50, 150)
+    assert total("zero-2, offloaded") == 100 + 4 + 5 + 50
+    # weights, optimizer, averages, activations; a bucket, gradients that stay, weights alive, ahead, a block's gradients
+    assert total("zero-3") == 50 + 150 + 50 + 50 + 4 + 50 + 40 + 8 + 30
+    assert total("ddp") == 100 + 200 + 100 + 50 + 100
+
+
+def test_a_gpu_without_the_precision_has_dashes_and_cannot_be_planned_for() -> None:
+    it = work("dit-s-2-256", "run.precision=bf16")
+    result = plan(it, gpu="H200", num_gpus=2, images=0, run=None)
+    t4 = next(row for row in result["known_gpus"] if row["gpu"] == "T4")
+    assert (t4["microbatch_whole"], t4["seconds"]) == (None, None)
+    assert "it has no bf16" in render(result)
+    with pytest.raises(RecipeError, match="it has no bf16"):
+        plan(it, gpu="T4", num_gpus=2, images=0, run=None)
+
+
+def test_pictures_that_are_no_whole_patches_are_refused() -> None:
+    with pytest.raises(RunError, match="no whole number of patches"):
+        work_at_resolution(load("dit-s-2-256", SMALL), 250)
 
 
 def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:

@@ -15,11 +15,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from leandit.datasets.store import LatentStore
 from leandit.train import cross_attention
+from leandit.train import step as step_module
 from leandit.train.conditioning import Conditioner, Conditioning
 from leandit.train.cross_attention import LinearProcessor, attend_packed, attend_padded, pack_captions
+from leandit.train.draws import Draws
+from leandit.train.learner import Learner
 from leandit.train.loop import StopRequest, train
 from leandit.train.models import Denoiser, ModelSpec, build_model, model_spec
 from leandit.train.sample import Solver, draw_latents, load_snapshot
+from leandit.train.state import prepare
 from leandit.train.text_models import CachedPatchEmbed, Family, TextDenoiser, published_config, transformer_class
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -128,6 +132,24 @@ def test_captions_of_16_bits_stay_so_for_a_forward_under_autocast(dtype: torch.d
     x, t, _ = inputs()
     with torch.no_grad(), torch.autocast("cpu", dtype):
         assert torch.equal(model(x, t, narrow), model(x, t, narrow._replace(captions=narrow.captions.float())))
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16)])
+@pytest.mark.usefixtures("tiny_models")
+def test_a_step_hands_on_captions_in_the_dtype_that_its_precision_wants(
+    precision: str, dtype: torch.dtype, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, image_losses = list[torch.dtype](), step_module.image_losses
+
+    def look(learner: Learner, x: Tensor, draws: Draws, conditioning: Conditioning) -> Tensor:
+        assert conditioning.captions is not None
+        seen.append(conditioning.captions.dtype)
+        return image_losses(learner, x, draws, conditioning)
+
+    monkeypatch.setattr(step_module, "image_losses", look)
+    state = prepare(train_recipe("sana-tiny", f"run.precision={precision}"), caption_store, CPU, print)
+    step_module.train_step(state, next(iter(state.loader)))
+    assert set(seen) == {dtype}
 
 
 @pytest.mark.parametrize(("step", "length"), [(1, 7), (4, 8), (5, 10), (64, 11)])

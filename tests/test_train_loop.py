@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -262,6 +264,46 @@ def test_a_folder_with_something_else_is_refused_and_left_alone(stores: dict[str
     with pytest.raises(RunError, match="not empty"):
         run_to(train_recipe(), stores["dit-s-4"], tmp_path / "run")
     assert tree_digest(tmp_path / "run") == {"thesis.txt": b"do not touch"}
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from leandit.train.run_lock import held
+with held(Path(sys.argv[1])):
+    print("held", flush=True)
+    input()
+"""
+
+
+def test_a_run_that_another_process_trains_is_refused_and_untouched(
+    whole: dict[str, Path], stores: dict[str, Path]
+) -> None:
+    run = whole["dit-s-4"]
+    before = tree_digest(run)
+    command = [sys.executable, "-c", HOLDS, str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(RunError, match="another process trains it"):
+            run_to(constant("dit-s-4", EVERY, "run.keep_checkpoints=10"), stores["dit-s-4"], run)
+        other.kill()
+    assert tree_digest(run) == before
+    run_to(constant("dit-s-4", EVERY, "run.keep_checkpoints=10"), stores["dit-s-4"], run)  # its lock died with it
+
+
+def test_metrics_that_are_none_are_named_and_a_lost_checkpoint_is_told(stores: dict[str, Path], tmp_path: Path) -> None:
+    run, said = tmp_path / "run", list[str]()
+    run_to(constant_steps(2, EVERY), stores["dit-s-4"], run)
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b"\xff\x00\n")
+    with pytest.raises(DamageError, match=r"metrics.jsonl': line 3 is no report"):
+        run_to(constant_steps(3, EVERY), stores["dit-s-4"], run)
+    (run / "metrics.jsonl").unlink()
+    for path in checkpoint.find(checkpoint.CHECKPOINT, run):
+        shutil.rmtree(path)
+    run_to(constant_steps(3, EVERY), stores["dit-s-4"], run, said=said)
+    assert said == [f"run '{run}' begins from scratch: there is no checkpoint, though there is 'snapshot-2'"]
 
 
 def test_an_incomplete_store_is_refused_unless_allowed(stores: dict[str, Path], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
@@ -182,7 +183,8 @@ def measure_apart(job: dict[str, Any]) -> int:
     for rank in range(count):
         environment = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         ranks.append(subprocess.Popen(command, env=environment, **pipes))
-    ended = [rank.communicate() for rank in ranks]
+    with ThreadPoolExecutor(count) as readers:  # all at once: who cannot write waits, and the others wait for it
+        ended = list(readers.map(lambda rank: rank.communicate(), ranks))
     for rank, (_, errors) in zip(ranks, ended, strict=True):
         if rank.returncode:
             raise ResourceError(f"bench planner: {job['recipe']} did not run: {errors.strip()[-500:]}")

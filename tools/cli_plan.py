@@ -45,7 +45,9 @@ def plan_train(
     from .planner import render, work_at_resolution, work_on_store
 
     loaded = load(recipe, overrides or [])
-    if (store is None) == (resolution is None):
+    if store and resolution:
+        raise RecipeError("plan train: --store and --resolution: a store has its own, so give one of them alone.")
+    if store is None and resolution is None:
         raise RecipeError("plan train: needed --store PATH, or --resolution PX where there is no store yet.")
     work = work_on_store(loaded, store) if store else work_at_resolution(loaded, resolution or 0)
     result = make_plan(work, gpu=gpu, num_gpus=gpus, images=images, run=run)

@@ -26,7 +26,7 @@ from ..train.gpus import GPUS, Gpu, gpu_named
 from ..train.memory import AT_UPDATE, StepMemory, Trace, step_memory
 from ..train.memory_tracker import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS
 from ..train.meters import METRICS
-from ..train.models import ModelSpec, model_spec
+from ..train.models import ModelSpec, check_sizes, model_spec
 from .synthetic import noise_spec
 
 MIB, GIB = 2**20, 2**30
@@ -103,6 +103,7 @@ def work_at_resolution(recipe: TrainRecipe, resolution_px: int) -> Work:
     images = store.images.model_copy(update={"resolution_px": resolution_px})
     store = store.model_copy(update={"images": images})
     spec = model_spec(recipe, store, "a store of this resolution")
+    check_sizes(spec, store.latent, [bucket])
     return Work(recipe, store, spec, {bucket: 1}, TOKENS if spec.takes_text else 0)
 
 
@@ -140,9 +141,7 @@ def strategies(
       accumulates: the step has several microbatches.
     """
     zero = zero or {}
-    bucket, ahead, max_live = (
-        4 * float(zero.get(key, default)) for key, default in DEEPSPEED_ELEMENTS.items()
-    )  # float32
+    bucket, ahead, max_live = (4 * _elements(zero, key) for key in DEEPSPEED_ELEMENTS)  # float32
     n, m = num_gpus, min(num_gpus, GPUS_OF_A_MACHINE)
     states, block, other = memory.states, memory.block_bytes, memory.other_bytes
     params = states[PARAMETERS]
@@ -157,7 +156,7 @@ def strategies(
     live = min(params, max(max_live, 2 * block + other))
     buffers3 = bucket + params / n + live + min(params, ahead) + 3 * block  # the gradients of its part stay
     bucket *= 1 + bool(zero.get("overlap_comm")) + accumulates
-    off = {OPTIMIZER: 0.0, EMA: 0.0}
+    off = {OPTIMIZER: 0.0, EMA: 0.0, AT_UPDATE: 0.0}
     moved = (states[OPTIMIZER] + params + states[EMA]) / n
     return [
         Strategy("single", WHOLE, 0.0),
@@ -173,6 +172,27 @@ def strategies(
         Strategy("zero-3", zero3, buffers3),
         Strategy("zero-3, offloaded", zero3 | off, buffers3, moved),
     ]
+
+
+def _elements(zero: Mapping[str, Any], key: str) -> float:
+    """Elements that a key of zero_optimization says; the default where it is "auto" or missing.
+
+    Raises: RecipeError: it is no number.
+    """
+    said = zero.get(key, "auto")
+    if said == "auto":
+        return DEEPSPEED_ELEMENTS[key]
+    if isinstance(said, bool) or not isinstance(said, int | float) or said < 0:
+        raise RecipeError(f"ds_config.json: zero_optimization.{key} is {said!r}, needed a number of elements.")
+    return said
+
+
+def asked_strategy(recipe: TrainRecipe) -> str:
+    """What the section parallel says, in words."""
+    section = recipe.parallel
+    if section.deepspeed_config:
+        return f"deepspeed with '{section.deepspeed_config}'"
+    return section.strategy
 
 
 def zero_section(recipe: TrainRecipe) -> dict[str, Any]:
@@ -200,6 +220,11 @@ def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) 
         raise RecipeError(f"--gpu '{gpu}': not known. Needed one of {', '.join(known.name for known in GPUS)}.")
     recipe = work.recipe
     precision = recipe.run.precision
+    if not chosen.peak_flops(precision):
+        raise RecipeError(
+            f"--gpu '{gpu}': it has no {precision}, so it would be trained on in another precision. Plan with "
+            "--set run.precision=fp16, or fp32."
+        )
     local = -(-recipe.run.global_batch // num_gpus)  # of the rank that has most
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     whole = traced(work, autocast, accumulates=False)
@@ -240,14 +265,14 @@ def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) 
     on_gpus = []
     for each in GPUS:
         peak_flops = each.peak_flops(precision)
-        whole_states, sharded = (fit(each, *pair)[0] for pair in known[:2])
+        most = [fit(each, *pair)[0] if peak_flops else None for pair in known[:2]]
         rate = peak_flops * mfu / work.flops * num_gpus
         on_gpus.append(
             {
                 "gpu": each.name,
                 "memory_gib": each.memory_gib,
-                "microbatch_whole": whole_states,
-                "microbatch_sharded": sharded,
+                "microbatch_whole": most[0],
+                "microbatch_sharded": most[1],
                 "images_per_second": rate,
                 "seconds": images / rate if rate else None,
             }
@@ -264,6 +289,7 @@ def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) 
         "gpus": num_gpus,
         "gpu": chosen.name,
         "images": images,
+        "asked": asked_strategy(recipe),
         "mfu": mfu,
         "mfu_is_measured": measured,
         "strategies": [shown(*pair) for pair in known],
@@ -290,12 +316,24 @@ def measured_mfu(run: Path) -> float:
 
     Raises: RecipeError: the run does not tell one.
     """
+    if not run.is_dir():
+        raise RecipeError(f"--run '{run}': there is no such folder.")
     path = run / METRICS
     lines = path.read_text().splitlines() if path.is_file() else []
     found = [value for line in lines if (value := json.loads(line).get("mfu"))]
     if not found:
         raise RecipeError(f"--run '{run}': its {METRICS} tells no MFU, which only a run on a known GPU has.")
     return median(found[len(found) // 2 :])
+
+
+def _fit_columns(row: Mapping[str, Any]) -> str:
+    """Microbatches, images a second and days of one GPU; dashes where it cannot compute so."""
+    if row["seconds"] is None:
+        return f"{'-':>8}{'-':>9}{'-':>10}{'-':>9}"
+    return (
+        f"{row['microbatch_whole']:>8}{row['microbatch_sharded']:>9}{row['images_per_second']:>10.0f}"
+        f"{row['seconds'] / 86400:>9.2f}"
+    )
 
 
 def render(result: dict[str, Any]) -> str:
@@ -306,6 +344,7 @@ def render(result: dict[str, Any]) -> str:
         f"model       {result['model']}, {result['parameters'] / 1e6:.1f} M parameters, {result['bucket']} px{text}",
         f"arithmetic  {result['flops_per_image'] / 1e12:.3f} TFLOP an image, {result['precision']}",
         f"batch       {result['global_batch']} images on {result['gpus']} GPUs",
+        f"strategy    {result['asked']} by the recipe; below are all",
         f"MFU         {result['mfu']:.0%}, {kind}",
         f"memory      traced, not compiled{'; torch.compile takes less' if result['compiled'] else ''}",
         "",
@@ -320,9 +359,7 @@ def render(result: dict[str, Any]) -> str:
     lines += ["", f"largest microbatch on each GPU, and {result['images']:,} images on {result['gpus']} of them"]
     lines.append(f"{'GPU':<12}{'GiB':>7}{'whole':>8}{'sharded':>9}{'images/s':>10}{'days':>9}")
     for row in result["known_gpus"]:
-        days = f"{row['seconds'] / 86400:>9.2f}" if row["seconds"] else f"{'-':>9}"
-        lines.append(
-            f"{row['gpu']:<12}{row['memory_gib']:>7.1f}{row['microbatch_whole']:>8}{row['microbatch_sharded']:>9}"
-            f"{row['images_per_second']:>10.0f}{days}"
-        )
+        lines.append(f"{row['gpu']:<12}{row['memory_gib']:>7.1f}" + _fit_columns(row))
+    if any(row["seconds"] is None for row in result["known_gpus"]):
+        lines.append(f"-: it has no {result['precision']}. Plan with the run.precision that it would be trained in.")
     return "\n".join(lines)

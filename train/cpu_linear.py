@@ -16,9 +16,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
+def has_onednn() -> bool:
+    """Whether this torch carries the operation, and it is not turned off (``torch.backends.mkldnn.enabled``)."""
+    return bool(torch.backends.mkldnn.enabled) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
 def use_onednn(model: nn.Module) -> None:
     """Let the linear layers of a model go through oneDNN where it is to be had; their parameters keep their names."""
-    if not torch.backends.mkldnn.is_available():
+    if not has_onednn():
         return
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -26,7 +31,7 @@ def use_onednn(model: nn.Module) -> None:
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer that is torch's own, but for float32 on a CPU outside of autocast."""
+    """A linear layer that is torch's own, but for float32 on a CPU outside of autocast. Once differentiable."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -41,7 +46,8 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        for_x, for_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
         return _product(x, weight, bias)
 
     @staticmethod
@@ -49,10 +55,11 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
-        rows = gradient.reshape(-1, weight.shape[0])
+        rows = gradient.reshape(-1, gradient.shape[-1])
         return (
             _product(gradient, weight.t(), None) if for_x else None,
-            _product(rows.t(), x.reshape(-1, weight.shape[1]).t(), None) if for_weight else None,
+            # oneDNN would make this copy by itself, where nobody sees its memory.
+            _product(rows.t().contiguous(), x.reshape(-1, x.shape[-1]).t(), None) if for_weight else None,
             rows.sum(0) if for_bias else None,
         )
 

@@ -6,6 +6,7 @@ No encoder is imported here, nor by anything that this imports. All that is rand
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from .head import open_store, read_head
 from .meters import Meters, StepReport, Window
 from .optimizers import learning_rate
 from .ranks import Meeting, SharedStop, connected, read_ranks
+from .run_lock import held
 from .saving import Saver
 from .state import averages_are_due, begin_or_resume, capture, prepare
 from .step import train_step
@@ -78,8 +80,8 @@ def train(
     Raises: LeanditError: before the first step, where recipe, store and run do not fit each other.
     """
     ranks = read_ranks()
-    with connected(ranks, device), Meeting(ranks, warn) as meeting:
-        return _train(recipe, store_path, run, device, report, stop, warn, meeting)
+    with connected(ranks, device), Meeting(ranks, warn) as meeting, contextlib.ExitStack() as locks:
+        return _train(recipe, store_path, run, device, report, stop, warn, meeting, locks)
 
 
 def _train(
@@ -91,6 +93,7 @@ def _train(
     stop: StopRequest,
     warn: Callable[[str], None],
     meeting: Meeting,
+    locks: contextlib.ExitStack,
 ) -> Outcome:
     # Open the revision that the run reads, build what trains.
     head, ranks = read_head(run), meeting.ranks
@@ -107,6 +110,8 @@ def _train(
     meeting.agree(facts | flatten(recipe.model_dump()))
     state = prepare(recipe, store, device, warn, ranks)
     stop.check()
+    if ranks.is_first:
+        locks.enter_context(held(run))
     begin_or_resume(state, run, head, warn, meeting)
     first_step, seen_before, told = state.step + 1, state.num_images, list[StepReport]()
     if state.step >= recipe.run.steps:

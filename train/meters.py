@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..datasets.errors import RunError
+from ..datasets.errors import DamageError, RunError
 from ..datasets.files import write_atomic
 from ..datasets.reader import Batch
 from ..datasets.store import LatentStore
@@ -205,8 +205,8 @@ class Window:
         what = f"the loss of records {names}{more} is" if keys else "the losses are finite, but the gradient is"
         raise RunError(
             f"step {trace.step}: {what} not finite. That update was not made, and nothing since the last checkpoint "
-            "was saved. Look at the records with 'leandit inspect STORE KEY'; lower optimizer.lr or set run.grad_clip; "
-            "then run the same command again."
+            "was saved. Look at the records with 'leandit inspect STORE KEY'; train with a lower optimizer.lr or with "
+            "run.grad_clip, in another --run."
         )
 
     def _key(self, trace: Trace, record: int) -> str:
@@ -227,8 +227,7 @@ class Meters:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         self._path = run / METRICS
-        kept = [line for line in _lines(self._path) if json.loads(line)["step"] <= step]
-        write_atomic(self._path, "".join(kept).encode())
+        write_atomic(self._path, "".join(_kept(self._path, step)).encode())
         self._wandb = begin_wandb(run, recipe) if recipe.run.wandb else None
         self._tensorboard = SummaryWriter(run / "tensorboard", purge_step=step + 1)
 
@@ -257,8 +256,23 @@ def _scalars(values: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in (plain | bands).items() if value is not None}
 
 
-def _lines(path: Path) -> list[str]:
-    """Whole lines of a metrics file; one that a crash cut off is left out."""
+def _kept(path: Path, step: int) -> list[str]:
+    """Lines of a metrics file up to a step; one that a crash cut off is left out.
+
+    Raises: DamageError: a line is no report.
+    """
     if not path.is_file():
         return []
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    kept = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            found = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamageError(
+                f"'{path}': line {number} is no report of a run. Remove the line, or move the file away: a run "
+                "goes on without it."
+            ) from error
+        kept += [line.decode()] if found <= step else []
+    return kept

@@ -14,6 +14,8 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from .cpu_linear import has_onednn
+
 Mode = Literal["none", "blocks", "selective"]
 Owner = Literal["deepspeed"]  # who recomputes, where it is not torch
 
@@ -65,7 +67,7 @@ def kept_operations() -> list[Any]:
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
-        *([torch.ops.mkldnn._linear_pointwise.default] if torch.backends.mkldnn.is_available() else []),
+        *([torch.ops.mkldnn._linear_pointwise.default] if has_onednn() else []),
         aten.convolution.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,

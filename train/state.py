@@ -159,6 +159,8 @@ def newest_valid(state: TrainState, run: Path, warn: Callable[[str], None]) -> L
             f"run '{run}': not one valid checkpoint. {what} Training would begin from scratch: restore a checkpoint "
             "from a copy, or give another --run."
         )
+    if found is None and (snapshots := checkpoint.find(checkpoint.SNAPSHOT, run)):
+        warn(f"run '{run}' begins from scratch: there is no checkpoint, though there is '{snapshots[-1].name}'")
     for problem in problems:
         assert found is not None
         name, renamed = problem.path.name, checkpoint.set_aside(problem.path).name

@@ -123,9 +123,11 @@ def made_up(state: TrainState, bucket: str, images: int) -> tuple[Tensor, Draws,
     labels = torch.zeros(images, dtype=torch.int64, device=state.device)
     captions = lengths = None
     if state.spec.takes_text and text:
-        captions = torch.zeros(images, text.max_tokens, text.width, device=state.device)
+        dtype = torch.float32 if state.autocast_dtype is None else torch.float16
+        captions = torch.zeros(images, text.max_tokens, text.width, dtype=dtype, device=state.device)
         lengths = torch.full((images,), text.max_tokens, device=state.device)
-    return draws.noise, draws, state.conditioner(labels, captions, lengths, labels)
+    given = state.conditioner(labels, captions, lengths, labels, widen=state.autocast_dtype is None)
+    return draws.noise, draws, given
 
 
 def _peak(state: TrainState, bucket: str, images: int) -> float:
