@@ -200,7 +200,7 @@ def test_the_bytes_of_zero_are_written_down() -> None:
     assert total("zero-2") == 300 + 4 + max(5 + 50, 100)
     assert total("zero-2", accumulates=True) == 300 + 8 + max(5 + 50, 150)
     assert total("zero-2, offloaded") == 100 + 4 + 5 + 50
-    # weights, optimizer, averages, activations; a bucket, gradients that stay, weights alive, ahead, a block's gradients
+    # weights, optimizer, averages, activations; bucket, gradients that stay, weights alive, ahead, a block's gradients
     assert total("zero-3") == 50 + 150 + 50 + 50 + 4 + 50 + 40 + 8 + 30
     assert total("ddp") == 100 + 200 + 100 + 50 + 100
 
