@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +30,15 @@ from leandit.train.text_models import PIXART_SIZES, SANA_SIZES
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test touches a network
 torch.set_num_threads(1)  # the tests run in two processes
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> Iterator[None]:
+    """The command changes how signals are handled, and what is ignored stays so in processes that are started later."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

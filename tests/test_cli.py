@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -78,12 +78,7 @@ FLAGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _own_signals(tiny_models: None) -> Iterator[None]:
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
 class Ended(NamedTuple):

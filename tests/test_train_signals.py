@@ -54,14 +54,6 @@ main()
 """
 
 
-@pytest.fixture(autouse=True)
-def _own_signals() -> Iterator[None]:
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 def settings(overrides: list[str]) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
