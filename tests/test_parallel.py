@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.store import LatentStore
+from leandit.tools.bench_planner import free_port
 from leandit.train.config import ParallelSection
 from leandit.train.loop import train
 from leandit.train.parallel import choose_strategy
@@ -41,12 +41,6 @@ SETTINGS = [
 Job = dict[str, Any]
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def start_ranks(jobs: list[Job], world_size: int) -> list[subprocess.Popen[str]]:

@@ -11,7 +11,7 @@ MOST_FREE, LARGEST_KEPT = 2**31 - 1, 2**25  # bytes; the most that it takes for 
 def keep_freed_memory() -> None:
     """Let glibc keep what is freed: every training step frees all activations, and asks for them again.
 
-    Given back to the system each time, they come back page by page, zeroed, which takes 5 % of a step. Other C
+    Given back to the system each time, they come back page by page, zeroed, which a step waits for. Other C
     libraries are left as they are, and so are tensors of more than 32 MiB.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
