@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -27,11 +28,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def page_faults(how: str) -> int:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, check=True)
+    # Left to itself, glibc moves its threshold to what it sees freed, and may keep a step's memory or not, by
+    # where small pieces happen to lie. Told where to begin, it gives every tensor back.
+    gives_back = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
+    run = [sys.executable, "-c", SCRIPT, how]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, env=gives_back)
     return int(done.stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's own way")
 def test_steps_cost_no_page_faults() -> None:
     kept, given_back = page_faults("kept"), page_faults("given back")
-    assert kept < 1000 < given_back
+    assert given_back >= 20 * 192  # each tensor, each time: 1024 faults of small pages, fewer of huge ones
+    assert kept < given_back / 50  # a few tensors may still have to find their place
