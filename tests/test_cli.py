@@ -341,10 +341,12 @@ def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_pat
     assert "train: 6 of 6" in ended.err
     assert "train: " not in ended.out
     assert "finished" in leandit(*command).out
+    assert "6 of 4; the recipe asks for fewer" in leandit(*command, "--set", "run.steps=4").out
 
     command = ["sample", run, "--out", out, "--label", 1, "--label", 2, "--steps", 2]
     ended = leandit(*command, "--json")
-    assert json.loads(ended.out)["samples"] == ["1: n001", "2: n002"]
+    drawn = json.loads(ended.out)
+    assert (drawn["samples"], drawn["sampler"]) == (["1: n001", "2: n002"], "ddim")
     assert (out / "grid.png").read_bytes().startswith(b"\x89PNG")
     assert leandit(*command, "--label", 7).code == 2
     command = ["sample", run, "--out", tmp_path / "set", "--num", 3, "--npz", "--steps", 2, "--sampler", "dpm"]

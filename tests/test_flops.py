@@ -76,6 +76,8 @@ def test_a_gpu_is_known_by_the_name_that_its_driver_gives(driver: str, name: str
 def test_every_gpu_is_found_by_its_own_name_and_others_are_not() -> None:
     assert [gpu_named(gpu.name) for gpu in GPUS] == list(GPUS)
     assert gpu_named("NVIDIA GeForce GTX 1080") is None
+    for other in ("RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 3090 Ti", "H200 MIG 1g.18gb"):
+        assert gpu_named(f"NVIDIA GeForce {other}") is None
     assert gpu_named("A100-40") != gpu_named("A100-80")
     assert gpu_named("h200") == gpu_named("NVIDIA H200")
 

@@ -101,7 +101,7 @@ def sample(
         first = ("samples", f"{result['there']} of {result['of']}, {result['drawn']} drawn by this process")
     else:
         result = draw(run, request, **places)
-        shown, first = ("snapshot", "bucket", "guidance", "grid"), ("samples", str(len(result["samples"])))
+        shown, first = ("snapshot", "bucket", "sampler", "guidance", "grid"), ("samples", str(len(result["samples"])))
     if result["warning"] and ranks.is_first:
         print(f"leandit: {result['warning']}", file=sys.stderr)
     if as_json:

@@ -84,7 +84,9 @@ def _train(
                 progress("train", figures.step, recipe.run.steps, train_note(figures))
 
         outcome = train_run(recipe, store_path=store, run=run, device=device, report=show, stop=stop)
-    rows = [("run", str(run)), ("steps", f"{outcome.step} of {recipe.run.steps}"), ("computed in", precision)]
+    beyond = "; the recipe asks for fewer" if outcome.step > recipe.run.steps else ""
+    steps = f"{outcome.step} of {recipe.run.steps}{beyond}"
+    rows = [("run", str(run)), ("steps", steps), ("computed in", precision)]
     if ranks.world_size > 1:
         rows.append(("ranks", f"{ranks.world_size}, {choose_strategy(recipe.parallel, ranks)}"))
     if outcome.first_step is None:

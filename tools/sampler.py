@@ -89,7 +89,7 @@ def sample(
     """
     snapshot = load_snapshot(run, device)
     bucket = choose_bucket(snapshot, request)
-    choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
+    sampler = choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
     decoder = load_decoder(snapshot.state["vae"]["model"], vae, device)
     warning = check_decoder(snapshot, decoder)
     names, conditioning = make_conditioning(snapshot, request, run, store, text, device)
@@ -101,6 +101,7 @@ def sample(
         "step": snapshot.step,
         "bucket": bucket,
         "steps": request.steps,
+        "sampler": sampler,
         "guidance": request.guidance,
         "seed": request.seed,
         "samples": names,

@@ -57,12 +57,21 @@ GPUS = (
 )
 
 
+# What makes of a name another GPU, or a part of one, whose rates are not those of the table.
+OTHERS = {"ti", "super", "laptop", "mobile", "max-q", "d", "mig"}
+
+
 def gpu_named(name: str) -> Gpu | None:
-    """The GPU of a name: one of this table, or what ``torch.cuda.get_device_name`` gives, or None."""
+    """The GPU of a name: one of this table, or what ``torch.cuda.get_device_name`` gives, or None.
+
+    An "RTX 4090 Laptop GPU" is no RTX-4090, and a slice of an H200 (MIG) no H200.
+    """
     lower = name.lower()
     for gpu in GPUS:
         if lower == gpu.name.lower():
             return gpu
+    if OTHERS & set(lower.split()):
+        return None
     pieces = lower.replace("-", " ").split()
     return next((gpu for gpu in GPUS if all(_is_in(word, pieces) for word in gpu.words)), None)
 
