@@ -9,8 +9,8 @@ from making import train_recipe
 from leandit.datasets.store import LatentStore
 from leandit.train import attention
 from leandit.train.attention import KERNELS, Call, attention_calls, fastest_kernels
-from leandit.train.models import ModelSpec
 from leandit.train.parallel import TorchEngine
+from leandit.train.spec import ModelSpec
 from leandit.train.state import prepare
 from leandit.train.step import train_step
 

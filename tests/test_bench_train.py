@@ -18,8 +18,9 @@ from leandit.tools.planner import Work, work_at_resolution
 from leandit.train import step as step_module
 from leandit.train.config import load
 from leandit.train.dit import DiT
-from leandit.train.models import ModelSpec, build_model
+from leandit.train.models import build_model
 from leandit.train.parallel import TorchEngine
+from leandit.train.spec import ModelSpec
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 TINY = ["run.global_batch=2", "run.precision=fp32", "run.compile=false", "model.num_classes=3"]

@@ -7,7 +7,7 @@ import torch
 
 from leandit.train.flops import forward_flops, meta_model, tokens_per_image, train_flops
 from leandit.train.gpus import GPUS, gpu_named
-from leandit.train.models import ModelSpec
+from leandit.train.spec import ModelSpec
 
 
 def dit(name: str) -> ModelSpec:

@@ -264,7 +264,8 @@ def test_muons_first_step_is_orthogonal_and_of_the_size_of_adamws() -> None:
 
 
 def test_the_matrices_of_the_models_are_those_of_attention_and_mlp() -> None:
-    from leandit.train.models import ModelSpec, build_model
+    from leandit.train.models import build_model
+    from leandit.train.spec import ModelSpec
 
     spec = ModelSpec(name="DiT-S/4", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
     model = build_model(spec, seed=0)

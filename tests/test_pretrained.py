@@ -22,8 +22,9 @@ from leandit.train.conditioning import Conditioning
 from leandit.train.dit_checkpoints import read_official, write_official
 from leandit.train.dit_layers import DiTOptions, position_table
 from leandit.train.loop import StopRequest, train
-from leandit.train.models import ModelSpec, build_model, model_spec
+from leandit.train.models import build_model, model_spec
 from leandit.train.pretrained import initial_weights, read_config
+from leandit.train.spec import ModelSpec
 from leandit.train.text_models import Family, published_config, transformer_class
 
 pytestmark = pytest.mark.usefixtures("tiny_models")

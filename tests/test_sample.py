@@ -20,9 +20,9 @@ from leandit.tools.sampler import Request, make_conditioning, sample
 from leandit.train.conditioning import Conditioner, Conditioning
 from leandit.train.config import ObjectiveSection
 from leandit.train.loop import StopRequest, train
-from leandit.train.models import ModelSpec
 from leandit.train.objectives import ddpm_schedule
 from leandit.train.sample import SAMPLERS, Sampler, Snapshot, Solver, draw_latents, load_snapshot
+from leandit.train.spec import ModelSpec
 
 LABELS = ModelSpec(name="DiT-S/2", channels=2, out_channels=4, num_classes=2, caption_width=0, base_size=8)
 ALPHA_BAR = ddpm_schedule(CPU)["alpha_bar"].double()

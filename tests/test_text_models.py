@@ -21,8 +21,9 @@ from leandit.train.cross_attention import LinearProcessor, attend_packed, attend
 from leandit.train.draws import Draws
 from leandit.train.learner import Learner
 from leandit.train.loop import StopRequest, train
-from leandit.train.models import Denoiser, ModelSpec, build_model, model_spec
+from leandit.train.models import Denoiser, build_model, model_spec
 from leandit.train.sample import Solver, draw_latents, load_snapshot
+from leandit.train.spec import ModelSpec
 from leandit.train.state import prepare
 from leandit.train.text_models import CachedPatchEmbed, Family, TextDenoiser, published_config, transformer_class
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ..train import loop
 from ..train.dit import size_of
-from ..train.models import ModelSpec
 from ..train.objectives import draw_times, loss_per_image
 from ..train.precision import autocast_dtype
+from ..train.spec import ModelSpec
 from ..train.synthetic import synthetic_batch, synthetic_learner
 from .planner import Work
 

@@ -26,7 +26,8 @@ from ..train.gpus import GPUS, Gpu, gpu_named
 from ..train.memory import AT_UPDATE, StepMemory, Trace, step_memory
 from ..train.memory_tracker import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS
 from ..train.meters import METRICS
-from ..train.models import ModelSpec, check_sizes, model_spec
+from ..train.models import check_sizes, model_spec
+from ..train.spec import ModelSpec
 from .synthetic import noise_spec
 
 MIB, GIB = 2**20, 2**30

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from .flops import example_conditioning, meta_model
-from .models import ModelSpec
+from .spec import ModelSpec
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

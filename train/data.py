@@ -11,8 +11,9 @@ from ..datasets.loader import BatchLoader, make_loader, shard_window
 from ..datasets.slices import batch_sizes_by_tokens
 from ..datasets.store import LatentStore
 from .config import DataSection, TrainRecipe
-from .models import ModelSpec, pixels_per_token
+from .models import pixels_per_token
 from .ranks import ALONE, Ranks
+from .spec import ModelSpec
 
 
 def build_loader(

@@ -13,7 +13,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..datasets.schema import LatentSpec
-from .models import Conditioning, Denoiser, ModelSpec, build_model, patch_of
+from .conditioning import Conditioning
+from .models import Denoiser, build_model, patch_of
+from .spec import ModelSpec
 
 COUNTED_TOKENS = (8, 16, 24)  # lengths of captions that a count is made at; the others follow
 TRAIN_FORWARDS = 3  # forward, and the gradients of inputs and of weights

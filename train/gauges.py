@@ -17,8 +17,8 @@ from ..datasets.reader import Batch
 from ..datasets.schema import LatentSpec
 from .flops import latent_size_of, tokens_per_image, train_flops
 from .gpus import gpu_named
-from .models import ModelSpec
 from .precision import autocast_dtype
+from .spec import ModelSpec
 
 
 class Work:

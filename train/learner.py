@@ -14,11 +14,12 @@ from torch import Tensor
 from .conditioning import Conditioner
 from .config import TrainRecipe
 from .cpu_linear import use_onednn
-from .models import ModelSpec, build_model
+from .models import build_model
 from .parallel import Engine, build_engine
 from .precision import autocast_dtype
 from .pretrained import initial_weights
 from .ranks import ALONE, Ranks
+from .spec import ModelSpec
 
 COMPILED_CAPTION_STEP = 64  # tokens, so that captions of 300 have five lengths
 

@@ -29,8 +29,8 @@ from .draws import GROUP
 from .flops import latent_size_of
 from .learner import Learner
 from .memory_tracker import ACTIVATIONS, CATEGORIES, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, STATES, MemoryTracker
-from .models import ModelSpec
 from .parallel import TorchEngine
+from .spec import ModelSpec
 from .step import train_step
 from .synthetic import synthetic_batch, synthetic_learner
 

@@ -1,7 +1,7 @@
 """The models that can be trained, behind one call: ``denoiser(x, t, conditioning)``.
 
 Our own DiT takes class labels, or captions of any encoder; diffusers' PixArt and Sana take captions. What a model is
-made of stands in a ``ModelSpec``, which travels with every checkpoint and snapshot.
+made of stands in a ``ModelSpec`` (``spec.py``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from ..datasets.errors import RecipeError, RunError
@@ -22,39 +21,8 @@ from .dit_layers import DiTOptions
 from .objectives import num_outputs
 from .pretrained import read_config
 from .recompute import Mode, checkpoint_blocks
+from .spec import ModelSpec
 from .text_models import PIXART_SIZES, SANA_PATCH, SANA_SIZES, TextDenoiser, family_of, published_config
-
-
-class ModelSpec(BaseModel):
-    """Everything needed to build a model again.
-
-    Args:
-      num_classes: of the label table; 0 with captions.
-      caption_width: 0 with labels.
-      options: of our DiT.
-      config: arguments of diffusers' class, where the model came from a folder or the hub.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str
-    channels: int
-    out_channels: int
-    num_classes: int
-    caption_width: int
-    base_size: int
-    options: DiTOptions = DiTOptions()
-    config: dict[str, Any] = {}
-
-    @property
-    def takes_text(self) -> bool:
-        """Conditioned on captions, not on labels."""
-        return self.caption_width > 0
-
-    @property
-    def takes_sizes(self) -> bool:
-        """Told the sizes of the source pictures too (PixArt-alpha at 1024 px)."""
-        return bool(self.config.get("use_additional_conditions"))
 
 
 def dit_names() -> list[str]:

@@ -8,17 +8,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..datasets.errors import DamageError, RunError
 from ..datasets.hashing import read_json
 from .dit_checkpoints import POSITIONS, computed_positions, from_diffusers, read_official, read_safetensors
+from .spec import ModelSpec
 from .text_models import Family, family_of, transformer_class
-
-if TYPE_CHECKING:
-    from .models import ModelSpec
 
 CONFIG, WEIGHTS, SUBFOLDER = "config.json", "diffusion_pytorch_model*.safetensors", "transformer"
 MAX_CONFIG_BYTES = 1 << 20

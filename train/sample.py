@@ -22,8 +22,9 @@ from .checkpoint import MODEL, NULL_CAPTION
 from .conditioning import Conditioner, Conditioning
 from .config import ObjectiveSection
 from .cpu_linear import use_onednn
-from .models import Denoiser, ModelSpec, build_model
+from .models import Denoiser, build_model
 from .objectives import BETA_END, BETA_START, TRAIN_STEPS
+from .spec import ModelSpec
 
 Sampler = Literal["auto", "euler", "heun", "ddim", "dpm", "ddpm"]
 SAMPLERS: dict[str, tuple[Sampler, ...]] = {"flow": ("euler", "heun"), "ddpm": ("ddim", "dpm", "ddpm")}

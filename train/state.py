@@ -29,9 +29,10 @@ from .data import build_loader
 from .ema import build_rules
 from .head import RUN, Head, check_head, contents_read, make_head
 from .learner import Learner, build_learner
-from .models import ModelSpec, check_sizes, model_spec
+from .models import check_sizes, model_spec
 from .ranks import ALONE, Meeting, Ranks
 from .saving import Captured, Folder, buffers_of, gather, write
+from .spec import ModelSpec
 
 RECIPE = "recipe.toml"
 GROUPS = (MODEL, EMA, OPTIMIZER)

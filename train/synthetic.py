@@ -8,8 +8,8 @@ from ..datasets.reader import Batch
 from ..datasets.schema import StoreSpec
 from .config import TrainRecipe
 from .learner import Learner, build_learner
-from .models import ModelSpec
 from .ranks import ALONE, Ranks
+from .spec import ModelSpec
 
 
 def synthetic_learner(
