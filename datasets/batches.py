@@ -23,7 +23,7 @@ import numpy as np
 
 from .cached import cached_property
 from .errors import RecipeError
-from .order import MAX_NUMBER, ORDER_VERSION, PlannedBatch
+from .planned import MAX_NUMBER, ORDER_VERSION, PlannedBatch
 from .shuffle import (
     PURPOSE_BATCHES,
     PURPOSE_BLOCKS,

@@ -27,7 +27,8 @@ from .batches import BatchPlan, Leftovers
 from .errors import RecipeError, RunError
 from .filters import Selection
 from .forks import in_forks
-from .order import MAX_NUMBER, changed_fields
+from .order import changed_fields
+from .planned import MAX_NUMBER
 from .reader import PLANNED_AHEAD, Batch, BatchReader, TextForm
 from .shuffle import ShardWindow
 from .store import LatentStore

@@ -17,17 +17,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from .batches import BatchPlan
 from .cached import cached_property
 from .errors import RecipeError
-from .order import BatchOrder, PlannedBatch
+from .order import BatchOrder
+from .planned import PlannedBatch
 from .shuffle import PURPOSE_MIXTURE, keyed_hash, permute
-
-if TYPE_CHECKING:
-    from .batches import BatchPlan
 
 MAX_PERIOD = 10_000  # batches; a table of a period is held, and a run should see several periods
 

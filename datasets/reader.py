@@ -9,12 +9,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from .batches import BatchPlan
 from .buffers import BufferPool
 from .cached import cached_property
 from .errors import RecipeError
@@ -26,9 +27,6 @@ from .slices import rank_slice
 from .store import LatentStore
 from .text_batch import final_captions, read_packed, read_padded
 from .wanted import Lookup, Records, WantedBatch
-
-if TYPE_CHECKING:
-    from .batches import BatchPlan
 
 TextForm = Literal["padded", "packed", "none"]
 PLANNED_AHEAD = 32  # batches that are planned in one go, at little more than the price of one

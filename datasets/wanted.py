@@ -15,7 +15,7 @@ import numpy as np
 
 from .index import BucketIndex
 from .latents import draw_keys
-from .order import PlannedBatch
+from .planned import PlannedBatch
 from .shuffle import PURPOSE_CAPTION, PURPOSE_FLIP, keyed_choice
 from .slices import rank_slice
 from .store import LatentStore

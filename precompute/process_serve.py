@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,12 +13,10 @@ from .decoder import Decoders
 from .describe import describe_store
 from .encoders import load_encoders
 from .opening import check_fingerprint
+from .process_line import Line
 from .processes import Describe, Job
 from .sources import open_source
 from .worker import Order, Worker
-
-if TYPE_CHECKING:
-    from .process_child import Line
 
 
 def serve(line: Line) -> None:

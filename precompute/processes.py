@@ -25,7 +25,7 @@ from ..datasets.writer import StoreWriter
 from .clock import StageClock
 from .config import PrecomputeRecipe
 from .picture_plan import MAX_THREADS, num_cores
-from .process_child import END_SECONDS
+from .process_line import END_SECONDS
 from .sources import Source
 from .tally import Tally
 from .text_encoders import CaptionTokenizer, TokenCount

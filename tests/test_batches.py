@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from leandit.datasets import shuffle
 from leandit.datasets.batches import BatchPlan
 from leandit.datasets.errors import RecipeError
-from leandit.datasets.order import MAX_NUMBER, PlannedBatch, changed_fields
+from leandit.datasets.order import changed_fields
+from leandit.datasets.planned import MAX_NUMBER, PlannedBatch
 from leandit.datasets.shuffle import ShardWindow
 from leandit.datasets.slices import rank_slice
 

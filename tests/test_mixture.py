@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from leandit.datasets.batches import BatchPlan
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.mixture import MAX_PERIOD, Mixture, Stages
-from leandit.datasets.order import BatchOrder, PlannedBatch, changed_fields
+from leandit.datasets.order import BatchOrder, changed_fields
+from leandit.datasets.planned import PlannedBatch
 
 few = settings(deadline=None, max_examples=40)  # no deadline: the machine may be busy
 seeds = st.integers(0, 2**64 - 1)

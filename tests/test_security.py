@@ -1096,7 +1096,7 @@ FORBIDDEN_METHODS = {"extractall", "extract", "extractfile", "mktemp", "unpack_a
 ALLOWED_PICKLES = {
     "precompute/import_torch.py": ["import pickle", "torch.load"],
     "train/dit_checkpoints.py": ["import pickle", "torch.load"],
-    "precompute/process_child.py": ["import pickle"],  # of its parent's messages, and of nothing else
+    "precompute/process_line.py": ["import pickle"],  # of its parent's messages, and of nothing else
 }
 # What writes beside datasets/files.py, and why it may.
 ALLOWED_WRITES = {
