@@ -5,7 +5,6 @@ RANK=0 WORLD_SIZE=2 ... python rank_main.py '[{"recipe": "dit-s-4", "set": [...]
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -92,7 +91,7 @@ def main() -> None:
         except LeanditError as error:
             said = str(error)
         print(json.dumps({"step": None if said else outcome.step, "error": said}), flush=True)  # pyright: ignore
-    with contextlib.suppress(ValueError):
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

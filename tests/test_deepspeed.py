@@ -34,8 +34,13 @@ def test_what_is_auto_or_missing_comes_from_the_recipe() -> None:
 def test_weights_stay_float32_and_the_forward_is_cast() -> None:
     found = resolve({"bf16": {"enabled": "auto"}}, dtype=torch.bfloat16)
     assert (found["bf16"]["enabled"], found["fp16"]["enabled"]) == (False, False)
-    assert found["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    assert found["torch_autocast"] == {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     assert "torch_autocast" not in resolve({})
+
+
+def test_whose_gradients_travel_in_16_bits_is_what_the_config_says() -> None:
+    said = {"torch_autocast": {"enabled": "auto", "lower_precision_safe_modules": ["torch.nn.Linear"]}}
+    assert resolve(said, dtype=torch.bfloat16)["torch_autocast"]["lower_precision_safe_modules"] == ["torch.nn.Linear"]
 
 
 def test_what_is_equal_is_taken_and_what_else_stands_there_is_left_alone() -> None:
@@ -51,6 +56,7 @@ def test_what_is_equal_is_taken_and_what_else_stands_there_is_left_alone() -> No
         ({"train_micro_batch_size_per_gpu": 4}, "train_micro_batch_size_per_gpu is 4, by the recipe it is 2"),
         ({"fp16": {"enabled": True}}, "fp16.enabled is True, by the recipe it is False"),
         ({"bf16": {"enabled": True}}, "bf16.enabled is True, by the recipe it is False"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled is True, by the recipe it is False"),
         ({"optimizer": {"type": "Adam", "params": {"lr": 3.0}}}, "optimizer.params.lr is 3.0"),
         ({"optimizer": {"type": "Adam", "params": {"eps": 1e-6}}}, "optimizer.params.eps is 1e-06"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer 'lamb' with DeepSpeed: needed 'adamw'"),

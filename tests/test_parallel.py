@@ -22,7 +22,7 @@ from leandit.tools.bench_planner import free_port
 from leandit.train.config import ParallelSection
 from leandit.train.loop import train
 from leandit.train.parallel import choose_strategy
-from leandit.train.ranks import ALONE, Ranks, read_ranks
+from leandit.train.ranks import ALONE, SRUN, TORCHRUN, Ranks, read_ranks
 from leandit.train.stop import StopRequest
 
 MAIN = Path(__file__).parent / "rank_main.py"
@@ -43,22 +43,21 @@ Job = dict[str, Any]
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
-def start_ranks(jobs: list[Job], world_size: int) -> list[subprocess.Popen[str]]:
-    """Start a process for each rank, with what torchrun says to each."""
+def start_ranks(jobs: list[Job], world_size: int, names: tuple[str, ...] = TORCHRUN) -> list[subprocess.Popen[str]]:
+    """Start a process for each rank, with what torchrun says to each, or who has other names for it."""
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     ranks = []
     for rank in range(world_size):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        size = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        place = dict(zip(names, map(str, (rank, rank, world_size, world_size)), strict=True))
         command = [sys.executable, str(MAIN), json.dumps(jobs)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(command, env=common | place | size, **pipes))
+        ranks.append(subprocess.Popen(command, env=common | place, **pipes))
     return ranks
 
 
-def run_ranks(jobs: list[Job], world_size: int) -> list[list[dict[str, Any]]]:
+def run_ranks(jobs: list[Job], world_size: int, names: tuple[str, ...] = TORCHRUN) -> list[list[dict[str, Any]]]:
     """What each rank said of each job; all must end well."""
-    ranks = start_ranks(jobs, world_size)
+    ranks = start_ranks(jobs, world_size, names)
     ended = [rank.communicate(timeout=280) for rank in ranks]
     for rank, (_, errors) in zip(ranks, ended, strict=True):
         assert rank.returncode == 0, errors[-3000:]
@@ -166,6 +165,15 @@ def runs(said: list[Any], folder: Path, label_store: LatentStore) -> dict[str, P
 def test_the_losses_are_those_of_one_process(name: str, one: Path, runs: dict[str, Path]) -> None:
     assert len(losses(runs[name])) == STEPS
     assert losses(runs[name]) == pytest.approx(losses(one), abs=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_deepspeed_starts_without_what_its_launcher_sets(
+    world_size: int, one: Path, folder: Path, label_store: LatentStore, tmp_path: Path
+) -> None:
+    settings = [*(entry.format(folder=folder) for entry in TWO["zero-1"]), "run.steps=4"]
+    run_ranks([job(label_store, tmp_path / "run", *settings)], world_size, SRUN)
+    assert losses(tmp_path / "run") == pytest.approx(losses(one)[:4], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", [*TWO, *FOUR])

@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from making import CPU, train_recipe
 
+from leandit.datasets.errors import ResourceError
 from leandit.datasets.slices import rank_slice
 from leandit.datasets.store import LatentStore
+from leandit.train import tuning
+from leandit.train.ranks import Ranks
 from leandit.train.state import prepare
 from leandit.train.step import image_losses, microbatches
 from leandit.train.tuning import TRIED, area, made_up, most_that_fit, sizes_of
@@ -45,6 +48,34 @@ def test_smaller_buckets_take_more_images() -> None:
     sizes = sizes_of({"512x512": 9, "256x512": 9, "768x320": 9}, "512x512", 10)
     assert sizes == {"512x512": 10, "256x512": 20, "768x320": 10}
     assert all(sizes[bucket] * area(bucket) <= 10 * 512 * 512 for bucket in sizes)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.usefixtures("tiny_models")
+def test_a_trial_without_room_is_made_smaller_or_ends_where_others_wait(
+    world_size: int, label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def peak(_state: object, _bucket: str, images: int) -> float:
+        tried.append(images)
+        if images * world_size > 2:
+            raise torch.OutOfMemoryError
+        return 100.0 * images
+
+    monkeypatch.setattr(tuning, "_peak", peak)
+    monkeypatch.setattr(tuning, "_bytes_to_come", lambda _: 0.0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10_000, 10_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    state = prepare(train_recipe("dit-s-4"), label_store, CPU, print)
+    state.ranks = Ranks(world_size=world_size)
+    if world_size == 1:
+        assert tuning._most_images(state, "32x32") == 92
+        assert tried == [2, 4, 1, 2]
+    else:
+        with pytest.raises(ResourceError, match=r"two images of bucket '32x32'.*run\.microbatch=1"):
+            tuning._most_images(state, "32x32")
+        assert tried == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["dit-s-4", "pixart-tiny"])

@@ -80,8 +80,12 @@ def resolve_config(config: dict[str, Any], recipe: TrainRecipe, dtype: torch.dty
     # Weights stay float32 and the forward is cast, as with every other strategy; 16-bit weights are another training.
     for key in ("bf16", "fp16"):
         _settle(config, f"{key}.enabled", False, "run.precision decides, and weights stay float32")
+    if "torch_autocast" in config or dtype is not None:
+        _settle(config, "torch_autocast.enabled", dtype is not None, "run.precision decides")
     if dtype is not None:
-        config["torch_autocast"] = {"enabled": True, "dtype": str(dtype).removeprefix("torch.")}
+        _settle(config, "torch_autocast.dtype", str(dtype).removeprefix("torch."))
+        # Else gradients of linear layers are summed over the ranks in 16 bits, which no other strategy does.
+        config["torch_autocast"].setdefault("lower_precision_safe_modules", [])
     for key in ("train_batch_size", "gradient_accumulation_steps"):
         config.pop(key, None)
     return config | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}

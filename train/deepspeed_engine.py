@@ -57,6 +57,8 @@ class DeepSpeedEngine:
 
     def __init__(self, recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: torch.device) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu" if device.type == "cpu" else "cuda")
+        # It takes this for the number of its GPU; neither srun nor a single process sets it.
+        os.environ["LOCAL_RANK"] = str(ranks.local_rank if device.type == "cpu" else device.index or 0)
         dtype = autocast_dtype(recipe.run.precision, device)
         config = resolve_config(read_config(recipe.parallel.deepspeed_config), recipe, dtype)
         try:

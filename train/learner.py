@@ -76,6 +76,8 @@ def build_learner(
         model.load_state_dict(initial_weights(recipe.model.init_from, model, spec))
     model.checkpoint_activations(recipe.run.activation_checkpointing)
     if device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(device)  # events and streams that name no device are of the current one
         # What is float32 under autocast, as the time's embedding, is there because it needs to be.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.run.precision == "tf32"
     if device.type == "cpu" and onednn and not compiled:

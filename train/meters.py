@@ -195,7 +195,8 @@ class Window:
 
         Raises: RunError: on every rank, the same.
         """
-        bad = (~losses.isfinite() | ((skipped != 0) & (not self._may_skip))).tolist().index(True)
+        left_out = (skipped != 0) & (not self._may_skip)  # on the CPU, where the optimizer is
+        bad = (~losses.isfinite() | left_out.to(losses.device)).tolist().index(True)
         trace = self._traces[bad]
         guilty = trace.records[~trace.losses.isfinite()].tolist()
         keys = [key for said in self._meeting.gather([self._key(trace, record) for record in guilty]) for key in said]

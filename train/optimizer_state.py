@@ -68,12 +68,10 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
         optimizer.state[parameters[name]][field] = join(parameters[name], field, parts)
 
 
-def placed(tensor: Tensor, target: DTensor, placements: Sequence[Placement]) -> DTensor:
+def placed(tensor: Tensor, target: DTensor, placements: Sequence[Placement]) -> Tensor:
     """This rank's part of a whole tensor, where the target's part lies: with offload that is not the mesh's device."""
-    whole = distribute_tensor(tensor, target.device_mesh, placements, src_data_rank=None)
-    local = whole.to_local().to(target.to_local().device)
-    mesh = target.device_mesh
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    found = distribute_tensor(tensor, target.device_mesh, placements, src_data_rank=None)
+    return found.to(target.to_local().device)  # DTensor.from_local would bring it back to the mesh's device
 
 
 def _tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -28,9 +29,9 @@ from .models import Denoiser
 from .optimizer_state import expected_tensors, load_optimizer_tensors, optimizer_tensors, placed
 from .optimizers import build_optimizer
 from .precision import LossScale, autocast_dtype
-from .ranks import Ranks
+from .ranks import COLLECTIVE_TIMEOUT, Ranks
 
-MOST_SHAPES = 256  # that are compiled: 40 buckets, a few lengths of captions; torch stops at 8 and computes eagerly
+MOST_SHAPES = 2048  # that are compiled: 40 buckets, lengths of captions, last batches; torch stops at 8, and is eager
 NORM_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
@@ -194,7 +195,10 @@ def compile_blocks(model: Denoiser) -> None:
     Of the forward alone: the hooks of FSDP stay outside of the graph, and parameters keep their names. All blocks of a
     model share the code of a shape.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MOST_SHAPES)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MOST_SHAPES)
+    config.optimize_ddp = False  # it would cut each block where a bucket of gradients ends
     for block in model.blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
 
@@ -305,7 +309,10 @@ def _mesh(section: ParallelSection, ranks: Ranks, device: torch.device) -> Devic
     if section.strategy == "hsdp":
         replicas = _replicas(section, ranks)
         shape = (replicas, ranks.world_size // replicas)
-        return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        for group in mesh.get_all_groups():  # which have torch's default, not that of the group of all ranks
+            dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, group)
+        return mesh
     return init_device_mesh(device.type, (ranks.world_size,), mesh_dim_names=("shard",))
 
 

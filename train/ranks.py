@@ -28,7 +28,7 @@ from ..datasets.errors import LeanditError, RecipeError, ResourceError, RunError
 
 BEAT_SECONDS = 2.0
 SILENT_SECONDS = 40.0  # without a sign of life a rank is dead; a rank that compiles or writes still gives them
-COLLECTIVE_MINUTES = 120  # the heartbeat ends a run whose rank has died, so a slow collective is only slow
+COLLECTIVE_TIMEOUT = timedelta(minutes=120)  # the heartbeat ends a run whose rank died; a slow collective is only slow
 LOST = ("gloo", "nccl", "connection")  # what torch's errors speak of when another rank is gone
 EXIT_DEAD_RANK = ResourceError.exit_code
 
@@ -109,7 +109,7 @@ def connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
             init_method=f"tcp://{where}" if "RANK" not in os.environ else None,
             rank=ranks.rank,
             world_size=ranks.world_size,
-            timeout=timedelta(minutes=COLLECTIVE_MINUTES),
+            timeout=COLLECTIVE_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError) as error:
@@ -117,10 +117,13 @@ def connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
             f"rank {ranks.rank} of {ranks.world_size}: the ranks could not meet at {where} ({error}). Look whether all "
             "of them were started, and whether the port is free and reachable."
         ) from error
+    done = False
     try:
         yield
+        done = True
     finally:
-        dist.destroy_process_group()
+        if done or device.type == "cpu":  # NCCL would wait for ranks that are about to end, or have ended
+            dist.destroy_process_group()
 
 
 class SharedStop:

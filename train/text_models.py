@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .conditioning import Conditioning
 from .cross_attention import CaptionProcessor, LinearProcessor, arrange_captions
+from .dtypes import at_least_float32
 from .recompute import Mode, checkpoint_blocks
 
 Family = Literal["pixart", "sana"]
@@ -150,6 +151,7 @@ class TextDenoiser(nn.Module):
         embed = getattr(self.net, name)
         if embed.pos_embed is not None:
             setattr(self.net, name, CachedPatchEmbed(embed))
+        getattr(self.net, name).register_forward_hook(_begin_stream)
         blocks: list[Any] = list(self.blocks)
         for block in blocks:
             block.attn2.set_processor(CaptionProcessor())
@@ -201,6 +203,14 @@ class TextDenoiser(nn.Module):
     def blocks(self) -> nn.ModuleList:
         """The blocks that are compiled, sharded and checkpointed one by one."""
         return self.net.transformer_blocks
+
+
+def _begin_stream(embed: nn.Module, given: Any, tokens: Tensor) -> Tensor:
+    """Tokens (B, T, E) as all blocks hand them on: in one piece, and under autocast float32, as their gates are.
+
+    diffusers leaves both to the first block, which would be compiled for itself, and transposed at each norm.
+    """
+    return at_least_float32(tokens).contiguous()
 
 
 def initialize_weights(net: Any, family: Family) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..datasets.buckets import bucket_size
 from ..datasets.errors import ResourceError
-from .attention import attention_calls, fastest_kernels
+from .attention import attention_calls, fastest_kernels, preferred
 from .checkpoint import OPTIMIZER
 from .conditioning import Conditioning
 from .draws import Draws, draw
@@ -22,7 +22,7 @@ from .ranks import Meeting
 from .state import TrainState
 from .step import image_losses
 
-TRIED = ((2, 4), (1, 2))  # images; a compiler takes one image for a case of its own, so only where two do not fit
+TRIED = ((2, 4), (1, 2))  # images; fewer where those do not fit
 TRIED_IMAGES = 32  # of attention: enough to fill a GPU
 KEPT_FREE = 0.08  # of the memory, for what the allocator cannot use and for what kernels want on the way
 
@@ -40,7 +40,7 @@ def tune(state: TrainState, meeting: Meeting) -> None:
     if not state.attention_kernels:
         state.attention_kernels = meeting.announce(_fastest_attention(state, largest))
     if not (state.recipe.run.microbatch or state.microbatches) and isinstance(state.engine, TorchEngine):
-        most = min(meeting.gather(_most_images(state, largest, meeting)))
+        most = min(meeting.gather(_most_images(state, largest)))
         state.microbatches = sizes_of(state.store.buckets, largest, most)
 
 
@@ -52,22 +52,25 @@ def _fastest_attention(state: TrainState, bucket: str) -> list[str]:
     return fastest_kernels(calls, min(state.recipe.run.global_batch, TRIED_IMAGES), dtype, state.device)
 
 
-def _most_images(state: TrainState, largest: str, meeting: Meeting) -> int:
+def _most_images(state: TrainState, largest: str) -> int:
     """Images of the largest bucket that fit.
 
-    Raises: ResourceError: not one.
+    Raises: ResourceError: not one; of several ranks, not two, since what a backward that fails leaves of DDP and FSDP
+      cannot be used again.
     """
     device = state.device
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - _bytes_to_come(state)
-    for tried in TRIED:
+    is_alone = state.ranks.world_size == 1
+    for tried in TRIED if is_alone else TRIED[-1:]:
         peaks = _peaks(state, largest, tried)
-        if all(meeting.gather(peaks is not None)) and peaks is not None:
-            most = most_that_fit(tried, peaks, free * (1 - KEPT_FREE))
-            if most >= 1:
-                return most
+        most = most_that_fit(tried, peaks, free * (1 - KEPT_FREE)) if peaks else 0
+        if most >= 1:
+            return most
+    needed = "one image" if is_alone else "a trial with two images"
     raise ResourceError(
-        f"device '{device}': one image of bucket '{largest}' does not fit beside the model, {free / 2**30:.1f} GiB are "
-        "there. Use run.activation_checkpointing, parallel.strategy 'fsdp', or a smaller model."
+        f"device '{device}': {needed} of bucket '{largest}' does not fit beside the model, {free / 2**30:.1f} GiB are "
+        "there. Use run.activation_checkpointing, parallel.strategy 'fsdp', or a smaller model"
+        f"{'' if is_alone else '; or try run.microbatch=1'}."
     )
 
 
@@ -132,12 +135,13 @@ def made_up(state: TrainState, bucket: str, images: int) -> tuple[Tensor, Draws,
 
 def _peak(state: TrainState, bucket: str, images: int) -> float:
     """Bytes that a forward and backward of so many images of a bucket take at most, all that is there counted."""
-    torch.cuda.reset_peak_memory_stats(state.device)
-    with state.engine.microbatch(last=True):
-        losses = image_losses(state, *made_up(state, bucket, images))
-        state.engine.backward(losses.sum() / images)
-    torch.cuda.synchronize(state.device)
-    _drop_gradients(state)
+    for _ in range(2):  # the first one compiles, and tries kernels, which takes memory of its own
+        torch.cuda.reset_peak_memory_stats(state.device)
+        with state.engine.microbatch(last=True), preferred(state.attention_kernels):
+            losses = image_losses(state, *made_up(state, bucket, images))
+            state.engine.backward(losses.sum() / images)
+        torch.cuda.synchronize(state.device)
+        _drop_gradients(state)
     return float(torch.cuda.max_memory_allocated(state.device))
 
 
