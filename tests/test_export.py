@@ -226,6 +226,35 @@ def test_what_a_layout_cannot_hold_is_refused(
     assert tree_digest(tmp_path) == {}
 
 
+def test_an_imported_store_names_the_vae_of_the_pipeline_and_the_card_its_shift(runs: dict[str, Path]) -> None:
+    snapshot = load_snapshot(runs["pixart"], CPU)
+    assert not any("shifted" in note for note in departures(snapshot))
+    channels = snapshot.latent.channels
+    for shift, scale in (
+        ([0.1159] * channels, [0.3611] * channels),
+        ([0.0] * channels, [1.0] * (channels - 1) + [2.0]),
+    ):
+        decoding = Decoding(shift=shift, scale=scale, zero_to_one=False)
+        imported = replace(
+            snapshot,
+            latent=snapshot.latent.model_copy(update={"decoding": decoding}),
+            state=snapshot.state | {"vae": snapshot.state["vae"] | {"class_name": "imported:pixart"}},
+        )
+        assert index_of(imported, "DDIMScheduler", None)["vae"] == ["diffusers", "AutoencoderKL"]
+        assert any("shifted" in note for note in departures(imported))
+
+
+@pytest.mark.parametrize(
+    ("instruction", "given"),
+    [("", "None"), ("Describe:\nPrompt: ", '["Describe:", "Prompt: "]'), ("sana-diffusers", '["Given a user prompt')],
+)
+def test_the_card_of_a_sana_spells_its_instruction(instruction: str, given: str, runs: dict[str, Path]) -> None:
+    snapshot = load_snapshot(runs["sana"], CPU)
+    text = snapshot.state["text_encoder"]
+    state = snapshot.state | {"text_encoder": text | {"model": text["model"] | {"instruction": instruction}}}
+    assert any(f"complex_human_instruction={given}" in note for note in departures(replace(snapshot, state=state)))
+
+
 def test_the_card_says_what_is_known_and_a_folder_is_never_overwritten(runs: dict[str, Path], tmp_path: Path) -> None:
     made = export(runs["dit"], tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()

@@ -212,6 +212,12 @@ def test_compiled_blocks_are_never_cut_nor_given_up(monkeypatch: pytest.MonkeyPa
     assert not config.optimize_ddp
 
 
+@pytest.mark.parametrize(("base_size", "scale"), [(16, None), (32, None), (64, 1.0), (128, 2.0)])
+def test_sana_has_positions_from_2048_px_on(base_size: int, scale: float | None) -> None:
+    config = published_config("sana-1600m", channels=32, out_channels=32, caption_width=6, base_size=base_size)
+    assert config["interpolation_scale"] == scale
+
+
 @pytest.mark.parametrize(("base_size", "scale"), [(32, 0.5), (64, 1), (128, 2), (256, 4)])
 def test_positions_of_pixart_sigma_have_the_published_scale(base_size: int, scale: float) -> None:
     config = published_config("pixart-sigma", channels=4, out_channels=8, caption_width=6, base_size=base_size)

@@ -6,35 +6,29 @@ that is asked for, and then only if it is what the store was made with.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import ValidationError
 from safetensors.torch import save as safetensors_of
 
-from .. import __version__
 from ..datasets.errors import EncoderError, RunError
 from ..datasets.files import sweep_strays, write_folder
 from ..datasets.hashing import canonical_json, read_json
-from ..datasets.schema import UNKNOWN, LatentSpec
+from ..datasets.schema import UNKNOWN
 from ..train.dit import SIZES
 from ..train.dit_checkpoints import official_bytes, to_diffusers
 from ..train.dit_layers import DiTOptions
 from ..train.sample import Snapshot, load_snapshot, pipeline_scheduler
 from ..train.state import RECIPE
 from ..train.text_models import TextDenoiser, family_of
+from .export_card import NULL_LABEL, Files, Format, departures, pipeline_class, vae_class, with_card
 
-Format = Literal["diffusers", "official"]
-Files = Iterator[tuple[str, Any]]
-
-INDEX, CARD = "model_index.json", "README.md"
+INDEX = "model_index.json"
 TRANSFORMER = ("transformer/config.json", "transformer/diffusion_pytorch_model.safetensors")
-NULL_LABEL = 1000  # DiTPipeline gives its models this label for null, however many classes they have
 PART_BYTES = 1 << 24
-SANA_VAE = "AutoencoderDC"
 NO_TOKENIZER = ("*.safetensors", "config.json", "*.index.json")
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
 TEXT_CLASSES = {"t5": ("T5EncoderModel", "T5Tokenizer"), "gemma2": ("Gemma2Model", "GemmaTokenizer")}
@@ -172,16 +166,6 @@ def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.
     return {"_class_name": transformer_name(snapshot), "_diffusers_version": diffusers_version, **config}, weights
 
 
-def pipeline_class(snapshot: Snapshot) -> str:
-    """The pipeline of diffusers that samples from the model."""
-    family = family_of(snapshot.spec.name)
-    if family is None:
-        return "DiTPipeline"
-    if family == "sana":
-        return "SanaPipeline"
-    return "PixArtAlphaPipeline" if snapshot.spec.takes_sizes else "PixArtSigmaPipeline"
-
-
 def index_of(snapshot: Snapshot, scheduler: str, tokenizer_folder: Path | None) -> dict[str, Any]:
     """``model_index.json``: the pipeline, and which class each of its parts is of."""
     from diffusers import __version__ as diffusers_version
@@ -205,12 +189,6 @@ def transformer_name(snapshot: Snapshot) -> str:
     """diffusers' class of the transformer."""
     model = snapshot.model
     return type(model.net).__name__ if isinstance(model, TextDenoiser) else "DiTTransformer2DModel"
-
-
-def vae_class(snapshot: Snapshot) -> str:
-    """Class of the store's VAE; of a snapshot that does not say it, the one that the pipeline takes."""
-    default = SANA_VAE if family_of(snapshot.spec.name) == "sana" else "AutoencoderKL"
-    return snapshot.state["vae"].get("class_name", default)
 
 
 def encoder_folders(snapshot: Snapshot) -> dict[str, Path]:
@@ -256,75 +234,3 @@ def parts_of(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while part := file.read(PART_BYTES):
             yield part
-
-
-# --------------------------------------------------------------------------------------------------------------- card
-
-
-def departures(snapshot: Snapshot) -> list[str]:
-    """In what the pipeline will not do as this project does; a sentence each."""
-    spec, notes = snapshot.spec, list[str]()
-    if family_of(spec.name) is None:
-        notes.append(
-            "diffusers' class embeds the time otherwise than DiT does, so its output differs from the trained model's; "
-            "the official layout is exact."
-        )
-        if spec.num_classes < NULL_LABEL:
-            notes.append(
-                f"The label table has {NULL_LABEL} rows before null's, as DiTPipeline needs; those from "
-                f"{spec.num_classes} on are copies of null's."
-            )
-    if family_of(spec.name) == "sana" and vae_class(snapshot) != SANA_VAE:
-        notes.append(f"SanaPipeline takes an {SANA_VAE}, the store was made with an {vae_class(snapshot)}.")
-    if not is_plainly_scaled(snapshot.latent):
-        notes.append(
-            "The latents are shifted, or scaled by channel; the pipeline divides by scaling_factor alone. Take its "
-            'latents (output_type="latent"), and decode scale and shift yourself.'
-        )
-    if snapshot.text is not None and spec.takes_text:
-        notes.append(
-            f"Trained with {snapshot.text.max_tokens} caption tokens at most: give max_sequence_length="
-            f"{snapshot.text.max_tokens}. In training, null has the mask of the caption that it replaces; the "
-            "pipeline's has its own."
-        )
-    return notes
-
-
-def is_plainly_scaled(latent: LatentSpec) -> bool:
-    """One scale and no shift, which is all that the pipelines undo."""
-    return not any(latent.shift) and len(set(latent.scale)) == 1
-
-
-def with_card(files: Files, snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | None) -> Files:
-    """Files, then the card, which says what is known of them and nothing else."""
-    yield from files
-    yield CARD, card(snapshot, layout, notes, recipe).encode()
-
-
-def card(snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | None) -> str:
-    """The model card."""
-    state, spec = snapshot.state, snapshot.spec
-    facts = {
-        "model": spec.name,
-        "layout": layout if layout == "official" else f"diffusers, for {pipeline_class(snapshot)}",
-        "weights": f"averaged, {snapshot.path.name}",
-        "steps": snapshot.step,
-        "objective": json.dumps(snapshot.objective.model_dump()),
-        "root hash of the store": state.get("root_hash"),
-        "VAE": f"{state['vae']['model'].get('model')}, weights {state['vae']['weights_sha256']}",
-    }
-    if average := state.get("average"):
-        facts["length of the average"] = f"{average['length']:g} of the run"
-    if spec.takes_text:
-        text = state["text_encoder"]
-        facts["text encoder"] = f"{text['model'].get('model')}, weights {text['weights_sha256']}"
-    else:
-        facts["classes"] = len(state["classes"])
-    head = "---\nlibrary_name: diffusers\n---\n\n" if layout == "diffusers" else ""
-    rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
-    said = "".join(f"\n- {note}" for note in notes)
-    trained = f"\n## Recipe\n\n```toml\n{recipe.strip()}\n```\n" if recipe else ""
-    return (
-        f"{head}# {spec.name}\n\nTrained and exported with leandit {__version__}.\n\n| | |\n|---|---|\n{rows}"
-        f"{said + chr(10) if said else ''}{trained}"
-    )

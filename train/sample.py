@@ -178,7 +178,7 @@ class Guided:
         pairs = zip(conditioning, null, strict=True)
         self._both = Conditioning(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs))
         self._conditioning, self._model, self._solver, self._device = conditioning, snapshot.model, solver, device
-        self._guided = solver.guided_channels or snapshot.spec.channels
+        self._guided = min(solver.guided_channels or snapshot.spec.channels, snapshot.spec.channels)
 
     def __call__(self, x: Tensor, t: float) -> Tensor:
         """(B, C, H, W) float32 and a time in 0..1000 to (B, out_channels, H, W) float32; a variance is not guided."""
@@ -198,11 +198,13 @@ class Guided:
 def choose_sampler(objective: ObjectiveSection, wanted: Sampler, *, steps: int) -> Sampler:
     """The sampler that is meant.
 
-    Raises: RecipeError: it is not one of the objective's, or cannot do with so few steps.
+    Raises: RecipeError: it is not one of the objective's, or cannot do with so few or so many steps.
     """
     known = SAMPLERS[objective.kind]
     if wanted == "auto":
         return known[0]
+    if wanted == "dpm" and steps >= TRAIN_STEPS:
+        raise RecipeError(f"--steps {steps}: --sampler dpm needs {TRAIN_STEPS - 1} at most; 20 are usual.")
     if wanted == "ddpm" and steps < 2:  # they are spread from the first to the last, and one would be the last
         raise RecipeError(f"--steps {steps}: --sampler ddpm needs 2 at least, as DiT is evaluated 250.")
     if wanted not in known:
@@ -212,7 +214,6 @@ def choose_sampler(objective: ObjectiveSection, wanted: Sampler, *, steps: int) 
 
 def build_scheduler(objective: ObjectiveSection, sampler: Sampler) -> Any:
     """The diffusers scheduler of a sampler of ``SAMPLERS``."""
-    from diffusers.schedulers.scheduling_ddim import DDIMScheduler
     from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
     from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
@@ -234,7 +235,11 @@ def build_scheduler(objective: ObjectiveSection, sampler: Sampler) -> Any:
     if sampler == "ddpm":  # the steps are spread as DiT's evaluation spreads them: whole, from 999 to 0
         variance: Any = "learned_range" if objective.variance == "learned" else "fixed_large"
         return DDPMScheduler(**shared, variance_type=variance, clip_sample=False, timestep_spacing="linspace")
-    return DDIMScheduler(**shared, clip_sample=False, set_alpha_to_one=True, timestep_spacing="trailing")
+    # DDIM is the first order of DPM-Solver++ (Lu et al. 2022, section 4.1). diffusers' own class steps by 1000 // N,
+    # which is not how far apart "trailing" times lie unless N divides 1000.
+    return DPMSolverMultistepScheduler(
+        **shared, algorithm_type="dpmsolver++", solver_order=1, timestep_spacing="trailing"
+    )
 
 
 def pipeline_scheduler(objective: ObjectiveSection, *, takes_flow_match: bool) -> Any:

@@ -29,6 +29,9 @@ SANA_SIZES = {
     "sana-tiny": (4, 8, 32, 4, 64),
 }
 SANA_PATCH, SANA_MLP_RATIO = 1, 2.5
+# Side of the base grid in tokens -> scale of positions, as Sana's configurations have them; smaller ones have none.
+SANA_POSITIONS = {64: 1.0, 128: 2.0}
+FUSED_QKV, FUSED_KV = 2**-0.5, (2 / 3) ** 0.5  # xavier of three or two square matrices in one, of xavier of each
 CAPTION_NORM_GAIN = 0.01  # of Sana's norm of captions at the start (y_norm_scale_factor of its configurations)
 EMBEDDING_STD = 0.02  # as DiT's embeddings
 SIGMA_BASE = 64  # side in latent pixels whose positions PixArt-Sigma does not scale: 512 px
@@ -95,6 +98,7 @@ def published_config(name: str, *, channels: int, out_channels: int, caption_wid
         "cross_attention_dim": heads * head_width,
         "patch_size": SANA_PATCH,
         "mlp_ratio": SANA_MLP_RATIO,
+        "interpolation_scale": SANA_POSITIONS.get(base_size),
     }
 
 
@@ -216,6 +220,8 @@ def _begin_stream(embed: nn.Module, given: Any, tokens: Tensor) -> Tensor:
 def initialize_weights(net: Any, family: Family) -> None:
     """Xavier, and zeros for the output, so that a model begins with no opinion; diffusers does neither.
 
+    Queries, keys and values have the size that they have in the published code, where they are one matrix.
+
     PixArt also zeroes what cross-attention adds, because it begins with the weights of a DiT without text, and has
     embeddings of deviation 0.02, which is what xavier gives at its width; from scratch, xavier fits all. Sana has those
     embeddings too and an output by xavier, not zeros (``initialize_weights`` of NVlabs/Sana's nets/sana.py); its
@@ -226,6 +232,11 @@ def initialize_weights(net: Any, family: Family) -> None:
             nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+    for block in net.transformer_blocks:
+        for linear in (block.attn1.to_q, block.attn1.to_k, block.attn1.to_v):
+            nn.init.xavier_uniform_(linear.weight, gain=FUSED_QKV)
+        for linear in (block.attn2.to_k, block.attn2.to_v):
+            nn.init.xavier_uniform_(linear.weight, gain=FUSED_KV)
     patch_weight = (net.pos_embed if family == "pixart" else net.patch_embed).proj.weight
     nn.init.xavier_uniform_(patch_weight.view(patch_weight.shape[0], -1))
     if family == "sana":
