@@ -189,20 +189,27 @@ def test_the_bytes_of_zero_are_written_down() -> None:
     states = {PARAMETERS: 100, GRADIENTS: 100, OPTIMIZER: 200, EMA: 100}
     moments = np.array([[100, 10, 200, 100, 50]])
     trace = Trace(moments, states, block_bytes=10, other_bytes=5)
-    zero = {"reduce_bucket_size": 1, "stage3_prefetch_bucket_size": 2, "stage3_max_live_parameters": 10}
+    few_live = {"reduce_bucket_size": 1, "stage3_prefetch_bucket_size": 2, "stage3_max_live_parameters": 10}
+    all_live = few_live | {"stage3_max_live_parameters": 1000, "stage3_prefetch_bucket_size": 3}
 
-    def total(name: str, *, accumulates: bool = False) -> float:
+    def total(name: str, *, accumulates: bool = False, zero: dict[str, int] = few_live) -> float:
         known = {it.name: it for it in strategies(trace, 2, zero, accumulates=accumulates)}
         return trace.peak(known[name].shares) + known[name].buffers
 
     # weights 100, optimizer 100 and its copy of weights 50, averages 50; a bucket of 4; then backward or update
     assert total("zero-1") == 300 + 4 + max(10 + 50, 150)
-    assert total("zero-2") == 300 + 4 + max(5 + 50, 100)
-    assert total("zero-2", accumulates=True) == 300 + 8 + max(5 + 50, 150)
-    assert total("zero-2, offloaded") == 100 + 4 + 5 + 50
-    # weights, optimizer, averages, activations; bucket, gradients that stay, weights alive, ahead, a block's gradients
-    assert total("zero-3") == 50 + 150 + 50 + 50 + 4 + 50 + 40 + 8 + 30
+    # what is made fills a bucket, and then a buffer for this rank's part of all
+    assert total("zero-2") == 300 + 4 + max(4 + 50 + 50, 100)
+    assert total("zero-2", zero={"reduce_bucket_size": 5}) == 300 + 20 + max(10 + 50, 100)
+    assert total("zero-2", accumulates=True) == 300 + 4 + 50 + max(4 + 50 + 50, 50)
+    assert total("zero-2, offloaded") == 100 + 4 + 4 + 50
+    # weights, optimizer, averages, activations; bucket, gradients that stay, weights alive, what was gathered last
+    assert total("zero-3") == 50 + 150 + 50 + 50 + 4 + 50 + 40 + 8
+    assert total("zero-3", zero=all_live) == 50 + 150 + 50 + 50 + 4 + 50 + 100 + 100 % 12
     assert total("ddp") == 100 + 200 + 100 + 50 + 100
+    # parts of all; the block that computes, the next one and the buffer that it comes in, and what is in no block
+    assert total("fsdp") == (100 + 10 + 200 + 100) / 2 + 50 + 3 * 10 + 5
+    assert total("fsdp, gradients") == (100 + 10 + 200 + 100) / 2 + 50 + 100 + 10
 
 
 def test_a_gpu_without_the_precision_has_dashes_and_cannot_be_planned_for() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,6 @@ from safetensors.torch import load_file
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.store import LatentStore
-from leandit.tools.bench_planner import free_port
 from leandit.train.config import ParallelSection
 from leandit.train.loop import train
 from leandit.train.parallel import choose_strategy
@@ -62,6 +62,13 @@ def run_ranks(jobs: list[Job], world_size: int, names: tuple[str, ...] = TORCHRU
     for rank, (_, errors) in zip(ranks, ended, strict=True):
         assert rank.returncode == 0, errors[-3000:]
     return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in ended]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens to."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
 
 
 def job(store: LatentStore, run: Path, *overrides: str, recipe: str = "dit-s-4", **more: Any) -> Job:

@@ -1,31 +1,32 @@
 """``leandit bench planner``: the memory that the planner says, beside the memory that the real step takes.
 
 Each configuration trains some real steps in a process of its own. On a GPU torch's allocator tells the peak; on a CPU
-the profiler tells every allocation and every release, so the peak is exact there too.
+the profiler tells every allocation and every release, so the peak is exact there too. Of several ranks one is there:
+its strategy is the real one, and torch's "fake" collectives return at once, so that memory does not depend on when
+other processes come. (gloo also copies what it gathers, and lets go of it whenever its threads happen to run.)
 """
 
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from ..datasets.errors import ResourceError
 from ..train.config import load
 from ..train.memory import trace_step
 from ..train.precision import autocast_dtype
-from ..train.ranks import connected, read_ranks
+from ..train.ranks import ALONE, Ranks
 from ..train.step import train_step
 from ..train.synthetic import synthetic_batch, synthetic_learner
 from .bench_meters import hardware
@@ -35,7 +36,6 @@ from .progress import ProgressLine
 STEPS = 3  # the first makes the optimizer's state, and is not counted
 MEASURED = "leandit: measured"  # mark in the profile from which on the peak counts
 CHECKPOINTED = "run.activation_checkpointing=blocks"
-RANKS = 2  # of a case that is not "single"
 BUCKET = 10_000_000  # elements of DeepSpeed's bucket, whose default of 5e8 would be most of the memory
 # What sets each strategy of the planner; of DeepSpeed the file of its config.
 STRATEGIES: dict[str, tuple[str, ...]] = {
@@ -56,6 +56,7 @@ class Case(NamedTuple):
       count: microbatches of a step.
       changes: overrides of the recipe.
       strategy: one of ``STRATEGIES``.
+      ranks: of a strategy that is not "single".
     """
 
     recipe: str
@@ -64,6 +65,7 @@ class Case(NamedTuple):
     count: int = 1
     changes: tuple[str, ...] = ()
     strategy: str = "single"
+    ranks: int = 1
 
 
 ON_CPU = (
@@ -88,15 +90,20 @@ ON_CPU = (
     ),
     Case("dit-s-2-256", 256, 2, 1, ("conditioning.kind=caption",)),
     Case("sana-600m-512", 512, 2, 1, ("model.name=sana-tiny",)),
-    Case("dit-s-2-256", 256, 4, strategy="ddp"),
-    Case("dit-s-2-256", 256, 4, strategy="fsdp"),
-    Case("dit-s-2-256", 256, 4, 2, (CHECKPOINTED,), strategy="fsdp"),
-    Case("dit-s-2-256", 256, 4, strategy="fsdp, gradients"),
-    Case("dit-b-2-256", 256, 2, strategy="fsdp"),
-    Case("dit-s-2-256", 256, 4, strategy="zero-1"),
-    Case("dit-s-2-256", 256, 4, 2, (CHECKPOINTED,), strategy="zero-2"),
-    Case("dit-s-2-256", 256, 4, strategy="zero-3"),
-    Case("dit-b-2-256", 256, 2, strategy="zero-3"),
+    Case("dit-s-2-256", 256, 4, strategy="ddp", ranks=8),
+    Case("dit-s-2-256", 256, 4, strategy="fsdp", ranks=2),
+    Case("dit-s-2-256", 256, 4, 2, (CHECKPOINTED,), strategy="fsdp", ranks=8),
+    Case("dit-s-2-256", 256, 4, strategy="fsdp, gradients", ranks=8),
+    Case("dit-b-2-256", 256, 2, strategy="fsdp", ranks=2),
+    Case("dit-b-2-256", 256, 2, strategy="fsdp", ranks=8),
+    Case("dit-s-2-256", 256, 4, strategy="zero-1", ranks=2),
+    Case("dit-s-2-256", 256, 4, 2, strategy="zero-1", ranks=8),
+    Case("dit-s-2-256", 256, 4, strategy="zero-2", ranks=2),
+    Case("dit-s-2-256", 256, 4, 2, (CHECKPOINTED,), strategy="zero-2", ranks=2),
+    Case("dit-b-2-256", 256, 2, strategy="zero-2", ranks=8),
+    Case("dit-s-2-256", 256, 4, strategy="zero-3", ranks=2),
+    Case("dit-b-2-256", 256, 2, strategy="zero-3", ranks=2),
+    Case("dit-b-2-256", 256, 4, strategy="zero-3", ranks=8),
 )
 ON_GPU = (
     Case("dit-s-2-256", 256, 256),
@@ -140,7 +147,7 @@ def render(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         images = f"{row['count']} x {row['microbatch']}"
         numbers = f"{row['predicted'] / 2**20:>12.1f}{row['measured'] / 2**20:>12.1f}{row['ratio']:>8.3f}"
-        ranks = "" if row["strategy"] == "single" else f"{RANKS} ranks, {row['strategy']}; "
+        ranks = "" if row["strategy"] == "single" else f"{row['ranks']} ranks, {row['strategy']}; "
         changes = " ".join(row["changes"])
         lines.append(f"{row['recipe']:<18}{row['side_px']:>5}{images:>9}{numbers}  {ranks}{changes}")
     ratios = [row["ratio"] for row in result["rows"]]
@@ -165,37 +172,21 @@ def predict(job: dict[str, Any]) -> int:
     fixed = CUBLAS_BYTES if device.type == "cuda" else 0
     if job["strategy"] == "single":
         return trace.peak() + fixed
-    known_strategies = strategies(trace, RANKS, zero_section(work.recipe), accumulates=job["count"] > 1)
+    known_strategies = strategies(trace, job["ranks"], zero_section(work.recipe), accumulates=job["count"] > 1)
     strategy = next(known for known in known_strategies if known.name == job["strategy"])
     return round(trace.peak(strategy.shares) + strategy.buffers) + fixed
 
 
 def measure_apart(job: dict[str, Any]) -> int:
-    """Peak of real steps, in fresh processes; of ranks, the highest.
+    """Peak of real steps, in a fresh process.
 
-    Raises: ResourceError: they failed.
+    Raises: ResourceError: it failed.
     """
-    count = 1 if job["strategy"] == "single" else RANKS
-    place = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "localhost"}
-    place["MASTER_PORT"] = str(free_port())
-    command, pipes = [sys.executable, "-m", __name__, json.dumps(job)], {"stdout": PIPE, "stderr": PIPE, "text": True}
-    ranks = []
-    for rank in range(count):
-        environment = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(subprocess.Popen(command, env=environment, **pipes))
-    with ThreadPoolExecutor(count) as readers:  # all at once: who cannot write waits, and the others wait for it
-        ended = list(readers.map(lambda rank: rank.communicate(), ranks))
-    for rank, (_, errors) in zip(ranks, ended, strict=True):
-        if rank.returncode:
-            raise ResourceError(f"bench planner: {job['recipe']} did not run: {errors.strip()[-500:]}")
-    return max(json.loads(out.splitlines()[-1]) for out, _ in ended)
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens to."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
+    command = [sys.executable, "-m", __name__, json.dumps(job)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ResourceError(f"bench planner: {job['recipe']} did not run: {done.stderr.strip()[-500:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(job: dict[str, Any]) -> int:
@@ -234,15 +225,27 @@ def _on_cpu(job: dict[str, Any]) -> int:
 
 def _steps(job: dict[str, Any], device: torch.device) -> Iterator[None]:
     """Train on noise; one turn a step."""
-    work, ranks = _work(job), read_ranks()
+    work, ranks = _work(job), _place(job)
     size = job["microbatch"] * job["count"]
-    with connected(ranks, device):
-        learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, ranks=ranks)
-        batch = synthetic_batch(work.store, work.largest_bucket, size, work.tokens, device)
-        batch = replace(batch, global_size=size * ranks.world_size).finish()
-        for _ in range(STEPS):
-            train_step(learner, batch)
-            yield
+    learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, ranks=ranks)
+    if isinstance(learner.engine.forward, DistributedDataParallel):
+        learner.engine.forward.register_comm_hook(None, noop_hook)  # it waits for a result that "fake" does not give
+    batch = synthetic_batch(work.store, work.largest_bucket, size, work.tokens, device)
+    batch = replace(batch, global_size=size * ranks.world_size).finish()
+    for _ in range(STEPS):
+        train_step(learner, batch)
+        yield
+
+
+def _place(job: dict[str, Any]) -> Ranks:
+    """The rank that this process is: the last one, whose part of the gradients is there first."""
+    if job["ranks"] == 1:
+        return ALONE
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    rank = 0 if job["strategy"] == "zero-3" else job["ranks"] - 1  # the ranks of ZeRO-3 compare what rank 0 says
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job["ranks"])
+    return Ranks(rank, job["ranks"], rank, job["ranks"])
 
 
 def _work(job: dict[str, Any]) -> Work:

@@ -23,7 +23,7 @@ from ..train.config import TrainRecipe
 from ..train.deepspeed_config import read_config
 from ..train.flops import latent_size_of, tokens_per_image, train_flops
 from ..train.gpus import GPUS, Gpu, gpu_named
-from ..train.memory import AT_UPDATE, StepMemory, Trace, step_memory
+from ..train.memory import AT_UPDATE, MOST_GRADIENTS, REDUCED, StepMemory, Trace, step_memory
 from ..train.memory_tracker import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS
 from ..train.meters import METRICS
 from ..train.models import check_sizes, model_spec
@@ -132,10 +132,11 @@ def strategies(
     Sources: PyTorch's documentation of DistributedDataParallel and fully_shard; Rajbhandari et al. 2020 (ZeRO),
     figure 1; DeepSpeed's documentation of zero_optimization; and measured, as ``leandit bench planner`` shows. DDP's
     gradients are views of its buckets, which stay from step to step. Under FSDP two blocks are there in full, the one
-    that computes and the next one, beside what is in no block; a block's gradients wait in a buffer. DeepSpeed has
-    float32 weights and gradients, in the optimizer a float32 copy of each rank's part, a bucket that is allocated
-    whole, and at the update copies of its part of the gradients. ZeRO-3 gathers ahead into a buffer and copies from
-    there; it lets nothing go before its limit of live parameters is reached.
+    that computes and the next one, which comes in a buffer, beside what is in no block. DeepSpeed has float32 weights
+    and gradients, in the optimizer a float32 copy of each rank's part, a bucket that is allocated whole, and at the
+    update copies of its part of the gradients. ZeRO-2 holds gradients up to a bucket as they are made, and from then
+    on its part of all of them; the last rank's comes first, and the figures are that rank's. ZeRO-3 gathers ahead into
+    a buffer and copies from there; it lets nothing go before its limit of live parameters is reached.
 
     Args:
       zero: the section zero_optimization of a ds_config.json; DeepSpeed's defaults where it says nothing.
@@ -146,29 +147,32 @@ def strategies(
     n, m = num_gpus, min(num_gpus, GPUS_OF_A_MACHINE)
     states, block, other = memory.states, memory.block_bytes, memory.other_bytes
     params = states[PARAMETERS]
-    gathered = 3 * block + other + 2 * block  # blocks and the buffer that one comes in; gradients and their buffer
+    gathered = 3 * block + other  # the block that computes, the next one, and the buffer that it comes in
     sharded = dict.fromkeys(WHOLE, 1 / n)
     in_machine = dict.fromkeys(WHOLE, 1 / m)
     on_host = dict.fromkeys(WHOLE, 0.0)
     adam = 1 / n * (1 + params / max(1, states[OPTIMIZER]))  # and a float32 copy of this rank's part of the weights
     zero1 = WHOLE | {OPTIMIZER: adam, EMA: 1 / n, AT_UPDATE: 3 / n}
-    zero2 = zero1 | {GRADIENTS: 1 / n, AT_UPDATE: (3 if accumulates else 2) / n}
+    in_bucket = {MOST_GRADIENTS: min(1.0, bucket / max(1, states[GRADIENTS])), REDUCED: 1 / n}
+    zero2 = zero1 | in_bucket | {AT_UPDATE: (1 if accumulates else 2) / n}
     zero3 = zero2 | {PARAMETERS: 1 / n, GRADIENTS: 0.0, AT_UPDATE: 0.0}
     live = min(params, max(max_live, 2 * block + other))
-    buffers3 = bucket + params / n + live + min(params, ahead) + 3 * block  # the gradients of its part stay
-    bucket *= 1 + bool(zero.get("overlap_comm")) + accumulates
-    off = {OPTIMIZER: 0.0, EMA: 0.0, AT_UPDATE: 0.0}
+    last = params % ahead if live == params else ahead  # what was gathered last is there twice
+    buffers3 = bucket + params / n + live + last  # the gradients of its part stay
+    bucket *= 1 + bool(zero.get("overlap_comm"))
+    earlier = states[GRADIENTS] / n * accumulates  # its part of those of the microbatches before
+    off = {OPTIMIZER: 0.0, EMA: 0.0, AT_UPDATE: 0.0, REDUCED: 0.0}
     moved = (states[OPTIMIZER] + params + states[EMA]) / n
     return [
         Strategy("single", WHOLE, 0.0),
         Strategy("ddp", WHOLE | {GRADIENTS: 0.0}, states[GRADIENTS]),
         Strategy("fsdp", sharded, gathered),
         Strategy("fsdp, offloaded", on_host, gathered, sum(states.values()) / n),
-        Strategy("fsdp, gradients", sharded, params + 3 * block),
+        Strategy("fsdp, gradients", sharded, params + block),
         Strategy("hsdp", in_machine, gathered),
         Strategy("zero-1", zero1, bucket),
         Strategy("zero-1, offloaded", zero1 | off, bucket, moved),
-        Strategy("zero-2", zero2, bucket),
+        Strategy("zero-2", zero2, bucket + earlier),
         Strategy("zero-2, offloaded", zero2 | off, bucket, moved),
         Strategy("zero-3", zero3, buffers3),
         Strategy("zero-3, offloaded", zero3 | off, buffers3, moved),

@@ -35,6 +35,8 @@ from .step import train_step
 from .synthetic import synthetic_batch, synthetic_learner
 
 AT_UPDATE = "gradients at the update"  # share of them that a strategy holds then, in copies of its own
+MOST_GRADIENTS = "gradients as made"  # share of them that is there at once at most, as they are made
+REDUCED = "gradients once reduced"  # share of them that a strategy holds as soon as more than that are made
 ROUNDING = {
     "cuda": 512,
     "cpu": 1,
@@ -156,6 +158,9 @@ def held(moments: np.ndarray, states: Mapping[str, int], shares: Mapping[str, fl
     if not shares:
         return moments
     moments = moments * np.array([shares.get(name, 1.0) for name in CATEGORIES])
+    made, all_of_them = moments[:, CATEGORIES.index(GRADIENTS)], states.get(GRADIENTS, 0)
+    most = shares.get(MOST_GRADIENTS, 1.0) * all_of_them
+    made[:] = np.minimum(made, most) + (made > most) * shares.get(REDUCED, 0.0) * all_of_them
     if not shares.get(AT_UPDATE):
         return moments
     of_gradients = {**shares, GRADIENTS: shares[AT_UPDATE]}
