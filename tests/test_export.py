@@ -238,7 +238,7 @@ def test_an_imported_store_names_the_vae_of_the_pipeline_and_the_card_its_shift(
         ([0.1159] * channels, [0.3611] * channels),
         ([0.0] * channels, [1.0] * (channels - 1) + [2.0]),
     ):
-        decoding = Decoding(shift=shift, scale=scale, zero_to_one=False)
+        decoding = Decoding(shift=shift, scale=scale, zero_to_one=True)
         imported = replace(
             snapshot,
             latent=plain.model_copy(update={"decoding": decoding}),
@@ -246,6 +246,7 @@ def test_an_imported_store_names_the_vae_of_the_pipeline_and_the_card_its_shift(
         )
         assert index_of(imported, "DDIMScheduler", None)["vae"] == ["diffusers", "AutoencoderKL"]
         assert any("shifted" in note for note in departures(imported))
+        assert any("from 0 to 1" in note for note in departures(imported))
 
 
 @pytest.mark.parametrize(

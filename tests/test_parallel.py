@@ -174,7 +174,7 @@ def test_the_losses_are_those_of_one_process(name: str, one: Path, runs: dict[st
     assert losses(runs[name]) == pytest.approx(losses(one), abs=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_deepspeed_starts_without_what_its_launcher_sets(
     world_size: int, one: Path, folder: Path, label_store: LatentStore, tmp_path: Path
 ) -> None:

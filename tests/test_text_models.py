@@ -203,13 +203,12 @@ def test_under_autocast_all_blocks_share_one_graph_too(spec: ModelSpec, dtype: t
     assert graphs.frame_count == 1
 
 
-def test_compiled_blocks_are_never_cut_nor_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("recompile_limit", 8), ("accumulated_recompile_limit", 256), ("optimize_ddp", True)):
-        monkeypatch.setattr(torch._dynamo.config, name, value)
-    compile_blocks(build_model(PIXART, seed=0))
+def test_compiled_blocks_are_never_cut_nor_given_up() -> None:
     config = torch._dynamo.config
-    assert config.recompile_limit == config.accumulated_recompile_limit == MOST_SHAPES
-    assert not config.optimize_ddp
+    with config.patch({"recompile_limit": 8, "accumulated_recompile_limit": 256, "optimize_ddp": True}):
+        compile_blocks(build_model(PIXART, seed=0))
+        assert config.recompile_limit == config.accumulated_recompile_limit == MOST_SHAPES
+        assert not config.optimize_ddp
 
 
 @pytest.mark.parametrize(("base_size", "scale"), [(16, None), (32, None), (64, 1.0), (128, 2.0)])

@@ -17,10 +17,6 @@ Files = Iterator[tuple[str, Any]]
 
 CARD = "README.md"
 SANA_VAE = "AutoencoderDC"
-SOLVER_NOTE = (
-    "It samples with DPM-Solver++ over the flow's noise levels, rounded to whole times, where leandit takes Euler's "
-    "steps: the same noise gives another picture."
-)
 NULL_LABEL = 1000  # DiTPipeline gives its models this label for null, however many classes they have
 
 
@@ -54,8 +50,11 @@ def departures(snapshot: Snapshot) -> list[str]:
                 f"The label table has {NULL_LABEL} rows before null's, as DiTPipeline needs; those from "
                 f"{spec.num_classes} on are copies of null's."
             )
-    elif snapshot.objective.kind == "flow" and family_of(spec.name) != "sana":
-        notes.append(SOLVER_NOTE)
+    if snapshot.objective.kind == "flow" and family_of(spec.name) != "sana":
+        notes.append(
+            "It samples with DPM-Solver++ over the flow's noise levels, rounded to whole times, where leandit takes "
+            "Euler's steps: the same noise gives another picture."
+        )
     if family_of(spec.name) == "sana":
         if vae_class(snapshot) != SANA_VAE:
             notes.append(f"SanaPipeline takes an {SANA_VAE}, the store was made with an {vae_class(snapshot)}.")
@@ -65,6 +64,8 @@ def departures(snapshot: Snapshot) -> list[str]:
             "The latents are shifted, or scaled by channel; the pipeline divides by scaling_factor alone. Take its "
             'latents (output_type="latent"), and decode scale and shift yourself.'
         )
+    if snapshot.latent.decoding and snapshot.latent.decoding.zero_to_one:
+        notes.append("The VAE gives pictures from 0 to 1, where the pipeline takes them from -1 to 1. Decode yourself.")
     if snapshot.text is not None and spec.takes_text:
         notes.append(
             f"Trained with {snapshot.text.max_tokens} caption tokens at most: give max_sequence_length="
