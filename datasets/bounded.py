@@ -147,7 +147,7 @@ class BoundedFolder:
         try:
             with self._locked():
                 marker = os.open(self._coming / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                if _try_lock(marker):
+                if try_lock(marker):
                     is_ready = False
                     try:
                         is_ready = not self._make_room(name, order, gone)
@@ -217,7 +217,7 @@ class BoundedFolder:
         """Whoever was bringing a file is gone; then its marker is removed."""
         marker = os.open(self._coming / name, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if not _try_lock(marker):
+            if not try_lock(marker):
                 return False
             (self._coming / name).unlink()
             return True
@@ -231,7 +231,7 @@ class BoundedFolder:
         except FileNotFoundError:
             return True  # somebody emptied the folder
         try:
-            if not _try_lock(descriptor):
+            if not try_lock(descriptor):
                 return False
             remove(self.path(name))
             return True
@@ -259,7 +259,11 @@ def let_go(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Take a lock alone, unless somebody has it.
+
+    Raises: OSError: the file system has no such locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

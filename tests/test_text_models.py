@@ -203,6 +203,15 @@ def test_under_autocast_all_blocks_share_one_graph_too(spec: ModelSpec, dtype: t
     assert graphs.frame_count == 1
 
 
+def test_positions_are_added_to_tokens_of_16_bits_without_rounding() -> None:
+    embed: Any = build_model(PIXART, seed=0).net.pos_embed
+    x = inputs()[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        tokens = embed.proj(x).flatten(2).transpose(1, 2)
+        assert tokens.dtype == torch.bfloat16
+        assert torch.equal(embed(x), tokens.float() + embed.table(4, 6, CPU))
+
+
 def test_compiled_blocks_are_never_cut_nor_given_up() -> None:
     config = torch._dynamo.config
     with config.patch({"recompile_limit": 8, "accumulated_recompile_limit": 256, "optimize_ddp": True}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -24,6 +25,7 @@ from leandit.train.ema import Ema, Exponential
 from leandit.train.loop import Outcome, StopRequest, train
 from leandit.train.meters import StepReport
 from leandit.train.optimizers import learning_rate
+from leandit.train.run_lock import held
 
 MODELS = ("dit-s-4", "pixart-tiny")
 EVERY = "run.checkpoint_every=1"
@@ -290,6 +292,36 @@ def test_a_run_that_another_process_trains_is_refused_and_untouched(
         other.kill()
     assert tree_digest(run) == before
     run_to(constant("dit-s-4", EVERY, "run.keep_checkpoints=10"), stores["dit-s-4"], run)  # its lock died with it
+
+
+FORKS = """
+import os, sys, time
+from pathlib import Path
+from leandit.train.run_lock import held
+with held(Path(sys.argv[1])):
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+try:
+    with held(Path(sys.argv[1])):
+        print("held again")
+finally:
+    os.kill(child, 9)
+"""
+
+
+def test_a_run_is_free_again_though_a_child_of_its_process_lives(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "held again\n"), done.stderr
+
+
+def test_where_folders_cannot_be_locked_nobody_is_kept_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with held(tmp_path), held(tmp_path):
+        pass
 
 
 def test_metrics_that_are_none_are_named_and_a_lost_checkpoint_is_told(stores: dict[str, Path], tmp_path: Path) -> None:

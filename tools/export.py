@@ -18,7 +18,7 @@ from ..datasets.errors import EncoderError, RunError
 from ..datasets.files import sweep_strays, write_folder
 from ..datasets.hashing import canonical_json, read_json
 from ..datasets.schema import UNKNOWN
-from ..train.dit import SIZES
+from ..train.dit import size_of
 from ..train.dit_checkpoints import official_bytes, to_diffusers
 from ..train.dit_layers import DiTOptions
 from ..train.sample import Snapshot, load_snapshot, pipeline_scheduler
@@ -145,8 +145,7 @@ def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.
     if isinstance(model, TextDenoiser):
         config = {key: value for key, value in model.net.config.items() if not key.startswith("_")}
     else:
-        size, patch = spec.name.removeprefix("DiT-").split("/")
-        depth, width, heads = SIZES[size]
+        depth, width, heads, patch = size_of(spec.name)
         weights = to_diffusers(weights, NULL_LABEL)
         config = {
             "num_layers": depth,
@@ -154,7 +153,7 @@ def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.
             "attention_head_dim": width // heads,
             "in_channels": spec.channels,
             "out_channels": spec.out_channels,
-            "patch_size": int(patch),
+            "patch_size": patch,
             "sample_size": spec.base_size,
             "num_embeds_ada_norm": NULL_LABEL,
             "norm_type": "ada_norm_zero",

@@ -154,7 +154,11 @@ def _is_gradient(tracker: MemoryTracker, parameter: Tensor) -> None:
 
 
 def held(moments: np.ndarray, states: Mapping[str, int], shares: Mapping[str, float] | None) -> np.ndarray:
-    """What a device has of the bytes of each moment, (N, 5); with ``AT_UPDATE`` one moment more, the last."""
+    """What a device has of the bytes of each moment, (N, 5); with ``AT_UPDATE`` one moment more, the last.
+
+    Args:
+      shares: of a category; and, of gradients, at most ``MOST_GRADIENTS`` of all, then ``REDUCED`` of all beside.
+    """
     if not shares:
         return moments
     moments = moments * np.array([shares.get(name, 1.0) for name in CATEGORIES])

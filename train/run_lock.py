@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..datasets.bounded import let_go, try_lock
 from ..datasets.errors import RunError
 
 
@@ -20,23 +20,18 @@ def held(run: Path) -> Iterator[None]:
     Raises: RunError: another process holds it.
     """
     run.mkdir(parents=True, exist_ok=True)
-    folder = os.open(run, os.O_RDONLY)
+    folder = os.open(run, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if not _locked(folder):
+        is_ours = try_lock(folder)
+    except OSError:
+        os.close(folder)
+        yield
+        return
+    try:
+        if not is_ours:
             raise RunError(
                 f"run '{run}': another process trains it. Wait until it has ended, stop it, or give another --run."
             )
         yield
     finally:
-        os.close(folder)
-
-
-def _locked(folder: int) -> bool:
-    """Whether nobody else holds the lock."""
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
+        let_go(folder)

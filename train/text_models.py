@@ -119,7 +119,7 @@ class CachedPatchEmbed(nn.Module):
         tokens = self.proj(latent)
         grid = (tokens.shape[2], tokens.shape[3])
         tokens = tokens.flatten(2).transpose(1, 2)
-        return (tokens + self.table(*grid, tokens.device)).to(tokens.dtype)
+        return tokens + self.table(*grid, tokens.device)
 
     def table(self, rows: int, columns: int, device: torch.device) -> Tensor:
         """Positions of a grid, (1, T, E) float32."""
