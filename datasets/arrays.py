@@ -14,11 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .errors import DamageError
+from .errors import DamageError, RowOutOfRange
 from .forks import in_forks
 from .shard_file import REPAIR, ShardFile
 from .shards import ArrayLayout
@@ -151,6 +151,8 @@ class ShardFolder:
 class ShardedArray:
     """A stored array: a sequence of rows over all its shards, each opened when it is first touched. Safe in threads.
 
+    It is read as one of numpy: ``array[7]``, ``array[10:20]``, ``array[[3, 1]]``, ``array[mask]``, ``array[7, :4]``.
+
     Args:
       folder: where the shards lie.
       layouts: of the Zarr arrays that follow each other: one for each revision that added rows.
@@ -162,7 +164,7 @@ class ShardedArray:
         self._places = [(layout, shard) for layout in layouts for shard in range(layout.num_shards)]
         counts = [len(layout.rows_of(shard)) for layout, shard in self._places]
         self._starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # of each shard, then the end
-        self.path, self.dtype = layouts[-1].path, layouts[-1].dtype
+        self.path, self.dtype = layouts[-1].path, np.dtype(layouts[-1].dtype)
         self.row_shape, self.row_bytes = layouts[-1].shape[1:], layouts[-1].row_bytes
         # Not where shards come and go: a slot of the window cannot be given back while views of it are out.
         in_place = folder.access == "map" and folder.remote is None
@@ -193,12 +195,56 @@ class ShardedArray:
         shards = np.unique(np.searchsorted(self._starts, rows, side="right") - 1)
         return [self._name(shard) for shard in shards.tolist()]
 
-    def __getitem__(self, row: int) -> np.ndarray:
-        """One row, (...): a read-only mapped view where uncompressed."""
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"array '{self.path}': row {row}, there are {len(self)}")
-        row %= len(self)
-        return self.read(row, row + 1)[0]
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows, then the shape of each: (N, 2C, H, W) of moments."""
+        return len(self), *self.row_shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return 1 + len(self.row_shape)
+
+    def __getitem__(self, which: int | slice | Sequence[int] | np.ndarray | tuple[Any, ...]) -> np.ndarray:
+        """Rows as numpy gives them, negative numbers from the end.
+
+        Args:
+          which: a row, a slice, rows in any order, or a mask of all rows; in a tuple also integers and slices of the
+            dimensions of a row.
+        Returns: of a row, and of a slice within a shard, a read-only mapped view where uncompressed; else a copy.
+        Raises: RowOutOfRange; TypeError: something else was given; DamageError: as ``take``.
+        """
+        if isinstance(which, tuple):
+            rows, *inner = which or (slice(None),)
+            if not all(isinstance(part, (int, np.integer, slice)) for part in inner):
+                raise TypeError(f"array '{self.path}': needed integers and slices behind the rows, got {which}")
+            found = self[rows]
+            return found[tuple(inner) if isinstance(rows, (int, np.integer)) else (slice(None), *inner)]
+        if isinstance(which, slice):
+            rows = range(*which.indices(len(self)))
+            return (
+                self.read(rows.start, max(rows.start, rows.stop)) if rows.step == 1 else self.take(np.array(rows, int))
+            )
+        if isinstance(which, (int, np.integer)) and not isinstance(which, bool):
+            if not -len(self) <= which < len(self):
+                raise RowOutOfRange(f"array '{self.path}': row {which}, there are {len(self)}")
+            row = int(which) % len(self)
+            return self.read(row, row + 1)[0]
+        rows = np.asarray(which)
+        if rows.dtype == bool:
+            if rows.shape != (len(self),):
+                raise RowOutOfRange(f"array '{self.path}': a mask of {rows.shape}, needed ({len(self)},)")
+            rows = np.flatnonzero(rows)
+        if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+            raise TypeError(f"array '{self.path}': rows are {rows.dtype} {rows.shape}, needed integers (B,)")
+        return self.take(self._from_end(rows))
+
+    def _from_end(self, rows: np.ndarray) -> np.ndarray:
+        """Rows counted from 0, of which negative ones were counted from the end."""
+        rows = rows.astype(np.int64)
+        if len(rows) and not -len(self) <= rows.min() <= rows.max() < len(self):
+            raise RowOutOfRange(f"array '{self.path}': rows {rows.min()} to {rows.max()}, there are {len(self)}")
+        return np.where(rows < 0, rows + len(self), rows)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Rows start to stop, (stop - start, ...): a mapped view where they lie in one uncompressed shard.
@@ -206,7 +252,7 @@ class ShardedArray:
         Who copies from views calls ``check_unchanged`` afterwards.
         """
         if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"array '{self.path}': rows {start} to {stop}, there are {len(self)}")
+            raise RowOutOfRange(f"array '{self.path}': rows {start} to {stop}, there are {len(self)}")
         self._folder.check_unchanged()
         parts = []
         while start < stop:
@@ -234,8 +280,8 @@ class ShardedArray:
           rows: (B,) integers, 0 <= row < len(self).
           out: (B, ...) of the array's dtype, contiguous, reused; else a new array.
         Returns: (B, ...).
-        Raises: IndexError: a row is out of bounds; ValueError: ``out`` does not fit; DamageError: a shard is not what
-          was written, or was changed while it was read.
+        Raises: RowOutOfRange; ValueError: ``out`` does not fit; DamageError: a shard is not what was written, or was
+          changed while it was read.
         """
         rows = np.asarray(rows)
         if rows.dtype.kind not in "iu" and rows.size:
@@ -243,11 +289,11 @@ class ShardedArray:
         rows = rows.astype(np.int64, copy=False)
         # Before any arithmetic of addresses: a row in a gap between shards would be read without an error.
         if len(rows) and rows.view(np.uint64).max() >= len(self):  # what is negative is very large, too
-            raise IndexError(f"array '{self.path}': rows {rows.min()} to {rows.max()}, there are {len(self)}")
+            raise RowOutOfRange(f"array '{self.path}': rows {rows.min()} to {rows.max()}, there are {len(self)}")
         shape = (len(rows), *self.row_shape)
         if out is None:
             out = np.empty(shape, self.dtype)
-        elif out.shape != shape or out.dtype != np.dtype(self.dtype) or not out.flags.c_contiguous:
+        elif out.shape != shape or out.dtype != self.dtype or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.dtype} {out.shape}, needed contiguous {self.dtype} {shape}")
         if not len(rows):
             return out

@@ -35,6 +35,9 @@ PIXART_RESOLUTIONS_PX = (256, 512, 1024, 2048, 2880, 4096)
 LANCZOS_RESOLUTIONS_PX = (2048, 2880)  # PixArt's trainer resizes for these tables with Lanczos, else bicubically
 MAX_RATIO = 4.5  # PixArt-Sigma drops pictures that are longer than this, either way
 STEP_PX = 64  # of the sides of the published tables for 1024 px
+NO_EXIF = (
+    "no exif orientation"  # begins ``ImageSpec.colour`` where EXIF was ignored; here, a decoder imports it cheaply
+)
 
 Table = tuple[tuple[float, int, int], ...]
 
@@ -70,6 +73,16 @@ def bucket_table(
     return _table(buckets if isinstance(buckets, str) else tuple(buckets), resolution_px, step_px, max_ratio)
 
 
+def published_ratio(height_px: int, width_px: int) -> float:
+    """The ratio that PixArt's tables give a bucket, rounded as there ("0.82" of 896x1088); else height over width."""
+    return _published_ratios().get((height_px, width_px), height_px / width_px)
+
+
+@functools.cache
+def _published_ratios() -> dict[tuple[int, int], float]:
+    return {(h, w): ratio for side_px in PIXART_RESOLUTIONS_PX for ratio, h, w in bucket_table("pixart", side_px)}
+
+
 @functools.cache  # asked for with every picture that is planned
 def _table(buckets: str | tuple[str, ...], resolution_px: int, step_px: int, max_ratio: float) -> Table:
     if buckets == "square":
@@ -80,7 +93,8 @@ def _table(buckets: str | tuple[str, ...], resolution_px: int, step_px: int, max
         if resolution_px not in PIXART_RESOLUTIONS_PX:
             raise RecipeError(
                 f"images.buckets 'pixart' with images.resolution {resolution_px}: "
-                f"the published tables are for {', '.join(map(str, PIXART_RESOLUTIONS_PX))} px."
+                f"the published tables are for {', '.join(map(str, PIXART_RESOLUTIONS_PX))} px; "
+                "for others take images.buckets 'area'."
             )
         if resolution_px == 2880:
             return PIXART_2880

@@ -1,17 +1,17 @@
 """Commit records and their merge: what is in a revision of a store, and that it is all there.
 
 A shard counts only when its commit record is there, fits its own hash, belongs to this plan, and names files of the
-right size. The merge is a pure function of the plan and the records, so it gives the same bytes whoever runs it.
+right size. The seal is a pure function of the plan and the records, so it gives the same bytes whoever runs it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 from pydantic import ValidationError
@@ -27,12 +27,11 @@ from .layout import (
     NULL_PART,
     RECORDS,
     REVISIONS,
-    bucket_part,
     commit_path,
     revision_prefix,
 )
+from .merge import Commits, Merge, Task
 from .schema import (
-    CAPTION_RESULTS,
     CAPTIONS_SCHEMA,
     FORMAT_VERSION,
     RECORDS_SCHEMA,
@@ -41,12 +40,22 @@ from .schema import (
     FileEntry,
     Manifest,
 )
-from .tables import table_bytes
+from .tables import parquet_of_groups
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-Task = tuple[str, int]
-Commits = Mapping[Task, CommitRecord]
+
+def missing_work(plan: FrozenPlan, missing: Sequence[Task]) -> str:
+    """What some tasks of a plan hold, in words: shards, pictures, captions."""
+    layout = plan.layout
+    pictures = [task for task in missing if task[0] not in (CAPTION_PART, NULL_PART)]
+    num_pictures = sum(len(layout.rows_of(*task)) for task in pictures)
+    said = f"{len(missing)} of {len(layout.tasks())} shards, with {num_pictures} of "
+    said += f"{sum(layout.bucket_rows.values())} pictures"
+    if not plan.spec.text:
+        return said
+    num_captions = sum(len(layout.captions_of(shard)) for part, shard in missing if part == CAPTION_PART)
+    return f"{said} and {num_captions} of {plan.own_captions.num_rows} captions"
 
 
 def read_commits(root: Path, plan: FrozenPlan, *, check_bytes: bool = False) -> dict[Task, CommitRecord]:
@@ -118,70 +127,78 @@ def _has_size(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
-def merge_records(plan: FrozenPlan, commits: Commits) -> pa.Table:
-    """Records table of a revision: the plan's places joined with what became of each row."""
-    columns = {name: plan.records[name] for name in RECORDS_SCHEMA.names}
-    changed = ("status", "stage", "reason", "detail", "checksum", "source_checksum", "fallback")
-    values = {name: np.array(columns[name].to_pylist(), object) for name in changed}
-    for bucket, positions in plan.bucket_positions.items():
-        for shard in range(plan.layout.latents[bucket][0].num_shards):
-            commit = commits.get((bucket_part(bucket), shard))
-            if commit is None:
-                continue
-            rows = plan.layout.rows_of(bucket_part(bucket), shard)
-            here = positions[rows.start : rows.stop]
-            values["status"][here] = "stored"
-            for name, digits in (("checksum", commit.checksums), ("source_checksum", commit.source_checksums)):
-                values[name][here] = [int(text, 16) if text else None for text in digits]
-            for fallback in commit.fallbacks:
-                values["fallback"][positions[fallback.row]] = fallback.how
-            for reject in commit.rejects:
-                at = positions[reject.row]
-                for name, value in (("status", "rejected"), ("checksum", None), ("source_checksum", None)):
-                    values[name][at] = value
-                for name in ("stage", "reason", "detail"):
-                    values[name][at] = getattr(reject, name)
-    return pa.table(columns | values, schema=RECORDS_SCHEMA)
+class CommitSummary(NamedTuple):
+    """What a writer keeps of a commit record: its rows' checksums would fill the memory of a large store.
+
+    Args:
+      files: of its shard, then the record itself.
+      rejects: how many for each reason.
+    """
+
+    files: tuple[FileEntry, ...]
+    num_rows: int
+    rejects: Counter[str]
+
+    @classmethod
+    def of(cls, plan: FrozenPlan, record: CommitRecord) -> CommitSummary:
+        """Of a record of a plan."""
+        rejects = Counter(reject.reason for reject in record.rejects)
+        return cls((*record.files, _record_entry(plan, record)), len(record.checksums), rejects)
 
 
-def merge_captions(plan: FrozenPlan, commits: Commits) -> pa.Table:
-    """Captions table of a revision: the plan's texts with the checksums of their embeddings, and how close they are."""
-    values = {name: plan.captions[name].to_pylist() for name in CAPTION_RESULTS}
-    for (part, shard), commit in commits.items():
-        if part == CAPTION_PART:
-            captions = plan.layout.captions_of(shard)
-            first = plan.first_caption + captions.start
-            here = slice(first, first + len(captions))
-            values["checksum"][here] = [int(digits, 16) for digits in commit.checksums]
-            nothing = [None] * len(captions)
-            values["min_cosine"][here] = commit.min_cosines or nothing
-            values["max_error"][here] = commit.max_errors or nothing
-    columns = {name: plan.captions[name] for name in CAPTIONS_SCHEMA.names}
-    return pa.table(columns | values, schema=CAPTIONS_SCHEMA)
+class CommitFiles(Mapping[Task, CommitRecord]):
+    """The commit records of a plan, each read from its file when its turn comes.
+
+    Raises: DamageError: one of them is not what it was when the seal began.
+    """
+
+    def __init__(self, root: Path, plan: FrozenPlan) -> None:
+        self._root, self._plan = root, plan
+
+    def __getitem__(self, task: Task) -> CommitRecord:
+        if (record := read_record(self._root, self._plan, *task)) is None:
+            raise DamageError(
+                f"store '{self._root}': '{commit_path(self._plan.revision, *task)}' was changed while the store was "
+                "sealed. Run the same command again."
+            )
+        return record
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self._plan.layout.tasks())
+
+    def __len__(self) -> int:
+        return len(self._plan.layout.tasks())
 
 
-def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes], Manifest]:
+def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes | memoryview], Manifest]:
     """Everything that a revision's seal writes, and the manifest over it.
 
     Args:
-      commits: of all tasks of the plan.
-    Returns: path and content of the files that are neither shards nor commit records, then the manifest.
+      commits: of all tasks of the plan; each is asked for once.
+    Returns: path and content of the files that are neither shards nor commit records, then the manifest. The tables lie
+      in mapped temporary files.
     """
-    prefix = revision_prefix(plan.revision)
-    records, captions = merge_records(plan, commits), merge_captions(plan, commits)
-    tables = {prefix + RECORDS: table_bytes(records), prefix + CAPTIONS: table_bytes(captions)}
-    files = plan.layout.static_files() | tables
-    written = files | {
-        commit_path(plan.revision, *task): canonical_json(commit.model_dump()) for task, commit in commits.items()
-    }
+    prefix, merge = revision_prefix(plan.revision), Merge(plan)
     entries = {entry.path: entry for entry in plan.carried}
-    entries |= {path: file_entry(path, content) for path, content in written.items()}
-    entries |= {entry.path: entry for commit in commits.values() for entry in commit.files}
-    statuses = pc.value_counts(records["status"]).to_pylist()
-    count = {entry["values"]: entry["counts"] for entry in statuses}
-    num_stored, num_rejected = count.get("stored", 0), count.get("rejected", 0)
-    assert num_stored + num_rejected == records.num_rows, "a record is neither stored nor rejected"
-    stored = records.filter(pc.equal(records["status"], "stored"))["bucket"].value_counts().to_pylist()
+    for task, commit in commits.items():
+        merge.add(task, commit)
+        entries |= {entry.path: entry for entry in CommitSummary.of(plan, commit).files}
+    statuses, stored = Counter[str](), Counter[str]()
+
+    def counted(groups: Iterable[pa.Table]) -> Iterator[pa.Table]:
+        for group in groups:
+            statuses.update(_counts(group["status"]))
+            stored.update(_counts(group["bucket"].filter(pc.equal(group["status"], "stored"))))
+            yield group
+
+    files: dict[str, bytes | memoryview] = {
+        **plan.layout.static_files(),
+        prefix + RECORDS: parquet_of_groups(RECORDS_SCHEMA, counted(merge.record_groups())),
+        prefix + CAPTIONS: parquet_of_groups(CAPTIONS_SCHEMA, merge.caption_groups()),
+    }
+    entries |= {path: file_entry(path, content) for path, content in files.items()}
+    num_stored, num_rejected = statuses["stored"], statuses["rejected"]
+    assert num_stored + num_rejected == plan.records.num_rows, "a record is neither stored nor rejected"
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         revision=plan.revision,
@@ -190,16 +207,25 @@ def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes], Ma
         copies=plan.copies,
         fingerprint=plan.spec.fingerprint,
         plan=plan.hash,
-        num_planned=records.num_rows,
+        num_planned=plan.records.num_rows,
         num_stored=num_stored,
         num_rejected=num_rejected,
-        buckets=dict.fromkeys(plan.bucket_positions, 0) | {entry["values"]: entry["counts"] for entry in stored},
-        num_captions=captions.num_rows,
-        num_caption_tokens=int(captions["num_tokens"].to_numpy().sum()),
+        buckets={**dict.fromkeys(plan.bucket_positions, 0), **stored},
+        num_captions=plan.captions.num_rows,
+        num_caption_tokens=pc.sum(pc.cast(plan.captions["num_tokens"], pa.int64())).as_py() or 0,
         files=[entries[path] for path in sorted(entries)],
         root_hash="",
     )
     return files, with_root_hash(manifest)
+
+
+def _counts(values: pa.ChunkedArray) -> dict[str, int]:
+    return {entry["values"]: entry["counts"] for entry in pc.value_counts(values).to_pylist()}
+
+
+def _record_entry(plan: FrozenPlan, record: CommitRecord) -> FileEntry:
+    """Size and hash of a commit record's own file."""
+    return file_entry(commit_path(plan.revision, record.part, record.shard), canonical_json(record.model_dump()))
 
 
 def carried_files(base: Manifest, stack: Sequence[int]) -> tuple[FileEntry, ...]:
@@ -219,7 +245,7 @@ def root_hash(manifest: Manifest) -> str:
     return sha256_of(manifest.model_dump(exclude={"root_hash"}))
 
 
-def file_entry(path: str, content: bytes) -> FileEntry:
+def file_entry(path: str, content: bytes | memoryview) -> FileEntry:
     """Size and hash of a file's content."""
     size, digest = xxh3_parts([content])
     return FileEntry(path=path, bytes=size, xxh3_128=digest)

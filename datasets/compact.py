@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from .commits import carried_files
 from .errors import DamageError, ResourceError, StoreError
-from .files import remove, sweep_strays
+from .files import remove
 from .frozen import FrozenPlan, freeze_plan, planned_revisions, read_plan
 from .layout import (
     CAPTION_PART,
@@ -33,6 +33,7 @@ from .layout import (
 from .revisions import sealed_revisions
 from .schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, Fallback, Manifest
 from .store import LatentStore
+from .strays import sweep_strays
 from .writer import StoreWriter, row_checksum
 
 OF_FIRST_REVISION = (PLAN, RECORDS, CAPTIONS, "buckets", "captions", "commits")  # in the order of their removal

@@ -6,6 +6,8 @@
     ├── EncoderError                          3   a VAE, text encoder or tokenizer is not usable
     ├── StoreError                            3   a store cannot be used as asked
     │   ├── StoreNotFound (FileNotFoundError)
+    │   ├── UnknownKey (KeyError)
+    │   ├── RowOutOfRange (IndexError)
     │   ├── StoreIncomplete
     │   ├── FormatVersionError
     │   └── FingerprintMismatch
@@ -23,6 +25,7 @@ class LeanditError(Exception):
     """Base of all errors that a user can mend; the command line prints it as one line."""
 
     exit_code = 1
+    is_said = False  # a rank of several has printed it already
 
 
 class RecipeError(LeanditError, ValueError):
@@ -51,6 +54,16 @@ class StoreError(LeanditError):
 
 class StoreNotFound(StoreError, FileNotFoundError):
     """There is no store at the path."""
+
+
+class UnknownKey(StoreError, KeyError):
+    """A store has no record of the key, or no such bucket."""
+
+    __str__ = Exception.__str__  # that of KeyError would put the message in quotes
+
+
+class RowOutOfRange(StoreError, IndexError):
+    """An array has no such row, or a store no such record or caption."""
 
 
 class StoreIncomplete(StoreError):

@@ -1,8 +1,8 @@
 """The one way bytes reach a disk: temporary file in the same folder, fsync, rename, fsync of the folder.
 
 A file or folder is there whole or not at all, also after a power cut. Nothing is written through a memory map. What a
-killed process left behind carries a recognisable name and is swept at the next start. Every step is counted, and a
-test can let any one of them fail (``Failpoint``). How files are identified stands in ``hashing.py``.
+killed process left behind carries the name of its owner (``owners.py``) and is swept at the next start. Every step is
+counted, and a test can let any one of them fail (``Failpoint``). How files are identified stands in ``hashing.py``.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ import errno
 import itertools
 import os
 import shutil
-import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from .errors import ResourceError
+from .owners import TEMPORARY_PREFIX, heartbeat, renew_time, replaced_beside, temporary_beside
 
-TEMPORARY_PREFIX = ".leandit-tmp-"
-REPLACED_SUFFIX = ".leandit-replaced"
 FAILPOINT_VARIABLE = "LEANDIT_FAILPOINT"
 EXIT_DIED = 137  # what a shell shows of kill -9
 NEEDS_SPACE = frozenset(["create", "write", "sync", "folder"])
@@ -86,7 +84,8 @@ def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
     temporary = temporary_beside(path)
     try:
         make_folder(path.parent)
-        _write_file(temporary, parts)
+        with heartbeat(temporary):  # to its end before the rename: readers watch the time of a shard
+            _write_file(temporary, parts)
         _rename(temporary, path)
         fsync_folder(path.parent)
     except OSError as error:
@@ -111,26 +110,11 @@ def write_folder(final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]]
     """
     temporary = temporary_beside(final)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        make_folder(temporary)
-        inner = set[Path]()
-        for name, parts in files:
-            make_folder((temporary / name).parent)
-            _write_file(temporary / name, parts)
-            inner |= {(temporary / name).parent} - {temporary}
-        for folder in (*sorted(inner), temporary):
-            fsync_folder(folder)
-        if replace:
-            _replace_folder(temporary, final)
-        else:
-            try:
-                _rename(temporary, final)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                shutil.rmtree(temporary)
-                return False
-        fsync_folder(final.parent)
+        with heartbeat(temporary, replaced_beside(final)):
+            is_new = _write_folder(temporary, final, files, replace=replace)
+        if is_new:
+            fsync_folder(final.parent)
+        return is_new
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise_if_full(error, final)
@@ -138,14 +122,44 @@ def write_folder(final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]]
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _write_folder(
+    temporary: Path, final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]], *, replace: bool
+) -> bool:
+    shutil.rmtree(temporary, ignore_errors=True)
+    make_folder(temporary)
+    inner = set[Path]()
+    for name, parts in files:
+        make_folder((temporary / name).parent)
+        _write_file(temporary / name, parts)
+        inner |= {(temporary / name).parent} - {temporary}
+    for folder in (*sorted(inner), temporary):
+        fsync_folder(folder)
+    if replace:
+        _replace_folder(temporary, final)
+        return True
+    try:
+        _rename(temporary, final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        shutil.rmtree(temporary)
+        return False
     return True
 
 
 def _replace_folder(temporary: Path, final: Path) -> None:
-    replaced = final.with_name(final.name + REPLACED_SUFFIX)
+    replaced = replaced_beside(final)
     if final.exists():
+        renew_time(final)  # its heartbeat, before it has the name that a sweep looks for
         _rename(final, replaced)
-    _rename(temporary, final)
+    try:
+        _rename(temporary, final)
+    except BaseException:
+        if not final.exists() and replaced.exists():  # no sweep would while this process lives
+            os.rename(replaced, final)
+        raise
     fsync_folder(final.parent)  # the new name first: a power cut must not take both
     remove(replaced)
 
@@ -156,10 +170,12 @@ def remove(path: Path) -> None:
         doomed = path if path.name.startswith(TEMPORARY_PREFIX) else temporary_beside(path)
         if doomed != path:
             shutil.rmtree(doomed, ignore_errors=True)
+            renew_time(path)  # its heartbeat, before it has the name that a sweep looks for
             _rename(path, doomed)
         try:
             _step("remove", path)
-            shutil.rmtree(doomed)
+            with heartbeat(doomed):
+                shutil.rmtree(doomed)
         except OSError:
             shutil.rmtree(doomed, ignore_errors=True)  # as much as goes; the rest is swept by the next command
             raise
@@ -218,12 +234,6 @@ def _rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
-def temporary_beside(path: Path) -> Path:
-    """Name a temporary in the same folder; the name says which process on which host owns it, and since when."""
-    pid = os.getpid()
-    return path.with_name(f"{TEMPORARY_PREFIX}{socket.gethostname()}@{pid}-{_started(pid)}@{path.name}")
-
-
 def raise_if_full(error: OSError, path: Path) -> None:
     """Turn "no space left" into a ResourceError that says how much is free."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -233,63 +243,3 @@ def raise_if_full(error: OSError, path: Path) -> None:
             f"file '{path}': {error.strerror} ({free_mib:.0f} MiB free on this disk). "
             "Free some space, then run the same command again: it resumes."
         ) from error
-
-
-def find_strays(folder: Path) -> list[Path]:
-    """All temporaries below a folder, whoever owns them."""
-    found = []
-    for parent, folders, files in os.walk(folder):
-        strays = [name for name in (*folders, *files) if name.startswith(TEMPORARY_PREFIX)]
-        found += [Path(parent) / name for name in strays]
-        folders[:] = [name for name in folders if name not in strays]
-    return sorted(found)
-
-
-def sweep_strays(folder: Path) -> list[Path]:
-    """Remove temporaries whose process is gone; those of other hosts and of other living processes stay.
-
-    A folder that ``write_folder`` moved out of the way and never replaced is moved back.
-
-    Returns: what was removed.
-    """
-    # os.walk, not rglob, which raises where another process removes a folder meanwhile.
-    walked = ((Path(parent), names) for parent, names, _ in os.walk(folder))
-    replaced = [parent / name for parent, names in walked for name in names if name.endswith(REPLACED_SUFFIX)]
-    for path in sorted(replaced):
-        kept = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
-        if kept.exists():
-            remove(path)
-        else:
-            _rename(path, kept)
-    swept = [path for path in find_strays(folder) if _is_abandoned(path)]
-    for path in swept:
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-    return swept
-
-
-def _is_abandoned(path: Path) -> bool:
-    """The temporary was made on this host, by this process or one that is gone."""
-    host, _, rest = path.name.removeprefix(TEMPORARY_PREFIX).partition("@")
-    pid, _, started = rest.split("@")[0].partition("-")
-    if host != socket.gethostname():
-        return False
-    return not pid.isdecimal() or int(pid) == os.getpid() or not _is_alive(int(pid), started)
-
-
-def _is_alive(pid: int, started: str) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):  # no process has such a number
-        return False
-    except PermissionError:
-        pass
-    return not started or _started(pid) == started  # else the number was given to another process since
-
-
-def _started(pid: int) -> str:
-    """When a process was started, in clock ticks since boot; empty where the system does not say."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[19]  # proc(5), field 22; the name before may hold anything

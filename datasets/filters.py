@@ -8,11 +8,9 @@ The store stays as it is. A filter is evaluated once, into sorted positions per 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,19 +165,10 @@ def label_indices(labels: Sequence[str | int], store: LatentStore) -> list[int]:
 
     Raises: RecipeError: the store has no such class; the nearest name is given.
     """
-    classes = store.spec.classes or []
-    found = set()
-    for label in labels:
-        if isinstance(label, Integral) and not isinstance(label, bool) and 0 <= int(label) < len(classes):
-            found.add(int(label))
-        elif isinstance(label, str) and label in classes:
-            found.add(classes.index(label))
-        else:
-            near = difflib.get_close_matches(str(label), classes, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
-            there = f"{len(classes)} classes, 0 to {len(classes) - 1}" if classes else "no classes"
-            raise RecipeError(f"store '{store.path}': no class {label!r}.{hint} It has {there}.")
-    return sorted(found)
+    try:
+        return sorted({store.class_names.find(label) for label in labels})
+    except RecipeError as error:
+        raise RecipeError(f"store '{store.path}': {error}") from error
 
 
 def read_scores(table: ScoreTable, store: LatentStore, stored: np.ndarray) -> np.ndarray:

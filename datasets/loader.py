@@ -24,6 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from .batches import BatchPlan, Leftovers
+from .caption_odds import CaptionOdds
 from .errors import RecipeError, RunError
 from .filters import Selection
 from .forks import in_forks
@@ -275,6 +276,7 @@ def make_loader(
     text: TextForm = "padded",
     prefetch: int = 2,
     device: torch.device | str | None = None,
+    caption_odds: CaptionOdds | None = None,
 ) -> BatchLoader:
     """Loader over a store: each pass is one epoch, ``state_dict()`` resumes at any batch.
 
@@ -289,12 +291,15 @@ def make_loader(
       text: captions "padded" to the longest of the batch, "packed" one after the other, or "none" of them.
       prefetch: batches read ahead.
       device: where batches are handed out, with their latents ready; None leaves them in memory, as stored.
+      caption_odds: how often each caption of a record is drawn; None: all alike.
     Raises: RunError: the store has no records; RecipeError: the selection is of another store, or an argument is none.
     """
     device = None if device is None else torch.device(device)
     buckets = selection.counts if selection else store.buckets
     plan = BatchPlan(buckets, global_batch, seed, leftovers=leftovers, window=window, selection=selection)
-    reader = BatchReader([store], plan, rank=rank, world_size=world_size, text=text, pin=_is_gpu(device))
+    reader = BatchReader(
+        [store], plan, rank=rank, world_size=world_size, text=text, pin=_is_gpu(device), caption_odds=caption_odds
+    )
     return loader_of(BatchStream(reader, prefetch=prefetch, device=device))
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from .commits import Task, carried_files, file_entry, read_manifest, read_record
 from .errors import DamageError, StoreError, StoreIncomplete
-from .files import find_strays, remove, sweep_strays, write_atomic
+from .files import remove, write_atomic
 from .findings import shard_place
 from .frozen import FrozenPlan, planned_revisions, read_plan, write_plan
 from .hashing import canonical_json, xxh3_file, xxh3_parts
@@ -30,6 +30,7 @@ from .schema import (
     Reject,
 )
 from .shard_file import ShardFile
+from .strays import sweep_strays
 from .tables import read_table
 from .verify import Verification, verify_store
 from .writer import StoreWriter, row_checksum
@@ -92,11 +93,7 @@ def revisions_to_mend(found: Verification) -> list[int]:
 
 def remove_litter(root: Path) -> list[Path]:
     """Remove the temporaries of all hosts and processes. Only when nobody writes to the store."""
-    sweep_strays(root)  # also moves back a folder that was to be replaced
-    litter = find_strays(root)
-    for path in litter:
-        remove(path)
-    return litter
+    return sweep_strays(root, of_all=True)
 
 
 def _make_way(root: Path, found: Verification) -> None:

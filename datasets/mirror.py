@@ -121,7 +121,7 @@ def bring_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifest
             raise DamageError(f"store '{reader.url}': file '{path}' has {size} bytes, no such is that large.")
     # The manifests last: with them the folder is a store.
     _for_each(lambda path: _bring(reader, store, _unhashed(path, sizes[path])), sorted(sizes, key=_is_manifest))
-    with _naming(reader, store):
+    with naming(reader, store):
         read_spec(store, wanted)  # another format version is named as such, not as damage
         return read_manifest(store, wanted)
 
@@ -211,7 +211,7 @@ def _forget_others(store: Path, remote: set[str]) -> None:
 
 
 @contextlib.contextmanager
-def _naming(reader: RemoteReader, store: Path) -> Iterator[None]:
+def naming(reader: RemoteReader, store: Path) -> Iterator[None]:
     """Errors name the URL, not the local folder, which nobody needs to know."""
     try:
         yield

@@ -26,7 +26,9 @@ from .cached import cached_property
 from .errors import RecipeError
 from .order import BatchOrder
 from .planned import PlannedBatch
+from .schema import LatentSpec
 from .shuffle import PURPOSE_MIXTURE, keyed_hash, permute
+from .store import LatentStore
 
 MAX_PERIOD = 10_000  # batches; a table of a period is held, and a run should see several periods
 
@@ -182,6 +184,50 @@ class Stages:
         """Plain values of everything that decides the order."""
         stages = [{"num_batches": count, "order": order.identity()} for order, count in self.stages]
         return {"kind": "stages", "stages": stages}
+
+
+def check_alike(stores: Sequence[LatentStore], *, captions: bool) -> None:
+    """Refuse stores that one model cannot be trained on: other latents, or other captions.
+
+    Args:
+      captions: they are read too.
+    Raises: RecipeError: naming two stores and what differs.
+    """
+    first, *others = stores
+    for other in others:
+        there, here = (_model_space(store.spec.latent) for store in (first, other))
+        if captions:
+            there, here = (
+                values | {"caption width": store.spec.text.width if store.spec.text else "no captions"}
+                for values, store in ((there, first), (here, other))
+            )
+        if differing := [name for name in there if there[name] != here[name]]:
+            told = "; ".join(f"{name} {_short(there[name])} and {_short(here[name])}" for name in differing)
+            without = " Or read no captions (text='none')." if differing == ["caption width"] else ""
+            raise RecipeError(
+                f"stores '{first.path}' and '{other.path}' cannot be mixed: {told}. Needed stores of the same "
+                f"encoders.{without}"
+            )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{value[0]}" if len(set(value)) == 1 else f"{value[0]}, {value[1]}, ..."
+    return str(value)
+
+
+def _model_space(latent: LatentSpec) -> dict[str, Any]:
+    """What the latents of two stores must have in common: their shape, and raw latent = input / scale + shift."""
+    scale, shift = np.array(latent.scale), np.array(latent.shift)
+    if latent.decoding:  # part of it was applied before rows were stored
+        stored_scale, stored_shift = np.array(latent.decoding.scale), np.array(latent.decoding.shift)
+        scale, shift = scale * stored_scale, stored_shift + shift / stored_scale
+    return {
+        "latent channels": latent.channels,
+        "pixels a latent place": latent.downscale,
+        "scale": [float(f"{value:.5g}") for value in scale],
+        "shift": [float(f"{value:.5g}") for value in shift],
+    }
 
 
 def check_orders(orders: Sequence[BatchOrder]) -> None:

@@ -16,11 +16,13 @@ import torch
 from torch.utils.data import Dataset
 
 from .batches import BatchPlan
-from .buffers import BufferPool
+from .buffers import BufferPool, hold_while_copied
 from .cached import cached_property
+from .caption_odds import CaptionOdds
 from .errors import RecipeError
 from .forks import in_forks
 from .latents import final_latents
+from .mixture import check_alike
 from .order import BatchOrder
 from .schema import LatentSpec
 from .slices import rank_slice
@@ -103,13 +105,17 @@ class Batch:
             if isinstance(value, torch.Tensor):
                 value.record_stream(stream)
 
-    def to(self, device: torch.device) -> Batch:
-        """The same batch on a device, copied asynchronously from pinned memory."""
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on a device, copied asynchronously from pinned memory, on the current stream of the device.
+
+        This batch may be dropped at once. Who copies its tensors without this method holds it until the copy is done.
+        """
+        device = torch.device(device)
         values: dict[str, Any] = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                values[name] = value.to(device, non_blocking=True)
-        return Batch(**values)
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        hold_while_copied(list(tensors.values()), device)
+        return Batch(**values | moved)
 
 
 class _Group:
@@ -129,8 +135,9 @@ class BatchReader(Dataset):
       text: form of the captions, or none of them.
       pin: into page-locked memory.
       seed: of the posterior draw and the choice of caption and flip; None: that of the first plan.
-    Raises: RecipeError: a plan or its selection is of another store, or there is no such form of captions; IndexError:
-      no such rank.
+      caption_odds: how often each caption of a record is drawn; None: all alike.
+    Raises: RecipeError: a plan or its selection is of another store, the stores do not fit each other, or there is no
+      such form of captions; IndexError: no such rank.
     """
 
     def __init__(
@@ -143,6 +150,7 @@ class BatchReader(Dataset):
         text: TextForm = "padded",
         pin: bool = False,
         seed: int | None = None,
+        caption_odds: CaptionOdds | None = None,
     ) -> None:
         if isinstance(stores, LatentStore) or len(stores) != len(order.plans):
             count = "one, not in a list" if isinstance(stores, LatentStore) else len(stores)
@@ -154,8 +162,10 @@ class BatchReader(Dataset):
             raise RecipeError(f"text {text!r}: needed one of {', '.join(get_args(TextForm))}.")
         for store, plan in zip(self.stores, order.plans, strict=True):
             check_fit(store, plan)
+        check_alike(self.stores, captions=text != "none")
         self._text: TextForm = text
-        self._lookup = Lookup(self.stores, self.seed, rank, world_size, captions=text != "none")
+        bounds = [caption_odds.bounds(store) for store in self.stores] if caption_odds and text != "none" else []
+        self._lookup = Lookup(self.stores, self.seed, rank, world_size, text != "none", bounds)
         self._buffers = BufferPool(pin=pin)
         self.begin_anew()
         in_forks(self)

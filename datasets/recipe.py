@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .errors import RecipeError
 
+STAGES = ("precompute", "train")  # packages that ship recipes; a command takes those of one
+
 
 class Section(BaseModel):
     """Base of every recipe model: frozen, and an unknown key is an error."""
@@ -55,6 +57,8 @@ def load_recipe(name: str, model: type[RecipeT], *, package: str, overrides: Seq
     else:
         near = difflib.get_close_matches(name, shipped, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
+        if other := next((stage for stage in STAGES if name in shipped_recipes(f"leandit.{stage}")), None):
+            hint = f" It is a recipe of 'leandit {other}'."
         raise RecipeError(
             f"recipe '{name}': neither a file nor a shipped recipe.{hint} Shipped are: {', '.join(shipped)}."
         )
@@ -85,7 +89,7 @@ def parse_recipe(name: str, model: type[RecipeT], values: dict[str, Any]) -> Rec
         return model.model_validate(values)
     except ValidationError as error:
         problems = "; ".join(_describe(problem, model) for problem in error.errors())
-        raise RecipeError(f"recipe '{name}': {problems}.") from error
+        raise RecipeError(f"recipe '{name}': {problems}{'' if problems.endswith('?') else '.'}") from error
 
 
 def _apply_override(values: dict[str, Any], override: str, model: type[Section]) -> None:
@@ -125,11 +129,25 @@ def _describe(problem: Any, model: type[BaseModel]) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, _all_keys(model), n=1, cutoff=0.5)
-        return f"unknown key '{key}'" + (f", did you mean '{near[0]}'?" if near else "")
+        return f"unknown key '{key}'{_instead(key, _all_keys(model))}"
     got = problem["input"]
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"'{key}': {message[:1].lower()}{message[1:]} (got {got!r})" if key else message
+    message = problem["msg"].removeprefix("Value error, ").removesuffix(".")
+    if not key:
+        return message
+    what = f"'{key}': {message[:1].lower()}{message[1:]}"
+    is_of_section = problem["type"] == "value_error" and isinstance(got, dict)  # it says itself which keys do not fit
+    return what if is_of_section else f"{what} (got {got!r})"
+
+
+def _instead(key: str, known: Sequence[str]) -> str:
+    """The key that was probably meant, else those that its section has, for a message."""
+    section, _, name = key.rpartition(".")
+    beside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+    near = [beside[other] for other in difflib.get_close_matches(name, beside, n=1)]
+    near = near or [other for other in known if other.endswith(f".{name}")]
+    if near:
+        return f", did you mean '{near[0]}'?"
+    return f"; [{section}] has {', '.join(beside)}" if section else ""
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from .buckets import NO_EXIF
 from .hashing import sha256_of
 
 FORMAT_VERSION = 1
@@ -32,6 +33,7 @@ REJECT_REASONS = {
     "decoder_crash": "the process that decoded the picture died of it",
     "decoder_timeout": "the decoder did not come to an end in its time",
     "unsupported_mode": "the pixels have no defined meaning as RGB (32-bit or float)",
+    "too_small": "the shorter side has fewer pixels than images.min_px",
     "too_large": "more pixels, or more memory for them, than the limit",
     "aspect": "the ratio of height to width is outside the bucket table",
     "source_changed": "the file is not the one that was planned",
@@ -115,6 +117,14 @@ class EncoderIdentity(_Model):
     tokenizer_sha256: str | None
     dtype: str
     libraries: dict[str, str]
+    tokenizer_files_sha256: str | None = None  # of the files it was read from; absent in stores of earlier releases
+
+    @model_serializer(mode="wrap")
+    def _without_absent_hash(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values = serialise(self)
+        if values.get("tokenizer_files_sha256") is None:
+            values.pop("tokenizer_files_sha256", None)
+        return values
 
 
 class ImageSpec(_Model):
@@ -126,6 +136,11 @@ class ImageSpec(_Model):
     resize_filter: str
     colour: str
     libraries: dict[str, str]
+
+    @property
+    def exif_orientation(self) -> bool:
+        """Pictures were turned upright as their EXIF says."""
+        return not self.colour.startswith(NO_EXIF)
 
 
 class Decoding(_Model):
@@ -207,6 +222,7 @@ class StoreSpec(_Model):
     vae: EncoderIdentity
     text_encoder: EncoderIdentity | None
     classes: list[str] | None
+    class_names: list[str] | None = None  # for people, one for each class; absent where the store has none
     shard_mib: Annotated[int, Field(ge=1, le=4096)]
     codec: str
     recipe: dict[str, Any]
@@ -218,12 +234,25 @@ class StoreSpec(_Model):
 
     def identity(self) -> dict[str, Any]:
         """Everything that changes the bytes of a record, and nothing else: what the fingerprint hashes."""
-        elsewhere = {"fingerprint", "leandit_version", "classes", "recipe"}
-        where_from = {"model", "revision"}
+        elsewhere = {"fingerprint", "leandit_version", "classes", "class_names", "recipe"}
+        where_from = {"model", "revision", "tokenizer_files_sha256"}
         return self.model_dump(exclude=elsewhere | {"vae", "text_encoder"}) | {
             "vae": self.vae.model_dump(exclude=where_from),
             "text_encoder": self.text_encoder and self.text_encoder.model_dump(exclude=where_from),
         }
+
+    @model_validator(mode="after")
+    def _has_a_name_for_each_class(self) -> StoreSpec:
+        if self.class_names is not None and len(self.class_names) != len(self.classes or ()):
+            raise ValueError(f"{len(self.class_names)} class names, there are {len(self.classes or ())} classes")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_absent_names(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values = serialise(self)
+        if values.get("class_names") is None:
+            values.pop("class_names", None)
+        return values
 
     def with_fingerprint(self) -> StoreSpec:
         """The same spec with its fingerprint filled in."""

@@ -151,10 +151,20 @@ def keyed_choice(
       records: (B,) positions in the records table.
     Returns: (B,) int64.
     """
+    drawn = _keyed_bits(seed, epoch, records, purpose)
+    return (drawn * num_choices.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
+
+
+def keyed_uniform(*, seed: int, epoch: int | np.ndarray, records: np.ndarray, purpose: int) -> np.ndarray:
+    """One number from 0 to below 1 a record, (B,) float64; of n equal parts it is in the one of ``keyed_choice``."""
+    return _keyed_bits(seed, epoch, records, purpose) / 2.0**32
+
+
+def _keyed_bits(seed: int, epoch: int | np.ndarray, records: np.ndarray, purpose: int) -> np.ndarray:
+    """(B,) uint64 of 32 bits."""
     epochs, which = np.unique(epoch, return_inverse=True)
     keys = np.array([keyed_hash(seed, each, purpose) for each in epochs.tolist()], np.uint64)[which]
-    hashes = mix(records.astype(np.uint64) + keys)
-    return ((hashes >> np.uint64(32)) * num_choices.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
+    return mix(records.astype(np.uint64) + keys) >> np.uint64(32)
 
 
 def keyed_hash(*values: int) -> int:

@@ -4,7 +4,8 @@ store = LatentStore("imagenet-256")
 store.buckets                               # {"256x256": 1281167}
 moments = store.latents("256x256")          # a sequence of rows; moments[i] is a mapped view
 moments.take(rows, out=buffer)              # (B, 2C, H, W)
-store.caption(store.record("n01440764/n01440764_18.JPEG"))     # (L, D), the valid tokens
+store.caption(7)                            # (L, D), the valid tokens of the first caption of record 7
+store.record("n01440764/n01440764_18.JPEG").index              # a record by its key
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from .arrays import Access, ShardedArray, ShardFolder
 from .buckets import bucket_size
 from .cached import cached_property
 from .caption_tokens import CaptionTokens
-from .commits import merge_captions, merge_records, read_commits, read_manifest
-from .errors import DamageError, RecipeError, StoreError, StoreIncomplete
+from .class_names import ClassNames
+from .commits import missing_work, read_commits, read_manifest
+from .errors import DamageError, RecipeError, RowOutOfRange, StoreError, StoreIncomplete, UnknownKey
 from .frozen import planned_revisions, read_plan
 from .hashing import xxh3_file
 from .index import INDEX_COLUMNS, BucketIndex, build_indexes
 from .layout import CAPTIONS, GROUP, RECORDS, REMOTE_ABOUT, bucket_part, revision_prefix
+from .merge import merge_captions, merge_records
 from .probe import check_of, check_whole
 from .revisions import REPAIR, check_store, read_spec, sealed_revisions
 from .schema import Manifest
@@ -133,14 +136,27 @@ class LatentStore:
         self._stack = ArrayStack(self._root, self.spec, [1], sizes=None, planned=self._plan.layout.arrays)
         self._commits = read_commits(self.path, self._plan)
         if not allow_incomplete:
+            missing = [task for task in self._plan.layout.tasks() if task not in self._commits]
+            what = (
+                f"{missing_work(self._plan, missing)} are missing"
+                if missing
+                else "all shards are there, but not sealed"
+            )
             raise StoreIncomplete(
-                f"store '{self.path}': incomplete, {len(self._commits)} of {len(self._plan.layout.tasks())} shards are "
-                "committed. Run the same precompute command again: it goes on where it stopped."
+                f"store '{self.path}': not complete; {what}. Run the same precompute command again: it resumes where "
+                "it stopped."
             )
 
     def __repr__(self) -> str:
-        where, count = self.remote.url if self.remote else self.path, sum(self.buckets.values())
-        return f"LatentStore('{where}', revision={self.revision}): {count} records in {len(self.buckets)} buckets"
+        where = self.remote.url if self.remote else self.path
+        return f"LatentStore('{where}', revision={self.revision}): {len(self)} records in {len(self.buckets)} buckets"
+
+    def __len__(self) -> int:
+        """Stored records, over all buckets; the records table has the rejected ones too."""
+        return sum(self.buckets.values())
+
+    def __bool__(self) -> bool:
+        return True  # also without records
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the store anew."""
@@ -168,6 +184,11 @@ class LatentStore:
     def num_classes(self) -> int:
         """Number of classes, 0 where the records have no labels."""
         return len(self.spec.classes or ())
+
+    @cached_property
+    def class_names(self) -> ClassNames:
+        """The classes by name: ``store.class_names.find("tench")`` is a label, ``.describe(0)`` what to call it."""
+        return ClassNames(self.spec.classes, self.spec.class_names)
 
     @cached_property
     def records(self) -> pa.Table:
@@ -221,7 +242,10 @@ class LatentStore:
         return table
 
     def latents(self, bucket: str) -> ShardedArray:
-        """Rows of a bucket as stored, (2C, H, W) moments or (C, H, W) latents, raw: neither shifted nor scaled."""
+        """Rows of a bucket as stored, (N, 2C, H, W) moments or (N, C, H, W) latents, raw: neither shifted nor scaled.
+
+        Raises: UnknownKey: there is no such bucket; they are listed.
+        """
         return self._array(f"{bucket_part(bucket)}/{self.spec.latent.array}")
 
     def flipped_latents(self, bucket: str) -> ShardedArray:
@@ -234,7 +258,12 @@ class LatentStore:
         return self._array(f"{bucket_part(bucket)}/{self.spec.latent.array}_flip")
 
     def index(self, bucket: str) -> BucketIndex:
-        """Labels and captions of the stored records of a bucket, in order of their rows."""
+        """Labels and captions of the stored records of a bucket, in order of their rows.
+
+        Raises: UnknownKey: there is no such bucket; they are listed.
+        """
+        if bucket not in self._indexed[0]:
+            raise UnknownKey(f"store '{self.path}': no bucket '{bucket}'. Buckets: {', '.join(self.buckets)}.")
         return self._indexed[0][bucket]
 
     @cached_property
@@ -259,18 +288,23 @@ class LatentStore:
     def record(self, key: str) -> Record:
         """Find a record by its key.
 
-        Raises: StoreError: there is none; the nearest keys are named.
+        Raises: UnknownKey: there is none; the nearest keys are named.
         """
         positions = np.flatnonzero(pc.equal(self.records["key"], key).to_numpy(zero_copy_only=False))
         if not len(positions):
             near = pc.filter(self.records["key"], pc.match_substring(self.records["key"], key)).to_pylist()[:3]
             hint = f" Keys that contain it: {', '.join(near)}." if near else ""
-            raise StoreError(f"store '{self.path}': no record has the key '{key}'.{hint}")
+            raise UnknownKey(f"store '{self.path}': no record has the key '{key}'.{hint}")
         found = [self.record_at(int(position)) for position in positions]  # several: rejected as "duplicate_key"
         return next((record for record in found if record.status == "stored"), found[0])
 
     def record_at(self, index: int) -> Record:
-        """The record at a position of the records table."""
+        """The record at a position of the records table.
+
+        Raises: RowOutOfRange.
+        """
+        if not 0 <= index < self.records.num_rows:
+            raise RowOutOfRange(f"store '{self.path}': record {index}, there are {self.records.num_rows}")
         values = self.records.slice(index, 1).to_pylist()[0]
         values["caption_ids"] = tuple(values["caption_ids"] or ())
         if values["bucket"] and values["row"] >= 0 and values["revision"] in self._stack.revisions:
@@ -288,13 +322,28 @@ class LatentStore:
             raise StoreError(f"store '{self.path}': it holds no captions. Precompute with text.kind.")
         return CaptionTokens(self.spec.text, self._array, self._read_spans)
 
-    def caption(self, record: Record, which: int = 0) -> np.ndarray:
-        """Embedding of one of a record's captions, as ``caption_embedding``."""
-        return self.caption_embedding(record.caption_ids[which])
+    def caption(self, record: Record | int, which: int = 0) -> np.ndarray:
+        """Embedding of one of a record's captions, as ``caption_embedding``.
+
+        Args:
+          record: or its position in the records table, as a batch's ``records`` has it.
+        Raises: RowOutOfRange: no such record, or it has no such caption; StoreError: the store holds no captions.
+        """
+        found = record if isinstance(record, Record) else self.record_at(int(record))
+        if not 0 <= which < len(found.caption_ids):
+            raise RowOutOfRange(
+                f"store '{self.path}': caption {which} of record '{found.key}', it has {len(found.caption_ids)}"
+            )
+        return self.caption_embedding(found.caption_ids[which])
 
     def caption_embedding(self, caption_id: int) -> np.ndarray:
         """Embedding of a caption, (L, D), its valid tokens: where float16 or float32 is stored a mapped view, where
-        bfloat16 or int8 is, a float32 copy."""
+        bfloat16 or int8 is, a float32 copy.
+
+        Raises: RowOutOfRange: no such caption.
+        """
+        if not 0 <= caption_id < len(self.tokens.lengths):
+            raise RowOutOfRange(f"store '{self.path}': caption {caption_id}, there are {len(self.tokens.lengths)}")
         return self.tokens[caption_id]
 
     @property
@@ -325,7 +374,7 @@ class LatentStore:
             if path not in self._arrays:
                 layouts = self._stack.layouts(path)
                 if not layouts:
-                    raise StoreError(
+                    raise UnknownKey(
                         f"store '{self.path}': there is no array '{path}'. Buckets: {', '.join(self.buckets)}."
                     )
                 self._arrays[path] = ShardedArray(self.folder, list(layouts.values()), check_of(self, path))

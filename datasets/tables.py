@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,22 +30,29 @@ SMALL_TABLE = 1 << 16  # bytes that every table is allowed
 
 def parquet_file(table: pa.Table) -> memoryview:
     """A table as the bytes of a Parquet file, in a mapped temporary file; the same bytes whatever chunks it has."""
+    parts = (table.slice(start, ROW_GROUP) for start in row_groups(table.num_rows))
+    whole = ([one_chunk(column) for column in part.columns] for part in parts)  # else pages would end where chunks do
+    return parquet_of_groups(table.schema, (pa.table(columns, schema=table.schema) for columns in whole))
+
+
+def parquet_of_groups(schema: pa.Schema, groups: Iterable[pa.Table]) -> memoryview:
+    """Tables as the row groups of one Parquet file, likewise; each is dropped before the next one comes.
+
+    Args:
+      groups: of ``row_groups``.
+    """
 
     def write(file: BinaryIO) -> None:
-        with pq.ParquetWriter(file, table.schema, compression="zstd", write_statistics=True) as writer:
-            for start in range(0, max(1, table.num_rows), ROW_GROUP):
-                group = table.slice(start, ROW_GROUP)
-                whole = [one_chunk(column) for column in group.columns]  # else pages would end where chunks do
-                writer.write_table(pa.table(whole, schema=table.schema), ROW_GROUP)
+        with pq.ParquetWriter(file, schema, compression="zstd", write_statistics=True) as writer:
+            for group in groups:
+                writer.write_table(group, ROW_GROUP)
 
     return map_written(write, "a table of the store")
 
 
-def table_bytes(table: pa.Table) -> bytes:
-    """A table as the bytes of a Parquet file."""
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", write_statistics=True)
-    return sink.getvalue().to_pybytes()
+def row_groups(num_rows: int) -> range:
+    """First row of each row group of a table; of an empty one too."""
+    return range(0, max(1, num_rows), ROW_GROUP)
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:

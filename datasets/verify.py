@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,14 +19,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .commits import file_entry, read_commits, read_manifest, read_record, seal_files
+from .commits import CommitFiles, file_entry, read_commit, read_manifest, read_record, seal_files
 from .compact import OF_FIRST_REVISION
 from .errors import DamageError, LeanditError
-from .files import REPLACED_SUFFIX, TEMPORARY_PREFIX
 from .findings import CAUSES, HARMLESS, Finding, Locator, revision_of, shard_place
 from .frozen import FrozenPlan, planned_revisions, read_plan
 from .hashing import canonical_json, read_json, sha256_of, xxh3_file
 from .layout import CAPTIONS, LEASES, MANIFEST, PLAN, PLAN_HEAD, RECORDS, commit_path, revision_prefix
+from .owners import is_temporary
 from .revisions import check_store, sealed_revisions
 from .schema import FileEntry, Manifest
 
@@ -75,13 +75,27 @@ class Verification:
         return self.num_bytes / 2**20 / max(self.seconds, 1e-9)
 
 
-def verify_store(root: Path, *, quick: bool = False, num_threads: int = 4) -> Verification:
+Problem = tuple[str, str]
+"""Cause and detail of what is wrong with a file."""
+
+
+def verify_store(
+    root: Path,
+    *,
+    quick: bool = False,
+    num_threads: int = 4,
+    check: Callable[[FileEntry], tuple[int, Problem | None]] | None = None,
+    paths: Iterable[str] | None = None,
+) -> Verification:
     """Check a store against its manifests.
 
     Args:
       quick: sizes of all files, hashes of all but the shards.
+      check: of a store whose shards are elsewhere: bytes that were hashed of a file, and what is wrong with it.
+      paths: of such a store: all its files.
     Raises: StoreError: it is no store at all.
     """
+    check = check or (lambda entry: check_file(root, entry, quick))
     start = time.perf_counter()
     planned = planned_revisions(root)
     if not planned:
@@ -123,7 +137,7 @@ def verify_store(root: Path, *, quick: bool = False, num_threads: int = 4) -> Ve
     locator = Locator(root, manifests)
     result.num_files = len(expected.keys() | known)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="leandit-verify") as pool:
-        checked = pool.map(lambda entry: _check_file(root, entry, quick), expected.values())
+        checked = pool.map(check, expected.values())
         for entry, (num_bytes, problem) in zip(expected.values(), checked, strict=True):
             result.num_bytes += num_bytes
             if problem:
@@ -134,7 +148,8 @@ def verify_store(root: Path, *, quick: bool = False, num_threads: int = 4) -> Ve
         if path in expected and path not in at_fault:
             result.findings += _check_counts(root, manifest)
     half_removed = bool(sealed) and 1 not in {*planned, *sealed}
-    result.findings += _strays(root, expected.keys() | known, half_removed=half_removed)
+    present = _files_below(root) if paths is None else paths
+    result.findings += _strays(present, expected.keys() | known, half_removed=half_removed)
     result.findings.sort(key=lambda finding: finding.path)
     result.seconds = time.perf_counter() - start
     return result
@@ -154,7 +169,7 @@ def _check_plan(root: Path, revision: int) -> list[Finding]:
             raise DamageError("it does not fit its own hash")
         findings = []
         for name, entry in zip((RECORDS, CAPTIONS), head["files"], strict=True):
-            _, problem = _check_file(root, FileEntry(**entry | {"path": f"{folder}/{name}"}), False)
+            _, problem = check_file(root, FileEntry(**entry | {"path": f"{folder}/{name}"}), False)
             if problem:
                 findings.append(Finding(f"{folder}/{name}", *problem, revision))
         return findings
@@ -188,10 +203,9 @@ def _sealed_manifest(root: Path, revision: int) -> tuple[Manifest | None, list[F
 
 def _unsealed_manifest(root: Path, plan: FrozenPlan, sealed: list[int]) -> tuple[Manifest | None, list[Finding]]:
     """The manifest of a revision that has none to be trusted, as plan and commit records say that it is."""
-    commits = read_commits(root, plan)
-    if len(commits) < len(plan.layout.tasks()):
+    if not all(read_commit(root, plan, *task) for task in plan.layout.tasks()):
         return None, []  # unfinished; or too much is gone to say what was there
-    manifest = seal_files(plan, commits)[1]
+    manifest = seal_files(plan, CommitFiles(root, plan))[1]
     if plan.revision in sealed:
         return manifest, []
     prefix = revision_prefix(plan.revision)
@@ -263,8 +277,8 @@ def _check_counts(root: Path, manifest: Manifest) -> list[Finding]:
     return [Finding(path, "counts", detail, manifest.revision)]
 
 
-def _check_file(root: Path, entry: FileEntry, quick: bool) -> tuple[int, tuple[str, str] | None]:
-    """Bytes that were hashed, and (cause, detail) where the file is not what was written."""
+def check_file(root: Path, entry: FileEntry, quick: bool) -> tuple[int, Problem | None]:
+    """Bytes that were hashed, and what is wrong where the file is not what was written."""
     path = os.path.join(root, entry.path)
     try:
         found = os.lstat(path)
@@ -284,27 +298,29 @@ def _check_file(root: Path, entry: FileEntry, quick: bool) -> tuple[int, tuple[s
         return 0, ("content", f"it cannot be read: {error.strerror}")
 
 
-def _strays(root: Path, known: set[str], *, half_removed: bool) -> Iterator[Finding]:
+def _strays(paths: Iterable[str], known: set[str], *, half_removed: bool) -> Iterator[Finding]:
     """Files that nobody knows; temporaries, and what an interrupted compaction left, are named as such."""
+    for path in paths:
+        *folders, name = path.split("/")
+        is_litter = any(is_temporary(part, is_folder=True) for part in folders) or is_temporary(name, is_folder=False)
+        if path in known and not is_litter:
+            continue
+        cause = "stray"
+        if half_removed and path.split("/")[0] in OF_FIRST_REVISION:
+            cause = "unremoved"
+        if is_litter:
+            cause = "temporary"
+        yield Finding(path.rstrip("/"), cause, CAUSES[cause], revision_of(path))
+
+
+def _files_below(root: Path) -> Iterator[str]:
+    """Paths of all files and links; of temporary folders the folder alone, with a slash at its end; no leases."""
     top = os.fspath(root)
     for folder, folders, files in os.walk(top):
         here = "" if folder == top else os.path.relpath(folder, top).replace(os.sep, "/") + "/"
         if not here and LEASES in folders:
             folders.remove(LEASES)  # locks of those who are writing
-        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        litter = [name for name in (*folders, *files) if _is_litter(name, is_folder=name in folders)]
+        litter = [name for name in folders if is_temporary(name, is_folder=True)]
         folders[:] = [name for name in folders if name not in litter]
-        for name in {*files, *links, *litter}:
-            path = here + name
-            if name not in litter and path in known:
-                continue
-            cause = "stray"
-            if half_removed and path.split("/")[0] in OF_FIRST_REVISION:
-                cause = "unremoved"
-            if name in litter:
-                cause = "temporary"
-            yield Finding(path, cause, CAUSES[cause], revision_of(path))
-
-
-def _is_litter(name: str, *, is_folder: bool) -> bool:
-    return name.startswith(TEMPORARY_PREFIX) or (is_folder and name.endswith(REPLACED_SUFFIX))
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        yield from (here + name for name in (*files, *links, *(f"{name}/" for name in litter)))

@@ -6,17 +6,18 @@ is the same as a batch looked up by itself, and a hundred of them cost little mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from .caption_odds import choose_captions
 from .index import BucketIndex
 from .latents import draw_keys
 from .planned import PlannedBatch
-from .shuffle import PURPOSE_CAPTION, PURPOSE_FLIP, keyed_choice
+from .shuffle import PURPOSE_CAPTION, PURPOSE_FLIP, keyed_choice, keyed_uniform
 from .slices import rank_slice
 from .store import LatentStore
 
@@ -66,6 +67,7 @@ class Lookup:
       seed: of the posterior draw and the choice of caption and flip.
       rank, world_size: every global batch is sliced.
       captions: choose one for each record, where the store has them.
+      caption_bounds: of each store, by bucket, from ``CaptionOdds.bounds``; without, captions are drawn uniformly.
     """
 
     stores: Sequence[LatentStore]
@@ -73,6 +75,7 @@ class Lookup:
     rank: int
     world_size: int
     captions: bool
+    caption_bounds: Sequence[Mapping[str, np.ndarray]] = ()
 
     def batches(self, planned: Sequence[PlannedBatch]) -> list[WantedBatch]:
         """Each of them looked up."""
@@ -85,19 +88,23 @@ class Lookup:
             slices = [rank_slice(len(batch.positions), self.rank, self.world_size) for batch in batches]
             positions = [batch.positions[mine] for batch, mine in zip(batches, slices, strict=True)]
             epochs = [batch.epochs[mine] for batch, mine in zip(batches, slices, strict=True)]
-            records = self._records(self.stores[plan], bucket, np.concatenate(positions), np.concatenate(epochs))
+            records = self._records(plan, bucket, np.concatenate(positions), np.concatenate(epochs))
             edges = pairwise(accumulate(map(len, positions), initial=0))
             for number, batch, (start, stop) in zip(numbers, batches, edges, strict=True):
                 found[number] = WantedBatch(batch, records.part(start, stop))
         return [found[number] for number in range(len(planned))]
 
-    def _records(self, store: LatentStore, bucket: str, positions: np.ndarray, epochs: np.ndarray) -> Records:
+    def _records(self, plan: int, bucket: str, positions: np.ndarray, epochs: np.ndarray) -> Records:
+        store = self.stores[plan]
         index, latent = store.index(bucket), store.spec.latent
         records = index.records.take(positions)
         flipped, captions, keys = None, None, None
         if latent.flip:
             flipped = self._choose(np.full(len(records), 2), epochs, records, PURPOSE_FLIP) == 1
-        if store.spec.text and self.captions:
+        if store.spec.text and self.captions and self.caption_bounds:
+            uniform = keyed_uniform(seed=self.seed, epoch=epochs, records=records, purpose=PURPOSE_CAPTION)
+            captions = choose_captions(self.caption_bounds[plan][bucket], index, positions, uniform)
+        elif store.spec.text and self.captions:
             captions = self._choose_captions(index, positions, epochs, records)
         if latent.has_posterior:
             keys = draw_keys(self.seed, epochs, records).numpy()

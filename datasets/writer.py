@@ -6,6 +6,7 @@ between has cost one shard, and nothing half-written is ever read. No encoder is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from .commits import Task, file_entry, read_commit, read_commits, read_manifest, seal_files
+from .commits import CommitFiles, CommitSummary, Task, file_entry, read_commit, read_manifest, seal_files
 from .errors import LeanditError, StoreError
 from .files import write_atomic
 from .frozen import FrozenPlan
@@ -39,22 +40,36 @@ class StoreWriter:
     Args:
       root: the store.
       plan: of the revision.
-      doubted: tasks whose bytes are to be looked at, where somebody has just looked at all others.
+      own: tasks of this process, whose bytes are looked at; None for all. Those of others are looked at by them, and by
+        the one that seals.
+      doubted: tasks whose bytes are to be looked at, where another process has just looked at all others.
     """
 
-    def __init__(self, root: Path, plan: FrozenPlan, *, doubted: Collection[Task] | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        plan: FrozenPlan,
+        *,
+        own: Collection[Task] | None = None,
+        doubted: Collection[Task] | None = None,
+    ) -> None:
         self.root, self.plan, self.spec = root, plan, plan.spec
         for path, content in plan.layout.static_files().items():
             self._ensure(path, content)
-        # Of a revision that is being made, every byte that is there is looked at; what others commit from now on is
-        # whole. Of a sealed one, that is what verify is for.
-        check_bytes = doubted is None and not self.is_sealed
-        self._commits = {} if doubted is not None else read_commits(root, plan, check_bytes=check_bytes)
-        if check_bytes:
-            names = {task: commit_path(plan.revision, *task) for task in plan.layout.tasks()}
-            doubted = [task for task, name in names.items() if task not in self._commits and (root / name).is_file()]
-        self.doubted = frozenset(doubted or ())
+        self._commits: dict[Task, CommitSummary] = {}
         self.had_company = False  # others have made, or are making, shards of this revision
+        if doubted is None and self.is_sealed:
+            self._read(frozenset())
+        elif doubted is None:
+            # Of a revision that is being made the bytes that are there are looked at; what others commit from now on is
+            # whole. Of a sealed one, that is what verify is for.
+            tasks = plan.layout.tasks()
+            checked = frozenset(tasks if own is None else own)
+            self._read(checked)
+            self.had_company = any(task not in checked for task in self._commits)
+            missing = [task for task in tasks if task not in self._commits]
+            doubted = [task for task in missing if (root / commit_path(plan.revision, *task)).is_file()]
+        self.doubted = frozenset(doubted or ())
 
     @property
     def is_sealed(self) -> bool:
@@ -65,42 +80,57 @@ class StoreWriter:
     def num_stored(self) -> int:
         """Records that the committed shards hold."""
         return sum(
-            len(commit.checksums) - len(commit.rejects)
+            commit.num_rows - commit.rejects.total()
             for (part, _), commit in self._commits.items()
             if part not in (CAPTION_PART, NULL_PART)
         )
 
     @property
-    def num_rejected(self) -> int:
-        """Records that were refused while the committed shards were encoded."""
-        return sum(len(commit.rejects) for commit in self._commits.values())
+    def reject_reasons(self) -> Counter[str]:
+        """How many records were refused while the committed shards were encoded, by reason."""
+        return sum((commit.rejects for commit in self._commits.values()), Counter[str]())
 
-    def missing_tasks(self) -> list[Task]:
-        """The (part, shard) that no valid commit record covers; others may commit at the same time."""
-        return [task for task in self.plan.layout.tasks() if not self.is_committed(task)]
+    def missing_tasks(self, own: Sequence[Task] | None = None) -> list[Task]:
+        """The (part, shard) that no valid commit record covers, of all or some; others may commit at the same time."""
+        return [task for task in (self.plan.layout.tasks() if own is None else own) if not self.is_committed(task)]
 
     def is_committed(self, task: Task) -> bool:
         """A valid commit record covers the task, written by this process or by another."""
         if task not in self._commits:
             record = read_commit(self.root, self.plan, *task, check_bytes=task in self.doubted)
             if record:
-                self._commits[task], self.had_company = record, True
+                self._commits[task], self.had_company = CommitSummary.of(self.plan, record), True
         return task in self._commits
 
-    def recheck(self) -> None:
+    def _read(self, checked: Collection[Task]) -> None:
+        """Read all commit records that hold, with a look at the bytes of some of their shards."""
+
+        def read(task: Task) -> CommitSummary | None:
+            record = read_commit(self.root, self.plan, *task, check_bytes=task in checked)
+            return record and CommitSummary.of(self.plan, record)
+
+        with ThreadPoolExecutor(READERS, thread_name_prefix="leandit-check") as pool:
+            tasks = self.plan.layout.tasks()
+            self._commits = {task: found for task, found in zip(tasks, pool.map(read, tasks), strict=True) if found}
+
+    def recheck(self) -> list[Task]:
         """Look at the bytes of all shards if others had a hand in them; what is not as recorded is missing again.
+
+        Only under the lease of the seal, so that of many processes that end together one does.
 
         Two that make one shard at the same moment, because a lease has run out, may make different bytes (another
         device, less memory), and leave the file of one and the record of the other.
+
+        Returns: what is missing now.
         """
         if not self.had_company or self.is_sealed:
-            return
+            return []
         self.had_company = False
-        with ThreadPoolExecutor(READERS, thread_name_prefix="leandit-recheck") as pool:
-            tasks = self.plan.layout.tasks()
-            found = pool.map(lambda task: read_commit(self.root, self.plan, *task, check_bytes=True), tasks)
-            self._commits = {task: record for task, record in zip(tasks, found, strict=True) if record}
-        self.doubted |= {task for task in tasks if task not in self._commits}
+        tasks = self.plan.layout.tasks()
+        self._read(frozenset(tasks))
+        damaged = [task for task in tasks if task not in self._commits]
+        self.doubted |= set(damaged)
+        return damaged
 
     def commit(
         self,
@@ -148,7 +178,7 @@ class StoreWriter:
             record_hash="",
         ).with_hash()
         write_atomic(self.root / commit_path(self.plan.revision, part, shard), canonical_json(record.model_dump()))
-        self._commits[part, shard] = record
+        self._commits[part, shard] = CommitSummary.of(self.plan, record)
         return sum(entry.bytes for entry in files)
 
     def seal(self) -> Manifest:
@@ -163,7 +193,7 @@ class StoreWriter:
             )
         if manifest := self._whole_manifest():  # made anew it could differ: Parquet names the library that wrote it
             return manifest
-        files, manifest = seal_files(self.plan, self._commits)
+        files, manifest = seal_files(self.plan, CommitFiles(self.root, self.plan))
         for path, content in files.items():
             self._ensure(path, content)
         self._ensure(revision_prefix(self.plan.revision) + MANIFEST, canonical_json(manifest.model_dump()))
@@ -177,8 +207,6 @@ class StoreWriter:
             return None
         entries, prefix = {entry.path: entry for entry in manifest.files}, revision_prefix(self.plan.revision)
         known = [entry for commit in self._commits.values() for entry in commit.files]
-        for task, commit in self._commits.items():
-            known.append(file_entry(commit_path(self.plan.revision, *task), canonical_json(commit.model_dump())))
         known += [file_entry(path, content) for path, content in self.plan.layout.static_files().items()]
         for path in (prefix + RECORDS, prefix + CAPTIONS):
             file = self.root / path
@@ -188,8 +216,9 @@ class StoreWriter:
         is_whole = all(entries.get(entry.path) == entry for entry in known)
         return manifest if is_whole and manifest.plan == self.plan.hash else None
 
-    def _ensure(self, path: str, content: bytes) -> None:
+    def _ensure(self, path: str, content: bytes | memoryview) -> None:
         """Write a file unless it is there with these bytes."""
         file = self.root / path
-        if not file.is_file() or file.stat().st_size != len(content) or file.read_bytes() != content:
-            write_atomic(file, content)
+        is_there = file.is_file() and file.stat().st_size == len(content)
+        if not is_there or xxh3_file(file) != file_entry(path, content).xxh3_128:
+            write_atomic(file, [content])

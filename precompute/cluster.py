@@ -29,6 +29,7 @@ from ..datasets.writer import StoreWriter
 from .clock import StageClock
 from .config import PrecomputeRecipe
 from .leases import Lease
+from .source_several import SourcePaths, paths_of
 from .sources import Source
 from .tally import Committed, Tally
 from .text_encoders import CaptionTokenizer, TokenCount
@@ -58,7 +59,7 @@ class Cluster:
 
     Args:
       root: the store, in a folder that all machines share.
-      source_path: a path that all machines see, or a URL.
+      sources: paths that all machines see, or URLs.
       address: of the cluster, as ``ray.init`` takes it.
       devices: "auto": a GPU each, or where there is none half the CPUs of each machine; "cuda"; "cpu"; or "cpu,cpu" for
         so many.
@@ -70,7 +71,7 @@ class Cluster:
         self,
         recipe: PrecomputeRecipe,
         root: Path,
-        source_path: str,
+        sources: SourcePaths,
         *,
         address: str,
         devices: str,
@@ -78,7 +79,7 @@ class Cluster:
         say: Callable[[str], None],
     ) -> None:
         self._recipe, self._root, self._address, self._devices = recipe, root.absolute(), address, devices
-        self._source_path = source_path if "://" in source_path else os.path.abspath(source_path)
+        self._source_paths = [path if "://" in path else os.path.abspath(path) for path in paths_of(sources)]
         self._num_threads, self._say = num_threads, say
         self.tokens, self.power = TokenCount(), Power()
         self.tokenizer = CaptionTokenizer(recipe.text) if recipe.text.kind != "none" else None
@@ -115,7 +116,7 @@ class Cluster:
         self, writer: StoreWriter, missing: Sequence[Task], source: Source, *, tally: Tally, clock: StageClock
     ) -> None:
         """As ``Engine.encode``: all actors work until nothing is missing."""
-        order = Order.of(writer, missing, source, self._source_path)
+        order = Order.of(writer, missing, source, self._source_paths)
         deaths: Counter[Task] = Counter()
         losses, heard, end = 0, time.monotonic(), float("inf")
         with self._probe() as probe:

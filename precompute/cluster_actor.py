@@ -27,12 +27,13 @@ from ..datasets.layout import LEASES
 from ..datasets.revisions import read_spec
 from ..datasets.schema import StoreSpec
 from .clock import StageClock
-from .config import PrecomputeRecipe
+from .config import PrecomputeRecipe, SourceSection
 from .decoder import Decoded, Decoders, PicturePlace
 from .describe import describe_store
 from .encoders import Encoders, load_encoders
 from .opening import check_fingerprint
-from .sources import OpenedSource, open_source
+from .source_several import open_sources
+from .sources import OpenedSource
 from .worker import Broken, Failed, Order, Worked, Worker, outcome
 
 PICTURES_A_TASK = 8  # a task costs Ray 1 to 2 ms, a picture of 256 px as much to decode
@@ -99,8 +100,8 @@ class EncodingActor:
         self._check_folder(probe)
         planned = read_spec(root, order.revision)
         check_fingerprint(root, planned, describe_store(recipe, None, self._encoders, known=planned))
-        _open_here(order.source_path, order.source_kind)
-        with TaskDecoders(order.source_path, order.source_kind, self._job.num_at_once) as decoders:
+        _open_here(order.source_paths, order.sources)
+        with TaskDecoders(order.source_paths, order.sources, self._job.num_at_once) as decoders:
             worker = Worker(recipe, self._encoders, decoders, StageClock())
             return worker.carry_out(order, root, decoders, told.put)
 
@@ -134,12 +135,12 @@ class TaskDecoders:
     A context manager, with a thread that fills the tasks; at its end nobody may wait for a picture any more.
 
     Args:
-      source_path, source_kind: of the pictures; the tasks read them.
+      source_paths, sources: of the pictures, as an order has them; the tasks read them.
       num_at_once: pictures in flight, so the decoded ones that wait in the memory of the cluster.
     """
 
-    def __init__(self, source_path: str, source_kind: str, num_at_once: int) -> None:
-        self._source, self.num_at_once = (source_path, source_kind), num_at_once
+    def __init__(self, source_paths: Sequence[str], sources: Sequence[SourceSection], num_at_once: int) -> None:
+        self._source, self.num_at_once = (source_paths, sources), num_at_once
         self._wanted: SimpleQueue[_Wanted | None] = SimpleQueue()  # None: the end
         self._thread = threading.Thread(target=self._hand_out, name="leandit-tasks", daemon=True)
 
@@ -194,11 +195,11 @@ def _give(wanted: Sequence[_Wanted], done: Future[Any]) -> None:
 
 
 @ray.remote(num_cpus=1, max_retries=TRIES, scheduling_strategy="SPREAD")
-def _decode(source_path: str, source_kind: str, wanted: Sequence[tuple[tuple[str, int, int], dict[str, Any]]]) -> Any:
+def _decode(source_paths: Any, settings: Any, wanted: Sequence[tuple[tuple[str, int, int], dict[str, Any]]]) -> Any:
     """Decode some pictures: each one, or (stage, reason, detail) of its reject, or what went wrong."""
 
     def decoded(place: tuple[str, int, int], how: dict[str, Any]) -> Any:
-        source, decoders = _decoding_tools(source_path, source_kind)
+        source, decoders = _decoding_tools(tuple(source_paths), tuple(settings))
         try:
             return decoders.picture(*source.place(*place, stage="decode"), **how)
         except RecordRejected as reject:
@@ -208,18 +209,18 @@ def _decode(source_path: str, source_kind: str, wanted: Sequence[tuple[tuple[str
 
 
 @functools.lru_cache(maxsize=1)
-def _decoding_tools(source_path: str, source_kind: str) -> tuple[OpenedSource, Decoders]:
+def _decoding_tools(paths: tuple[str, ...], settings: tuple[SourceSection, ...]) -> tuple[OpenedSource, Decoders]:
     """The source, and the one child of this process, for all tasks that it runs."""
-    return _open_here(source_path, source_kind), Decoders(1)
+    return _open_here(paths, settings), Decoders(1)
 
 
-def _open_here(source_path: str, source_kind: str) -> OpenedSource:
-    """Open a source that this machine must see as well.
+def _open_here(source_paths: Sequence[str], settings: Sequence[SourceSection]) -> OpenedSource:
+    """Open sources that this machine must see as well.
 
-    Raises: LeanditError: as ``open_source``, with the name of the machine.
+    Raises: LeanditError: as ``open_sources``, with the name of the machine.
     """
     try:
-        return open_source(source_path, source_kind)
+        return open_sources(source_paths, settings)
     except (LeanditError, OSError) as error:
         kind = type(error) if isinstance(error, LeanditError) else SourceError
         where = f"machine '{os.uname().nodename}', which must see the source as all of the cluster"

@@ -13,21 +13,36 @@ from ..datasets.shards import check_codec
 PACKAGE = "leandit.precompute"
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Kind = Literal["auto", "imagefolder", "sidecars", "metadata", "manifest", "webdataset", "imagenet", "parquet", "arrow"]
 
 
 class SourceSection(Section):
     """Where the pictures come from is said on the command line; this is how to read it."""
 
-    kind: Literal["auto", "imagefolder", "sidecars", "metadata", "manifest", "webdataset", "imagenet", "parquet"] = (
-        "auto"
-    )
+    kind: Kind = "auto"
     """"auto" looks: a table of paths, *.parquet, *.tar, texts beside the pictures, else class folders."""
+    image: str = ""
+    """Column that names the pictures, in Parquet and Arrow the one that holds them; empty: guessed from usual names."""
+    caption: str = ""
+    """Column of the captions, text or a list of texts; empty: guessed from the usual names."""
+    label: str = ""
+    """Column of the labels; empty: guessed from the usual names."""
+    root: str = ""
+    """Folder of the pictures that a table names, absolute or from the table's folder; empty: looked for beside it."""
+    split: str = ""
+    """Which of several splits (train, validation, test) is stored; "all": whatever the names say, all of it."""
+    labels: Literal["auto", "none"] = "auto"
+    """"none": no labels, whatever folders and columns say; loose pictures beside folders are then taken too."""
+    class_names: str = ""
+    """Names of the classes for people: "imagenet", or a text, TSV or JSON file; empty: none but the source's own."""
     sizes: Literal["header", "manifest"] = "header"
     """"manifest" believes a table's height and width, and opens no picture to plan it; one that lies is rejected."""
     check: Literal["stat", "content"] = "stat"
     """When a store grows: "stat" reads a file again only if its size, time or place differs; "content" reads all."""
+    missing_caption: Literal["reject", "null"] = "reject"
+    """A picture without a caption, where text is encoded: "null" stores it with the null caption."""
     max_reject_share: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Stop when more than this share of all records is rejected (and more than ten)."""
+    """Stop when more than this share of all records is rejected (and more than ten, or than half of all)."""
     max_rejects_in_a_row: Annotated[int, Field(ge=1)] = 100
     """Stop when so many records in a row are rejected."""
 
@@ -45,6 +60,10 @@ class ImagesSection(Section):
     """Of "area": every side is a multiple of it."""
     max_ratio: Annotated[float, Field(ge=1, le=16)] = MAX_RATIO
     """Longer pictures, either way, are rejected where there are several buckets; "area" makes no longer bucket."""
+    min_px: Annotated[int, Field(ge=1, le=8192)] = 1
+    """Pictures whose shorter side has fewer pixels are rejected (too_small)."""
+    exif_orientation: bool = True
+    """Turn pictures upright as their EXIF says; false: as they are stored, as ADM's loader and ImageFolder do."""
 
     @property
     def table(self) -> Table:
@@ -61,7 +80,7 @@ class ImagesSection(Section):
 
 
 class VaeSection(Section):
-    """The image encoder: any diffusers autoencoder."""
+    """The image encoder: an AutoencoderKL, AutoencoderTiny or AutoencoderDC of diffusers."""
 
     model: str = "stabilityai/sd-vae-ft-ema"
     """Hub id, folder, or "shipped:vae"."""
@@ -147,6 +166,16 @@ class PrecomputeRecipe(Section):
     vae: VaeSection = VaeSection()
     text: TextSection = TextSection()
     store: StoreSection = StoreSection()
+
+    @property
+    def needs_captions(self) -> bool:
+        """A record without a caption is rejected."""
+        return self.text.kind != "none" and self.source.missing_caption == "reject"
+
+    @property
+    def null_captions(self) -> bool:
+        """A record without a caption is stored, with the null caption."""
+        return self.text.kind != "none" and not self.needs_captions
 
 
 def load(name: str, overrides: list[str]) -> PrecomputeRecipe:

@@ -136,21 +136,27 @@ class Decoders:
             self._idle.get().stop()
         self._idle.put(self._children[0])  # wakes who waits for an idle child; each of them passes it on
 
-    def size(self, path: Path, offset: int, num_bytes: int, data: bytes | None = None) -> tuple[int, int]:
-        """Height and width in pixels of the upright picture, from its header.
+    def size(
+        self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, *, exif_orientation: bool = True
+    ) -> tuple[int, int]:
+        """Height and width in pixels of a picture, from its header.
 
         Args:
           path, offset, num_bytes, data: as in ``PicturePlace``.
+          exif_orientation: of the upright picture, as ``images.read_size``.
         Raises:
           RecordRejected: stage "scan"; no picture, too large, unreadable, or it took its child with it.
           ResourceError: a child cannot be started.
           RuntimeError: a mistake in the code of the decoder, or this is closed.
         """
-        head, _ = self._ask({"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes}, data)
+        job = {"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes}
+        head, _ = self._ask(job | {"exif_orientation": exif_orientation}, data)
         height_px, width_px = head["size"]
         return height_px, width_px
 
-    def sizes(self, places: Sequence[PicturePlace]) -> list[tuple[int, int] | RecordRejected]:
+    def sizes(
+        self, places: Sequence[PicturePlace], *, exif_orientation: bool = True
+    ) -> list[tuple[int, int] | RecordRejected]:
         """As ``size`` for many pictures in one message, which is much faster; a reject is returned, not raised.
 
         Where a child does not come through them, each is asked for alone, so that only the culprit is rejected. Where
@@ -159,20 +165,21 @@ class Decoders:
         Raises: ResourceError, RuntimeError: as ``size``.
         """
         if any(place.data is not None for place in places):
-            return [self._size_or_reject(place) for place in places]
+            return [self._size_or_reject(place, exif_orientation) for place in places]
         found: list[tuple[int, int] | RecordRejected] = []
         while rest := [(str(path), offset, size) for path, offset, size, _ in places[len(found) :]]:
             try:
                 job = {"stage": "scan", "places": rest, "seconds": self._timeout_seconds / 2}
+                job["exif_orientation"] = exif_orientation
                 head, _ = self._ask(job, None, patience=(1,))
             except RecordRejected:
-                return found + [self._size_or_reject(place) for place in places[len(found) :]]
+                return found + [self._size_or_reject(place, exif_orientation) for place in places[len(found) :]]
             found += [RecordRejected(*one) if len(one) == 3 else (one[0], one[1]) for one in head["sizes"]]
         return found
 
-    def _size_or_reject(self, place: PicturePlace) -> tuple[int, int] | RecordRejected:
+    def _size_or_reject(self, place: PicturePlace, exif_orientation: bool) -> tuple[int, int] | RecordRejected:
         try:
-            return self.size(*place)
+            return self.size(*place, exif_orientation=exif_orientation)
         except RecordRejected as reject:
             return reject
 
@@ -186,23 +193,26 @@ class Decoders:
         bucket: tuple[int, int],
         crop: str,
         resize_filter: str = "bicubic",
+        exif_orientation: bool = True,
     ) -> Decoded:
         """Decode a picture and bring it into its bucket.
 
         Args:
           path, offset, num_bytes, data: as in ``PicturePlace``.
           bucket, crop, resize_filter: as in ``Crop``.
+          exif_orientation: as of ``size``.
         Raises: as ``size``, with the stage "decode".
         """
-        return self.crops(PicturePlace(path, offset, num_bytes, data), [Crop(bucket, crop, resize_filter)])[0]
+        place = PicturePlace(path, offset, num_bytes, data)
+        return self.crops(place, [Crop(bucket, crop, resize_filter)], exif_orientation=exif_orientation)[0]
 
-    def crops(self, place: PicturePlace, crops: Sequence[Crop]) -> list[Decoded]:
+    def crops(self, place: PicturePlace, crops: Sequence[Crop], *, exif_orientation: bool = True) -> list[Decoded]:
         """Decode a picture once and bring it into several buckets.
 
         Raises: as ``picture``, also where only one of the crops cannot be made.
         """
         job = {"stage": "decode", "path": str(place.path), "offset": place.offset, "num_bytes": place.num_bytes}
-        head, found = self._ask({**job, "crops": crops}, place.data)
+        head, found = self._ask({**job, "crops": crops, "exif_orientation": exif_orientation}, place.data)
         assert len(found) == len(crops), "a child answers a decode with pixels"
         height_px, width_px = head["size"]
         return [Decoded(pixels, height_px, width_px, head["checksum"], *head["seconds"]) for pixels in found]

@@ -72,8 +72,8 @@ def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: i
     return data
 
 
-def size_in_file(path: str, offset: int, num_bytes: int) -> tuple[int, int]:
-    """Height and width in pixels of an upright picture in a file; of a JPEG, mostly only its first bytes are read.
+def size_in_file(path: str, offset: int, num_bytes: int, *, exif_orientation: bool) -> tuple[int, int]:
+    """Height and width in pixels of a picture in a file; of a JPEG, mostly only its first bytes are read.
 
     Raises: RecordRejected.
     """
@@ -81,11 +81,12 @@ def size_in_file(path: str, offset: int, num_bytes: int) -> tuple[int, int]:
     if len(head) < num_bytes and head.startswith(JPEG_BEGIN):
         # Size and orientation lie before the pixels: where they are found, the rest of the file says nothing of them.
         with contextlib.suppress(RecordRejected):
-            return read_size(head)
-    return read_size(head if len(head) == num_bytes else read_bytes(path, offset, num_bytes, "scan"))
+            return read_size(head, exif_orientation=exif_orientation)
+    data = head if len(head) == num_bytes else read_bytes(path, offset, num_bytes, "scan")
+    return read_size(data, exif_orientation=exif_orientation)
 
 
-def answer_sizes(places: list[tuple[str, int, int]], seconds: float) -> Answer:
+def answer_sizes(places: list[tuple[str, int, int]], seconds: float, *, exif_orientation: bool) -> Answer:
     """Read the headers of many pictures, of as many as can be read in so many seconds, but at least of one.
 
     Returns: "sizes", for each (height_px, width_px), or (stage, reason, detail) of a reject.
@@ -96,7 +97,7 @@ def answer_sizes(places: list[tuple[str, int, int]], seconds: float) -> Answer:
         if found and time.monotonic() > end:
             break
         try:
-            found.append(size_in_file(*place))
+            found.append(size_in_file(*place, exif_orientation=exif_orientation))
         except RecordRejected as reject:
             found.append((reject.stage, reject.reason, reject.detail))
     return {"sizes": found}, []
@@ -108,22 +109,23 @@ def answer(job: dict[str, Any]) -> Answer:
     Args:
       job: stage; places (path, offset, num_bytes) of many pictures, for their sizes, and seconds for all of them; or
         path, offset, num_bytes of one, data, where its bytes were sent, and for stage "decode": crops, each a bucket
-        (height_px, width_px), crop and resize_filter.
-    Returns: "size" (height_px, width_px) of the upright picture, and of a decoded one its "checksum", "seconds" (of
+        (height_px, width_px), crop and resize_filter; exif_orientation: as of ``read_size``, true where it is absent.
+    Returns: "size" (height_px, width_px) of the picture, and of a decoded one its "checksum", "seconds" (of
       reading, and of the rest) and its crops; or "sizes".
     Raises: RecordRejected.
     """
+    exif: dict[str, bool] = {"exif_orientation": job.get("exif_orientation", True)}
     if "places" in job:
-        return answer_sizes(job["places"], job["seconds"])
+        return answer_sizes(job["places"], job["seconds"], **exif)
     data, start = job.get("data"), time.perf_counter()
     if data is None and job["stage"] == "scan":
-        return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"])}, []
+        return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"], **exif)}, []
     if data is None:
         data = read_bytes(job["path"], job["offset"], job["num_bytes"], job["stage"])
     read_seconds = time.perf_counter() - start
     if job["stage"] == "scan":
-        return {"size": read_size(data)}, []
-    crops, size = decode_crops(data, job["crops"])
+        return {"size": read_size(data, **exif)}, []
+    crops, size = decode_crops(data, job["crops"], **exif)
     seconds = read_seconds, time.perf_counter() - start - read_seconds
     return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data), "seconds": seconds}, crops
 

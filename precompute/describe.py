@@ -9,7 +9,7 @@ from ..datasets.schema import FORMAT_VERSION, ImageSpec, StoreSpec
 from .config import PrecomputeRecipe
 from .encoders import Encoders
 from .forwards import largest_batch
-from .images import ADM_FILTER, COLOUR
+from .images import ADM_FILTER, describe_colour
 from .model_files import library_majors
 from .sources import Source
 
@@ -48,7 +48,7 @@ def describe_store(
             crop=images.crop,
             buckets=[bucket_name(height_px, width_px) for _, height_px, width_px in table],
             resize_filter=ADM_FILTER if images.crop == "adm" else resize_filter(images.buckets, images.resolution),
-            colour=COLOUR,
+            colour=describe_colour(exif_orientation=images.exif_orientation),
             libraries=library_majors("pillow"),
         ),
         latent=latent,

@@ -1,4 +1,4 @@
-"""Pictures to moments: any diffusers autoencoder. And both encoders of a recipe, loaded.
+"""Pictures to moments: the autoencoders that ``autoencoders.py`` knows. And both encoders of a recipe, loaded.
 
 Each encoder knows its identity: what the store's fingerprint hashes. Scale and shift are read from the model's own
 config, never assumed. Where the files come from stands in ``model_files.py``, captions in ``text_encoders.py``.
@@ -16,10 +16,13 @@ import torch
 
 from ..datasets.errors import EncoderError, RecipeError
 from ..datasets.schema import EncoderIdentity, LatentSpec
+from .autoencoders import DECODER, check_normalisation, shift_and_scale
 from .compiled import compile_encoder, compiling, eager, filled_up
 from .config import PrecomputeRecipe, VaeSection
 from .model_files import (
+    CONFIG,
     LOADING_ERRORS,
+    VAE_WEIGHTS,
     arithmetic,
     check_loaded,
     hash_files,
@@ -28,7 +31,9 @@ from .model_files import (
     model_name,
     read_config,
     resolve_model,
+    shortened,
     weight_files,
+    weight_names,
 )
 from .text_encoders import CaptionEncoder, CaptionTokenizer
 
@@ -47,18 +52,20 @@ class ImageEncoder:
     """
 
     def __init__(self, section: VaeSection, device: torch.device) -> None:
-        folder, revision = resolve_model(section.model, section.subfolder, section.revision, what="vae.model")
+        model, subfolder = section.model, section.subfolder
+        folder, revision = resolve_model(model, subfolder, section.revision, files=(CONFIG,), what="vae.model")
         config = read_config(folder, what="vae.model")
-        name = str(config.get("_class_name"))
-        model_class: Any = getattr(diffusers, name, None) if name.startswith("Autoencoder") else None
-        if torch.nn.Module not in getattr(model_class, "__mro__", ()):
-            raise EncoderError(f"vae.model '{folder}': its config.json says '{name}', needed a diffusers autoencoder.")
-        weights = weight_files(folder, "diffusion_pytorch_model", what="vae.model")
+        check_normalisation(config, f"vae.model '{folder}'")
+        name = config["_class_name"]
+        model_class: Any = getattr(diffusers, name)
+        names = (CONFIG, *weight_names(VAE_WEIGHTS))
+        folder, _ = resolve_model(model, subfolder, revision or section.revision, files=names, what="vae.model")
+        weights = weight_files(folder, VAE_WEIGHTS, what="vae.model")
         dtype = arithmetic(section.dtype, device)
         self._dtype, self._device = getattr(torch, dtype), device
         self.turn = threading.Lock()
         try:
-            model, loading = model_class.from_pretrained(
+            loaded, loading = model_class.from_pretrained(
                 folder,
                 torch_dtype=self._dtype,
                 use_safetensors=True,
@@ -66,13 +73,19 @@ class ImageEncoder:
                 output_loading_info=True,
             )
         except LOADING_ERRORS as error:
-            raise EncoderError(f"vae.model '{folder}': cannot be loaded as {name}: {error}") from error
+            raise EncoderError(f"vae.model '{folder}': cannot be loaded as {name}: {shortened(error)}") from error
         check_loaded(loading, f"vae.model '{folder}'")
-        self._model = model.to(device).eval().requires_grad_(False)
+        if left_out := sorted(key for key in loading["unexpected_keys"] if not key.startswith(DECODER)):
+            raise EncoderError(
+                f"vae.model '{folder}': its weights hold '{left_out[0]}', which its config.json has no place for, so "
+                "its latents would be others. Fetch or save the model again."
+            )
+        self._model = loaded.to(device).eval().requires_grad_(False)
         if device.type == "cuda":  # pixels come with their channels last, so no convolution has to turn them
             self._model.to(memory_format=torch.channels_last)
         self._mean_logvar = False
         self._probe = self._forward(np.zeros((1, PROBE_PX, PROBE_PX, 3), np.uint8))
+        self._shift_and_scale = shift_and_scale(loaded.config, self.num_channels, f"vae.model '{folder}'")
         if section.tile_px:
             set_tiling(self._model, section.tile_px, self.downscale)
         self._is_compiled, self._batch_size = section.compile, section.batch_size
@@ -126,14 +139,7 @@ class ImageEncoder:
         kinds = {"auto": "mean_logvar", "moments": "mean_logvar", "mean": "mean", "sample": "sample"}
         kind: Any = kinds[keep] if self.has_posterior else "latent"
         channels = self.num_channels
-        config = self._model.config
-        try:
-            shift, scale = _shift_and_scale(config, channels)
-        except (TypeError, ValueError, ZeroDivisionError) as error:
-            raise EncoderError(
-                f"vae.model '{section.model}': scaling_factor, shift_factor, latents_mean or latents_std of its config "
-                f"are not a number each, or one for each of {channels} channels ({error})."
-            ) from error
+        shift, scale = self._shift_and_scale
         return LatentSpec(
             array="moments" if kind == "mean_logvar" else "latents",
             kind=kind,
@@ -226,21 +232,6 @@ def set_tiling(model: Any, tile_px: int, downscale: int) -> None:
             f"vae.tile_px {tile_px}: {type(model).__name__} cannot encode in tiles. Set vae.tile_px = 0; a smaller "
             "vae.batch_size needs less memory too."
         )
-
-
-def _shift_and_scale(config: Any, channels: int) -> tuple[list[float], list[float]]:
-    """One shift and one scale for each channel, as a diffusers config gives them.
-
-    Raises: TypeError, ValueError, ZeroDivisionError: they are no numbers, or too few.
-    """
-    scale = config.get("scaling_factor") or 1.0
-    shift = config.get("shift_factor") or 0.0
-    means, stds = config.get("latents_mean"), config.get("latents_std")
-    shifts = list(means) if means else [shift] * channels
-    scales = [scale / std for std in stds] if stds else [scale] * channels
-    if not len(shifts) == len(scales) == channels or not all(np.isfinite([*shifts, *scales])):
-        raise ValueError(f"{len(shifts)} and {len(scales)} numbers")
-    return shifts, scales
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
 """What has changed in a source since a revision was planned: carried over, new, changed, gone.
 
-A record is unchanged when its file has the size, time and place that the plan names; otherwise its bytes decide, by the
-checksum that was taken when it was encoded. So a copied or touched source costs reading, never encoding.
+With ``--drop-gone`` the next revision says of every record what a fresh store of the source would say. A record is
+unchanged when its file has the size, time and place that the plan names; otherwise its bytes decide, by the checksum
+that was taken when it was encoded. So a copied or touched source costs reading, never encoding.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import xxhash
@@ -18,11 +21,14 @@ from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
 from ..datasets.mend import UNKNOWN_PLACE
 from ..datasets.schema import RECORDS_SCHEMA
+from .config import PrecomputeRecipe
 from .source_listing import Listing, record_batches, spool
-from .source_record import SourceRecord, caption_texts
+from .source_record import SourceRecord, listing_problem, planned_texts
 from .sources import Source
 
-OF_THE_LISTING = ("bad_metadata", "missing_file", "duplicate_key", "no_caption")  # rejects that no file decides
+DUPLICATE = "duplicate_key"
+FILE_PROBLEMS = ("missing_file", "unreadable")  # the picture may come back, so the record counts as gone
+OF_THE_LISTING = ("bad_metadata", "missing_file", DUPLICATE, "no_caption")  # rejects that no file decides
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class Comparison:
       num_described: carried over with another label or other captions.
       num_gone: no longer in the source.
       num_dropped: of those, left out.
+      is_renamed: classes have other names.
     """
 
     kept: list[Kept]
@@ -82,17 +89,46 @@ class Comparison:
     num_described: int = 0
     num_gone: int = 0
     num_dropped: int = 0
+    is_renamed: bool = False
 
     @property
     def texts(self) -> list[list[str]]:
         """Captions of the records carried over; what was rejected at scan has none."""
         rows = self.table["row"].to_pylist()
-        return [caption_texts(one.record) if row >= 0 else [] for one, row in zip(self.kept, rows, strict=True)]
+        return [planned_texts(one.record) if row >= 0 else [] for one, row in zip(self.kept, rows, strict=True)]
 
     @property
     def changes_anything(self) -> bool:
         """A new revision would differ from the base."""
-        return bool(self.fresh or self.num_described or self.num_dropped)
+        return bool(self.fresh or self.num_described or self.num_dropped or self.is_renamed)
+
+
+class KnownRecord(NamedTuple):
+    """A record of the base.
+
+    Args:
+      record: what the source said of it when it was planned; the captions are those that were encoded.
+      is_planned: it has a row, so its captions were encoded.
+      checksum: of the picture's file; None where it is not stored.
+      size_px: height and width of the picture; None where they were never known.
+    """
+
+    record: SourceRecord
+    is_stored: bool
+    is_planned: bool
+    reason: str | None
+    detail: str | None
+    checksum: int | None
+    attempts: int
+    size_px: tuple[int | None, int | None]
+
+
+class State(Enum):
+    """What became of a record of the base in the source."""
+
+    SAME = "the picture, or why there is none, is the same; label and captions may differ"
+    CHANGED = "it has to be planned again"
+    GONE = "it is not listed, or its file cannot be read"
 
 
 def all_fresh(records: Listing) -> Comparison:
@@ -104,89 +140,155 @@ def compare(
     source: Source,
     base: Base,
     options: Options,
+    recipe: PrecomputeRecipe,
     *,
-    check_content: bool,
     num_threads: int,
     progress: Callable[[int], None],
 ) -> Comparison:
     """Compare a source with a revision; reads the files that may have changed.
 
     Args:
-      check_content: read every file, also where size, time and place are the same.
+      recipe: of the next revision: ``source.check`` may ask to read every file.
       progress: called with the number of files read so far.
     """
-    old = _records_of(base)
-    reasons = base.records["reason"].to_pylist()
-    repeats = [reason == "duplicate_key" for reason in reasons]
-    places = {identity: i for i, identity in enumerate(_identities(old, repeats))}
-    repeats = [record.problem is not None and record.problem[0] == "duplicate_key" for record in source.records]
-    listed = list(zip(_identities(source.records, repeats), source.records, strict=True))
-    known = [(places[identity], record) for identity, record in listed if identity in places]
-    statuses = base.records["status"].to_pylist()
-    checksums = base.records["source_checksum"].to_pylist()
-    attempts = base.records["attempts"].to_pylist()
-    sizes = list(zip(base.records["height_px"].to_pylist(), base.records["width_px"].to_pylist(), strict=True))
+    known, listed = _known_records(base), list(source.records)
+    positions = _match(known, listed)
+    now = {position: record for position, record in zip(positions, listed, strict=True) if position is not None}
+    states = _find_states(source, known, now, recipe, num_threads=num_threads, progress=progress)
+    count: Counter[str] = Counter()
+    kept, gone_classes = _carry_over(source, base, known, now, states, options, count)
+    fresh, attempts = _to_plan(listed, known, positions, states, {one.position for one in kept}, count)
+    table = base.records.take(pa.array([one.position for one in kept], pa.int64()))
+    listing = spool(record_batches(fresh), lambda _: None, check_keys=False)  # what repeats a key says so already
+    return Comparison(kept, listing, table, attempts, gone_classes, **dict[str, Any](count))
 
-    def is_unchanged(pair: tuple[int, SourceRecord]) -> bool:
-        position, now = pair
-        if statuses[position] == "rejected" and old[position].mtime_ns == UNKNOWN_PLACE:
-            return True  # the plan was rebuilt without the places, and a reject has no checksum to compare
-        if reasons[position] in OF_THE_LISTING and not now.problem:
-            return reasons[position] == "no_caption" and not caption_texts(now) and old[position].place == now.place
-        if reasons[position] == "wrong_size" and now.height_px and (now.height_px, now.width_px) != sizes[position]:
-            return False  # a table said it, and says something else now
-        if now.problem or statuses[position] == "rejected":
-            return old[position].place == now.place
-        if old[position].place == now.place and not check_content:
-            return True
-        return checksums[position] is not None and _checksum(source, now) == checksums[position]
 
-    unchanged: dict[int, bool] = {}
+def _match(known: Sequence[KnownRecord], listed: Sequence[SourceRecord]) -> list[int | None]:
+    """Position in the base of each listed record; None where it is new."""
+    identities = _identities((one.record.key, one.reason == DUPLICATE) for one in known)
+    places = {identity: i for i, identity in enumerate(identities)}
+    names = ((record.key, bool(record.problem) and record.problem[0] == DUPLICATE) for record in listed)
+    return [places.get(identity) for identity in _identities(names)]
+
+
+def _identities(names: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, int]]:
+    """Key of each record, and for one that repeats a key how many did so before it: each of them is a reject.
+
+    Not the order alone: a record that was planned again stands behind the repetitions that were carried over.
+    """
+    seen: Counter[str] = Counter()
+    for key, repeats in names:
+        seen[key] += repeats
+        yield key, seen[key] if repeats else 0
+
+
+def _find_states(
+    source: Source,
+    known: Sequence[KnownRecord],
+    now: dict[int, SourceRecord],
+    recipe: PrecomputeRecipe,
+    *,
+    num_threads: int,
+    progress: Callable[[int], None],
+) -> list[State]:
+    """State of each record of the base; its file is read where size, time and place do not decide.
+
+    Args:
+      now: what the source says of those that it lists, by their position in the base.
+    """
+    states = [State.GONE] * len(known)
+
+    def find(position: int) -> State:
+        return _state_of(known[position], now[position], source, recipe)
+
     with ThreadPoolExecutor(num_threads, thread_name_prefix="leandit-compare") as pool:
-        for done, ((position, _), same) in enumerate(zip(known, pool.map(is_unchanged, known), strict=True), 1):
-            unchanged[position] = same
+        for done, (position, state) in enumerate(zip(now, pool.map(find, now), strict=True), 1):
+            states[position] = state
             progress(done)
+    return states
 
-    now_at = dict(known)
-    gone = [record for i, record in enumerate(old) if i not in now_at or now_at[i].problem]
-    gone_classes, label_of = _classes_of(gone, base.plan.spec.classes, source)
-    kept: list[Kept] = []
-    fresh: list[SourceRecord] = []
-    attempts_now: dict[int, int] = {}
-    count: dict[str, int] = defaultdict(int)
-    for position, before in enumerate(old):
-        now = now_at.get(position)
-        missing = now is None or (now.problem is not None and statuses[position] == "stored")
-        if missing:
+
+def _state_of(known: KnownRecord, now: SourceRecord, source: Source, recipe: PrecomputeRecipe) -> State:
+    """State of a record that is listed."""
+    same_place = known.record.place == now.place
+    if problem := listing_problem(now, needs_caption=recipe.needs_captions):
+        if known.is_stored and problem[0] in FILE_PROBLEMS:
+            return State.GONE
+        # Of a repeated key the detail says where it stands first, which other records move.
+        is_same = known.reason == problem[0] and (known.detail == problem[1] or problem[0] == DUPLICATE)
+        return _same_if(is_same and not known.is_stored)
+    if known.reason in OF_THE_LISTING:
+        return State.CHANGED
+    says_other_size = (
+        recipe.source.sizes == "manifest" and bool(now.height_px) and (now.height_px, now.width_px) != known.size_px
+    )
+    if known.reason == "wrong_size" and says_other_size:
+        return State.CHANGED
+    if not known.is_stored:
+        # A plan that was rebuilt does not name the places, and a reject has no checksum to compare.
+        return _same_if(same_place or known.record.mtime_ns == UNKNOWN_PLACE)
+    if says_other_size:
+        return State.CHANGED  # a fresh store would believe it, and reject the picture
+    if same_place and recipe.source.check == "stat":
+        return State.SAME
+    return _same_if(known.checksum is not None and _checksum(source, now) == known.checksum)
+
+
+def _same_if(same: bool) -> State:
+    return State.SAME if same else State.CHANGED
+
+
+def _carry_over(
+    source: Source,
+    base: Base,
+    known: Sequence[KnownRecord],
+    now: dict[int, SourceRecord],
+    states: Sequence[State],
+    options: Options,
+    count: Counter[str],
+) -> tuple[list[Kept], list[str]]:
+    """Records that the next revision takes from the base, and the classes that only gone ones of them have."""
+    gone = [one.record for one, state in zip(known, states, strict=True) if state is State.GONE]
+    gone_classes, label_of = _classes_of([] if options.drop_gone else gone, base.plan.spec.classes, source)
+    has_text, kept = base.plan.spec.text is not None, list[Kept]()
+    for position, (one, state) in enumerate(zip(known, states, strict=True)):
+        before = one.record
+        if state is State.GONE:
             count["num_gone"] += 1
             count["num_dropped"] += options.drop_gone
             if not options.drop_gone:
-                # A record that is listed still, without its file, is kept as well.
                 kept.append(Kept(position, replace(before, label=label_of.get(before.label, before.label))))
-        elif unchanged[position] and not (options.retry_rejected and statuses[position] == "rejected"):
-            assert now is not None
-            no_longer_captioned = bool(caption_texts(before)) and not caption_texts(now)
-            if no_longer_captioned and base.plan.spec.text:
-                unchanged[position] = False  # to be planned again, and rejected for it
-                continue
-            differs = (before.label, caption_texts(before)) != (now.label, caption_texts(now))
-            count["num_described"] += differs and statuses[position] == "stored"
-            kept.append(Kept(position, now))
-    carried = {one.position for one in kept}
-    for identity, record in listed:
-        position = places.get(identity)
+        elif state is State.SAME and (one.is_stored or not options.retry_rejected):
+            record = now[position]
+            other_texts = has_text and one.is_planned and planned_texts(before) != planned_texts(record)
+            count["num_described"] += before.label != record.label or other_texts
+            kept.append(Kept(position, record))
+    return kept, gone_classes
+
+
+def _to_plan(
+    listed: Sequence[SourceRecord],
+    known: Sequence[KnownRecord],
+    positions: Sequence[int | None],
+    states: Sequence[State],
+    kept: set[int],
+    count: Counter[str],
+) -> tuple[list[SourceRecord], dict[int, int]]:
+    """Listed records that are not carried over; of those tried again, by their place among them, which try it is."""
+    fresh: list[SourceRecord] = []
+    attempts: dict[int, int] = {}
+    for record, position in zip(listed, positions, strict=True):
+        if position in kept:
+            continue
         if position is None:
             count["num_added"] += 1
-            fresh.append(record)
-        elif position not in carried:
-            retried = unchanged[position] and statuses[position] == "rejected"  # a dropped one becomes a reject
-            count["num_retried" if retried else "num_changed"] += 1
-            if retried:
-                attempts_now[len(fresh)] = attempts[position] + 1
-            fresh.append(record)
-    table = base.records.take(pa.array([one.position for one in kept], pa.int64()))
-    listing = spool(record_batches(fresh), lambda _: None, check_keys=False)  # what repeats a key says so already
-    return Comparison(kept, listing, table, attempts_now, [] if options.drop_gone else gone_classes, **count)
+        elif states[position] is State.SAME:
+            count["num_retried"] += 1
+            attempts[len(fresh)] = known[position].attempts + 1
+        elif states[position] is State.CHANGED:
+            count["num_changed"] += 1
+        fresh.append(record)  # a gone one too: it is listed still, and becomes a reject
+    return fresh, attempts
 
 
 def _classes_of(gone: list[SourceRecord], before: list[str] | None, source: Source) -> tuple[list[str], dict[int, int]]:
@@ -201,30 +303,18 @@ def _classes_of(gone: list[SourceRecord], before: list[str] | None, source: Sour
     return missing, {label: every.index(before[label]) for label in labels}
 
 
-def _records_of(base: Base) -> list[SourceRecord]:
-    """What the source said when the base was planned."""
+def _known_records(base: Base) -> list[KnownRecord]:
+    """Records of the base in their order."""
     texts = base.captions["text"].to_pylist()
-    table = base.plan.records
-    columns = ("key", "source_path", "source_offset", "source_bytes", "source_mtime_ns", "label", "caption_ids")
-    return [
-        SourceRecord(key, path, offset, size, mtime_ns, label, tuple(texts[i] for i in ids or ()))
-        for key, path, offset, size, mtime_ns, label, ids in zip(
-            *(table[name].to_pylist() for name in columns), strict=True
-        )
-    ]
-
-
-def _identities(records: Iterable[SourceRecord], repeats: list[bool]) -> list[tuple[str, int]]:
-    """Key of each record, and for one that repeats a key how many did so before it: each of them is a reject.
-
-    Not the order alone: a record that was planned anew stands behind the repetitions that were carried over.
-    """
-    seen: dict[str, int] = defaultdict(int)
-    identities = []
-    for record, repeated in zip(records, repeats, strict=True):
-        seen[record.key] += repeated
-        identities.append((record.key, seen[record.key] if repeated else 0))
-    return identities
+    places = ("key", "source_path", "source_offset", "source_bytes", "source_mtime_ns", "label", "caption_ids")
+    results = ("status", "row", "reason", "detail", "source_checksum", "attempts", "height_px", "width_px")
+    planned = zip(*(base.plan.records[name].to_pylist() for name in places), strict=True)
+    became = zip(*(base.records[name].to_pylist() for name in results), strict=True)
+    known = []
+    for (*place, ids), (status, row, *result, height_px, width_px) in zip(planned, became, strict=True):
+        record = SourceRecord(*place, captions=tuple(texts[i] for i in ids or ()))
+        known.append(KnownRecord(record, status == "stored", row >= 0, *result, size_px=(height_px, width_px)))
+    return known
 
 
 def _checksum(source: Source, record: SourceRecord) -> int | None:

@@ -8,6 +8,7 @@ or the picture rejected.
 
 from __future__ import annotations
 
+import importlib
 import io
 import struct
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageChops, ImageFile, UnidentifiedImageError
 
-from ..datasets.buckets import adm_sizes, cover_size
+from ..datasets.buckets import NO_EXIF, adm_sizes, cover_size
 from ..datasets.errors import RecordRejected
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
@@ -27,7 +28,9 @@ RESAMPLING = {
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
 }
-COLOUR = "exif orientation; white under alpha; 16-bit grey scaled; no colour profile"
+COLOUR = "white under alpha; 16-bit grey scaled; no colour profile"
+HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")  # ISO/IEC 23008-12
+HEIF_LIBRARY = "pillow_heif"
 
 ORIENTATION_TAG = 0x0112
 BITS_TAG, PHOTOMETRIC_TAG, SAMPLE_FORMAT_TAG, SUBSAMPLING_TAG = 258, 262, 339, 530  # TIFF 6.0
@@ -46,15 +49,23 @@ UPRIGHT = {
 PROGRAMMING_ERRORS = (NameError, AttributeError, ImportError, NotImplementedError, AssertionError)
 
 
-def read_size(data: bytes) -> tuple[int, int]:
-    """Height and width in pixels of the upright picture, from its header.
+def describe_colour(*, exif_orientation: bool) -> str:
+    """What is done to a picture before its crop, for the store's fingerprint."""
+    return f"{'exif orientation' if exif_orientation else NO_EXIF}; {COLOUR}"
 
+
+def read_size(data: bytes, *, exif_orientation: bool = True) -> tuple[int, int]:
+    """Height and width in pixels of a picture, from its header.
+
+    Args:
+      exif_orientation: of the upright picture, as EXIF says; else as it is stored. TIFF and HEIF are always upright.
     Raises: RecordRejected: no picture, or too large.
     """
     try:
         with _open(data) as image:
             width, height = image.size
-            return (width, height) if _orientation(image, data) in (5, 6, 7, 8) else (height, width)
+            is_turned = exif_orientation and _orientation(image, data) in (5, 6, 7, 8)
+            return (width, height) if is_turned else (height, width)
     except RecordRejected as reject:
         raise RecordRejected("scan", reject.reason, reject.detail) from reject
     except PROGRAMMING_ERRORS:
@@ -63,7 +74,14 @@ def read_size(data: bytes) -> tuple[int, int]:
         raise _rejected("scan", error) from error
 
 
-def decode_picture(data: bytes, *, bucket: tuple[int, int], crop: str, resize_filter: str = "bicubic") -> np.ndarray:
+def decode_picture(
+    data: bytes,
+    *,
+    bucket: tuple[int, int],
+    crop: str,
+    resize_filter: str = "bicubic",
+    exif_orientation: bool = True,
+) -> np.ndarray:
     """Decode a picture and bring it into its bucket.
 
     Args:
@@ -71,26 +89,28 @@ def decode_picture(data: bytes, *, bucket: tuple[int, int], crop: str, resize_fi
       bucket: (height_px, width_px).
       crop: "adm" or "bucket".
       resize_filter: of the last resize, one of RESAMPLING.
+      exif_orientation: as of ``read_size``.
     Returns: (height_px, width_px, 3) uint8.
     Raises: RecordRejected.
     """
-    return decode_crops(data, [(bucket, crop, resize_filter)])[0][0]
+    return decode_crops(data, [(bucket, crop, resize_filter)], exif_orientation=exif_orientation)[0][0]
 
 
 def decode_crops(
-    data: bytes, crops: Sequence[tuple[tuple[int, int], str, str]]
+    data: bytes, crops: Sequence[tuple[tuple[int, int], str, str]], *, exif_orientation: bool = True
 ) -> tuple[list[np.ndarray], tuple[int, int]]:
     """Decode a picture once and bring it into several buckets.
 
     Args:
       crops: bucket, crop and resize filter of each, as ``decode_picture`` takes them.
-    Returns: (height_px, width_px, 3) uint8 of each, and the height and width in pixels of the upright picture
-      before the resize.
+      exif_orientation: as of ``read_size``.
+    Returns: (height_px, width_px, 3) uint8 of each, and the height and width in pixels of the picture before the
+      resize, as ``read_size`` has them.
     Raises: RecordRejected: also where only one of them cannot be made.
     """
     try:
         with _open(data) as image:
-            orientation = _orientation(image, data)
+            orientation = _orientation(image, data) if exif_orientation else 1
             _check_layout(image)
             tile = image.tile[0] if image.tile else None  # loading forgets how the file holds the pixels
             image.load()
@@ -137,7 +157,7 @@ def crop_picture(
 
 
 def _open(data: bytes) -> ImageFile.ImageFile:
-    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    image = Image.open(io.BytesIO(data), formats=(*FORMATS, *_heif_format(data)))
     if image.width * image.height > MAX_PIXELS:
         raise RecordRejected(
             "decode", "too_large", f"{image.width}x{image.height} px, the limit is {MAX_PIXELS} pixels"
@@ -145,9 +165,26 @@ def _open(data: bytes) -> ImageFile.ImageFile:
     return image
 
 
+def _heif_format(data: bytes) -> tuple[str, ...]:
+    """The format of HEIC and HEIF, where these bytes begin like one; pillow-heif reads it, and turns it upright.
+
+    Raises: RecordRejected: it is not installed.
+    """
+    if data[4:8] != b"ftyp" or data[8:12] not in HEIF_BRANDS:
+        return ()
+    try:
+        importlib.import_module(HEIF_LIBRARY).register_heif_opener()
+    except ModuleNotFoundError as error:
+        if b"avif" in data[8:64]:  # one of its brands: Pillow reads it
+            return ()
+        detail = "HEIC or HEIF, which pillow-heif reads: pip install 'leandit[heif]'"
+        raise RecordRejected("decode", "not_an_image", detail) from error
+    return ("HEIF",)
+
+
 def _orientation(image: Image.Image, data: bytes) -> int:
-    if image.format == "TIFF":
-        return 1  # Pillow's TIFF reader has turned it already
+    if image.format in ("TIFF", "HEIF"):
+        return 1  # their readers have turned it already
     # Where EXIF may come behind the pixels of a PNG, Pillow decodes them all to see: only then if there is some.
     known = {"exif", "Raw profile type exif", "XML:com.adobe.xmp"} & image.info.keys()
     if image.format == "PNG" and not known and b"eXIf" not in data and b"Raw profile type exif" not in data:

@@ -22,6 +22,7 @@ from .import_source import (
     rejecting,
     size_of,
 )
+from .source_ignored import is_system_folder
 
 FAST_DIT = Facts(latent="sample", is_scaled=True, vae="stabilityai/sd-vae-ft-ema", downscale=8, scale=(0.18215,))
 MAR = Facts(latent="mean_logvar", is_scaled=False, vae="mar/kl16", downscale=16, scale=(0.2325,))
@@ -101,7 +102,7 @@ class Mar(Labelled):
         super().__init__(root, MAR)
         need_folder(root, "mar")
         folders = (path.name for path in root.iterdir() if path.is_dir())
-        self.classes: Sequence[str] = sorted(name for name in folders if not name.startswith("."))
+        self.classes: Sequence[str] = sorted(name for name in folders if not is_system_folder(name))
         if not self.classes:
             raise SourceError(f"source '{root}': no class folders in it; needed CLASS/NAME.npz.")
         self._label_of = {name: label for label, name in enumerate(self.classes)}

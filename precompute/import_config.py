@@ -23,7 +23,7 @@ class ImportSource(Section):
     num_classes: Annotated[int, Field(ge=0)] = 0
     """Classes that there are; 0: one more than the largest label."""
     max_reject_share: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Stop when more than this share of all records is rejected (and more than ten)."""
+    """Stop when more than this share of all records is rejected (and more than ten, or than half of all)."""
     max_rejects_in_a_row: Annotated[int, Field(ge=1)] = 100
     """Stop when so many records in a row are rejected."""
 

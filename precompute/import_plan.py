@@ -26,7 +26,7 @@ from ..datasets.schema import (
 from .import_config import ImportRecipe
 from .import_source import CaptionSeen, Entry, Facts, Reader, Seen
 from .picture_plan import num_threads
-from .rejects import RejectLimit
+from .rejects import RejectLedger, RejectLimit
 
 CHUNK = 4096  # records looked at before the next are asked for
 MAX_CLASSES = 1 << 20
@@ -144,7 +144,7 @@ def count_rejects(entries: Sequence[Entry], found: Sequence[Looked], recipe: Imp
 
     Raises: SourceError.
     """
-    limit = RejectLimit(recipe.source.limits(), len(entries))
+    limit = RejectLimit(recipe.source.limits(), RejectLedger(recipe.source.limits(), len(entries)))
     for entry, seen in zip(entries, found, strict=True):
         limit.count(entry.key, seen if isinstance(seen, RecordRejected) else None)
 

@@ -44,7 +44,7 @@ class Importer:
         """
         if plan.listing != self.listing and not plan.copies:
             raise SourceError(f"source '{self.root}': not what the store was imported from. Check --source.")
-        limit = RejectLimit(self.recipe.source.limits().model_copy(update=UNLIMITED), plan.records.num_rows)
+        limit = RejectLimit(self.recipe.source.limits().model_copy(update=UNLIMITED), None)
         shards = ShardReader(plan, self.reader, None, limit, lambda _: None)
         yield from shards.make([task for task in tasks if task[0] != NULL_PART])
 

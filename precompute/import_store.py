@@ -29,11 +29,11 @@ from .import_kinds import open_reader
 from .import_null import read_null
 from .import_plan import caption_origins, count_rejects, listing_hash, look_at, plan_import, refuse_others
 from .import_source import Entry, Features, Reader
-from .leases import Leases
+from .leases import Leases, seal_alone
 from .opening import check_disk, newest_plan
 from .picture_batches import BucketSource
 from .picture_plan import num_threads
-from .rejects import RejectLimit
+from .rejects import RejectLimit, ledger_of
 from .shard_task import PackedShard
 from .stages import Background, Progress, is_picture_task
 
@@ -118,8 +118,8 @@ def check_resumes(root: Path, plan: FrozenPlan, kind: str, recipe: ImportRecipe,
         raise FingerprintMismatch(f"store '{root}': encoded, not imported. Nothing was changed. Give another --store.")
     if differing := differing_settings(plan.spec, kind, recipe):
         raise FingerprintMismatch(
-            f"store '{root}': imported with other settings: {'; '.join(differing[:6])}. Nothing was changed. Use those "
-            "settings, or give another --store."
+            f"store '{root}': imported with other settings. Nothing was changed. Use those that made it, or give "
+            "another --store. What differs:" + "".join(f"\n  {field}" for field in differing)
         )
     if plan.listing != listing:
         raise SourceError(
@@ -146,24 +146,29 @@ def finish(
         done += records
         progress("records", done, total)
 
-    shards = ShardReader(
-        plan, reader, null, RejectLimit(recipe.source.limits(), plan.records.num_rows, writer.num_rejected), count
-    )
-    with Leases(writer) as leases:
-        while missing:
-            with Background(writer, leases, clock) as background:
-                for shard in shards.make(leases.take(missing)):
-                    background.commit(shard)
-            if not writer.missing_tasks():
-                writer.recheck()
-            if missing := writer.missing_tasks():
-                leases.wait()  # for other processes
+    ledger = ledger_of(recipe.source.limits(), writer)
+    if missing:
+        ledger.check()
+    shards = ShardReader(plan, reader, null, RejectLimit(recipe.source.limits(), ledger), count)
+
+    def copy(missing: list[Task]) -> None:
+        with Leases(writer) as leases:
+            while missing:
+                with Background(writer, leases, clock) as background:
+                    for shard in shards.make(leases.take(missing)):
+                        background.commit(shard)
+                if missing := writer.missing_tasks(missing):
+                    leases.wait()  # for other processes
+
+    copy(missing)
     if not writer.num_stored:
         raise SourceError(
             f"source: not one of {plan.records.num_rows} records could be read, so the store is not sealed. The "
             f"reasons are in '{root / 'commits'}'."
         )
-    return writer.seal(), done
+    if not writer.is_sealed:
+        ledger_of(recipe.source.limits(), writer).check()
+    return seal_alone(writer, copy, lambda: progress("others seal", 0, 1)), done
 
 
 class ShardReader:

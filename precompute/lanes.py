@@ -213,7 +213,8 @@ class SharedDecoding:
                 start = time.perf_counter()
                 where = self._origin.place(*_of_source(batch, row), stage="decode")
                 fetch_seconds = time.perf_counter() - start
-                found = self._decoders.crops(where, crops)
+                exif_orientation = lane.plan.spec.images.exif_orientation  # of all lanes, as check_targets sees
+                found = self._decoders.crops(where, crops, exif_orientation=exif_orientation)
                 lane.clock.add({"read": fetch_seconds + found[0].read_seconds, "decode": found[0].decode_seconds})
         except RecordRejected:
             pass  # perhaps only another's crop cannot be made, or all together take too long or too much memory

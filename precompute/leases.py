@@ -19,6 +19,7 @@ from filelock import SoftFileLease, Timeout
 from ..datasets.commits import Task
 from ..datasets.files import raise_if_full
 from ..datasets.layout import LEASES
+from ..datasets.schema import Manifest
 from ..datasets.writer import StoreWriter
 
 LEASE_SECONDS = 60.0  # without a touch, then others take it; all coordinators must agree
@@ -171,3 +172,16 @@ def alone(root: Path, name: str, waiting: Callable[[], None]) -> Iterator[None]:
         with contextlib.suppress(OSError):  # others hold leases there, or there is a store now
             folder.rmdir()
             root.rmdir()
+
+
+def seal_alone(writer: StoreWriter, encode: Callable[[list[Task]], None], waiting: Callable[[], None]) -> Manifest:
+    """Seal a revision of which nothing is missing; of many processes that get here together one reads the shards again.
+
+    Args:
+      encode: makes shards again that are not as recorded, whichever part they are of.
+      waiting: called again and again while another process seals.
+    """
+    with alone(writer.root, f"seal-{writer.plan.revision}", waiting):
+        while damaged := writer.recheck():
+            encode(damaged)
+        return writer.seal()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
@@ -15,6 +15,9 @@ from safetensors import SafetensorError
 from ..datasets.errors import DamageError, EncoderError
 from ..datasets.hashing import read_json, sha256_file, sha256_of
 from .config import TextSection, VaeSection
+
+if TYPE_CHECKING:  # torch takes seconds to import, and paths are checked before
+    import torch
 
 SHIPPED = "shipped:"
 CONFIG = "config.json"
@@ -33,6 +36,19 @@ LOADING_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
+VAE_WEIGHTS, TEXT_WEIGHTS = "diffusion_pytorch_model", "model"
+# Exact names are fetched from the hub: "*" would cross folders there, and bring the other models of a pipeline.
+TOKENIZER_FILES = (
+    CONFIG,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "spiece.model",
+    "tokenizer.model",
+)
+SINGLE_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
+MAX_ERROR_CHARS = 200  # of what a library says; some list every weight
 MAX_JSON_BYTES = 1 << 26  # of a tokenizer.json; the largest published ones have 35 MB
 TOKENIZER_CLASSES = (
     None,
@@ -46,27 +62,42 @@ TOKENIZER_CLASSES = (
 )
 
 
-def resolve_model(model: str, subfolder: str, revision: str, *, what: str) -> tuple[Path, str | None]:
-    """Find the folder of a model, fetching it from the hub if it is a hub id.
+def weight_names(stem: str) -> tuple[str, ...]:
+    """Names of a model's safetensors as the hub matches them, whole or in parts."""
+    return f"{stem}.safetensors", f"{stem}.safetensors.index.json", f"{stem}-?????-of-?????.safetensors"
 
+
+def resolve_model(
+    model: str, subfolder: str, revision: str, *, files: Iterable[str], what: str
+) -> tuple[Path, str | None]:
+    """Find the folder of a model, fetching files of it from the hub if it is a hub id.
+
+    Args:
+      files: names that are fetched, "?" for any character.
     Returns: the folder, and the commit where it came from the hub.
     Raises: EncoderError: there is no such folder, and the hub does not give it.
     """
     folder = local_folder(model)
     if folder is not None:
+        if folder.is_file() or (folder.suffix in SINGLE_FILES and not folder.is_dir()):
+            raise EncoderError(
+                f"{what} '{model}': a single file, needed a folder with config.json. Load it with from_single_file of "
+                "diffusers, and save it with save_pretrained."
+            )
         folder = model_folder(folder, subfolder)
         if not folder.is_dir():
-            raise EncoderError(f"{what} '{model}': there is no such folder as '{folder}'. Check the recipe.")
+            hub = "" if set(model) & set("./~:\\") else f", and on the hub a name has its owner, as OWNER/{model}"
+            raise EncoderError(f"{what} '{model}': there is no such folder as '{folder}'{hub}. Check the recipe.")
         return folder, None
-    prefix = f"{subfolder}/" if subfolder else "**/"
-    patterns = [pattern for name in ("*.json", "*.safetensors", "*.model") for pattern in (prefix + name, name)]
+    prefix = f"{subfolder.strip('/')}/" if subfolder else ""
+    patterns = [prefix + name for name in files]
     try:
         fetched = Path(snapshot_download(model, revision=revision or None, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        how = f" with --set {what}=PATH" if "." in what else ""
         raise EncoderError(
-            f"{what} '{model}': not a folder here, and the hub does not give it ({reason}). "
-            f"Check the name, log in with 'hf auth login', or give a folder with --set {what}=PATH."
+            f"{what} '{model}': not a folder here, and the hub does not give it ({shortened(error)}). "
+            f"Check the name, log in with 'hf auth login', or give a folder{how}."
         ) from error
     return fetched / subfolder, fetched.name
 
@@ -85,7 +116,7 @@ def local_folder(model: str) -> Path | None:
             raise EncoderError(f"'{model}': no such encoder ships with leandit; there are shipped:vae and shipped:t5.")
         return folder
     path = Path(model).expanduser()
-    if path.is_dir() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         return path
     return None
 
@@ -163,6 +194,12 @@ def _check_header(path: Path, *, what: str) -> None:
         raise EncoderError(f"{what} '{path}': cannot be loaded: {size} bytes, header of {length}. Fetch it again.")
 
 
+def shortened(error: BaseException) -> str:
+    """The beginning of what a library says, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."
+
+
 def check_loaded(loading: dict[str, Any], where: str) -> None:
     """Refuse a model that lacks weights: the libraries fill those with random numbers.
 
@@ -179,6 +216,11 @@ def model_name(section: VaeSection | TextSection, folder: Path) -> str:
     """What the recipe names, with its subfolder where the model lies in it."""
     in_subfolder = section.subfolder and folder != local_folder(section.model)
     return f"{section.model}/{section.subfolder}" if in_subfolder else section.model
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files that a tokenizer is read from, of those that are there."""
+    return [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
 
 
 def hash_files(files: list[Path]) -> str:

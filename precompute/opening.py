@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,16 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ..datasets.commits import Task, carried_files
+from ..datasets.encoder_places import with_encoder_places
 from ..datasets.errors import FingerprintMismatch, RecordRejected, ResourceError, SourceError, StoreError
-from ..datasets.files import TEMPORARY_PREFIX, sweep_strays
 from ..datasets.frozen import FrozenPlan, freeze_plan, planned_revisions, read_plan
 from ..datasets.layout import LEASES
+from ..datasets.owners import TEMPORARY_PREFIX
 from ..datasets.recipe import flatten
 from ..datasets.revisions import check_store, sealed_revisions
 from ..datasets.schema import FileEntry, StoreSpec
 from ..datasets.store import LatentStore
+from ..datasets.strays import sweep_strays
 from ..datasets.writer import StoreWriter
 from .caption_plan import plan_captions
 from .config import PrecomputeRecipe
@@ -26,6 +28,8 @@ from .decoder import Decoders
 from .growth import Base, Comparison, Options, all_fresh, compare
 from .picture_plan import num_threads, picture_table, plan_pictures
 from .plan import PlannedTexts, plan_records
+from .rejects import RejectLedger, RejectLimit, count_reasons, reject_hint
+from .source_listing import Listing
 from .sources import Source
 from .stages import Progress
 from .text_encoders import CaptionTokenizer
@@ -43,19 +47,20 @@ def newest_plan(root: Path) -> FrozenPlan | None:
     return look_for_plan(root)
 
 
-def check_apart(root: Path, source: Source, source_path: Path | str) -> None:
+def check_apart(root: Path, source: Source) -> None:
     """Refuse a store among the folders of a source whose classes they are: it would be one, and move the labels.
 
     Raises: SourceError.
     """
-    has_classes = source.kind == "imagefolder" and source.classes
-    folder, store = Path(str(source_path).removeprefix("file://")).resolve(), root.resolve()
-    is_inside = store.is_relative_to(folder)
-    if has_classes and is_inside and not any(part.startswith(".") for part in store.relative_to(folder).parts):
-        raise SourceError(
-            f"store '{root}': it lies inside of source '{source.name}', whose folders are its classes: the store would "
-            "become one of them. Nothing was changed. Give a --store elsewhere."
-        )
+    for one in source.parts:
+        has_classes = one.kind == "imagefolder" and source.classes
+        folder, store = Path(one.name.removeprefix("file://")).resolve(), root.resolve()
+        is_inside = store.is_relative_to(folder)
+        if has_classes and is_inside and not any(part.startswith(".") for part in store.relative_to(folder).parts):
+            raise SourceError(
+                f"store '{root}': it lies inside of source '{one.name}', whose folders are its classes: the store "
+                "would become one of them. Nothing was changed. Give a --store elsewhere."
+            )
 
 
 def look_for_plan(root: Path) -> FrozenPlan | None:
@@ -100,15 +105,31 @@ def check_fingerprint(root: Path, found: StoreSpec, wanted: StoreSpec) -> None:
         return
     there, here = flatten(found.identity()), flatten(wanted.identity())
     differing = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
-    fields = "; ".join(f"{key} is {there.get(key)!r} in the store, {here.get(key)!r} now" for key in differing[:6])
-    more = f"; and {len(differing) - 6} more" if len(differing) > 6 else ""
-    beside = "or --new-revision to encode everything anew beside what is there"
+    fields = "".join(f"\n  {key} is {there.get(key)!r} in the store, {here.get(key)!r} now" for key in differing)
+    beside = "or --new-revision to encode everything again beside what is there"
     if planned_revisions(root)[-1:] > sealed_revisions(root)[-1:]:
         beside = "or first finish this one with the settings that made it, and then give --new-revision"
     raise FingerprintMismatch(
-        f"store '{root}': made with other encoders or settings: {fields}{more}. Nothing was changed. Two ways on: give "
-        f"another --store, {beside}. Or use the settings that made this store."
+        f"store '{root}': made with other encoders or settings. Nothing was changed. Use the settings that made it, "
+        f"give another --store, {beside}. What differs:{fields}"
     )
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a revision builds on; the fields are those of ``FrozenPlan``.
+
+    Args:
+      captions: table of the revision before; its captions keep their ids.
+      spec: of the revision before; its classes keep their names.
+    """
+
+    revision: int = 1
+    base: str = ""
+    stack: tuple[int, ...] = ()
+    carried: tuple[FileEntry, ...] = ()
+    captions: pa.Table | None = None
+    spec: StoreSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -117,13 +138,13 @@ class Planner:
 
     Args:
       root: the store.
-      spec: what the revision will say of itself.
+      spec: what the revision will say of itself; None to look at its pictures only.
       source, recipe, tokenizer, decoders: what is planned with.
       progress: told of what is scanned.
     """
 
     root: Path
-    spec: StoreSpec
+    spec: StoreSpec | None
     source: Source
     recipe: PrecomputeRecipe
     tokenizer: CaptionTokenizer | None
@@ -133,51 +154,76 @@ class Planner:
     def plan_first(self) -> FrozenPlan:
         """Plan every record of the source as the first revision.
 
-        Raises: SourceError: not one record can be encoded.
+        Raises: SourceError: not one record can be encoded, or too many are rejected.
         """
-        return self._freeze(self._plan(all_fresh(self.source.records), 1, "", (), None))
+        return self._freeze(self.plan(all_fresh(self.source.records), Ground()))
 
     def plan_next(self, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
         """Compare the source with the newest revision, which is complete, and plan the next one if they differ.
 
-        Where the spec is another, nothing can be carried over: all is planned anew, beside what is there.
-
         Returns: the plan, or None where nothing has to be done; and what has changed, if the files were looked at.
+        Raises: as ``compare`` and ``plan``.
+        """
+        comparison, ground = self.compare(options)
+        if ground is None:
+            return None, comparison
+        starts_over = not ground.stack
+        assert comparison is not None
+        planned = all_fresh(self.source.records) if starts_over else comparison
+        return self._freeze(self.plan(planned, ground)), comparison
+
+    def compare(self, options: Options) -> tuple[Comparison | None, Ground | None]:
+        """Compare the source with the newest revision, which is complete; nothing is written.
+
+        Returns: what has changed, if the files were looked at; and what the next revision builds on, None where nothing
+          has to be done. With another spec nothing can be carried over: all is planned again, beside what is there.
         Raises: SourceError: with another spec, records that are gone cannot be kept and nobody asked to drop them.
         """
         store, source = LatentStore(self.root), self.source
         base_plan, manifest = read_plan(self.root, store.revision), store.manifest
         assert manifest is not None
-        anew = self.spec.fingerprint != base_plan.spec.fingerprint
-        read_all = self.recipe.source.check == "content"
-        if not (anew or read_all or options != Options()) and source.listing_hash() == base_plan.listing:
+        assert self.spec, "only a planner of pictures has none"
+        starts_over = self.spec.fingerprint != base_plan.spec.fingerprint
+        is_renamed = self._is_renamed(base_plan.spec)
+        must_look = starts_over or is_renamed or self.recipe.source.check == "content" or options != Options()
+        if not must_look and source.listing_hash(null_captions=self.recipe.null_captions) == base_plan.listing:
             return None, None
         total = len(source.records)
         comparison = compare(
             source,
             Base(base_plan, store.records, store.captions),
             options,
-            check_content=read_all,
+            self.recipe,
             num_threads=num_threads(),
             progress=lambda done: self.progress("compare", done, total),
         )
-        if not anew and not comparison.changes_anything:
-            return None, comparison
-        if anew and comparison.num_gone > comparison.num_dropped:
+        comparison = replace(comparison, is_renamed=is_renamed)
+        if not (starts_over or comparison.changes_anything):
+            return comparison, None
+        if starts_over and comparison.num_gone > comparison.num_dropped:
             raise SourceError(
                 f"source '{source.name}': {comparison.num_gone} records of store '{self.root}' are gone from it, so "
-                "they cannot be encoded anew. Restore them, or add --drop-gone to leave them out of the new revision."
+                "they cannot be encoded again. Restore them, or add --drop-gone to leave them out of the new revision."
             )
-        stack = () if anew else tuple(manifest.stack)
-        plan = self._plan(
-            all_fresh(source.records) if anew else comparison,
-            store.revision + 1,
-            manifest.root_hash,
-            carried_files(manifest, stack),
-            None if anew else store.captions,
-            stack,
-        )
-        return self._freeze(plan), comparison
+        stack = () if starts_over else tuple(manifest.stack)
+        captions = None if starts_over else store.captions
+        carried = carried_files(manifest, stack)
+        return comparison, Ground(store.revision + 1, manifest.root_hash, stack, carried, captions, base_plan.spec)
+
+    def _names_of(self, classes: list[str], before: StoreSpec | None) -> list[str] | None:
+        """Names of classes for people: the source's, else those that the base has; None where neither has any."""
+        source, names = self.source, {}
+        if before and before.class_names:
+            names = dict(zip(before.classes or (), before.class_names, strict=True))
+        if source.class_names:
+            names |= zip(source.classes or (), source.class_names, strict=True)
+        return [names.get(name, name) for name in classes] if names else None
+
+    def _is_renamed(self, before: StoreSpec) -> bool:
+        """The source gives other names to classes of the base: its own, or those for people."""
+        if self.source.renames(before.classes):
+            return True
+        return bool(self.source.class_names) and self._names_of(before.classes or [], before) != before.class_names
 
     def _freeze(self, plan: FrozenPlan) -> FrozenPlan:
         """Write the plan, unless others have been faster: then theirs holds.
@@ -189,47 +235,74 @@ class Planner:
             raise StoreError(f"store '{self.root}': it is being compacted. Run 'leandit compact {self.root}' first.")
         return held
 
-    def _plan(
-        self,
-        comparison: Comparison,
-        revision: int,
-        base: str,
-        carried: tuple[FileEntry, ...],
-        known_captions: pa.Table | None,
-        stack: tuple[int, ...] = (),
-    ) -> FrozenPlan:
-        """Plan a revision: what is carried over from its base, and the new records.
-
-        Raises: SourceError: there is nothing to carry over, and not one new record can be encoded.
-        """
-        source, fresh, total = self.source, comparison.fresh, len(comparison.fresh)
-        found = plan_pictures(
-            source, fresh, self.recipe, self.decoders, progress=lambda done: self.progress("scan", done, total)
+    def limit(self, comparison: Comparison, *, stops: bool = True) -> RejectLimit:
+        """Of the rejects of a revision, before any of its new records is looked at."""
+        section, table, parts = self.recipe.source, comparison.table, self.source.parts
+        ledger = RejectLedger(
+            section,
+            len(comparison.kept) + len(comparison.fresh),
+            carried=count_reasons(table.filter(pc.equal(table["status"], "rejected"))["reason"]),
+            hint=lambda reasons: next(filter(None, (reject_hint(part.files, reasons) for part in parts)), ""),
         )
-        pictures = picture_table(found)
-        if not comparison.kept and pc.all(pc.less(pictures["row"], 0)).as_py():
-            first = pictures.slice(0, 1).to_pylist()[0]
-            raise SourceError(
-                f"source '{source.name}': all {total} records are rejected; the first is '{fresh[0].key}': "
-                f"{RecordRejected(first['stage'], first['reason'], first['detail'])}. Nothing was written."
+        return RejectLimit(section, ledger, stops=stops)
+
+    def look_at(self, fresh: Listing, limit: RejectLimit) -> pa.Table:
+        """Where the pictures of new records go (PICTURES_SCHEMA). Raises: SourceError: too many are rejected."""
+        return picture_table(
+            plan_pictures(
+                self.source,
+                fresh,
+                self.recipe,
+                self.decoders,
+                limit,
+                progress=lambda done: self.progress("scan", done, len(fresh)),
             )
+        )
+
+    def refusal(self, comparison: Comparison, pictures: pa.Table) -> SourceError | None:
+        """Why there can be no revision: nothing is carried over, and not one new picture can be encoded."""
+        if comparison.kept or not pc.all(pc.less(pictures["row"], 0)).as_py():
+            return None
+        fresh, first = comparison.fresh, pictures.slice(0, 1).to_pylist()[0]
+        return SourceError(
+            f"source '{self.source.name}': all {len(fresh)} records are rejected; the first is '{fresh[0].key}': "
+            f"{RecordRejected(first['stage'], first['reason'], first['detail'])}. Nothing was written."
+        )
+
+    def plan(self, comparison: Comparison, ground: Ground, pictures: pa.Table | None = None) -> FrozenPlan:
+        """Plan a revision: what is carried over from its base, and the new records; nothing is written.
+
+        Args:
+          pictures: of the new records, where they were looked at.
+        Raises: SourceError: there is nothing to carry over, and not one new record can be encoded; or too many are
+          rejected.
+        """
+        source = self.source
+        assert self.spec, "only a planner of pictures has none"
+        if pictures is None:
+            pictures = self.look_at(comparison.fresh, self.limit(comparison))
+            if refusal := self.refusal(comparison, pictures):
+                raise refusal
         captions, caption_ids = plan_captions(
             PlannedTexts(comparison, pictures),
             self.tokenizer,
             self.recipe.text.max_tokens,
-            revision=revision,
-            known=known_captions,
+            revision=ground.revision,
+            known=ground.captions,
         )
         classes = [*(source.classes or ()), *comparison.gone_classes]
+        names = self._names_of(classes, ground.spec)
         return FrozenPlan(
-            spec=self.spec.model_copy(update={"classes": classes or None}),
-            revision=revision,
-            base=base,
-            stack=stack,
-            carried=carried,
+            spec=with_encoder_places(
+                self.spec.model_copy(update={"classes": classes or None, "class_names": names}), self.root
+            ),
+            revision=ground.revision,
+            base=ground.base,
+            stack=ground.stack,
+            carried=ground.carried,
             copies=False,
-            listing=source.listing_hash(),
-            records=plan_records(comparison, pictures, caption_ids, revision=revision),
+            listing=self.source.listing_hash(null_captions=self.recipe.null_captions),
+            records=plan_records(comparison, pictures, caption_ids, revision=ground.revision),
             captions=captions,
         )
 

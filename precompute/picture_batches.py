@@ -48,6 +48,7 @@ class PictureDecoders(Protocol):
         bucket: tuple[int, int],
         crop: str,
         resize_filter: str = "bicubic",
+        exif_orientation: bool = True,
     ) -> Decoded:
         """As ``Decoders.picture``; the place is what the ``Origin`` says."""
         ...
@@ -123,7 +124,13 @@ def decode_planned(
     try:
         where = origin.place(*place, stage="decode")
         fetch_seconds = time.perf_counter() - start
-        decoded = decoders.picture(*where, bucket=bucket, crop=images.crop, resize_filter=images.resize_filter)
+        decoded = decoders.picture(
+            *where,
+            bucket=bucket,
+            crop=images.crop,
+            resize_filter=images.resize_filter,
+            exif_orientation=images.exif_orientation,
+        )
     except RecordRejected as reject:
         return reject
     if clock:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,8 +26,9 @@ from ..datasets.schema import PLAN_SCHEMA
 from .config import ImagesSection, PrecomputeRecipe
 from .decoder import Decoders
 from .images import MAX_PIXELS, crop_geometry
-from .rejects import RejectLimit
+from .rejects import RejectLedger, RejectLimit
 from .source_listing import Listing
+from .source_record import NO_CAPTION
 from .sources import Source
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -99,17 +100,21 @@ def plan_pictures(
     fresh: Listing,
     recipe: PrecomputeRecipe,
     decoders: Decoders,
+    limit: RejectLimit | None = None,
     *,
     progress: Callable[[int], None],
 ) -> Iterator[PlannedPictures]:
     """Learn the size of every new picture and choose its bucket and crop.
 
     Args:
+      limit: counts the rejects of the revision; None: all of it is new.
       progress: called with the number of pictures looked at so far.
     Returns: all new records, in order, as they are asked for.
     Raises: SourceError: too many are rejected.
     """
-    limit, threads = RejectLimit(recipe.source, len(source.records)), num_threads()
+    limit = limit or RejectLimit(recipe.source, RejectLedger(recipe.source, len(fresh)))
+    check_listing(fresh, recipe, limit)  # before any header is read, so that the message has all counts
+    threads = num_threads()
     images, table = recipe.images, recipe.images.table
     place = functools.lru_cache(KNOWN_SIZES)(lambda height_px, width_px: place_picture(height_px, width_px, images))
     assert table, "a recipe has a bucket"
@@ -141,6 +146,22 @@ def plan_pictures(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def check_listing(fresh: Listing, recipe: PrecomputeRecipe, limit: RejectLimit) -> None:
+    """Look at what the listing alone rejects; the limit's counts stay as they are.
+
+    Raises: SourceError: that is too many.
+    """
+    if limit.ledger:
+        ledger, first = limit.ledger.copy(), ""
+        for batch in fresh.batches():
+            rejects = listing_rejects(batch, recipe)
+            ledger.add(Counter(reject.reason for reject in rejects.values()))
+            if rejects and not first:
+                i, reject = next(iter(rejects.items()))
+                first = f"The first is '{batch['key'][i].as_py()}': {reject}."
+        limit.refuse(ledger.refusal(first))
+
+
 def _planned(found: FoundSizes, place: Callable[[int, int], PlannedPicture]) -> PlannedPictures:
     _, first, way_of = np.unique(found.height_px << 32 | found.width_px, return_index=True, return_inverse=True)
     nowhere = PlannedPicture()  # of what is rejected, until its reason is put there
@@ -160,9 +181,10 @@ def _find_sizes(source: Source, batch: pa.RecordBatch, recipe: PrecomputeRecipe,
     places = list(zip(*columns, strict=True))
     answers: Iterable[Size | RecordRejected]
     if source.is_read_by_decoders:
-        answers = decoders.sizes([source.place(*place, stage="scan") for place in places]) if places else []
+        listed = [source.place(*place, stage="scan") for place in places]
+        answers = decoders.sizes(listed, exif_orientation=recipe.images.exif_orientation) if places else []
     else:
-        answers = (_sent_size(source, place, decoders) for place in places)
+        answers = (_sent_size(source, place, decoders, recipe.images) for place in places)
     for i, answer in zip(asked, answers, strict=True):
         if isinstance(answer, RecordRejected):
             found.rejects[i] = answer
@@ -176,25 +198,35 @@ def _known_sizes(batch: pa.RecordBatch, recipe: PrecomputeRecipe) -> FoundSizes:
     sizes = np.zeros((2, batch.num_rows), np.int64)
     if recipe.source.sizes == "manifest":
         sizes[:] = batch["height_px"].to_numpy(), batch["width_px"].to_numpy()
-    found = FoundSizes(sizes[0], sizes[1])
-    if recipe.text.kind != "none":
+    return FoundSizes(sizes[0], sizes[1], listing_rejects(batch, recipe))
+
+
+def listing_rejects(batch: pa.RecordBatch, recipe: PrecomputeRecipe) -> dict[int, RecordRejected]:
+    """Records that the listing alone rejects, by their place in a batch of it; as ``listing_problem``."""
+    rejects = {}
+    if recipe.needs_captions:
         for i in np.flatnonzero(pc.list_value_length(batch["captions"]).to_numpy() == 0).tolist():
-            found.rejects[i] = RecordRejected("scan", "no_caption", "no caption, or only white space")
+            rejects[i] = RecordRejected("scan", *NO_CAPTION)
     for i in np.flatnonzero(batch["reason"].is_valid().to_numpy(zero_copy_only=False)).tolist():
-        found.rejects[i] = RecordRejected("scan", batch["reason"][i].as_py(), batch["detail"][i].as_py())
-    return found
+        rejects[i] = RecordRejected("scan", batch["reason"][i].as_py(), batch["detail"][i].as_py())
+    return rejects
 
 
-def _sent_size(source: Source, place: tuple[str, int, int], decoders: Decoders) -> Size | RecordRejected:
+def _sent_size(
+    source: Source, place: tuple[str, int, int], decoders: Decoders, images: ImagesSection
+) -> Size | RecordRejected:
     """Size of a picture whose bytes this process reads: one at a time, so that it never holds many."""
     try:
-        return decoders.size(*source.place(*place, stage="scan"))
+        return decoders.size(*source.place(*place, stage="scan"), exif_orientation=images.exif_orientation)
     except RecordRejected as reject:
         return reject
 
 
 def place_picture(height_px: int, width_px: int, images: ImagesSection) -> PlannedPicture:
     """Choose the bucket and crop of a picture of some size; a reject is returned, not raised."""
+    if min(height_px, width_px) < images.min_px:
+        detail = f"{height_px}x{width_px} px, images.min_px = {images.min_px}"
+        return PlannedPicture(reject=RecordRejected("scan", "too_small", detail))
     bucket = assign_bucket(height_px, width_px, images.table, max_ratio=images.max_ratio)
     if bucket is None:
         detail = f"{height_px}x{width_px} px is outside the bucket table"

@@ -13,15 +13,18 @@ is the engine's matter (``engines.py``): here, or by other processes that this o
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from ..datasets.class_names import ClassNames
+from ..datasets.commits import Task
 from ..datasets.errors import SourceError
-from ..datasets.files import sweep_strays
 from ..datasets.frozen import FrozenPlan
 from ..datasets.schema import Manifest, StoreSpec
+from ..datasets.strays import sweep_strays
 from ..datasets.writer import StoreWriter
 from .clock import StageClock
 from .config import PrecomputeRecipe
@@ -30,11 +33,14 @@ from .encoders import load_encoders
 from .engines import Engine
 from .growth import Comparison, Options
 from .here import Here
-from .leases import Leases, alone
+from .leases import Leases, alone, seal_alone
 from .opening import Planner, check_apart, check_disk, check_fingerprint, is_sealed, newest_plan
 from .part import Part
 from .picture_plan import num_threads
-from .sources import Source, list_source
+from .rejects import ledger_of
+from .source_ignored import Ignored
+from .source_several import SourcePaths, list_sources
+from .sources import Source
 from .stages import Progress
 from .tally import Tally
 from .text_encoders import TokenCount
@@ -51,7 +57,8 @@ class Report:
       num_encoded: pictures encoded by this call; 0 where the store was complete already.
       total_seconds: of the whole call.
       seconds: of each stage, summed over threads (reading, decoding and writing run beside the encoder).
-      num_ignored: files of the source that are no pictures by their name.
+      ignored: files and folders of the source that were left out.
+      classes: of the source, by name.
       changes: of the source since the revision before, where a revision was added.
       tokens: that went through the text encoder.
       power: that it had.
@@ -62,7 +69,8 @@ class Report:
     num_encoded: int
     total_seconds: float
     seconds: dict[str, float]
-    num_ignored: int
+    ignored: Ignored
+    classes: ClassNames
     changes: Comparison | None = None
     tokens: TokenCount = field(default_factory=TokenCount)
     power: Power = field(default_factory=Power)
@@ -106,7 +114,8 @@ class Stage1:
             num_encoded=self.num_encoded,
             total_seconds=total_seconds,
             seconds=self.clock.seconds,
-            num_ignored=self.source.num_ignored,
+            ignored=self.source.ignored,
+            classes=ClassNames(self.source.classes, self.source.class_names),
             changes=changes,
             tokens=tokens,
             power=self.engine.power,
@@ -135,7 +144,7 @@ class Begun:
 def precompute(
     recipe: PrecomputeRecipe,
     *,
-    source_path: Path | str,
+    source_path: SourcePaths,
     store_path: Path,
     device: torch.device,
     progress: Progress,
@@ -143,24 +152,28 @@ def precompute(
     new_revision: bool = False,
     part: Part | None = None,
     engine: Engine | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Run every picture and caption of a source through the encoders, exactly once, into a store.
 
     Args:
-      source_path: a folder, a file or a URL.
+      source_path: a folder, a file or a URL; or several.
       options: what shall become of records that are gone or rejected.
       new_revision: where the store was made with other encoders or settings, encode all anew as its next revision.
       device: of the encoders, where no engine is given.
       part: encode only this share of the shards; None for all that nobody else is encoding.
       engine: where the shards are encoded; None for this process.
+      say: called with what was guessed about the source, before anything is encoded.
     Raises: LeanditError: of the class that says what to mend; the store then resumes with the same command.
     """
     start, clock = time.perf_counter(), StageClock()
     manifest, changes = None, None
 
     # Scan: list the source, load the encoders.
-    source = list_source(source_path, recipe.source.kind, progress=lambda done: progress("list", done, 0))
-    check_apart(store_path, source, source_path)
+    source = list_sources(source_path, recipe.source, progress=lambda done: progress("list", done, 0))
+    for note in source.notes:
+        say(f"source '{source.name}': {note}")
+    check_apart(store_path, source)
     with clock.measure("load"):
         encoders = None if engine else load_encoders(recipe, device)
     with Decoders(num_threads()) as decoders:
@@ -223,29 +236,39 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
 
     Returns: its manifest; None where other parts are missing.
     """
-    writer = StoreWriter(stage.root, plan)
-    mine = set(stage.part.of(plan.layout.tasks()))
-    missing = [task for task in writer.missing_tasks() if task in mine]
+    own = stage.part.of(plan.layout.tasks())
+    # Processes without a part share all shards: the one that seals looks at their bytes, not each of them.
+    writer = StoreWriter(stage.root, plan, own=() if stage.part == Part() else own)
+    missing = writer.missing_tasks(own)
+    if missing:
+        ledger_of(stage.recipe.source, writer).check()
     check_disk(writer, missing)
     Leases(writer).sweep()  # of a process that died after its last shard
-    while missing:
-        tally = Tally(plan, missing, stage.recipe.source, writer.num_rejected, stage.progress)
-        stage.engine.encode(writer, missing, stage.source, tally=tally, clock=stage.clock)
-        stage.num_encoded += tally.num_pictures
-        sweep_strays(stage.root)  # of workers that were lost
-        if not writer.missing_tasks():
-            writer.recheck()
-        missing = [task for task in writer.missing_tasks() if task in mine]
-    return seal(stage, writer)
+
+    def encode(missing: list[Task]) -> None:
+        while missing:
+            tally = Tally(plan, missing, ledger_of(stage.recipe.source, writer), stage.progress)
+            stage.engine.encode(writer, missing, stage.source, tally=tally, clock=stage.clock)
+            stage.num_encoded += tally.num_pictures
+            sweep_strays(stage.root)  # of workers that were lost
+            missing = writer.missing_tasks(missing)
+
+    encode(missing)
+    return seal(stage, writer, encode)
 
 
-def seal(stage: Stage1, writer: StoreWriter) -> Manifest | None:
-    """Seal a revision of which nothing is missing.
+def seal(stage: Stage1, writer: StoreWriter, encode: Callable[[list[Task]], None]) -> Manifest | None:
+    """Seal a revision if nothing of it is missing.
 
+    Args:
+      encode: as of ``seal_alone``.
     Returns: its manifest; None where other parts are missing.
-    Raises: SourceError: not one picture of the first revision could be encoded.
+    Raises: SourceError: not one picture of the first revision could be encoded, or all processes together have rejected
+      too many.
     """
     plan, stage.num_left = writer.plan, len(writer.missing_tasks())
+    if not writer.is_sealed:
+        ledger_of(stage.recipe.source, writer).check()
     if stage.num_left:
         return None
     if not writer.num_stored and not plan.stack:
@@ -253,4 +276,4 @@ def seal(stage: Stage1, writer: StoreWriter) -> Manifest | None:
             f"source '{stage.source.name}': not one of {plan.records.num_rows} pictures could be encoded, so the store "
             f"is not sealed. Look at one of them; the reasons are in '{stage.root / 'commits'}'."
         )
-    return writer.seal()
+    return seal_alone(writer, encode, lambda: stage.progress("others seal", 0, 1))

@@ -31,6 +31,8 @@ TEXTS = pa.list_(pa.string())
 class PlannedTexts:
     """Captions of all records of a revision: those carried over, then the new ones; what is rejected has none.
 
+    What is planned without a caption has the empty one, as ``planned_texts`` of ``source_record.py``.
+
     Args:
       pictures: of the new records (PICTURES_SCHEMA).
     """
@@ -43,10 +45,11 @@ class PlannedTexts:
         kept = self.comparison.texts
         for start in range(0, len(kept), BATCH_ROWS):
             yield pa.array(kept[start : start + BATCH_ROWS], TEXTS)
-        first, nothing = 0, pa.scalar([], TEXTS)
+        first, nothing, null = 0, pa.scalar([], TEXTS), pa.scalar([""], TEXTS)
         for batch in self.comparison.fresh.batches():
             rows = self.pictures["row"].slice(first, batch.num_rows).combine_chunks()
-            yield pc.if_else(pc.greater_equal(rows, 0), batch["captions"], nothing)
+            texts = pc.if_else(pc.equal(pc.list_value_length(batch["captions"]), 0), null, batch["captions"])
+            yield pc.if_else(pc.greater_equal(rows, 0), texts, nothing)
             first += batch.num_rows
 
 

@@ -15,7 +15,7 @@ from .encoders import load_encoders
 from .opening import check_fingerprint
 from .process_line import Line
 from .processes import Describe, Job
-from .sources import open_source
+from .source_several import open_sources
 from .worker import Order, Worker
 
 
@@ -38,5 +38,5 @@ def serve(line: Line) -> None:
                 case Order() as order:
                     planned = read_spec(job.root, order.revision)
                     check_fingerprint(job.root, planned, describe_store(job.recipe, None, encoders, known=planned))
-                    origin = open_source(order.source_path, order.source_kind)
+                    origin = open_sources(order.source_paths, order.sources)
                     line.send(worker.carry_out(order, job.root, origin, line.send))

@@ -26,6 +26,7 @@ from .clock import StageClock
 from .config import PrecomputeRecipe
 from .picture_plan import MAX_THREADS, num_cores
 from .process_line import END_SECONDS
+from .source_several import SourcePaths, paths_of
 from .sources import Source
 from .tally import Tally
 from .text_encoders import CaptionTokenizer, TokenCount
@@ -64,7 +65,7 @@ class Processes:
 
     Args:
       root: the store.
-      source_path: as the user gave it.
+      sources: as the user gave them.
       devices: as torch names them, each for one process.
       num_threads: of torch in each of them.
       say: is told of a process that dies.
@@ -75,7 +76,7 @@ class Processes:
         self,
         recipe: PrecomputeRecipe,
         root: Path,
-        source_path: str,
+        sources: SourcePaths,
         devices: Sequence[str],
         *,
         num_threads: int,
@@ -90,7 +91,7 @@ class Processes:
         share = max(1, min(MAX_THREADS, num_cores() // len(devices)))
         self.power = Power(kinds[0], len(devices), share * len(devices))
         self._jobs = [Job(recipe, root, device, share, num_threads) for device in devices]
-        self._source_path, self._say, self.tokens = source_path, say, TokenCount()
+        self._source_paths, self._say, self.tokens = paths_of(sources), say, TokenCount()
         self.tokenizer = CaptionTokenizer(recipe.text) if recipe.text.kind != "none" else None
         self._children: list[_Child] = []
 
@@ -123,7 +124,7 @@ class Processes:
         self, writer: StoreWriter, missing: Sequence[Task], source: Source, *, tally: Tally, clock: StageClock
     ) -> None:
         """As ``Engine.encode``: all of them work until nothing is missing."""
-        order = Order.of(writer, missing, source, self._source_path)
+        order = Order.of(writer, missing, source, self._source_paths)
         working = [child for child in list(self._children) if not self._is_lost(child, order)]
         while working:
             ready = {id(connection) for connection in wait([child.connection for child in working])}

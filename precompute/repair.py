@@ -37,7 +37,7 @@ from .stages import encode_captions, encode_pictures, is_picture_task, write_sha
 
 PLACE_COLUMNS = ("source_path", "source_offset", "source_bytes", "source_mtime_ns")
 Told = Callable[[str, int], Sequence[Fallback]]
-UNLIMITED = {"max_reject_share": 1.0, "max_rejects_in_a_row": 1 << 62}
+UNLIMITED = {"max_rejects_in_a_row": 1 << 62}
 
 
 class Maker(Protocol):
@@ -116,7 +116,7 @@ def _encode(plan: FrozenPlan, tasks: Sequence[Task], tools: Tools, told: Told) -
         tools.encoders.image,
         tools.decoders,
         tools.source,
-        limit=RejectLimit(section, plan.records.num_rows),
+        limit=RejectLimit(section, None),
         clock=clock,
         progress=lambda _: None,
         told=told,

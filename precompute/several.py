@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -34,10 +34,10 @@ from .opening import check_apart, check_disk, needed_bytes
 from .part import Part
 from .picture_plan import num_threads
 from .pipeline import Report, Stage1, plan_next, seal, take_up
-from .rejects import RejectLimit
+from .rejects import RejectLimit, ledger_of
 from .shard_encoder import ShardEncoder
 from .shard_task import PackedShard
-from .sources import list_source
+from .source_several import SourcePaths, list_sources
 from .stages import Background, Progress, encode_captions, is_picture_task
 from .text_encoders import TokenCount
 
@@ -93,10 +93,7 @@ class Work:
 
     def look(self) -> None:
         """See what is still missing of our share."""
-        if not self.writer.missing_tasks():
-            self.writer.recheck()
-        mine = set(self.stage.part.of(self.plan.layout.tasks()))
-        self.missing = [task for task in self.writer.missing_tasks() if task in mine]
+        self.missing = self.writer.missing_tasks(self.stage.part.of(self.plan.layout.tasks()))
 
     def tasks(self, *, pictures: bool) -> list[Task]:
         """What is missing of the pictures, or of the captions."""
@@ -106,18 +103,19 @@ class Work:
 def precompute_several(
     targets: Sequence[Target],
     *,
-    source_path: Path | str,
+    source_path: SourcePaths,
     device: torch.device,
     progress: Progress,
     options: Options | None = None,
     new_revision: bool = False,
     part: Part | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> SharedReport:
     """Run every picture and caption of a source into several stores, decoding each picture once where that is possible.
 
     Args:
       targets: recipes that differ in ``images`` only, each with a store of its own.
-      source_path, device, progress, options, new_revision, part: as of ``pipeline.precompute``, for each store.
+      source_path, device, progress, options, new_revision, part, say: as of ``pipeline.precompute``, for each store.
     Raises: LeanditError: of the class that says what to mend; the stores then resume with the same command.
     """
     start = time.perf_counter()
@@ -125,9 +123,11 @@ def precompute_several(
 
     # Scan: list the source, load the encoders.
     recipe = targets[0].recipe
-    source = list_source(source_path, recipe.source.kind, progress=lambda done: progress("list", done, 0))
+    source = list_sources(source_path, recipe.source, progress=lambda done: progress("list", done, 0))
+    for note in source.notes:
+        say(f"source '{source.name}': {note}")
     for target in targets:
-        check_apart(target.store_path, source, source_path)
+        check_apart(target.store_path, source)
     encoders = load_encoders(recipe, device)
     with Decoders(num_threads()) as decoders:
         engines = [Here(target.recipe, encoders, decoders) for target in targets]
@@ -177,6 +177,8 @@ def check_targets(targets: Sequence[Target]) -> None:
             )
     for target in targets[1:]:
         images = target.recipe.images
+        if images.exif_orientation != targets[0].recipe.images.exif_orientation:
+            raise RecipeError("--also: images.exif_orientation differs; a picture is decoded once for all stores.")
         if not isinstance(images.buckets, str):
             raise RecipeError(
                 "--also: images.buckets is a list of sizes, which no resolution changes. Use 'square', 'pixart' or "
@@ -213,16 +215,27 @@ def finish_all(
                 work.look()
             if waiting := [work for work in works.values() if work.missing]:
                 waiting[0].leases.wait()  # for other coordinators
-    for i, work in works.items():
-        manifests[i], tokens[i] = seal(work.stage, work.writer), work.tokens
+        for i, work in works.items():
+
+            def again(damaged: list[Task], work: Work = work) -> None:
+                nonlocal num_decoded
+                work.missing = damaged
+                while work.missing:
+                    num_decoded += _encode([work])
+                    work.missing = work.writer.missing_tasks(damaged)
+
+            manifests[i], tokens[i] = seal(work.stage, work.writer, again), work.tokens
     return manifests, tokens, num_decoded
 
 
 def _begin(stage: Stage1, encoders: Encoders, plan: FrozenPlan, held: ExitStack) -> Work:
-    writer = StoreWriter(stage.root, plan)
-    limit = RejectLimit(stage.recipe.source, plan.records.num_rows, writer.num_rejected)
+    writer = StoreWriter(stage.root, plan, own=())  # looked at before the seal
+    ledger = ledger_of(stage.recipe.source, writer)
+    limit = RejectLimit(stage.recipe.source, ledger)
     work = Work(stage, encoders, writer, [], limit, held.enter_context(Leases(writer)))
     work.look()
+    if work.missing:
+        ledger.check()
     return work
 
 

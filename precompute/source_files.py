@@ -20,10 +20,12 @@ import xxhash
 from ..datasets.errors import RecordRejected, SourceError, StoreError
 from ..datasets.remote_reader import RemoteReader
 from .decoder_child import read_bytes
+from .source_ignored import is_system_folder
 from .source_record import SourceRecord, usable_key
 
 READ_AHEAD_BYTES = 4 << 20  # of a file at a URL that is read from its beginning to its end
 NAMES_AT_ONCE = 1 << 16  # of a folder, as Python objects
+LeftOut = Callable[[str], None]  # called with the name of a folder that is not entered
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
 
 
@@ -74,14 +76,18 @@ class SourceFiles(Protocol):
         ...
 
     def folders(self) -> Iterator[str]:
-        """Names of the folders directly in the source, in order, those without files too; hidden ones are left out."""
+        """Names of the folders directly in the source, in order, those without files too.
+
+        Hidden ones and those of a system (``source_ignored.py``) are left out.
+        """
         ...
 
-    def walk(self, *, files_first: bool = False) -> Iterator[FoundFile]:
+    def walk(self, *, files_first: bool = False, left_out: LeftOut = lambda _: None) -> Iterator[FoundFile]:
         """All files, depth first, each folder in order of its names; hidden ones are left out.
 
         Args:
           files_first: those of a folder before its folders.
+          left_out: called with the name of each folder that is hidden, or of a system; at a URL of the latter alone.
         """
         ...
 
@@ -119,6 +125,12 @@ def shown(files: SourceFiles, path: str) -> str:
     return files.name if files.only == path else f"{files.name}/{path}"
 
 
+def _unreadable(source: str, folder: str, error: OSError) -> SourceError:
+    return SourceError(
+        f"source '{source}': folder '{folder}' cannot be read ({error.strerror}). Allow it, or move it away."
+    )
+
+
 class LocalFiles:
     """A folder here, or one file; see ``SourceFiles``. Folders behind links are followed, each once."""
 
@@ -131,26 +143,28 @@ class LocalFiles:
         self._root = str(self.root)
 
     def names(self) -> Iterator[str]:
-        with os.scandir(self.root) as found:
-            for entry in found:
-                if not entry.name.startswith(".") and entry.is_file():
-                    yield entry.name
+        try:
+            with os.scandir(self.root) as found:
+                yield from (entry.name for entry in found if not entry.name.startswith(".") and entry.is_file())
+        except OSError as error:
+            raise _unreadable(self.name, self.root.name, error) from error
 
     def folders(self) -> Iterator[str]:
-        return (entry for entry in self._entries("", {_identity(self.root)}, False) if isinstance(entry, str))
+        entries = self._entries("", {_identity(self.root)}, False, lambda _: None)
+        return (entry for entry in entries if isinstance(entry, str))
 
-    def walk(self, *, files_first: bool = False) -> Iterator[FoundFile]:
+    def walk(self, *, files_first: bool = False, left_out: LeftOut = lambda _: None) -> Iterator[FoundFile]:
         seen = {_identity(self.root)}
-        return _depth_first(lambda folder: self._entries(folder, seen, files_first))
+        return _depth_first(lambda folder: self._entries(folder, seen, files_first, left_out))
 
-    def _entries(self, folder: str, seen: set[tuple[int, int]], files_first: bool) -> Iterator[FoundFile | str]:
+    def _entries(
+        self, folder: str, seen: set[tuple[int, int]], files_first: bool, left_out: LeftOut
+    ) -> Iterator[FoundFile | str]:
         try:
             with os.scandir(self.root / folder) as found:
-                entries = sorted_entries((e.name, e.is_dir()) for e in found if not e.name.startswith("."))
+                entries = sorted_entries(_people_made(((e.name, e.is_dir()) for e in found), left_out))
         except OSError as error:
-            raise SourceError(
-                f"source '{self.name}': folder '{folder}' cannot be read ({error.strerror}). Allow it, or move it away."
-            ) from error
+            raise _unreadable(self.name, folder, error) from error
         # All folders are marked before one is entered: one that two links lead to belongs to where it stands higher.
         new = {name for name, is_folder in entries if is_folder and self._is_new(f"{folder}/{name}", seen)}
         for name, is_folder in _ordered(entries, files_first):
@@ -214,14 +228,15 @@ class RemoteFiles:
                 yield name
 
     def folders(self) -> Iterator[str]:
-        return (entry for entry in self._entries("", False) if isinstance(entry, str))
+        return (entry for entry in self._entries("", False, lambda _: None) if isinstance(entry, str))
 
-    def walk(self, *, files_first: bool = False) -> Iterator[FoundFile]:
-        return _depth_first(lambda folder: self._entries(folder, files_first))
+    def walk(self, *, files_first: bool = False, left_out: LeftOut = lambda _: None) -> Iterator[FoundFile]:
+        return _depth_first(lambda folder: self._entries(folder, files_first, left_out))
 
-    def _entries(self, folder: str, files_first: bool) -> Iterator[FoundFile | str]:
+    def _entries(self, folder: str, files_first: bool, left_out: LeftOut) -> Iterator[FoundFile | str]:
         listed = self._list(folder)
-        entries = sorted_entries((name, info["type"] == "directory") for name, info in listed.items())
+        named = ((name, info["type"] == "directory") for name, info in listed.items())
+        entries = sorted_entries(_people_made(named, left_out))
         for name, is_folder in _ordered(entries, files_first):
             path = f"{folder}/{name}" if folder else name
             yield path if is_folder else _remote_file(path, listed[name])
@@ -311,6 +326,15 @@ class _ArrowEntries:
 
 Entries = list[tuple[str, bool]] | _ArrowEntries
 """Names of a folder, and whether each is a folder."""
+
+
+def _people_made(entries: Iterable[tuple[str, bool]], left_out: LeftOut) -> Iterator[tuple[str, bool]]:
+    """Entries of a folder without hidden ones and the folders of a system."""
+    for name, is_folder in entries:
+        if is_folder and is_system_folder(name):
+            left_out(name)
+        elif not name.startswith("."):
+            yield name, is_folder
 
 
 def sorted_entries(found: Iterable[tuple[str, bool]]) -> Entries:

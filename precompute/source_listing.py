@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from ..datasets.mapped import BATCH_ROWS, map_table, rebatched
 from .distinct import digests, first_positions
+from .source_merge import merged_rows
 from .source_record import SourceRecord, encoded_texts
 
 WHAT = "the list of the source"
@@ -96,19 +97,32 @@ class Listing(Sequence[SourceRecord]):
         return record_batch(records)
 
 
-def spool(batches: Iterable[pa.RecordBatch], progress: Callable[[int], None], *, check_keys: bool = True) -> Listing:
+def spool(
+    batches: Iterable[pa.RecordBatch],
+    progress: Callable[[int], None],
+    *,
+    check_keys: bool = True,
+    merge_rows: bool = False,
+) -> Listing:
     """Write records to a temporary file as they come, and map it.
 
     Args:
       batches: of SCHEMA, of any length.
       progress: called with the number of records so far.
       check_keys: look for keys that are repeated.
+      merge_rows: those with one key are rows of one picture, and join into one record (``source_merge.py``).
     Raises: ResourceError: the folder for temporary files is full.
     """
     batch_rows = BATCH_ROWS
     table = map_table(SCHEMA, _counted(rebatched(batches, batch_rows), progress), WHAT)
     equal = table.to_batches()
-    return Listing(equal, _repeated(equal) if check_keys else {}, batch_rows)
+    if not check_keys:
+        return Listing(equal, {}, batch_rows)
+    first = _first_positions(equal)
+    if merge_rows and (merged := merged_rows(equal, first)):
+        equal = map_table(SCHEMA, rebatched(merged, batch_rows), WHAT).to_batches()
+        first = _first_positions(equal)
+    return Listing(equal, _repeated(first), batch_rows)
 
 
 def _counted(batches: Iterable[pa.RecordBatch], progress: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
@@ -145,9 +159,12 @@ def _records(batch: pa.RecordBatch) -> list[SourceRecord]:
     return [SourceRecord(*row) for row in zip(*columns.values(), problems, *sizes, strict=True)]
 
 
-def _repeated(batches: Sequence[pa.RecordBatch]) -> dict[int, int]:
+def _first_positions(batches: Sequence[pa.RecordBatch]) -> np.ndarray:
+    return first_positions((digests(batch["key"]) for batch in batches), WHAT)
+
+
+def _repeated(first: np.ndarray) -> dict[int, int]:
     """Position of each key that stands there again, and where it stands first."""
-    first = first_positions((digests(batch["key"]) for batch in batches), WHAT)
     repeated = {}
     for start in range(0, len(first), LOOK_ROWS):
         here = first[start : start + LOOK_ROWS]

@@ -21,10 +21,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..datasets.errors import RecordRejected, SourceError
+from .config import SourceSection
 from .foreign_parquet import PARQUET_ERRORS, open_parquet, read_rows
+from .source_columns import CAPTIONS, shown_columns, usual_columns
 from .source_files import FoundFile, SourceFiles, shown
 from .source_folders import Found
 from .source_record import CAPTION_NAMES, SourceRecord, captions_of, label_of, usable_key
+from .source_splits import shards_of_split
 
 IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes")
 LABEL_NAMES = ("label", "labels", "cls", "fine_label")
@@ -50,12 +53,20 @@ class Columns:
     captions: str | None
     classes: list[str] | None
 
+    def said(self) -> str:
+        """Which they are, for a person."""
+        captions, labels = (f"'{name}'" if name else "none" for name in (self.captions, self.label))
+        return f"pictures '{self.image.removesuffix('.bytes')}', captions {captions}, labels {labels}"
 
-def parquet_names(files: SourceFiles) -> list[str]:
-    """The Parquet files of a source, in order."""
+
+def parquet_names(files: SourceFiles, split: str) -> list[str]:
+    """The Parquet files of a source, in order; of one split, as ``source.split`` says.
+
+    Raises: SourceError: there are several splits and none is named.
+    """
     if files.only:
         return [files.only]
-    return sorted(name for name in files.names() if fnmatchcase(name, "*.parquet"))
+    return shards_of_split(files.name, (name for name in files.names() if fnmatchcase(name, "*.parquet")), split)
 
 
 def holds_pictures(files: SourceFiles, name: str) -> bool:
@@ -69,38 +80,44 @@ def parquet_records(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
 
     Raises: SourceError: a file is damaged, has no column of pictures, or has other classes than the first.
     """
-    for number, name in enumerate(parquet_names(files)):
+    for number, name in enumerate(parquet_names(files, found.settings.split)):
         place, position = files.look(name) or FoundFile(name), 0
         with _opened(files, name) as file:
-            columns = find_columns(file.schema_arrow, shown(files, name))
+            columns = find_columns(file.schema_arrow, shown(files, name), found.settings)
             _check_groups(file, shown(files, name))
-            if number and columns.classes != found.classes:
+            if not number:
+                found.notes.append(f"columns: {columns.said()}")
+            elif columns.classes != found.classes:
                 raise SourceError(f"source '{files.name}': '{name}' names other classes than the file before it.")
             found.classes = columns.classes
             for row in _described(file, columns, f"source '{shown(files, name)}'"):
-                yield _record(f"{name.rpartition('.')[0]}/{position}", place, position, row)
+                yield row_record(f"{name.rpartition('.')[0]}/{position}", place, position, row)
                 position += 1
 
 
-def find_columns(schema: pa.Schema, where: str) -> Columns:
-    """Tell the columns of a file: by the features that Hugging Face writes into it, else by their names and types.
+def find_columns(schema: pa.Schema, where: str, settings: SourceSection) -> Columns:
+    """Tell the columns of a file: as the settings name them, by the features that Hugging Face writes, by usual names.
 
-    Raises: SourceError: none holds pictures.
+    Raises: SourceError: none holds pictures, or one that the settings name is not there.
     """
+    for asked in (settings.image, settings.caption, settings.label):
+        if asked and asked not in schema.names:
+            raise SourceError(f"source '{where}': there is no column '{asked}'. {shown_columns(schema.names)}")
     features = _features(schema)
-    image = _image_column(schema, features)
+    image = _image_column(schema, features, settings.image)
     if image is None:
         raise SourceError(
-            f"source '{where}': no column of pictures. Needed 'image' as a struct with 'bytes', or as binary; its "
-            f"columns are {', '.join(schema.names[:20])}."
+            f"source '{where}': no column of pictures. Needed 'image' as a struct with 'bytes', or as binary. "
+            f"{shown_columns(schema.names)}"
         )
     named = [name for name, feature in features.items() if feature.get("_type") == "ClassLabel"]
     whole = [name for name in LABEL_NAMES if name in schema.names and pa.types.is_integer(schema.field(name).type)]
-    label = next((name for name in [*named, *whole] if name in schema.names), None)
+    label = settings.label or next((name for name in [*named, *whole] if name in schema.names), None)
+    captions = settings.caption or next(iter(usual_columns(schema.names, CAPTIONS)), None)
     classes = features.get(label or "", {}).get("names")
     if not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
         classes = None
-    return Columns(image, label, next((name for name in CAPTION_NAMES if name in schema.names), None), classes)
+    return Columns(image, label, captions, classes)
 
 
 def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
@@ -112,9 +129,9 @@ def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
         return {}  # what another program wrote there says nothing of columns
 
 
-def _image_column(schema: pa.Schema, features: dict[str, dict[str, Any]]) -> str | None:
+def _image_column(schema: pa.Schema, features: dict[str, dict[str, Any]], asked: str = "") -> str | None:
     named = [name for name, feature in features.items() if feature.get("_type") == "Image"]
-    for name in [*named, *IMAGE_NAMES]:
+    for name in [asked] if asked else [*named, *IMAGE_NAMES]:
         kind = schema.field(name).type if schema.names.count(name) == 1 else None
         if kind is not None and pa.types.is_struct(kind):
             inner = kind.get_field_index("bytes")
@@ -150,13 +167,20 @@ def _described(file: pq.ParquetFile, columns: Columns, where: str) -> Iterator[d
         for batch, _ in read_rows(file, names, where):
             for row in batch.to_pylist():
                 label = row.get(columns.label) if columns.label else None
-                captions = {columns.captions: row[columns.captions]} if columns.captions else {}
+                captions = {CAPTIONS: row[columns.captions]} if columns.captions else {}
                 yield captions | ({} if label is None else {"label": label})
     except PARQUET_ERRORS as error:
         raise SourceError(f"{where}: not a readable Parquet file ({error}). Restore it.") from error
 
 
-def _record(key: str, place: FoundFile, position: int, row: dict[str, Any]) -> SourceRecord:
+def row_record(key: str, place: FoundFile, position: int, row: dict[str, Any]) -> SourceRecord:
+    """The record of a row of a file.
+
+    Args:
+      place: the file.
+      position: of the row in it.
+      row: its label and captions, under the names that a row has.
+    """
     key, problem = usable_key(key)
     label, captions = -1, ()
     try:
@@ -171,10 +195,11 @@ class RowBytes:
 
     Args:
       files: of the source.
+      settings: may name the column of pictures.
     """
 
-    def __init__(self, files: SourceFiles) -> None:
-        self._files, self._lock = files, threading.Lock()
+    def __init__(self, files: SourceFiles, settings: SourceSection) -> None:
+        self.files, self.settings, self._lock = files, settings, threading.Lock()
         self._readers = threading.BoundedSemaphore(GROUPS_AT_ONCE)
         self._starts: OrderedDict[str, tuple[np.ndarray, str]] = OrderedDict()
         self._groups: OrderedDict[tuple[str, int], Future[pa.ChunkedArray]] = OrderedDict()
@@ -185,7 +210,7 @@ class RowBytes:
         Raises: RecordRejected: the file is gone or damaged, has fewer rows, or the row holds no picture.
         """
         try:
-            starts, column = self._footer(path)
+            starts, column = self._known_starts(path)
             if not 0 <= row < starts[-1]:
                 raise RecordRejected(stage, "source_changed", f"{path} has {starts[-1]} rows, the row was {row}")
             group = int(np.searchsorted(starts, row, "right")) - 1
@@ -199,14 +224,21 @@ class RowBytes:
             raise RecordRejected(stage, "unreadable", f"{path}, row {row} holds no bytes of a picture")
         return data
 
-    def _footer(self, path: str) -> tuple[np.ndarray, str]:
+    def starts(self, path: str) -> tuple[np.ndarray, str]:
         """First row of each row group and the number of rows, and the column of pictures."""
+        with _opened(self.files, path) as file:
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+            return np.cumsum([0, *sizes]), find_columns(file.schema_arrow, path, self.settings).image
+
+    def pictures(self, path: str, group: int, column: str) -> pa.ChunkedArray:
+        """Bytes of the pictures of a row group."""
+        return _read_group(self.files, path, group, column)
+
+    def _known_starts(self, path: str) -> tuple[np.ndarray, str]:
         with self._lock:
             if path in self._starts:
                 return self._starts[path]
-        with _opened(self._files, path) as file:
-            sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
-            found = np.cumsum([0, *sizes]), find_columns(file.schema_arrow, path).image
+        found = self.starts(path)
         with self._lock:
             self._starts[path] = found
             while len(self._starts) > OPEN_FILES:
@@ -225,7 +257,7 @@ class RowBytes:
             return future.result()
         try:
             with self._readers:  # a group may be a GiB, and as many threads as there are would each hold one
-                future.set_result(_read_group(self._files, path, group, column))
+                future.set_result(self.pictures(path, group, column))
         except BaseException as error:
             with self._lock:
                 del self._groups[path, group]

@@ -6,6 +6,7 @@ What a source of others can claim is bounded before it is believed (``docs/secur
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import reprlib
@@ -13,16 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+HEIF_EXTENSIONS = frozenset([".heic", ".heif", ".hif"])  # read by pillow-heif, where it is installed
 IMAGE_EXTENSIONS = frozenset(
     [".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jfif"]
-)
+) | (HEIF_EXTENSIONS if importlib.util.find_spec("pillow_heif") else frozenset())
 MAX_CLASSES = 1_000_000  # a larger label is a mistake, and would fill the memory with names
 MAX_SIDE_PX = 1 << 20
 MAX_CAPTIONS = 256  # of one record
 MAX_CAPTION_CHARS = 1 << 16  # far beyond any encoder's cut
 MAX_TEXT_BYTES = 1 << 20  # of a .txt, .cls or .json of one record
 MAX_KEY_CHARS = 1024
-CAPTION_NAMES = ("captions", "caption", "text", "prompt")  # the first that is there counts
+NO_CAPTION = ("no_caption", "no caption, or only white space")
+PATH_NAMES = ("file_name", "path")  # of each of these, the first that is there counts
+CAPTION_NAMES = ("captions", "caption", "text", "prompt")
+LABEL_NAMES = ("label", "cls")
+SIDES = ("height", "width")
+ANNOTATIONS = "annotations"  # folder of COCO's lists, beside the folders of the pictures
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,16 @@ def caption_texts(record: SourceRecord) -> list[str]:
 def encoded_texts(captions: Sequence[str]) -> list[str]:
     """As ``caption_texts``, of the captions alone."""
     return list(dict.fromkeys(text for caption in captions if (text := caption.strip())))
+
+
+def planned_texts(record: SourceRecord) -> list[str]:
+    """Captions that are encoded for a record that has a row; one without any has the empty caption, which is null."""
+    return caption_texts(record) or [""]
+
+
+def listing_problem(record: SourceRecord, *, needs_caption: bool) -> tuple[str, str] | None:
+    """Reason and detail where the listing alone decides that a record is rejected."""
+    return record.problem or (NO_CAPTION if needs_caption and not caption_texts(record) else None)
 
 
 def is_picture(path: str) -> bool:

@@ -18,13 +18,18 @@ import pyarrow.compute
 from ..datasets.errors import SourceError
 from .source_files import FoundFile, SourceFiles
 from .source_listing import SCHEMA, record_batch
+from .source_merge import repeated_texts
+from .source_placement import LOOKED_NAMES, Placement
 from .source_record import (
     CAPTION_NAMES,
+    LABEL_NAMES,
     MAX_CAPTION_CHARS,
     MAX_CAPTIONS,
     MAX_CLASSES,
     MAX_KEY_CHARS,
     MAX_SIDE_PX,
+    PATH_NAMES,
+    SIDES,
     SourceRecord,
     captions_of,
     label_of,
@@ -34,9 +39,7 @@ from .source_record import (
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-PATH_NAMES = ("file_name", "path")
-SIDES = ("height", "width")
-ROW_NAMES = (*PATH_NAMES, *CAPTION_NAMES, "label", "cls", *SIDES)  # what says something of a picture
+ROW_NAMES = (*PATH_NAMES, *CAPTION_NAMES, *LABEL_NAMES, *SIDES)  # what says something of a picture
 NO_PLAIN_PATH = r"(^|/)\.{0,2}(/|$)"  # a part of it is empty, "." or ".."
 PLAIN_TEXT = r"(?s)^[^\pZ\pC](.*[^\pZ\pC])?$"  # it neither begins nor ends with anything that might be white space
 CAPTIONS = pa.list_(pa.string())
@@ -101,7 +104,7 @@ class CheckedRows:
     columns: pa.RecordBatch
     paths: pa.Array
 
-    def batch(self, files: SourceFiles, folder: str, found: Sequence[FoundFile | None]) -> pa.RecordBatch:
+    def batch(self, files: SourceFiles, placement: Placement, found: Sequence[FoundFile | None]) -> pa.RecordBatch:
         """A record for each row, in order, as the listing holds them.
 
         Args:
@@ -117,32 +120,49 @@ class CheckedRows:
         if len(plain) == len(self.rows):
             return batch
         odd = np.setdiff1d(np.arange(len(self.rows)), plain)
-        both = pa.Table.from_batches([batch, record_batch(_one_by_one(files, folder, self.rows, odd))])
+        both = pa.Table.from_batches([batch, record_batch(_one_by_one(files, placement, self.rows, odd))])
         order = np.argsort(np.concatenate([plain, odd]))
         return both.take(pa.array(order)).combine_chunks().to_batches()[0]
 
 
-def check_rows(rows: Rows, folder: str) -> CheckedRows:
+def check_rows(rows: Rows, placement: Placement) -> CheckedRows:
     """Choose the plain ones among some rows.
 
     Args:
-      folder: within the source, to which the rows' paths are relative; "" for the source itself.
+      placement: of the pictures that they name.
     """
     columns = rows.columns()
+    if columns is not None and placement.prefix:
+        columns = columns.set_column(0, COLUMNS.field(0), _without_prefix(columns["name"], placement.prefix))
     plain = np.empty(0, np.int64) if columns is None else np.flatnonzero(_is_plain(columns))
     columns = pa.RecordBatch.from_pylist([], COLUMNS) if columns is None else columns.take(pa.array(plain))
-    paths = pc.binary_join_element_wise(folder, columns["name"], "/") if folder else columns["name"]
+    paths = columns["name"]
+    if placement.folder:
+        paths = pc.binary_join_element_wise(placement.folder, paths, "/")
+    if placement.suffix:
+        paths = pc.binary_join_element_wise(paths, placement.suffix, "")
     return CheckedRows(rows, plain, columns, paths)
 
 
-def _one_by_one(files: SourceFiles, folder: str, rows: Rows, numbers: np.ndarray) -> list[SourceRecord]:
+def _without_prefix(names: pa.Array, prefix: str) -> pa.Array:
+    return pc.if_else(pc.starts_with(names, prefix), pc.utf8_slice_codeunits(names, len(prefix)), names)
+
+
+def first_names(rows: Rows) -> list[str]:
+    """The names of pictures in the first rows, as they are."""
+    some = rows.some(np.arange(min(LOOKED_NAMES, len(rows))))
+    found = [next((row[name] for name in PATH_NAMES if row.get(name)), None) for row in some if isinstance(row, dict)]
+    return [name for name in found if isinstance(name, str)]
+
+
+def _one_by_one(files: SourceFiles, placement: Placement, rows: Rows, numbers: np.ndarray) -> list[SourceRecord]:
     return [
-        row_record(files, folder, row, rows.where(i))
+        row_record(files, placement, row, rows.where(i))
         for i, row in zip(numbers.tolist(), rows.some(numbers), strict=True)
     ]
 
 
-def row_record(files: SourceFiles, folder: str, row: Any, where: str) -> SourceRecord:
+def row_record(files: SourceFiles, placement: Placement, row: Any, where: str) -> SourceRecord:
     """The record of one row: path (``file_name`` or ``path``), perhaps a label, captions and a size.
 
     Raises: SourceError: it is no object with a path.
@@ -150,22 +170,30 @@ def row_record(files: SourceFiles, folder: str, row: Any, where: str) -> SourceR
     try:
         name = next((row[name] for name in PATH_NAMES if row.get(name) is not None), None)
         if not isinstance(name, str):
-            raise TypeError(f"'file_name' is {type(name).__name__}")
+            raise TypeError(
+                f"'file_name' is {type(name).__name__}; its keys: {', '.join(sorted(map(repr, row)))[:120]}"
+            )
     except (AttributeError, TypeError) as error:
         raise no_row(where, error) from error
+    name = placement.key(name)
     key, unusable = usable_key(name)
     if unusable:
         return SourceRecord(key, key, problem=unusable)
     inside = os.path.normpath(name)
     if os.path.isabs(inside) or inside.split(os.sep)[0] == "..":
-        return SourceRecord(name, name, problem=("bad_metadata", "file_name leaves the source folder"))
+        said = (
+            "is an absolute path that is not of the source: see source.root"
+            if name.startswith("/")
+            else "leaves the source folder"
+        )
+        return SourceRecord(name, name, problem=("bad_metadata", f"file_name {said}"))
     try:
         label, captions = label_of(row), captions_of(row)
     except (TypeError, ValueError) as error:
         return SourceRecord(name, inside, problem=("bad_metadata", str(error)))
-    found = files.look(f"{folder}/{inside}" if folder else inside)
+    found = files.look(placement.path(inside))
     if found is None:
-        return SourceRecord(name, inside, problem=("missing_file", f"there is no '{name}'"))
+        return SourceRecord(name, inside, problem=("missing_file", f"there is no '{placement.path(inside)}'"))
     return found.record(key=name, label=label, captions=captions, size=size_of(row))
 
 
@@ -251,11 +279,7 @@ def _is_plain(columns: pa.RecordBatch) -> np.ndarray:
     plain[row_of[~plain_text]] = False
     plain[lengths > MAX_CAPTIONS] = False
     if lengths.max(initial=0) > 1:
-        codes = texts.dictionary_encode(null_encoding="encode").indices.to_numpy()
-        _, first = np.unique(row_of * len(texts) + codes, return_index=True)
-        again = np.ones(len(texts), bool)
-        again[first] = False
-        plain[row_of[again]] = False
+        plain[row_of[repeated_texts(row_of, texts)]] = False
     return plain
 
 

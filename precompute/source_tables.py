@@ -1,37 +1,44 @@
-"""Tables that name pictures: ``metadata.jsonl``, a JSONL or Parquet manifest, PixArt's ``data_info.json`` as it is.
+"""Tables that name pictures: ``metadata.jsonl``, a JSONL, CSV or Parquet manifest, PixArt's ``data_info.json``.
 
-A row names a file by its path relative to the table's folder, and never one outside of the source. A table is read
+A row names a file by its path relative to the folder of the pictures, and never one outside of it. A table is read
 some rows at a time, whatever its size; what they say is made into records in ``source_rows.py``.
 """
 
 from __future__ import annotations
 
-import codecs
-import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO, Self
+from itertools import chain, groupby
+from typing import BinaryIO, Self
 
 import pyarrow as pa
 
 from ..datasets.errors import SourceError
-from .foreign_parquet import MAX_BATCH_BYTES, PARQUET_ERRORS, TABLE_ROWS, open_parquet, read_rows
+from .config import SourceSection
+from .foreign_parquet import MAX_BATCH_BYTES, PARQUET_ERRORS, open_parquet, read_rows
+from .source_coco import coco_names, coco_rows, is_coco
+from .source_columns import choose_columns, columns_note
+from .source_csv import described_pictures, is_text_table, text_rows
 from .source_files import FoundFile, SourceFiles, shown
-from .source_rows import PATH_NAMES, ROW_NAMES, CheckedRows, Rows, check_rows, no_row
+from .source_folders import Found
+from .source_json import json_array, json_lines
+from .source_listing import record_batch
+from .source_placement import Placement, find_placement, folders_of, normalized_root
+from .source_record import SourceRecord
+from .source_rows import CheckedRows, Rows, check_rows, first_names
+from .source_splits import ALL, shards_of_split
 
-METADATA = "metadata.jsonl"
+METADATA = ("metadata.jsonl", "metadata.csv", "metadata.tsv", "metadata.parquet")  # of a folder of pictures
 PIXART = "data_info.json"
 PIXART_TABLE, PIXART_PICTURES = f"InternData/{PIXART}", "InternImgs"  # as PixArt's trainer expects them
-MAX_LINE_BYTES = 1 << 24  # of a JSON row
-READ_BYTES = 1 << 20
-WHITE_SPACE = (" ", "\t", "\r", "\n")
-OBJECT_BYTES = 20  # that a byte of JSON may take as objects
 LOOKERS = 32  # threads that look up the files of rows
 LOOKED = 64  # files that one of them looks up at a time
 PROBED = 16  # files of each batch by which it is seen whether looks take long
 SLOW_LOOK_SECONDS = 1e-4  # a look that takes longer is a message; what the kernel knows takes microseconds
+LISTS = (".csv", ".tsv", "captions.txt", ".token", ".token.txt")  # ends of names of tables beside pictures
+MAX_LISTS = 16  # of them in a folder that are looked into
 AHEAD = 4  # batches of rows whose files are being looked up
 
 
@@ -41,36 +48,119 @@ def pixart_folder(source: str) -> str:
     return inside.removesuffix("InternData") or "." if f"/{inside}".endswith("/InternData") else source
 
 
-def find_table(files: SourceFiles) -> str | None:
-    """Path of the table of a source; None where there is none."""
+def known_table(files: SourceFiles) -> str | None:
+    """Path of a table that its name tells; None where there is none."""
     if files.only is not None:
-        return files.only if files.only.endswith((".jsonl", ".json", ".parquet")) else None
-    return next((name for name in (METADATA, PIXART, PIXART_TABLE) if files.look(name)), None)
+        return files.only if is_text_table(files.only) or files.only.endswith((".jsonl", ".json", ".parquet")) else None
+    return next((name for name in (*METADATA, PIXART, PIXART_TABLE) if files.look(name)), None)
 
 
-def table_batches(files: SourceFiles, table: str) -> Iterator[pa.RecordBatch]:
+def find_table(files: SourceFiles, split: str) -> str | None:
+    """Path of the table of a source; None where there is none.
+
+    Args:
+      split: of the recipe; picks one of COCO's lists by its name.
+    Raises: SourceError: COCO has several lists, or none of this split.
+    """
+    if known := known_table(files):
+        return known
+    lists = coco_names(files)
+    if lists and split not in ("", ALL):
+        lists = shards_of_split(files.name, lists, split)
+    if len(lists) > 1:
+        raise SourceError(
+            f"source '{files.name}': several lists of COCO's captions: {', '.join(lists)}. Name the split of one, as "
+            f"--set source.split=train, or give one, as --source '{files.name}/{lists[0]}'."
+        )
+    return next(iter(lists), None)
+
+
+def find_caption_table(files: SourceFiles, settings: SourceSection) -> str | None:
+    """Path of a table of text in a folder of pictures, by what it says: the first pictures that it names are there.
+
+    Raises: SourceError: there are several.
+    """
+    if files.only is not None:
+        return None
+    names = sorted(name for name in files.names() if name.lower().endswith(LISTS))
+    folders = ["", *folders_of(files)] if names else []
+    tables = [name for name in names[:MAX_LISTS] if _names_pictures(files, name, folders, settings)]
+    if len(tables) > 1:
+        raise SourceError(
+            f"source '{files.name}': several tables name its pictures: {', '.join(tables)}. Give the one to use, as "
+            f"--source '{files.name}/{tables[0]}'."
+        )
+    return next(iter(tables), None)
+
+
+def _names_pictures(files: SourceFiles, table: str, folders: list[str], settings: SourceSection) -> bool:
+    """A table of text says captions or labels, and of pictures that are there."""
+    try:
+        names = described_pictures(files, table, settings)
+    except SourceError:
+        return False  # a table of something else
+    return bool(names) and (bool(settings.root) or find_placement(files, names, folders) is not None)
+
+
+def table_batches(files: SourceFiles, pictures: SourceFiles, table: str, found: Found) -> Iterator[pa.RecordBatch]:
     """A record for each row, in batches of the listing: path (``file_name`` or ``path``), perhaps a label and captions.
 
+    Args:
+      files: of the table.
+      pictures: among which the rows' paths lead.
+      found: its settings may name the columns and the folder; takes a note of what was guessed.
     Raises: SourceError: a row is no JSON object with a path, named by its number.
     """
-    folder = _pictures_of(files, table)
-    kind = _parquet_rows if table.endswith(".parquet") else _lines if table.endswith(".jsonl") else _array
+    broken: list[SourceRecord] = []
     ahead: deque[tuple[CheckedRows, int, Callable[[], list[FoundFile | None]]]] = deque()
-    wrong: SourceError | None = None
-    with files.open(table) as file, _LookUps(files) as look_ups:
+    placement, wrong = None, None
+    with _LookUps(pictures) as look_ups:
         try:
-            for rows, num_bytes in kind(file, f"source '{shown(files, table)}'"):
-                checked = check_rows(rows, folder)
+            for rows, num_bytes in _rows(files, table, found, broken):
+                placement = placement or _placement(pictures, table, first_names(rows), found)
+                checked = check_rows(rows, placement)
                 ahead.append((checked, num_bytes, look_ups.start(checked.paths.to_pylist())))
                 while len(ahead) > AHEAD or sum(size for _, size, _ in ahead) > MAX_BATCH_BYTES:
-                    before, _, found = ahead.popleft()
-                    yield before.batch(files, folder, found())
+                    before, _, looked_up = ahead.popleft()
+                    yield before.batch(pictures, placement, looked_up())
         except SourceError as error:
             wrong = error  # unless a row before it is wrong as well
-        for before, _, found in ahead:
-            yield before.batch(files, folder, found())
+        for before, _, looked_up in ahead:
+            assert placement, "the first rows tell it"
+            yield before.batch(pictures, placement, looked_up())
     if wrong:
         raise wrong
+    if broken:
+        yield record_batch(broken)
+
+
+def _rows(files: SourceFiles, table: str, found: Found, broken: list[SourceRecord]) -> Iterator[tuple[Rows, int]]:
+    """The rows of a table, many at a time, and the bytes that they take."""
+    if table.endswith((".parquet", ".jsonl", ".json")):
+        kind = _parquet_rows if table.endswith(".parquet") else json_lines if table.endswith(".jsonl") else json_array
+        if table.endswith(".json") and is_coco(files, table):
+            yield from coco_rows(files, table, found)
+            return
+        with files.open(table) as file:
+            yield from kind(file, f"source '{shown(files, table)}'", found)
+    else:
+        yield from text_rows(files, table, found, broken)
+
+
+def _placement(pictures: SourceFiles, table: str, names: list[str], found: Found) -> Placement:
+    """Where the pictures of a table lie, with a note where that was guessed."""
+    root = found.settings.root
+    first = PIXART_PICTURES if table == PIXART_TABLE else normalized_root(root) or ""
+    others = [] if root or first else folders_of(pictures)
+    placement = find_placement(pictures, names, chain([first], others))
+    if placement is None and names:
+        found.notes.append(
+            f"pictures: none of the first {len(names)} that the table names is there, as {names[0]!r}; source.root "
+            "says in which folder they lie"
+        )
+    elif placement and not root and placement != Placement(first):
+        found.notes.append(f"pictures: {placement.said()}")
+    return placement or Placement(first)
 
 
 class _LookUps:
@@ -91,6 +181,11 @@ class _LookUps:
 
     def start(self, paths: list[str]) -> Callable[[], list[FoundFile | None]]:
         """Begin to look up some files; what is returned waits for them and says what they are."""
+        runs = [(path, sum(1 for _ in same)) for path, same in groupby(paths)]  # several rows of one picture
+        found = self._start([path for path, _ in runs])
+        return lambda: [file for file, (_, count) in zip(found(), runs, strict=True) for _ in range(count)]
+
+    def _start(self, paths: list[str]) -> Callable[[], list[FoundFile | None]]:
         first: list[FoundFile | None] = []
         if not self._is_slow:
             started = time.perf_counter()
@@ -107,121 +202,16 @@ class _LookUps:
         return [self._files.look(path) for path in paths]
 
 
-def _pictures_of(files: SourceFiles, table: str) -> str:
-    """Folder, within the source, to which the rows' paths are relative."""
-    return PIXART_PICTURES if table == PIXART_TABLE else ""
-
-
-def _lines(file: BinaryIO, table: str) -> Iterator[tuple[Rows, int]]:
-    """JSON objects, one a line."""
-    return _together(_objects_of_lines(file, table))
-
-
-def _objects_of_lines(file: BinaryIO, table: str) -> Iterator[tuple[Any, str, int]]:
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        where = f"{table}, line {number}"
-        if len(line) > MAX_LINE_BYTES:
-            raise SourceError(f"{where}: longer than {MAX_LINE_BYTES >> 20} MiB. Shorten it.")
-        if line.strip():
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise no_row(where, error) from error
-            yield row, where, len(line)
-
-
-def _array(file: BinaryIO, table: str) -> Iterator[tuple[Rows, int]]:
-    """Objects of one JSON array, decoded one at a time."""
-    return _together(_objects_of_array(file, table))
-
-
-def _objects_of_array(file: BinaryIO, table: str) -> Iterator[tuple[Any, str, int]]:
-    text, number = _JsonText(file), 1
-    try:
-        text.expect("[")
-        while text.peek() != "]":
-            if number > 1:
-                text.expect(",")
-            value, num_chars = text.value()
-            yield value, f"{table}, row {number}", num_chars
-            number += 1
-        text.expect("]")
-        if text.peek():
-            raise ValueError("more follows the list")
-    except (ValueError, RecursionError) as error:
-        raise no_row(f"{table}, row {number}", error) from error
-
-
-def _together(objects: Iterable[tuple[Any, str, int]]) -> Iterator[tuple[Rows, int]]:
-    """Rows as JSON has them, many at once, and the bytes that they take; only what says something of a picture."""
-    values, wheres, num_bytes = [], [], 0
-    for value, where, size in objects:
-        known = {name: value[name] for name in ROW_NAMES if name in value} if isinstance(value, dict) else value
-        values.append(known)
-        wheres.append(where)
-        num_bytes += size
-        if len(values) == TABLE_ROWS or num_bytes > MAX_LINE_BYTES:
-            yield Rows(values, wheres.__getitem__), num_bytes * OBJECT_BYTES
-            values, wheres, num_bytes = [], [], 0
-    if values:
-        yield Rows(values, wheres.__getitem__), num_bytes * OBJECT_BYTES
-
-
-class _JsonText:
-    """JSON text that is read as far as it is needed."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._text, self._position = file, "", 0
-        self._decode, self._parse = codecs.getincrementaldecoder("utf-8-sig")().decode, json.JSONDecoder().raw_decode
-
-    def peek(self) -> str:
-        """The next character that is no white space, "" at the end."""
-        while True:
-            while self._text[self._position : self._position + 1] in WHITE_SPACE:
-                self._position += 1
-            if self._position < len(self._text) or not self._read_more():
-                return self._text[self._position : self._position + 1]
-
-    def expect(self, character: str) -> None:
-        """Step over a character. Raises: ValueError: there is another."""
-        if (found := self.peek()) != character:
-            raise ValueError(f"needed {character!r}, got {found!r}")
-        self._position += 1
-
-    def value(self) -> tuple[Any, int]:
-        """Step over a value.
-
-        Returns: it, and the number of its characters.
-        Raises: ValueError: it is damaged, or too long; RecursionError: too deep.
-        """
-        self.peek()
-        while True:
-            try:
-                start = self._position
-                found, self._position = self._parse(self._text, start)
-                return found, self._position - start
-            except ValueError:
-                if len(self._text) - self._position > MAX_LINE_BYTES or not self._read_more():
-                    raise
-
-    def _read_more(self) -> bool:
-        more = self._file.read(READ_BYTES)
-        self._text, self._position = self._text[self._position :] + self._decode(more, final=not more), 0
-        return bool(more)
-
-
-def _parquet_rows(file: BinaryIO, table: str) -> Iterator[tuple[Rows, int]]:
+def _parquet_rows(file: BinaryIO, table: str, found: Found) -> Iterator[tuple[Rows, int]]:
     """Rows of a Parquet table, only the columns that say something of a picture, and the bytes of their texts."""
     number = 1
     try:
-        parquet = open_parquet(file, ROW_NAMES)
-        names = [name for name in ROW_NAMES if name in parquet.schema_arrow.names]
-        if not set(names) & set(PATH_NAMES):
-            raise no_row(f"{table}, row 1", f"its columns are {', '.join(parquet.schema_arrow.names[:20])}")
-        for batch, num_bytes in read_rows(parquet, names, table):
-            yield Rows(batch, lambda i, first=number: f"{table}, row {first + i}"), num_bytes
+        columns = open_parquet(file).schema_arrow.names
+        chosen = choose_columns(columns, found.settings, table)
+        found.notes.append(columns_note(chosen, columns))
+        for batch, num_bytes in read_rows(open_parquet(file, list(chosen)), list(chosen), table):
+            named = pa.RecordBatch.from_arrays(batch.columns, names=list(chosen.values()))
+            yield Rows(named, lambda i, first=number: f"{table}, row {first + i}"), num_bytes
             number += batch.num_rows
     except PARQUET_ERRORS as error:
         raise SourceError(f"{table}: not a readable Parquet file ({error}). Restore it.") from error

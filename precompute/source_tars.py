@@ -13,12 +13,11 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from typing import BinaryIO
 
-from webdataset.tariterators import base_plus_ext
-
 from ..datasets.errors import SourceError
 from .source_files import FoundFile, SourceFiles, shown
 from .source_folders import Found
-from .source_record import IMAGE_EXTENSIONS, MAX_TEXT_BYTES, SourceRecord, captions_of, json_row, label_of, usable_key
+from .source_record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_row, label_of, usable_key
+from .source_splits import shards_of_split
 from .tar_members import TarMember, tar_members
 
 MAX_TAR_NAME = 4096  # as long as a path can be
@@ -29,12 +28,13 @@ VAL_LABELS = "imagenet_2012_validation_synset_labels.txt"  # wnid of each pictur
 MAX_LABELS_BYTES = 1 << 24
 
 
-def tar_names(files: SourceFiles) -> list[str]:
-    """The tars of a source, in order.
+def tar_names(files: SourceFiles, split: str) -> list[str]:
+    """The tars of a source, in order; of one split, as ``source.split`` says.
 
-    Raises: SourceError: the name of one is not UTF-8.
+    Raises: SourceError: the name of one is not UTF-8; or there are several splits and none is named.
     """
-    names = [files.only] if files.only else sorted(name for name in files.names() if fnmatchcase(name, "*.tar"))
+    names = [files.only] if files.only else [name for name in files.names() if fnmatchcase(name, "*.tar")]
+    names = names if files.only else shards_of_split(files.name, names, split)
     for name in names:
         if usable_key(name)[1]:
             raise SourceError(f"source '{files.name}': the name of tar {name!r} is not UTF-8 or too long. Rename it.")
@@ -54,7 +54,7 @@ def is_imagenet(files: SourceFiles, names: list[str]) -> bool:
 
 def webdataset(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
     """Records of WebDataset shards: members that share all up to the first dot are one record."""
-    for name in tar_names(files):
+    for name in tar_names(files, found.settings.split):
         place = files.look(name) or FoundFile(name)
         with files.open(name) as file:
             groups = _groups(file, shown(files, name), found)
@@ -71,7 +71,7 @@ def imagenet(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
     The key is the path that unpacking would give, the label the position of the sorted wnid, in the order of an image
     folder. A class tar that is damaged is one reject, beside what stands before the damage.
     """
-    names = tar_names(files)
+    names = tar_names(files, found.settings.split)
     if names and all(CLASS_TAR.fullmatch(name) for name in names):
         tars = [(_wnid(name), name, 0, None) for name in names]
     else:
@@ -103,10 +103,10 @@ def _class_tar(
         with files.open(name) as file:
             stop = start + member.size if member else None
             for inner in tar_members(file, shown(files, name), start=start, stop=stop):
-                if f".{inner.name.rpartition('.')[2].lower()}" in IMAGE_EXTENSIONS:
+                if is_picture(inner.name):
                     pictures.append(inner)
                 else:
-                    found.num_ignored += 1
+                    found.ignored.file(inner.name)
     except SourceError as error:  # the rest of the classes is whole
         problem = ("unreadable", f"class tar '{wnid}.tar': {error}")
     for inner in sorted(pictures, key=lambda one: one.name.rpartition("/")[2]):
@@ -126,7 +126,7 @@ def _validation(files: SourceFiles, name: str, found: Found) -> Iterator[SourceR
             if match:
                 pictures.append((int(match[1]), member))
             else:
-                found.num_ignored += 1
+                found.ignored.file(member.name)
     for number, member in sorted(pictures, key=lambda one: one[0]):
         key = member.name.rpartition("/")[2]
         if wnids and not 1 <= number <= len(wnids):
@@ -169,13 +169,15 @@ class _TarRecord:
 
 
 def _groups(file: BinaryIO, tar: str, found: Found) -> dict[str, _TarRecord]:
+    from webdataset.tariterators import base_plus_ext  # it loads torch, which other kinds of sources do without
+
     groups: dict[str, _TarRecord] = {}
     for member in tar_members(file, tar):
         prefix, extension = base_plus_ext(member.name) if len(member.name) <= MAX_TAR_NAME else ("", "")
         extension = (extension or "").lower()
-        is_image = f".{extension.split('.')[-1]}" in IMAGE_EXTENSIONS
+        is_image = is_picture(f"picture.{extension}")
         if not prefix or not (is_image or extension in TEXT_EXTENSIONS):
-            found.num_ignored += 1  # never opened, whatever it is
+            found.ignored.file(member.name)  # never opened, whatever it is
             continue
         group = groups.setdefault(prefix, _TarRecord())
         if extension in (group.images if is_image else group.texts):
@@ -195,6 +197,7 @@ def _groups(file: BinaryIO, tar: str, found: Found) -> dict[str, _TarRecord]:
 
 def _tar_record(key: str, place: FoundFile, group: _TarRecord) -> SourceRecord | None:
     """The record of one key; None where it has no picture."""
+
     if not group.images:
         return None
     key, problem = usable_key(key)

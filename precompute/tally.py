@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from ..datasets.commits import Task
 from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
-from .config import SourceSection
-from .rejects import RejectShare
+from .rejects import RejectLedger
 from .stages import Progress, is_picture_task
 
 
@@ -83,20 +82,16 @@ class Tally:
     Args:
       plan: of the revision.
       missing: shards that are to be made.
-      section: of the recipe; its largest share of rejects holds for all workers together.
-      num_rejected: records that were rejected before.
+      ledger: of the revision; rejects of all workers count in it.
       progress: is told the sums.
     """
 
-    def __init__(
-        self, plan: FrozenPlan, missing: Sequence[Task], section: SourceSection, num_rejected: int, progress: Progress
-    ) -> None:
-        self._plan, self._progress = plan, progress
+    def __init__(self, plan: FrozenPlan, missing: Sequence[Task], ledger: RejectLedger, progress: Progress) -> None:
+        self._plan, self._ledger, self._progress = plan, ledger, progress
         self._totals = {"pictures": sum(self._size(task) for task in missing if is_picture_task(task))}
         self._totals["captions"] = sum(not is_picture_task(task) for task in missing)
         self._done: Counter[str] = Counter()
         self._watched: dict[str, _Watched] = defaultdict(_Watched)
-        self._share = RejectShare(section, plan.records.num_rows, num_rejected)
         self._committed: set[Task] = set()
         self._lock = threading.Lock()
 
@@ -123,7 +118,8 @@ class Tally:
                     self._progress(stage, self._done[stage], self._totals[stage])
                 case Rejected(key, stage, reason, detail):
                     watched.rejected[key] = reason
-                    self._share.count(key, RecordRejected(stage, reason, detail))
+                    if refusal := self._ledger.count(key, RecordRejected(stage, reason, detail)):
+                        raise refusal
 
     def lose(self, worker: str) -> list[Task]:
         """Forget a worker that is gone, and what it had not committed.
@@ -134,7 +130,7 @@ class Tally:
             watched = self._watched.pop(worker, _Watched())
             self._done -= watched.encoded
             for reason in watched.rejected.values():
-                self._share.forget(reason)
+                self._ledger.forget(reason)
         return watched.held
 
     def _settle(self, watched: _Watched, task: Task, rejected: Sequence[str]) -> None:
@@ -146,7 +142,7 @@ class Tally:
         if task in self._committed:
             self._done[stage] -= size
             for reason in reasons:
-                self._share.forget(reason)
+                self._ledger.forget(reason)
         self._committed.add(task)
 
     def _size(self, task: Task) -> int:

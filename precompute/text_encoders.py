@@ -1,8 +1,8 @@
 """Captions to embeddings: any T5, and Gemma-2 as Sana uses it.
 
-Batches hold captions of equal length, so no padding is computed, and none stored. Only the empty caption is padded, to
-full length, as the trainers do. Of a Gemma, which reads an instruction before each caption, the first token and those
-from the instruction's last on are kept.
+Batches hold captions of equal length, so no padding is computed, and none stored. Only the null caption is padded, to
+full length, as the trainers do; a record without a caption has its first tokens, those that are no padding. Of a Gemma,
+which reads an instruction before each caption, the first token and those from the instruction's last on are kept.
 
 Source: PixArt-alpha (T5); Xie et al. 2024, "SANA", section 3.2 (the last hidden state of a decoder, the instruction).
 """
@@ -25,7 +25,10 @@ from ..datasets.schema import EncoderIdentity, TextSpec
 from .config import TextSection
 from .instructions import instruction_text
 from .model_files import (
+    CONFIG,
     LOADING_ERRORS,
+    TEXT_WEIGHTS,
+    TOKENIZER_FILES,
     arithmetic,
     check_loaded,
     check_tokenizer_files,
@@ -35,7 +38,10 @@ from .model_files import (
     model_name,
     read_config,
     resolve_model,
+    shortened,
+    tokenizer_files,
     weight_files,
+    weight_names,
 )
 
 TEMPLATE = "{caption}"  # captions are stripped of white space at both ends, and otherwise left as they are
@@ -95,7 +101,7 @@ class CaptionTokenizer:
 
     def __init__(self, section: TextSection) -> None:
         self.model_folder, self.revision = resolve_model(
-            section.model, section.subfolder, section.revision, what="text.model"
+            section.model, section.subfolder, section.revision, files=(CONFIG,), what="text.model"
         )
         config = read_config(self.model_folder, what="text.model")
         vocabulary_size = config.get("vocab_size", 0)
@@ -104,7 +110,11 @@ class CaptionTokenizer:
         self.vocabulary_size = vocabulary_size
         self._max_tokens = section.max_tokens
         tokenizer_folder, _ = resolve_model(
-            section.model, section.tokenizer_subfolder, section.revision, what="text.model"
+            section.model,
+            section.tokenizer_subfolder,
+            self.revision or section.revision,
+            files=TOKENIZER_FILES,
+            what="text.model",
         )
         check_tokenizer_files(tokenizer_folder, what="text.model")
         try:
@@ -113,7 +123,7 @@ class CaptionTokenizer:
         except Exception as error:  # of a damaged tokenizer.json, its library raises just this class
             if type(error) is not Exception and not isinstance(error, LOADING_ERRORS):
                 raise
-            raise EncoderError(f"text.model '{tokenizer_folder}': no usable tokenizer: {error}") from error
+            raise EncoderError(f"text.model '{tokenizer_folder}': no usable tokenizer: {shortened(error)}") from error
         # A folder with only spiece.model can load as some hundred tokens that turn every word into <unk>.
         if not 0.9 * self.vocabulary_size <= len(self._tokenizer) <= self.vocabulary_size:
             raise EncoderError(
@@ -123,12 +133,14 @@ class CaptionTokenizer:
         # The null caption is padded with a token that the tokenizer's own file does not name.
         backend = json.loads(self._tokenizer.backend_tokenizer.to_str())
         self.sha256 = sha256_of([backend, self._tokenizer.pad_token_id])
+        self.files_sha256 = hash_files(tokenizer_files(tokenizer_folder))
         self._tokenizer.padding_side = "right"  # Gemma's own is left
         self.instruction = instruction_text(section.instruction)
         self.num_shared = max(0, len(self._tokenizer.encode(self.instruction)) - 2) if self.instruction else 0
+        self.num_null = int(self.null_ids()[1].sum())
 
     def count(self, captions: Sequence[str]) -> list[int]:
-        """Number of tokens of each caption, begin and end marks included, before any cut.
+        """Number of tokens of each caption, begin and end marks included, before any cut; "" is the null caption.
 
         Raises: EncoderError: the instruction swallows a caption.
         """
@@ -146,7 +158,7 @@ class CaptionTokenizer:
                 f"text.instruction: it has fewer tokens with caption '{captions[counts.index(min(counts))]}' than "
                 "alone. End it with a space or a new line."
             )
-        return counts
+        return [count if caption else self.num_null for caption, count in zip(captions, counts, strict=True)]
 
     def ids(self, captions: Sequence[str]) -> torch.Tensor:
         """Token ids of captions of equal length, cut at max_tokens; (B, num_shared + L) int64."""
@@ -173,15 +185,21 @@ class CaptionEncoder:
     """
 
     def __init__(self, section: TextSection, tokenizer: CaptionTokenizer, device: torch.device) -> None:
-        folder = tokenizer.model_folder
-        config = read_config(folder, what="text.model")
+        config = read_config(tokenizer.model_folder, what="text.model")
         family = FAMILIES[section.kind]
         if config.get("model_type") != family.model_type:
             raise EncoderError(
-                f"text.model '{folder}': its config.json says '{config.get('model_type')}', needed "
+                f"text.model '{tokenizer.model_folder}': its config.json says '{config.get('model_type')}', needed "
                 f"'{family.model_type}'."
             )
-        weights = weight_files(folder, "model", what="text.model")
+        folder, _ = resolve_model(
+            section.model,
+            section.subfolder,
+            tokenizer.revision or section.revision,
+            files=(CONFIG, *weight_names(TEXT_WEIGHTS)),
+            what="text.model",
+        )
+        weights = weight_files(folder, TEXT_WEIGHTS, what="text.model")
         dtype = arithmetic(section.dtype, device)
         self._dtype, self._device, self.tokenizer = getattr(torch, dtype), device, tokenizer
         transformers_logging.disable_progress_bar()  # of the weights being read; the command shows its own
@@ -192,7 +210,7 @@ class CaptionEncoder:
             )
         except LOADING_ERRORS as error:
             name = family.model_class.__name__
-            raise EncoderError(f"text.model '{folder}': cannot be loaded as a {name}: {error}") from error
+            raise EncoderError(f"text.model '{folder}': cannot be loaded as a {name}: {shortened(error)}") from error
         model, loading = loaded
         check_loaded(loading, f"text.model '{folder}'")
         self._model = model.to(device).eval().requires_grad_(False)
@@ -207,6 +225,7 @@ class CaptionEncoder:
             tokenizer_sha256=tokenizer.sha256,
             dtype=dtype,
             libraries=library_majors("torch", "transformers"),
+            tokenizer_files_sha256=tokenizer.files_sha256,
         )
 
     def text_spec(self, section: TextSection, dtype: str) -> TextSpec:
@@ -223,7 +242,14 @@ class CaptionEncoder:
         )
 
     def encode(self, captions: Sequence[str]) -> np.ndarray:
-        """Encode captions of equal length, with no padding at all; (B, L, D) float32."""
+        """Encode captions of equal length, with no padding at all; (B, L, D) float32.
+
+        "" has the first tokens of the null caption, whatever the instruction.
+        """
+        if "" in captions:
+            null, written = self.encode_null()[: self.tokenizer.num_null], [text for text in captions if text]
+            encoded = iter(self.encode(written) if written else ())
+            return np.stack([next(encoded) if text else null for text in captions])
         ids = self.tokenizer.ids(captions)
         kept = [0, *range(self.tokenizer.num_shared + 1, ids.shape[1])]
         return self._checked(ids, torch.ones_like(ids), kept)

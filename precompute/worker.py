@@ -18,7 +18,7 @@ from ..datasets.errors import LeanditError, RecordRejected, ResourceError
 from ..datasets.frozen import read_plan
 from ..datasets.writer import StoreWriter
 from .clock import StageClock
-from .config import PrecomputeRecipe
+from .config import PrecomputeRecipe, SourceSection
 from .encoders import Encoders
 from .leases import Leases
 from .picture_batches import Origin, PictureDecoders
@@ -38,21 +38,22 @@ class Order:
 
     Args:
       revision: whose plan is frozen there.
-      source_path, source_kind: of the pictures, which are read by their places.
+      source_paths, sources: of the pictures, which are read by their places; how, with the kind that was found.
       missing: the shards to make.
       doubted: shards with a commit record that does not hold.
     """
 
     revision: int
-    source_path: str
-    source_kind: str
+    source_paths: tuple[str, ...]
+    sources: tuple[SourceSection, ...]
     missing: Sequence[Task]
     doubted: frozenset[Task]
 
     @classmethod
-    def of(cls, writer: StoreWriter, missing: Sequence[Task], source: Source, path: str) -> Order:
-        """To make what is missing of a revision, from a source that was listed at a path."""
-        return cls(writer.plan.revision, path, source.kind, missing, writer.doubted)
+    def of(cls, writer: StoreWriter, missing: Sequence[Task], source: Source, paths: Sequence[str]) -> Order:
+        """To make what is missing of a revision, from a source, or several, listed at these paths."""
+        settings = tuple(part.settings for part in source.parts)
+        return cls(writer.plan.revision, tuple(paths), settings, missing, writer.doubted)
 
 
 @dataclass(frozen=True)

@@ -132,21 +132,26 @@ class InProcessDecoders:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def size(self, path: Path, offset: int, num_bytes: int, data: bytes | None = None) -> tuple[int, int]:
+    def size(
+        self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, *, exif_orientation: bool = True
+    ) -> tuple[int, int]:
         """As ``Decoders.size``."""
         assert data is None
         return answer({"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes})[0]["size"]
 
-    def sizes(self, places: Sequence[PicturePlace]) -> list[tuple[int, int] | RecordRejected]:
+    def sizes(
+        self, places: Sequence[PicturePlace], *, exif_orientation: bool = True
+    ) -> list[tuple[int, int] | RecordRejected]:
         """As ``Decoders.sizes``."""
         found = answer({"stage": "scan", "places": [place[:3] for place in places], "seconds": 5.0})[0]["sizes"]
         return [RecordRejected(*one) if len(one) == 3 else one for one in found]
 
     def picture(self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, **how: Any) -> Decoded:
         """As ``Decoders.picture``."""
+        how.pop("exif_orientation")
         return self.crops(PicturePlace(path, offset, num_bytes, data), [Crop(**how)])[0]
 
-    def crops(self, place: PicturePlace, crops: Sequence[Crop]) -> list[Decoded]:
+    def crops(self, place: PicturePlace, crops: Sequence[Crop], *, exif_orientation: bool = True) -> list[Decoded]:
         """As ``Decoders.crops``."""
         assert place.data is None
         job = {"stage": "decode", "path": str(place.path), "offset": place.offset, "num_bytes": place.num_bytes}

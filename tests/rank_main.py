@@ -44,6 +44,21 @@ def compute_in_bf16() -> None:
         module.autocast_dtype = lambda *_: torch.bfloat16
 
 
+def claim_fp16() -> None:
+    """Let DeepSpeed take this CPU for a device with float16, which torch computes on any."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    CPU_Accelerator.is_fp16_supported = lambda _: True
+
+
+def compile_nothing() -> None:
+    """Let DeepSpeed sum over ranks by torch: on a CPU it would look for a compiler, and compile C++ for a minute."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__ = {}
+
+
 def begin_with(run: Path, copy: Path, rank: str) -> None:
     """Go on from step ten of another run."""
     if rank == "0":
@@ -74,6 +89,10 @@ def main() -> None:
             begin_with(Path(earlier), Path(job["run"]), rank)
         if job.get("bf16"):
             compute_in_bf16()
+        if any("deepspeed_config" in entry for entry in overrides):
+            compile_nothing()
+        if job.get("has_fp16"):
+            claim_fp16()
         if at := job.get(f"fail_{rank}"):
             fail_at(at)
 

@@ -12,6 +12,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from making import ARRAY_LAYOUTS, SHARD_ROWS, array_values, crc32c, small_array,
 from leandit.datasets import arrays, watch, window
 from leandit.datasets.arrays import ShardedArray, ShardFolder
 from leandit.datasets.buffers import BufferPool
-from leandit.datasets.errors import DamageError
+from leandit.datasets.errors import DamageError, RowOutOfRange
 from leandit.datasets.hashing import read_json
 from leandit.datasets.shard_file import ShardFile
 from leandit.datasets.shards import CODECS, ArrayLayout, pack_shard
@@ -93,6 +94,58 @@ def test_a_buffer_that_does_not_fit_is_refused(codec: str, out: np.ndarray, tmp_
     array = write_array(tmp_path, layout, array_values(layout))
     with pytest.raises(ValueError, match="float16 \\(3, 2, 3\\)"):
         array.take([0, 1, 2], out=out)
+
+
+MASK = np.arange(10) % 3 == 1
+KEYS: list[Any] = [7, -1, np.int32(3), slice(None), slice(2, 9), slice(-3, None), slice(9, 2), slice(8, 1, -3)]
+KEYS += [
+    slice(20, 30),
+    [3, 1, -1],
+    np.array([0, 9, 9], np.uint8),
+    MASK,
+    MASK.tolist(),
+    (7, 1),
+    (),
+    ([5, 0], slice(0, 1)),
+]
+KEYS += [(slice(1, 8), slice(None), -1), np.empty(0, int)]
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_an_array_is_read_as_one_of_numpy(codec: str, tmp_path: Path) -> None:
+    layout = small_array(codec)
+    values = array_values(layout)
+    array = write_array(tmp_path, layout, values)
+    assert (array.shape, array.ndim, array.dtype) == (values.shape, values.ndim, values.dtype)
+    assert isinstance(array.dtype, np.dtype)
+    for key in KEYS:
+        got, wanted = array[key], values[key]
+        assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), key
+        np.testing.assert_array_equal(got, wanted, err_msg=str(key))
+    assert array[[]].shape == (0, *values.shape[1:])
+    np.testing.assert_array_equal(array[range(3)], values[:3])
+
+
+@pytest.mark.parametrize(
+    ("key", "raised"),
+    [
+        ([0, 10], RowOutOfRange),
+        ([-11], RowOutOfRange),
+        ((10, 0), RowOutOfRange),
+        (MASK[:9], RowOutOfRange),
+        ("7", TypeError),
+        (1.5, TypeError),
+        ([[1]], TypeError),
+        ((..., 0), TypeError),
+        ((0, [1, 2]), TypeError),
+        (None, TypeError),
+    ],
+)
+def test_rows_that_are_none_are_refused(key: Any, raised: type[Exception], tmp_path: Path) -> None:
+    layout = small_array()
+    array = write_array(tmp_path, layout, array_values(layout))
+    with pytest.raises(raised, match=layout.path):
+        array[key]
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])

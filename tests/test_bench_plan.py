@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from leandit.datasets.commits import read_manifest
 from leandit.datasets.errors import RecipeError
 from leandit.tools import bench_plan
 from leandit.tools.bench_meters import PeakMemory
@@ -21,18 +22,33 @@ TAKEN_MB = 96
 def test_a_manifest_is_planned_and_taken_up_in_fresh_processes(tmp_path: Path) -> None:
     result = bench_plan.run(tmp_path, ROWS, "manifest", captions=True)
     assert json.loads(json.dumps(result)) == result
-    assert {"records", "sizes", "captions", "hardware", "plan", "open", "plan_bytes"} == result.keys()
+    assert {
+        "records",
+        "sizes",
+        "captions",
+        "hardware",
+        "plan",
+        "open",
+        "seal",
+        "plan_bytes",
+        "table_bytes",
+    } == result.keys()
     seconds = {"seconds", "cpu_seconds", "list_seconds", "scan_seconds", "rest_seconds"}
     assert result["plan"].keys() == seconds | {"anonymous_mb"}
     assert result["open"].keys() == {"seconds", "tasks", "anonymous_mb"}
     assert all(result["plan"][name] > 0 for name in seconds | {"anonymous_mb"})
-    assert result["open"]["tasks"] > 0
+    assert result["open"]["tasks"] == result["seal"]["shards"] > 0
+    assert result["seal"].keys() == {"seconds", "read_seconds", "shards", "stored", "anonymous_mb"}
+    assert result["table_bytes"] > 0
     own = tmp_path / "bench-plan"
     assert {path.name for path in own.iterdir()} == {f"captions-{ROWS}", MARKER, "store"}
     plan = own / "store" / "plan"
     assert result["plan_bytes"] == sum(path.stat().st_size for path in plan.iterdir())
+    manifest = read_manifest(own / "store", 1)  # a real one, of all rows
+    assert (manifest.num_planned, manifest.num_stored) == (ROWS, result["seal"]["stored"])
+    assert 0 < manifest.num_stored < ROWS
     names = [name for name, _ in bench_plan.render(result)]
-    assert names == ["machine", "manifest", "plan", "of that", "processor", "memory", "plan on disk", "taken up"]
+    assert names[-4:] == ["plan size", "taken up", "sealed", "table size"]
 
 
 def test_an_unknown_place_of_sizes_is_refused_before_anything_is_made(tmp_path: Path) -> None:

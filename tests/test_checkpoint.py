@@ -17,9 +17,10 @@ from harness import start
 from making import CPU, train_recipe, tree_digest
 
 from leandit.datasets.errors import DamageError, ResourceError, RunError
-from leandit.datasets.files import Failpoint, find_strays
+from leandit.datasets.files import Failpoint
 from leandit.datasets.hashing import canonical_json, read_json, sha256_of, xxh3_parts
 from leandit.datasets.store import LatentStore
+from leandit.datasets.strays import find_strays
 from leandit.train import checkpoint, loop, state
 from leandit.train.head import open_store, read_head
 from leandit.train.loop import StopRequest, train

@@ -13,17 +13,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import NamedTuple, get_args, get_type_hints
 
 import pytest
 import torch
 import typer
-from making import LABEL_RECIPE, TRAIN_RECIPE, all_commands, tree_digest
+from making import LABEL_RECIPE, TRAIN_RECIPE, all_commands, label_recipe, train_recipe, tree_digest
 
 from leandit import __version__
-from leandit.datasets.recipe import shipped_recipes
+from leandit.datasets.recipe import shipped_recipes, to_toml
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli import app, main
+from leandit.tools.cli_options import read_path, written_path
+from leandit.train.dit_checkpoints import write_official
+from leandit.train.models import build_model
+from leandit.train.spec import ModelSpec
 
 SCRIPT = Path(sys.executable).with_name("leandit")
 TINY_LEANDIT = """
@@ -43,16 +47,19 @@ FLAGS = {
     ],
     "import": ["--null", "--set", "--source", "--store"],
     "train": ["--device", "--dry-run", "--run", "--set", "--store"],
-    "inspect": ["--json", "--rejects", "--revision", "--sheet", "--vae"],
+    "inspect": [
+        *("--bucket", "--class", "--count", "--json", "--originals", "--rejects", "--revision", "--sheet"),
+        *("--source", "--vae"),
+    ],
     "verify": ["--deep", "--device", "--json", "--quick", "--repair", "--set", "--source"],
     "compact": [],
     "sample": [
-        *("--batch", "--bucket", "--caption", "--device", "--guidance", "--guidance-channels", "--guidance-interval"),
-        *("--json", "--label", "--npz", "--num", "--out", "--precision", "--sampler", "--seed", "--steps", "--store"),
-        *("--text", "--vae"),
+        *("--batch", "--bucket", "--caption", "--compile", "--device", "--encoders", "--guidance"),
+        *("--guidance-channels", "--guidance-interval", "--json", "--label", "--npz", "--num", "--out", "--precision"),
+        *("--recipe", "--sampler", "--seed", "--steps", "--store", "--text", "--vae"),
     ],
     "average": ["--length", "--out", "--step"],
-    "export": ["--encoders", "--format", "--json", "--out", "--step"],
+    "export": ["--encoders", "--format", "--json", "--out", "--step", "--text", "--vae"],
     "demo": ["--out", "--pictures", "--set"],
     "bench": [],
     "bench plan": ["--captions", "--json", "--records", "--scratch", "--sizes"],
@@ -123,6 +130,100 @@ def test_the_flags_of_every_command_are_frozen() -> None:
     assert found == FLAGS
     everywhere = typer.main.get_command(app).params
     assert {flag for param in everywhere for flag in param.opts} == {"--traceback", "--version"}
+
+
+def test_every_option_for_a_path_says_what_becomes_of_a_url() -> None:
+    checked = []
+    for name, command in all_commands(typer.main.get_command(app)).items():
+        hints = get_type_hints(command.callback, include_extras=True) if command.callback else {}
+        for param, hint in hints.items():
+            base, *extras = get_args(hint) or (hint,)
+            if base is Path or Path in get_args(base):
+                assert extras[0].parser in (read_path, written_path), f"{name} {param}: use one of cli_options.py"
+                checked.append((name, param))
+    assert len(checked) > 20
+
+
+URL_AS_OUTPUT = {
+    "precompute": ["imagenet-256", "--source", "nope", "--store"],
+    "precompute --also": ["imagenet-256", "--source", "nope", "--store", "there", "--also", "512="],
+    "import": ["mar", "--source", "nope", "--store"],
+    "train": ["dit-s-2-256", "--store", "nope", "--run"],
+    "sample": ["run", "--out"],
+    "export": ["run", "--out"],
+    "average": ["run", "--length", "0.1", "--out"],
+    "inspect": ["nope", "--sheet"],
+    "compact": [],
+    "demo": ["--out"],
+    "bench plan": ["--scratch"],
+    "bench loader": ["--scratch", "there", "--plot"],
+}
+
+
+@pytest.mark.parametrize("command", URL_AS_OUTPUT)
+def test_a_url_as_an_output_is_refused_before_anything_is_done(command: str, leandit: Leandit) -> None:
+    *before, last = [*command.removesuffix(" --also").split(), *URL_AS_OUTPUT[command]]
+    url = [f"{last}s3://bucket/out"] if last.endswith("=") else [last, "s3://bucket/out"]
+    ended = leandit(*before, *url)
+    assert (ended.code, ended.out, os.listdir()) == (2, "", [])
+    words = " ".join(ended.err.replace("│", "").split())
+    assert "'s3://bucket/out' is a URL" in words
+    assert "Give a folder" in words
+
+
+def test_a_file_url_is_a_path(leandit: Leandit, label_store: LatentStore, tmp_path: Path) -> None:
+    (tmp_path / "a store").symlink_to(label_store.path)
+    ended = leandit("inspect", f"file://{tmp_path}/a%20store", "--json")
+    assert ended.code == 0
+    assert json.loads(ended.out)["store"] == f"{tmp_path}/a store"
+    assert leandit("sample", "file://elsewhere/run", "--out", "there").code == 2
+
+
+MISTAKES = {  # the command, its exit code, and the beginning of its line
+    "precompute imagenet-256 --source nope --store s": (3, "leandit: source 'nope': "),
+    "precompute imagenet-256 --source nope --store s --dry-run": (3, "leandit: source 'nope': "),
+    "precompute imagenet-256 --source . --store s --set vae.model=./nope": (3, "leandit: vae.model './nope': "),
+    "precompute imagenet-256 --source . --store s --set vae.model=./flux2": (
+        3,
+        "leandit: vae.model 'flux2': its config",
+    ),
+    "precompute imagenet-25 --source . --store s": (2, "leandit: recipe 'imagenet-25': "),
+    "precompute imagenet-256 --source . --store s --set vae.dtype=int3": (2, "leandit: recipe 'imagenet-256': "),
+    "import mar --source nope --store s": (3, "leandit: source 'nope': "),
+    "train dit-s-2-256 --store nope --run r": (3, "leandit: store 'nope': "),
+    "train dit-s-2-256 --store nope --run r --set run.stepss=1": (2, "leandit: recipe 'dit-s-2-256': "),
+    "sample nope --out o": (3, "leandit: run 'nope': "),
+    "sample nope --out o --guidance-interval 3,4": (2, "leandit: --guidance-interval '3,4'"),
+    "average nope --length 0.1 --out o": (3, "leandit: run 'nope': "),
+    "export nope --out o": (3, "leandit: run 'nope': "),
+}
+IN_TURN = """
+import contextlib, io, json, sys
+from leandit.tools.cli import main
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["leandit", *words]
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+        except SystemExit as end:
+            loaded = [name for name in ("torch", "diffusers", "transformers") if name in sys.modules]
+            print(json.dumps([end.code, err.getvalue(), loaded]))
+"""
+
+
+def test_cheap_mistakes_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "flux2").mkdir()
+    (tmp_path / "flux2/config.json").write_text('{"_class_name": "AutoencoderKLFlux2"}')
+    words = json.dumps([command.split() for command in MISTAKES])
+    ended = subprocess.run(
+        [sys.executable, "-c", IN_TURN, words], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    found = [json.loads(line) for line in ended.stdout.splitlines()]
+    for (command, (code, beginning)), (ended_with, said, loaded) in zip(MISTAKES.items(), found, strict=True):
+        assert (ended_with, loaded) == (code, []), command
+        assert said.startswith(beginning), (command, said)
+        assert said.count("\n") == 1, (command, said)
+    assert os.listdir(tmp_path) == ["flux2"]
 
 
 def test_the_installed_command_ends_with_the_code_of_the_error(tmp_path: Path) -> None:
@@ -349,6 +450,8 @@ def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_pat
     assert (drawn["samples"], drawn["sampler"]) == (["1: n001", "2: n002"], "ddim")
     assert (out / "grid.png").read_bytes().startswith(b"\x89PNG")
     assert leandit(*command, "--label", 7).code == 2
+    ended = leandit("sample", run, "--out", out, "--label", "n002", "--num", 3, "--steps", 1, "--json")
+    assert json.loads(ended.out)["samples"] == ["2: n002"] * 3
     command = ["sample", run, "--out", tmp_path / "set", "--num", 3, "--npz", "--steps", 2, "--sampler", "dpm"]
     ended = leandit(*command, "--guidance-interval", "0.2,0.7", "--precision", "bf16")
     assert ended.code == 0, ended.err
@@ -408,10 +511,13 @@ def test_a_dry_run_refuses_what_a_precompute_would_and_says_what_is_there(
     assert ended.code == 0, ended.err
     assert "revision 1 is complete: only what has changed" in ended.out
     ended = leandit(*command, "--store", store, "--set", "images.resolution=64")
-    assert (ended.code, "images.resolution_px is 32 in the store, 64 now" in ended.err) == (3, True)
+    assert ended.code == 3
+    assert ended.err.endswith("now\n  images.resolution_px is 32 in the store, 64 now\n")
     ended = leandit(*command, "--store", store, "--set", "images.resolution=64", "--new-revision")
-    assert (ended.code, "all is encoded anew" in ended.out) == (0, True)
-    assert "revision 1 is begun" in leandit(*command, "--store", plan_only).out
+    assert (ended.code, "all would be encoded again" in ended.out) == (0, True)
+    assert (
+        "not complete, 1 of 1 shards, with 15 of 15 pictures are missing" in leandit(*command, "--store", plan_only).out
+    )
     for wrong in (file, elsewhere, class_folder / "a-store"):
         assert leandit(*command, "--store", wrong).code == 3
     assert leandit(*command, "--store", tmp_path / "new", "--also", f"64={tmp_path}/new/inside").code == 2
@@ -483,3 +589,19 @@ def last_step(run: Path) -> int:
 def test_the_device_is_named_or_found(leandit: Leandit) -> None:
     ended = leandit("train", "dit-s-2-256", "--dry-run", "--device", "auto")
     assert ("cuda" if torch.cuda.is_available() else "cpu") in ended.out
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_a_published_checkpoint_is_no_run_and_drawn_from(tmp_path: Path, leandit: Leandit) -> None:
+    spec = ModelSpec(name="DiT-S/4", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=4)
+    write_official(tmp_path / "DiT.safetensors", build_model(spec, seed=0).state_dict())
+    (tmp_path / "train.toml").write_text(to_toml(train_recipe("dit-s-4", "model.num_classes=3")))
+    (tmp_path / "encoders.toml").write_text(to_toml(label_recipe()))
+    recipes = ["--recipe", tmp_path / "train.toml", "--encoders", tmp_path / "encoders.toml"]
+    ended = leandit("sample", tmp_path / "DiT.safetensors", *recipes, "--out", "out", "--label", 1, "--steps", 2)
+    assert ended.code == 0, ended.err
+    assert Path("out/grid.png").is_file()
+    missing = leandit("sample", "nope.safetensors", *recipes, "--out", "out")
+    assert missing.code != 0
+    assert "nope.safetensors" in missing.err
+    assert "Traceback" not in missing.err

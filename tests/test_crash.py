@@ -36,8 +36,9 @@ from harness import (
     start,
 )
 
-from leandit.datasets.files import Failpoint, sweep_strays
+from leandit.datasets.files import Failpoint
 from leandit.datasets.store import LatentStore
+from leandit.datasets.strays import sweep_strays
 from leandit.precompute import leases, opening
 from leandit.precompute.growth import Options
 

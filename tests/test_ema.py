@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -14,6 +16,9 @@ import torch
 from making import CPU, train_recipe
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from leandit.datasets.errors import DamageError, RunError
 from leandit.datasets.store import LatentStore
@@ -22,6 +27,7 @@ from leandit.train.config import EmaSection
 from leandit.train.dit import SIZES
 from leandit.train.ema import Ema, Exponential, Power
 from leandit.train.loop import train
+from leandit.train.parallel import whole
 from leandit.train.posthoc import Profile, combine, products, solve
 from leandit.train.sample import load_snapshot
 from leandit.train.stop import StopRequest
@@ -117,6 +123,34 @@ def test_the_first_update_forgets_where_the_average_began() -> None:
     ema.update(model, 1)
     assert all(torch.equal(average["w"], model.w) for average in ema.averages)
     assert sorted(ema.state_dict()) == ["0.05/b", "0.05/w", "0.1/b", "0.1/w"]
+
+
+@pytest.mark.parametrize("rules", [[Exponential(0.3)], [Power(0.05), Power(0.1)]])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_skipped_update_moves_no_average(rules: list[Any], sharded: bool, one_rank: DeviceMesh) -> None:
+    model = Walk()
+    if sharded:  # as FSDP shards parameters
+        for name, parameter in list(model.named_parameters()):
+            setattr(model, name, nn.Parameter(distribute_tensor(parameter.detach(), one_rank, [Shard(0)])))
+    ema = Ema(model, rules)
+    before = {name: whole(value).clone() for name, value in ema.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    ema.update(model, 2, torch.ones(()))
+    assert all(torch.equal(whole(value), before[name]) for name, value in ema.state_dict().items())
+    ema.update(model, 2, torch.zeros(()))
+    for name, value in ema.state_dict().items():
+        rule = next(rule for rule in rules if name.startswith(rule.prefix))
+        torch.testing.assert_close(whole(value), before[name] + 1 - rule.kept(2))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
 
 
 def test_averages_are_float32() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from making import CPU, picture
 from safetensors.torch import load_file, save_file
 
@@ -287,9 +290,18 @@ def torn_config(folder: Path) -> None:
         (some_weights, r"cannot be loaded|weights|conv_in"),
         (wrong_shape, "cannot be loaded"),
         (torn_config, "not valid JSON"),
-        (config_with(_class_name="UNet2DModel"), r"says 'UNet2DModel', needed a diffusers autoencoder"),
+        (config_with(_class_name="UNet2DModel"), r"says 'UNet2DModel', needed AutoencoderKL, "),
         (config_with(_class_name="AutoencoderThatIsNot"), r"says 'AutoencoderThatIsNot'"),
-        (config_with(_class_name=None), r"needed a diffusers autoencoder"),
+        (config_with(_class_name=None), r"needed AutoencoderKL, "),
+        (config_with(in_channels=4), r"encodes 4 channels, needed 3"),
+        (config_with(scaling_factor=None), r"no 'scaling_factor'"),
+        (config_with(scaling_factor=0), r"not above 0"),
+        (config_with(scaling_factor="1"), r"not a number each"),
+        (config_with(latents_std=[1.0, 2.0], latents_mean=[0.0, 0.0]), r"one for each of 4 channels"),
+        (config_with(latents_std=None), r"one of 'latents_mean' and 'latents_std'"),
+        (config_with(latents_mean=None), r"one of 'latents_mean' and 'latents_std'"),
+        (config_with(shift_factor=0.1), r"'latents_mean' and 'shift_factor', needed one"),
+        (config_with(use_quant_conv=False), r"hold 'quant_conv\.bias', which its config\.json has no place for"),
     ],
 )
 def test_an_unusable_vae_is_one_clear_error(spoil: Callable[[Path], None], words: str, vae: Path) -> None:
@@ -298,12 +310,112 @@ def test_an_unusable_vae_is_one_clear_error(spoil: Callable[[Path], None], words
         image_encoder(vae)
 
 
+def without(key: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        del config[key]
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+OTHER_AUTOENCODERS = sorted(
+    name
+    for name in dir(diffusers)
+    if re.search("Autoencoder|VAE$|VQModel", name) and name not in ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
+)
+
+
+def test_every_other_autoencoder_of_diffusers_is_refused_by_name_before_its_weights_are_read(vae: Path) -> None:
+    assert {"AutoencoderKLFlux2", "AutoencoderRAE", "AutoencoderKLQwenImage", "AutoencoderKLWan"} <= {
+        *OTHER_AUTOENCODERS
+    }
+    (vae / WEIGHTS).unlink()
+    for name in OTHER_AUTOENCODERS:
+        config_with(_class_name=name)(vae)
+        with pytest.raises(EncoderError, match=rf"says '{name}', needed AutoencoderKL.*normalises its latents"):
+            image_encoder(vae)
+
+
+def test_a_scale_that_the_config_leaves_out_is_taken_from_the_class_only_where_it_is_right(save: Save) -> None:
+    four = save("kl", latent_channels=4)  # as the first Stable Diffusion's, whose config says nothing
+    without("scaling_factor")(four)
+    encoder, section = image_encoder(four)
+    assert encoder.latent_spec(section, "float16").scale == [0.18215] * 4
+    for family, config in (("kl", {"latent_channels": 16}), ("dc", {})):
+        folder = save(family, **config)
+        without("scaling_factor")(folder)
+        with pytest.raises(EncoderError, match=r"no 'scaling_factor'\. Add the one"):
+            image_encoder(folder)
+
+
+def test_weights_with_the_old_names_of_attention_are_loaded(save: Save) -> None:
+    folder = save("kl", mid_block_add_attention=True)
+    before, _ = image_encoder(folder)
+    weights, old = (
+        load_file(folder / WEIGHTS),
+        {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"},
+    )
+    for new, name in old.items():
+        weights = {key.replace(f"attentions.0.{new}.", f"attentions.0.{name}."): v for key, v in weights.items()}
+    assert "encoder.mid_block.attentions.0.query.weight" in weights
+    save_file(weights, folder / WEIGHTS)
+    after, _ = image_encoder(folder)
+    assert np.array_equal(before.encode(pixels(1)), after.encode(pixels(1)))
+
+
 @pytest.mark.parametrize(
     "model", ["/no/such/folder", "./nowhere", "nowhere", "~/no/such/vae", "shipped:vea", "shipped:"]
 )
 def test_a_missing_folder_is_an_encoder_error(model: str) -> None:
     with pytest.raises(EncoderError, match="no such"):
         image_encoder(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("vae.safetensors", "a single file, needed a folder with config.json. Load it with from_single_file"),
+        ("weights/vae.safetensors", "a single file, needed a folder"),
+        ("gone/away/vae.ckpt", "a single file, needed a folder"),
+        ("t5-small", "there is no such folder as 't5-small', and on the hub a name has its owner, as OWNER/t5-small"),
+    ],
+)
+def test_names_that_are_no_folder_are_told_apart_in_a_line(
+    model: str, words: str, vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights").mkdir()
+    for name in ("vae.safetensors", "weights/vae.safetensors"):
+        shutil.copyfile(vae / WEIGHTS, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EncoderError) as caught:
+        image_encoder(model)
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"vae.model '{model}': ")
+    assert_is_one_short_line(caught.value)
+
+
+def assert_is_one_short_line(error: BaseException) -> None:
+    assert str(error).isprintable()
+    assert len(str(error).replace(os.path.dirname(__file__), "")) < 600
+
+
+def test_a_tokenizer_of_another_kind_and_weights_of_another_model_are_one_short_line(
+    vae: Path, t5: Path, save: Save, tmp_path: Path
+) -> None:
+    shutil.copyfile(save("kl", layers_per_block=2) / WEIGHTS, vae / WEIGHTS)
+    with pytest.raises(EncoderError, match="cannot be loaded as AutoencoderKL: ") as caught:
+        image_encoder(vae)
+    assert_is_one_short_line(caught.value)
+    (t5 / "tokenizer_config.json").write_text('{"tokenizer_class": "CLIPTokenizer"}')
+    with pytest.raises(EncoderError, match=r"asks for the tokenizer 'CLIPTokenizer'.*needed a T5's") as caught:
+        caption_encoder(t5)
+    assert_is_one_short_line(caught.value)
+    (t5 / "tokenizer_config.json").unlink()
+    (t5 / "tokenizer.json").write_text('{"model": {"type": "WordPiece", "vocab": {' + ", " * 5000)
+    with pytest.raises(EncoderError, match="text") as caught:
+        caption_encoder(t5)
+    assert_is_one_short_line(caught.value)
 
 
 @pytest.mark.parametrize("load", [image_encoder, caption_encoder])
@@ -329,8 +441,86 @@ def test_the_revision_of_a_hub_model_is_recorded(vae: Path, tmp_path: Path, monk
 
     monkeypatch.setattr("leandit.precompute.model_files.snapshot_download", download)
     encoder, _ = image_encoder("some/model", revision="main")
-    assert asked == [("some/model", "main")]
+    assert asked == [("some/model", "main"), ("some/model", "0123abcd")]  # weights of the config's own commit
     assert (encoder.identity.model, encoder.identity.revision) == ("some/model", "0123abcd")
+
+
+# What published repositories hold, as they name it; what is not a real model here is never to be fetched.
+PIPELINE = """model_index.json README.md .gitattributes scheduler/scheduler_config.json transformer/config.json
+transformer/diffusion_pytorch_model.safetensors transformer/diffusion_pytorch_model-00001-of-00002.safetensors
+transformer/diffusion_pytorch_model.safetensors.index.json text_encoder_2/config.json text_encoder_2/model.safetensors
+tokenizer_2/tokenizer.json safety_checker/model.safetensors unet/diffusion_pytorch_model.fp16.safetensors
+sd3_medium.safetensors sd3_medium_incl_clips_t5xxlfp16.safetensors flux1-dev.safetensors ae.safetensors
+vae/diffusion_pytorch_model.fp16.safetensors vae/diffusion_pytorch_model.bin vae/diffusion_flax_model.msgpack
+vae/onnx/config.json vae/onnx/diffusion_pytorch_model.safetensors vae_1_0/diffusion_pytorch_model.safetensors
+vae_decoder/model.onnx vae_encoder/config.json text_encoder/model.fp16.safetensors text_encoder/pytorch_model.bin
+text_encoder/model.safetensors.index.fp16.json text_encoder/model.fp16-00001-of-00002.safetensors
+text_encoder/pytorch_model.bin.index.json text_encoder/flax_model.msgpack text_encoder/onnx/model.safetensors
+text_encoder/openvino_model.xml tokenizer/onnx/tokenizer.json tokenizer/vocab.json.bak"""
+ALONE = """README.md diffusion_pytorch_model.bin diffusion_pytorch_model.fp16.safetensors sd-vae.ckpt
+sdxl_vae.safetensors model.safetensors.bak pytorch_model.bin pytorch_model-00001-of-00002.bin tf_model.h5
+flax_model.msgpack rust_model.ot onnx/config.json onnx/tokenizer.json onnx/model.safetensors generation_config.json
+model.fp16.safetensors 1_Pooling/config.json 2_Dense/model.safetensors"""
+
+
+def hub_with(folder: Path, models: dict[str, Path], others: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """A hub that gives what its own filter lets through; returns the names of what was asked for, as they come."""
+    listing = {f"{place}{path.name}": path for place, model in models.items() for path in model.iterdir()}
+    listing |= dict.fromkeys(others.split(), folder / "decoy")
+    (folder / "decoy").write_bytes(b"not to be fetched")
+    fetched: set[str] = set()
+
+    def download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        for name in filter_repo_objects(list(listing), allow_patterns=allow_patterns):
+            target = folder / "snapshots/0123abcd" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(listing[name], target)
+            fetched.add(name)
+        return str(folder / "snapshots/0123abcd")
+
+    monkeypatch.setattr("leandit.precompute.model_files.snapshot_download", download)
+    return fetched
+
+
+def test_of_a_pipeline_only_what_is_loaded_is_fetched(
+    vae: Path, t5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformers.T5EncoderModel.from_pretrained(t5)
+    (t5 / "model.safetensors").unlink()
+    model.save_pretrained(t5, max_shard_size="200KB")
+    names = {path.name for path in t5.iterdir()}
+    parts = sorted(name for name in names if name.startswith("model-"))
+    assert len(parts) > 1
+    tokenizer = names - {*parts, "config.json", "model.safetensors.index.json", "generation_config.json"}
+    fetched = hub_with(tmp_path, {"vae/": vae, "text_encoder/": t5, "tokenizer/": t5}, PIPELINE, monkeypatch)
+    image_encoder("some/pipeline", subfolder="vae")
+    assert fetched == {"vae/config.json", f"vae/{WEIGHTS}"}
+    fetched.clear()
+    encoder = caption_encoder("some/pipeline", subfolder="text_encoder", tokenizer_subfolder="tokenizer")
+    wanted = {f"text_encoder/{name}" for name in (*parts, "config.json", "model.safetensors.index.json")}
+    assert fetched == wanted | {f"tokenizer/{name}" for name in (*tokenizer, "config.json")}
+    assert np.array_equal(encoder.encode(["a circle"]), caption_encoder().encode(["a circle"]))
+
+
+def test_of_a_model_alone_only_what_is_loaded_is_fetched(
+    vae: Path, t5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = hub_with(tmp_path, {"": vae}, ALONE, monkeypatch)
+    image_encoder("stabilityai/sd-vae-ft-ema")
+    assert fetched == {"config.json", WEIGHTS}
+    fetched = hub_with(tmp_path, {"": t5}, ALONE, monkeypatch)
+    caption_encoder("google/t5")
+    assert fetched == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_a_model_that_is_refused_by_its_config_is_not_fetched(
+    vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config_with(_class_name="AutoencoderKLFlux2")(vae)
+    fetched = hub_with(tmp_path, {"vae/": vae}, PIPELINE, monkeypatch)
+    with pytest.raises(EncoderError, match="AutoencoderKLFlux2"):
+        image_encoder("some/pipeline", subfolder="vae")
+    assert fetched == {"vae/config.json"}
 
 
 def test_the_identity_follows_the_weights_not_the_folder(vae: Path, tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import socket
+import re
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +21,28 @@ from harness import Outcome, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leandit.datasets import files
+from leandit.datasets import files, owners
 from leandit.datasets.errors import DamageError, ResourceError
 from leandit.datasets.files import (
     EXIT_DIED,
     FAILPOINT_VARIABLE,
     NEEDS_SPACE,
-    REPLACED_SUFFIX,
-    TEMPORARY_PREFIX,
     Failpoint,
-    find_strays,
     make_folder,
     remove,
-    sweep_strays,
-    temporary_beside,
     write_atomic,
     write_folder,
 )
 from leandit.datasets.hashing import canonical_json, read_json, sha256_file, sha256_of, xxh3_file, xxh3_parts
+from leandit.datasets.owners import (
+    REPLACED,
+    STALE_SECONDS,
+    TEMPORARY_PREFIX,
+    parse_owner,
+    temporary_beside,
+    this_process,
+)
+from leandit.datasets.strays import find_strays, sweep_strays
 
 FULL = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG]
 
@@ -318,32 +324,35 @@ def living_pid() -> Iterator[int]:
     process.communicate(b"\n")
 
 
-def stray(folder: Path, pid: int, monkeypatch: pytest.MonkeyPatch, host: str | None = None) -> Path:
-    """The temporary of "file" as another process names it."""
-    with monkeypatch.context() as patch:
-        patch.setattr("os.getpid", lambda: pid)
-        if host:
-            patch.setattr("socket.gethostname", lambda: host)
-        path = temporary_beside(folder / "file")
-    path.write_bytes(b"half")
-    return path
+def owned(path: Path, **fields: Any) -> Path:
+    """The temporary of a path as another owner names it."""
+    owner = replace(this_process(), **{"started": "", **fields})
+    return path.with_name(f"{TEMPORARY_PREFIX}{owner}@{path.name}")
+
+
+def stray(path: Path, *, age_seconds: float = 0, **fields: Any) -> Path:
+    """The same, written some time ago."""
+    named = owned(path, **fields)
+    named.write_bytes(b"half")
+    then = time.time() - age_seconds
+    os.utime(named, (then, then))
+    return named
 
 
 def test_strays_of_dead_processes_are_swept_and_those_of_living_ones_stay(
-    tmp_path: Path, dead_pid: int, living_pid: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dead_pid: int, living_pid: int
 ) -> None:
     deep = tmp_path / "a/b"
     deep.mkdir(parents=True)
-    dead = [stray(tmp_path, dead_pid, monkeypatch), stray(deep, dead_pid, monkeypatch)]
+    dead = [stray(tmp_path / "file", pid=dead_pid), stray(deep / "file", pid=dead_pid)]
     kept = [
-        stray(tmp_path, living_pid, monkeypatch),
-        stray(deep, living_pid, monkeypatch),
-        stray(tmp_path, 1, monkeypatch),  # alive, and perhaps of another user
-        stray(tmp_path, dead_pid, monkeypatch, host="another-host"),
+        stray(tmp_path / "file", pid=living_pid),
+        stray(deep / "file", pid=living_pid, age_seconds=10 * STALE_SECONDS),  # alive, however long it was stopped
+        stray(tmp_path / "file", pid=1),  # alive, and perhaps of another user
         tmp_path / "file",
     ]
     kept[-1].write_bytes(b"whole")
-    folder = stray(tmp_path, dead_pid, monkeypatch).with_name(dead[0].name + "-folder")
+    folder = owned(tmp_path / "folder", pid=dead_pid)
     write_folder(folder, OLD.items(), replace=False)
     assert sorted(sweep_strays(tmp_path)) == sorted([*dead, folder])
     assert not any(path.exists() for path in [*dead, folder])
@@ -351,61 +360,172 @@ def test_strays_of_dead_processes_are_swept_and_those_of_living_ones_stay(
     assert sweep_strays(tmp_path) == []
 
 
+@pytest.mark.parametrize("elsewhere", [{"host": "another-host"}, {"namespace": "0a1b2c3d.f0000001"}])
+def test_of_another_container_or_machine_a_heartbeat_tells(
+    elsewhere: dict[str, str], tmp_path: Path, dead_pid: int, living_pid: int
+) -> None:
+    # Two containers of one pod have the same host name, and each counts its processes from 1.
+    kept = [stray(tmp_path / name, pid=pid, **elsewhere) for name, pid in (("a", dead_pid), ("b", os.getpid()))]
+    gone = [
+        stray(tmp_path / name, pid=pid, age_seconds=STALE_SECONDS + 60, **elsewhere)
+        for name, pid in (("c", dead_pid), ("d", living_pid), ("e", os.getpid()))
+    ]
+    assert sorted(sweep_strays(tmp_path)) == sorted(gone)
+    assert names(tmp_path) == sorted(path.name for path in kept)
+
+
+def test_a_process_sweeps_what_an_earlier_start_of_its_number_left_but_nothing_of_its_own(tmp_path: Path) -> None:
+    own = temporary_beside(tmp_path / "own")  # of another thread
+    own.write_bytes(b"half")
+    started = this_process().started
+    earlier = [
+        stray(tmp_path / "number", pid=os.getpid(), started="1"),
+        stray(tmp_path / "exec", pid=os.getpid(), started=started, token="0"),  # the same process, another program
+    ]
+    assert sorted(sweep_strays(tmp_path)) == sorted(earlier)
+    assert names(tmp_path) == [own.name]
+
+
+def test_an_owner_touches_what_it_writes_however_long_that_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Simulated: this process is in another container for the sweep, and its files look old at once.
+    monkeypatch.setattr(owners, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr("leandit.datasets.strays.STALE_SECONDS", 3600)
+    here = owners._namespace()
+
+    def swept_meanwhile() -> list[Path]:
+        (temporary,) = find_strays(tmp_path)
+        os.utime(temporary, (0, 0))
+        deadline = time.monotonic() + 20
+        while temporary.stat().st_mtime == 0 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        with monkeypatch.context() as patch:
+            patch.setattr(owners, "_namespace", lambda: "another.f0000001")
+            return sweep_strays(tmp_path)
+
+    def parts() -> Iterator[bytes]:
+        yield b"half"
+        assert swept_meanwhile() == []
+        yield b"whole"
+
+    write_atomic(tmp_path / "file", parts())
+    write_folder(tmp_path / "folder", [("a", parts()), ("b", parts())], replace=True)
+    assert owners._namespace() == here
+    assert names(tmp_path) == ["file", "folder"]
+
+
 def test_a_host_whose_name_begins_with_ours_keeps_its_temporaries(
-    tmp_path: Path, dead_pid: int, living_pid: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dead_pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a cluster with a shared disk: "node" must not sweep what a process of "node-7" is writing.
-    theirs = stray(tmp_path, living_pid, monkeypatch, host=f"node-{dead_pid}")
+    theirs = stray(tmp_path / "file", pid=dead_pid, host=f"node-{dead_pid}")
     monkeypatch.setattr("socket.gethostname", lambda: "node")
     assert sweep_strays(tmp_path) == []
     assert theirs.exists()
 
 
-def test_a_temporary_names_its_host_and_process(tmp_path: Path) -> None:
+def test_a_process_that_has_ended_is_gone_although_its_parent_never_looked() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        owner = replace(this_process(), pid=process.pid, started=owners._started(process.pid))
+        assert owner.is_alive
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert owner.is_alive is False
+
+
+def test_a_temporary_names_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # FORMAT.md tells readers of this name.
+    monkeypatch.setattr("socket.gethostname", lambda: "no/de@7")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    namespace = f"{boot}.{os.stat('/proc/self/ns/pid').st_ino:x}"
     started = Path("/proc/self/stat").read_text().split()[21]
-    wanted = f".leandit-tmp-{socket.gethostname()}@{os.getpid()}-{started}@zarr.json"
-    assert temporary_beside(tmp_path / "zarr.json") == tmp_path / wanted
+    path = temporary_beside(tmp_path / "zarr.json")
+    wanted = rf"\.leandit-tmp-no_de_7@{re.escape(namespace)}-{os.getpid()}-{started}-[0-9a-f]{{8}}@zarr\.json"
+    assert re.fullmatch(wanted, path.name)
+    owner = parse_owner("@".join(path.name.removeprefix(TEMPORARY_PREFIX).split("@")[:2]))
+    assert owner == this_process()
 
 
-def test_a_number_that_now_belongs_to_another_process_keeps_nothing_alive(
-    tmp_path: Path, living_pid: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = stray(tmp_path, living_pid, monkeypatch)
-    started = kept.name.split("@")[1]
-    earlier = kept.with_name(kept.name.replace(started, f"{living_pid}-1"))
-    unsaid = kept.with_name(kept.name.replace(started, f"{living_pid}-") + "2")  # a system that does not say since when
-    for path in (earlier, unsaid):
-        path.write_bytes(b"half")
+def test_a_number_that_now_belongs_to_another_process_keeps_nothing_alive(tmp_path: Path, living_pid: int) -> None:
+    started = Path(f"/proc/{living_pid}/stat").read_text().split()[21]
+    kept = stray(tmp_path / "kept", pid=living_pid, started=started)
+    earlier = stray(tmp_path / "earlier", pid=living_pid, started="1")
     assert sweep_strays(tmp_path) == [earlier]
-    assert names(tmp_path) == sorted([kept.name, unsaid.name])
+    assert names(tmp_path) == [kept.name]
 
 
-@pytest.mark.parametrize("pid", ["", "x", "²", "9" * 30, "-3"])
-def test_a_name_without_the_number_of_a_process_is_swept(pid: str, tmp_path: Path) -> None:
-    path = tmp_path / f"{TEMPORARY_PREFIX}{socket.gethostname()}@{pid}@file"
+@pytest.mark.parametrize("owner", ["", "host@", "host@1-2", "host@²", f"host@{'9' * 30}", "host@-3"])
+def test_a_name_without_an_owner_is_swept_once_it_is_old(owner: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{TEMPORARY_PREFIX}{owner}@file"
     path.write_bytes(b"")
+    assert sweep_strays(tmp_path) == []
+    os.utime(path, (0, 0))
     assert sweep_strays(tmp_path) == [path]
 
 
-def test_strays_are_found_whoever_owns_them_but_not_what_lies_in_one(
-    tmp_path: Path, living_pid: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ages_are_counted_by_the_clock_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = stray(tmp_path / "file", host="another-host")
+    monkeypatch.setattr("time.time", lambda: 1e12)  # a machine whose own clock is wrong
+    assert sweep_strays(tmp_path) == []
+    assert theirs.exists()
+
+
+def test_strays_are_found_whoever_owns_them_but_not_what_lies_in_one(tmp_path: Path, living_pid: int) -> None:
     make_folder(tmp_path / "a/b")
-    theirs = [stray(tmp_path, living_pid, monkeypatch), stray(tmp_path / "a/b", 1, monkeypatch, host="another")]
+    theirs = [stray(tmp_path / "file", pid=living_pid), stray(tmp_path / "a/b/file", pid=1, host="another")]
     folder = temporary_beside(tmp_path / "a/final")
     write_folder(folder, [(temporary_beside(Path("inner")).name, b"")], replace=False)
     assert find_strays(tmp_path) == sorted([*theirs, folder])
+    assert sweep_strays(tmp_path) == []
+    assert sorted(sweep_strays(tmp_path, of_all=True)) == sorted([*theirs, folder])
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_folder_that_made_room_comes_back_or_goes(replaced: bool, tmp_path: Path) -> None:
-    write_old(tmp_path / f"final{REPLACED_SUFFIX}")
+@pytest.mark.parametrize("owner", ["", "-another@0.1-1--0"])
+def test_a_folder_that_made_room_comes_back_or_goes(owner: str, replaced: bool, tmp_path: Path) -> None:
+    made_room = write_old(tmp_path / f"final{REPLACED}{owner}")
     if replaced:
         write_folder(tmp_path / "final", NEW.items(), replace=False)
+    before = names(tmp_path)
+    assert sweep_strays(tmp_path) == []
+    assert names(tmp_path) == before  # its owner may be about to give the name to another folder
+    os.utime(made_room, (0, 0))
     sweep_strays(tmp_path)
     assert names(tmp_path) == ["final"]
     assert content(tmp_path / "final") == (NEW if replaced else OLD)
+
+
+def test_a_sweep_of_another_container_leaves_a_folder_that_is_being_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final = write_old(tmp_path / "final")
+    os.utime(final, (0, 0))  # made long ago
+    rename = os.rename
+
+    def sweep_between(source: Path, target: Path) -> None:
+        rename(source, target)
+        with monkeypatch.context() as patch:
+            patch.setattr(owners, "_namespace", lambda: "another.f0000001")
+            patch.setattr("os.rename", rename)
+            sweep_strays(tmp_path)
+
+    monkeypatch.setattr("os.rename", sweep_between)
+    assert write_folder(final, NEW.items(), replace=True)
+    assert names(tmp_path) == ["final"]
+    assert content(final) == NEW
+
+
+def test_a_replacement_that_fails_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = write_old(tmp_path / "final")
+    at = next(i for i, one in enumerate(OPERATIONS) if one == "rename final") - OPERATIONS.index("folder")
+    fail = Failpoint("eio", at)
+    monkeypatch.setattr(files, "failpoint", fail)
+    with pytest.raises(OSError, match="error"):
+        write_folder(final, NEW.items(), replace=True)
+    assert fail.seen[-1] == "rename final"
+    assert names(tmp_path) == ["final"]
+    assert content(final) == OLD
 
 
 json_values = st.recursive(

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leandit.datasets.batches import BatchPlan
+from leandit.datasets.class_names import ClassNames
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.filters import RecordFilter, ScoreTable, Selection
 from leandit.datasets.order import changed_fields
@@ -45,7 +46,7 @@ def made_up_store(records: list[dict[str, Any]], classes: list[str] | None = Non
         checksums=np.zeros(len(records), np.uint64),
         buckets={name: len(rows) for name, rows in buckets.items()},
         index=lambda bucket: indexes[bucket],
-        spec=SimpleNamespace(classes=classes),
+        class_names=ClassNames(classes),
         plan_hash="made up",
     )
     return cast(LatentStore, store)
@@ -223,7 +224,7 @@ def test_a_filter_that_keeps_nothing_is_refused(asked: dict[str, Any], said: str
 
 @pytest.mark.parametrize(
     ("label", "said"),
-    [("tenhc", "'tenhc'.*Did you mean 'tench'.*2 classes, 0 to 1"), (2, "no class 2"), (-1, "no class -1")],
+    [("tenhc", "'tenhc'.*Did you mean 'tench'.*2 classes, 0 to 1: "), (2, "no class 2"), (-1, "no class -1")],
 )
 def test_an_unknown_label_is_refused(label: str | int, said: str) -> None:
     with pytest.raises(RecipeError, match=said):
@@ -231,7 +232,7 @@ def test_an_unknown_label_is_refused(label: str | int, said: str) -> None:
 
 
 def test_labels_of_a_store_without_classes_are_refused() -> None:
-    with pytest.raises(RecipeError, match="has no classes"):
+    with pytest.raises(RecipeError, match=r"no class 0.*There are no classes"):
         RecordFilter(labels=[0]).select(made_up_store([{}]))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from making import CPU, caption_recipe, no_progress, picture
 from PIL import Image
 
-from leandit.datasets.errors import StoreError
+from leandit.datasets.errors import LeanditError, StoreError, StoreIncomplete
 from leandit.datasets.findings import Finding
 from leandit.datasets.latents import draw_keys, final_latents
 from leandit.datasets.store import LatentStore
@@ -21,7 +22,16 @@ from leandit.precompute.pipeline import precompute
 from leandit.tools.checker import render as render_verification
 from leandit.tools.inspector import describe_record, ledger, render, render_ledger, render_record, summarise
 from leandit.tools.pictures import draw_scene, main_object_of, make_scenes, read_main_object
-from leandit.tools.sheet import CAPTION_LINES, CELL_PX, COLUMNS, LINE_PX, MARGIN_PX, load_decoder, store_sheet
+from leandit.tools.sheet import (
+    CELL_PX,
+    FRAME,
+    MARGIN_PX,
+    Cell,
+    draw_sheet,
+    read_originals,
+    rejects_sheet,
+    write_sheet,
+)
 
 PROMISED = {
     *("num_planned", "num_stored", "num_rejected", "complete", "buckets", "num_captions", "num_caption_tokens"),
@@ -156,6 +166,11 @@ def test_an_incomplete_store_says_so(label_store: LatentStore, tmp_path: Path) -
     summary = summarise(LatentStore(path, allow_incomplete=True))
     assert (summary["complete"], summary["root_hash"], summary["num_stored"]) == (False, None, 15)
     assert "INCOMPLETE" in render(summary)
+    next(path.rglob("commits/buckets/**/*.json")).unlink()
+    with pytest.raises(StoreIncomplete, match="not complete; 1 of 1 shards, with 15 of 15 pictures are missing"):
+        LatentStore(path)
+    said = render(summarise(LatentStore(path, allow_incomplete=True)))
+    assert "15 planned = 0 stored + 0 rejected + 15 missing" in said
 
 
 def test_a_record_is_described_with_its_captions_and_its_place(
@@ -227,22 +242,72 @@ def test_an_unknown_key_is_refused_with_the_nearest(label_store: LatentStore) ->
         label_store.record("n001/")
 
 
-@pytest.mark.parametrize("count", [1, 7, 50])
-def test_a_contact_sheet_has_a_cell_for_each_record(count: int, caption_store: LatentStore, tmp_path: Path) -> None:
-    decoder = load_decoder(caption_store.spec.recipe["vae"], None, CPU)
-    store_sheet(caption_store, decoder, count=count).save(tmp_path / "sheet.png")
-    with Image.open(tmp_path / "sheet.png") as sheet:
+def draw(store: LatentStore, path: Path, **asked: Any) -> tuple[str, np.ndarray]:
+    """What was drawn, in words, and the pixels of the sheet."""
+    nothing: dict[str, Any] = {"key": None, "bucket": None, "class_name": None, "source": None, "vae": None}
+    drawn = write_sheet(store, path, **({"count": 24, "rejects": False, "with_originals": False} | nothing | asked))
+    with Image.open(path) as sheet:
         assert sheet.format == "PNG"
-        pixels = np.asarray(sheet.convert("RGB"))
-    step_x, step_y = CELL_PX + MARGIN_PX, CELL_PX + MARGIN_PX + CAPTION_LINES * LINE_PX
-    cells = min(count, 14)
-    rows, columns = -(-cells // COLUMNS), min(COLUMNS, cells)
-    assert pixels.shape == (rows * step_y + MARGIN_PX, columns * step_x + MARGIN_PX, 3)
-    filled = 0
-    for i in range(rows * columns):
-        top, left = MARGIN_PX + i // COLUMNS * step_y, MARGIN_PX + i % COLUMNS * step_x
-        filled += bool((pixels[top : top + CELL_PX, left : left + CELL_PX] < 250).any())
-    assert filled == cells
+        return drawn, np.asarray(sheet.convert("RGB"))
+
+
+def frames_of(pixels: np.ndarray) -> int:
+    """Frames of a sheet: a corner, with eight dots of the frame's colour to the right and as many down."""
+    on = np.pad((pixels == FRAME).all(2), ((1, 8), (1, 8)))
+    height, width = pixels.shape[:2]
+    corner = ~on[1 : height + 1, :width] & ~on[:height, 1 : width + 1]
+    for step in range(8):
+        corner &= on[1 : height + 1, 1 + step : width + 1 + step] & on[1 + step : height + 1 + step, 1 : width + 1]
+    return int(corner.sum())
+
+
+@pytest.mark.parametrize(("count", "cells"), [(5, 5), (24, 14)])
+def test_a_contact_sheet_has_a_frame_for_each_record(
+    count: int, cells: int, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    drawn, pixels = draw(caption_store, tmp_path / "new/sheet.png", count=count)
+    assert (drawn, frames_of(pixels)) == (f"{cells} records", cells)
+
+
+def test_a_sheet_of_one_class_bucket_or_record(
+    label_store: LatentStore, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    assert frames_of(draw(label_store, tmp_path / "a.png", class_name="n001")[1]) == 5
+    assert frames_of(draw(caption_store, tmp_path / "b.png", bucket="80x48")[1]) == 4
+    assert frames_of(draw(label_store, tmp_path / "c.png", key="n001/2.png")[1]) == 1
+    for wrong in ({"class_name": "n009"}, {"bucket": "1x1"}, {"key": "none.png"}, {"rejects": True}):
+        with pytest.raises(LeanditError):
+            draw(label_store, tmp_path / "d.png", **wrong)
+    assert not (tmp_path / "d.png").exists()
+
+
+def test_originals_lie_beside_what_is_decoded(label_store: LatentStore, class_folder: Path, tmp_path: Path) -> None:
+    key = "n001/2.png"
+    pixels = draw(label_store, tmp_path / "a.png", key=key, source=str(class_folder), with_originals=True)[1]
+    assert frames_of(pixels) == 2
+    original = read_originals(label_store, class_folder, [key, "gone.png"])
+    assert original.keys() == {key}
+    found = pixels[MARGIN_PX + 1 : MARGIN_PX + CELL_PX - 1, MARGIN_PX + 1 : MARGIN_PX + CELL_PX - 1]
+    enlarged = Image.fromarray(original[key]).resize((CELL_PX - 2, CELL_PX - 2), Image.Resampling.NEAREST)
+    assert np.array_equal(found, np.asarray(enlarged))
+
+
+def test_rejects_are_drawn_with_what_can_be_read(tmp_path: Path) -> None:
+    rejects = [
+        {"key": "a.png", "reason": "too_small", "detail": "1 x 1"},
+        {"key": "b.png", "reason": "x", "detail": ""},
+    ]
+    pixels = np.asarray(rejects_sheet(rejects, {"a.png": np.zeros((8, 8, 3), np.uint8)}))
+    assert frames_of(pixels) == 2
+    assert (pixels[MARGIN_PX + CELL_PX // 2, MARGIN_PX + CELL_PX // 2] == 0).all()
+
+
+@pytest.mark.parametrize("text", ["word " * 100, "x" * 500, "", "two\nlines"])
+def test_captions_and_keys_stay_inside_their_cell(text: str) -> None:
+    pixels = np.asarray(draw_sheet([Cell(np.zeros((4, 4, 3), np.uint8), text, text.replace(" ", ""))] * 2, columns=2))
+    left, right = MARGIN_PX + CELL_PX, MARGIN_PX + CELL_PX + MARGIN_PX
+    assert (pixels[:, left + 1 : right - 1] == 255).all()  # nothing between two cells
+    assert (pixels[:, -MARGIN_PX + 1 :] == 255).all()
 
 
 def test_the_rule_reads_every_drawn_picture_at_the_size_of_the_demo() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -25,15 +25,17 @@ from hypothesis import strategies as st
 from making import CPU, label_recipe, no_progress, picture
 from torch.utils.data import DataLoader
 
+from leandit.datasets import buffers
 from leandit.datasets.batches import BatchPlan
-from leandit.datasets.buffers import SPARE_BUFFERS, BufferPool
+from leandit.datasets.buffers import SPARE_BUFFERS, BufferPool, CopiesInFlight
 from leandit.datasets.cached import cached_property
 from leandit.datasets.errors import DamageError, RecipeError, RunError
 from leandit.datasets.filters import RecordFilter
 from leandit.datasets.latents import draw_keys, final_latents
 from leandit.datasets.loader import BatchStream, make_loader
-from leandit.datasets.mixture import Mixture
+from leandit.datasets.mixture import Mixture, Stages
 from leandit.datasets.reader import Batch, BatchReader, TextForm
+from leandit.datasets.schema import Decoding
 from leandit.datasets.shuffle import ShardWindow
 from leandit.datasets.slices import microbatches
 from leandit.datasets.store import LatentStore
@@ -496,6 +498,78 @@ def test_memory_is_used_again(label_store: LatentStore, monkeypatch: pytest.Monk
     assert len(allocated) <= 3 + 3  # read ahead, handed out, and on the way between
 
 
+class FakeEvent:
+    """Stands for ``torch.cuda.Event`` where there is no GPU."""
+
+    made: ClassVar[list[FakeEvent]] = []
+
+    def __init__(self) -> None:
+        self.done, self.waits, self.stream = False, 0, None
+        FakeEvent.made.append(self)
+
+    def record(self, stream: Any) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.waits, self.done = self.waits + 1, True
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
+    """Copies to "cuda" that go on after the call, from memory that says that it is page-locked."""
+    monkeypatch.setattr(FakeEvent, "made", [])
+    monkeypatch.setattr(buffers, "COPIES", CopiesInFlight())
+    monkeypatch.setattr("torch.cuda.Event", FakeEvent)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: self.clone())
+    return FakeEvent.made
+
+
+def test_a_buffer_is_not_used_again_while_a_gpu_copies_from_it(
+    label_store: LatentStore, fake_gpu: list[FakeEvent]
+) -> None:
+    reader = reader_of(label_store, leftovers="drop")
+
+    def address_of_moved(number: int) -> int:
+        batch = reader[number]
+        address = batch.stored.data_ptr()
+        moved = batch.to("cuda")  # and the batch is dropped, as in 'reader[n].to("cuda")'
+        assert torch.equal(moved.stored, batch.stored)
+        return address
+
+    first, second = address_of_moved(0), address_of_moved(1)
+    assert first != second
+    assert [event.stream for event in fake_gpu] == ["stream of cuda"] * 2
+    fake_gpu[1].done = True  # on another stream a later copy may be done first
+    assert address_of_moved(2) == second
+    fake_gpu[0].done = True
+    assert address_of_moved(3) == first
+
+
+def test_copies_that_pile_up_are_waited_for(label_store: LatentStore, fake_gpu: list[FakeEvent]) -> None:
+    reader = reader_of(label_store, leftovers="drop")
+    addresses = set()
+    for number in range(20):  # a GPU that is slower than the reader: nothing is ever done by itself
+        batch = reader[number % 5]
+        addresses.add(batch.stored.data_ptr())
+        batch.to("cuda")
+    assert len(addresses) <= buffers.MAX_COPIES + 2
+    assert [event.waits for event in fake_gpu] == [1] * (20 - buffers.MAX_COPIES) + [0] * buffers.MAX_COPIES
+
+
+def test_copies_are_held_for_gpus_and_page_locked_memory_only(
+    label_store: LatentStore, fake_gpu: list[FakeEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader_of(label_store)[0].to("cpu")
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    reader_of(label_store)[0].to("cuda")
+    assert not fake_gpu
+
+
 def test_buffers_are_aligned_and_fit(caption_store: LatentStore) -> None:
     pool = BufferPool()
     for size in (1, 7, 1000, 3, 10**6, 10**6 + 5, 0, 40):
@@ -533,6 +607,53 @@ def test_a_mixture_of_stores_has_the_batches_of_each(label_store: LatentStore, f
     assert_all_same(list(itertools.islice(resumed, 7)), batches[9:])
     with pytest.raises(TypeError, match="no epochs"):
         _ = resumed.num_batches
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"channels": 16, "stored_channels": 32, "shift": [0.0] * 16, "scale": [1.0] * 16}, "latent channels 4 and 16"),
+        ({"downscale": 32}, "pixels a latent place 8 and 32"),
+        ({"scale": [0.13025] * 4}, r": scale [0-9., ]+ and 0\.13025\."),
+        ({"shift": [0.0, 0.1, 0.0, 0.0]}, r": shift [-0-9., ]+ and 0\.0, 0\.1, \.\.\."),
+    ],
+)
+def test_stores_of_other_latents_are_not_mixed(
+    changes: dict[str, Any], said: str, label_store: LatentStore, flip_store: LatentStore
+) -> None:
+    other = LatentStore(flip_store.path)
+    other.spec = other.spec.model_copy(update={"latent": other.spec.latent.model_copy(update=changes)})
+    plans = [BatchPlan(store.buckets, 4, 0) for store in (label_store, other)]
+    for order in (Mixture([(plans[0], 1), (plans[1], 1)], seed=0), Stages([(plans[0], 5), (plans[1], None)])):
+        with pytest.raises(RecipeError, match=said) as caught:
+            BatchReader([label_store, other], order)
+        assert str(label_store.path) in str(caught.value)
+        assert str(other.path) in str(caught.value)
+
+
+def test_imported_rows_that_are_normalised_already_mix_with_raw_ones(
+    label_store: LatentStore, flip_store: LatentStore
+) -> None:
+    other = LatentStore(flip_store.path)
+    latent = other.spec.latent
+    decoding = Decoding(shift=latent.shift, scale=latent.scale, zero_to_one=False)
+    normalised = {"shift": [0.0] * 4, "scale": [1.0] * 4, "decoding": decoding}
+    other.spec = other.spec.model_copy(update={"latent": latent.model_copy(update=normalised)})
+    plans = [BatchPlan(store.buckets, 4, 0) for store in (label_store, other)]
+    BatchReader([label_store, other], Mixture([(plans[0], 1), (plans[1], 1)], seed=0))
+
+
+@pytest.mark.parametrize("width", [4096, None])
+def test_stores_of_other_captions_are_not_mixed(width: int | None, caption_store: LatentStore) -> None:
+    other = LatentStore(caption_store.path)
+    assert other.spec.text is not None
+    text = other.spec.text.model_copy(update={"width": width}) if width else None
+    other.spec = other.spec.model_copy(update={"text": text})
+    plans = [BatchPlan(store.buckets, 4, 0) for store in (caption_store, other)]
+    mixture = Mixture([(plans[0], 1), (plans[1], 1)], seed=0)
+    with pytest.raises(RecipeError, match=rf"caption width \d+ and {width or 'no captions'}.*text='none'"):
+        BatchReader([caption_store, other], mixture)
+    BatchReader([caption_store, other], mixture, text="none")
 
 
 def test_records_of_a_filter_alone_are_read(label_store: LatentStore) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,16 @@ import torch
 from making import CPU
 
 from leandit.datasets.errors import RecipeError, RunError
+from leandit.tools import planner
 from leandit.tools.bench_planner import ON_CPU, Case, job_of, measure, measure_apart, predict
 from leandit.tools.dry_run import held_bytes
-from leandit.tools.planner import Work, measured_mfu, plan, render, strategies, work_at_resolution
+from leandit.tools.planner import LAUNCH_SECONDS, Work, measured_mfu, plan, render, strategies, work_at_resolution
 from leandit.train.config import load
 from leandit.train.dit import SIZES
 from leandit.train.memory import StepMemory, Trace, step_memory, trace_step
 from leandit.train.memory_tracker import (
     ACTIVATIONS,
+    CATEGORIES,
     EMA,
     GRADIENTS,
     OPTIMIZER,
@@ -127,6 +131,16 @@ def test_checkpointing_takes_less_and_accumulation_keeps_the_gradients() -> None
     assert plain.peak(64)[GRADIENTS] < 0.1 * plain.states[GRADIENTS]
 
 
+def test_a_bf16_residual_stream_takes_less_memory() -> None:
+    it, found = work("dit-s-2-256", "run.precision=bf16"), {}
+    for residual in ("float32", "bf16"):
+        run = it.recipe.run.model_copy(update={"residual": residual})
+        recipe = it.recipe.model_copy(update={"run": run})
+        trace = trace_step(recipe, it.store, it.spec, "64x64", 0, microbatch=64, autocast=torch.bfloat16)
+        found[residual] = trace.moments[:, CATEGORIES.index(ACTIVATIONS)].max()
+    assert found["bf16"] < 0.85 * found["float32"]
+
+
 def test_the_largest_microbatch_fits_and_the_next_one_does_not() -> None:
     found = memory()
     room = found.total(50) + 1
@@ -169,8 +183,8 @@ def test_a_plan_says_what_is_asked_for_and_reads_the_buckets_of_a_ds_config(tmp_
     def rows(zero: dict[str, object]) -> dict[str, dict[str, Any]]:
         (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
         it = work("dit-s-2-256", f"parallel.deepspeed_config={tmp_path / 'ds.json'}")
-        result = plan(it, gpu="H200", num_gpus=2, images=0, run=None)
-        assert "strategy    deepspeed with" in render(result)
+        result = plan(it, gpu="H200", num_gpus=2, images=0, run=None, changes=["run.grad_clip  1.0  0.5"])
+        assert re.search("\nstrategy    deepspeed with .*\n *run.grad_clip  1.0  0.5\n", render(result))
         return {row["strategy"]: row["bytes"] for row in result["strategies"]}
 
     small, large = rows({"stage": 2, "reduce_bucket_size": 1000}), rows({"stage": 2, "reduce_bucket_size": 1_001_000})
@@ -220,6 +234,33 @@ def test_a_gpu_without_the_precision_has_dashes_and_cannot_be_planned_for() -> N
     assert "it has no bf16" in render(result)
     with pytest.raises(RecipeError, match="it has no bf16"):
         plan(it, gpu="T4", num_gpus=2, images=0, run=None)
+
+
+def test_a_small_model_is_not_promised_more_than_its_launches_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The size of the batch is not in the traces, so each is made once here.
+    traced = {accumulates: memory(accumulates=accumulates) for accumulates in (False, True)}
+    monkeypatch.setattr(planner, "traced", lambda work, autocast, *, accumulates: traced[accumulates])
+
+    def rates(run: Path | None = None, **changes: Any) -> dict[str, dict[str, Any]]:
+        it = work("dit-s-2-256", "run.precision=bf16")
+        recipe = it.recipe.model_copy(update={"run": it.recipe.run.model_copy(update=changes)})
+        result = plan(dataclasses.replace(it, recipe=recipe), gpu="H200", num_gpus=2, images=1000, run=run)
+        assert ("bound by launching" in render(result)) == any(row["launch_bound"] for row in result["known_gpus"])
+        return {row["gpu"]: row for row in result["known_gpus"]}
+
+    small = rates(global_batch=8)
+    operations = 8 / small["H200"]["images_per_second"] / LAUNCH_SECONDS
+    assert 100 < operations < 1000  # of a forward, a backward and an update of three blocks
+    assert small["H200"]["launch_bound"]
+    assert small["B200"]["images_per_second"] == small["H200"]["images_per_second"]
+    assert small["H200"]["seconds"] == pytest.approx(1000 / small["H200"]["images_per_second"])
+    assert rates(global_batch=8, microbatch=2)["H200"]["images_per_second"] < small["H200"]["images_per_second"]
+    assert not any(row["launch_bound"] for row in rates(global_batch=2**20).values())
+
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "mfu": 0.3}) + "\n")
+    assert not rates(tmp_path, global_batch=8)["H200"]["launch_bound"]  # measured, so its launches are in it
 
 
 def test_pictures_that_are_no_whole_patches_are_refused() -> None:

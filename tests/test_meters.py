@@ -23,9 +23,10 @@ from leandit.train.config import load
 from leandit.train.flops import example_conditioning, forward_flops, meta_model
 from leandit.train.gauges import Gauges, Work, peak_flops
 from leandit.train.loop import StopRequest, train
+from leandit.train.meeting import Meeting
 from leandit.train.meters import StepReport, Window
 from leandit.train.objectives import time_share
-from leandit.train.ranks import ALONE, Meeting
+from leandit.train.ranks import ALONE
 from leandit.train.step import train_step
 from leandit.train.synthetic import synthetic_batch, synthetic_learner
 

@@ -33,7 +33,7 @@ from harness import (
     tree,
 )
 
-from leandit.datasets import commits, files, frozen, schema
+from leandit.datasets import commits, files, frozen, merge, schema, strays
 from leandit.datasets.errors import StoreError
 from leandit.datasets.files import TEMPORARY_PREFIX, Failpoint
 from leandit.datasets.frozen import read_plan
@@ -207,8 +207,8 @@ def commit_record_before_its_data() -> None:
             "later.append((layout.shard_path(shard), parts))",
         ),
         (
-            "self._commits[part, shard] = record",
-            "self._commits[part, shard] = record\n"
+            "self._commits[part, shard] = CommitSummary.of(self.plan, record)",
+            "self._commits[part, shard] = CommitSummary.of(self.plan, record)\n"
             "    for path, parts in later:\n"
             "        write_atomic(self.root / path, parts)",
         ),
@@ -223,7 +223,7 @@ def shard_counts_when_its_files_are_there() -> None:
 
 
 def temporaries_are_not_swept() -> None:
-    replace_function(files, "sweep_strays", lambda folder: [])
+    replace_function(strays, "sweep_strays", lambda folder: [])
 
 
 def leases_of_the_dead_stay() -> None:
@@ -285,7 +285,7 @@ def manifest_before_the_tables() -> None:
 
 
 def reject_is_not_counted() -> None:
-    rewrite(commits, "merge_records", ("for reject in commit.rejects:", "for reject in ():"))
+    rewrite(merge.Merge, "_add_rows", ("for reject in commit.rejects}", "for reject in ()}"))
 
 
 def rejected_record_is_left_out() -> None:

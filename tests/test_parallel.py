@@ -12,18 +12,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from making import CPU, train_recipe
 from safetensors.torch import load_file
+from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from leandit.datasets.errors import RecipeError
+from leandit.datasets.errors import RecipeError, StoreError
 from leandit.datasets.store import LatentStore
 from leandit.train.config import ParallelSection
 from leandit.train.loop import train
+from leandit.train.meeting import Meeting
 from leandit.train.parallel import choose_strategy
 from leandit.train.ranks import ALONE, SRUN, TORCHRUN, Ranks, read_ranks
-from leandit.train.stop import StopRequest
+from leandit.train.stop import StopRequest, Terminated
 
 MAIN = Path(__file__).parent / "rank_main.py"
 STEPS = 20
@@ -92,14 +95,29 @@ TWO = {
     "fsdp-gradient": ["parallel.strategy=fsdp", "parallel.shard=gradient"],
     "fsdp-offload": ["parallel.strategy=fsdp", "parallel.cpu_offload=true"],
     "zero-1": ["parallel.deepspeed_config={folder}/zero-1.json"],
-    "zero-2": ["parallel.deepspeed_config={folder}/zero-2.json", "run.activation_checkpointing=blocks"],
+    "zero-2": ["parallel.deepspeed_config={folder}/zero-2.json"],
     "zero-3": ["parallel.deepspeed_config={folder}/zero-3.json"],
 }
 FOUR = {"hsdp": ["parallel.strategy=hsdp", "parallel.replicas=2"]}
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 ZERO: dict[str, dict[str, Any]] = {
-    "zero-1": {"zero_optimization": {"stage": 1}, "train_batch_size": "auto"},
-    "zero-2": {"zero_optimization": {"stage": 2}, "activation_checkpointing": {"partition_activations": False}},
-    "zero-3": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "gradient_clipping": "auto"},
+    "zero-1": {"zero_optimization": {"stage": 1}, "train_batch_size": "auto", "gradient_accumulation_steps": 2},
+    "zero-2": {
+        "zero_optimization": {"stage": 2, "stage3_max_reuse_parameters": 1},
+        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+        "optimizer": ADAMW,
+    },
+    "zero-3": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "gradient_clipping": "auto",
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": "auto"}},
+    },
+    "fp16": {
+        "zero_optimization": {"stage": 2},
+        "fp16": {"enabled": True, "initial_scale_power": 28, "hysteresis": 1},
+        "optimizer": ADAMW,
+    },
 }
 # checkpoint of -> resumed with
 CHAIN = [("one", "fsdp"), ("fsdp", "zero-3"), ("zero-3", "ddp")]
@@ -138,6 +156,9 @@ def said(one: Path, folder: Path, label_store: LatentStore, caption_store: Laten
     jobs.append(job(label_store, folder / "stopped"))
     jobs.append(job(label_store, folder / "other rate", set_1=["optimizer.lr=2e-3"]))
     jobs.append(job(label_store, folder / "other store", store_1=str(caption_store.path)))
+    fp16 = [f"parallel.deepspeed_config={folder}/fp16.json", "run.checkpoint_every=2"]  # the first before any update
+    for steps in (14, 16):
+        jobs.append(job(label_store, folder / "fp16", *fp16, f"run.steps={steps}", has_fp16=True))
     return run_ranks(jobs, 2)
 
 
@@ -172,6 +193,30 @@ def runs(said: list[Any], folder: Path, label_store: LatentStore) -> dict[str, P
 def test_the_losses_are_those_of_one_process(name: str, one: Path, runs: dict[str, Path]) -> None:
     assert len(losses(runs[name])) == STEPS
     assert losses(runs[name]) == pytest.approx(losses(one), abs=1e-5)
+
+
+def test_fp16_under_deepspeed_has_its_loss_scaler_which_a_checkpoint_holds(
+    said: list[Any], one: Path, folder: Path
+) -> None:
+    lines = [json.loads(line) for line in (folder / "fp16/metrics.jsonl").read_text().splitlines()]
+    scales, skipped = ([line[key] for line in lines] for key in ("loss_scale", "skipped_steps"))
+    first = skipped.index(0)  # from 2^28 on, which is far too large, each overflow halves it
+    assert first >= 2
+    assert skipped[:first] == [1] * first
+    assert scales[:first] == [2.0 ** (27 - step) for step in range(first)]
+    assert [line["step"] for line in lines] == list(range(1, 17))
+    assert scales[14] == scales[13] / 2 ** skipped[14], "resumed with the scale of before"
+    assert np.isfinite([line["loss"] for line in lines]).all()
+    assert lines[-1]["loss"] != pytest.approx(losses(one)[15], abs=1e-7)
+    ema = load_file(folder / "fp16/checkpoint-16/ema.safetensors")
+    assert ema.keys() == load_file(one / "checkpoint-20/ema.safetensors").keys()
+
+
+def test_what_of_the_file_holds_or_is_passed_over_is_said_by_one_rank(said: list[Any]) -> None:
+    warned = [[line["warn"] for line in of_rank if "warn" in line] for of_rank in said]
+    assert any("no key 'zero_optimization.stage3_max_reuse_parameters'" in line for line in warned[0])
+    assert any(line.split() == ["run.activation_checkpointing", "none", "blocks"] for line in warned[0])
+    assert not any("ds_config.json" in line for line in warned[1])
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -343,9 +388,70 @@ def test_a_rank_that_fails_alone_ends_the_others_with_its_message(label_store: L
     ranks = start_ranks([job(label_store, tmp_path / "run", "run.steps=100000", fail_1=5)], 2)
     ended = [rank.communicate(timeout=90) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [5, 1]
-    said = [json.loads(line)["warn"] for line in ended[0][0].splitlines() if "warn" in line]
-    assert "rank 1" in said[-1]
-    assert "ended: a disk that is full" in said[-1]
+    said = [[json.loads(line)["warn"] for line in out.splitlines() if "warn" in line] for out, _ in ended]
+    assert [len(lines) for lines in said] == [0, 1]  # on one machine once, by the rank that failed
+    assert said[1][0].startswith("rank 1 (")
+    assert said[1][0].endswith("): a disk that is full")
+
+
+@pytest.mark.parametrize("recipe", ["dit-s-2-256", pytest.param("no-such-recipe", marks=pytest.mark.slow)])
+def test_under_torchrun_an_error_of_all_ranks_is_printed_once(recipe: str, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    train = [
+        "-m",
+        "leandit.tools.cli",
+        "train",
+        recipe,
+        "--store",
+        str(tmp_path / "none"),
+        "--run",
+        str(tmp_path / "run"),
+    ]
+    command = [*launch, "--no-python", "--", sys.executable, *train, "--device", "cpu"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode
+    said = [line for line in ended.stderr.splitlines() if line.startswith("leandit: ")]
+    assert len(said) == 1, ended.stderr[-3000:]
+    assert ("there is no such folder" if recipe == "dit-s-2-256" else "neither a file nor a shipped recipe") in said[0]
+
+
+def words_of_two(monkeypatch: pytest.MonkeyPatch) -> list[Meeting]:
+    """The meetings of two ranks that share a store, both in this process; what they print goes to ``printed``."""
+    store = HashStore()
+    monkeypatch.setattr("leandit.train.meeting._default_store", lambda: store)
+    ranks = [Meeting(Ranks(rank, 2, rank, 2), print) for rank in range(2)]
+    for meeting in ranks:
+        meeting._words = PrefixStore("two", store)
+    return ranks
+
+
+def test_rank_0_prints_its_error_before_it_waits_for_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr("time.sleep", lambda _: printed.append(capsys.readouterr().out))
+    first, second = words_of_two(monkeypatch)
+    first.__exit__(None, StoreError("no store"), None)
+    assert len(printed) == 1, "it keeps the words, so it waits"
+    assert printed[0].startswith("rank 0 (")
+    assert printed[0].endswith("): no store\n")
+    error = StoreError("no store")
+    second.__exit__(None, error, None)
+    assert error.is_said
+    assert not capsys.readouterr().out
+
+
+def test_a_rank_that_the_launcher_ends_prints_nothing_after_the_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    first, second = words_of_two(monkeypatch)
+    first.__exit__(None, StoreError("no store"), None)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        second.__exit__(None, Terminated(), None)
+    assert ended.value.code == StoreError.exit_code
+    assert not capsys.readouterr().out
 
 
 def wait_for(path: Path, ranks: list[subprocess.Popen[str]]) -> None:

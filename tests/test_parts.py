@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
+import socket
 import threading
 import time
 from pathlib import Path
@@ -18,13 +20,14 @@ from harness import InProcessDecoders
 from making import CPU, caption_recipe, loaded_encoders, make_caption_folder, no_progress, tree_digest
 
 from leandit.datasets import commits
+from leandit.datasets.commits import Task
 from leandit.datasets.errors import FingerprintMismatch, ResourceError
 from leandit.datasets.frozen import read_plan
 from leandit.datasets.layout import LEASES, NULL_PART
 from leandit.datasets.writer import StoreWriter
 from leandit.precompute import leases, opening, pipeline, stages
 from leandit.precompute.clock import StageClock
-from leandit.precompute.leases import Lease, Leases, alone
+from leandit.precompute.leases import Lease, Leases, alone, seal_alone
 from leandit.precompute.part import Part, part_of
 from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.shard_task import PackedShard, ShardBuilder
@@ -83,6 +86,101 @@ def test_a_shard_that_two_made_at_once_is_made_again(source: Path, tmp_path: Pat
     precompute(recipe, source_path=source, store_path=store, device=CPU, progress=meddle)
     assert meddled
     assert tree_digest(store) == tree_digest(whole)
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Shards whose bytes are hashed to see whether they are as recorded, from here on."""
+    found, hash_file = list[str](), commits.xxh3_file
+
+    def count(path: Path) -> str:
+        found.append(str(path))
+        return hash_file(path)
+
+    monkeypatch.setattr(commits, "xxh3_file", count)
+    return found
+
+
+def shards_of(store: Path, tasks: list[Task]) -> list[str]:
+    layout = read_plan(store, 1).layout
+    return sorted(str(store / array.shard_path(task[1])) for task in tasks for array in layout.part_arrays(task[0]))
+
+
+def unseal(store: Path) -> None:
+    for name in ("manifest.json", "records.parquet", "captions.parquet"):
+        (store / name).unlink()
+
+
+def test_a_resumed_part_reads_its_own_shards_and_only_the_last_reads_all(
+    source: Path, tmp_path: Path, hashed: list[str]
+) -> None:
+    run(source, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "store")
+    unseal(tmp_path / "store")
+    store, count = tmp_path / "store", 4
+    tasks = read_plan(store, 1).layout.tasks()
+    shares = [Part(number + 1, count).of(tasks) for number in range(count)]
+    for share in shares:  # each was interrupted before its last shard
+        (store / commits.commit_path(1, *share[-1])).unlink()
+    for number, share in enumerate(shares):
+        hashed.clear()
+        report = run(source, store, f"{number + 1}/{count}")
+        own = shards_of(store, share[:-1])
+        is_last = number == count - 1
+        assert sorted(hashed) == sorted(own + shards_of(store, tasks) * is_last)
+        assert bool(report.manifest) == is_last
+    hashed.clear()
+    run(source, store, "1/4")
+    assert not hashed  # sealed
+    assert tree_digest(store) == tree_digest(tmp_path / "whole")
+
+
+def test_a_process_without_a_part_reads_the_shards_once_before_the_seal(
+    source: Path, tmp_path: Path, hashed: list[str]
+) -> None:
+    store = tmp_path / "store"
+    run(source, store)
+    before = tree_digest(store)
+    unseal(store)
+    layout = read_plan(store, 1).layout
+    tasks = layout.tasks()
+    (store / commits.commit_path(1, *tasks[-1])).unlink()  # it was interrupted there
+    damaged = store / layout.part_arrays(tasks[0][0])[0].shard_path(tasks[0][1])
+    damaged.write_bytes(bytes(damaged.stat().st_size))  # as after a loss of power
+    hashed.clear()
+    assert run(source, store).manifest
+    assert sorted(path for path in hashed if path != str(damaged)) == [
+        path for path in shards_of(store, tasks) if path != str(damaged)
+    ]
+    assert tree_digest(store) == before
+
+
+def test_of_many_that_end_together_one_reads_the_shards_again(source: Path, tmp_path: Path, hashed: list[str]) -> None:
+    store = tmp_path / "store"
+    run(source, store)
+    before = tree_digest(store)
+    unseal(store)
+    writers = [StoreWriter(store, read_plan(store, 1), own=()) for _ in range(4)]
+    hashed.clear()
+    threads = [
+        threading.Thread(target=seal_alone, args=(writer, lambda damaged: None, lambda: None)) for writer in writers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(hashed) == shards_of(store, writers[0].plan.layout.tasks())
+    assert tree_digest(store) == before
+
+
+def test_the_last_part_makes_a_damaged_shard_of_another_again(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "whole")
+    store = tmp_path / "store"
+    assert run(source, store, "1/2").manifest is None
+    first = Path(shards_of(store, Part(1, 2).of(read_plan(store, 1).layout.tasks()))[0])
+    first.write_bytes(bytes(first.stat().st_size))  # as a disk that lost power leaves it
+    assert run(source, store, "2/2").manifest
+    assert tree_digest(store) == tree_digest(tmp_path / "whole")
 
 
 def test_parts_cover_all_tasks_once() -> None:
@@ -241,6 +339,24 @@ def test_the_file_of_an_owner_that_never_wrote_its_name_goes(tmp_path: Path, mon
     lease.release()
 
 
+def test_the_lease_of_another_container_is_not_taken_for_one_of_the_dead(tmp_path: Path) -> None:
+    # Both containers of a pod have the host's name; the number of a process in one is nobody, or another, in the other.
+    path, dead = tmp_path / "a.lock", 2**22 + 1  # beyond the kernel's largest process id
+    written = Lease(path)
+    assert written.take()
+    content = path.read_text()
+    written.release()
+    own, host = content.replace(str(os.getpid()), str(dead)), re.escape(socket.gethostname())
+    assert own != content
+    elsewhere = re.sub(rf"{host}(\?pidns-[0-9a-f]+)?", f"{socket.gethostname()}?pidns-f0000001", own)
+    assert elsewhere != own
+    for text, is_free in ((own, True), (elsewhere, False)):
+        path.write_text(text)
+        later = Lease(path)
+        assert later.take() == is_free
+        later.release()
+
+
 def test_who_comes_second_waits_and_is_told(tmp_path: Path) -> None:
     root, waits, order = tmp_path / "store", [], []
 
@@ -326,11 +442,11 @@ def test_a_sealed_store_stays_as_it_is_where_a_library_would_write_other_tables(
 ) -> None:
     run(source, tmp_path / "store")
     before = tree_digest(tmp_path / "store")
-    as_before = commits.table_bytes
+    as_before = commits.parquet_of_groups
 
-    def other_bytes(table: Any) -> bytes:
-        return as_before(table.replace_schema_metadata({"written by": "a later release"}))
+    def other_bytes(schema: Any, groups: Any) -> memoryview:
+        return as_before(schema.with_metadata({"written by": "a later release"}), groups)
 
-    monkeypatch.setattr(commits, "table_bytes", other_bytes)
+    monkeypatch.setattr(commits, "parquet_of_groups", other_bytes)
     run(source, tmp_path / "store")
     assert tree_digest(tmp_path / "store") == before

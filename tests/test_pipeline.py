@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ from safetensors.torch import load_file, save_file
 from leandit.datasets import files
 from leandit.datasets import writer as writer_module
 from leandit.datasets.errors import DamageError, FingerprintMismatch, SourceError, StoreError
-from leandit.datasets.files import TEMPORARY_PREFIX, Failpoint, write_atomic
+from leandit.datasets.files import Failpoint, write_atomic
+from leandit.datasets.owners import TEMPORARY_PREFIX, this_process
 from leandit.datasets.shards import CODECS
 from leandit.datasets.store import LatentStore
 from leandit.datasets.writer import StoreWriter
@@ -327,8 +328,8 @@ def test_a_crash_in_the_middle_of_a_file_leaves_no_stray(
     def dies(path: Path, parts: Any) -> None:
         if path.match("buckets/64x64/moments/c/0/0/0/0"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            dead = 2**22 + 1  # beyond the kernel's largest process id
-            (path.parent / f"{TEMPORARY_PREFIX}{os.uname().nodename}@{dead}@{path.name}").write_bytes(b"half")
+            dead = replace(this_process(), pid=2**22 + 1)  # beyond the kernel's largest process id
+            (path.parent / f"{TEMPORARY_PREFIX}{dead}@{path.name}").write_bytes(b"half")
             raise Crash
         write_atomic(path, parts)
 
@@ -429,8 +430,10 @@ def test_a_source_in_which_all_is_broken_is_an_error_and_seals_nothing(
     source = make_class_folder(tmp_path / "train", classes=2, per_class=2)
     for path in source.rglob("*.png"):
         path.write_bytes(b"text" if how == "text" else path.read_bytes()[:-200])
-    with pytest.raises(SourceError, match=r"all 4 records are rejected|not one"):
+    with pytest.raises(SourceError, match=r"[34] of 4 records are rejected.*max_reject_share"):
         encode(label_recipe(), source, tmp_path / "store")
+    with pytest.raises(SourceError, match=r"all 4 records are rejected|not one"):
+        encode(label_recipe("source.max_reject_share=1"), source, tmp_path / "store")
     assert not (tmp_path / "store/manifest.json").exists()
 
 

@@ -19,18 +19,19 @@ from leandit.datasets.layout import place_captions
 from leandit.datasets.schema import CAPTIONS_SCHEMA, RECORDS_SCHEMA
 from leandit.precompute.caption_plan import plan_captions
 from leandit.precompute.caption_task import equal_length_batches
-from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.config import PrecomputeRecipe, SourceSection
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.growth import Comparison, Kept, all_fresh
 from leandit.precompute.picture_plan import PlannedPicture, PlannedPictures, picture_table, plan_pictures
 from leandit.precompute.plan import plan_records
+from leandit.precompute.rejects import RejectLimit
 from leandit.precompute.source_files import LocalFiles
 from leandit.precompute.source_listing import record_batches, spool
 from leandit.precompute.source_record import SourceRecord, caption_texts
 from leandit.precompute.sources import Source
 from leandit.precompute.text_encoders import CaptionTokenizer
 
-Planned = Callable[[Source, PrecomputeRecipe], list[PlannedPicture]]
+Planned = Callable[..., list[PlannedPicture]]
 MAX_TOKENS = 8
 LONG = "a big red circle above a tiny green square left of a blue triangle"
 
@@ -46,15 +47,17 @@ def made_source(root: Path, shapes: Sequence[tuple[int, int]], captions: Sequenc
         path = root / f"{i}.png"
         picture(i, *size).save(path)
         records.append(SourceRecord(f"key-{i}", path.name, 0, path.stat().st_size, label=i % 3, captions=texts))
-    return Source("metadata", LocalFiles(root), spool(record_batches(records), lambda done: None), None, 0)
+    listed = spool(record_batches(records), lambda done: None)
+    return Source(SourceSection(kind="metadata"), LocalFiles(root), listed, None, 0)
 
 
 @pytest.fixture(scope="module")
 def planned(decoders: Decoders) -> Planned:
     """Pictures of a source as its first revision plans them."""
 
-    def plan(source: Source, recipe: PrecomputeRecipe) -> list[PlannedPicture]:
-        found = plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
+    def plan(source: Source, recipe: PrecomputeRecipe, *, stops: bool = False) -> list[PlannedPicture]:
+        limit = None if stops else RejectLimit(recipe.source, None)
+        found = plan_pictures(source, source.records, recipe, decoders, limit, progress=lambda done: None)
         return list(chain.from_iterable(found))
 
     return plan
@@ -242,12 +245,12 @@ def test_a_later_revision_counts_its_rows_and_captions_on_its_own(
 def test_too_many_rejects_stop_the_scan_and_say_why(
     broken: int, share: float, in_a_row: int, stops: str | None, tmp_path: Path, planned: Planned
 ) -> None:
-    source = made_source(tmp_path, [(8, 8)] * 12, [("x",)] * 12)
+    source = made_source(tmp_path, [(8, 8)] * 24, [("x",)] * 24)
     for record in source.records[:broken]:
         (tmp_path / record.path).write_bytes(b"x" * record.num_bytes)
     recipe = caption_recipe(f"source.max_reject_share={share}", f"source.max_rejects_in_a_row={in_a_row}")
     if stops is None:
-        assert sum(picture.reject is not None for picture in planned(source, recipe)) == broken
+        assert sum(picture.reject is not None for picture in planned(source, recipe, stops=True)) == broken
         return
     with pytest.raises(SourceError, match=rf"{broken} .*rejected.*{stops}.*{broken} x not_an_image"):
-        planned(source, recipe)
+        planned(source, recipe, stops=True)

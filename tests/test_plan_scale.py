@@ -6,27 +6,39 @@ import io
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from making import CPU, caption_recipe, no_progress, picture
 
-from leandit.datasets import tables
+from leandit.datasets import merge, tables
 from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
-from leandit.datasets.frozen import FrozenPlan, read_plan, write_plan
+from leandit.datasets.frozen import FrozenPlan, first_plan, read_plan, write_plan
 from leandit.datasets.hashing import sha256_of, xxh3_parts
+from leandit.datasets.layout import CAPTION_PART, NULL_PART
 from leandit.datasets.mapped import map_array, map_table, one_chunk, rebatched
-from leandit.datasets.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA
+from leandit.datasets.schema import (
+    CAPTION_RESULTS,
+    CAPTIONS_SCHEMA,
+    PLAN_SCHEMA,
+    RECORDS_SCHEMA,
+    CommitRecord,
+    Fallback,
+    Reject,
+)
 from leandit.datasets.store import LatentStore
-from leandit.datasets.tables import parquet_file, table_bytes
+from leandit.datasets.tables import parquet_file
 from leandit.precompute import caption_plan, decoder_child, distinct, picture_plan, plan, source_listing
-from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.config import PrecomputeRecipe, SourceSection
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.growth import all_fresh
 from leandit.precompute.pipeline import precompute
@@ -41,6 +53,13 @@ WORDS = st.sampled_from(
     ["red", "a circle", " a circle ", "a big blue square", "", " ", "green triangle above a square"]
 )
 SIZES = [(64, 64), (60, 100), (100, 60), (10, 90)]  # the last is rejected
+
+
+def table_bytes(table: pa.Table) -> bytes:
+    """A table as the bytes of a Parquet file, as pyarrow writes it in one go."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", write_statistics=True)
+    return sink.getvalue().to_pybytes()
 
 
 @contextmanager
@@ -73,7 +92,7 @@ def planned(
 ) -> tuple[pa.Table, pa.Table]:
     """The tables of a plan, as the real planner makes them."""
     listed = source_listing.spool(source_listing.record_batches(records), lambda done: None)
-    source = Source("manifest", LocalFiles(Path()), listed, None, 0)
+    source = Source(SourceSection(kind="manifest"), LocalFiles(Path()), listed, None, 0)
     comparison = all_fresh(source.records)
     with Decoders(1) as decoders:  # none is started: nothing is opened
         found = picture_plan.plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
@@ -320,7 +339,7 @@ def test_the_size_of_a_large_file_is_that_of_all_its_bytes(tmp_path: Path, monke
         except RecordRejected as reject:
             wanted = str(reject)
         try:
-            found: object = decoder_child.size_in_file(str(place[0]), 0, len(content))
+            found: object = decoder_child.size_in_file(str(place[0]), 0, len(content), exif_orientation=True)
         except RecordRejected as reject:
             found = str(reject)
         assert found == wanted, name
@@ -354,7 +373,7 @@ def test_a_manifest_that_lies_of_many_sizes_ends_the_run(tmp_path: Path) -> None
     lines = [{"file_name": f"{i}.png", "height": 60, "width": 64} for i in range(12)]
     (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     recipe = caption_recipe("text.kind=none", "source.sizes=manifest")
-    with pytest.raises(SourceError, match="11 x wrong_size"):
+    with pytest.raises(SourceError, match="7 x wrong_size"):
         precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
 
 
@@ -372,6 +391,7 @@ from pathlib import Path
 import pyarrow as pa
 from making import caption_recipe
 from test_plan_scale import frozen_plan
+from leandit.precompute.config import SourceSection
 from leandit.datasets.frozen import read_plan, write_plan
 from leandit.precompute import caption_plan, picture_plan, plan
 from leandit.precompute.decoder import Decoders
@@ -395,7 +415,8 @@ def make(count, store):
                      captions=("a caption of some words " + "x " * (i % 5) + str(i),))
         for i in range(count)
     )
-    source = Source("manifest", LocalFiles(Path()), spool(record_batches(records), lambda done: None), None, 0)
+    listed = spool(record_batches(records), lambda done: None)
+    source = Source(SourceSection(kind="manifest"), LocalFiles(Path()), listed, None, 0)
     comparison, recipe = all_fresh(source.records), caption_recipe("source.sizes=manifest")
     with Decoders(1) as decoders:
         found = picture_plan.plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
@@ -429,3 +450,182 @@ def test_the_memory_of_a_plan_does_not_grow_with_its_records(tmp_path: Path) -> 
     allocated, anonymous_mb = ran.stdout.split()
     assert int(allocated) < 1 << 20
     assert float(anonymous_mb) < 100
+
+
+# Seals: the tables of a revision and its commit records, joined a few rows at a time.
+
+
+def digits(rng: np.random.Generator, count: int, keep: np.ndarray) -> list[str]:
+    return [f"{number:016x}" if kept else "" for number, kept in zip(rng.integers(0, 2**63, count), keep, strict=True)]
+
+
+def committed(plan: FrozenPlan, seed: int) -> dict[tuple[str, int], CommitRecord]:
+    """Commit records of some tasks of a plan, with rejects, fallbacks and qualities."""
+    rng, found = np.random.default_rng(seed), {}
+    for part, shard in plan.layout.tasks():
+        if rng.random() < 0.2 or part == NULL_PART:
+            continue
+        rejects, fallbacks, source, more = list[Reject](), list[Fallback](), list[str](), {}
+        if part == CAPTION_PART:
+            count = len(plan.layout.captions_of(shard))
+            checksums = digits(rng, count, np.ones(count, bool))
+            if rng.random() < 0.5:
+                more = {"min_cosines": rng.random(count).tolist(), "max_errors": rng.random(count).tolist()}
+        else:
+            rows = plan.layout.rows_of(part, shard)
+            kept = rng.random(len(rows)) < 0.6
+            checksums, source = digits(rng, len(rows), kept), digits(rng, len(rows), kept)
+            for row in rows:
+                if not kept[row - rows.start]:
+                    rejects.append(Reject(row=row, key="k", stage="encode", reason="nonfinite", detail=f"row {row}"))
+                if rng.random() < 0.3:
+                    fallbacks.append(Fallback(row=row, how="float32"))
+        found[part, shard] = CommitRecord(
+            format_version=1,
+            fingerprint=plan.spec.fingerprint,
+            plan=plan.hash,
+            part=part,
+            shard=shard,
+            files=[],
+            checksums=checksums,
+            source_checksums=source,
+            rejects=rejects,
+            fallbacks=fallbacks,
+            record_hash="",
+            **more,
+        )
+    return found
+
+
+def merged_in_one_piece(plan: FrozenPlan, commits: dict[tuple[str, int], CommitRecord]) -> tuple[pa.Table, pa.Table]:
+    """Both tables by their definition, with everything in Python's memory."""
+    records = plan.records.select(RECORDS_SCHEMA.names).to_pylist()
+    captions = plan.captions.to_pylist()
+    for (part, shard), commit in commits.items():
+        if part == CAPTION_PART:
+            for i, number in enumerate(plan.layout.captions_of(shard)):
+                row = captions[plan.first_caption + number]
+                row["checksum"] = int(commit.checksums[i], 16)
+                row["min_cosine"] = commit.min_cosines[i] if commit.min_cosines else None
+                row["max_error"] = commit.max_errors[i] if commit.max_errors else None
+            continue
+        rows, positions = plan.layout.rows_of(part, shard), plan.bucket_positions[part.removeprefix("buckets/")]
+        for i, row in enumerate(rows):
+            record = records[positions[row]] | {"status": "stored"}
+            record["checksum"] = int(commit.checksums[i], 16) if commit.checksums[i] else None
+            record["source_checksum"] = int(commit.source_checksums[i], 16) if commit.source_checksums[i] else None
+            records[positions[row]] = record
+        for fallback in commit.fallbacks:
+            records[positions[fallback.row]]["fallback"] = fallback.how
+        for reject in commit.rejects:
+            records[positions[reject.row]] |= {"status": "rejected", "checksum": None, "source_checksum": None}
+            records[positions[reject.row]] |= {name: getattr(reject, name) for name in ("stage", "reason", "detail")}
+    return pa.Table.from_pylist(records, RECORDS_SCHEMA), pa.Table.from_pylist(captions, CAPTIONS_SCHEMA)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_merge_in_batches_is_the_one_of_all_rows_in_memory_to_the_byte(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leandit.datasets.layout.MAX_SHARD_ROWS", 3)
+    monkeypatch.setattr(merge, "BATCH_ROWS", 4)
+    rng = np.random.default_rng(seed)
+    plan = noise_plan(rng, records=40, captions=12)
+    commits = committed(plan, seed)
+    wanted = merged_in_one_piece(plan, commits)
+    found = merge.merge_records(plan, commits), merge.merge_captions(plan, commits)
+    for table, expected in zip(found, wanted, strict=True):
+        assert table.to_pylist() == expected.to_pylist()
+    done = merge.Merge(plan)
+    for task in rng.permutation(np.array(list(commits), object)).tolist():  # in whatever order they come
+        done.add((task[0], int(task[1])), commits[task[0], int(task[1])])
+    for module in (tables, merge):
+        monkeypatch.setattr(module, "ROW_GROUP", 15)
+    files = [
+        tables.parquet_of_groups(RECORDS_SCHEMA, done.record_groups()),
+        tables.parquet_of_groups(CAPTIONS_SCHEMA, done.caption_groups()),
+    ]
+    for content, expected in zip(files, wanted, strict=True):
+        sink = pa.BufferOutputStream()
+        pq.write_table(expected.combine_chunks(), sink, compression="zstd", write_statistics=True, row_group_size=15)
+        assert bytes(content) == sink.getvalue().to_pybytes()
+
+
+def noise_plan(rng: np.random.Generator, *, records: int, captions: int) -> FrozenPlan:
+    """A second revision: a third of the records and two captions are carried over, some were rejected at scan."""
+    names = ["32x64", "64x32"]
+    rows, next_row = [], dict.fromkeys(names, 0)
+    for i in range(records):
+        one: dict[str, Any] = dict.fromkeys(PLAN_SCHEMA.names)
+        one |= {"key": f"{i}", "revision": 2, "label": -1, "attempts": 1, "row": -1, "caption_ids": [i % captions]}
+        kind = rng.integers(0, 6)
+        if kind < 2:
+            one |= {
+                "revision": 1,
+                "bucket": names[0],
+                "row": i,
+                "status": "stored",
+                "checksum": i,
+                "fallback": "float32",
+            }
+        elif kind == 2:
+            one |= {"status": "rejected", "stage": "scan", "reason": "aspect", "detail": "too long"}
+        else:
+            bucket = names[kind % 2]
+            one |= {"status": "planned", "bucket": bucket, "row": next_row[bucket]}
+            next_row[bucket] += 1
+        rows.append(one)
+    texts: list[dict[str, Any]] = [
+        {"text": f"text {i}", "revision": 1 + (i > 1), "num_tokens": 1 + i // 4, "truncated": False}
+        for i in range(captions)
+    ]
+    for text in texts[:2]:
+        text |= {"checksum": 7, "min_cosine": 0.5, "max_error": 0.25}
+    return FrozenPlan(
+        spec=noise_spec(dict.fromkeys(names, 1), 4, 0, MAX_TOKENS, 8, 1, "none"),
+        revision=2,
+        base="",
+        stack=(1,),
+        carried=(),
+        copies=False,
+        listing="",
+        records=pa.Table.from_pylist(rows, PLAN_SCHEMA),
+        captions=pa.Table.from_pylist(texts, CAPTIONS_SCHEMA),
+    )
+
+
+def test_a_large_merge_takes_no_memory_for_each_record_and_keeps_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, count = np.random.default_rng(0), 150_000  # more than a page of numbers
+    rows = pa.table(
+        {
+            "key": [f"{i}" for i in range(count)],
+            **{name: pa.nulls(count, PLAN_SCHEMA.field(name).type) for name in PLAN_SCHEMA.names if name != "key"},
+        }
+    )
+    for name, value in (("revision", 1), ("label", -1), ("attempts", 1), ("status", "planned"), ("bucket", "32x32")):
+        rows = rows.set_column(rows.column_names.index(name), name, pa.array([value] * count))
+    rows = rows.set_column(rows.column_names.index("row"), "row", pa.array(np.arange(count)))
+    spec = noise_spec({"32x32": 1}, 4, 0, 0, 8, 1, "none")
+    monkeypatch.setattr("leandit.datasets.layout.MAX_SHARD_ROWS", 1000)
+    rows = rows.select(PLAN_SCHEMA.names).cast(PLAN_SCHEMA).combine_chunks()
+    rows = pa.Table.from_batches(rows.to_batches(max_chunksize=merge.BATCH_ROWS))  # as the plan of a store comes
+    plan = first_plan(spec, "", rows, texts=[], num_tokens=[])
+    tasks = plan.layout.tasks()
+    tracemalloc.start()
+    done = merge.Merge(plan)
+    for part, shard in tasks:
+        size = len(plan.layout.rows_of(part, shard))
+        found = digits(rng, size, np.ones(size, bool))
+        done.add(
+            (part, shard),
+            CommitRecord.model_construct(checksums=found, source_checksums=found, rejects=[], fallbacks=[]),
+        )
+    content = tables.parquet_of_groups(RECORDS_SCHEMA, done.record_groups())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 60 * count  # what a shard and a batch take; with all rows in memory it was more than 200 B a record
+    (whole,) = done.record_groups()
+    columns = {name: whole[name].combine_chunks() for name in merge.RECORD_RESULTS}
+    planned = {name: plan.records[name] for name in RECORDS_SCHEMA.names}
+    assert bytes(content) == table_bytes(pa.table(planned | columns, schema=RECORDS_SCHEMA))  # of the first release
+    assert plan.records["row"].num_chunks > 1

@@ -15,7 +15,7 @@ from leandit.datasets.latents import final_latents
 from leandit.datasets.reader import Batch
 from leandit.datasets.store import LatentStore
 from leandit.train import loop
-from leandit.train.checkpoint import find
+from leandit.train.checkpoint import EMA, MODEL, find
 from leandit.train.loop import train
 from leandit.train.meters import Trace
 from leandit.train.precision import GROWTH_STEPS, LossScale
@@ -50,14 +50,18 @@ def test_the_scale_halves_at_an_overflow_and_doubles_after_many_good_updates() -
 
 
 def overflow_at(step: int, patch: pytest.MonkeyPatch) -> None:
-    """Lift the loss scale before a step so far that the gradients overflow."""
+    """Lift the loss scale before a step so far that the gradients overflow; then no average may move."""
     take = loop.train_step
 
     def made(state: TrainState, batch: Batch) -> Trace:
         if state.step + 1 == step:
             assert isinstance(state.engine.loss_scale, LossScale)
             state.engine.loss_scale.scale.fill_(2.0**26)
-        return take(state, batch)
+        before = {name: value.clone() for name, value in state.engine.tensors(EMA)}
+        trace = take(state, batch)
+        same = all(torch.equal(value, before[name]) for name, value in state.engine.tensors(EMA))
+        assert same == bool(trace.skipped)
+        return trace
 
     patch.setattr(loop, "train_step", made)
 
@@ -98,6 +102,25 @@ def test_a_run_changes_from_fp16_to_fp32_by_one_key(label_store: LatentStore, tm
     assert [line["loss_scale"] is None for line in found] == [False] * 4 + [True] * 8
 
 
+def test_the_residual_stream_may_change_while_a_run_goes_on_also_one_from_before_it_was_a_key(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_to(label_store, tmp_path / "run", "run.steps=4")
+    head = json.loads((tmp_path / "run/run.json").read_text())
+    del head["recipe"]["run"]["residual"]
+    (tmp_path / "run/run.json").write_text(json.dumps(head))
+    take, seen = loop.train_step, set()
+
+    def made(state: TrainState, batch: Batch) -> Trace:
+        seen.add(state.engine.model.net.residual)
+        return take(state, batch)
+
+    monkeypatch.setattr(loop, "train_step", made)
+    found = run_to(label_store, tmp_path / "run", "run.residual=bf16")
+    assert [line["step"] for line in found] == list(range(1, 13))
+    assert seen == {"bf16"}
+
+
 def test_losses_of_fp16_are_near_those_of_fp32(label_store: LatentStore, tmp_path: Path) -> None:
     half, full = (run_to(label_store, tmp_path / name, f"run.precision={name}") for name in ("fp16", "fp32"))
     assert [line["loss"] for line in half] == pytest.approx([line["loss"] for line in full], rel=0.02)
@@ -136,13 +159,15 @@ def test_nothing_is_updated_by_a_gradient_that_is_no_number(
     def made(state: TrainState, batch: Batch) -> Trace:
         if state.step == 2:  # the third: an infinite gradient from a finite loss
             next(state.engine.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
-        seen.append([p.detach().clone() for p in state.engine.model.parameters()])
+        for group in (MODEL, EMA):
+            seen.append([t.detach().clone() for _, t in state.engine.tensors(group)])
         trace = take(state, batch)
-        seen.append([p.detach().clone() for p in state.engine.model.parameters()])
+        for group in (MODEL, EMA):
+            seen.append([t.detach().clone() for _, t in state.engine.tensors(group)])
         return trace
 
     monkeypatch.setattr(loop, "train_step", made)
     with pytest.raises(RunError, match="step 3: the losses are finite, but the gradient is not finite"):
         run_to(label_store, tmp_path / "run")
-    before, after = seen[-2:]
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    for before, after in zip(seen[-4:-2], seen[-2:], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from making import CPU, caption_recipe, label_recipe, make_caption_folder, no_progress
+from making import CPU, caption_recipe, label_recipe, make_caption_folder, no_progress, tree_digest
 
-from leandit.datasets.errors import ResourceError
+from leandit.datasets.errors import ResourceError, SourceError
 from leandit.datasets.schema import CAPTIONS_SCHEMA
+from leandit.datasets.store import LatentStore
 from leandit.precompute.decoder import _Child
 from leandit.precompute.describe import describe_store
 from leandit.precompute.encoders import ImageEncoder, load_encoders
@@ -52,7 +53,7 @@ def test_the_predicted_bytes_are_those_of_the_store(settings: list[str], tmp_pat
     with (source / "metadata.jsonl").open("a") as lines:  # and one with captions enough to fill chunks
         captions = [f"a green square number {i} beside {'a small red circle ' * (i % 9)}" for i in range(250)]
         lines.write(json.dumps({"file_name": "images/more.png", "captions": captions}) + "\n")
-    _, found = describe_precompute(recipe, source, CPU)
+    found = describe_precompute(recipe, source, CPU).found
     assert found is not None
     precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
     written = written_bytes(store, "")
@@ -68,7 +69,8 @@ def test_the_predicted_bytes_of_labels_and_rejects_are_those_of_the_store(class_
     recipe, store = label_recipe("source.max_reject_share=0.5"), tmp_path / "store"
     source = shutil.copytree(class_folder, tmp_path / "source")  # other tests read the folder too
     (source / "n000" / "broken.png").write_bytes(b"no picture")
-    text, found = describe_precompute(recipe, source, CPU)
+    dry_run = describe_precompute(recipe, source, CPU)
+    text, found = dry_run.text, dry_run.found
     assert found is not None
     assert found.captions == 0
     assert "1 x not_an_image" in text
@@ -78,7 +80,7 @@ def test_the_predicted_bytes_of_labels_and_rejects_are_those_of_the_store(class_
 
 
 def test_the_text_says_bytes_hours_and_memory(caption_folder: Path) -> None:
-    text, _ = describe_precompute(caption_recipe(), caption_folder, CPU)
+    text = describe_precompute(caption_recipe(), caption_folder, CPU).text
     for words in ("MiB before any codec", "9 distinct", "from 14 pictures", "GiB of this machine", "h; decoding"):
         assert words in text
 
@@ -136,5 +138,51 @@ def test_on_gpus_decoding_runs_beside_the_encoders(on_cpu: bool, num_devices: in
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_its_own_memory_is_told(caption_folder: Path) -> None:
-    text, _ = describe_precompute(caption_recipe(), caption_folder, torch.device("cuda"))
+    text = describe_precompute(caption_recipe(), caption_folder, torch.device("cuda")).text
     assert "GiB of the GPU" in text
+
+
+def test_a_store_that_grows_says_what_would_be_encoded(
+    caption_folder: Path, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    source, store = shutil.copytree(caption_folder, tmp_path / "source"), tmp_path / "store"
+    shutil.copytree(caption_store.path, store)
+    assert "nothing would be encoded" in describe_precompute(caption_recipe(), source, CPU, store=store).text
+    shutil.copy(source / "images/4.png", source / "images/3.png")
+    with (source / "metadata.jsonl").open("a") as lines:
+        lines.write(json.dumps({"file_name": "images/none.png", "caption": "no file"}) + "\n")
+        lines.write(json.dumps({"file_name": "images/more.png", "caption": "a new caption"}) + "\n")
+    shutil.copy(source / "images/5.png", source / "images/more.png")
+    before = tree_digest(store)
+    said = describe_precompute(caption_recipe(), source, CPU, store=store)
+    assert tree_digest(store) == before
+    words = [" ".join(line.split()) for line in said.text.splitlines()]
+    for line in (
+        "source since the revision before: 2 new, 1 changed",
+        "would encode 2 pictures",
+        "would reject 1 x missing_file",
+    ):
+        assert line in words
+    assert "1 distinct" in said.text
+    assert said.found is not None
+    assert said.store_bytes == said.found.total + sum(map(len, before.values()))
+    report = precompute(caption_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
+    assert report.num_encoded == 2
+    assert written_bytes(store, "revisions") <= said.found.total
+
+
+def test_what_a_run_would_refuse_a_dry_run_refuses_alike(caption_folder: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(caption_folder, tmp_path / "source")
+    rows = [json.loads(line) for line in (source / "metadata.jsonl").read_text().splitlines()]
+    for row in rows[:8]:
+        row.pop("captions")
+    (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = describe_precompute(caption_recipe(), source, CPU, store=tmp_path / "store")
+    assert "would reject 8 x no_caption" in " ".join(said.text.split())
+    with pytest.raises(SourceError) as caught:
+        precompute(
+            caption_recipe(), source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress
+        )
+    wanted = "8 of 14 records are rejected, more than source.max_reject_share = 0.01: 8 x no_caption."
+    assert str(caught.value).startswith(wanted)
+    assert str(said.refusal).startswith(wanted)

@@ -16,6 +16,7 @@ from making import CPU, train_recipe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from leandit.datasets.class_names import imagenet_names
 from leandit.datasets.errors import DamageError, LeanditError, RunError
 from leandit.datasets.store import LatentStore
 from leandit.train.conditioning import Conditioning
@@ -23,8 +24,9 @@ from leandit.train.dit_checkpoints import read_official, write_official
 from leandit.train.dit_layers import DiTOptions, position_table
 from leandit.train.loop import StopRequest, train
 from leandit.train.models import build_model, model_spec
-from leandit.train.pretrained import initial_weights, read_config
+from leandit.train.pretrained import class_map_warning, initial_weights, read_config
 from leandit.train.spec import ModelSpec
+from leandit.train.state import prepare
 from leandit.train.text_models import Family, published_config, transformer_class
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -290,3 +292,70 @@ def test_a_run_goes_on_without_looking_at_what_it_began_with(label_store: Latent
         one, other = load_file(tmp_path / "whole" / name), load_file(tmp_path / "parts" / name)
         assert all(torch.equal(one[key], other[key]) for key in one)
     shutil.rmtree(tmp_path / "parts")
+
+
+@pytest.mark.parametrize("name", ["pixart-tiny", "dit-s-2-text"])
+def test_a_run_begins_with_the_averages_of_another_run_at_any_resolution(
+    name: str, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    rates = []
+
+    def go(run: str, *overrides: str) -> Path:
+        constant = ("schedule.kind=constant", "schedule.warmup_steps=0", "run.ema_decay=0.5")
+        recipe = train_recipe(name, "run.steps=1", *constant, *overrides)
+        options = {"device": CPU, "report": lambda figures: rates.append(figures.learning_rate), "stop": StopRequest()}
+        train(recipe, store_path=caption_store.path, run=tmp_path / run, **options)
+        return tmp_path / run
+
+    first = go("first")
+    averages = load_file(first / "snapshot-1/model.safetensors")
+    spec = model_spec(train_recipe(name, f"model.init_from={first}"), caption_store.spec, "store")
+    assert spec == model_spec(train_recipe(name), caption_store.spec, "store")
+    larger = spec.model_copy(update={"base_size": 2 * spec.base_size})
+    for source in (first, first / "snapshot-1"):
+        with torch.device("meta"):
+            model = build_model(larger, seed=5)
+        weights = initial_weights(str(source), model, larger)
+        assert weights.keys() == model.state_dict().keys()
+        for key, tensor in averages.items():
+            assert torch.equal(weights[key], tensor) == (key != "net.pos_embed"), key
+    second = go("second", f"model.init_from={first}", "optimizer.lr=1e-7", "optimizer.lr_base_batch=2")
+    learned = load_file(second / "checkpoint-1/model.safetensors")
+    assert 0 < max(float((learned[key] - tensor).abs().max()) for key, tensor in averages.items()) < 1e-5
+    assert rates == [1e-3, pytest.approx(2e-7)]  # 8 images an update: twice the rate of 2
+    with pytest.raises(RunError, match="'DiT-S/4'"):
+        initial_weights(str(first), build_model(SPEC, seed=0), SPEC.model_copy(update={"name": "DiT-S/4"}))
+
+
+def test_a_run_from_before_a_key_goes_on_without_it(label_store: LatentStore, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for steps in (1, 2):
+        recipe = train_recipe("dit-s-4", f"run.steps={steps}")
+        train(recipe, store_path=label_store.path, run=run, device=CPU, report=print, stop=StopRequest())
+        head = json.loads((run / "run.json").read_text())
+        del head["recipe"]["optimizer"]["lr_base_batch"]
+        (run / "run.json").write_text(json.dumps(head))
+    scaled = train_recipe("dit-s-4", "run.steps=3", "optimizer.lr_base_batch=2")
+    with pytest.raises(RunError, match=r"lr_base_batch was 0, is 2"):
+        train(scaled, store_path=label_store.path, run=run, device=CPU, report=print, stop=StopRequest())
+
+
+def test_labels_that_are_not_imagenets_are_warned_of_with_official_weights(tmp_path: Path) -> None:
+    wnids, source = list(imagenet_names()), str(tmp_path / "DiT.pt")
+    for same in (wnids, wnids[:3], ["0", "1", "2"]):
+        assert class_map_warning(source, 1000, same) is None
+    subset = [wnids[0], wnids[207], wnids[360]]
+    warning = class_map_warning(source, 1000, subset) or ""
+    assert f"label 1 is '{wnids[207]}', ImageNet's label 207" in warning
+    assert "2 of the store's 3" in warning
+    assert "label 0 is 'cat'." in (class_map_warning(source, 1000, ["cat", "dog"]) or "")
+    assert class_map_warning(source, 3, subset) is None
+
+
+def test_a_run_warns_of_other_labels_than_its_official_weights_have(label_store: LatentStore, tmp_path: Path) -> None:
+    recipe = train_recipe("dit-s-4", "model.num_classes=1000", f"model.init_from={tmp_path / 'first.pt'}")
+    spec = model_spec(recipe, label_store.spec, "store")
+    write_official(tmp_path / "first.pt", shaken(spec).state_dict())
+    warnings: list[str] = []
+    prepare(recipe, label_store, CPU, warnings.append)
+    assert any("label 0 is 'n000'" in warning for warning in warnings)

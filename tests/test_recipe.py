@@ -38,7 +38,8 @@ def test_the_shipped_recipes_are_those_that_users_call_by_name() -> None:
     }
     assert {name for stage, name in SHIPPED if stage == "train"} >= {
         *("demo", "dit-s-2-256", "dit-b-2-256", "dit-l-2-256", "dit-xl-2-256", "dit-xl-2-512"),
-        *("pixart-sigma-512", "sana-600m-512", "sana-1600m-1024"),
+        *("dit-xl-2-256-paper", "pixart-sigma-256", "pixart-sigma-512", "pixart-sigma-1024"),
+        *("sana-600m-512", "sana-1600m-1024"),
     }
 
 
@@ -83,6 +84,7 @@ def test_any_number_survives_being_written_as_toml(lr: float, steps: int) -> Non
         ("train", "run.global_batchsize=5", "run.global_batchsize", "run.global_batch"),
         ("precompute", "images.resolutoin=5", "images.resolutoin", "images.resolution"),
         ("precompute", "vae.batchsize=5", "vae.batchsize", "vae.batch_size"),
+        ("precompute", "images.codec=zstd", "images.codec", "store.codec"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(stage: str, override: str, unknown: str, nearest: str) -> None:
@@ -91,6 +93,11 @@ def test_an_unknown_key_names_the_nearest(stage: str, override: str, unknown: st
     assert f"unknown key '{unknown}', did you mean '{nearest}'?" in str(caught.value)
     assert "recipe 'demo'" in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_an_unknown_key_that_is_like_none_of_its_section_lists_those() -> None:
+    with pytest.raises(RecipeError, match=r"unknown key 'model\.depth'; \[model\] has name, .*, mlp, .*\.$"):
+        load("train", "demo", "model.depth=2")
 
 
 def test_an_unknown_key_that_is_like_none_names_no_other() -> None:
@@ -202,6 +209,21 @@ def test_an_unknown_recipe_names_the_nearest_and_all_that_are_shipped(stage: str
     assert all(shipped in str(caught.value) for known, shipped in SHIPPED if known == stage)
 
 
+@pytest.mark.parametrize(
+    ("stage", "name", "other"), [("train", "pixart-256", "precompute"), ("precompute", "dit-xl-2-256", "train")]
+)
+def test_a_recipe_of_the_other_stage_is_called_so(stage: str, name: str, other: str) -> None:
+    with pytest.raises(RecipeError, match=f"It is a recipe of 'leandit {other}'. Shipped are: "):
+        load(stage, name)
+
+
+def test_keys_that_do_not_fit_together_are_one_sentence_with_a_way_out() -> None:
+    with pytest.raises(RecipeError, match=r"2880, 4096 px; for others take images\.buckets 'area'\.$"):
+        load("precompute", "pixart-256", "images.resolution=128")
+    with pytest.raises(RecipeError, match=r"did you mean 'vae\.model'\?$"):
+        load("precompute", "pixart-256", "vae.modle=x")
+
+
 @pytest.mark.parametrize("content", [b"[run", b"steps = \n", b"[run]\nsteps = 1\nsteps = 2\n", b"# \xff\n", b"\x00"])
 def test_a_file_that_is_no_toml_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
@@ -253,3 +275,30 @@ def test_every_key_of_a_recipe_is_explained(stage: str) -> None:
     assert undocumented(module) == []
     sections = [field.annotation for field in recipe.model_fields.values()]
     assert all(isinstance(s, type) and issubclass(s, Section) and s.__module__ == module.__name__ for s in sections)
+
+
+def test_the_recipes_of_pixart_sigma_are_its_published_configs() -> None:
+    for side in (256, 512, 1024):
+        recipe = load("train", f"pixart-sigma-{side}")
+        optimizer = recipe.optimizer
+        assert (optimizer.name, optimizer.weight_decay, optimizer.betas) == ("came", 0, [0.9, 0.999, 0.9999])
+        assert recipe.peak_lr == 2e-5  # for 256 images
+        assert recipe.data.original_share == 0.5
+        assert (recipe.run.grad_clip, recipe.schedule.warmup_steps, recipe.conditioning.drop) == (0.01, 1000, 0.1)
+        assert load("train", f"pixart-sigma-{side}", "run.global_batch=1024").peak_lr == pytest.approx(4e-5)
+
+
+def test_the_recipe_of_the_dit_paper_is_its_published_code() -> None:
+    recipe = load("train", "dit-xl-2-256-paper")
+    run, optimizer = recipe.run, recipe.optimizer
+    assert (run.steps, run.global_batch, run.precision, run.grad_clip) == (7_000_000, 256, "tf32", 0)
+    assert (optimizer.name, recipe.peak_lr, optimizer.weight_decay, run.ema_decay) == ("adamw", 1e-4, 0, 0.9999)
+    assert (recipe.objective.kind, recipe.objective.variance, recipe.schedule.warmup_steps) == ("ddpm", "learned", 0)
+
+
+def test_a_rate_is_scaled_by_the_root_of_the_batch_only_where_asked() -> None:
+    assert load("train", "demo", "optimizer.lr=1e-3", "run.global_batch=512").peak_lr == 1e-3
+    scaled = load("train", "demo", "optimizer.lr=1e-3", "run.global_batch=512", "optimizer.lr_base_batch=128")
+    assert scaled.peak_lr == pytest.approx(2e-3)
+    with pytest.raises(RecipeError, match="lr_base_batch"):
+        load("train", "demo", "optimizer.lr_base_batch=128", "data.batch_tokens=64")

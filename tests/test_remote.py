@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import json
 import os
 import random
 import shutil
@@ -30,6 +31,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from making import CPU, train_recipe, tree_digest
 from s3_server import s3_server
+from typer.testing import CliRunner
 
 from leandit.datasets import mirror, remote, remote_reader
 from leandit.datasets.commits import with_root_hash
@@ -48,8 +50,12 @@ from leandit.datasets.hashing import canonical_json
 from leandit.datasets.loader import make_loader
 from leandit.datasets.remote import RemoteFolder, open_remote
 from leandit.datasets.remote_reader import RemoteReader
+from leandit.datasets.remote_verify import verify_remote
 from leandit.datasets.schema import FileEntry, Manifest
 from leandit.datasets.store import LatentStore
+from leandit.datasets.verify import Verification, verify_store
+from leandit.tools.cli import app
+from leandit.tools.inspector import summarise
 from leandit.train.loop import train
 from leandit.train.meters import StepReport
 from leandit.train.stop import StopRequest
@@ -1124,3 +1130,76 @@ def test_a_run_trains_on_a_store_at_a_url_as_on_the_local_one(
             losses.setdefault(name, []).extend(figures.loss for figures in seen)
     assert losses["away"] == losses["local"]
     assert len(losses["away"]) == 3
+
+
+# ------------------------------------------------------------ inspect and verify at a URL
+
+
+def spoilt(store: LatentStore, url: str, change: Callable[[Any, str], None]) -> Verification:
+    fs = upload(store.path, url)
+    change(fs, url.partition("://")[2])
+    return verify_remote(url)
+
+
+def test_a_store_at_a_url_is_verified_there(caption_store: LatentStore, tmp_path: Path) -> None:
+    upload(caption_store.path, "faulty://sound")
+    found, there = verify_remote("faulty://sound"), verify_store(caption_store.path)
+    assert (found.store, found.findings, found.complete) == ("faulty://sound", [], True)
+    assert (found.num_files, found.num_bytes, found.num_records) == (there.num_files, there.num_bytes, 14)
+    FaultyFileSystem.requests.clear()
+    assert verify_remote("faulty://sound", quick=True).findings == []
+    assert not any("/moments/c/" in path for path in FaultyFileSystem.requests)  # sizes come from the listing
+
+
+SPOILT: dict[str, tuple[Callable[[Any, str], None], str, str]] = {
+    "flipped shard": (set_object(flip), MOMENTS, "content"),
+    "cut shard": (set_object(lambda c: c[:-1]), MOMENTS, "size"),
+    "missing shard": (set_object(None), MOMENTS, "missing"),
+    "flipped table": (set_object(flip, "records.parquet"), "records.parquet", "content"),
+    "flipped plan": (set_object(flip, "plan/records.parquet"), "plan/records.parquet", "content"),
+    "flipped manifest": (set_object(flip, "manifest.json"), "manifest.json", "content"),
+    "a file more": (lambda fs, root: put(fs, f"{root}/notes.txt", b"x"), "notes.txt", "stray"),
+    "a name that leads out": (
+        lambda fs, root: put(fs, f"{root}/a/../../plan.json", b"x"),
+        "a/../../plan.json",
+        "stray",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_what_is_wrong_at_a_url_is_found(case: str, caption_store: LatentStore) -> None:
+    change, path, cause = SPOILT[case]
+    found = spoilt(caption_store, f"faulty://{case.replace(' ', '-')}", change)
+    assert [(finding.path, finding.cause) for finding in found.findings] == [(path, cause)]
+    assert found.damaged
+
+
+def test_inspect_and_verify_read_a_url(
+    s3: str, caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(caption_store.path, f"{s3}/shown")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runner = CliRunner()
+    told = runner.invoke(app, ["inspect", f"{s3}/shown", "--json"])
+    values, there = json.loads(told.stdout), summarise(caption_store)
+    assert values == there | {"store": f"{s3}/shown"}
+    key = caption_store.records["key"][0].as_py()
+    assert f"key                 {key}" in runner.invoke(app, ["inspect", f"{s3}/shown", key]).stdout
+    checked = runner.invoke(app, ["verify", f"{s3}/shown"])
+    assert (checked.exit_code, checked.stdout.splitlines()[-1].split()) == (0, ["state", "whole"])
+    refused = runner.invoke(app, ["verify", f"{s3}/shown", "--deep", "--source", "x"])
+    assert "need the store in a folder" in str(refused.exception)
+
+
+def test_of_a_large_store_at_a_url_some_whole_shards_are_inspected(
+    caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(caption_store.path, "faulty://large")
+    monkeypatch.setattr("leandit.tools.inspector.SCAN_BYTES_AT_URL", 1 << 13)
+    store = LatentStore("faulty://large", remote={"folder": tmp_path / "local"})
+    assert store.remote
+    values = summarise(store)["latent_statistics"]
+    assert 0 < values["num_rows_read"] < 14
+    brought = [path for path in FaultyFileSystem.requests if "/moments/c/" in path]
+    assert 0 < len(brought) < len([entry for entry in shards_of(caption_store) if "/moments/" in entry.path])

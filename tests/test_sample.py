@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from making import CPU, train_recipe
+from making import CPU, caption_recipe, label_recipe, no_progress, train_recipe
+from PIL import Image
 from torch import Tensor, nn
 
 from leandit.datasets.errors import EncoderError, LeanditError, RecipeError, RunError
+from leandit.datasets.recipe import to_toml
+from leandit.datasets.shuffle import keyed_hash
 from leandit.datasets.store import LatentStore
 from leandit.precompute.model_files import local_folder
-from leandit.tools.sampler import Request, make_conditioning, sample
+from leandit.tools.sample_set import sample_set
+from leandit.tools.sampler import Request, checked, draw_pictures, make_conditioning, sample, subject_by_subject
+from leandit.tools.sheet import load_decoder
 from leandit.train.conditioning import Conditioner, Conditioning
 from leandit.train.config import ObjectiveSection
+from leandit.train.dit_checkpoints import write_official
 from leandit.train.loop import StopRequest, train
 from leandit.train.objectives import ddpm_schedule
-from leandit.train.sample import SAMPLERS, Guided, Sampler, Snapshot, Solver, draw_latents, load_snapshot
+from leandit.train.sample import (
+    SAMPLERS,
+    Guided,
+    Sampler,
+    Snapshot,
+    Solver,
+    draw_latents,
+    float32_products,
+    load_snapshot,
+)
 from leandit.train.spec import ModelSpec
 
 LABELS = ModelSpec(name="DiT-S/2", channels=2, out_channels=4, num_classes=2, caption_width=0, base_size=8)
@@ -197,6 +215,79 @@ def test_the_learned_variance_is_what_the_ancestral_sampler_draws_with() -> None
         assert drawn.std() == pytest.approx(float(wanted), rel=0.02)
 
 
+def dpm_by_its_formula(x: Tensor, velocity: Callable[[Tensor, float], Tensor], steps: int, shift: float) -> Tensor:
+    """DPM-Solver++ of second order, multistep, in float64 (Lu et al. 2022, algorithm 2), at Sana's times."""
+    even = [1 - (1 - 1 / 1000) * i / steps for i in range(steps)]
+    even = [t - 1 / 1000 for t in even]  # from just before the noise; the end, no noise at all, comes below
+    sigmas = [shift * t / (1 + (shift - 1) * t) for t in even]
+    x, previous, h_before = x.double(), None, 0.0
+    for i, sigma in enumerate(sigmas):
+        data = x - sigma * velocity(x, 1000 * sigma).double()
+        if i == len(sigmas) - 1:
+            return data
+        after = sigmas[i + 1]
+        h = math.log((1 - after) / after) - math.log((1 - sigma) / sigma)
+        guess = data if previous is None else data + (data - previous) * h / (2 * h_before)
+        x = after / sigma * x + (1 - after) * (1 - math.exp(-h)) * guess
+        previous, h_before = data, h
+    raise AssertionError("no steps")
+
+
+def test_the_flow_solver_draws_as_sana_does() -> None:
+    from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
+
+    objective, labels = ObjectiveSection(kind="flow", shift=3.0), Conditioning(labels=torch.tensor([0, 1]))
+    snapshot, solver = snapshot_of(objective, 0.5), Solver("dpm", steps=20, guidance=4.5)
+    found = draw_latents(snapshot, labels, size=(8, 8), seed=3, solver=solver)
+
+    shape, keys = (2, 8, 8), [torch.Generator().manual_seed(keyed_hash(3, n) % 2**63) for n in (0, 1)]
+    noise, forward = (
+        torch.stack([torch.randn(shape, generator=key) for key in keys]),
+        Guided(snapshot, labels, solver, CPU),
+    )
+    own = dpm_by_its_formula(noise, lambda x, t: forward(x.float(), t), 20, 3.0)
+    torch.testing.assert_close(found, own.float(), rtol=1e-4, atol=1e-4)
+
+    scheduler: Any = DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, algorithm_type="dpmsolver++"
+    )
+    scheduler.set_timesteps(20)
+    x, rounded = noise, noise
+    for t, sigma in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
+        x = scheduler.step(forward(x, 1000 * float(sigma)), t, x).prev_sample
+    torch.testing.assert_close(found, x)
+    scheduler.set_timesteps(20)
+    for t in scheduler.timesteps:
+        rounded = scheduler.step(forward(rounded, float(t)), t, rounded).prev_sample
+    assert 1e-4 < (found - rounded).abs().max() < 0.1  # the pipeline's whole times are others
+
+
+@pytest.mark.parametrize("steps", [900, 999])
+def test_the_flow_solver_starts_at_its_first_time_with_any_number_of_steps(steps: int) -> None:
+    latents = draw(ObjectiveSection(kind="flow", shift=6.0), 0.0, steps=steps, sampler="dpm")
+    torch.testing.assert_close(latents[0], torch.full((2, 8, 8), 0.7), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_products_are_in_tf32_where_asked_and_only_while_drawing(tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, seen = Known.forward, set[tuple[bool, bool]]()
+
+    def flags() -> tuple[bool, bool]:
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+    def watch(self: Known, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
+        seen.add(flags())
+        return forward(self, x, t, conditioning)
+
+    monkeypatch.setattr(Known, "forward", watch)
+    solver = Request(steps=2, precision="tf32" if tf32 else "fp32", guidance=1.0).solver(CPU)
+    label = Conditioning(labels=torch.tensor([0]))
+    with float32_products(not tf32):
+        draw_latents(snapshot_of(OBJECTIVES[0], 0.5), label, size=(8, 8), seed=0, solver=solver)
+        assert flags() == (not tf32, not tf32)
+    assert seen == {(tf32, tf32)}
+
+
 @pytest.mark.parametrize(("kind", "sampler"), [("flow", "ddim"), ("ddpm", "euler")])
 def test_a_sampler_of_another_objective_is_refused(kind: Any, sampler: Sampler) -> None:
     with pytest.raises(RecipeError, match=f"--sampler {sampler}.*{kind}"):
@@ -310,8 +401,12 @@ def test_without_a_wish_labels_or_captions_of_the_store_are_drawn(go: Draw, runs
 @pytest.mark.parametrize(
     ("which", "request_", "words"),
     [
-        ("labels", Request(labels=(3,)), "label 3.*0 to 2"),
-        ("labels", Request(labels=(-1,)), "label -1"),
+        ("labels", Request(labels=(3,)), "label: no class 3.*0 to 2"),
+        ("labels", Request(labels=(-1,)), "label: no class -1"),
+        ("labels", Request(labels=("m001",)), "--label: no class 'm001'. Did you mean 'n001'"),
+        ("labels", Request(guidance=-1.0), "--guidance -1: needed a number from 0 to 100"),
+        ("labels", Request(guidance=float("nan")), "--guidance nan"),
+        ("labels", Request(guided_channels=5), "--guidance-channels 5: the latents have 4"),
         ("labels", Request(captions=("a red circle",)), "takes class labels"),
         ("captions", Request(labels=(1,)), "takes captions"),
         ("labels", Request(labels=(1,), bucket="30x32"), "30x32.*multiples"),
@@ -321,6 +416,40 @@ def test_without_a_wish_labels_or_captions_of_the_store_are_drawn(go: Draw, runs
 def test_what_the_model_cannot_draw_is_refused(which: str, request_: Request, words: str, go: Draw, runs: Runs) -> None:
     with pytest.raises(RecipeError, match=words):
         go(getattr(runs, which), request_)
+
+
+def test_labels_go_by_name_and_num_counts_pictures_of_each(go: Draw, runs: Runs, caption_store: LatentStore) -> None:
+    named = go(runs.labels, Request(labels=("N002", "0", 1), count=2, steps=1))
+    assert named["samples"] == ["2: n002"] * 2 + ["0: n000"] * 2 + ["1: n001"] * 2
+    captions = caption_store.captions["text"].to_pylist()[:2]
+    assert go(runs.captions, Request(captions=captions, count=3, steps=1))["samples"] == [
+        *([captions[0]] * 3),
+        *([captions[1]] * 3),
+    ]
+
+
+def test_pictures_of_one_label_differ_and_are_those_of_a_set(runs: Runs, tmp_path: Path) -> None:
+    request = Request(labels=(2, 0), count=2, steps=2, guidance=1.0)
+    places: dict[str, Any] = {"device": CPU, "store": None, "vae": None, "text": None}
+    sample_set(runs.labels, request, out=tmp_path, progress=no_progress, **places)
+    snapshot = load_snapshot(runs.labels, CPU)
+    conditioning = make_conditioning(snapshot, request, runs.labels, None, None, CPU)[1]
+    decoder = load_decoder(snapshot.state["vae"]["model"], None, CPU)
+    numbers = subject_by_subject(request, 4)
+    assert numbers == [0, 2, 1, 3]
+    drawn = draw_pictures(snapshot, conditioning, decoder, bucket="32x32", request=request, numbers=numbers).astype(int)
+    for pixels, number in zip(drawn, numbers, strict=True):
+        assert np.abs(pixels - np.asarray(Image.open(tmp_path / f"{number:06d}.png")).astype(int)).max() <= 1
+    assert np.abs(drawn[0] - drawn[1]).max() > 8
+
+
+def test_guidance_of_a_model_that_never_saw_null_is_refused(go: Draw, runs: Runs) -> None:
+    snapshot = load_snapshot(runs.labels, CPU)
+    assert snapshot.state["drop"] == 0.1
+    unguided = dataclasses.replace(snapshot, state=snapshot.state | {"drop": 0.0})
+    with pytest.raises(RecipeError, match=r"trained with conditioning\.drop = 0"):
+        checked(unguided, Request(guidance=4.0))
+    assert checked(unguided, Request(guidance=1.0)).guidance == 1.0
 
 
 def test_a_store_that_is_not_there_is_refused_when_it_is_named(go: Draw, runs: Runs, tmp_path: Path) -> None:
@@ -360,3 +489,67 @@ def test_another_vae_is_used_with_a_warning(go: Draw, runs: Runs, tmp_path: Path
 def test_a_vae_of_other_channels_is_refused(go: Draw, runs: Runs, tmp_path: Path) -> None:
     with pytest.raises(EncoderError, match="8 channels, the model makes 4"):
         go(runs.labels, Request(labels=(0,), steps=1), vae=other_vae(tmp_path / "vae", 8))
+
+
+def test_compiled_blocks_draw_the_same_and_see_few_lengths(
+    runs: Runs, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = set[int]()
+
+    def compiled(forward: Any, *, dynamic: bool) -> Any:
+        assert not dynamic
+
+        def call(*args: Any, **options: Any) -> Any:
+            lengths.add(options["encoder_hidden_states"].shape[1])
+            return forward(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    drawn = []
+    for snapshot in (load_snapshot(runs.captions, CPU), load_snapshot(runs.captions, CPU, compiled=True)):
+        request = Request(captions=caption_store.captions["text"].to_pylist()[:2])
+        given = make_conditioning(snapshot, request, runs.captions, None, None, CPU)[1]
+        drawn.append(draw_latents(snapshot, given, size=(8, 8), seed=0, solver=Solver(steps=2, guidance=2.0)))
+    assert lengths == {16}  # of null; a multiple of 64 would be beyond it
+    torch.testing.assert_close(drawn[0], drawn[1], rtol=1e-4, atol=1e-4)
+
+
+def published_request(folder: Path, recipe: Any, encoders: Any, **options: Any) -> Request:
+    for name, section in (("train.toml", recipe), ("precompute.toml", encoders)):
+        (folder / name).write_text(to_toml(section))
+    return Request(recipe=str(folder / "train.toml"), encoders=str(folder / "precompute.toml"), **options)
+
+
+def test_a_published_dit_is_drawn_from_without_a_run(go: Draw, runs: Runs, tmp_path: Path) -> None:
+    write_official(tmp_path / "DiT.safetensors", load_snapshot(runs.labels, CPU).model.state_dict())
+    recipe = train_recipe("dit-s-4", "model.num_classes=3")
+    given: dict[str, Any] = {"labels": (2, 0), "steps": 2, "bucket": "32x32"}
+    wanted = grid_pixels(go(runs.labels, Request(**given)))
+    result = go(tmp_path / "DiT.safetensors", published_request(tmp_path, recipe, label_recipe(), **given))
+    assert (result["snapshot"], result["warning"]) == ("DiT.safetensors", None)
+    assert np.array_equal(grid_pixels(result)[:32], wanted[:32])  # their names, below, are others
+
+
+def test_a_published_pixart_is_drawn_from_without_a_run(go: Draw, runs: Runs, tmp_path: Path) -> None:
+    model: Any = load_snapshot(runs.captions, CPU).model
+    model.net.save_pretrained(tmp_path / "PixArt/transformer")
+    recipe, encoders = train_recipe("pixart-tiny"), caption_recipe()
+    given: dict[str, Any] = {"captions": ("a tiny yellow square", "a red circle"), "steps": 2, "guidance": 2.0}
+    wanted = grid_pixels(go(runs.captions, Request(**given, bucket="64x64")))
+    result = go(tmp_path / "PixArt", published_request(tmp_path, recipe, encoders, **given))
+    assert (result["bucket"], result["warning"]) == ("64x64", None)  # of three, the square one
+    found = grid_pixels(result)
+    assert wanted.std() > 10
+    assert np.abs(found - wanted).max() <= 6  # the store's null caption is float16, here it is float32
+
+
+def grid_pixels(result: dict) -> np.ndarray:
+    return np.asarray(Image.open(result["grid"])).astype(int)
+
+
+def test_a_published_checkpoint_needs_both_recipes_and_classes(go: Draw, runs: Runs, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"--recipe.*--encoders"):
+        go(runs.labels, Request(recipe="dit-xl-2-256"))
+    with pytest.raises(RecipeError, match=r"model\.num_classes"):
+        go(runs.labels, published_request(tmp_path, train_recipe("dit-s-4"), label_recipe()))

@@ -43,8 +43,8 @@ from leandit.datasets.tables import read_table
 from leandit.precompute.config import TextSection, VaeSection
 from leandit.precompute.encoders import ImageEncoder
 from leandit.precompute.model_files import local_folder
+from leandit.precompute.source_json import MAX_LINE_BYTES
 from leandit.precompute.source_record import MAX_CAPTION_CHARS, MAX_CAPTIONS, MAX_TEXT_BYTES, SourceRecord
-from leandit.precompute.source_tables import MAX_LINE_BYTES
 from leandit.precompute.sources import list_source
 from leandit.precompute.text_encoders import CaptionEncoder, CaptionTokenizer
 from leandit.tools.inspector import describe_record, ledger, summarise
@@ -1103,7 +1103,7 @@ ALLOWED_WRITES = {
     ("train/meters.py", "open"),  # metrics.jsonl grows by a line at a time
     ("train/dit_checkpoints.py", "save"),  # into memory, from where datasets/files.py writes it
     ("tools/sample_set.py", "save"),  # likewise
-    ("tools/cli.py", "save"),  # pictures for people to look at, which nothing reads again
+    ("tools/sheet.py", "save"),  # pictures for people to look at, which nothing reads again
     ("tools/demo.py", "save"),
     ("tools/sampler.py", "save"),
 }

@@ -196,11 +196,11 @@ def test_what_finds_no_room_is_decoded_again(whole: Path, tmp_path: Path, monkey
 class Unfit(InProcessDecoders):
     """Decoders that fail, in one way or another, wherever a picture of an odd number is to be cropped twice."""
 
-    def crops(self, place: PicturePlace, crops: Sequence[Crop]) -> list[Decoded]:
+    def crops(self, place: PicturePlace, crops: Sequence[Crop], *, exif_orientation: bool = True) -> list[Decoded]:
         """Fail, or decode."""
         if len(crops) > 1 and int(place.path.stem) % 2:
             raise RecordRejected("decode", "decoder_timeout", "no answer in 5 s")
-        return super().crops(place, crops)
+        return super().crops(place, crops, exif_orientation=exif_orientation)
 
 
 def test_what_cannot_be_made_together_is_made_alone(
@@ -299,8 +299,10 @@ def test_captions_are_encoded_once_where_the_stores_hold_the_same(
         line["captions"] = [f"picture number {number}"]
     (tmp_path / "pictures/metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr("leandit.precompute.picture_plan.MAX_PIXELS", 64 * 100)
-    recipe_of = {tmp_path / f"t{side}": captioned(side, "source.max_rejects_in_a_row=99") for side in (32, 64)}
-    monkeypatch.setattr("leandit.precompute.rejects.SMALL_NUMBER", 14)
+    recipe_of = {
+        tmp_path / f"t{side}": captioned(side, "source.max_rejects_in_a_row=99", "source.max_reject_share=1")
+        for side in (32, 64)
+    }
     first, second = together(recipe_of, tmp_path / "pictures").reports
     assert 0 < second.tokens.num_captions < first.tokens.num_captions
     assert_same_trees(recipe_of, tmp_path / "pictures", tmp_path / "own_t")
@@ -362,7 +364,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(
 
     alone(square(64, "vae.batch_size=4"), source, second)
     before = tree_digest(second)
-    with pytest.raises(FingerprintMismatch, match=r"s64'.*latent\.batch_size is 4"):
+    with pytest.raises(FingerprintMismatch, match=r"(?s)s64'.*latent\.batch_size is 4"):
         together({first: square(32), second: square(64)}, source)
     assert tree_digest(second) == before
 

@@ -22,7 +22,7 @@ from s3_server import s3_server
 
 from leandit.datasets.errors import RecordRejected, SourceError
 from leandit.datasets.store import LatentStore
-from leandit.precompute import source_parquet, source_tables
+from leandit.precompute import source_json, source_parquet
 from leandit.precompute.pipeline import Report
 from leandit.precompute.source_record import SourceRecord
 from leandit.precompute.sources import Source, list_source
@@ -304,7 +304,7 @@ def test_all_of_pixarts_ways_to_name_a_list_are_one_source(tmp_path: Path) -> No
 
 
 def test_a_long_json_list_is_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_tables, "READ_BYTES", 7)  # rows and characters come in parts
+    monkeypatch.setattr(source_json, "READ_BYTES", 7)  # rows and characters come in parts
     rows = [{"path": f"{i}.png", "prompt": 'ein roter Würfel [,]{}"\\ 🙂'} for i in range(20)]
     for row in rows:
         put(tmp_path / row["path"], b"")
@@ -319,7 +319,6 @@ def test_a_long_json_list_is_read_a_piece_at_a_time(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("text", "row"),
     [
-        ('{"path": "a.png"}', 1),
         ("", 1),
         ('[{"path": "a.png"}', 2),
         ('[{"path": "a.png"} {"path": "b.png"}]', 2),
@@ -329,7 +328,7 @@ def test_a_long_json_list_is_read_a_piece_at_a_time(tmp_path: Path, monkeypatch:
         ('[{"path": "a.png"}, {"prompt": "x"}]', 2),
         ('[{"path": "a.png"}, {"path": 7}]', 2),
         ("[" * 100_000, 1),
-        ('[{"path": "a.png"}, {"path": "' + "x" * (source_tables.MAX_LINE_BYTES + (2 << 20)), 2),
+        ('[{"path": "a.png"}, {"path": "' + "x" * (source_json.MAX_LINE_BYTES + (2 << 20)), 2),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -338,6 +337,14 @@ def test_a_damaged_json_list_is_an_error_that_names_the_row(tmp_path: Path, text
     with pytest.raises(SourceError, match=rf"data_info\.json', row {row}") as caught:
         list_source(tmp_path)
     assert len(str(caught.value)) < 600
+
+
+def test_a_json_object_that_is_no_list_of_coco_says_what_was_needed(tmp_path: Path) -> None:
+    put(tmp_path / "data_info.json", b'{"path": "a.png"}')
+    with pytest.raises(
+        SourceError, match=r"data_info\.json': a JSON object without 'images'; needed .* a list of rows"
+    ):
+        list_source(tmp_path)
 
 
 def test_a_path_of_a_list_stays_inside_of_the_source(tmp_path: Path) -> None:
@@ -479,7 +486,7 @@ def test_a_damaged_parquet_file_is_an_error_that_names_it(tmp_path: Path, conten
 
 def test_a_parquet_file_without_pictures_says_its_columns(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", {"words": ["x"], "pixels": [[1, 2]]})
-    with pytest.raises(SourceError, match=r"no column of pictures.*words, pixels"):
+    with pytest.raises(SourceError, match=r"no column of pictures.*'words', 'pixels'"):
         list_source(tmp_path)
 
 

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 
 from leandit.datasets import mapped
 from leandit.datasets.errors import ResourceError, SourceError
-from leandit.precompute import foreign_parquet, source_tables
+from leandit.precompute import foreign_parquet, source_json, source_tables
 from leandit.precompute.source_files import LocalFiles
+from leandit.precompute.source_folders import Found
 from leandit.precompute.source_listing import record_batch
+from leandit.precompute.source_placement import Placement
 from leandit.precompute.source_record import MAX_CAPTION_CHARS, MAX_CAPTIONS, MAX_CLASSES, MAX_KEY_CHARS, SourceRecord
 from leandit.precompute.source_rows import Rows, check_rows, row_record
 from leandit.precompute.sources import list_source
@@ -89,13 +91,13 @@ def said(make: Callable[[], list[dict[str, Any]]]) -> object:
 
 
 def at_once(files: LocalFiles, rows: Rows) -> list[dict[str, Any]]:
-    checked = check_rows(rows, "")
-    return checked.batch(files, "", [files.look(path) for path in checked.paths.to_pylist()]).to_pylist()
+    checked = check_rows(rows, Placement())
+    return checked.batch(files, Placement(), [files.look(path) for path in checked.paths.to_pylist()]).to_pylist()
 
 
 def one_by_one(files: LocalFiles, rows: list[Any]) -> list[dict[str, Any]]:
     """By definition."""
-    records = [row_record(files, "", row, f"row {i}") for i, row in enumerate(rows)]
+    records = [row_record(files, Placement(), row, f"row {i}") for i, row in enumerate(rows)]
     return record_batch(records).to_pylist()
 
 
@@ -153,7 +155,7 @@ def test_rows_of_parquet_at_once_are_what_they_are_one_by_one(
 
 
 def listed(files: LocalFiles, file: BinaryIO) -> list[dict[str, Any]]:
-    return [row for rows, _ in source_tables._parquet_rows(file, "list") for row in at_once(files, rows)]
+    return [row for rows, _ in source_tables._parquet_rows(file, "list", Found()) for row in at_once(files, rows)]
 
 
 @pytest.mark.parametrize("slow_look_seconds", [0.0, 1e9], ids=["threads", "one by one"])
@@ -162,14 +164,14 @@ def test_rows_stay_in_order_over_many_batches(
     kind: str, slow_look_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source_tables, "SLOW_LOOK_SECONDS", slow_look_seconds)
-    for module in (foreign_parquet, source_tables):
+    for module in (foreign_parquet, source_json):
         monkeypatch.setattr(module, "TABLE_ROWS", 7)
     monkeypatch.setattr(foreign_parquet, "READ_ROWS", 50)
     monkeypatch.setattr(source_tables, "LOOKED", 2)
     rows = []
     for i in range(200):
         (tmp_path / f"{i}.jpg").write_bytes(b"x" * i)
-        odd = {3: "no.jpg", 5: "../x.jpg"}.get(i % 11)
+        odd = {3: f"no{i}.jpg", 5: f"../{i}.jpg"}.get(i % 11)
         rows.append({"path": odd or f"{i}.jpg", "prompt": f"picture {i}", "label": i})
     path = tmp_path / f"list.{kind}"
     if kind == "parquet":
@@ -189,7 +191,7 @@ def test_rows_stay_in_order_over_many_batches(
 
 
 def test_the_error_is_that_of_the_first_wrong_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_tables, "TABLE_ROWS", 2)
+    monkeypatch.setattr(source_json, "TABLE_ROWS", 2)
     lines = ['{"path": "a.jpg"}', '{"path": 7}', *['{"path": "a.jpg"}'] * 4, "damaged"]
     (tmp_path / "list.jsonl").write_text("\n".join(lines))
     with pytest.raises(SourceError, match="line 2: needed"):
@@ -198,7 +200,10 @@ def test_the_error_is_that_of_the_first_wrong_row(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("names", "said"),
-    [(["path", "caption", "caption"], "two columns are called 'caption'"), (["picture"], "row 1: needed.*picture")],
+    [
+        (["path", "caption", "caption"], "two columns are called 'caption'"),
+        (["photo"], "no column is known to name.*'photo'"),
+    ],
 )
 def test_columns_of_parquet_that_say_nothing_or_twice_are_an_error(names: list[str], said: str, tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_arrays([pa.array(["a.jpg"])] * len(names), names), tmp_path / "list.parquet")

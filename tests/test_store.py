@@ -19,7 +19,6 @@ import zarr
 from making import caption_recipe, label_recipe, make_caption_folder, tree_digest
 
 from leandit.datasets.buckets import bucket_size
-from leandit.datasets.commits import merge_captions
 from leandit.datasets.errors import (
     DamageError,
     FormatVersionError,
@@ -30,6 +29,7 @@ from leandit.datasets.errors import (
 )
 from leandit.datasets.frozen import read_plan
 from leandit.datasets.loader import make_loader
+from leandit.datasets.merge import merge_captions
 from leandit.datasets.schema import CAPTIONS_SCHEMA, RECORDS_SCHEMA, CommitRecord
 from leandit.datasets.store import LatentStore
 
@@ -95,8 +95,13 @@ SPOILED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] 
     ("newer version", set_attribute("format_version", 2), FormatVersionError, ["version 2", "reads 1"]),
     ("no version", set_attribute("format_version", None), FormatVersionError, ["version None", "reads 1"]),
     ("spoiled spec", set_attribute("latent", {"kind": "mean"}), DamageError, ["attributes are not valid"]),
-    ("incomplete", uncommit, StoreIncomplete, ["incomplete", "4 of 5 shards", SAME_COMMAND]),
-    ("no manifest", lambda p: (p / "manifest.json").unlink(), StoreIncomplete, ["5 of 5 shards", SAME_COMMAND]),
+    ("incomplete", uncommit, StoreIncomplete, ["not complete", "1 of 5 shards", SAME_COMMAND]),
+    (
+        "no manifest",
+        lambda p: (p / "manifest.json").unlink(),
+        StoreIncomplete,
+        ["all shards are there, but not sealed", SAME_COMMAND],
+    ),
     (
         "unfinished plan",
         lambda p: ((p / "manifest.json").unlink(), (p / "plan/plan.json").unlink()),
@@ -276,11 +281,35 @@ def test_an_unknown_key_names_those_that_contain_it(caption_store: LatentStore) 
     with pytest.raises(StoreError, match="'nothing-like-it'") as caught:
         caption_store.record("nothing-like-it")
     assert "contain" not in str(caught.value)
+    assert isinstance(caught.value, KeyError)
 
 
 def test_an_unknown_bucket_names_those_that_are_there(caption_store: LatentStore) -> None:
-    with pytest.raises(StoreError, match=r"32x32.*48x80, 64x64, 80x48"):
-        caption_store.latents("32x32")
+    for read in (caption_store.latents, caption_store.index):
+        with pytest.raises(StoreError, match=r"^store .*32x32.*48x80, 64x64, 80x48") as caught:
+            read("32x32")
+        assert isinstance(caught.value, KeyError)  # what one who knows mappings catches
+
+
+def test_a_store_has_the_length_of_its_stored_records(caption_store: LatentStore) -> None:
+    assert len(caption_store) == sum(caption_store.buckets.values()) > 0
+    assert caption_store
+
+
+def test_captions_are_found_by_the_number_of_their_record(caption_store: LatentStore) -> None:
+    for record in map(caption_store.record_at, range(caption_store.records.num_rows)):
+        for which in range(len(record.caption_ids)):
+            wanted = caption_store.caption(record, which)
+            np.testing.assert_array_equal(caption_store.caption(record.index, which), wanted)
+            np.testing.assert_array_equal(caption_store.caption(np.int64(record.index), which), wanted)  # of a batch
+    last = caption_store.records.num_rows - 1
+    for index, which in ((last + 1, 0), (-1, 0), (last, 99), (last, -1)):
+        with pytest.raises(StoreError, match=r"record -?\d+, there are|caption -?\d+ of record") as caught:
+            caption_store.caption(index, which)
+        assert isinstance(caught.value, IndexError)
+    with pytest.raises(StoreError, match="there are") as caught:
+        caption_store.caption_embedding(10**6)
+    assert isinstance(caught.value, IndexError)
 
 
 def test_flipped_latents_that_were_not_asked_for_are_refused(caption_store: LatentStore) -> None:

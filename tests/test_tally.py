@@ -26,7 +26,7 @@ from leandit.precompute.clock import StageClock
 from leandit.precompute.config import SourceSection
 from leandit.precompute.decoder import Decoders
 from leandit.precompute.pipeline import precompute
-from leandit.precompute.rejects import RejectLimit, RejectShare
+from leandit.precompute.rejects import RejectLedger, RejectLimit
 from leandit.precompute.sources import list_source
 from leandit.precompute.stages import is_picture_task
 from leandit.precompute.tally import Committed, Encoded, Event, Rejected, Tally, Took
@@ -44,8 +44,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def new_tally(plan: FrozenPlan, seen: list[tuple[str, int, int]], num_rejected: int = 0) -> Tally:
-    return Tally(plan, plan.layout.tasks(), SourceSection(), num_rejected, lambda *what: seen.append(what))
+def new_tally(plan: FrozenPlan, seen: list[tuple[str, int, int]]) -> Tally:
+    """Of which ten rejects are allowed."""
+    ledger = RejectLedger(SourceSection(max_reject_share=10 / 14), plan.records.num_rows)
+    return Tally(plan, plan.layout.tasks(), ledger, lambda *what: seen.append(what))
 
 
 def picture_tasks(plan: FrozenPlan) -> list[Task]:
@@ -173,9 +175,30 @@ def test_the_share_and_the_row_are_counted_apart() -> None:
         limit.count(key, RecordRejected(*BROKEN))
     with pytest.raises(SourceError, match=r"3 records in a row are rejected \(source\.max_rejects_in_a_row\)"):
         limit.count("z", RecordRejected(*BROKEN))
-    share = RejectShare(section, 40, already=19)
-    share.count("a", RecordRejected(*BROKEN))
-    share.forget("truncated")
-    share.count("b", RecordRejected("decode", "too_large", ""))
-    with pytest.raises(SourceError, match=r"21 of 40 records are rejected, .* = 0\.5: 1 x too_large, 1 x truncated"):
-        share.count("c", RecordRejected(*BROKEN))
+    ledger = RejectLedger(section, 40, carried={"aspect": 9}, rejected={"no_caption": 10})
+    assert ledger.count("a", RecordRejected(*BROKEN)) is None
+    ledger.forget("truncated")
+    assert ledger.count("b", RecordRejected("decode", "too_large", "")) is None
+    said = str(ledger.count("c", RecordRejected(*BROKEN)))
+    assert said.startswith(
+        "21 of 40 records are rejected, more than source.max_reject_share = 0.5: 10 x no_caption, 9 x aspect, "
+        "1 x too_large, 1 x truncated. The last is 'c'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("total", "carried", "own", "stops"),
+    [
+        (1000, 0, 10, False),  # ten are never too many
+        (1000, 0, 11, True),
+        (6, 0, 3, False),  # unless they are more than half
+        (6, 0, 4, True),
+        (1000, 500, 0, False),  # a revision with no rejects of its own is never stopped
+        (1000, 10, 1, True),
+    ],
+)
+def test_few_rejects_are_no_share(total: int, carried: int, own: int, stops: bool) -> None:
+    ledger = RejectLedger(
+        SourceSection(), total, carried={"aspect": carried}, rejected={"truncated": own} if own else {}
+    )
+    assert bool(ledger.refusal()) == stops

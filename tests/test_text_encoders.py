@@ -118,6 +118,9 @@ def test_the_empty_caption_has_no_instruction_and_full_length(gemma: Path) -> No
         wanted = model(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
     np.testing.assert_allclose(encoder.encode_null(), wanted.numpy(), rtol=1e-4, atol=1e-5)
     assert encoder.computed == TokenCount(MAX_TOKENS, MAX_TOKENS - 1, 1)
+    # A record without a caption has what of it is not padding.
+    assert encoder.tokenizer.count(["", "a cat"])[0] == 1
+    np.testing.assert_array_equal(encoder.encode([""])[0], encoder.encode_null()[:1])
 
 
 def test_the_instructions_are_those_of_sana_and_of_diffusers() -> None:

@@ -104,6 +104,19 @@ def test_what_a_picture_is_told_of_its_source_matters_and_defaults_to_its_own_si
     assert torch.equal(outputs[1], outputs[2])
 
 
+@pytest.mark.parametrize(
+    ("size", "ratio"), [((112, 136), 0.82), ((136, 112), 1.21), ((88, 184), 0.48), ((128, 128), 1.0), ((8, 12), 2 / 3)]
+)
+def test_the_ratio_that_pixart_is_told_is_the_key_of_its_table(size: tuple[int, int], ratio: float) -> None:
+    more = {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}
+    config = published_config("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8) | more
+    told = TextDenoiser("pixart", config).size_conditions(torch.zeros(2, 4, *size), inputs(sizes=False)[2])
+    assert told["aspect_ratio"] is not None
+    assert told["resolution"] is not None
+    assert told["aspect_ratio"].flatten().tolist() == pytest.approx([ratio, ratio])
+    assert told["resolution"].tolist() == [[8 * side for side in size]] * 2
+
+
 def test_the_conditioner_looks_up_the_sizes_of_the_records() -> None:
     spec = PIXART.model_copy(update={"config": {"use_additional_conditions": True}})
     assert spec.takes_sizes
@@ -394,23 +407,78 @@ def test_queries_keys_and_values_begin_as_parts_of_one_matrix(spec: ModelSpec) -
         for matrices, linears in (
             (3, (block.attn1.to_q, block.attn1.to_k, block.attn1.to_v)),
             (2, (block.attn2.to_k, block.attn2.to_v)),
-            (1, (block.attn1.to_out[0], block.attn2.to_q, block.attn2.to_out[0])),
+            (1, (block.attn1.to_out[0], block.attn2.to_q)),
         ):
             bound = (6 / (32 + 32 * matrices)) ** 0.5  # xavier, uniform
             for linear in linears:
                 assert bound * 0.95 < linear.weight.abs().max() <= bound
 
 
+def xavier_std(rows: int, columns: int) -> float:
+    return (2 / (rows + columns)) ** 0.5
+
+
+@pytest.mark.parametrize("sizes", [False, True])
+def test_pixart_begins_as_published(sizes: bool) -> None:
+    config = published_config("pixart-tiny", channels=4, out_channels=8, caption_width=40, base_size=8)
+    more = {"attention_head_dim": 96, "cross_attention_dim": 192, "use_additional_conditions": sizes}
+    net: Any = TextDenoiser("pixart", config | more).net
+    deviations = {
+        "adaln_single.linear": 0.02,
+        "adaln_single.emb.timestep_embedder.linear_1": 0.02,
+        "adaln_single.emb.timestep_embedder.linear_2": 0.02,
+        "caption_projection.linear_1": 0.02,
+        "caption_projection.linear_2": 0.02,
+        "transformer_blocks.1.attn1.to_out.0": xavier_std(192, 192),
+        "transformer_blocks.1.attn1.to_q": xavier_std(192, 3 * 192),
+        "transformer_blocks.1.attn2.to_q": xavier_std(192, 192),
+        "transformer_blocks.1.attn2.to_v": xavier_std(192, 2 * 192),
+        "transformer_blocks.1.attn2.to_out.0": 0,
+        "transformer_blocks.0.ff.net.0.proj": xavier_std(192, 4 * 192),
+        "transformer_blocks.0.ff.net.2": xavier_std(192, 4 * 192),
+        "pos_embed.proj": xavier_std(4 * 2 * 2, 192),
+        "proj_out": 0,
+    }
+    if sizes:
+        deviations |= {
+            f"adaln_single.emb.{kind}_embedder.linear_{number}": 0.02
+            for kind in ("resolution", "aspect_ratio")
+            for number in (1, 2)
+        }
+    check_deviations(net, deviations)
+    assert net.scale_shift_table.std().item() == pytest.approx(192**-0.5, rel=0.15)
+
+
+def check_deviations(net: Any, deviations: dict[str, float]) -> None:
+    for name, wanted in deviations.items():
+        module = net.get_submodule(name)
+        assert module.weight.std().item() == pytest.approx(wanted, rel=0.06), name
+        if isinstance(module, torch.nn.Linear) and module.bias is not None:
+            assert module.bias.abs().max() == 0, name
+
+
 def test_sana_begins_as_published() -> None:
-    net: Any = build_model(SPECS[1], seed=0).net
+    config = published_config("sana-tiny", channels=32, out_channels=32, caption_width=40, base_size=8)
+    more = {"num_attention_heads": 6, "attention_head_dim": 32, "cross_attention_head_dim": 96}
+    net: Any = TextDenoiser("sana", config | more | {"cross_attention_dim": 192}).net
     assert net.caption_norm.weight.unique().tolist() == [pytest.approx(0.01)]
-    for linear in (
-        net.caption_projection.linear_1,
-        net.time_embed.linear,
-        net.time_embed.emb.timestep_embedder.linear_2,
-    ):
-        assert linear.weight.std().item() == pytest.approx(0.02, rel=0.15)
-        assert linear.bias.abs().max() == 0
+    deviations = {
+        "time_embed.linear": 0.02,
+        "time_embed.emb.timestep_embedder.linear_1": 0.02,
+        "time_embed.emb.timestep_embedder.linear_2": 0.02,
+        "caption_projection.linear_1": 0.02,
+        "caption_projection.linear_2": 0.02,
+        "transformer_blocks.1.attn1.to_k": xavier_std(192, 3 * 192),
+        "transformer_blocks.1.attn1.to_out.0": xavier_std(192, 192),
+        "transformer_blocks.1.attn2.to_k": xavier_std(192, 2 * 192),
+        "transformer_blocks.1.attn2.to_out.0": xavier_std(192, 192),
+        "patch_embed.proj": xavier_std(32, 192),
+        "proj_out": xavier_std(192, 32),
+    }
+    check_deviations(net, deviations)
+
+
+def test_published_sizes_have_their_number_of_parameters() -> None:
     with torch.device("meta"):
         sizes = {}
         for name in ("sana-600m", "sana-1600m", "pixart-sigma"):

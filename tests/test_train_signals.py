@@ -19,8 +19,8 @@ import pytest
 from harness import start
 from making import CPU, LABEL_RECIPE, TRAIN_RECIPE, train_recipe, tree_digest
 
-from leandit.datasets.files import find_strays
 from leandit.datasets.store import LatentStore
+from leandit.datasets.strays import find_strays
 from leandit.tools.cli import main
 from leandit.train import checkpoint, loop, state
 from leandit.train.loop import train
@@ -361,6 +361,16 @@ def test_a_signal_after_the_end_changes_no_exit_code(monkeypatch: pytest.MonkeyP
         main()
     kill_self()
     assert not ended.value.code
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (None, 75)])
+def test_a_rank_that_stops_because_another_was_terminated_ends_as_that_one(number: int | None, code: int) -> None:
+    stop = StopRequest()
+    stop.hold()
+    if number:
+        stop.catch(number)
+        os.kill(os.getpid(), number)
+    assert stop.exit_code == code
 
 
 @pytest.mark.parametrize(("first", "asked"), [(signal.SIGINT, False), (signal.SIGTERM, True)])

@@ -1,6 +1,9 @@
-"""``leandit bench plan``: how long a manifest takes to plan and what memory that takes, and to take the plan up again.
+"""``leandit bench plan``: how long a manifest takes to plan, to take the plan up again, and to seal; in what memory.
 
 The manifest is made up: rows as PixArt's, whose paths lead to a few small pictures by as many names as there are rows.
+So are the commit records that are sealed: checksums of every row, a few rejects, as workers write them. A seal reads no
+latents, so shards are files of one byte. Not in the figure: the look at the bytes of all shards where several processes
+made them, which is a matter of the disk.
 Each measurement is a process of its own. Memory is that of the process and its decoders, anonymous and shared (PSS),
 beyond what was held when everything was imported and the tokenizer loaded; what is mapped is the kernel's to drop.
 """
@@ -23,9 +26,14 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from ..datasets.buckets import bucket_name
+from ..datasets.commits import file_entry
 from ..datasets.errors import RecipeError, ResourceError
+from ..datasets.files import write_atomic
 from ..datasets.frozen import read_plan
-from ..datasets.layout import PLAN
+from ..datasets.hashing import canonical_json
+from ..datasets.layout import CAPTION_PART, CAPTIONS, NULL_PART, PLAN, RECORDS, commit_path
+from ..datasets.schema import FORMAT_VERSION, CommitRecord, Reject
+from ..datasets.writer import StoreWriter
 from ..precompute.config import PrecomputeRecipe, load
 from ..precompute.decoder import Decoders
 from ..precompute.opening import Planner
@@ -51,7 +59,7 @@ SIZES = ("header", "manifest")
 
 
 def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str, Any]:
-    """Make the manifest, unless it is there, plan it, and take the plan up.
+    """Make the manifest, unless it is there, plan it, take the plan up, and seal it.
 
     Raises:
       RecipeError: no such place of sizes, or a folder that is not its own.
@@ -68,7 +76,10 @@ def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str,
     given = [kind, sizes, str(source / "manifest.parquet"), str(store)]
     planned = _in_fresh_process("plan", *given)
     opened = _in_fresh_process("open", *given)
+    _in_fresh_process("commit", *given)
+    sealed = _in_fresh_process("seal", *given)
     size = sum(path.stat().st_size for path in (store / PLAN).iterdir())
+    tables = sum((store / name).stat().st_size for name in (RECORDS, CAPTIONS))
     return {
         "records": records,
         "sizes": sizes,
@@ -76,7 +87,9 @@ def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str,
         "hardware": hardware(),
         "plan": planned,
         "open": opened,
+        "seal": sealed,
         "plan_bytes": size,
+        "table_bytes": tables,
     }
 
 
@@ -155,9 +168,63 @@ def measure_open(store: Path) -> dict[str, float]:
     return {"seconds": seconds, "tasks": tasks, "anonymous_mb": memory.beyond_mb}
 
 
+def write_commits(store: Path) -> dict[str, float]:
+    """Write commit records of all shards, of numbers that are made up; the shards are files of one byte."""
+    plan, rng = read_plan(store, 1), np.random.default_rng(0)
+    for part, shard in plan.layout.tasks():
+        entries = []
+        for array in plan.layout.part_arrays(part):
+            path = array.shard_path(shard)
+            write_atomic(store / path, b"x")
+            entries.append(file_entry(path, b"x"))
+        rows, is_rows = plan.layout.rows_of(part, shard), part not in (CAPTION_PART, NULL_PART)
+        count = len(rows) if is_rows else len(plan.layout.captions_of(shard)) if part == CAPTION_PART else 1
+        checksums = [f"{number:016x}" for number in rng.integers(0, 1 << 63, count).tolist()]
+        rejects = []
+        for row in range(rows.start, rows.stop, RARE) if is_rows else ():
+            checksums[row - rows.start] = ""
+            rejects.append(Reject(row=row, key=f"{row}", stage="encode", reason="nonfinite", detail="made up"))
+        record = CommitRecord(
+            format_version=FORMAT_VERSION,
+            fingerprint=plan.spec.fingerprint,
+            plan=plan.hash,
+            part=part,
+            shard=shard,
+            files=entries,
+            checksums=checksums,
+            source_checksums=checksums if is_rows else [],
+            rejects=rejects,
+            fallbacks=[],
+            record_hash="",
+        ).with_hash()
+        write_atomic(store / commit_path(1, part, shard), canonical_json(record.model_dump()))
+    return {}
+
+
+def measure_seal(store: Path) -> dict[str, float]:
+    """Read the commit records and seal, as the last coordinator does once it has taken the plan up."""
+    plan = read_plan(store, 1)
+    with PeakMemory(every_seconds=LOOK_SECONDS) as memory:
+        start = time.perf_counter()
+        writer = StoreWriter(store, plan, doubted=())
+        missing = writer.missing_tasks()
+        read = time.perf_counter()
+        assert not missing
+        manifest = writer.seal()
+        done = time.perf_counter()
+    return {
+        "seconds": done - start,
+        "read_seconds": read - start,
+        "shards": len(plan.layout.tasks()),
+        "stored": manifest.num_stored,
+        "anonymous_mb": memory.beyond_mb,
+    }
+
+
 def render(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Name and value of each line."""
     planned, opened, machine, count = result["plan"], result["open"], result["hardware"], result["records"]
+    sealed = result["seal"]
     return [
         ("machine", f"{machine['cpu']}, {machine['cores']} cores"),
         ("manifest", f"{count} rows, sizes from the {result['sizes']}{'' if result['captions'] else ', no captions'}"),
@@ -169,8 +236,14 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("processor", f"{planned['cpu_seconds']:.1f} s, with imports and decoders"),
         ("memory", f"{planned['anonymous_mb']:.0f} MB beyond the imports, decoders included"),
-        ("plan on disk", f"{result['plan_bytes'] / 2**20:.1f} MiB"),
+        ("plan size", f"{result['plan_bytes'] / 2**20:.1f} MiB"),
         ("taken up", f"{opened['seconds']:.1f} s, {opened['anonymous_mb']:.0f} MB beyond the imports"),
+        (
+            "sealed",
+            f"{sealed['seconds']:.1f} s, {sealed['anonymous_mb']:.0f} MB beyond the plan; {sealed['shards']} commit "
+            f"records read in {sealed['read_seconds']:.1f} s of that, no latents",
+        ),
+        ("table size", f"{result['table_bytes'] / 2**20:.1f} MiB"),
     ]
 
 
@@ -185,7 +258,15 @@ def _main(arguments: Sequence[str]) -> None:
     what, text, sizes, source, store = arguments
     kind = [] if text == "captions" else ["text.kind=none"]
     recipe = load("demo", [*OVERRIDES, *kind, f"source.sizes={sizes}"])
-    found = measure_plan(recipe, Path(source), Path(store)) if what == "plan" else measure_open(Path(store))
+    match what:
+        case "plan":
+            found = measure_plan(recipe, Path(source), Path(store))
+        case "open":
+            found = measure_open(Path(store))
+        case "commit":
+            found = write_commits(Path(store))
+        case _:
+            found = measure_seal(Path(store))
     print(json.dumps(found))
 
 

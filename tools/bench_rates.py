@@ -19,7 +19,7 @@ from ..datasets.text_dtypes import token_bytes
 from ..precompute.config import PrecomputeRecipe
 from ..precompute.decoder import Decoders
 from ..precompute.encoders import ImageEncoder
-from ..precompute.model_files import resolve_model
+from ..precompute.model_files import CONFIG, TEXT_WEIGHTS, TOKENIZER_FILES, VAE_WEIGHTS, resolve_model, weight_names
 from ..precompute.picture_plan import num_threads
 from ..precompute.pipeline import Report, precompute
 from ..precompute.source_record import SourceRecord, caption_texts
@@ -169,7 +169,9 @@ def precompute_anew(work: Work, recipe: PrecomputeRecipe) -> Report:
 
 def _peer_rate(work: Work, name: str) -> float:
     section, out = work.recipe.vae, fresh_folder(work.request.scratch, "peer")
-    folder, _ = resolve_model(section.model, section.subfolder, section.revision, what="--vae")
+    folder, _ = resolve_model(
+        section.model, section.subfolder, section.revision, files=(CONFIG, *weight_names(VAE_WEIGHTS)), what="--vae"
+    )
     vae = load_vae(folder, work.request.device)
     if name == FAST_DIT:
         labels, side_px = [record.label for record in work.records], work.recipe.images.resolution
@@ -180,7 +182,13 @@ def _peer_rate(work: Work, name: str) -> float:
 def _peer_caption_rate(work: Work) -> float:
     assert work.text_recipe is not None
     section = work.text_recipe.text
-    folder, _ = resolve_model(section.model, section.subfolder, section.revision, what="--text")
+    folder, _ = resolve_model(
+        section.model,
+        section.subfolder,
+        section.revision,
+        files=(CONFIG, *weight_names(TEXT_WEIGHTS), *TOKENIZER_FILES),
+        what="--text",
+    )
     model, tokenizer = load_text(folder, work.request.device)
     out, seconds = fresh_folder(work.request.scratch, "peer"), work.request.seconds
     return caption_rate(work.captions, model=model, tokenizer=tokenizer, out=out, seconds=seconds)
@@ -212,4 +220,5 @@ def decode(work: Work, decoders: Decoders, number: int) -> np.ndarray:
         bucket=work.buckets[number],
         crop=images.crop,
         resize_filter=resize_filter(images.buckets, images.resolution),
+        exif_orientation=images.exif_orientation,
     ).pixels

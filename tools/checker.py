@@ -18,6 +18,7 @@ from .inspector import printable
 
 if TYPE_CHECKING:
     from ..precompute.repair import Tools
+    from ..precompute.source_several import SourcePaths
 
 DEEP_RECORDS = 64
 SHOWN = 50  # findings in the text; --json has all
@@ -31,7 +32,7 @@ def check(
     quick: bool,
     deep: bool,
     repair: bool,
-    source: Path | str | None,
+    source: SourcePaths | None,
     device: Any,
     overrides: list[str],
     progress: Progress,
@@ -39,11 +40,12 @@ def check(
     """Verify a store, and repair it or encode a sample again where asked.
 
     Args:
+      source: each that the store was made from, in the same order; none where nothing is encoded.
       device: gives the torch device; only called where something is encoded.
     Returns: what is (still) wrong, and what else was done.
     Raises: RecipeError: encoding needs a source.
     """
-    if deep and source is None:
+    if deep and not source:
         raise RecipeError("verify --deep: encoding a sample again needs the pictures. Give --source PATH.")
     if deep and revisions_with(store, GROUP) and _is_imported(store):
         raise RecipeError(
@@ -62,8 +64,12 @@ def check(
 
             if _is_imported(store):
                 from ..precompute.import_repair import load_importer
+                from ..precompute.source_several import paths_of
 
-                found = encode_again(store, load_importer(_newest_spec(store), Path(source)), found, progress)
+                first, *others = paths_of(source)
+                if others:
+                    raise RecipeError(f"verify '{store}': it was imported from one source. Give one --source.")
+                found = encode_again(store, load_importer(_newest_spec(store), Path(first)), found, progress)
             else:
                 with loaded_tools(store, source, device(), overrides) as tools:
                     found = encode_again(store, tools, found, progress)
@@ -79,12 +85,28 @@ def check(
     return found, done
 
 
+def check_url(url: str, *, quick: bool, deep: bool, repair: bool) -> tuple[Verification, dict[str, Any]]:
+    """Verify a store at a URL; as ``check``.
+
+    Raises: RecipeError: only a store in a folder is repaired or encoded again.
+    """
+    if deep or repair:
+        raise RecipeError(
+            f"verify '{url}': --deep and --repair need the store in a folder. Copy it first, as with "
+            "'aws s3 sync s3://BUCKET/NAME FOLDER'."
+        )
+    from ..datasets.remote_verify import verify_remote  # locks that Windows has not
+
+    return verify_remote(url, quick=quick), {}
+
+
 @contextmanager
-def loaded_tools(store: Path, source: Path | str, device: Any, overrides: list[str]) -> Iterator[Tools]:
+def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[str]) -> Iterator[Tools]:
     """Source and encoders of a store, by its own recipe.
 
     Raises: FingerprintMismatch: the encoders are not those that made the newest revision.
     """
+    from ..datasets.encoder_places import encoder_section
     from ..datasets.recipe import parse_with_overrides
     from ..precompute.config import PrecomputeRecipe
     from ..precompute.decoder import Decoders
@@ -93,11 +115,12 @@ def loaded_tools(store: Path, source: Path | str, device: Any, overrides: list[s
     from ..precompute.opening import check_fingerprint
     from ..precompute.picture_plan import num_threads
     from ..precompute.repair import Tools
-    from ..precompute.sources import list_source
+    from ..precompute.source_several import list_sources
 
     spec = _newest_spec(store)
-    recipe = parse_with_overrides(str(store), PrecomputeRecipe, spec.recipe, overrides)
-    listed, encoders = list_source(source, recipe.source.kind), load_encoders(recipe, device)
+    encoders_here = {role: encoder_section(spec, role, store) for role in ("vae", "text")}
+    recipe = parse_with_overrides(str(store), PrecomputeRecipe, spec.recipe | encoders_here, overrides)
+    listed, encoders = list_sources(source, recipe.source), load_encoders(recipe, device)
     check_fingerprint(store, spec, describe_store(recipe, listed, encoders, known=spec))
     with Decoders(num_threads()) as decoders:
         yield Tools(listed, recipe, spec.fingerprint, encoders, decoders)

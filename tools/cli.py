@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import signal
 import sys
 import traceback as traceback_module
@@ -18,15 +19,19 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..datasets.errors import DamageError, LeanditError, StoreIncomplete
+from ..datasets.errors import DamageError, LeanditError, RecipeError, StoreIncomplete
 from ..train.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest, Terminated
 from .cli_bench import bench
 from .cli_export import export
 from .cli_options import (
+    AnyStore,
     AsJson,
     Device,
     LocalStore,
     Overrides,
+    is_url,
+    output,
+    print_line,
     print_rows,
     torch_device,
 )
@@ -38,11 +43,22 @@ from .cli_train import average, train
 MAY_NOT = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES = 1, 2, 5
 TRACEBACK = "--traceback"
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
 
 # diffusers imports torchao where it is installed, and both tell of parts that nobody here uses.
 NOISY = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+HELP = """Encode pictures and captions once into a latent store, then train diffusion transformers on the store alone.
+
+First look: leandit demo
+
+The way: leandit precompute RECIPE --source PICTURES --store STORE, then leandit train RECIPE --store STORE --run RUN,
+then leandit sample RUN --out SAMPLES.
+
+A recipe is a name or a TOML file; --set section.key=value changes a setting, and --dry-run shows what would be done.
+The same command again resumes.
+"""
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
 app.add_typer(bench, name="bench")
 app.add_typer(plan, name="plan")
 
@@ -73,32 +89,60 @@ app.command()(train)
 
 @app.command()
 def inspect(
-    store: LocalStore,
+    store: AnyStore,
     key: Annotated[str | None, typer.Argument(help="Key of one record.")] = None,
     as_json: AsJson = False,
     revision: Annotated[int, typer.Option(min=0, help="Revision of the store; 0: the newest.")] = 0,
     rejects: Annotated[bool, typer.Option("--rejects", help="List every rejected record.")] = False,
-    sheet: Annotated[Path | None, typer.Option(help="Write a contact sheet of decoded records here (PNG).")] = None,
+    sheet: Annotated[Path | None, output("Write a contact sheet of decoded records here (PNG).")] = None,
+    count: Annotated[int, typer.Option(min=1, max=600, help="Pictures of a contact sheet.")] = 24,
+    bucket: Annotated[str | None, typer.Option(help="A sheet of this bucket alone, HxW in pixels.")] = None,
+    class_: Annotated[
+        str | None, typer.Option("--class", metavar="NAME", help="A sheet of this class alone: name, wnid or index.")
+    ] = None,
+    originals: Annotated[
+        bool, typer.Option("--originals", help="A sheet with the source pictures beside; needs --source.")
+    ] = False,
+    source: Annotated[
+        list[str] | None, typer.Option(help="Pictures that the store was made from, for a sheet; repeatable.")
+    ] = None,
     vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's own VAE.")] = None,
 ) -> None:
-    """Say what a store holds, and whether its numbers are what they should be.
+    """Show what a store holds, and whether its numbers are as they should be.
 
     Example: leandit inspect imagenet-256 --sheet sheet.png
     """
     from ..datasets.store import LatentStore
     from .inspector import describe_record, ledger, render, render_ledger, render_record, summarise
 
+    if not sheet and (bucket or class_ or originals or source):
+        raise RecipeError("inspect: --bucket, --class, --originals and --source are of a contact sheet. Give --sheet.")
+    if originals and not source:
+        raise RecipeError("inspect --originals: the store does not hold the source pictures. Give --source PATH.")
+    if rejects and (key or bucket or class_):
+        raise RecipeError("inspect --rejects: it has all rejects. Leave out KEY, --bucket and --class.")
+    if key and (bucket or class_):
+        raise RecipeError("inspect KEY: it is one record. Leave out --bucket and --class.")
     opened = LatentStore(store, revision=revision, allow_incomplete=True)
+    if sheet:
+        from .sheet import write_sheet
+
+        drawn = write_sheet(
+            opened,
+            sheet,
+            key=key,
+            rejects=rejects,
+            count=count,
+            bucket=bucket,
+            class_name=class_,
+            source=source,
+            with_originals=originals,
+            vae=vae,
+        )
+        print(f"leandit: contact sheet of {drawn} written to {sheet}", file=sys.stderr)
     if rejects:
         print(json.dumps(ledger(opened), indent=1) if as_json else render_ledger(ledger(opened)))
         return
-    if sheet:
-        from .sheet import load_decoder, store_sheet
-
-        decoder = load_decoder(opened.spec.recipe.get("vae"), vae, torch_device("cpu"))
-        sheet.parent.mkdir(parents=True, exist_ok=True)
-        store_sheet(opened, decoder, count=24).save(sheet, format="PNG")
-        print(f"leandit: contact sheet written to {sheet}", file=sys.stderr)
     values = describe_record(opened, opened.record(key)) if key else summarise(opened)
     if as_json:
         print(json.dumps(values, indent=1))
@@ -108,11 +152,13 @@ def inspect(
 
 @app.command()
 def verify(
-    store: LocalStore,
+    store: AnyStore,
     quick: Annotated[bool, typer.Option("--quick", help="Sizes and records only, not every byte.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Also encode a sample again, and compare.")] = False,
-    repair: Annotated[bool, typer.Option("--repair", help="Make what is damaged anew.")] = False,
-    source: Annotated[str | None, typer.Option(help="Pictures, to encode again from.")] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Make damaged parts again.")] = False,
+    source: Annotated[
+        list[str] | None, typer.Option(help="Pictures to encode again, for --deep and --repair; repeatable.")
+    ] = None,
     device: Device = "auto",
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -121,20 +167,23 @@ def verify(
 
     Example: leandit verify imagenet-256 --repair --source imagenet/train
     """
-    from .checker import check, render
+    from .checker import check, check_url, render
     from .progress import ProgressLine
 
-    with ProgressLine() as progress:
-        found, done = check(
-            store,
-            quick=quick,
-            deep=deep,
-            repair=repair,
-            source=source,
-            device=lambda: torch_device(device),
-            overrides=overrides or [],
-            progress=progress,
-        )
+    if is_url(store):
+        found, done = check_url(store, quick=quick, deep=deep, repair=repair)
+    else:
+        with ProgressLine() as progress:
+            found, done = check(
+                Path(store),
+                quick=quick,
+                deep=deep,
+                repair=repair,
+                source=source,
+                device=lambda: torch_device(device),
+                overrides=overrides or [],
+                progress=progress,
+            )
     print(json.dumps(found.to_json() | done, indent=1) if as_json else render(found, done))
     if found.damaged:
         raise typer.Exit(DamageError.exit_code)
@@ -167,7 +216,7 @@ app.command()(export)
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path("leandit-demo"),
+    out: Annotated[Path, output("Folder for everything the demo makes.")] = Path("leandit-demo"),
     num_pictures: Annotated[int, typer.Option("--pictures", min=24, help="Pictures to draw.")] = 3000,
     overrides: Overrides = None,
 ) -> None:
@@ -205,7 +254,7 @@ def _run_command(stop: StopRequest) -> int:
         error.show()  # pyright: ignore[reportAttributeAccessIssue]
         code = EXIT_USAGE
     except LeanditError as error:
-        code = _fail(str(error), error.exit_code)
+        code = _fail_once(error)
     except MemoryError:
         code = _fail("out of memory. Use a smaller batch (see --set)", EXIT_RESOURCES)
     except Exception as error:  # the edge: nobody is above to catch it
@@ -228,14 +277,22 @@ def _unexpected(error: Exception) -> int:
     return _fail(f"unexpected {what}. Run again with '{TRACEBACK}' before the command, and report it", EXIT_UNEXPECTED)
 
 
+def _fail_once(error: LeanditError) -> int:
+    """Of several ranks that fail alike, one prints the error."""
+    if not (error.is_said or TORCHRUN in os.environ):
+        return _fail(str(error), error.exit_code)
+    from ..train.meeting import print_for_all
+
+    if TRACEBACK in sys.argv:
+        traceback_module.print_exc()
+    print_for_all(error, print_line)
+    return error.exit_code
+
+
 def _fail(message: str, code: int) -> int:
     if TRACEBACK in sys.argv:
         traceback_module.print_exc()
-    if not message.isprintable():  # a key of others could bring control characters onto the terminal
-        from .inspector import printable
-
-        message = printable(message)
-    print(f"leandit: {message}", file=sys.stderr)
+    print_line(message)
     return code
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .cli_options import AsJson, Device, Overrides, print_rows, torch_device
+from .cli_options import AsJson, Device, Overrides, local_input, output, path_or_url, print_rows, torch_device
 
 bench = typer.Typer(no_args_is_help=True)
 
@@ -24,7 +24,7 @@ def bench_options() -> None:
 
 @bench.command("loader")
 def bench_loader(
-    scratch: Annotated[Path, typer.Option(help="Folder for the store and the peers' files; they stay there.")],
+    scratch: Annotated[Path, output("Folder for the store and the peers' files; they stay there.")],
     workload: Annotated[str, typer.Option(help="latents, captions or both.")] = "both",
     rounds: Annotated[int, typer.Option(min=1, help="Times that every peer is measured.")] = 5,
     peers: Annotated[str | None, typer.Option(metavar="A,B", help="Only these peers, beside the limit.")] = None,
@@ -37,7 +37,7 @@ def bench_loader(
         typer.Option("--python", metavar="PEER=PATH", help="Interpreter of a peer's own environment; repeatable."),
     ] = None,
     as_json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a bar chart here (PNG).")] = None,
+    plot: Annotated[Path | None, output("Write a bar chart here (PNG).")] = None,
 ) -> None:
     """Read the same records through this store and through its peers, side by side.
 
@@ -61,13 +61,13 @@ def bench_loader(
 
 @bench.command("plan")
 def bench_plan(
-    scratch: Annotated[Path, typer.Option(help="Folder for the manifest and the plan; they stay there.")],
+    scratch: Annotated[Path, output("Folder for the manifest and the plan; they stay there.")],
     records: Annotated[int, typer.Option(min=1, help="Rows of the manifest.")] = 1_281_167,
     sizes: Annotated[str, typer.Option(help="Where sizes come from: header or manifest.")] = "manifest",
     captions: Annotated[bool, typer.Option(help="Plan captions too; else class labels alone.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how long a manifest takes to plan, and the memory that it takes, whatever its length.
+    """Measure how long a manifest takes to plan and to seal, and the memory that it takes, whatever its length.
 
     Example: leandit bench plan --scratch bench --records 100000
     """
@@ -82,7 +82,7 @@ def bench_plan(
 
 @bench.command("open")
 def bench_open(
-    scratch: Annotated[Path, typer.Option(help="Folder for the store; it stays there.")],
+    scratch: Annotated[Path, output("Folder for the store; it stays there.")],
     records: Annotated[int, typer.Option(min=1000, help="Of the store; 8 KiB each.")] = 1_281_167,
     rounds: Annotated[int, typer.Option(min=1, help="Times that it is opened.")] = 5,
     as_json: AsJson = False,
@@ -103,10 +103,10 @@ def bench_open(
 @bench.command("precompute")
 def bench_precompute(
     source: Annotated[str, typer.Option(help="Pictures, with captions for --text; a sample of them is used.")],
-    scratch: Annotated[Path, typer.Option(help="Folder for the sample, the stores and the peers' files.")],
+    scratch: Annotated[Path, output("Folder for the sample, the stores and the peers' files.")],
     vae: Annotated[str, typer.Option(help="Hub id, folder, or random:sd.")] = "random:sd",
     text: Annotated[str | None, typer.Option(help="Hub id, folder, or random:t5-base and others; else none.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Folder with the tokenizer of a random text encoder.")] = None,
+    tokenizer: Annotated[Path | None, local_input("Folder with the tokenizer of a random text encoder.")] = None,
     records: Annotated[int, typer.Option(min=1, help="Pictures to encode; those of the source again, if fewer.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="Times that everything is measured.")] = 3,
     seconds: Annotated[float, typer.Option(min=0.01, help="Least length of a measured loop.")] = 5.0,
@@ -187,7 +187,9 @@ def bench_train(
     data: Annotated[
         str, typer.Option(help="synthetic; or store: the real loop on one, beside its step.")
     ] = "synthetic",
-    store: Annotated[str | None, typer.Option(help="Store for --data store, else one of noise.")] = None,
+    store: Annotated[
+        str | None, typer.Option(parser=path_or_url, metavar="PATH", help="Store for --data store, else one of noise.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Times that everything is measured.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each, in each round.")] = 10,
     device: Device = "auto",
@@ -217,11 +219,11 @@ def bench_train(
 @bench.command("caching")
 def bench_caching(
     recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
-    scratch: Annotated[Path, typer.Option(help="Folder for the store and random encoders; they stay there.")],
+    scratch: Annotated[Path, output("Folder for the store and random encoders; they stay there.")],
     resolution: Annotated[int, typer.Option(min=8, help="Side of the pictures, in pixels.")] = 256,
     vae: Annotated[str, typer.Option(help="Hub id, folder, or random:sd.")] = "random:sd",
     text: Annotated[str | None, typer.Option(help="Hub id, folder, or random:t5-xxl and others; else none.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Folder with the tokenizer of a random text encoder.")] = None,
+    tokenizer: Annotated[Path | None, local_input("Folder with the tokenizer of a random text encoder.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Times that both are measured.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each, in each round.")] = 10,
     device: Device = "auto",

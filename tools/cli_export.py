@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from .cli_options import AsJson, print_rows
+from .cli_options import AsJson, Run, output, print_rows
+from .preflight import check_run
 
 
 class Layout(StrEnum):
@@ -21,8 +22,8 @@ class Layout(StrEnum):
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Run, or a folder that 'leandit average' has made.")],
-    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    run: Run,
+    out: Annotated[Path, output("Folder to make.")],
     layout: Annotated[
         Layout, typer.Option("--format", help="A pipeline of diffusers, or the official layout of DiT.")
     ] = Layout.diffusers,
@@ -30,15 +31,18 @@ def export(
     encoders: Annotated[
         bool, typer.Option("--encoders", help="Copy the store's VAE, text encoder and tokenizer too.")
     ] = False,
+    vae: Annotated[str | None, typer.Option(help="Where the VAE lies now: folder or hub id.")] = None,
+    text: Annotated[str | None, typer.Option(help="Where the text encoder lies now: folder or hub id.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the averaged weights of a run as a folder that diffusers' pipelines load.
 
     Example: leandit export runs/dit-s --out dit-s-diffusers
     """
+    check_run(run)
     from .export import export as write
 
-    result = write(run, out, layout=layout.value, step=step, encoders=encoders)
+    result = write(run, out, layout=layout.value, step=step, encoders=encoders, vae=vae, text=text)
     for note in result["notes"]:
         print(f"leandit: {note}", file=sys.stderr)
     if as_json:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import typer
 
@@ -23,13 +26,68 @@ Overrides = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
 
 
-def _local_store(value: str) -> Path:
-    if re.match(r"[a-z0-9+]+:/", value):
-        raise typer.BadParameter(f"'{value}' is a URL. This command needs a store in a folder: copy it first.")
-    return Path(value)
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
-LocalStore = Annotated[Path, typer.Argument(parser=_local_store, metavar="STORE", help="Folder of the store.")]
+def is_url(place: str) -> bool:
+    """A place is not on this machine."""
+    return bool(URL.match(place))
+
+
+def path_or_url(value: str) -> str:
+    """A place that may be a URL; a file:// URL becomes its path.
+
+    Raises: BadParameter: a file:// URL names another machine.
+    """
+    if not value.lower().startswith("file:/"):
+        return value
+    parts = urlsplit(value)
+    if parts.netloc not in ("", "localhost"):
+        raise typer.BadParameter(f"'{value}': needed file:///PATH, with three slashes before the first folder.")
+    return url2pathname(parts.path)
+
+
+def read_path(value: str) -> Path:
+    """A path that is only read.
+
+    Raises: BadParameter: it is a URL.
+    """
+    place = path_or_url(value)
+    if is_url(place):
+        raise typer.BadParameter(
+            f"'{place}' is a URL, and is read here from a local folder only. Copy it first, as with "
+            "'aws s3 sync s3://BUCKET/NAME FOLDER'."
+        )
+    return Path(place)
+
+
+def written_path(value: str) -> Path:
+    """A path that is written to. A URL would become a local folder of that name.
+
+    Raises: BadParameter: it is a URL.
+    """
+    place = path_or_url(value)
+    if is_url(place):
+        raise typer.BadParameter(
+            f"'{place}' is a URL, and only local folders are written to. Give a folder, then copy it "
+            "there, as with 'aws s3 sync FOLDER s3://BUCKET/NAME'."
+        )
+    return Path(place)
+
+
+def output(help: str, *names: str) -> Any:
+    """An option for a path that the command writes to."""
+    return typer.Option(*names, help=help, parser=written_path, metavar="PATH")
+
+
+def local_input(help: str, *names: str) -> Any:
+    """An option for a path that the command reads, and that cannot be a URL."""
+    return typer.Option(*names, help=help, parser=read_path, metavar="PATH")
+
+
+Run = Annotated[Path, typer.Argument(parser=read_path, metavar="RUN", help="Run, or what 'leandit average' has made.")]
+LocalStore = Annotated[Path, typer.Argument(parser=written_path, metavar="STORE", help="Folder of the store.")]
+AnyStore = Annotated[str, typer.Argument(parser=path_or_url, metavar="STORE", help="Store: a folder, or a URL.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -41,7 +99,7 @@ def resolution_and_path(text: str) -> tuple[int, Path]:
     side, equals, path = text.partition("=")
     if not (equals and path and re.fullmatch(r"[1-9][0-9]{0,5}", side)):
         raise RecipeError(f"--also '{text}': needed RESOLUTION=PATH, as 512=imagenet-512.")
-    return int(side), Path(path)
+    return int(side), written_path(path)
 
 
 def torch_device(name: str) -> Any:
@@ -93,6 +151,15 @@ def torch_devices(names: str) -> list[Any]:
         num_gpus = torch.cuda.device_count()
         names = ",".join(f"cuda:{number}" for number in range(num_gpus)) if num_gpus > 1 else "cuda"
     return [torch_device(name.strip()) for name in names.split(",")]
+
+
+def print_line(message: str) -> None:
+    """Print a warning or an error on stderr, at once; a line of it that begins with two spaces is one of a list."""
+    if not message.isprintable():  # a key of others could bring control characters onto the terminal
+        from .inspector import printable
+
+        message = "\n  ".join(map(printable, message.split("\n  ")))
+    print(f"leandit: {message}", file=sys.stderr, flush=True)
 
 
 def print_rows(rows: list[tuple[str, str]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,22 +11,36 @@ import typer
 from ..datasets.errors import RecipeError
 from ..precompute.part import Part, part_of
 from ..train.stop import StopRequest
-from .cli_options import Devices, DryRun, Overrides, print_rows, resolution_and_path, torch_device, torch_devices
+from .cli_options import (
+    Devices,
+    DryRun,
+    Overrides,
+    local_input,
+    output,
+    print_rows,
+    resolution_and_path,
+    torch_device,
+    torch_devices,
+)
 from .engine import LOCAL, chosen_engine, engine_name
+from .preflight import check_import, check_precompute, check_source
 
 
 def precompute(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
-    source: Annotated[str | None, typer.Option(help="Pictures: a folder, a file or a URL; docs/sources.md.")] = None,
-    store: Annotated[Path | None, typer.Option(help="Folder of the store; the same command again resumes.")] = None,
+    source: Annotated[
+        list[str] | None, typer.Option(help="Pictures: a folder, a file or a URL; docs/sources.md; repeatable.")
+    ] = None,
+    store: Annotated[Path | None, output("Folder of the store; the same command again resumes.")] = None,
     device: Devices = "auto",
     overrides: Overrides = None,
     dry_run: DryRun = False,
     drop_gone: Annotated[bool, typer.Option("--drop-gone", help="Leave out records gone from the source.")] = False,
     retry_rejected: Annotated[bool, typer.Option("--retry-rejected", help="Try rejected records again.")] = False,
     new_revision: Annotated[
-        bool, typer.Option("--new-revision", help="Other encoders or settings: encode all anew, beside what is there.")
+        bool,
+        typer.Option("--new-revision", help="With other encoders or settings: encode all again, beside what is there."),
     ] = False,
     part: Annotated[
         Part | None,
@@ -35,14 +50,14 @@ def precompute(
         str, typer.Option(parser=engine_name, metavar="NAME", help="local, or ray: the actors of a Ray cluster.")
     ] = "local",
     address: Annotated[
-        str, typer.Option(help="Of the Ray cluster; auto: the one that this machine is part of.")
+        str, typer.Option(help="Address of the Ray cluster; auto: the one that this machine is part of.")
     ] = "auto",
     also: Annotated[
         list[str] | None,
-        typer.Option(metavar="RES=PATH", help="The same at another resolution, into its own store; repeatable."),
+        typer.Option(metavar="RES=PATH", help="Also encode at another resolution, into its own store; repeatable."),
     ] = None,
 ) -> None:
-    """Run every picture and caption through the encoders, exactly once; again, it resumes, or adds what changed.
+    """Encode every picture and caption once into a store; run again, it resumes, or adds what has changed.
 
     Example: leandit precompute imagenet-256 --source imagenet/train --store imagenet-256
     """
@@ -56,25 +71,39 @@ def precompute(
     if others and (engine != LOCAL or len(torch_devices(device)) > 1):
         raise RecipeError("--also: one process makes all stores. Needed --engine local and one device, as cuda:0.")
     if dry_run:
+        check_source(loaded, source or [])
+        from ..precompute.growth import Options
         from ..precompute.several import Target, check_targets
         from .dry_run import describe_precompute
         from .prediction import check_room
 
         if others:
             check_targets([Target(one, path) for one, path in [(loaded, store), *others] if path])
-        rooms: dict[Path, int] = {}
         devices = torch_devices(device)
+        how: dict[str, Any] = {"num_devices": len(devices), "new_revision": new_revision}
+        how["options"] = Options(drop_gone=drop_gone, retry_rejected=retry_rejected)
+        found = {}
         for one, path in [(loaded, store), *others]:
-            text, needed = describe_precompute(
-                one, source, devices[0], num_devices=len(devices), store=path, new_revision=new_revision
-            )
-            print(text)
-            if path and needed:
-                rooms[path] = needed.total
-        check_room(rooms)
+            found[path] = describe_precompute(one, source or None, devices[0], store=path, **how)
+            print(found[path].text)
+        check_room({path: said.store_bytes for path, said in found.items() if path})
+        if refusal := next((said.refusal for said in found.values() if said.refusal), None):
+            raise refusal  # as the run would
         return
-    if source is None or store is None:
+    if not source or store is None:
         raise RecipeError("precompute: needed --source PATH and --store PATH (or --dry-run).")
+    from ..precompute.unchanged import unchanged
+
+    for one in (loaded, *(other for other, _ in others)):
+        check_precompute(one, source)
+    is_plain = not (others or drop_gone or retry_rejected or new_revision or part) and engine == LOCAL
+    if is_plain and (done := unchanged(loaded, source, store, device=device)):
+        from .outcome import unchanged_rows
+
+        for note in done.notes:
+            print(f"leandit: {note}", file=sys.stderr)
+        print_rows(unchanged_rows(done, store))
+        return
     from ..precompute.growth import Options
     from ..precompute.pipeline import precompute as run
     from ..precompute.several import Target, precompute_several
@@ -96,6 +125,7 @@ def precompute(
             "options": Options(drop_gone=drop_gone, retry_rejected=retry_rejected),
             "new_revision": new_revision,
             "part": part,
+            "say": lambda note: print(f"leandit: {note}", file=sys.stderr),
         }
         if others:
             targets = [Target(loaded, store), *(Target(*other) for other in others)]
@@ -108,8 +138,8 @@ def precompute(
 def import_(
     context: typer.Context,
     kind: Annotated[str, typer.Argument(help="fast-dit, lightningdit, mar, edm2, pixart or mds.")],
-    source: Annotated[Path, typer.Option(help="Features: the folder or file that the other program wrote.")],
-    store: Annotated[Path, typer.Option(help="Folder of the store; the same command again resumes.")],
+    source: Annotated[Path, local_input("Features: the folder or file that the other program wrote.")],
+    store: Annotated[Path, output("Folder of the store; the same command again resumes.")],
     null: Annotated[str | None, typer.Option(help="Null caption: .npy, a checkpoint, or zeros.")] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -118,6 +148,9 @@ def import_(
     Example: leandit import mar --source cached-imagenet --store imagenet-256
     """
     from ..precompute.import_config import load
+
+    settings = load(overrides or [])
+    check_import(source)
     from ..precompute.import_store import import_features
     from .outcome import import_rows
     from .progress import ProgressLine
@@ -129,6 +162,5 @@ def import_(
             stop.check()
             line(stage, done, total)
 
-        settings = load(overrides or [])
         report = import_features(kind, settings, source_path=source, store_path=store, progress=progress, null=null)
     print_rows(import_rows(report, store))

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..datasets.errors import RecipeError
-from .cli_options import AsJson, Device, print_rows, rank_device
+from ..datasets.revisions import check_store
+from .cli_options import AsJson, Device, Run, local_input, output, print_rows, rank_device
+from .preflight import check_run
 
 if TYPE_CHECKING:  # torch takes a second to import
     from ..train.ranks import Ranks
@@ -36,15 +38,19 @@ class PrecisionName(StrEnum):
     """What ``--precision`` may be."""
 
     fp32 = "fp32"
+    tf32 = "tf32"
     bf16 = "bf16"
 
 
 def sample(
-    run: Annotated[Path, typer.Argument(help="Run to sample from: its newest snapshot.")],
-    out: Annotated[Path, typer.Option(help="Folder for grid.png and samples.json, or for the pictures of a set.")],
-    label: Annotated[list[int] | None, typer.Option(help="Class index; repeatable.")] = None,
+    run: Run,
+    out: Annotated[Path, output("Folder for grid.png and samples.json, or for the pictures of a set.")],
+    label: Annotated[list[str] | None, typer.Option(help="Class name, folder (wnid) or index; repeatable.")] = None,
     caption: Annotated[list[str] | None, typer.Option(help="Caption; repeatable.")] = None,
-    num: Annotated[int, typer.Option(min=1, help="Pictures, where no label or caption is given, or of a set.")] = 16,
+    num: Annotated[
+        int | None,
+        typer.Option(min=1, help="Pictures of each label or caption, else of all; without it 1 of each, else 16."),
+    ] = None,
     npz: Annotated[bool, typer.Option("--npz", help=f"A set of files, as for more than {LARGEST_GRID} pictures.")] = (
         False
     ),
@@ -55,13 +61,18 @@ def sample(
         str, typer.Option(metavar="LOW,HIGH", help="Times of guidance: 0 is data, 1 noise.")
     ] = "0,1",
     guidance_channels: Annotated[int, typer.Option(min=0, help="Guide the first channels alone; 0: all.")] = 0,
-    sampler: Annotated[SamplerName, typer.Option(help="flow: euler, heun. ddpm: ddim, dpm, ddpm.")] = SamplerName.auto,
+    sampler: Annotated[
+        SamplerName, typer.Option(help="flow: euler, heun, dpm. ddpm: ddim, dpm, ddpm.")
+    ] = SamplerName.auto,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps of the solver.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise.")] = 0,
-    precision: Annotated[PrecisionName, typer.Option(help="Of the model's forwards; bf16 on a GPU.")] = (
+    precision: Annotated[PrecisionName, typer.Option(help="Of the model's forwards; tf32 and bf16 on a GPU.")] = (
         PrecisionName.fp32
     ),
-    store: Annotated[Path | None, typer.Option(help="Store of the captions, else the run's own.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the blocks; for many pictures.")] = False,
+    recipe: Annotated[str, typer.Option(help="Train recipe of a published checkpoint, given as RUN.")] = "",
+    encoders: Annotated[str, typer.Option(help="Precompute recipe of its VAE and text encoder.")] = "",
+    store: Annotated[Path | None, local_input("Store of the captions, else the run's own.")] = None,
     vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's VAE.")] = None,
     text: Annotated[str | None, typer.Option(help="Folder or hub id for captions not in the store.")] = None,
     device: Device = "auto",
@@ -71,6 +82,11 @@ def sample(
 
     Example: leandit sample runs/dit-s --out samples --label 207 --label 360
     """
+    interval = interval_of(guidance_interval)
+    if not (recipe or encoders):  # else it is a published checkpoint, which may lie on the hub
+        check_run(run)
+    if store:
+        check_store(store)
     from .sampler import Request
     from .sampler import sample as draw
 
@@ -79,19 +95,22 @@ def sample(
     request = Request(
         labels=label or (),
         captions=caption or (),
-        count=num,
+        count=num or 0,
         bucket=bucket,
         steps=steps,
         guidance=guidance,
         seed=seed,
         sampler=sampler.value,
-        interval=interval_of(guidance_interval),
+        interval=interval,
         guided_channels=guidance_channels,
         precision=precision.value,
         batch=batch,
+        recipe=recipe,
+        encoders=encoders,
+        compiled=compiled,
     )
     places = {"out": out, "device": where, "store": store, "vae": vae, "text": text}
-    if npz or num > LARGEST_GRID or ranks.world_size > 1:
+    if npz or request.total > LARGEST_GRID or ranks.world_size > 1:
         from .progress import ProgressLine
         from .sample_set import sample_set
 

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..datasets.errors import LeanditError, RecipeError
-from ..train.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest
-from .cli_options import Device, DryRun, Overrides, print_rows, rank_device, torch_device
+from ..train.stop import StopRequest
+from .cli_options import (
+    Device,
+    DryRun,
+    Overrides,
+    output,
+    path_or_url,
+    print_line,
+    print_rows,
+    rank_device,
+    read_path,
+    torch_device,
+)
+from .preflight import check_run, check_trainable
 
 if TYPE_CHECKING:  # torch takes a second to import
     import torch
@@ -24,8 +37,11 @@ if TYPE_CHECKING:  # torch takes a second to import
 def train(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
-    store: Annotated[str | None, typer.Option(help="Store to train on: a folder, or s3://, gs://, hf://.")] = None,
-    run: Annotated[Path | None, typer.Option(help="Folder of the run; the same command again resumes.")] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(parser=path_or_url, metavar="PATH", help="Store to train on: a folder, or s3://, gs://, hf://."),
+    ] = None,
+    run: Annotated[Path | None, output("Folder of the run; the same command again resumes.")] = None,
     device: Device = "auto",
     overrides: Overrides = None,
     dry_run: DryRun = False,
@@ -44,22 +60,18 @@ def train(
         return
     if store is None or run is None:
         raise RecipeError("train: needed --store PATH and --run PATH (or --dry-run).")
+    check_trainable(store)
     from ..train.ranks import read_ranks
 
     stop: StopRequest = context.obj
     stop.catch(signal.SIGINT)
     ranks = read_ranks()
     where = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
-    try:
-        rows, finished = _train(loaded, store, run, where, stop, ranks)
-    except LeanditError as error:
-        if ranks.local_rank:  # the first rank of each machine says it
-            raise typer.Exit(error.exit_code) from error
-        raise
+    rows, finished = _train(loaded, store, run, where, stop, ranks)
     if ranks.is_first:
         print_rows(rows)
     if not finished:
-        raise typer.Exit(EXIT_RESUMABLE if stop.is_terminated else EXIT_CTRL_C)
+        raise typer.Exit(stop.exit_code)
 
 
 def _train(
@@ -74,16 +86,17 @@ def _train(
 
     if device.type == "cpu":
         keep_freed_memory()
-    precision = recipe.run.precision
-    if precision == "bf16" and autocast_dtype("bf16", device) is None:
-        precision = f"fp32 (bf16 was asked for, {device} has no fast bf16)"
+        _warn_of_memory(recipe, store, ranks)
     with ProgressLine() if ranks.is_first else contextlib.nullcontext() as progress:
 
         def show(figures: StepReport) -> None:
             if progress:
                 progress("train", figures.step, recipe.run.steps, train_note(figures))
 
-        outcome = train_run(recipe, store_path=store, run=run, device=device, report=show, stop=stop)
+        outcome = train_run(recipe, store_path=store, run=run, device=device, report=show, stop=stop, warn=print_line)
+    precision = outcome.recipe.run.precision
+    if precision == "bf16" and autocast_dtype("bf16", device) is None:
+        precision = f"fp32 (bf16 was asked for, {device} has no fast bf16)"
     beyond = "; the recipe asks for fewer" if outcome.step > recipe.run.steps else ""
     steps = f"{outcome.step} of {recipe.run.steps}{beyond}"
     rows = [("run", str(run)), ("steps", steps), ("computed in", precision)]
@@ -99,16 +112,39 @@ def _train(
     return rows, outcome.finished
 
 
+def _warn_of_memory(recipe: TrainRecipe, store: str, ranks: Ranks) -> None:
+    """Say on stderr where a step will not fit into this machine's memory; what does not fit for another reason is said
+    by the training itself."""
+    from ..train.parallel import choose_strategy
+    from .memory_check import available_bytes, memory_warning
+
+    available = available_bytes()
+    if available is None or not ranks.is_first or "://" in store:
+        return
+    try:
+        if choose_strategy(recipe.parallel, ranks) not in ("single", "ddp"):
+            return  # what a rank holds of a sharded model is another sum
+        if warning := memory_warning(
+            recipe, store, available, num_ranks=ranks.world_size, local_ranks=ranks.local_world_size
+        ):
+            print(f"leandit: {warning}", file=sys.stderr)
+    except LeanditError:
+        return
+
+
 def average(
-    run: Annotated[Path, typer.Argument(help='Run that was trained with ema.kind = "power".')],
+    run: Annotated[
+        Path, typer.Argument(parser=read_path, metavar="RUN", help='Run that was trained with ema.kind = "power".')
+    ],
     length: Annotated[float, typer.Option(min=0.001, max=0.27, help="Standard deviation, as a share of the run.")],
-    out: Annotated[Path, typer.Option(help="Folder for the snapshot; sample from it as from a run.")],
+    out: Annotated[Path, output("Folder for the snapshot; sample from it as from a run.")],
     step: Annotated[int, typer.Option(min=0, help="Average up to this step; 0: the newest that is stored.")] = 0,
 ) -> None:
     """Make a snapshot with averaged weights of any length, of the averages that a run has stored.
 
     Example: leandit average runs/dit-s --length 0.075 --out runs/dit-s-0.075
     """
+    check_run(run)
     from ..train.posthoc import combine
 
     made = combine(run, length, out, step=step)

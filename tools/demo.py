@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..datasets.encoder_places import encoder_section
 from ..datasets.files import write_atomic
 from ..datasets.hashing import canonical_json
 from ..datasets.store import LatentStore
@@ -29,7 +30,7 @@ from .inspector import render, summarise
 from .pictures import draw_scene, main_object_of, make_scenes, read_main_object
 from .progress import ProgressLine
 from .sampler import Request, draw_pictures, make_conditioning
-from .sheet import draw_sheet, load_decoder, store_sheet
+from .sheet import Cell, choose_records, draw_sheet, load_decoder, store_sheet
 
 RECIPE = "demo"
 SAMPLES_PER_BUCKET = 64
@@ -91,8 +92,8 @@ def run_demo(
     start = time.perf_counter()
     store = LatentStore(store_path)
     say(render(summarise(store)) + "\n")
-    decoder = load_decoder(store.spec.recipe["vae"], None, device)
-    store_sheet(store, decoder, count=24).save(out / "contact-sheet.png")
+    decoder = load_decoder(encoder_section(store.spec, "vae", store.path), None, device)
+    store_sheet(store, decoder, choose_records(store, count=24)).save(out / "contact-sheet.png")
     stages.append(Stage("inspect", time.perf_counter() - start, store.records.num_rows, 0))
 
     start = time.perf_counter()
@@ -113,7 +114,8 @@ def run_demo(
     start = time.perf_counter()
     drawn, captions = sample_captions(run, store, device)
     own, shuffled = score(drawn, captions), score(drawn, shuffle(captions))
-    draw_sheet(drawn[:: len(drawn) // 24][:24], captions[:: len(drawn) // 24][:24]).save(out / "samples.png")
+    shown = list(zip(drawn, captions, strict=True))[:: len(drawn) // 24][:24]
+    draw_sheet([Cell(pixels, caption) for pixels, caption in shown]).save(out / "samples.png")
     size = (out / "samples.png").stat().st_size
     stages.append(Stage("sample, measure", time.perf_counter() - start, len(drawn), size))
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
 import torch
 from torch import nn
 
 from ..datasets.buckets import bucket_size
-from ..datasets.errors import RecipeError
+from ..datasets.class_names import ClassNames
+from ..datasets.commits import missing_work, read_commits
+from ..datasets.errors import RecipeError, SourceError
 from ..datasets.frozen import FrozenPlan
 from ..datasets.recipe import to_toml
 from ..datasets.schema import StoreSpec
@@ -20,88 +22,125 @@ from ..precompute.config import PrecomputeRecipe, TextSection, VaeSection
 from ..precompute.decoder import Decoders
 from ..precompute.describe import describe_store
 from ..precompute.encoders import load_encoders
+from ..precompute.growth import Options, all_fresh
 from ..precompute.model_files import local_folder, model_folder, model_name
-from ..precompute.opening import check_apart, check_fingerprint, is_sealed, look_for_plan
-from ..precompute.picture_plan import num_threads, picture_table, plan_pictures
-from ..precompute.sources import list_source
+from ..precompute.opening import Ground, Planner, check_apart, check_fingerprint, is_sealed, look_for_plan
+from ..precompute.picture_plan import num_threads
+from ..precompute.rejects import count_reasons
+from ..precompute.source_several import SourcePaths, list_sources
 from ..train.config import TrainRecipe
+from ..train.deepspeed_config import read_config, resolve
+from ..train.deepspeed_engine import with_users_config
 from ..train.ema import build_rules
 from ..train.models import build_model, check_model_name, check_sizes, model_spec
 from ..train.optimizer_state import expected_tensors
 from ..train.precision import autocast_dtype
+from ..train.ranks import read_ranks
+from .bench_meters import files_below
+from .outcome import change_rows
 from .prediction import StoreBytes, predict_lines
 from .progress import ProgressLine
 
-NO_LIMIT = {"max_reject_share": 1.0, "max_rejects_in_a_row": 1 << 62}  # a dry run counts all rejects
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a precompute would do.
+
+    Args:
+      text: for the user.
+      found: what it would write, where the encoders are here.
+      store_bytes: of the whole store when it is done, what is there included; 0 where it is not known.
+      refusal: why it would stop, where it would reject too much.
+    """
+
+    text: str
+    found: StoreBytes | None = None
+    store_bytes: int = 0
+    refusal: SourceError | None = None
 
 
 def describe_precompute(
     recipe: PrecomputeRecipe,
-    source_path: Path | str | None,
+    source_path: SourcePaths | None,
     device: torch.device,
     *,
     num_devices: int = 1,
     store: Path | None = None,
     new_revision: bool = False,
-) -> tuple[str, StoreBytes | None]:
-    """What a precompute would do.
+    options: Options | None = None,
+) -> DryRun:
+    """What a precompute would do; nothing is written.
 
     Args:
-      source_path: is scanned if given; without it, only the recipe is shown.
+      source_path: of one or several; is scanned if given; without it, only the recipe is shown.
       device: of the probe; the first of those that would encode.
       num_devices: that would encode.
       store: what is there of it is looked at, if given.
       new_revision: other encoders or settings than the store's would make its next revision.
-    Returns: the text, and what the store will take, where the encoders are here.
+      options: as of a precompute, where the store grows.
     Raises: StoreError, FingerprintMismatch: a precompute would refuse the store.
     """
     there = look_for_plan(store) if store else None
     lines = [to_toml(recipe), *encoder_lines(recipe)]
     if source_path is None:
-        return "\n".join([*lines, "give --source to count its pictures"]), None
+        return DryRun("\n".join([*lines, "give --source to count its pictures"]))
     with ProgressLine() as progress:
-        source = list_source(source_path, recipe.source.kind, progress=lambda done: progress("list", done, 0))
+        source = list_sources(source_path, recipe.source, progress=lambda done: progress("list", done, 0))
     if store:
-        check_apart(store, source, source_path)
-    everything = recipe.model_copy(update={"source": recipe.source.model_copy(update=NO_LIMIT)})
-    with ProgressLine() as progress, Decoders(num_threads()) as decoders:
-        total = len(source.records)
-        looked_at = plan_pictures(
-            source, source.records, everything, decoders, progress=lambda done: progress("scan", done, total)
-        )
-        pictures = picture_table(looked_at)
-    rejects, buckets = _counted(pictures["reason"]), _counted(pictures["bucket"])
-    lines += ["", f"{'source':<20}{source.kind} '{source_path}', {len(source.records)} records"]
-    lines += [f"{'would reject':<20}{count} x {reason}" for reason, count in sorted(rejects.items())]
-    lines += ["", f"{'bucket':<20}{'records':>10}"]
-    lines += [f"{name:<20}{buckets[name]:>10}" for name in sorted(buckets, key=bucket_size)]
+        check_apart(store, source)
+    lines += ["", *(f"{'source':<20}{line}" for line in source.lines())]
+    lines += [f"{'':<20}{note}" for note in source.notes]
+    if source.classes:
+        lines.append(f"{'classes':<20}{ClassNames(source.classes, source.class_names).summary()}")
+    lines += [f"{'ignored':<20}{line}" for line in source.ignored.lines()]
     wanted = [recipe.vae.model] + ([recipe.text.model] if recipe.text.kind != "none" else [])
-    if any(local_folder(model) is None for model in wanted):
-        return "\n".join([*lines, "", "bytes and time are known once the encoders are here"]), None
-    encoders = load_encoders(recipe, device)
-    spec = describe_store(recipe, source, encoders, known=there and there.spec)
-    if store and there:
-        is_complete = is_sealed(store, there)
-        if not (new_revision and is_complete):
-            check_fingerprint(store, there.spec, spec)
-        lines += ["", f"{'store':<20}'{store}', {store_state(there, spec, is_complete=is_complete)}"]
-    sizes, found = predict_lines(recipe, spec, source, pictures, encoders, num_devices=num_devices)
-    return "\n".join([*lines, "", *sizes]), found
+    has_encoders = all(local_folder(model) is not None for model in wanted)
+    encoders = load_encoders(recipe, device) if has_encoders else None
+    spec = encoders and describe_store(recipe, source, encoders, known=there and there.spec)
+    with ProgressLine() as progress, Decoders(num_threads()) as decoders:
+        tokenizer = encoders and encoders.tokenizer
+        planner = Planner(store or Path(), spec, source, recipe, tokenizer, decoders, progress)
+        comparison, ground = all_fresh(source.records), Ground()
+        if store and there and spec:
+            is_complete = is_sealed(store, there)
+            if not (new_revision and is_complete):
+                check_fingerprint(store, there.spec, spec)
+            lines += ["", f"{'store':<20}'{store}', {store_state(store, there, spec, is_complete=is_complete)}"]
+            if is_complete and there.spec.fingerprint == spec.fingerprint:
+                changes, ground = planner.compare(options or Options())
+                lines += [f"{name:<20}{value}" for name, value in change_rows(changes)] if changes else []
+                if not ground or not changes:
+                    return DryRun("\n".join([*lines, "nothing would be encoded"]))
+                comparison = changes
+        limit = planner.limit(comparison, stops=False)
+        pictures = planner.look_at(comparison.fresh, limit)
+        refusal = (limit.ledger and limit.ledger.refusal()) or limit.error or planner.refusal(comparison, pictures)
+        rejects, buckets = count_reasons(pictures["reason"]), count_reasons(pictures["bucket"])
+        lines += [f"{'would encode':<20}{buckets.total()} pictures"]
+        lines += [f"{'would reject':<20}{count} x {reason}" for reason, count in sorted(rejects.items())]
+        lines += ["", f"{'bucket':<20}{'records':>10}"]
+        lines += [f"{name:<20}{buckets[name]:>10}" for name in sorted(buckets, key=bucket_size)]
+        if not encoders or not (buckets or ground.stack):
+            lines += [] if encoders else ["", "bytes and time are known once the encoders are here"]
+            return DryRun("\n".join(lines), refusal=refusal)
+        plan = planner.plan(comparison, ground, pictures)
+    devices = {"num_devices": num_devices}
+    sizes, found = predict_lines(recipe, plan, source, comparison.fresh, pictures, encoders, **devices)
+    before = sum(path.stat().st_size for path in files_below(store)) if store and ground.stack else 0
+    return DryRun("\n".join([*lines, "", *sizes]), found, found.total + before, refusal)
 
 
-def store_state(there: FrozenPlan, spec: StoreSpec, *, is_complete: bool) -> str:
+def store_state(store: Path, there: FrozenPlan, spec: StoreSpec, *, is_complete: bool) -> str:
     """What is there already, and what of it a precompute would do."""
     if not is_complete:
-        return f"revision {there.revision} is begun: what is missing of it is made. All of it takes:"
+        commits = read_commits(store, there)
+        missing = missing_work(there, [task for task in there.layout.tasks() if task not in commits])
+        return (
+            f"revision {there.revision} is not complete, {missing} are missing and would be encoded. All of it takes:"
+        )
     if there.spec.fingerprint != spec.fingerprint:
-        return f"revision {there.revision} is complete: all is encoded anew beside it, which takes:"
-    return f"revision {there.revision} is complete: only what has changed since is encoded. A new store would take:"
-
-
-def _counted(names: pa.ChunkedArray) -> dict[str, int]:
-    """How often each name stands in a column; nulls are not counted."""
-    found = names.drop_null().value_counts()
-    return dict(zip(found.field("values").to_pylist(), found.field("counts").to_pylist(), strict=True))
+        return f"revision {there.revision} is complete: all would be encoded again beside it, which takes:"
+    return f"revision {there.revision} is complete: only what has changed since would be encoded"
 
 
 def encoder_lines(recipe: PrecomputeRecipe) -> list[str]:
@@ -127,12 +166,14 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
 
     Args:
       store_path: is opened if given; without it, only the recipe is shown.
+    Raises: RecipeError: the recipe's ds_config.json cannot be read, or contradicts itself.
     """
-    lines = [to_toml(recipe)]
+    recipe, changes, blocked = _with_ds_config(recipe, device)
+    lines = [to_toml(recipe), *(f"# {line}" for line in changes)]
     asked = recipe.run.precision
     actual = asked if asked != "bf16" or autocast_dtype(asked, device) else "fp32, this device has no fast bf16"
     lines.append(f"{'device':<20}{device}, {actual}, {os.cpu_count()} cores")
-    blocked = _refusal(lambda: check_model_name(recipe.model.name))
+    blocked = blocked or _refusal(lambda: check_model_name(recipe.model.name))
     if blocked:
         return "\n".join([*lines, f"{'cannot run yet':<20}{blocked}"])
     if store_path is None:
@@ -155,6 +196,20 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
         f"{'bucket':<20}{'records':>10}",
     ]
     return "\n".join([*lines, *(f"{name:<20}{count:>10}" for name, count in store.buckets.items())])
+
+
+def _with_ds_config(recipe: TrainRecipe, device: torch.device) -> tuple[TrainRecipe, list[str], str | None]:
+    """The recipe as its ds_config.json changes it, the table of what differs, and why it cannot be trained here."""
+    if not (path := recipe.parallel.deepspeed_config):
+        return recipe, [], None
+    ranks, changes = read_ranks(), list[str]()
+    try:
+        return with_users_config(recipe, ranks, device, changes.append), changes, None
+    except (
+        RecipeError
+    ) as error:  # not on this device, or without DeepSpeed: what the file says can be shown all the same
+        resolved = resolve(read_config(path), recipe, ranks.world_size)
+        return resolved.recipe, resolved.notes, str(error)
 
 
 def held_bytes(recipe: TrainRecipe, model: nn.Module) -> int:

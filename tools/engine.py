@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ def engine_name(text: str) -> str:
 
 
 def chosen_engine(
-    recipe: PrecomputeRecipe, store: Path, source: str, *, devices: str, name: str, address: str
+    recipe: PrecomputeRecipe, store: Path, source: Sequence[str], *, devices: str, name: str, address: str
 ) -> AbstractContextManager[Engine | None]:
     """The engine that is asked for, ready to be started; none for a single device, where this process encodes itself.
 

@@ -15,9 +15,10 @@ from pydantic import ValidationError
 from safetensors.torch import save as safetensors_of
 
 from ..datasets.errors import EncoderError, RunError
-from ..datasets.files import sweep_strays, write_folder
+from ..datasets.files import write_folder
 from ..datasets.hashing import canonical_json, read_json
 from ..datasets.schema import UNKNOWN
+from ..datasets.strays import sweep_strays
 from ..train.dit import size_of
 from ..train.dit_checkpoints import official_bytes, to_diffusers
 from ..train.dit_layers import DiTOptions
@@ -34,7 +35,16 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
 TEXT_CLASSES = {"t5": ("T5EncoderModel", "T5Tokenizer"), "gemma2": ("Gemma2Model", "GemmaTokenizer")}
 
 
-def export(run: Path, out: Path, *, layout: Format = "diffusers", step: int = 0, encoders: bool = False) -> dict:
+def export(
+    run: Path,
+    out: Path,
+    *,
+    layout: Format = "diffusers",
+    step: int = 0,
+    encoders: bool = False,
+    vae: str | None = None,
+    text: str | None = None,
+) -> dict:
     """Write the averaged weights of a run for other programs; the folder is there whole or not at all.
 
     Args:
@@ -42,6 +52,7 @@ def export(run: Path, out: Path, *, layout: Format = "diffusers", step: int = 0,
       layout: "diffusers": what a pipeline loads; "official": of DiT, `.safetensors` and `.pt`.
       step: of which snapshot; 0: the newest.
       encoders: copy the VAE, text encoder and tokenizer of the store too, where they are at hand.
+      vae, text: where those lie now: folder or hub id.
     Returns: what was written, as plain values.
     Raises: RunError: the layout cannot hold the model, or the folder is there; EncoderError: an encoder is not at hand.
     """
@@ -53,7 +64,8 @@ def export(run: Path, out: Path, *, layout: Format = "diffusers", step: int = 0,
         files, notes = official_files(snapshot), []
     else:
         check_diffusers(snapshot)
-        files, notes = diffusers_files(snapshot, encoders=encoders), departures(snapshot)
+        copies = encoder_folders(snapshot, vae, text) if encoders else {}
+        files, notes = diffusers_files(snapshot, copies), departures(snapshot)
     out.parent.mkdir(parents=True, exist_ok=True)
     sweep_strays(out.parent)
     recipe = (run / RECIPE).read_text() if (run / RECIPE).is_file() else None
@@ -115,14 +127,13 @@ def official_files(snapshot: Snapshot) -> Files:
         yield f"{name}{suffix}", official_bytes(snapshot.model.state_dict(), suffix)
 
 
-def diffusers_files(snapshot: Snapshot, *, encoders: bool) -> Files:
+def diffusers_files(snapshot: Snapshot, copies: dict[str, Path]) -> Files:
     """What a pipeline's folder holds."""
     scheduler = pipeline_scheduler(snapshot.objective, takes_flow_match=family_of(snapshot.spec.name) == "sana")
     config, weights = transformer_of(snapshot)
     yield TRANSFORMER[0], canonical_json(config)
     yield TRANSFORMER[1], safetensors_of({name: t.contiguous() for name, t in weights.items()}, {"format": "pt"})
     yield "scheduler/scheduler_config.json", scheduler.to_json_string().encode()
-    copies = encoder_folders(snapshot) if encoders else {}
     yield INDEX, canonical_json(index_of(snapshot, type(scheduler).__name__, copies.get("tokenizer")))
     for name, folder in copies.items():
         yield from copied(folder, name, but=NO_TOKENIZER if name == "tokenizer" else ())
@@ -180,7 +191,7 @@ def index_of(snapshot: Snapshot, scheduler: str, tokenizer_folder: Path | None) 
         tokenizer = (tokenizer_folder and tokenizer_class(tokenizer_folder)) or tokenizer
         parts |= {"text_encoder": ["transformers", encoder], "tokenizer": ["transformers", tokenizer]}
     else:
-        parts["id2label"] = {str(number): name for number, name in enumerate(state["classes"])}
+        parts["id2label"] = {str(number): name for number, name in enumerate(snapshot.class_names.names)}
     return {"_class_name": pipeline_class(snapshot), "_diffusers_version": diffusers_version, **parts}
 
 
@@ -190,33 +201,52 @@ def transformer_name(snapshot: Snapshot) -> str:
     return type(model.net).__name__ if isinstance(model, TextDenoiser) else "DiTTransformer2DModel"
 
 
-def encoder_folders(snapshot: Snapshot) -> dict[str, Path]:
+def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str | None) -> dict[str, Path]:
     """Where the encoders of the store lie, by their names in a pipeline's folder.
 
+    Args:
+      vae_place, text_place: where they lie now, if not where the store was made.
     Raises: EncoderError: one is not at hand, or is another.
     """
     from ..precompute.config import TextSection, VaeSection
-    from ..precompute.model_files import hash_files, resolve_model, weight_files
+    from ..precompute.model_files import (
+        CONFIG,
+        TEXT_WEIGHTS,
+        TOKENIZER_FILES,
+        VAE_WEIGHTS,
+        hash_files,
+        resolve_model,
+        weight_files,
+        weight_names,
+    )
 
     state = snapshot.state
     try:
-        vae = VaeSection.model_validate(state["vae"]["model"])
-        text = TextSection.model_validate(state["text_encoder"]["model"]) if snapshot.spec.takes_text else None
+        vae = VaeSection.model_validate(state["vae"]["model"] | ({"model": vae_place} if vae_place else {}))
+        takes_text, moved = snapshot.spec.takes_text, {"model": text_place} if text_place else {}
+        text = TextSection.model_validate(state["text_encoder"]["model"] | moved) if takes_text else None
     except (ValidationError, TypeError) as error:
         raise EncoderError(f"snapshot '{snapshot.path}': its encoders are not named ({error}).") from error
     wanted: list[tuple[str, str, VaeSection | TextSection, str]] = []
-    wanted.append(("vae", "diffusion_pytorch_model", vae, state["vae"]["weights_sha256"]))
+    wanted.append(("vae", VAE_WEIGHTS, vae, state["vae"]["weights_sha256"]))
     if text:
-        wanted.append(("text_encoder", "model", text, state["text_encoder"]["weights_sha256"]))
+        wanted.append(("text_encoder", TEXT_WEIGHTS, text, state["text_encoder"]["weights_sha256"]))
     found: dict[str, Path] = {}
     for name, stem, section, made_with in wanted:
-        what = f"--encoders: {name}"
-        found[name], _ = resolve_model(section.model, section.subfolder, section.revision, what=what)
-        if made_with not in (UNKNOWN, hash_files(weight_files(found[name], stem, what=what))):
-            raise EncoderError(f"{what} '{found[name]}': not the one that the store was made with.")
+        what, flag = f"--encoders: {name}", "--vae" if name == "vae" else "--text"
+        files = (CONFIG, *weight_names(stem))
+        try:
+            found[name], _ = resolve_model(section.model, section.subfolder, section.revision, files=files, what=what)
+            weights_sha256 = hash_files(weight_files(found[name], stem, what=what))
+        except EncoderError as error:
+            raise EncoderError(f"{error} Where it lies elsewhere now, give its folder with {flag}.") from error
+        if made_with not in (UNKNOWN, weights_sha256):
+            raise EncoderError(f"{what} '{found[name]}': not the one that the store was made with. Check {flag}.")
     if text:
         what = "--encoders: tokenizer"
-        found["tokenizer"], _ = resolve_model(text.model, text.tokenizer_subfolder, text.revision, what=what)
+        found["tokenizer"], _ = resolve_model(
+            text.model, text.tokenizer_subfolder, text.revision, files=TOKENIZER_FILES, what=what
+        )
     return found
 
 

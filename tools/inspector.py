@@ -16,6 +16,7 @@ from ..datasets.text_dtypes import token_bytes
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 SCAN_BYTES = 2 << 30  # latents are read up to this; of a larger store, rows spread evenly over it
+SCAN_BYTES_AT_URL = 256 << 20  # of a store at a URL: whole shards, which come from there
 SCAN_ROWS = 512  # read at a time
 # A model wants latents of about zero mean and unit deviation. Beyond these the scale is probably another VAE's.
 MEAN_LIMIT, STD_LIMITS = 0.5, (0.5, 2.0)
@@ -33,7 +34,7 @@ def summarise(store: LatentStore) -> dict[str, Any]:
     rejected = records.filter(pc.equal(records["status"], "rejected"))
     tokens = store.captions["num_tokens"].to_numpy()
     summary = {
-        "store": str(store.path),
+        "store": store.remote.url if store.remote else str(store.path),
         "format_version": spec.format_version,
         "complete": store.complete,
         "revision": store.revision,
@@ -46,6 +47,7 @@ def summarise(store: LatentStore) -> dict[str, Any]:
         "fallbacks": _counts(records["fallback"]),
         "buckets": store.buckets,
         "num_classes": store.num_classes,
+        "classes": store.class_names.summary(),
         "num_captions": len(tokens),
         "num_caption_tokens": int(tokens.sum()),
         "caption_tokens": caption_lengths(store),
@@ -184,8 +186,16 @@ def _rows_to_scan(store: LatentStore) -> dict[str, np.ndarray]:
     rows = {bucket: store.index(bucket).rows for bucket in store.buckets}
     sizes = {bucket: store.latents(bucket).row_bytes for bucket in rows}
     total = sum(len(rows[bucket]) * sizes[bucket] for bucket in rows)
-    step = max(1, -(-total // SCAN_BYTES))
-    return {bucket: found[::step] for bucket, found in rows.items()}
+    if store.remote is None:
+        step = max(1, -(-total // SCAN_BYTES))
+        return {bucket: found[::step] for bucket, found in rows.items()}
+    step = max(1, -(-total // SCAN_BYTES_AT_URL))
+    chosen, num_shards = {}, 0
+    for bucket, found in rows.items():
+        shards = num_shards + found // store.latents(bucket).shard_rows
+        num_shards += -(-len(found) // store.latents(bucket).shard_rows)
+        chosen[bucket] = found[shards % step == 0]
+    return chosen
 
 
 def render(summary: dict[str, Any]) -> str:
@@ -200,15 +210,14 @@ def render(summary: dict[str, Any]) -> str:
     if summary["unfinished_revision"] and summary["complete"]:
         line("", f"revision {summary['unfinished_revision']} is unfinished: run the same precompute command again")
     line("revision", f"{summary['revision']} of {summary['newest_revision']}")
-    line(
-        "records",
-        f"{summary['num_planned']} planned = {summary['num_stored']} stored + {summary['num_rejected']} rejected",
-    )
+    said = f"{summary['num_planned']} planned = {summary['num_stored']} stored + {summary['num_rejected']} rejected"
+    missing = summary["num_planned"] - summary["num_stored"] - summary["num_rejected"]
+    line("records", f"{said} + {missing} missing" if missing else said)
     for reason, count in summary["rejects"].items():
         line("", f"{count} x {reason}")
     for how, count in summary["fallbacks"].items():
         line("", f"{count} stored as {how}: {FALLBACKS[how.split(':')[0]]}")
-    line("classes", summary["num_classes"] or "none")
+    line("classes", summary["classes"])
     line("fingerprint", summary["fingerprint"])
     line("root hash", summary["root_hash"] or "none yet")
     lines += ["", f"{'bucket':<20}{'records':>10}"]
@@ -295,6 +304,7 @@ def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:
     values["caption_ids"] = list(record.caption_ids)
     if store.spec.classes and record.label >= 0:
         values["class"] = store.spec.classes[record.label]
+        values["class_name"] = store.class_names.names[record.label]
     if record.caption_ids:
         texts = store.captions["text"]
         values["captions"] = [
@@ -324,7 +334,10 @@ def render_record(values: dict[str, Any]) -> str:
     lines = []
     for name, value in values.items():
         if name == "captions":
-            lines += [f"{'caption':<20}{caption['text']}  ({caption['num_tokens']} tokens)" for caption in value]
+            lines += [
+                f"{'caption':<20}{caption['text'] or 'none: the null caption'}  ({caption['num_tokens']} tokens)"
+                for caption in value
+            ]
         elif value is not None:
             lines.append(f"{name:<20}{value}")
     return "\n".join(printable(line) for line in lines)

@@ -4,29 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..datasets.buckets import bucket_size
+from ..datasets.class_names import ClassNames
 from ..datasets.schema import Manifest
 from ..precompute.growth import Comparison
-from ..precompute.import_store import ImportReport
-from ..precompute.pipeline import Report
-from ..precompute.several import SharedReport
-from ..precompute.verdict import advice, bound_by
+from ..precompute.verdict import ENCODE, advice, bound_by
+
+if TYPE_CHECKING:  # they load torch
+    from ..precompute.import_store import ImportReport
+    from ..precompute.pipeline import Report
+    from ..precompute.several import SharedReport
+    from ..precompute.source_ignored import Ignored
+    from ..precompute.unchanged import Unchanged
+
+NOTHING_TO_DO = "no picture to encode, they are there"
 
 
 def precompute_rows(report: Report, store: Path) -> list[tuple[str, str]]:
     """Name and value of each line."""
     manifest = report.manifest
     if manifest is None:
-        left = f"{store}: not complete; shards that are left to other parts: {report.num_left}"
+        left = f"{store}: not complete; {report.num_left} shards are left to other parts"
         return [("store", left), *_run_rows(report)]
-    rows = count_rows(manifest, store)
-    if report.num_ignored:
-        rows.append(("ignored", f"{report.num_ignored} files that are no pictures by their name"))
+    rows = count_rows(manifest, store) + source_rows(report.classes, report.ignored)
     if report.changes:
         rows += change_rows(report.changes)
     rows += content_rows(manifest)
     return rows + _run_rows(report)
+
+
+def unchanged_rows(found: Unchanged, store: Path) -> list[tuple[str, str]]:
+    """The same of a store of which nothing was to be done."""
+    rows = count_rows(found.manifest, store) + source_rows(found.classes, found.ignored) + content_rows(found.manifest)
+    return [*rows, ("this run", NOTHING_TO_DO)]
+
+
+def source_rows(classes: ClassNames, ignored: Ignored) -> list[tuple[str, str]]:
+    """The classes of the source, and what of it was left out."""
+    rows = [("classes", classes.summary())] if len(classes) else []
+    return rows + [("ignored", line) for line in ignored.lines()]
 
 
 def shared_rows(report: SharedReport, stores: Sequence[Path]) -> list[tuple[str, str]]:
@@ -48,13 +66,15 @@ def _run_rows(report: Report) -> list[tuple[str, str]]:
         rows.append(("this run", f"{report.num_encoded} pictures in {report.total_seconds:.1f} s, {rate:.1f} images/s"))
         rows += stage_rows(report)
     else:
-        whose = "they are there" if report.manifest else "those of this part are there"
-        rows.append(("this run", f"no picture to encode, {whose}"))
+        of_part = "no picture to encode, those of this part are there"
+        rows.append(("this run", NOTHING_TO_DO if report.manifest else of_part))
     return rows
 
 
 def stage_rows(report: Report) -> list[tuple[str, str]]:
-    """Time and rate of each stage, which of them bounds the run, and what to change."""
+    """Time and rate of each stage, which of them bounds the run, and what to change; none if nothing was encoded."""
+    if not report.seconds.get(ENCODE):
+        return []  # every picture was rejected
     rows = [("stages", f"{'':<8}{'seconds':>9}{'threads':>9}{'images/s':>10}  that it could do alone")]
     for time in report.times:
         rate = f"{time.images_per_second:.1f}" if time.images_per_second else "-"
@@ -105,7 +125,8 @@ def change_rows(changes: Comparison) -> list[tuple[str, str]]:
         "with another label or caption": changes.num_described,
         "gone": changes.num_gone,
     }
-    said = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    found = [f"{count} {what}" for what, count in counts.items() if count]
+    said = ", ".join([*found, "classes renamed"] if changes.is_renamed else found)
     rows = [("source", f"since the revision before: {said}" if said else "nothing has changed")]
     if changes.num_gone:
         fate = "left out" if changes.num_dropped else "still in the store (--drop-gone leaves them out)"

@@ -8,7 +8,7 @@ What CUDA takes beside are constants, read from documentation and code: none of 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -20,7 +20,7 @@ from ..datasets.errors import RecipeError
 from ..datasets.schema import StoreSpec
 from ..datasets.store import LatentStore
 from ..train.config import TrainRecipe
-from ..train.deepspeed_config import read_config
+from ..train.deepspeed_config import read_config, resolve
 from ..train.flops import latent_size_of, tokens_per_image, train_flops
 from ..train.gpus import GPUS, Gpu, gpu_named
 from ..train.memory import AT_UPDATE, MOST_GRADIENTS, REDUCED, StepMemory, Trace, step_memory
@@ -41,6 +41,7 @@ DEEPSPEED_ELEMENTS = {
     "stage3_max_live_parameters": 1e9,
 }
 GUESSED_MFU = 0.35  # an estimate, where no run says better
+LAUNCH_SECONDS = 10e-6  # a rule, not measured on a GPU: what the host takes for an operation that is not compiled
 GPUS_OF_A_MACHINE = 8
 TOKENS, TEXT_WIDTH = 300, 4096  # of a caption where no store tells: PixArt-Sigma's
 CHANNELS, CLASSES = 4, 1000  # of the latents and labels where neither recipe nor store tells: SD-VAE, ImageNet
@@ -211,10 +212,26 @@ def room_of(gpu: Gpu, strategy: Strategy, read_ahead: float) -> float:
     return gpu.memory_gib * GIB * (1 - UNUSABLE) - CONTEXT_BYTES - CUBLAS_BYTES - strategy.buffers - read_ahead
 
 
-def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) -> dict[str, Any]:
+def with_ds_config(recipe: TrainRecipe, num_gpus: int) -> tuple[TrainRecipe, list[str]]:
+    """The recipe with the values of its ds_config.json, where it has one, and the table of what differs.
+
+    DeepSpeed itself is not needed, nor the GPU that trains.
+
+    Raises: RecipeError: the file cannot be read, or contradicts itself.
+    """
+    if not (path := recipe.parallel.deepspeed_config):
+        return recipe, []
+    resolved = resolve(read_config(path), recipe, num_gpus)
+    return resolved.recipe, resolved.notes
+
+
+def plan(
+    work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None, changes: Sequence[str] = ()
+) -> dict[str, Any]:
     """Everything that the command says, as JSON values; bytes, seconds.
 
     Args:
+      changes: what a ds_config.json has changed in the recipe, in lines.
       gpu: name of the GPU that the strategies are shown for.
       images: to be trained on; 0: those of the recipe's steps.
       run: whose measured MFU is used.
@@ -272,6 +289,10 @@ def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) 
         peak_flops = each.peak_flops(precision)
         most = [fit(each, *pair)[0] if peak_flops else None for pair in known[:2]]
         rate = peak_flops * mfu / work.flops * num_gpus
+        parts = -(-local // max(1, most[0] or 1))
+        fastest = recipe.run.global_batch / launch_seconds(whole, split, parts)
+        launch_bound = rate > fastest and not measured
+        rate = fastest if launch_bound else rate
         on_gpus.append(
             {
                 "gpu": each.name,
@@ -279,6 +300,7 @@ def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) 
                 "microbatch_whole": most[0],
                 "microbatch_sharded": most[1],
                 "images_per_second": rate,
+                "launch_bound": launch_bound,
                 "seconds": images / rate if rate else None,
             }
         )
@@ -295,11 +317,25 @@ def plan(work: Work, *, gpu: str, num_gpus: int, images: int, run: Path | None) 
         "gpu": chosen.name,
         "images": images,
         "asked": asked_strategy(recipe),
+        "changes": list(changes),
         "mfu": mfu,
         "mfu_is_measured": measured,
         "strategies": [shown(*pair) for pair in known],
         "known_gpus": on_gpus,
     }
+
+
+def launch_seconds(whole: StepMemory, split: StepMemory, parts: int) -> float:
+    """Least seconds of a step: what the host takes to launch its operations, however small they are.
+
+    Each operation that allocates counts, as the trace has them; what is compiled or captured in a graph has fewer.
+
+    Args:
+      whole, split: traces of one microbatch, and of two.
+      parts: microbatches of the step.
+    """
+    first, each = len(whole.base), len(split.base) - len(whole.base)
+    return (first + (parts - 1) * each) * LAUNCH_SECONDS
 
 
 def traced(work: Work, autocast: torch.dtype | None, *, accumulates: bool) -> StepMemory:
@@ -337,7 +373,7 @@ def _fit_columns(row: Mapping[str, Any]) -> str:
         return f"{'-':>8}{'-':>9}{'-':>10}{'-':>9}"
     return (
         f"{row['microbatch_whole']:>8}{row['microbatch_sharded']:>9}{row['images_per_second']:>10.0f}"
-        f"{row['seconds'] / 86400:>9.2f}"
+        f"{row['seconds'] / 86400:>9.2f}{' *' if row['launch_bound'] else ''}"
     )
 
 
@@ -350,6 +386,7 @@ def render(result: dict[str, Any]) -> str:
         f"arithmetic  {result['flops_per_image'] / 1e12:.3f} TFLOP an image, {result['precision']}",
         f"batch       {result['global_batch']} images on {result['gpus']} GPUs",
         f"strategy    {result['asked']} by the recipe; below are all",
+        *(f"{'':<12}{line}" for line in result["changes"]),
         f"MFU         {result['mfu']:.0%}, {kind}",
         f"memory      traced, not compiled{'; torch.compile takes less' if result['compiled'] else ''}",
         "",
@@ -365,6 +402,11 @@ def render(result: dict[str, Any]) -> str:
     lines.append(f"{'GPU':<12}{'GiB':>7}{'whole':>8}{'sharded':>9}{'images/s':>10}{'days':>9}")
     for row in result["known_gpus"]:
         lines.append(f"{row['gpu']:<12}{row['memory_gib']:>7.1f}" + _fit_columns(row))
+    if any(row["launch_bound"] for row in result["known_gpus"]):
+        lines.append(
+            f"*: bound by launching operations, {LAUNCH_SECONDS * 1e6:.0f} us each: a rule, not measured on a GPU. A "
+            "larger batch on each GPU takes less time for an image."
+        )
     if any(row["seconds"] is None for row in result["known_gpus"]):
         lines.append(f"-: it has no {result['precision']}. Plan with the run.precision that it would be trained in.")
     return "\n".join(lines)

@@ -28,14 +28,12 @@ from ..datasets.layout import CAPTION_PART, NULL_PART, group_json
 from ..datasets.schema import StoreSpec
 from ..datasets.shards import CRC_BYTES, ArrayLayout
 from ..datasets.tables import parquet_file
-from ..precompute.caption_plan import plan_captions
 from ..precompute.caption_task import caption_batches
 from ..precompute.config import PrecomputeRecipe
 from ..precompute.decoder import Decoders
 from ..precompute.encoders import Encoders
-from ..precompute.growth import all_fresh
 from ..precompute.picture_plan import num_threads
-from ..precompute.plan import PlannedTexts, plan_records
+from ..precompute.source_listing import Listing
 from ..precompute.source_record import SourceRecord
 from ..precompute.sources import Source
 from .bench_meters import files_below
@@ -99,27 +97,30 @@ class StoreBytes:
 
 def predict_lines(
     recipe: PrecomputeRecipe,
-    spec: StoreSpec,
+    plan: FrozenPlan,
     source: Source,
+    fresh: Listing,
     pictures: pa.Table,
     encoders: Encoders,
     *,
     num_devices: int = 1,
 ) -> tuple[list[str], StoreBytes]:
-    """Lines about bytes, time and memory; and the bytes.
+    """Lines about bytes, time and memory that a revision takes; and the bytes.
 
     Args:
-      pictures: the plan of each record of the source (PICTURES_SCHEMA).
+      plan: of the revision.
+      fresh: records of the source that it encodes.
+      pictures: the plan of each of them (PICTURES_SCHEMA).
       num_devices: that will encode; the hours are theirs.
     """
-    plan = plan_first(spec, source, pictures, encoders, recipe.text.max_tokens)
+    spec, captions = plan.spec, plan.own_captions
     found, tokens = store_bytes(plan), int(plan.layout.num_tokens.sum()) if spec.text else 0
     lines = [f"{'latents':<20}{found.latents / 2**20:>10.1f} MiB before any codec"]
     if spec.text:
-        said = f"{found.captions / 2**20:>10.1f} MiB, {plan.captions.num_rows} distinct, {tokens} tokens"
+        said = f"{found.captions / 2**20:>10.1f} MiB, {captions.num_rows} distinct, {tokens} tokens"
         lines.append(f"{'captions':<20}{said}")
     lines.append(f"{'tables':<20}{found.tables / 2**20:>10.1f} MiB at most")
-    probe = run_probe(recipe, spec, source, choose(source, pictures), encoders, plan.captions)
+    probe = run_probe(recipe, spec, source, choose(fresh, pictures), encoders, captions)
     device = encoders.image.device
     if probe.pictures:
         on_cpu, num_pictures = device.type == "cpu", sum(plan.layout.bucket_rows.values())
@@ -133,26 +134,14 @@ def predict_lines(
     return lines, found
 
 
-def plan_first(spec: StoreSpec, source: Source, pictures: pa.Table, encoders: Encoders, max_tokens: int) -> FrozenPlan:
-    """The plan that a first run would freeze; mapped, and nothing is written to a store.
-
-    Args:
-      pictures: of each record of the source (PICTURES_SCHEMA).
-      max_tokens: of a caption.
-    """
-    everything = all_fresh(source.records)
-    captions, ids = plan_captions(PlannedTexts(everything, pictures), encoders.tokenizer, max_tokens)
-    records = plan_records(everything, pictures, ids, revision=1)
-    return FrozenPlan(spec, 1, "", (), (), copies=False, listing="", records=records, captions=captions)
-
-
 def store_bytes(plan: FrozenPlan) -> StoreBytes:
     """What a store of a plan will take on disk: never less, and of its tables little more."""
     spec, layout = plan.spec, plan.layout
     latents = [array for arrays in layout.latents.values() for array in arrays]
-    others = [array for path, array in layout.arrays.items() if path.startswith("captions/")]
+    others = [array for array in layout.arrays.values() if array not in latents]
     tasks = layout.tasks()
     num_files = sum(array.num_shards + 1 for array in (*latents, *others)) + 2 * len(layout.latents) + len(tasks) + 8
+    num_files += len(plan.carried)  # named again
     heads = 2 * len(group_json(spec)) + 2 * HEAD_BYTES + 2 * ENTRY_BYTES * num_files
     sealed = RESULT_BYTES * (2 * plan.records.num_rows + 3 * plan.captions.num_rows)
     tables = 2 * (len(parquet_file(plan.records)) + len(parquet_file(plan.captions))) + sealed
@@ -192,16 +181,16 @@ def check_room(needed: Mapping[Path, int]) -> None:
             )
 
 
-def choose(source: Source, pictures: pa.Table) -> list[Chosen]:
-    """Records for the probe, from all over the source.
+def choose(fresh: Listing, pictures: pa.Table) -> list[Chosen]:
+    """Records for the probe, from all over those that are new.
 
     Args:
-      pictures: of each record (PICTURES_SCHEMA).
+      pictures: of each of them (PICTURES_SCHEMA).
     """
     planned = np.flatnonzero(pictures["row"].to_numpy() >= 0)
     step = max(1, len(planned) // PROBE_RECORDS)
     buckets = pictures["bucket"]
-    return [(source.records[i], bucket_size(buckets[i].as_py())) for i in planned[::step][:PROBE_RECORDS].tolist()]
+    return [(fresh[i], bucket_size(buckets[i].as_py())) for i in planned[::step][:PROBE_RECORDS].tolist()]
 
 
 def run_probe(
@@ -225,7 +214,9 @@ def run_probe(
         record, bucket = one
         try:
             place = source.place(record.path, record.offset, record.num_bytes, stage="decode")
-            return decoders.picture(*place, bucket=bucket, crop=images.crop, resize_filter=how).pixels
+            return decoders.picture(
+                *place, bucket=bucket, crop=images.crop, resize_filter=how, exif_orientation=images.exif_orientation
+            ).pixels
         except RecordRejected:
             return None
 

@@ -20,21 +20,23 @@ from PIL import Image
 
 from ..datasets.buckets import bucket_size
 from ..datasets.errors import DamageError, RunError
-from ..datasets.files import sweep_strays, write_atomic
+from ..datasets.files import write_atomic
 from ..datasets.hashing import canonical_json, read_json
 from ..datasets.shuffle import keyed_hash
+from ..datasets.strays import sweep_strays
 from ..train.conditioning import Conditioning
 from ..train.ranks import ALONE, Ranks
-from ..train.sample import Snapshot, choose_sampler, load_snapshot
+from ..train.sample import Snapshot, choose_sampler
 from .sampler import (
     Request,
     check_decoder,
-    check_labels,
+    checked,
     choose_bucket,
     draw_pictures,
     embed_captions,
     needed_captions,
     open_captions,
+    open_model,
     padded_captions,
 )
 from .sheet import load_decoder
@@ -67,7 +69,8 @@ def sample_set(
     Returns: what was drawn and what is there, as plain values.
     Raises: RunError: the folder holds another set; RecipeError, EncoderError, StoreError.
     """
-    snapshot = load_snapshot(run, device)
+    snapshot = open_model(run, request, device, vae, text)
+    request, count = checked(snapshot, request), request.total
     bucket = choose_bucket(snapshot, request)
     sampler = choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
     decoder = load_decoder(snapshot.state["vae"]["model"], vae, device)
@@ -75,7 +78,7 @@ def sample_set(
     subjects = Subjects(snapshot, request, run, store, text, device)
     take_up(out, describe(snapshot, request, bucket, sampler, decoder.identity.weights_sha256))
 
-    mine = range(ranks.rank, request.count, ranks.world_size)
+    mine = range(ranks.rank, count, ranks.world_size)
     missing = [number for number in mine if not picture_path(out, number).is_file()]
     for start in range(0, len(missing), request.batch):
         numbers = missing[start : start + request.batch]
@@ -85,11 +88,11 @@ def sample_set(
             write_atomic(picture_path(out, number), png_of(pixels))
         progress("sample", len(mine) - len(missing) + start + len(numbers), len(mine))
 
-    num_there = sum(picture_path(out, number).is_file() for number in range(request.count))
+    num_there = sum(picture_path(out, number).is_file() for number in range(count))
     packed = None
-    if num_there == request.count:
-        packed = pack(out, request.count, bucket_size(bucket), subjects.labels)
-        names = [subjects.name(number) for number in range(request.count)]
+    if num_there == count:
+        packed = pack(out, count, bucket_size(bucket), subjects.labels)
+        names = [subjects.name(number) for number in range(count)]
         write_atomic(out / RESULT, canonical_json(read_json(out / SET) | {"npz": packed.name, "samples": names}))
     return {
         "snapshot": snapshot.path.name,
@@ -99,7 +102,7 @@ def sample_set(
         "sampler": sampler,
         "drawn": len(missing),
         "there": num_there,
-        "of": request.count,
+        "of": count,
         "npz": packed and str(packed),
         "warning": warning,
     }
@@ -108,11 +111,12 @@ def sample_set(
 class Subjects:
     """What each picture of a set shows: a label or a caption.
 
-    Those that are given take turns; else each picture has one of the run's classes, or of the store's captions, drawn
-    uniformly from the seed and its number.
+    Those that are asked for take turns; else each picture has one of the run's classes, or of the store's captions,
+    drawn uniformly from the seed and its number.
 
-    Raises: RecipeError: labels of a model of captions, captions of one of labels, or an unknown label; RunError: there
-      is no store to choose captions from; EncoderError: a caption cannot be encoded.
+    Args:
+      request: its labels as indexes (``sampler.checked``).
+    Raises: RunError: there is no store to choose captions from; EncoderError: a caption cannot be encoded.
     """
 
     def __init__(
@@ -124,7 +128,6 @@ class Subjects:
         text: str | None,
         device: torch.device,
     ) -> None:
-        check_labels(snapshot, request)
         self._snapshot, self._request, self._device, self._text = snapshot, request, device, text
         self._takes_text = snapshot.spec.takes_text
         self._opened = open_captions(snapshot, run, store) if self._takes_text else None
@@ -148,7 +151,7 @@ class Subjects:
     def label(self, number: int) -> int:
         """Class of a picture."""
         chosen = self._choice(number)
-        return self._request.labels[chosen] if self._request.labels else chosen
+        return int(self._request.labels[chosen]) if self._request.labels else chosen
 
     def labels(self, count: int) -> np.ndarray | None:
         """Classes of all pictures, (N,) int64; None where they have captions."""

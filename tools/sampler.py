@@ -5,6 +5,8 @@ Captions that are in the store are read from it; with a text encoder at hand, an
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,19 +22,24 @@ from ..datasets.hashing import canonical_json, read_json
 from ..datasets.latents import denormalise
 from ..datasets.schema import UNKNOWN
 from ..datasets.store import LatentStore
+from ..precompute import config as precompute_config
 from ..precompute.config import TextSection
 from ..precompute.encoders import ImageEncoder
 from ..precompute.text_encoders import CaptionEncoder, CaptionTokenizer
+from ..train import config as train_config
 from ..train.conditioning import Conditioning
 from ..train.models import patch_of
 from ..train.precision import autocast_dtype
 from ..train.sample import Sampler, Snapshot, Solver, choose_sampler, draw_latents, load_snapshot
 from ..train.state import RUN
-from .sheet import draw_sheet, gives_zero_to_one, load_decoder
+from .published import load_published
+from .sheet import COLUMNS, Cell, draw_sheet, gives_zero_to_one, load_decoder
 
 BATCH = 64  # pictures drawn at once
 DECODED = 16  # pictures decoded at once: a decoder needs more memory for each than the model does
 DEFAULT_COUNT = 16
+LARGEST_GUIDANCE = 100.0
+LARGEST_ROW = 12  # pictures of one label or caption that make a row of the grid
 
 
 @dataclass(frozen=True)
@@ -40,19 +47,21 @@ class Request:
     """What to draw.
 
     Args:
-      labels: class indexes, for a model with classes.
+      labels: class indexes or names, for a model with classes.
       captions: texts, for a model with captions.
-      count: of pictures where neither is given.
+      count: pictures of each label or caption, or of all where neither is given; 0: one, or ``DEFAULT_COUNT``.
       bucket: "HxW" in pixels, or None for the most common one.
       steps, guidance, sampler, interval, guided_channels: as ``Solver`` has them.
       seed: of the noise, and of what is drawn where neither labels nor captions are given.
       precision: of the model's forwards; a device without fast bf16 uses fp32.
       batch: pictures drawn at once.
+      recipe, encoders: names or paths of a train and a precompute recipe, for a published checkpoint instead of a run.
+      compiled: the model's blocks go through torch.compile.
     """
 
-    labels: Sequence[int] = ()
+    labels: Sequence[int | str] = ()
     captions: Sequence[str] = ()
-    count: int = DEFAULT_COUNT
+    count: int = 0
     bucket: str | None = None
     steps: int = 50
     guidance: float = 4.0
@@ -60,13 +69,27 @@ class Request:
     sampler: Sampler = "auto"
     interval: tuple[float, float] = (0.0, 1.0)
     guided_channels: int = 0
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     batch: int = BATCH
+    recipe: str = ""
+    encoders: str = ""
+    compiled: bool = False
+
+    @property
+    def num_subjects(self) -> int:
+        """Labels or captions that are asked for."""
+        return len(self.labels) + len(self.captions)
+
+    @property
+    def total(self) -> int:
+        """Pictures in all."""
+        return self.num_subjects * max(1, self.count) if self.num_subjects else self.count or DEFAULT_COUNT
 
     def solver(self, device: torch.device) -> Solver:
         """How the latents are drawn on a device."""
         dtype = autocast_dtype(self.precision, device)
-        return Solver(self.sampler, self.steps, self.guidance, self.interval, self.guided_channels, dtype)
+        guidance = self.guidance, self.interval, self.guided_channels
+        return Solver(self.sampler, self.steps, *guidance, dtype, tf32=self.precision == "tf32")
 
 
 def sample(
@@ -82,20 +105,25 @@ def sample(
     """Draw pictures and write ``grid.png`` and ``samples.json``.
 
     Args:
+      run: a run, or with ``request.recipe`` a published checkpoint.
       store: where captions are looked up; None: the store that the run trained on.
       vae, text: hub id or folder instead of the encoders that the store was made with.
     Returns: what was drawn, as plain values.
     Raises: RunError, EncoderError, StoreError, RecipeError.
     """
-    snapshot = load_snapshot(run, device)
+    snapshot = open_model(run, request, device, vae, text)
+    request = checked(snapshot, request)
     bucket = choose_bucket(snapshot, request)
     sampler = choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
     decoder = load_decoder(snapshot.state["vae"]["model"], vae, device)
     warning = check_decoder(snapshot, decoder)
     names, conditioning = make_conditioning(snapshot, request, run, store, text, device)
-    pictures = draw_pictures(snapshot, conditioning, decoder, bucket=bucket, request=request)
+    numbers = subject_by_subject(request, len(names))
+    pictures = draw_pictures(snapshot, conditioning, decoder, bucket=bucket, request=request, numbers=numbers)
     out.mkdir(parents=True, exist_ok=True)
-    draw_sheet(list(pictures), names).save(out / "grid.png")
+    cells = [Cell(pixels, name) for pixels, name in zip(pictures, names, strict=True)]
+    each = request.count if request.num_subjects and 1 < request.count <= LARGEST_ROW else COLUMNS
+    draw_sheet(cells, columns=each).save(out / "grid.png")
     result = {
         "snapshot": snapshot.path.name,
         "step": snapshot.step,
@@ -110,6 +138,23 @@ def sample(
     }
     write_atomic(out / "samples.json", canonical_json(result))
     return result
+
+
+def open_model(run: Path, request: Request, device: torch.device, vae: str | None, text: str | None) -> Snapshot:
+    """The newest snapshot of a run, or the published checkpoint that the recipes describe.
+
+    Raises: RecipeError: one recipe without the other; RunError, EncoderError.
+    """
+    if not (request.recipe or request.encoders):
+        return load_snapshot(run, device, compiled=request.compiled)
+    if not (request.recipe and request.encoders):
+        raise RecipeError(
+            "a published checkpoint needs --recipe (of its model, as 'dit-xl-2-256') and --encoders (of its VAE and "
+            "text encoder, as 'imagenet-256')."
+        )
+    recipe, encoders = train_config.load(request.recipe, []), precompute_config.load(request.encoders, [])
+    options = {"vae": vae, "text": text, "device": device, "compiled": request.compiled}
+    return load_published(str(run), recipe=recipe, encoders=encoders, **options)
 
 
 def draw_pictures(
@@ -159,31 +204,76 @@ def choose_bucket(snapshot: Snapshot, request: Request) -> str:
     return bucket
 
 
+def subject_by_subject(request: Request, total: int) -> list[int]:
+    """Numbers of the pictures of a grid: all of the first label or caption, then all of the next.
+
+    In a set (``sample_set.py``) labels and captions take turns; picture number n is the same here and there.
+    """
+    step = request.num_subjects or 1
+    return [number for first in range(step) for number in range(first, total, step)]
+
+
 def make_conditioning(
     snapshot: Snapshot, request: Request, run: Path, store: Path | None, text: str | None, device: torch.device
 ) -> tuple[list[str], Conditioning]:
-    """Conditioning of what was asked for, and a name for each picture."""
-    check_labels(snapshot, request)
+    """Conditioning of what was asked for, subject by subject, and a name for each picture.
+
+    Args:
+      request: its labels as indexes (``checked``).
+    """
     if snapshot.spec.takes_text:
         return caption_conditioning(snapshot, request, run, store, text, device)
-    classes = snapshot.state["classes"]
-    labels = list(request.labels) or [round(i) for i in np.linspace(0, len(classes) - 1, request.count)]
-    names = [f"{label}: {classes[label]}" if label < len(classes) else str(label) for label in labels]
+    classes = snapshot.class_names
+    labels = [int(label) for label in request.labels for _ in range(max(1, request.count))]
+    labels = labels or [round(i) for i in np.linspace(0, len(classes) - 1, request.total)]
+    names = [f"{label}: {classes.describe(label)}" for label in labels]
     return names, snapshot.conditioner(torch.tensor(labels, device=device), None, None)
 
 
-def check_labels(snapshot: Snapshot, request: Request) -> None:
-    """Refuse labels of a model of captions, captions of one of labels, and labels that it has not.
+def checked(snapshot: Snapshot, request: Request) -> Request:
+    """The request with class names replaced by their indexes.
+
+    Raises: RecipeError: labels of a model of captions or captions of one of labels, a class that the model does not
+      have, guidance that it cannot follow.
+    """
+    spec = snapshot.spec
+    if spec.takes_text and request.labels:
+        raise RecipeError(f"--label: model '{spec.name}' takes captions. Use --caption.")
+    if not spec.takes_text and request.captions:
+        raise RecipeError(f"--caption: model '{spec.name}' takes class labels. Use --label.")
+    check_guidance(snapshot, request)
+    return dataclasses.replace(request, labels=tuple(find_class(snapshot, label) for label in request.labels))
+
+
+def find_class(snapshot: Snapshot, label: int | str) -> int:
+    """The index of a class that is named by its name, folder or index.
+
+    Raises: RecipeError: no class has this name, or several have.
+    """
+    try:
+        return snapshot.class_names.find(label)
+    except RecipeError as error:
+        number = int(label) if re.fullmatch(r"[0-9]{1,9}", str(label)) else -1
+        if len(snapshot.class_names) <= number < snapshot.spec.num_classes:  # a model may have more than its store
+            return number
+        raise RecipeError(f"--label: {error}") from error
+
+
+def check_guidance(snapshot: Snapshot, request: Request) -> None:
+    """Refuse a guidance that has no meaning for this model.
 
     Raises: RecipeError.
     """
-    name = snapshot.spec.name
-    if snapshot.spec.takes_text and request.labels:
-        raise RecipeError(f"--label: model '{name}' takes captions. Use --caption.")
-    if not snapshot.spec.takes_text and request.captions:
-        raise RecipeError(f"--caption: model '{name}' takes class labels. Use --label.")
-    if wrong := [label for label in request.labels if not 0 <= label < snapshot.spec.num_classes]:
-        raise RecipeError(f"--label {wrong[0]}: the model has classes 0 to {snapshot.spec.num_classes - 1}.")
+    guidance, channels = request.guidance, snapshot.spec.channels
+    if not 0 <= guidance <= LARGEST_GUIDANCE:
+        raise RecipeError(f"--guidance {guidance:g}: needed a number from 0 to {LARGEST_GUIDANCE:g}; 1 is none.")
+    if request.guided_channels > channels:
+        raise RecipeError(f"--guidance-channels {request.guided_channels}: the latents have {channels} channels.")
+    if guidance != 1 and snapshot.state.get("drop") == 0:
+        raise RecipeError(
+            f"--guidance {guidance:g}: the model was trained with conditioning.drop = 0, so it has not learned the "
+            "null condition that guidance needs. Use --guidance 1."
+        )
 
 
 def caption_conditioning(
@@ -194,9 +284,12 @@ def caption_conditioning(
     captions = [caption.strip() for caption in request.captions]
     if not captions:
         opened = needed_captions(opened, run)
-        spread = np.linspace(0, opened.captions.num_rows - 1, min(request.count, opened.captions.num_rows))
+        spread = np.linspace(0, opened.captions.num_rows - 1, min(request.total, opened.captions.num_rows))
         captions = opened.captions["text"].take(spread.round().astype(int)).to_pylist()
-    return captions, padded_captions(snapshot, embed_captions(snapshot, captions, opened, text, device), device)
+    each = max(1, request.count) if request.captions else 1
+    rows = embed_captions(snapshot, captions, opened, text, device)
+    names = [caption for caption in captions for _ in range(each)]
+    return names, padded_captions(snapshot, [row for row in rows for _ in range(each)], device)
 
 
 def open_captions(snapshot: Snapshot, run: Path, store: Path | None) -> LatentStore | None:

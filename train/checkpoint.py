@@ -82,12 +82,10 @@ class Saved:
     state: dict[str, Any]
     files: dict[str, FileHash]
 
-    def tensors(self, group: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def read(self, group: str) -> dict[str, Tensor]:
         """Tensors of a group, on the CPU, made of bytes that were hashed once more.
 
-        Args:
-          wanted: tensors whose names, shapes and dtypes they must have; meta tensors do.
-        Raises: DamageError: the file is missing or damaged, or holds other tensors.
+        Raises: DamageError: the file is missing or damaged.
         """
         name = f"{group}.safetensors"
         entry = self.files.get(name)
@@ -101,6 +99,16 @@ class Saved:
             found = tensors_of(data)
         except (SafetensorError, KeyError, ValueError, TypeError) as error:  # KeyError: a dtype that torch has not
             raise CheckpointDamage(self.path, f"'{name}' holds no tensors ({error})") from error
+        return found
+
+    def tensors(self, group: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As ``read``, checked.
+
+        Args:
+          wanted: tensors whose names, shapes and dtypes they must have; meta tensors do.
+        Raises: DamageError: the file is missing or damaged, or holds other tensors.
+        """
+        name, found = f"{group}.safetensors", self.read(group)
         if names := sorted(found.keys() ^ wanted.keys()):
             there = "too many" if names[0] in found else "missing"
             raise CheckpointDamage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -26,7 +27,7 @@ class ModelSection(Section):
     name: str = "DiT-XL/2"
     """"DiT-{S,B,L,XL}/{2,4,8}", "pixart-sigma", "pixart-tiny", "sana-600m", "sana-1600m", "sana-tiny"."""
     init_from: str = ""
-    """Weights to fine-tune from: a hub id or folder in diffusers' layout, of DiT also a file in the official layout."""
+    """Weights to begin from: a run, a hub id or folder in diffusers' layout, of DiT also an official file."""
     channels: Count = 0
     """Latent channels the model is made for; 0: as the store."""
     num_classes: Count = 0
@@ -85,6 +86,8 @@ class OptimizerSection(Section):
     """"adamw"; "adamw8bit": its moments in 8 bits; "came": as Sana; "muon": for hidden matrices, AdamW for the rest."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
     """Peak learning rate."""
+    lr_base_batch: Count = 0
+    """Images per update that lr is for: it is multiplied by sqrt(run.global_batch / lr_base_batch); 0: it is not."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=3)] = Field(
         default=[0.9, 0.999, 0.9999]
     )
@@ -157,6 +160,15 @@ class DataSection(Section):
     min_score: float = 0.0
     """Records with a lower score, or none, do not train."""
 
+    caption_scores: str = ""
+    """Parquet file with a list of scores for each record, one a caption (Sana: CLIP's); empty: all are drawn alike."""
+    min_caption_score: float = 0.0
+    """Captions with a lower score are not drawn, unless a record has no better one (Sana's clip_thr: 25)."""
+    caption_temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Captions are drawn in proportion to score ** (1 / temperature) (Sana's clip_thr_temperature: 0.1)."""
+    original_share: Share = 0.0
+    """Share of draws that take a record's first caption (PixArt-Sigma's real_prompt_ratio: 0.5); 0: as the others."""
+
     @model_validator(mode="after")
     def _scores_are_named(self) -> DataSection:
         if self.min_score and not self.scores:
@@ -177,6 +189,8 @@ class RunSection(Section):
     """Of the weights, the order, the noise and every draw."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
     """Arithmetic of forward and backward; weights and optimizer stay float32. A device without bf16 uses fp32."""
+    residual: Literal["float32", "bf16"] = "float32"
+    """DiT: its residual stream under bf16; "float32" as published; "bf16": less memory, larger rounding errors."""
     compile: bool = True
     """torch.compile per block, on a GPU; not with DeepSpeed."""
     activation_checkpointing: Annotated[Literal["none", "blocks", "selective"], BeforeValidator(_checkpointing)] = (
@@ -227,7 +241,7 @@ class ParallelSection(Section):
     cpu_offload: bool = False
     """Of "fsdp" and "hsdp": parameters, gradients, optimizer and averages live and are updated in the CPU's memory."""
     deepspeed_config: str = ""
-    """Path of a ds_config.json, for the engine of DeepSpeed."""
+    """Path of a ds_config.json, for the engine of DeepSpeed; what it says holds, not the recipe."""
 
 
 class TrainRecipe(Section):
@@ -242,6 +256,18 @@ class TrainRecipe(Section):
     data: DataSection = DataSection()
     run: RunSection = RunSection()
     parallel: ParallelSection = ParallelSection()
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate that the schedule starts from, scaled to the batch as PixArt's and Sana's ``auto_lr``."""
+        base = self.optimizer.lr_base_batch
+        return self.optimizer.lr * (math.sqrt(self.run.global_batch / base) if base else 1.0)
+
+    @model_validator(mode="after")
+    def _a_scaled_rate_has_its_batch(self) -> TrainRecipe:
+        if self.optimizer.lr_base_batch and self.data.batch_tokens:
+            raise ValueError("optimizer.lr_base_batch scales by run.global_batch, which data.batch_tokens replaces")
+        return self
 
 
 def load(name: str, overrides: list[str]) -> TrainRecipe:

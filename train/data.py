@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..datasets.caption_odds import CaptionOdds
 from ..datasets.filters import RecordFilter, ScoreTable, Selection
 from ..datasets.loader import BatchLoader, make_loader, shard_window
 from ..datasets.slices import batch_sizes_by_tokens
@@ -52,12 +53,22 @@ def build_loader(
         text="padded" if spec.takes_text else "none",
         prefetch=recipe.run.prefetch,
         device=device,
+        caption_odds=caption_odds(data) if spec.takes_text else None,
     )
     for plan in loader.dataset.reader.order.plans:
         if plan.never_read:
             names = ", ".join(f"{bucket} ({count})" for bucket, count in plan.never_read.items())
             warn(f"data.leftovers 'drop': never read, because they fill no batch, are the records of {names}")
     return loader
+
+
+def caption_odds(data: DataSection) -> CaptionOdds | None:
+    """What the recipe draws captions with; None where all are drawn alike."""
+    if not (data.caption_scores or data.original_share):
+        return None
+    return CaptionOdds(
+        data.caption_scores, data.score_key, data.min_caption_score, data.caption_temperature, data.original_share
+    )
 
 
 def select_records(data: DataSection, store: LatentStore) -> Selection | None:

@@ -1,6 +1,6 @@
 """The engine of DeepSpeed behind our ``Engine``: ZeRO 1, 2 and 3, with what else the user's ds_config.json asks for.
 
-The config is DeepSpeed's own; what the recipe says as well may stand there as "auto", and must else be the same.
+The config is DeepSpeed's own: what it says holds, what it leaves open comes from the recipe (``deepspeed_config.py``).
 Averages follow the float32 partitions that ZeRO gives each rank, so they are sharded as the optimizer is. Checkpoints
 are ours, not DeepSpeed's: whole tensors by name, which every other strategy reads.
 """
@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -20,18 +20,99 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ..datasets.errors import RecipeError
+from ..datasets.errors import RecipeError, RunError
 from .checkpoint import EMA, MODEL
 from .config import TrainRecipe
-from .deepspeed_config import read_config, resolve_config
+from .deepspeed_config import Resolved, drop_unknown, read_config, resolve
 from .ema import Ema, build_rules
 from .models import Denoiser
-from .optimizers import build_optimizer
+from .optimizers import build_optimizer, parameter_groups
+from .parallel import choose_strategy
 from .precision import autocast_dtype
 from .ranks import Ranks
 from .recompute import checkpoint_blocks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def with_users_config(
+    recipe: TrainRecipe, ranks: Ranks, device: torch.device, warn: Callable[[str], None]
+) -> TrainRecipe:
+    """The recipe with the values of its ds_config.json, where it has one; the first rank says what differs.
+
+    Raises: RecipeError: as ``DeepSpeedEngine``.
+    """
+    if choose_strategy(recipe.parallel, ranks) != "deepspeed":
+        return recipe
+    resolved = _read(recipe, ranks, device)
+    for line in resolved.notes if ranks.is_first else ():
+        warn(line)
+    return resolved.recipe
+
+
+def _read(recipe: TrainRecipe, ranks: Ranks, device: torch.device) -> Resolved:
+    """Read the user's config and put it together with the recipe.
+
+    Raises: RecipeError: it cannot be read or resolved, or DeepSpeed is not installed, or has no such precision here.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu" if device.type == "cpu" else "cuda")
+    # It takes this for the number of its GPU; neither srun nor a single process sets it.
+    os.environ["LOCAL_RANK"] = str(ranks.local_rank if device.type == "cpu" else device.index or 0)
+    config = read_config(recipe.parallel.deepspeed_config)
+    try:
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.utils import logger
+    except ModuleNotFoundError as error:
+        raise RecipeError(
+            f"parallel.deepspeed_config: it needs the package '{error.name}', which is not installed. Install "
+            "leandit with its extra 'deepspeed', or use parallel.strategy 'fsdp'."
+        ) from error
+    logger.setLevel(logging.WARNING)
+    dropped = list(drop_unknown(config))
+    resolved = resolve(config, recipe, ranks.world_size)
+    accelerator: Any = get_accelerator()
+    if resolved.recipe.run.precision == "fp16" and not accelerator.is_fp16_supported():
+        raise RecipeError(
+            f"fp16 with DeepSpeed: it has no float16 on device '{device}'. Use a GPU that has it; or set fp16.enabled "
+            f"to false in '{recipe.parallel.deepspeed_config}' and run.precision to fp32."
+        )
+    resolved.notes.extend(dropped)
+    dtype = autocast_dtype(resolved.recipe.run.precision, device)
+    autocast = resolved.config.get("torch_autocast", {}) | {"enabled": dtype is not None}
+    if dtype is not None:
+        # Else gradients of linear layers are summed over the ranks in 16 bits, which no other strategy does.
+        autocast = {"lower_precision_safe_modules": []} | autocast | {"dtype": str(dtype).removeprefix("torch.")}
+    resolved.config["torch_autocast"] = autocast
+    return resolved
+
+
+class _LossScale:
+    """DeepSpeed's loss scaler, as the section fp16 of the config sets it."""
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+        from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+
+        fp16 = DeepSpeedFP16Config(**section)
+        self.scaler: Any = CreateLossScaler(
+            torch.float16, fp16.loss_scale, fp16.loss_scale == 0, fp16.dynamic_loss_scale_args()
+        )
+
+    def value(self) -> float:
+        return float(self.scaler.cur_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"scale": self.value(), "good_steps": 0}
+        if self.scaler.dynamic:
+            state["good_steps"] = self.scaler.cur_iter - self.scaler.last_overflow_iter - 1
+            state["hysteresis"] = self.scaler.cur_hysteresis
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.scaler.dynamic:  # a scale that the user has fixed stays
+            self.scaler.cur_scale = state["scale"]
+            self.scaler.cur_iter, self.scaler.last_overflow_iter = state["good_steps"], -1
+            self.scaler.cur_hysteresis = state.get("hysteresis", self.scaler.delayed_shift)
 
 
 class _Partitions:
@@ -56,40 +137,25 @@ class DeepSpeedEngine:
     """
 
     def __init__(self, recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: torch.device) -> None:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu" if device.type == "cpu" else "cuda")
-        # It takes this for the number of its GPU; neither srun nor a single process sets it.
-        os.environ["LOCAL_RANK"] = str(ranks.local_rank if device.type == "cpu" else device.index or 0)
-        dtype = autocast_dtype(recipe.run.precision, device)
-        config = resolve_config(read_config(recipe.parallel.deepspeed_config), recipe, dtype)
-        try:
-            import deepspeed
-            from deepspeed.utils import logger
-        except ModuleNotFoundError as error:
-            raise RecipeError(
-                f"parallel.deepspeed_config: it needs the package '{error.name}', which is not installed. Install "
-                "leandit with its extra 'deepspeed', or use parallel.strategy 'fsdp'."
-            ) from error
-        logger.setLevel(logging.WARNING)
+        resolved = _read(recipe, ranks, device)
+        config, recipe = resolved.config, resolved.recipe
+        import deepspeed
+
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed calls what torch has renamed
-        if "activation_checkpointing" in config:
-            checkpoint_blocks(model.blocks, "deepspeed")
+        checkpoint_blocks(model.blocks, recipe.run.activation_checkpointing, to_cpu=resolved.cpu_checkpointing)
         if not dist.is_initialized():  # one rank: DeepSpeed wants to be connected all the same
             dist.init_process_group("gloo" if device.type == "cpu" else "nccl", store=HashStore(), rank=0, world_size=1)
         own = None if "optimizer" in config else build_optimizer(recipe.optimizer, model)
+        groups: Any = None if own else parameter_groups(recipe.optimizer, model)
         try:
+            scale = _LossScale(resolved.loss_scaler) if recipe.run.precision == "fp16" else None
             engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=own,
-                model_parameters=None if own else model.parameters(),  # pyright: ignore[reportArgumentType]
-                config=config,
-                dist_init_required=False,
+                model=model, optimizer=own, model_parameters=groups, config=config, dist_init_required=False
             )
         except (AssertionError, TypeError, ValueError) as error:  # its words for a config that it does not like
             raise RecipeError(
                 f"parallel.deepspeed_config '{recipe.parallel.deepspeed_config}': DeepSpeed refuses it: {error}"
             ) from error
-        if "activation_checkpointing" in config:
-            deepspeed.checkpointing.configure(None, deepspeed_config=config)
         self._engine: Any = engine
         self.model, self.forward = model, self._engine
         self._rank, self._world_size, self._device = ranks.rank, ranks.world_size, device
@@ -102,7 +168,12 @@ class DeepSpeedEngine:
                 f"{type(self._zero).__name__} of it, whose float32 weights cannot be saved. Use ZeRO stage 2 or 3."
             )
         self._zero.check_grad_overflow = True  # in every precision: an update with NaN is left out
-        self.loss_scale = None
+        # Its scaler is for float16 weights; under autocast it has torch's, and clips gradients that are still scaled.
+        self._zero.torch_autocast_gradscaler = None
+        self.loss_scale = scale
+        if scale:
+            self._zero.loss_scaler, self._zero.dynamic_loss_scale = scale.scaler, scale.scaler.dynamic
+        self.scheduled_rate: float | None = None
         self._masters = list(getattr(self._zero, name))  # float32, flat: this rank's part of all parameters
         self._partitions = _Partitions([partition.detach() for partition in self._masters])
         self.ema = Ema(self._partitions, build_rules(recipe))
@@ -118,13 +189,30 @@ class DeepSpeedEngine:
         self._engine.backward(loss * self._world_size)
 
     def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
-        """See ``Engine``; clips as the config says, which ``resolve_config`` has made what the recipe says."""
-        for group in self._zero.param_groups:
-            group["lr"] = learning_rate
-        self._engine.step()
-        self.ema.update(self._partitions, step)
+        """See ``Engine``; clips as the config says, which ``resolve`` has made what the recipe says.
+
+        Raises: RunError: the loss scale is at its least, and gradients still overflow.
+        """
+        if (scheduler := self._engine.lr_scheduler) is None:
+            for group in self._zero.param_groups:
+                group["lr"] = learning_rate
+        else:
+            if step > 1:  # it counts from 0, and begins after the first update: a function of the step alone
+                scheduler.step(step - 2)
+            self.scheduled_rate = float(self._zero.param_groups[0]["lr"])
+        try:
+            self._engine.step()
+        except Exception as error:  # DeepSpeed has no narrower one for this
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise RunError(
+                f"step {step}: DeepSpeed's loss scale has shrunk to fp16.min_loss_scale, and gradients still overflow. "
+                "Train with bf16, or a lower learning rate."
+            ) from error
         norm = self._engine.get_global_grad_norm()
         applied = self._engine.was_step_applied()
+        if applied:
+            self.ema.update(self._partitions, step)
         norm = torch.as_tensor(float("nan") if norm is None else norm, dtype=torch.float32, device=self._device)
         return norm.reshape(()), torch.tensor(float(not applied), device=self._device)
 
@@ -143,6 +231,8 @@ class DeepSpeedEngine:
                         weight = _needed(safe_get_full_fp32_param(parameter), name)
                         yield f"{prefix}{name}", weight.view(_shape(parameter))
             return
+        if not self._zero.optimizer.state:  # all updates up to now were skipped
+            self._begin_optimizer()
         for name, parameter in parameters.items():
             for field in MOMENTS:
                 tensor = _needed(safe_get_full_optimizer_state(parameter, field), name)
@@ -232,10 +322,9 @@ class DeepSpeedEngine:
         for partition in self._masters:
             if not inner.state[partition]:
                 zeros = {field: torch.zeros_like(partition) for field in MOMENTS}
-                fused = any(
-                    group.get("fused") for group in inner.param_groups
-                )  # its kernel reads the step on the device
-                step = torch.zeros((), device=partition.device if fused else "cpu")
+                fused = any(group.get("fused") for group in inner.param_groups)  # it reads the step on the device
+                is_torchs = type(inner).__module__.startswith("torch.")  # DeepSpeed's own count in Python
+                step = torch.zeros((), device=partition.device if fused else "cpu") if is_torchs else 0
                 inner.state[partition].update(step=step, **zeros)
         if self._stage < 3:
             for group, partition in zip(self._zero.bit16_groups, self._masters, strict=True):

@@ -12,6 +12,8 @@ Source: "Scalable Diffusion Models with Transformers", arXiv 2212.09748, section
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -103,7 +105,12 @@ class DiT(nn.Module):
       base_size: latent height and width of the position table in the checkpoint.
       caption_width: D; 0: conditioned on classes.
       options: what differs from the published model.
+
+    Attributes:
+      residual: dtype of the residual stream under autocast to bfloat16; in any other precision it is float32.
     """
+
+    residual: Literal["float32", "bf16"] = "float32"
 
     def __init__(
         self,
@@ -189,13 +196,14 @@ class DiT(nn.Module):
         return self.unpatchify(self.final_layer(x, c), rows, columns)
 
     def embed_patches(self, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Rotation | None]:
-        """Tokens with their place, and how attention turns them.
+        """Tokens with their positions, in the dtype of the residual stream, and the rotation of queries and keys.
 
-        Under autocast to bfloat16 the residual stream is bfloat16 from here on, which halves what is read and written
-        for it; under float16, whose range is too small for it, it stays float32.
+        The published code adds the position table in float32, so its stream is float32 under autocast too. A bfloat16
+        stream halves the bytes that are read and written for it; float16 has too small a range for it.
         """
         embedded = self.x_embedder(x)
-        stream = embedded.dtype if embedded.dtype == torch.bfloat16 else at_least_float32(embedded).dtype
+        narrow = self.residual == "bf16" and embedded.dtype == torch.bfloat16
+        stream = torch.bfloat16 if narrow else at_least_float32(embedded).dtype
         place = self.positions(rows, columns)
         if isinstance(place, tuple):
             return embedded.to(stream), place

@@ -1,7 +1,7 @@
-"""Averaged weights: float32 copies of the parameters that follow them, each updated in one fused call.
+"""Averaged weights: float32 copies of the parameters that follow them.
 
-How much of an average is kept at an update depends on the number of the update alone. Parameters that are sharded have
-averages that are sharded alike.
+How much of an average is kept at an update depends on the number of the step alone; where the optimizer has skipped
+its update, an average does not move. Parameters that are sharded have averages that are sharded alike.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .config import TrainRecipe
 
@@ -95,16 +96,19 @@ class Ema:
         self.averages = [{name: p.detach().clone().float() for name, p in model.named_parameters()} for _ in self.rules]
 
     @torch.no_grad()
-    def update(self, model: HasParameters, step: int) -> None:
+    def update(self, model: HasParameters, step: int, skipped: Tensor | None = None) -> None:
         """Move the averages towards the model: average += (1 - kept) * (weights - average).
 
         Args:
           step: that the model has just made; the first is 1.
+          skipped: () float32, 1 where the optimizer has left the update out, else 0; None: it never does. It stays on
+            its device: as the weight of the interpolation it is read there.
         """
-        parameters = [p.detach().float() for p in model.parameters()]
+        parameters = [_local(p.detach()).float() for p in model.parameters()]
         for rule, average in zip(self.rules, self.averages, strict=True):
-            weights = list(average.values())
-            torch._foreach_lerp_(weights, parameters, 1 - rule.kept(step))  # pyright: ignore[reportPrivateImportUsage]
+            weights, share = [_local(weight) for weight in average.values()], 1 - rule.kept(step)
+            moved = share if skipped is None else [(1 - skipped) * share] * len(weights)
+            torch._foreach_lerp_(weights, parameters, moved)  # pyright: ignore[reportPrivateImportUsage]
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -115,6 +119,11 @@ class Ema:
         """All averages, by the prefix of the rule and the parameter's name."""
         both = zip(self.rules, self.averages, strict=True)
         return {f"{rule.prefix}{name}": weight for rule, average in both for name, weight in average.items()}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank has of a sharded tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def build_rules(recipe: TrainRecipe) -> list[Rule]:

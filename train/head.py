@@ -42,6 +42,7 @@ FREE_ON_RESUME = {
     "run.compile",
     "run.activation_checkpointing",
     "run.precision",
+    "run.residual",
     "run.microbatch",
     "parallel.strategy",
     "parallel.shard",
@@ -186,7 +187,8 @@ def check_head(run: Path, head: Head, recipe: TrainRecipe, spec: dict[str, Any])
 
     Raises: RunError.
     """
-    there = flatten({"spec": head.spec, "recipe": head.recipe})
+    # A key that is newer than the run has its default, with which all is computed as before.
+    there = flatten({"recipe": TrainRecipe().model_dump()}) | flatten({"spec": head.spec, "recipe": head.recipe})
     here = flatten({"spec": spec, "recipe": recipe.model_dump()})
     free = FREE_ON_RESUME
     if "cosine" in (there.get("recipe.schedule.kind"), recipe.schedule.kind):
@@ -197,10 +199,10 @@ def check_head(run: Path, head: Head, recipe: TrainRecipe, spec: dict[str, Any])
         if there.get(key) != here.get(key) and key.removeprefix("recipe.") not in free
     ]
     if differing:
-        fields = "; ".join(f"{key} was {there.get(key)!r}, is {here.get(key)!r}" for key in differing[:4])
+        fields = "".join(f"\n  {key} was {there.get(key)!r}, is {here.get(key)!r}" for key in differing)
         raise RunError(
-            f"run '{run}': begun with other settings: {fields}. "
-            "Give another --run, or go on with the settings in its recipe.toml."
+            f"run '{run}': begun with other settings. Give another --run, or go on with the settings in its "
+            f"recipe.toml. What differs:{fields}"
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .conditioning import Conditioner
 from .config import TrainRecipe
 from .cpu_linear import use_onednn
-from .models import build_model
+from .models import DiTDenoiser, build_model
 from .parallel import Engine, build_engine
 from .precision import autocast_dtype
 from .pretrained import initial_weights
@@ -75,6 +75,8 @@ def build_learner(
     if pretrained and recipe.model.init_from:
         model.load_state_dict(initial_weights(recipe.model.init_from, model, spec))
     model.checkpoint_activations(recipe.run.activation_checkpointing)
+    if isinstance(model, DiTDenoiser):
+        model.net.residual = recipe.run.residual
     if device.type == "cuda":
         if device.index is not None:
             torch.cuda.set_device(device)  # events and streams that name no device are of the current one

@@ -20,11 +20,13 @@ from ..datasets.loader import Batch, BatchLoader
 from ..datasets.recipe import flatten
 from .config import TrainRecipe
 from .deepspeed_config import read_config
+from .deepspeed_engine import with_users_config
 from .gauges import Gauges, Work, peak_flops
 from .head import open_store, read_head
+from .meeting import Meeting
 from .meters import Meters, StepReport, Window
 from .optimizers import learning_rate
-from .ranks import Meeting, SharedStop, connected, read_ranks
+from .ranks import SharedStop, connected, read_ranks
 from .run_lock import held
 from .saving import Saver
 from .state import averages_are_due, begin_or_resume, capture, prepare
@@ -36,7 +38,7 @@ from .wandb_run import check_wandb
 
 def print_warning(message: str) -> None:
     """Say on stderr what went otherwise than planned."""
-    print(f"leandit: {message}", file=sys.stderr)
+    print(f"leandit: {message}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Outcome:
       step: that the run has reached.
       first_step: that this call made, or None where the run was finished already.
       finished: all steps of the recipe are done.
+      recipe: as it was used, with the values of a ds_config.json.
       num_images: seen by this call.
       losses: of the reports of this call, first and last, or None.
     """
@@ -57,6 +60,7 @@ class Outcome:
     num_images: int
     losses: tuple[float, float] | None
     images_per_second: float
+    recipe: TrainRecipe
 
 
 def train(
@@ -99,6 +103,7 @@ def _train(
     head, ranks = read_head(run), meeting.ranks
     store = open_store(recipe, store_path, run, head, warn)
     check_wandb(recipe)
+    recipe = with_users_config(recipe, ranks, device, warn)
     facts = {
         "release": __version__,
         "revision": store.revision,
@@ -115,7 +120,7 @@ def _train(
     begin_or_resume(state, run, head, warn, meeting)
     first_step, seen_before, told = state.step + 1, state.num_images, list[StepReport]()
     if state.step >= recipe.run.steps:
-        return Outcome(state.step, None, True, 0, None, 0.0)
+        return Outcome(state.step, None, True, 0, None, 0.0, recipe)
 
     tune(state, meeting)
     meters = Meters(run, step=state.step, recipe=recipe) if ranks.is_first else None
@@ -127,7 +132,9 @@ def _train(
     stopping = False
 
     def tell(epoch: int) -> None:
-        rate = learning_rate(recipe.optimizer.lr, recipe.schedule, state.step, recipe.run.steps)
+        rate = state.engine.scheduled_rate
+        if rate is None:
+            rate = learning_rate(recipe.peak_lr, recipe.schedule, state.step, recipe.run.steps)
         scale = state.engine.loss_scale.value() if state.engine.loss_scale else None
         figures = window.report(
             step=state.step, num_images=state.num_images, epoch=epoch, learning_rate=rate, scale=scale
@@ -171,7 +178,7 @@ def _train(
     ends = (told[0].loss, told[-1].loss) if told else None
     fastest = max((figures.images_per_second for figures in told), default=0.0)
     finished = state.step >= recipe.run.steps
-    return Outcome(state.step, first_step, finished, state.num_images - seen_before, ends, fastest)
+    return Outcome(state.step, first_step, finished, state.num_images - seen_before, ends, fastest, recipe)
 
 
 def endless(loader: BatchLoader) -> Iterator[Batch]:

@@ -22,8 +22,8 @@ from ..datasets.store import LatentStore
 from .bands import NUM_BANDS, band_means, band_sums
 from .config import TrainRecipe
 from .gauges import Gauges, Work
+from .meeting import Meeting
 from .precision import SMALLEST_SCALE
-from .ranks import Meeting
 from .wandb_run import begin_wandb
 
 METRICS = "metrics.jsonl"

@@ -42,6 +42,10 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
     options = DiTOptions(**{key: getattr(recipe.model, key) for key in DiTOptions.model_fields})
     if family_of(name) and options != DiTOptions():
         raise RecipeError(f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options of DiT alone.")
+    if family_of(name) and recipe.run.residual != "float32":
+        raise RecipeError(
+            f"run.residual '{recipe.run.residual}': model '{name}' has a float32 one. It is a key of DiT."
+        )
     if recipe.model.channels not in (0, latent.channels):
         raise RunError(
             f"model '{name}': made for {recipe.model.channels} latent channels (model.channels), store '{where}' holds "
@@ -99,6 +103,8 @@ def _with_config(spec: ModelSpec, recipe: TrainRecipe, where: str) -> ModelSpec:
     if not (family and source):
         return spec
     config = read_config(source, family)
+    if not config:  # a run of ours from scratch: the same model, at the store's base size
+        return spec
     needed = {"in_channels": spec.channels, "out_channels": spec.out_channels, "caption_channels": spec.caption_width}
     for key, value in needed.items():
         found = config.get(key) or (config.get("in_channels") if key == "out_channels" else None)

@@ -28,7 +28,7 @@ from .ema import Ema, build_rules
 from .models import Denoiser
 from .optimizer_state import expected_tensors, load_optimizer_tensors, optimizer_tensors, placed
 from .optimizers import build_optimizer
-from .precision import LossScale, autocast_dtype
+from .precision import LossScale, Scale, autocast_dtype
 from .ranks import COLLECTIVE_TIMEOUT, Ranks
 
 MOST_SHAPES = 2048  # that are compiled: 40 buckets, lengths of captions, last batches; torch stops at 8, and is eager
@@ -42,8 +42,13 @@ class Engine(Protocol):
     forward: Callable[..., Tensor]
 
     @property
-    def loss_scale(self) -> LossScale | None:
+    def loss_scale(self) -> Scale | None:
         """Of float16, else None."""
+        ...
+
+    @property
+    def scheduled_rate(self) -> float | None:
+        """Learning rate of the last update, where the engine has a schedule of its own."""
         ...
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -90,6 +95,8 @@ class TorchEngine:
       ranks: of the run.
       loss_scale: with float16.
     """
+
+    scheduled_rate: float | None = None  # the schedule is the recipe's
 
     def __init__(
         self,
@@ -144,7 +151,7 @@ class TorchEngine:
         if self.loss_scale:
             self.loss_scale.update(skipped)
         self.optimizer.zero_grad(set_to_none=True)
-        self.ema.update(self.model, step)
+        self.ema.update(self.model, step, skipped)
         return norm, skipped
 
     def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,22 @@ FIRST_SCALE = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
 GROWTH_STEPS = 2000  # good updates in a row, then the scale grows
 SMALLEST_SCALE = 2.0**-10  # below it nothing is lifted any more: the model itself overflows
+
+
+class Scale(Protocol):
+    """The loss scale of an engine, as far as the loop and checkpoints care."""
+
+    def value(self) -> float:
+        """The scale, from the device."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo ``state_dict``."""
+        ...
 
 
 class LossScale:

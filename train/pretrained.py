@@ -1,19 +1,23 @@
-"""Weights to fine-tune from: a hub id or folder in diffusers' layout, or a file of a DiT in the official layout.
+"""Weights to fine-tune from: a run, a hub id or folder in diffusers' layout, or a file of a DiT in the official layout.
 
-Only safetensors are read from folders. A folder may be a pipeline, or the transformer of one.
+Only safetensors are read from folders. A folder may be a pipeline, or the transformer of one. Of a run it is the newest
+snapshot, with its averaged weights, so that training goes on at another resolution.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from torch import Tensor, nn
 
+from ..datasets.class_names import imagenet_names
 from ..datasets.errors import DamageError, RunError
 from ..datasets.hashing import read_json
+from . import checkpoint
 from .dit_checkpoints import POSITIONS, computed_positions, from_diffusers, read_official, read_safetensors
 from .spec import ModelSpec
 from .text_models import Family, family_of, transformer_class
@@ -29,6 +33,18 @@ MAX_DEPTH, MAX_NUMBER = (
 def is_file(source: str) -> bool:
     """A file of weights, not a folder or a hub id."""
     return source.endswith((".pt", ".pth", ".safetensors"))
+
+
+def read_snapshot(source: str) -> checkpoint.Saved | None:
+    """The newest snapshot of a run, or the snapshot whose folder it is; None where the source is neither.
+
+    Raises: DamageError.
+    """
+    folder = Path(source).expanduser()
+    found = checkpoint.find(checkpoint.SNAPSHOT, folder) if folder.is_dir() else []
+    if not found and folder in checkpoint.find(checkpoint.SNAPSHOT, folder.parent):
+        found = [folder]
+    return checkpoint.read(found[-1]) if found else None
 
 
 def model_folder(source: str, *, files: tuple[str, ...] = (CONFIG, WEIGHTS)) -> Path:
@@ -71,9 +87,13 @@ def _fetched(hub_id: str, files: tuple[str, ...]) -> Path:
 def read_config(source: str, family: Family) -> dict[str, Any]:
     """Arguments of diffusers' class, complete: what the config does not say is the class's default.
 
+    Empty for a run that began from scratch: its model is the one that the recipe names.
+
     Raises: RunError: it is the config of another class, has arguments that the class has not, or asks for what is not
       trained here.
     """
+    if snapshot := read_snapshot(source):
+        return _spec_of(snapshot).config
     folder, cls = model_folder(source, files=(CONFIG,)), transformer_class(family)
     said = _json_object(folder / CONFIG)
     if said.get("_class_name") != cls.__name__:
@@ -107,7 +127,11 @@ def initial_weights(source: str, model: nn.Module, spec: ModelSpec) -> dict[str,
     Raises: RunError: they are of another model; what differs is named.
     """
     wanted = {name.removeprefix("net."): tensor for name, tensor in model.state_dict().items()}
-    if family_of(spec.name):
+    if snapshot := read_snapshot(source):
+        if (name := _spec_of(snapshot).name) != spec.name:
+            raise RunError(f"model.init_from '{source}': it is of model '{name}', the recipe of '{spec.name}'.")
+        found = {name.removeprefix("net."): tensor for name, tensor in snapshot.read(checkpoint.MODEL).items()}
+    elif family_of(spec.name):
         found = read_folder(model_folder(source))
     elif is_file(source):
         found = read_official(Path(source).expanduser())
@@ -117,6 +141,35 @@ def initial_weights(source: str, model: nn.Module, spec: ModelSpec) -> dict[str,
         found = _with_positions(found, wanted)
     check_fit(found, wanted, source)
     return {f"net.{name}": tensor.float() for name, tensor in found.items()}
+
+
+def _spec_of(snapshot: checkpoint.Saved) -> ModelSpec:
+    try:
+        return ModelSpec.model_validate(snapshot.state["spec"])
+    except (KeyError, ValidationError) as error:
+        raise checkpoint.CheckpointDamage(snapshot.path, f"its spec is not valid ({error})") from error
+
+
+def class_map_warning(source: str, num_classes: int, classes: Sequence[str]) -> str | None:
+    """What to say where published weights know ImageNet's labels, and the store's labels are others.
+
+    Args:
+      num_classes: of the model.
+      classes: of the store, in order of its labels.
+    """
+    wnids = list(imagenet_names())
+    if num_classes != len(wnids) or read_snapshot(source):
+        return None
+    other = [i for i, name in enumerate(classes) if name not in (wnids[i], str(i))]
+    if not other:
+        return None
+    label, name = other[0], classes[other[0]]
+    there = f", ImageNet's label {wnids.index(name)}" if name in wnids else ""
+    return (
+        f"model.init_from '{source}' has learned ImageNet's 1000 labels, {len(other)} of the store's {len(classes)} "
+        f"differ: labels are positions of sorted class names, so label {label} is '{name}'{there}. For ImageNet's own "
+        "labels use a store of all classes; data.labels chooses which of them train."
+    )
 
 
 def _with_positions(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:

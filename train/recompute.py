@@ -7,34 +7,33 @@ compiled is compiled with it, and FSDP, which hooks into the call, gathers no we
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .cpu_linear import has_onednn
 
 Mode = Literal["none", "blocks", "selective"]
-Owner = Literal["deepspeed"]  # who recomputes, where it is not torch
 
 
-def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Mode | Owner) -> None:
+def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Mode, *, to_cpu: bool = False) -> None:
     """Choose what the blocks keep for the backward pass; the last call holds.
 
     Args:
       mode: "none" keeps everything. "blocks" keeps what goes into a block. "selective" keeps matrix products,
-        convolutions and attention too, and computes the pointwise rest again. "deepspeed" is "blocks" as the section
-        activation_checkpointing of a ds_config.json says.
+        convolutions and attention too, and computes the pointwise rest again.
+      to_cpu: what goes into a block waits in the memory of the CPU.
     """
     for block in blocks:
         plain = getattr(type(block), "plain_class", type(block))
-        block.__class__ = plain if mode == "none" else recomputing(plain, mode)
+        block.__class__ = plain if mode == "none" else recomputing(plain, mode, to_cpu)
 
 
 @functools.cache
-def recomputing(plain: type[nn.Module], mode: Mode | Owner) -> type[nn.Module]:
+def recomputing(plain: type[nn.Module], mode: Mode, to_cpu: bool = False) -> type[nn.Module]:
     """A subclass of a block's class that computes again what the mode does not keep.
 
     Its ``forward`` is a function of this module, since the compiler passes over frames of torch's own, and one for all
@@ -46,13 +45,11 @@ def recomputing(plain: type[nn.Module], mode: Mode | Owner) -> type[nn.Module]:
 
     def forward(self: Any, *args: Any, **more: Any) -> Any:
         own = super(made, self).forward  # pyright: ignore[reportAttributeAccessIssue]
-        if mode == "deepspeed":
-            from deepspeed import checkpointing
-
-            given = inspect.signature(own).bind(*args, **more)  # it finds gradients of positional arguments alone
-            given.apply_defaults()
-            return checkpointing.checkpoint(own, *given.args, *given.kwargs.values())
-        return checkpoint(own, *args, **options, **more)
+        if not to_cpu:
+            return checkpoint(own, *args, **options, **more)
+        # The hooks around a checkpoint take the inputs of the block; those within it take the rest, and drop it.
+        with save_on_cpu(pin_memory=any(isinstance(given, Tensor) and given.is_cuda for given in args)):
+            return checkpoint(own, *args, **options, **more)
 
     made = type(plain.__name__, (plain,), {"forward": forward, "plain_class": plain})
     return made

@@ -1,11 +1,13 @@
 """Draw latents from a snapshot, with classifier-free guidance. The decoder that makes them pictures is not known here.
 
-The steps are diffusers' schedulers: Euler and Heun for "flow"; DDIM, DPM-Solver++ and DDPM's own for "ddpm".
+The steps are diffusers' schedulers: Euler, Heun and DPM-Solver++ for "flow"; DDIM, DPM-Solver++ and DDPM's own for
+"ddpm".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +16,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from ..datasets.class_names import ClassNames
 from ..datasets.errors import RecipeError, RunError
 from ..datasets.schema import LatentSpec, TextSpec
 from ..datasets.shuffle import keyed_hash
@@ -22,12 +25,14 @@ from .checkpoint import MODEL, NULL_CAPTION
 from .conditioning import Conditioner, Conditioning
 from .config import ObjectiveSection
 from .cpu_linear import use_onednn
+from .learner import COMPILED_CAPTION_STEP
 from .models import Denoiser, build_model
 from .objectives import BETA_END, BETA_START, TRAIN_STEPS
+from .parallel import compile_blocks
 from .spec import ModelSpec
 
 Sampler = Literal["auto", "euler", "heun", "ddim", "dpm", "ddpm"]
-SAMPLERS: dict[str, tuple[Sampler, ...]] = {"flow": ("euler", "heun"), "ddpm": ("ddim", "dpm", "ddpm")}
+SAMPLERS: dict[str, tuple[Sampler, ...]] = {"flow": ("euler", "heun", "dpm"), "ddpm": ("ddim", "dpm", "ddpm")}
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Solver:
       interval: guidance only at times from the first to the second, 0 is data and 1 noise.
       guided_channels: guidance of the first channels alone, as DiT's reference does with 3; 0: of all.
       autocast: dtype of the forwards, or None for that of the weights.
+      tf32: products of float32 in TensorFloat-32, on a GPU that has it.
     """
 
     sampler: Sampler = "auto"
@@ -49,6 +55,7 @@ class Solver:
     interval: tuple[float, float] = (0.0, 1.0)
     guided_channels: int = 0
     autocast: torch.dtype | None = None
+    tf32: bool = False
 
     def guides(self, t: float) -> bool:
         """Whether null is asked for at a time in 0..1."""
@@ -79,12 +86,18 @@ class Snapshot:
     state: dict
     weights_hash: str = ""
 
+    @property
+    def class_names(self) -> ClassNames:
+        """The classes that it was trained on, by name: ``.find("tench")`` is a label."""
+        return ClassNames(self.state["classes"], self.state.get("class_names"))
 
-def load_snapshot(run: Path, device: torch.device, step: int = 0) -> Snapshot:
+
+def load_snapshot(run: Path, device: torch.device, step: int = 0, *, compiled: bool = False) -> Snapshot:
     """Load a snapshot of a run.
 
     Args:
       step: of which step; 0: the newest.
+      compiled: the blocks go through torch.compile.
     Raises: RunError: there is none, or it is not whole; DamageError.
     """
     found = checkpoint.find(checkpoint.SNAPSHOT, run)
@@ -103,9 +116,6 @@ def load_snapshot(run: Path, device: torch.device, step: int = 0) -> Snapshot:
         raise RunError(f"snapshot '{saved.path}': its state is not valid ({error}).") from error
     model = build_model(spec, seed=0)
     model.load_state_dict(saved.tensors(MODEL, model.state_dict()))
-    model.to(device).eval().requires_grad_(False)
-    if device.type == "cpu":
-        use_onednn(model)
     null = None
     if spec.takes_text and text:
         wanted = torch.empty(text.max_tokens, text.width, device="meta")
@@ -113,15 +123,44 @@ def load_snapshot(run: Path, device: torch.device, step: int = 0) -> Snapshot:
     return Snapshot(
         path=saved.path,
         step=saved.state["step"],
-        model=model,
+        model=made_ready(model, device, compiled=compiled),
         spec=spec,
         objective=objective,
         latent=latent,
         text=text,
-        conditioner=Conditioner(spec, null),
+        conditioner=Conditioner(spec, null, caption_step=caption_step(compiled)),
         state=saved.state,
         weights_hash=saved.files[f"{MODEL}.safetensors"].xxh3_128,
     )
+
+
+def made_ready(model: Denoiser, device: torch.device, *, compiled: bool) -> Denoiser:
+    """The model in evaluation mode on its device, and as fast as it can be there."""
+    model.to(device).eval().requires_grad_(False)
+    if compiled:
+        compile_blocks(model)
+    elif device.type == "cpu":
+        use_onednn(model)
+    return model
+
+
+def caption_step(compiled: bool) -> int:
+    """What captions are padded to a multiple of, so that compiled blocks see few lengths."""
+    return COMPILED_CAPTION_STEP if compiled else 1
+
+
+@contextlib.contextmanager
+def float32_products(tf32: bool) -> Iterator[None]:
+    """Whether a GPU computes products of float32 in TensorFloat-32, for a while."""
+    places: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [place.allow_tf32 for place in places]
+    for place in places:
+        place.allow_tf32 = tf32
+    try:
+        yield
+    finally:
+        for place, was in zip(places, before, strict=True):
+            place.allow_tf32 = was
 
 
 def draw_latents(
@@ -155,9 +194,13 @@ def draw_latents(
     scheduler = build_scheduler(snapshot.objective, sampler)
     scheduler.set_timesteps(solver.steps)
     noises: dict[str, Any] = {"generator": generators} if sampler == "ddpm" else {}
-    with torch.inference_mode():
-        for t in scheduler.timesteps:
-            output = forward(x, float(t))
+    times = scheduler.timesteps.tolist()
+    if snapshot.objective.kind == "flow" and sampler == "dpm":
+        times = (scheduler.sigmas[:-1] * TRAIN_STEPS).tolist()  # its own are cut to whole numbers
+        scheduler.set_begin_index(0)  # of which many steps make two equal ones
+    with torch.inference_mode(), float32_products(solver.tf32):
+        for t, time in zip(scheduler.timesteps, times, strict=True):
+            output = forward(x, time)
             if sampler != "ddpm":  # the only one that takes a learned variance
                 output = output[:, : snapshot.spec.channels]
             x = scheduler.step(output, t, x, **noises).prev_sample
@@ -223,6 +266,15 @@ def build_scheduler(objective: ObjectiveSection, sampler: Sampler) -> Any:
         return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TRAIN_STEPS, shift=objective.shift)
     if sampler == "heun":
         return FlowMatchHeunDiscreteScheduler(num_train_timesteps=TRAIN_STEPS, shift=objective.shift)
+    if objective.kind == "flow":  # as Sana draws, with 20 steps
+        return DPMSolverMultistepScheduler(
+            num_train_timesteps=TRAIN_STEPS,
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            flow_shift=objective.shift,
+            algorithm_type="dpmsolver++",
+            solver_order=2,
+        )
     shared: dict[str, Any] = {
         "num_train_timesteps": TRAIN_STEPS,
         "beta_start": BETA_START,
@@ -249,15 +301,5 @@ def pipeline_scheduler(objective: ObjectiveSection, *, takes_flow_match: bool) -
       takes_flow_match: the pipeline takes the schedulers of flow matching. DiT's and PixArt's ask for what only older
         ones have; DPM-Solver++ with the flow's noise levels is one of those, and rounds its times to whole numbers.
     """
-    if objective.kind == "ddpm" or takes_flow_match:
-        return build_scheduler(objective, SAMPLERS[objective.kind][0])
-    from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
-
-    return DPMSolverMultistepScheduler(
-        num_train_timesteps=TRAIN_STEPS,
-        prediction_type="flow_prediction",
-        use_flow_sigmas=True,
-        flow_shift=objective.shift,
-        algorithm_type="dpmsolver++",
-        solver_order=2,
-    )
+    first = SAMPLERS[objective.kind][0] if objective.kind == "ddpm" or takes_flow_match else "dpm"
+    return build_scheduler(objective, first)

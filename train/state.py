@@ -6,7 +6,7 @@ Checkpoints hold whole tensors under the names of the model, so every strategy r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,12 +16,15 @@ import torch.distributed as dist
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
+from ..datasets.encoder_places import encoder_section
 from ..datasets.errors import DamageError, RunError
-from ..datasets.files import sweep_strays, write_atomic
+from ..datasets.files import write_atomic
 from ..datasets.hashing import canonical_json
 from ..datasets.loader import BatchLoader
 from ..datasets.recipe import to_toml
+from ..datasets.schema import StoreSpec
 from ..datasets.store import LatentStore
+from ..datasets.strays import sweep_strays
 from . import checkpoint
 from .checkpoint import AVERAGE, CHECKPOINT, EMA, MODEL, NULL_CAPTION, OPTIMIZER, SNAPSHOT, CheckpointDamage
 from .config import TrainRecipe
@@ -29,8 +32,10 @@ from .data import build_loader
 from .ema import build_rules
 from .head import RUN, Head, check_head, contents_read, make_head
 from .learner import Learner, build_learner
+from .meeting import Meeting
 from .models import check_sizes, model_spec
-from .ranks import ALONE, Meeting, Ranks
+from .pretrained import class_map_warning
+from .ranks import ALONE, Ranks
 from .saving import Captured, Folder, buffers_of, gather, write
 from .spec import ModelSpec
 
@@ -68,6 +73,9 @@ def prepare(
     """
     spec = model_spec(recipe, store.spec, str(store.path))
     check_sizes(spec, store.spec.latent, list(store.buckets))
+    source, classes = recipe.model.init_from, store.spec.classes or []
+    if source and not spec.takes_text and (warning := class_map_warning(source, spec.num_classes, classes)):
+        warn(warning)
     loader = build_loader(recipe, store, spec, device, warn, ranks)
     learner = build_learner(
         recipe,
@@ -79,25 +87,44 @@ def prepare(
         compiled=recipe.run.compile and device.type == "cuda",
         pretrained=True,
     )
-    return TrainState(**vars(learner), store=store, loader=loader, extra=_extra(recipe, store, spec))
+    known = {"place": store.path, "buckets": store.buckets, "root_hash": store.root_hash}
+    extra = snapshot_state(recipe, store.spec, spec, **known)
+    return TrainState(**vars(learner), store=store, loader=loader, extra=extra)
 
 
-def _extra(recipe: TrainRecipe, store: LatentStore, spec: ModelSpec) -> dict[str, Any]:
-    vae, encoder = store.spec.vae, store.spec.text_encoder
+def snapshot_state(
+    recipe: TrainRecipe,
+    store: StoreSpec,
+    spec: ModelSpec,
+    *,
+    place: Path,
+    buckets: Mapping[str, int],
+    root_hash: str | None,
+) -> dict[str, Any]:
+    """What a snapshot holds beside its tensors: all that sampling and export need of recipe and store.
+
+    Args:
+      place: folder that relative paths of encoders start from: that of the store.
+      buckets: of the store, with their records.
+    """
+    vae, encoder = store.vae, store.text_encoder
     return {
         "spec": spec.model_dump(),
         "objective": recipe.objective.model_dump(),
-        "latent": store.spec.latent.model_dump(),
-        "text": store.spec.text and store.spec.text.model_dump(),
+        "drop": recipe.conditioning.drop,
+        "latent": store.latent.model_dump(),
+        "text": store.text and store.text.model_dump(),
         "vae": {
-            "model": store.spec.recipe["vae"],
+            "model": encoder_section(store, "vae", place),
             "class_name": vae.class_name,
             "weights_sha256": vae.weights_sha256,
         },
-        "text_encoder": encoder and {"model": store.spec.recipe["text"], "weights_sha256": encoder.weights_sha256},
-        "classes": store.spec.classes,
-        "buckets": store.buckets,
-        "root_hash": store.root_hash,
+        "text_encoder": encoder
+        and {"model": encoder_section(store, "text", place), "weights_sha256": encoder.weights_sha256},
+        "classes": store.classes,
+        "class_names": store.class_names,
+        "buckets": dict(buckets),
+        "root_hash": root_hash,
     }
 
 

@@ -49,7 +49,7 @@ def train_step(learner: Learner, batch: Batch) -> Trace:
             engine.backward(found.sum() / size)
         losses.append(found.detach())
 
-    rate = learning_rate(recipe.optimizer.lr, recipe.schedule, step, recipe.run.steps)
+    rate = learning_rate(recipe.peak_lr, recipe.schedule, step, recipe.run.steps)
     grad_norm, skipped = engine.update(step, learning_rate=rate, grad_clip=recipe.run.grad_clip)
     learner.step, learner.num_images = step, learner.num_images + size
     of_images = torch.cat(losses)[: len(batch)]

@@ -74,6 +74,12 @@ class StopRequest:
         """SIGTERM was the first signal caught."""
         return self.signal == signal.SIGTERM
 
+    @property
+    def exit_code(self) -> int:
+        """Of a command that has saved and stopped: 130 after Ctrl-C here, else 75, as after SIGTERM here or at another
+        rank."""
+        return EXIT_CTRL_C if self.signal == signal.SIGINT else EXIT_RESUMABLE
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first, self.signal = self.signal is None, self.signal or number
         if self._held and (first or number == signal.SIGTERM):

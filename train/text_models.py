@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..datasets.buckets import published_ratio
 from .conditioning import Conditioning
 from .cross_attention import CaptionProcessor, LinearProcessor, arrange_captions
 from .dtypes import at_least_float32
@@ -189,15 +190,17 @@ class TextDenoiser(nn.Module):
 
         Where no source is known, as in sampling, the picture's own size takes its place.
 
-        Source: Chen et al. 2023, arXiv 2310.00426, appendix; the ratio is that of the bucket, height over width.
+        Source: Chen et al. 2023, arXiv 2310.00426, appendix; as in its trainer, the ratio is the key of the bucket in
+        PixArt's table. For a bucket that no table has it is height over width.
         """
         if not self.net.config.use_additional_conditions:
             return {"resolution": None, "aspect_ratio": None}
-        height, width = x.shape[2:]
+        height, width = (side * PIXART_DOWNSCALE for side in x.shape[2:])
         sizes = conditioning.source_sizes
         if sizes is None:
-            sizes = torch.tensor([height, width], device=x.device).float().expand(len(x), 2) * PIXART_DOWNSCALE
-        return {"resolution": sizes, "aspect_ratio": torch.full((len(x), 1), height / width, device=x.device)}
+            sizes = torch.tensor([height, width], device=x.device).float().expand(len(x), 2)
+        ratio = published_ratio(height, width)
+        return {"resolution": sizes, "aspect_ratio": torch.full((len(x), 1), ratio, device=x.device)}
 
     def checkpoint_activations(self, mode: Mode = "blocks") -> None:
         """Choose what the backward pass computes again (``recompute.checkpoint_blocks``)."""
@@ -218,14 +221,14 @@ def _begin_stream(embed: nn.Module, given: Any, tokens: Tensor) -> Tensor:
 
 
 def initialize_weights(net: Any, family: Family) -> None:
-    """Xavier, and zeros for the output, so that a model begins with no opinion; diffusers does neither.
+    """Start from scratch as the published code does, and diffusers does not.
 
-    Queries, keys and values have the size that they have in the published code, where they are one matrix.
+    Both: xavier for linear layers and patches, with queries, keys and values as the one matrix that they are there, and
+    a deviation of 0.02 for what embeds time, sizes and captions. PixArt begins with zeros for its output and for what
+    cross-attention adds. Sana's output is xavier, and its norm of captions has a gain of 0.01; its convolutions, as the
+    tables that scale and shift in both, keep torch's and diffusers' start, which is the published one.
 
-    PixArt also zeroes what cross-attention adds, because it begins with the weights of a DiT without text, and has
-    embeddings of deviation 0.02, which is what xavier gives at its width; from scratch, xavier fits all. Sana has those
-    embeddings too and an output by xavier, not zeros (``initialize_weights`` of NVlabs/Sana's nets/sana.py); its
-    convolutions, and the tables that shift and scale, keep torch's and the paper's start.
+    Source: ``initialize`` in PixArt-sigma's and NVlabs/Sana's ``PixArtMS.py`` and ``sana_multi_scale.py``.
     """
     for module in net.modules():
         if isinstance(module, nn.Linear):
@@ -239,12 +242,12 @@ def initialize_weights(net: Any, family: Family) -> None:
             nn.init.xavier_uniform_(linear.weight, gain=FUSED_KV)
     patch_weight = (net.pos_embed if family == "pixart" else net.patch_embed).proj.weight
     nn.init.xavier_uniform_(patch_weight.view(patch_weight.shape[0], -1))
+    times = net.adaln_single if family == "pixart" else net.time_embed
+    for module in (*times.modules(), *net.caption_projection.modules()):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=EMBEDDING_STD)
     if family == "sana":
-        time, caption = net.time_embed, net.caption_projection
-        for linear in (time.emb.timestep_embedder.linear_1, time.emb.timestep_embedder.linear_2, time.linear):
-            nn.init.normal_(linear.weight, std=EMBEDDING_STD)
-        for linear in (caption.linear_1, caption.linear_2):
-            nn.init.normal_(linear.weight, std=EMBEDDING_STD)
         nn.init.constant_(net.caption_norm.weight, CAPTION_NORM_GAIN)
-    nn.init.zeros_(net.proj_out.weight)
-    nn.init.zeros_(net.proj_out.bias)
+        return
+    for linear in (net.proj_out, *(block.attn2.to_out[0] for block in net.transformer_blocks)):
+        nn.init.zeros_(linear.weight)

@@ -17,8 +17,8 @@ from .checkpoint import OPTIMIZER
 from .conditioning import Conditioning
 from .draws import Draws, draw
 from .flops import latent_size_of
+from .meeting import Meeting
 from .parallel import TorchEngine
-from .ranks import Meeting
 from .state import TrainState
 from .step import image_losses
 

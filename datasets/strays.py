@@ -1,0 +1,83 @@
+"""What killed processes left behind: found by its name, and removed once its owner is gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from .cached import cached_property
+from .files import move, remove
+from .owners import REPLACED_NAME, STALE_SECONDS, TEMPORARY_PREFIX, parse_owner, temporary_beside
+
+
+def find_strays(folder: Path) -> list[Path]:
+    """All temporaries below a folder, whoever owns them."""
+    found = []
+    for parent, folders, files in os.walk(folder):
+        strays = [name for name in (*folders, *files) if name.startswith(TEMPORARY_PREFIX)]
+        found += [Path(parent) / name for name in strays]
+        folders[:] = [name for name in folders if name not in strays]
+    return sorted(found)
+
+
+def sweep_strays(folder: Path, *, of_all: bool = False) -> list[Path]:
+    """Remove temporaries whose owner is gone.
+
+    An owner on this machine and in this container is gone when its process is; another one when its heartbeat has
+    stopped. A folder that ``write_folder`` moved out of the way and never replaced is moved back.
+
+    Args:
+      of_all: those of living owners too; only when nobody writes there.
+    Returns: what was removed.
+    """
+    clock = _Clock(folder)
+    # os.walk, not rglob, which raises where another process removes a folder meanwhile.
+    walked = ((Path(parent), names) for parent, names, _ in os.walk(folder))
+    for path in sorted(parent / name for parent, names in walked for name in names):
+        if (named := REPLACED_NAME.fullmatch(path.name)) and (of_all or clock.is_abandoned(path, named["owner"])):
+            kept = path.with_name(named["kept"])
+            if kept.exists():
+                remove(path)
+            else:
+                move(path, kept)
+    owners = {path: path.name.removeprefix(TEMPORARY_PREFIX) for path in find_strays(folder)}
+    swept = [path for path, text in owners.items() if of_all or clock.is_abandoned(path, "@".join(text.split("@")[:2]))]
+    for path in swept:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    return swept
+
+
+class _Clock:
+    """The time of a folder's file system: those of machines that share it may differ.
+
+    Args:
+      folder: asked once, and only where a heartbeat decides.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._probe = temporary_beside(folder / "clock")
+
+    def is_abandoned(self, path: Path, owner: str | None) -> bool:
+        """Whether nobody writes to a temporary any more.
+
+        Args:
+          owner: as its name gives it.
+        """
+        known = parse_owner(owner or "")
+        is_alive = known.is_alive if known else None
+        if is_alive is not None:
+            return not is_alive
+        try:
+            return self._now - path.lstat().st_mtime > STALE_SECONDS
+        except OSError:  # it has just gone, or this user may not write here: then neither may it sweep
+            return False
+
+    @cached_property
+    def _now(self) -> float:
+        """Seconds since the epoch. Raises: OSError."""
+        try:
+            os.close(os.open(self._probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
+            return self._probe.stat().st_mtime
+        finally:
+            self._probe.unlink(missing_ok=True)

@@ -1,0 +1,134 @@
+"""A store that is complete and whose source, settings and encoders are as they were: found out without torch.
+
+Loading the encoders takes seconds, most of them to import torch and diffusers. Their identity needs only their files:
+the same weights are hashed, and the same config is compared, as when they are loaded. Where anything differs, or cannot
+be told without loading (a GPU's arithmetic), the answer is no, and the ordinary way decides.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import __version__
+from ..datasets.class_names import ClassNames
+from ..datasets.encoder_places import with_encoder_places
+from ..datasets.frozen import planned_revisions, read_plan
+from ..datasets.revisions import sealed_revisions
+from ..datasets.schema import EncoderIdentity, Manifest, StoreSpec
+from ..datasets.writer import StoreWriter
+from .config import PrecomputeRecipe, TextSection, VaeSection
+from .model_files import (
+    CONFIG,
+    TEXT_WEIGHTS,
+    TOKENIZER_FILES,
+    VAE_WEIGHTS,
+    hash_files,
+    lasting_config,
+    library_majors,
+    read_config,
+    resolve_model,
+    tokenizer_files,
+    weight_files,
+    weight_names,
+)
+from .source_ignored import Ignored
+from .source_several import SourcePaths, list_sources
+
+GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))  # of NVIDIA, AMD; of either under Windows
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """A complete store, of which nothing is to be done.
+
+    Args:
+      ignored: files and folders of the source that were left out.
+      classes: of the source, by name.
+      notes: what was guessed about the source.
+    """
+
+    manifest: Manifest
+    ignored: Ignored
+    classes: ClassNames
+    notes: list[str]
+
+
+def unchanged(recipe: PrecomputeRecipe, source_path: SourcePaths, store: Path, *, device: str) -> Unchanged | None:
+    """Whether a precompute with the same arguments as before has nothing to do; None where it may have.
+
+    Args:
+      device: as the command line names it.
+    Raises: LeanditError: of the source or of the VAE, as the ordinary way raises it.
+    """
+    if recipe.source.check == "content" or not store.is_dir():
+        return None
+    sealed = sealed_revisions(store)
+    if not sealed or planned_revisions(store)[-1:] != sealed[-1:]:
+        return None
+    plan = read_plan(store, sealed[-1])
+    if not _has_same_settings(plan.spec, recipe, store) or not _has_same_encoders(plan.spec, recipe, device):
+        return None
+    source = list_sources(source_path, recipe.source)
+    writer = StoreWriter(store, plan)
+    if (
+        source.renames(plan.spec.classes)
+        or source.listing_hash(null_captions=recipe.null_captions) != plan.listing
+        or not writer.is_sealed
+        or writer.missing_tasks()
+    ):
+        return None
+    names = dict(zip(plan.spec.classes or (), plan.spec.class_names or (), strict=False))
+    if any(names.get(name) != now for name, now in zip(source.classes or (), source.class_names or (), strict=False)):
+        return None  # the file of class names has changed
+    classes = ClassNames(source.classes, source.class_names)
+    notes = [f"source '{source.name}': {note}" for note in source.notes]
+    return Unchanged(writer.seal(), source.ignored, classes, notes)
+
+
+def _has_same_settings(spec: StoreSpec, recipe: PrecomputeRecipe, store: Path) -> bool:
+    """The store was made by this release, with this recipe and this Pillow."""
+    typed = with_encoder_places(spec.model_copy(update={"recipe": recipe.model_dump()}), store)
+    libraries = spec.images.libraries
+    return (
+        spec.leandit_version == __version__
+        and typed.recipe == spec.recipe
+        and (spec.text_encoder is None) == (recipe.text.kind == "none")
+        and libraries == library_majors(*libraries)
+    )
+
+
+def _has_same_encoders(spec: StoreSpec, recipe: PrecomputeRecipe, device: str) -> bool:
+    """The files of the recipe's encoders are those that made the store, and they would compute in the same dtype."""
+    vae, text = recipe.vae, recipe.text
+    if not _is_same(spec.vae, vae, VAE_WEIGHTS, device, what="vae.model"):
+        return False
+    if spec.text_encoder is None:
+        return True
+    folder, _ = resolve_model(
+        text.model, text.tokenizer_subfolder, text.revision, files=TOKENIZER_FILES, what="text.model"
+    )
+    has_same_tokenizer = spec.text_encoder.tokenizer_files_sha256 == hash_files(tokenizer_files(folder))
+    return has_same_tokenizer and _is_same(spec.text_encoder, text, TEXT_WEIGHTS, device, what="text.model")
+
+
+def _is_same(known: EncoderIdentity, section: VaeSection | TextSection, stem: str, device: str, *, what: str) -> bool:
+    """An encoder of the recipe is the one that made the store, and would compute in the same dtype here.
+
+    Args:
+      stem: of the names of its weights.
+    """
+    may_be_gpu = device != "cpu" and any(map(os.path.exists, GPU_FILES))
+    if may_be_gpu and section.dtype != "float32":
+        return False
+    names = (CONFIG, *weight_names(stem))
+    folder, _ = resolve_model(section.model, section.subfolder, section.revision, files=names, what=what)
+    config = read_config(folder, what=what)
+    return (
+        known.dtype == "float32"
+        and config.get("_class_name", known.class_name) == known.class_name
+        and known.config == lasting_config(config)
+        and known.libraries == library_majors(*known.libraries)
+        and known.weights_sha256 == hash_files(weight_files(folder, stem, what=what))
+    )
