@@ -38,7 +38,7 @@ class ClassNames:
     def __len__(self) -> int:
         return len(self.classes)
 
-    def find(self, wanted: str | int) -> int:
+    def find(self, wanted: str | int, *, num_labels: int = 0) -> int:
         """Label of a class by its number, its folder (or wnid), or its name.
 
         The class as the source names it counts first, then a name, then a number. Case, "_" and "-" of a name are
@@ -46,6 +46,7 @@ class ClassNames:
 
         Args:
           wanted: 0, "0", "n01440764" or "tench".
+          num_labels: that a model has, where those may be more than the classes.
         Raises: RecipeError: there is no such class, with the nearest name; or several, which are listed.
         """
         if isinstance(wanted, str):
@@ -61,7 +62,7 @@ class ClassNames:
             is_number = bool(re.fullmatch(r"[0-9]{1,9}", wanted))
         else:
             is_number = isinstance(wanted, Integral) and not isinstance(wanted, bool)
-        if is_number and 0 <= int(wanted) < len(self):
+        if is_number and 0 <= int(wanted) < max(len(self), num_labels):
             return int(wanted)
         raise RecipeError(f"no class {wanted!r}.{self._nearest(str(wanted))} There are {self._counted()}.")
 

@@ -193,6 +193,9 @@ MISTAKES = {  # the command, its exit code, and the beginning of its line
     "train dit-s-2-256 --store nope --run r": (3, "leandit: store 'nope': "),
     "train dit-s-2-256 --store nope --run r --set run.stepss=1": (2, "leandit: recipe 'dit-s-2-256': "),
     "sample nope --out o": (3, "leandit: run 'nope': "),
+    "sample run --out o --label lion": (2, "leandit: --label: no class 'lion'. There are 3 classes, 0 to 2: cat, dog,"),
+    "sample run --out o --label 4": (2, "leandit: --label: no class '4'."),
+    "sample run --out o --caption cat": (2, "leandit: --caption: model 'DiT-S/4' takes class labels. Use --label."),
     "sample nope --out o --guidance-interval 3,4": (2, "leandit: --guidance-interval '3,4'"),
     "average nope --length 0.1 --out o": (3, "leandit: run 'nope': "),
     "export nope --out o": (3, "leandit: run 'nope': "),
@@ -214,6 +217,11 @@ for words in json.loads(sys.argv[1]):
 def test_cheap_mistakes_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "flux2").mkdir()
     (tmp_path / "flux2/config.json").write_text('{"_class_name": "AutoencoderKLFlux2"}')
+    for step, classes in ((9, ["lion", "dog", "zebra"]), (10, ["cat", "dog", "zebra"])):  # the newest counts
+        (tmp_path / f"run/snapshot-{step}").mkdir(parents=True)
+        spec = {"name": "DiT-S/4", "num_classes": 4, "caption_width": 0}
+        state = json.dumps({"spec": spec, "classes": classes})
+        (tmp_path / f"run/snapshot-{step}/state.json").write_text(state)
     words = json.dumps([command.split() for command in MISTAKES])
     ended = subprocess.run(
         [sys.executable, "-c", IN_TURN, words], cwd=tmp_path, capture_output=True, text=True, check=True
@@ -223,7 +231,7 @@ def test_cheap_mistakes_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
         assert (ended_with, loaded) == (code, []), command
         assert said.startswith(beginning), (command, said)
         assert said.count("\n") == 1, (command, said)
-    assert os.listdir(tmp_path) == ["flux2"]
+    assert sorted(os.listdir(tmp_path)) == ["flux2", "run"]
 
 
 def test_the_installed_command_ends_with_the_code_of_the_error(tmp_path: Path) -> None:

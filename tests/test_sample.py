@@ -22,6 +22,7 @@ from leandit.datasets.recipe import to_toml
 from leandit.datasets.shuffle import keyed_hash
 from leandit.datasets.store import LatentStore
 from leandit.precompute.model_files import local_folder
+from leandit.tools.preflight import check_subjects
 from leandit.tools.sample_set import sample_set
 from leandit.tools.sampler import Request, checked, draw_pictures, make_conditioning, sample, subject_by_subject
 from leandit.tools.sheet import load_decoder
@@ -416,6 +417,31 @@ def test_without_a_wish_labels_or_captions_of_the_store_are_drawn(go: Draw, runs
 def test_what_the_model_cannot_draw_is_refused(which: str, request_: Request, words: str, go: Draw, runs: Runs) -> None:
     with pytest.raises(RecipeError, match=words):
         go(getattr(runs, which), request_)
+
+
+@pytest.mark.parametrize(
+    ("run", "labels", "captions", "message"),
+    [
+        ("labels", ["m001"], [], "--label: no class 'm001'. Did you mean 'n001'"),
+        ("labels", [], ["a red circle"], "--caption: model 'DiT-S/4' takes class labels"),
+        ("captions", ["1"], [], "--label: model 'pixart-tiny' takes captions"),
+    ],
+)
+def test_what_a_run_cannot_draw_is_refused_by_its_folder_alone(
+    runs: Runs, run: str, labels: list[str], captions: list[str], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        check_subjects(getattr(runs, run), labels, captions)
+
+
+def test_the_look_at_a_snapshot_leaves_what_can_be_drawn_and_what_is_damaged(runs: Runs, tmp_path: Path) -> None:
+    check_subjects(runs.labels, ["n001", "2"], [])
+    check_subjects(runs.captions, [], ["a red circle"])
+    (tmp_path / "snapshot-4").mkdir()
+    check_subjects(tmp_path, ["lion"], [])
+    for content in ("{", "[]", "{}", '{"spec": {"caption_width": 0}}'):
+        (tmp_path / "snapshot-4/state.json").write_text(content)
+        check_subjects(tmp_path, ["lion"], [])
 
 
 def test_labels_go_by_name_and_num_counts_pictures_of_each(go: Draw, runs: Runs, caption_store: LatentStore) -> None:

@@ -15,7 +15,7 @@ import typer
 from ..datasets.errors import RecipeError
 from ..datasets.revisions import check_store
 from .cli_options import AsJson, Device, Run, local_input, output, print_rows, rank_device
-from .preflight import check_run
+from .preflight import check_run, check_subjects
 
 if TYPE_CHECKING:  # torch takes a second to import
     from ..train.ranks import Ranks
@@ -85,6 +85,7 @@ def sample(
     interval = interval_of(guidance_interval)
     if not (recipe or encoders):  # else it is a published checkpoint, which may lie on the hub
         check_run(run)
+        check_subjects(run, label or (), caption or ())
     if store:
         check_store(store)
     from .sampler import Request

@@ -6,7 +6,6 @@ Captions that are in the store are read from it; with a text encoder at hand, an
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from ..train.models import patch_of
 from ..train.precision import autocast_dtype
 from ..train.sample import Sampler, Snapshot, Solver, choose_sampler, draw_latents, load_snapshot
 from ..train.state import RUN
+from .preflight import find_labels
 from .published import load_published
 from .sheet import COLUMNS, Cell, draw_sheet, gives_zero_to_one, load_decoder
 
@@ -236,27 +236,9 @@ def checked(snapshot: Snapshot, request: Request) -> Request:
     Raises: RecipeError: labels of a model of captions or captions of one of labels, a class that the model does not
       have, guidance that it cannot follow.
     """
-    spec = snapshot.spec
-    if spec.takes_text and request.labels:
-        raise RecipeError(f"--label: model '{spec.name}' takes captions. Use --caption.")
-    if not spec.takes_text and request.captions:
-        raise RecipeError(f"--caption: model '{spec.name}' takes class labels. Use --label.")
+    labels = find_labels(snapshot.state, request.labels, request.captions)
     check_guidance(snapshot, request)
-    return dataclasses.replace(request, labels=tuple(find_class(snapshot, label) for label in request.labels))
-
-
-def find_class(snapshot: Snapshot, label: int | str) -> int:
-    """The index of a class that is named by its name, folder or index.
-
-    Raises: RecipeError: no class has this name, or several have.
-    """
-    try:
-        return snapshot.class_names.find(label)
-    except RecipeError as error:
-        number = int(label) if re.fullmatch(r"[0-9]{1,9}", str(label)) else -1
-        if len(snapshot.class_names) <= number < snapshot.spec.num_classes:  # a model may have more than its store
-            return number
-        raise RecipeError(f"--label: {error}") from error
+    return dataclasses.replace(request, labels=tuple(labels))
 
 
 def check_guidance(snapshot: Snapshot, request: Request) -> None:

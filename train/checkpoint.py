@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +23,13 @@ from torch import Tensor
 from ..datasets.errors import DamageError, RunError
 from ..datasets.files import move, remove, write_folder
 from ..datasets.hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
+from .run_folders import AVERAGE as AVERAGE
+from .run_folders import CHECKPOINT, STATE, steps
+from .run_folders import SNAPSHOT as SNAPSHOT
+from .run_folders import find as find
 
 FORMAT_VERSION = 1
-STATE = "state.json"
 STATE_HASH = "state_sha256"
-CHECKPOINT, SNAPSHOT, AVERAGE = "checkpoint", "snapshot", "average"
 DAMAGED_PREFIX = "damaged-"
 
 MODEL, EMA, OPTIMIZER, NULL_CAPTION = "model", "ema", "optimizer", "null_caption"  # groups of tensors, a file each
@@ -218,24 +219,13 @@ def _kind(path: Path) -> str:
     return path.name.partition("-")[0]
 
 
-def find(kind: str, run: Path) -> list[Path]:
-    """Checkpoints or snapshots of a run, oldest first; not checked."""
-    return [path for _, path in sorted(_steps(kind, run))]
-
-
-def _steps(kind: str, run: Path) -> Iterator[tuple[int, Path]]:
-    for path in run.glob(f"{kind}-*") if run.is_dir() else ():
-        if match := re.fullmatch(rf"{kind}-(0|[1-9][0-9]*)", path.name):
-            yield int(match[1]), path
-
-
 def prune(run: Path, keep: int, *, proven: Path, keep_every: int = 0) -> None:
     """Remove all but the newest checkpoints, never the one that is proven to be whole; snapshots stay.
 
     Args:
       keep_every: those of steps that are a multiple of it stay as well; 0: none.
     """
-    for step, path in sorted(_steps(CHECKPOINT, run))[:-keep]:
+    for step, path in sorted(steps(CHECKPOINT, run))[:-keep]:
         if path != proven and not (keep_every and step % keep_every == 0):
             remove(path)
 

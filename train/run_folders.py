@@ -1,0 +1,22 @@
+"""Which checkpoints, snapshots and averages a run's folder holds. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+STATE = "state.json"
+CHECKPOINT, SNAPSHOT, AVERAGE = "checkpoint", "snapshot", "average"
+
+
+def find(kind: str, run: Path) -> list[Path]:
+    """Checkpoints, snapshots or averages of a run, oldest first; not checked."""
+    return [path for _, path in sorted(steps(kind, run))]
+
+
+def steps(kind: str, run: Path) -> Iterator[tuple[int, Path]]:
+    """Step and path of each of them, in any order."""
+    for path in run.glob(f"{kind}-*") if run.is_dir() else ():
+        if match := re.fullmatch(rf"{kind}-(0|[1-9][0-9]*)", path.name):
+            yield int(match[1]), path
