@@ -248,3 +248,8 @@ class RevisionLayout:
         """Arrays that say where each caption's tokens lie: first row, and number of rows."""
         count = len(self.num_tokens)
         return [ArrayLayout(self.prefix + path, (count,), "int64", count, count) for path in (OFFSETS, LENGTHS)]
+
+
+def is_picture_task(task: tuple[str, int]) -> bool:
+    """The task makes latents, not caption embeddings."""
+    return task[0] not in (CAPTION_PART, NULL_PART)

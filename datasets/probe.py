@@ -7,30 +7,60 @@ by its checksum, at the price of one row; ``leandit verify`` reads all.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from .arrays import ShardCheck
+from .arrays import ShardCheck, ShardFolder
+from .cached import cached_property
+from .caption_tokens import CaptionTokens
 from .errors import DamageError
 from .hashing import xxh3_file
+from .index import BucketIndex
 from .layout import EMBEDDINGS, SCALES
+from .schema import Manifest, StoreSpec
 from .shard_file import ShardFile
 from .shards import ArrayLayout
 from .writer import row_checksum
 
-if TYPE_CHECKING:
-    from .store import LatentStore
+
+class ProbedStore(Protocol):
+    """What the checks need of a ``LatentStore``."""
+
+    path: Path
+    folder: ShardFolder
+    spec: StoreSpec
+    manifest: Manifest | None
+
+    def index(self, bucket: str) -> BucketIndex:
+        """Rows and records of a bucket."""
+        ...
+
+    @cached_property
+    def tokens(self) -> CaptionTokens:
+        """Token rows of each caption."""
+        ...
+
+    @property
+    def checksums(self) -> np.ndarray:
+        """Of each record's latents."""
+        ...
+
+    @cached_property
+    def caption_checksums(self) -> np.ndarray:
+        """Of each caption's tokens."""
+        ...
 
 
-def _refuse(store: LatentStore, layout: ArrayLayout, shard: int) -> DamageError:
+def _refuse(store: ProbedStore, layout: ArrayLayout, shard: int) -> DamageError:
     return DamageError(
         f"store '{store.path}': shard '{layout.shard_path(shard)}' holds other rows than were written, perhaps "
         "another shard's. Run 'leandit verify --repair --source PATH': it finds all that is wrong."
     )
 
 
-def check_latents(store: LatentStore, bucket: str) -> ShardCheck:
+def check_latents(store: ProbedStore, bucket: str) -> ShardCheck:
     """A check of a bucket's shards by their first stored record."""
 
     def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
@@ -53,7 +83,7 @@ def check_latents(store: LatentStore, bucket: str) -> ShardCheck:
     return check
 
 
-def check_captions(store: LatentStore) -> ShardCheck:
+def check_captions(store: ProbedStore) -> ShardCheck:
     """A check of the shards of caption embeddings, or of their scales, by their first caption."""
 
     def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
@@ -75,7 +105,7 @@ def check_captions(store: LatentStore) -> ShardCheck:
     return check
 
 
-def _twin(store: LatentStore, layout: ArrayLayout) -> ArrayLayout:
+def _twin(store: ProbedStore, layout: ArrayLayout) -> ArrayLayout:
     """Layout of the scales of an array of int8 tokens, or of the tokens of an array of scales."""
     folder = layout.path.removesuffix(SCALES).removesuffix(EMBEDDINGS)
     if layout.path.endswith(EMBEDDINGS):
@@ -84,7 +114,7 @@ def _twin(store: LatentStore, layout: ArrayLayout) -> ArrayLayout:
     return replace(layout, path=folder + EMBEDDINGS, shape=(layout.shape[0], store.spec.text.width), dtype="int8")
 
 
-def check_whole(store: LatentStore) -> ShardCheck:
+def check_whole(store: ProbedStore) -> ShardCheck:
     """A check of small arrays, which no table holds a checksum of, by the hash of the file."""
 
     def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
@@ -99,7 +129,7 @@ def check_whole(store: LatentStore) -> ShardCheck:
     return check
 
 
-def check_of(store: LatentStore, path: str) -> ShardCheck:
+def check_of(store: ProbedStore, path: str) -> ShardCheck:
     """The check of an array, by its path within a revision."""
     folder, _, rest = path.partition("/")
     if folder == "buckets":

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done, total) whenever something was done; a total that is not known is 0."""
 
 
 @dataclass

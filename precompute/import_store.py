@@ -18,10 +18,10 @@ from ..datasets.cached import cached_property
 from ..datasets.commits import Task
 from ..datasets.errors import FingerprintMismatch, RecordRejected, SourceError
 from ..datasets.frozen import FrozenPlan, freeze_plan
-from ..datasets.layout import CAPTION_PART, NULL_PART
+from ..datasets.layout import CAPTION_PART, NULL_PART, is_picture_task
 from ..datasets.schema import Manifest, Reject, StoreSpec
 from ..datasets.writer import StoreWriter, row_checksum
-from .clock import StageClock
+from .clock import Progress, StageClock
 from .import_arrays import checksum
 from .import_config import ImportRecipe
 from .import_describe import describe_import, differing_settings
@@ -35,7 +35,7 @@ from .picture_batches import BucketSource
 from .picture_plan import num_threads
 from .rejects import RejectLimit, ledger_of
 from .shard_task import PackedShard
-from .stages import Background, Progress, is_picture_task
+from .stages import Background
 
 
 @dataclass

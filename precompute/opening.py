@@ -23,15 +23,16 @@ from ..datasets.store import LatentStore
 from ..datasets.strays import sweep_strays
 from ..datasets.writer import StoreWriter
 from .caption_plan import plan_captions
+from .clock import Progress
 from .config import PrecomputeRecipe
 from .decoder import Decoders
 from .growth import Base, Comparison, Options, all_fresh, compare
 from .picture_plan import num_threads, picture_table, plan_pictures
 from .plan import PlannedTexts, plan_records
-from .rejects import RejectLedger, RejectLimit, count_reasons, reject_hint
+from .reject_hint import reject_hint
+from .rejects import RejectLedger, RejectLimit, count_reasons
 from .source_listing import Listing
 from .sources import Source
-from .stages import Progress
 from .text_encoders import CaptionTokenizer
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them

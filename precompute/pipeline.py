@@ -26,7 +26,7 @@ from ..datasets.frozen import FrozenPlan
 from ..datasets.schema import Manifest, StoreSpec
 from ..datasets.strays import sweep_strays
 from ..datasets.writer import StoreWriter
-from .clock import StageClock
+from .clock import Progress, StageClock
 from .config import PrecomputeRecipe
 from .decoder import Decoders
 from .encoders import load_encoders
@@ -41,7 +41,6 @@ from .rejects import ledger_of
 from .source_ignored import Ignored
 from .source_several import SourcePaths, list_sources
 from .sources import Source
-from .stages import Progress
 from .tally import Tally
 from .text_encoders import TokenCount
 from .verdict import Power, StageTime, stage_times

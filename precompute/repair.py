@@ -19,6 +19,7 @@ from ..datasets.errors import DamageError
 from ..datasets.findings import part_of
 from ..datasets.frozen import FrozenPlan
 from ..datasets.hashing import xxh3_parts
+from ..datasets.layout import is_picture_task
 from ..datasets.mend import mend_revision, reseal, revisions_to_mend
 from ..datasets.schema import Fallback
 from ..datasets.shard_file import ShardFile
@@ -33,7 +34,7 @@ from .rejects import RejectLimit
 from .shard_task import PackedShard
 from .source_record import SourceRecord
 from .sources import Source
-from .stages import encode_captions, encode_pictures, is_picture_task, write_shard
+from .stages import encode_captions, encode_pictures, write_shard
 
 PLACE_COLUMNS = ("source_path", "source_offset", "source_bytes", "source_mtime_ns")
 Told = Callable[[str, int], Sequence[Fallback]]

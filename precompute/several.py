@@ -20,9 +20,10 @@ import torch
 from ..datasets.commits import Task
 from ..datasets.errors import RecipeError
 from ..datasets.frozen import FrozenPlan
-from ..datasets.layout import NULL_PART
+from ..datasets.layout import NULL_PART, is_picture_task
 from ..datasets.schema import Manifest
 from ..datasets.writer import StoreWriter
+from .clock import Progress
 from .config import PrecomputeRecipe
 from .decoder import Decoders
 from .encoders import Encoders, load_encoders
@@ -38,7 +39,7 @@ from .rejects import RejectLimit, ledger_of
 from .shard_encoder import ShardEncoder
 from .shard_task import PackedShard
 from .source_several import SourcePaths, list_sources
-from .stages import Background, Progress, encode_captions, is_picture_task
+from .stages import Background, encode_captions
 from .text_encoders import TokenCount
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..datasets.commits import Task
 from ..datasets.frozen import FrozenPlan
-from ..datasets.layout import CAPTION_PART, NULL_PART
+from ..datasets.layout import NULL_PART
 from ..datasets.schema import Fallback
 from ..datasets.writer import StoreWriter
 from .caption_task import encode_caption_shard, encode_null_caption
@@ -25,9 +25,6 @@ from .shard_task import PackedShard
 from .text_encoders import CaptionEncoder
 
 WRITES_BEHIND = 2  # shards that wait for the disk
-
-Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total) whenever something was done; a total that is not known is 0."""
 
 
 class Background:
@@ -91,11 +88,6 @@ def write_shard(writer: StoreWriter, shard: PackedShard) -> None:
         qualities=shard.qualities,
         fallbacks=shard.fallbacks,
     )
-
-
-def is_picture_task(task: tuple[str, int]) -> bool:
-    """The task makes latents, not caption embeddings."""
-    return task[0] not in (CAPTION_PART, NULL_PART)
 
 
 def encode_captions(

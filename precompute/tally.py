@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from ..datasets.commits import Task
 from ..datasets.errors import RecordRejected
 from ..datasets.frozen import FrozenPlan
+from ..datasets.layout import is_picture_task
+from .clock import Progress
 from .rejects import RejectLedger
-from .stages import Progress, is_picture_task
 
 
 @dataclass(frozen=True)

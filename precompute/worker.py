@@ -16,6 +16,7 @@ from typing import TypeVar
 from ..datasets.commits import Task
 from ..datasets.errors import LeanditError, RecordRejected, ResourceError
 from ..datasets.frozen import read_plan
+from ..datasets.layout import is_picture_task
 from ..datasets.writer import StoreWriter
 from .clock import StageClock
 from .config import PrecomputeRecipe, SourceSection
@@ -25,7 +26,7 @@ from .picture_batches import Origin, PictureDecoders
 from .rejects import RejectLimit
 from .shard_task import PackedShard
 from .sources import Source
-from .stages import Background, encode_captions, encode_pictures, is_picture_task
+from .stages import Background, encode_captions, encode_pictures
 from .tally import Committed, Encoded, Rejected, Tell, Took
 from .text_encoders import TokenCount
 

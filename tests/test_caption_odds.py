@@ -17,7 +17,7 @@ from leandit.datasets.errors import RecipeError
 from leandit.datasets.reader import BatchReader
 from leandit.datasets.store import LatentStore
 from leandit.train.data import build_loader
-from leandit.train.models import model_spec
+from leandit.train.model_for_store import model_spec
 
 BUCKET = "64x64"
 

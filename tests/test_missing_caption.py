@@ -15,7 +15,7 @@ from leandit.precompute.growth import Options
 from leandit.precompute.pipeline import precompute
 from leandit.train.conditioning import Conditioner
 from leandit.train.loop import StopRequest, train
-from leandit.train.models import model_spec
+from leandit.train.model_for_store import model_spec
 
 pytestmark = pytest.mark.usefixtures("quick", "tiny_models")
 WITHOUT = ("images/2.png", "images/5.png")

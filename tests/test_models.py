@@ -10,7 +10,8 @@ from leandit.datasets.errors import LeanditError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
 from leandit.train.conditioning import Conditioner, Conditioning
 from leandit.train.dit_layers import DiTOptions
-from leandit.train.models import Denoiser, build_model, check_sizes, model_spec
+from leandit.train.model_for_store import check_sizes, model_spec
+from leandit.train.models import Denoiser, build_model
 from leandit.train.spec import ModelSpec
 
 LABELS = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)

@@ -23,7 +23,8 @@ from leandit.train.conditioning import Conditioning
 from leandit.train.dit_checkpoints import read_official, write_official
 from leandit.train.dit_layers import DiTOptions, position_table
 from leandit.train.loop import StopRequest, train
-from leandit.train.models import build_model, model_spec
+from leandit.train.model_for_store import model_spec
+from leandit.train.models import build_model
 from leandit.train.pretrained import class_map_warning, initial_weights, read_config
 from leandit.train.spec import ModelSpec
 from leandit.train.state import prepare

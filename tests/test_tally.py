@@ -20,7 +20,7 @@ from making import (
 from leandit.datasets.commits import Task
 from leandit.datasets.errors import RecordRejected, SourceError
 from leandit.datasets.frozen import FrozenPlan, read_plan
-from leandit.datasets.layout import commit_path
+from leandit.datasets.layout import commit_path, is_picture_task
 from leandit.datasets.writer import StoreWriter
 from leandit.precompute.clock import StageClock
 from leandit.precompute.config import SourceSection
@@ -28,7 +28,6 @@ from leandit.precompute.decoder import Decoders
 from leandit.precompute.pipeline import precompute
 from leandit.precompute.rejects import RejectLedger, RejectLimit
 from leandit.precompute.sources import list_source
-from leandit.precompute.stages import is_picture_task
 from leandit.precompute.tally import Committed, Encoded, Event, Rejected, Tally, Took
 from leandit.precompute.worker import Worker
 

@@ -21,7 +21,8 @@ from leandit.train.cross_attention import LinearProcessor, attend_packed, attend
 from leandit.train.draws import Draws
 from leandit.train.learner import Learner
 from leandit.train.loop import StopRequest, train
-from leandit.train.models import Denoiser, build_model, model_spec
+from leandit.train.model_for_store import model_spec
+from leandit.train.models import Denoiser, build_model
 from leandit.train.parallel import MOST_SHAPES, compile_blocks
 from leandit.train.sample import Solver, draw_latents, load_snapshot
 from leandit.train.spec import ModelSpec

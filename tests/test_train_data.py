@@ -19,7 +19,8 @@ from leandit.datasets.reader import Batch
 from leandit.datasets.store import LatentStore
 from leandit.train.data import build_loader
 from leandit.train.loop import StopRequest, train
-from leandit.train.models import model_spec, pixels_per_token
+from leandit.train.model_for_store import model_spec
+from leandit.train.models import pixels_per_token
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 

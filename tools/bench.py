@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..datasets.errors import RecipeError, ResourceError
+from ..precompute.clock import Progress
 from .bench_cell import Job
 from .bench_meters import hardware
 from .bench_peers import LEFT_OUT, LIMIT, PEERS, Peer
@@ -32,7 +33,6 @@ from .bench_work import STORE, Workload, caption_workload, latent_workload, writ
 WORKLOADS: dict[str, Callable[..., Workload]] = {"latents": latent_workload, "captions": caption_workload}
 CELL_SECONDS = 900  # some peers hang where they fail: a cell is ended after this, and a second for every MB
 FILE_OVERHEAD = 2.0  # most that a peer writes for a byte of ours: .npy rounds 8 KiB up to 16
-Progress = Callable[[str, int, int], None]
 ALTERED = ("altered", "wrong_labels", "wrong_texts", "dtypes")  # in a check: then the work is another
 
 

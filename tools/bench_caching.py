@@ -24,7 +24,7 @@ from ..train.config import TrainRecipe
 from ..train.data import build_loader
 from ..train.learner import Learner
 from ..train.loop import endless
-from ..train.models import model_spec
+from ..train.model_for_store import model_spec
 from ..train.ranks import ALONE
 from ..train.step import train_step
 from ..train.synthetic import synthetic_batch, synthetic_learner

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from .bench_report import aligned
+from .text import aligned
 
 MIB = 2**20
 Goal = dict[str, Any]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -28,6 +28,7 @@ import torch
 from ..datasets.errors import RecipeError
 from ..datasets.layout import CAPTION_PART, NULL_EMBEDDING, NULL_SCALES
 from ..datasets.store import LatentStore
+from ..precompute.clock import Progress
 from ..precompute.config import PrecomputeRecipe, load
 from ..precompute.decoder import Decoders
 from ..precompute.picture_plan import num_threads, plan_pictures
@@ -46,7 +47,6 @@ CAPTION_DTYPES = ("float16", "int8")
 MOST_BATCHES = 4  # decoded, for the bare encoder
 # Captions are encoded with small pictures, whose time is not counted.
 SMALL_PICTURES = ["vae.model=shipped:vae", "images.resolution=32", "images.crop=adm", "images.buckets=square"]
-Progress = Callable[[str, int, int], None]
 
 
 def run(request: Request, progress: Progress) -> dict[str, Any]:

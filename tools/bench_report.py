@@ -11,7 +11,7 @@ from typing import Any
 
 from ..datasets.errors import ResourceError
 from .bench_peers import IN_PROCESS, LIMIT, OURS, WORKERS
-from .inspector import printable
+from .text import aligned, column_widths, printable
 
 FIGURES = {  # of a mode, from the fields of its cells
     "records_per_second": ("records_per_second", 1),
@@ -74,27 +74,12 @@ def _workload(workload: Mapping[str, Any]) -> str:
     )
     peers = sorted((peer for peer in workload["peers"] if peer.get("modes")), key=best_ratio, reverse=True)
     rows = [_row(peer) for peer in peers]
-    widths = _widths([HEAD, *rows])
+    widths = column_widths([HEAD, *rows])
     groups, place = "", [sum(widths[:i]) + 2 * i for i in range(len(widths))]
     for column, name in GROUPS:
         groups = groups.ljust(place[column]) + name
     lines = [title, groups, *aligned([HEAD, *rows])]
     return "\n".join([*lines, *(printable(note) for peer in workload["peers"] for note in notes(peer))])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: the first column to the left, the others to the right."""
-    widths = _widths(rows)
-    return [
-        "  ".join(
-            [f"{row[0]:<{widths[0]}}", *(f"{text:>{width}}" for text, width in zip(row[1:], widths[1:], strict=True))]
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
 def _row(peer: Mapping[str, Any]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,8 @@ from ..datasets.layout import GROUP, revisions_with
 from ..datasets.revisions import read_spec, sealed_revisions
 from ..datasets.schema import StoreSpec
 from ..datasets.verify import Verification, verify_store
-from .inspector import printable
+from ..precompute.clock import Progress
+from .text import printable
 
 if TYPE_CHECKING:
     from ..precompute.repair import Tools
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 DEEP_RECORDS = 64
 SHOWN = 50  # findings in the text; --json has all
-
-Progress = Callable[[str, int, int], None]
 
 
 def check(

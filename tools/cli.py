@@ -23,22 +23,12 @@ from ..datasets.errors import DamageError, LeanditError, RecipeError, StoreIncom
 from ..train.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest, Terminated
 from .cli_bench import bench
 from .cli_export import export
-from .cli_options import (
-    AnyStore,
-    AsJson,
-    Device,
-    LocalStore,
-    Overrides,
-    is_url,
-    output,
-    print_line,
-    print_rows,
-    torch_device,
-)
+from .cli_options import AnyStore, AsJson, Device, LocalStore, Overrides, is_url, output, print_line, torch_device
 from .cli_plan import plan
 from .cli_precompute import import_, precompute
 from .cli_sample import sample
 from .cli_train import average, train
+from .text import print_rows
 
 MAY_NOT = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES = 1, 2, 5

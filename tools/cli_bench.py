@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from .cli_options import AsJson, Device, Overrides, local_input, output, path_or_url, print_rows, torch_device
+from .cli_options import AsJson, Device, Overrides, local_input, output, path_or_url, torch_device
+from .text import print_rows
 
 bench = typer.Typer(no_args_is_help=True)
 

@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from .cli_options import AsJson, Run, output, print_rows
+from .cli_options import AsJson, Run, output
 from .preflight import check_run
+from .text import print_rows
 
 
 class Layout(StrEnum):

@@ -156,13 +156,7 @@ def torch_devices(names: str) -> list[Any]:
 def print_line(message: str) -> None:
     """Print a warning or an error on stderr, at once; a line of it that begins with two spaces is one of a list."""
     if not message.isprintable():  # a key of others could bring control characters onto the terminal
-        from .inspector import printable
+        from .text import printable
 
         message = "\n  ".join(map(printable, message.split("\n  ")))
     print(f"leandit: {message}", file=sys.stderr, flush=True)
-
-
-def print_rows(rows: list[tuple[str, str]]) -> None:
-    """Print names and values, the values under each other."""
-    for name, value in rows:
-        print(f"{name:<12}{value}")

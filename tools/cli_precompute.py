@@ -17,13 +17,13 @@ from .cli_options import (
     Overrides,
     local_input,
     output,
-    print_rows,
     resolution_and_path,
     torch_device,
     torch_devices,
 )
 from .engine import LOCAL, chosen_engine, engine_name
 from .preflight import check_import, check_precompute, check_source
+from .text import print_rows
 
 
 def precompute(

@@ -14,8 +14,9 @@ import typer
 
 from ..datasets.errors import RecipeError
 from ..datasets.revisions import check_store
-from .cli_options import AsJson, Device, Run, local_input, output, print_rows, rank_device
+from .cli_options import AsJson, Device, Run, local_input, output, rank_device
 from .preflight import check_run, check_subjects
+from .text import print_rows
 
 if TYPE_CHECKING:  # torch takes a second to import
     from ..train.ranks import Ranks

@@ -19,12 +19,12 @@ from .cli_options import (
     output,
     path_or_url,
     print_line,
-    print_rows,
     rank_device,
     read_path,
     torch_device,
 )
 from .preflight import check_run, check_trainable
+from .text import print_rows
 
 if TYPE_CHECKING:  # torch takes a second to import
     import torch

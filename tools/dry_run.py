@@ -32,7 +32,8 @@ from ..train.config import TrainRecipe
 from ..train.deepspeed_config import read_config, resolve
 from ..train.deepspeed_engine import with_users_config
 from ..train.ema import build_rules
-from ..train.models import build_model, check_model_name, check_sizes, model_spec
+from ..train.model_for_store import check_sizes, model_spec
+from ..train.models import build_model, check_model_name
 from ..train.optimizer_state import expected_tensors
 from ..train.precision import autocast_dtype
 from ..train.ranks import read_ranks

@@ -12,6 +12,7 @@ from ..datasets.layout import EMBEDDINGS, NULL_EMBEDDING, NULL_SCALES, SCALES, c
 from ..datasets.schema import LOGVAR_RANGE, LatentSpec
 from ..datasets.store import LatentStore, Record
 from ..datasets.text_dtypes import token_bytes
+from .text import printable
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -291,11 +292,6 @@ def render_ledger(rejects: list[dict[str, Any]]) -> str:
         for reject in rejects
     ]
     return "\n".join(printable(line) for line in [*lines, f"{len(rejects)} rejected"])
-
-
-def printable(text: str) -> str:
-    """Text without control characters, which a key or caption of others could bring onto the terminal."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ..train.gpus import GPUS, Gpu, gpu_named
 from ..train.memory import AT_UPDATE, MOST_GRADIENTS, REDUCED, StepMemory, Trace, step_memory
 from ..train.memory_tracker import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS
 from ..train.meters import METRICS
-from ..train.models import check_sizes, model_spec
+from ..train.model_for_store import check_sizes, model_spec
 from ..train.spec import ModelSpec
 from .synthetic import noise_spec
 

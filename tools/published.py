@@ -19,7 +19,8 @@ from ..precompute.describe import describe_store
 from ..precompute.encoders import load_encoders
 from ..train.conditioning import Conditioner
 from ..train.config import TrainRecipe
-from ..train.models import build_model, model_spec
+from ..train.model_for_store import model_spec
+from ..train.models import build_model
 from ..train.pretrained import initial_weights
 from ..train.sample import Snapshot, caption_step, made_ready
 from ..train.state import snapshot_state

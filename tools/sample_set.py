@@ -24,6 +24,7 @@ from ..datasets.files import write_atomic
 from ..datasets.hashing import canonical_json, read_json
 from ..datasets.shuffle import keyed_hash
 from ..datasets.strays import sweep_strays
+from ..precompute.clock import Progress
 from ..train.conditioning import Conditioning
 from ..train.ranks import ALONE, Ranks
 from ..train.sample import Snapshot, choose_sampler
@@ -44,8 +45,6 @@ from .sheet import load_decoder
 SET, RESULT = "set.json", "samples.json"
 CHOICE = 1  # beside the seed and a number: what is drawn, where the noise has the seed and the number alone
 ZIP_TIME = (1980, 1, 1, 0, 0, 0)  # so that the same pictures are the same file
-
-Progress = Callable[[str, int, int], None]
 
 
 def sample_set(

@@ -33,7 +33,7 @@ from .ema import build_rules
 from .head import RUN, Head, check_head, contents_read, make_head
 from .learner import Learner, build_learner
 from .meeting import Meeting
-from .models import check_sizes, model_spec
+from .model_for_store import check_sizes, model_spec
 from .pretrained import class_map_warning
 from .ranks import ALONE, Ranks
 from .saving import Captured, Folder, buffers_of, gather, write

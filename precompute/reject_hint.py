@@ -1,0 +1,38 @@
+"""What may help where many records are rejected: captions that lie beside the pictures, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+
+from .source_files import LocalFiles, SourceFiles
+from .source_tables import known_table
+
+TABLE_NAMES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet", ".xlsx")
+LOOKED_AT = 10_000  # files, to see whether captions lie beside the pictures
+MANY_TABLES = 5
+
+
+def reject_hint(files: SourceFiles, reasons: Mapping[str, int]) -> str:
+    """Sentences about what may help against some reasons: captions that lie beside the pictures, settings."""
+    said = []
+    if reasons.keys() & {"no_caption", "bad_metadata", "missing_file"} and (beside := _tables_beside(files)):
+        said.append(f"Beside the pictures lie {beside}: docs/sources.md says how a table of captions is read.")
+    if "no_caption" in reasons:
+        said.append("To store pictures without a caption, add --set source.missing_caption=null.")
+    return " ".join(said)
+
+
+def _tables_beside(files: SourceFiles) -> str:
+    """Names of a few files, in the source or the folder above it, that may hold captions; "" where there are none."""
+    some = sorted(name for name in islice(files.names(), LOOKED_AT) if name.lower().endswith(TABLE_NAMES))
+    some = [name for name in some if name != known_table(files)]
+    if len(some) > MANY_TABLES:  # a text beside each picture
+        some = []
+    if isinstance(files, LocalFiles) and not files.only:
+        above = files.root.resolve().parent.glob("*")
+        names = (path.name for path in islice(above, LOOKED_AT) if path.is_file())
+        some += sorted(
+            f"../{name}" for name in names if name.lower().endswith(TABLE_NAMES) and "caption" in name.lower()
+        )
+    return ", ".join(f"'{name}'" for name in some[:MANY_TABLES])
