@@ -39,6 +39,10 @@ class Base:
     records: pa.Table
     captions: pa.Table
 
+    def sizes_differ(self, recipe: PrecomputeRecipe) -> bool:
+        """Its pictures were planned by their headers and the recipe believes the manifest, or the other way round."""
+        return self.plan.spec.recipe.get("source", {}).get("sizes", "header") != recipe.source.sizes
+
 
 @dataclass(frozen=True)
 class Options:
@@ -154,7 +158,8 @@ def compare(
     known, listed = _known_records(base), list(source.records)
     positions = _match(known, listed)
     now = {position: record for position, record in zip(positions, listed, strict=True) if position is not None}
-    states = _find_states(source, known, now, recipe, num_threads=num_threads, progress=progress)
+    sizes_differ = base.sizes_differ(recipe)
+    states = _find_states(source, known, now, recipe, sizes_differ, num_threads=num_threads, progress=progress)
     count: Counter[str] = Counter()
     kept, gone_classes = _carry_over(source, base, known, now, states, options, count)
     fresh, attempts = _to_plan(listed, known, positions, states, {one.position for one in kept}, count)
@@ -187,6 +192,7 @@ def _find_states(
     known: Sequence[KnownRecord],
     now: dict[int, SourceRecord],
     recipe: PrecomputeRecipe,
+    sizes_differ: bool,
     *,
     num_threads: int,
     progress: Callable[[int], None],
@@ -195,11 +201,12 @@ def _find_states(
 
     Args:
       now: what the source says of those that it lists, by their position in the base.
+      sizes_differ: as ``Base.sizes_differ``.
     """
     states = [State.GONE] * len(known)
 
     def find(position: int) -> State:
-        return _state_of(known[position], now[position], source, recipe)
+        return _state_of(known[position], now[position], source, recipe, sizes_differ)
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="leandit-compare") as pool:
         for done, (position, state) in enumerate(zip(now, pool.map(find, now), strict=True), 1):
@@ -208,7 +215,9 @@ def _find_states(
     return states
 
 
-def _state_of(known: KnownRecord, now: SourceRecord, source: Source, recipe: PrecomputeRecipe) -> State:
+def _state_of(
+    known: KnownRecord, now: SourceRecord, source: Source, recipe: PrecomputeRecipe, sizes_differ: bool
+) -> State:
     """State of a record that is listed."""
     same_place = known.record.place == now.place
     if problem := listing_problem(now, needs_caption=recipe.needs_captions):
@@ -225,6 +234,8 @@ def _state_of(known: KnownRecord, now: SourceRecord, source: Source, recipe: Pre
     if known.reason == "wrong_size" and says_other_size:
         return State.CHANGED
     if not known.is_stored:
+        if sizes_differ and now.height_px:
+            return State.CHANGED  # the other size may fit, or be rejected for another reason
         # A plan that was rebuilt does not name the places, and a reject has no checksum to compare.
         return _same_if(same_place or known.record.mtime_ns == UNKNOWN_PLACE)
     if says_other_size:

@@ -186,13 +186,20 @@ class Planner:
         assert self.spec, "only a planner of pictures has none"
         starts_over = self.spec.fingerprint != base_plan.spec.fingerprint
         is_renamed = self._is_renamed(base_plan.spec)
-        must_look = starts_over or is_renamed or self.recipe.source.check == "content" or options != Options()
+        base = Base(base_plan, store.records, store.captions)
+        must_look = (
+            starts_over
+            or is_renamed
+            or base.sizes_differ(self.recipe)
+            or self.recipe.source.check == "content"
+            or options != Options()
+        )
         if not must_look and source.listing_hash(null_captions=self.recipe.null_captions) == base_plan.listing:
             return None, None
         total = len(source.records)
         comparison = compare(
             source,
-            Base(base_plan, store.records, store.captions),
+            base,
             options,
             self.recipe,
             num_threads=num_threads(),

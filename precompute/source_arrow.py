@@ -6,6 +6,7 @@ where they are until their batch is read.
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections import Counter
@@ -18,10 +19,11 @@ import numpy as np
 import pyarrow as pa
 
 from ..datasets.errors import SourceError
+from .config import SourceSection
 from .source_columns import CAPTIONS
 from .source_files import FoundFile, LocalFiles, SourceFiles, open_source_files, shown
 from .source_folders import Found
-from .source_parquet import MAX_GROUP_BYTES, Columns, RowBytes, find_columns, row_record
+from .source_parquet import MAX_GROUP_BYTES, OPEN_FILES, Columns, RowBytes, find_columns, row_record
 from .source_splits import ALL, choose_split
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
@@ -101,7 +103,7 @@ def arrow_names(files: SourceFiles) -> list[str]:
 def arrow_records(files: SourceFiles, found: Found) -> Iterator[Any]:
     """A record for each row; its key is the file's name without extension, and the number of the row from 0.
 
-    Raises: SourceError: a file is damaged, or has no column of pictures.
+    Raises: SourceError: a file is damaged, has no column of pictures, or has other classes than the first.
     """
     for number, name in enumerate(arrow_names(files)):
         place, position = files.look(name) or FoundFile(name), 0
@@ -109,9 +111,7 @@ def arrow_records(files: SourceFiles, found: Found) -> Iterator[Any]:
         with _opened(files, name) as file:
             schema, messages = _messages(file, where)
             columns = find_columns(schema, where, found.settings)
-            if not number:
-                found.notes.append(f"columns: {columns.said()}")
-                found.classes = columns.classes
+            columns.tell(found, where, is_first=not number)
             for message in messages:
                 for row in _described(_batch(file, message, schema), columns):
                     yield row_record(f"{name.rpartition('.')[0]}/{position}", place, position, row)
@@ -121,17 +121,24 @@ def arrow_records(files: SourceFiles, found: Found) -> Iterator[Any]:
 class ArrowRowBytes(RowBytes):
     """Pictures of Arrow streams by row; a batch is what a row group is in Parquet."""
 
+    def __init__(self, files: SourceFiles, settings: SourceSection) -> None:
+        super().__init__(files, settings)
+        self._heads = functools.lru_cache(OPEN_FILES)(self._read_heads)
+
     def starts(self, path: str) -> tuple[np.ndarray, str]:
-        with _opened(self.files, path) as file:
-            schema, messages = _messages(file, path)
-            image = find_columns(schema, path, self.settings).image
+        schema, messages = self._heads(path)
+        image = find_columns(schema, path, self.settings).image
         return np.cumsum([0, *(message.num_rows for message in messages)]), image
 
     def pictures(self, path: str, group: int, column: str) -> pa.ChunkedArray:
+        schema, messages = self._heads(path)
         with _opened(self.files, path) as file:
-            schema, messages = _messages(file, path)
             values = _batch(file, messages[group], schema)[column.removesuffix(".bytes")]
         return pa.chunked_array([values.field("bytes") if pa.types.is_struct(values.type) else values])
+
+    def _read_heads(self, path: str) -> tuple[pa.Schema, list[Message]]:
+        with _opened(self.files, path) as file:
+            return _messages(file, path)
 
 
 def _described(batch: pa.RecordBatch, columns: Columns) -> Iterator[dict[str, Any]]:

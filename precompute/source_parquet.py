@@ -58,6 +58,20 @@ class Columns:
         captions, labels = (f"'{name}'" if name else "none" for name in (self.captions, self.label))
         return f"pictures '{self.image.removesuffix('.bytes')}', captions {captions}, labels {labels}"
 
+    def tell(self, found: Found, where: str, *, is_first: bool) -> None:
+        """Note the columns and classes of the first file; a later one must name the same classes.
+
+        Raises: SourceError: it names others, so its labels mean other classes.
+        """
+        if is_first:
+            found.notes.append(f"columns: {self.said()}")
+            found.classes = self.classes
+        elif self.classes != found.classes and found.settings.labels != "none":
+            raise SourceError(
+                f"source '{where}': it names other classes than the first file. Write all files with the same classes, "
+                "or leave labels out with --set source.labels=none."
+            )
+
 
 def parquet_names(files: SourceFiles, split: str) -> list[str]:
     """The Parquet files of a source, in order; of one split, as ``source.split`` says.
@@ -85,11 +99,7 @@ def parquet_records(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
         with _opened(files, name) as file:
             columns = find_columns(file.schema_arrow, shown(files, name), found.settings)
             _check_groups(file, shown(files, name))
-            if not number:
-                found.notes.append(f"columns: {columns.said()}")
-            elif columns.classes != found.classes:
-                raise SourceError(f"source '{files.name}': '{name}' names other classes than the file before it.")
-            found.classes = columns.classes
+            columns.tell(found, shown(files, name), is_first=not number)
             for row in _described(file, columns, f"source '{shown(files, name)}'"):
                 yield row_record(f"{name.rpartition('.')[0]}/{position}", place, position, row)
                 position += 1

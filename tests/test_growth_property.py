@@ -187,3 +187,23 @@ def test_of_sidecars(with_text: bool, rounds: Rounds, tmp_path: Path) -> None:
 @QUICK
 def test_of_class_folders(rounds: Rounds, tmp_path: Path) -> None:
     check(ClassSource, label_recipe(*RECIPE[:-1]), rounds, tmp_path)
+
+
+@pytest.mark.parametrize(("before", "after"), [("header", "manifest"), ("manifest", "header")])
+def test_of_a_table_whose_sizes_are_believed_from_now_on_or_no_longer(tmp_path: Path, before: str, after: str) -> None:
+    real = {"right": (64, 64), "lies": (64, 64), "short": (64, 64), "long": (20, 200), "unsaid": (64, 64)}
+    said = {"right": (64, 64), "lies": (60, 100), "short": (10, 200), "long": (64, 64), "broken": (64, 64)}
+    rows = [{"file_name": f"{name}.png", "captions": "a circle"} for name in [*real, "broken"]]
+    for row in rows:
+        name = row["file_name"].removesuffix(".png")
+        row |= dict(zip(("height", "width"), said.get(name, ()), strict=False))
+    source = TableSource(tmp_path / "source")
+    for name, size in real.items():
+        picture(3, *size).save(source.root / f"{name}.png")
+    (source.root / "broken.png").write_text("no picture")
+    (source.root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    first, then = (caption_recipe(f"source.sizes={sizes}", *RECIPE) for sizes in (before, after))
+    old = contents(grow(source, tmp_path / "grown", first))
+    grown = grow(source, tmp_path / "grown", then)
+    assert contents(grown) == contents(grow(source, tmp_path / "fresh", then)) != old
+    assert grow(source, tmp_path / "grown", then).revision == grown.revision == 2

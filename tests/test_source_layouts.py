@@ -15,6 +15,7 @@ from test_source_text_tables import pictures, put, said
 from test_sources import write_tar
 
 from leandit.datasets.errors import RecordRejected, SourceError
+from leandit.precompute import source_arrow, source_parquet
 from leandit.precompute.config import SourceSection
 from leandit.precompute.sources import list_source, open_source
 
@@ -195,6 +196,29 @@ def test_datasets_saved_to_disk_are_read_row_by_row(tmp_path: Path) -> None:
         assert source.read(record.path, record.offset, record.num_bytes, stage="decode") == b"picture %d" % i
     with pytest.raises(RecordRejected, match="has 3 rows"):
         source.read(source.records[0].path, 3, 0, stage="decode")
+
+
+@pytest.mark.parametrize("second", [["dog", "cat"], None])
+def test_files_of_a_saved_dataset_that_name_other_classes_are_refused(second: list[str] | None, tmp_path: Path) -> None:
+    root = save_to_disk(tmp_path / "train", SAVED, features=FEATURES)
+    other = FEATURES | {"label": {"_type": "ClassLabel", "names": second}} if second else {}
+    odd = save_to_disk(tmp_path / "odd", SAVED, features=other) / "data-00001-of-00002.arrow"
+    odd.replace(root / odd.name)
+    with pytest.raises(SourceError, match=r"data-00001-of-00002\.arrow': it names other classes.*source\.labels=none"):
+        list_source(root)
+    listed = list_source(root, SourceSection(labels="none")).records
+    assert [record.label for record in listed] == [-1] * 5
+
+
+def test_the_heads_of_an_arrow_stream_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = list_source(save_to_disk(tmp_path, SAVED, features=FEATURES))
+    read_heads, paths = source_arrow._messages, []
+    monkeypatch.setattr(source_arrow, "_messages", lambda file, where: paths.append(where) or read_heads(file, where))
+    monkeypatch.setattr(source_parquet, "CACHE_BYTES", 0)  # every batch is read again
+    for i in (0, 2, 4) * 3:
+        record = source.records[i]
+        assert source.read(record.path, record.offset, record.num_bytes, stage="decode") == b"picture %d" % i
+    assert paths == [source.records[0].path, source.records[4].path]
 
 
 @pytest.mark.parametrize("names", [("train", "validation"), ("easy", "hard")])
