@@ -94,6 +94,7 @@ CAPTION_RESULTS = ("checksum", "min_cosine", "max_error")  # columns that encodi
 
 # A store of others may say anything. These limits are far beyond what any encoder needs, and keep products small.
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
+Float32 = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]  # what a column of float32 can hold
 Side = Annotated[int, Field(ge=1, le=1 << 20)]
 Dtype = Annotated[str, Field(pattern=r"^float(16|32)$")]
 TextDtype = Annotated[str, Field(pattern=r"^(float(16|32)|bfloat16|int8)$")]
@@ -298,8 +299,8 @@ class CommitRecord(_Model):
     shard: int
     files: list[FileEntry]
     checksums: list[str]  # 16 hex digits per row (or caption) of the shard; "" where rejected
-    min_cosines: list[float] = []  # of the shard's captions, as in captions.parquet; empty where nothing was narrowed
-    max_errors: list[float] = []
+    min_cosines: list[Float32] = []  # of the shard's captions, as in captions.parquet; empty where nothing was narrowed
+    max_errors: list[Float32] = []
     source_checksums: list[str]  # the same of the pictures' files, or of what was imported; empty for captions
     rejects: list[Reject]
     fallbacks: list[Fallback]

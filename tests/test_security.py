@@ -32,8 +32,9 @@ import pyarrow.parquet as pq
 import pytest
 from making import CPU, make_class_folder, picture, train_recipe, tree_digest
 
-from leandit.datasets.commits import file_entry, with_root_hash
+from leandit.datasets.commits import file_entry, read_commit, with_root_hash
 from leandit.datasets.errors import DamageError, EncoderError, LeanditError, RunError, SourceError, StoreError
+from leandit.datasets.frozen import read_plan
 from leandit.datasets.hashing import canonical_json, read_json, sha256_of
 from leandit.datasets.schema import CommitRecord, Manifest
 from leandit.datasets.shard_file import ShardFile
@@ -470,6 +471,20 @@ def test_any_json_of_an_unfinished_store_with_wrong_types_is_refused_or_harmless
     assert outcomes
     # A record that does not hold is as one that is not there: its rows are not stored, then.
     assert "other numbers" not in outcomes or name.startswith("commits")
+
+
+@pytest.mark.parametrize("name", ["min_cosines", "max_errors"])
+@pytest.mark.parametrize("value", [1e300, -1e300, float("1e999")])
+def test_a_commit_record_of_a_number_that_no_table_holds_does_not_hold(name: str, value: float, copied: Path) -> None:
+    path, plan = "commits/captions/000000.json", read_plan(copied, 1)
+    record = json.loads((copied / path).read_text())
+    count = len(record["checksums"])
+    record |= {"min_cosines": [0.5] * count, "max_errors": [0.25] * count}
+    write_commit(copied, path, copy.deepcopy(record))
+    assert read_commit(copied, plan, "captions", 0)
+    record[name][0] = value
+    write_commit(copied, path, record)
+    assert read_commit(copied, plan, "captions", 0) is None
 
 
 @pytest.mark.parametrize(
