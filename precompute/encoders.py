@@ -6,7 +6,10 @@ config, never assumed. Where the files come from stands in ``model_files.py``, c
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +43,21 @@ from .text_encoders import CaptionEncoder, CaptionTokenizer
 PROBE_PX = 256  # a multiple of every published downscale up to 128
 
 
+@contextlib.contextmanager
+def unused_config_keys_unsaid() -> Iterator[None]:
+    """Diffusers does not warn of keys in a config.json that its class does not use; published ones have some."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("The config attributes ")
+
+    logger = logging.getLogger("diffusers.configuration_utils")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
 class ImageEncoder:
     """A diffusers autoencoder.
 
@@ -65,13 +83,14 @@ class ImageEncoder:
         self._dtype, self._device = getattr(torch, dtype), device
         self.turn = threading.Lock()
         try:
-            loaded, loading = model_class.from_pretrained(
-                folder,
-                torch_dtype=self._dtype,
-                use_safetensors=True,
-                low_cpu_mem_usage=False,  # else diffusers asks for accelerate
-                output_loading_info=True,
-            )
+            with unused_config_keys_unsaid():
+                loaded, loading = model_class.from_pretrained(
+                    folder,
+                    torch_dtype=self._dtype,
+                    use_safetensors=True,
+                    low_cpu_mem_usage=False,  # else diffusers asks for accelerate
+                    output_loading_info=True,
+                )
         except LOADING_ERRORS as error:
             raise EncoderError(f"vae.model '{folder}': cannot be loaded as {name}: {shortened(error)}") from error
         check_loaded(loading, f"vae.model '{folder}'")

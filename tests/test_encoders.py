@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -106,6 +107,30 @@ def caption_encoder(model: str | Path = "shipped:t5", **more: Any) -> CaptionEnc
 
 def pixels(count: int = 3, side_px: int = 64) -> np.ndarray:
     return np.stack([np.asarray(picture(i, side_px, side_px)) for i in range(count)])
+
+
+def test_a_config_key_that_diffusers_does_not_use_is_no_warning_and_others_are(
+    save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, said = save("tiny"), list[str]()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"block_out_channels": [64]}))
+    logger = logging.getLogger("diffusers.configuration_utils")
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    monkeypatch.setattr(logger, "handlers", [handler])
+    original = diffusers.AutoencoderTiny.from_config
+
+    def warns(*arguments: Any, **more: Any) -> Any:
+        logger.warning("another")
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(diffusers.AutoencoderTiny, "from_config", warns)
+    image_encoder(folder)
+    assert said == ["another"]
+    diffusers.AutoencoderTiny.from_pretrained(folder)
+    assert said[1] == "another"
+    assert said[2].startswith("The config attributes {'block_out_channels': [64]} were passed to AutoencoderTiny")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
