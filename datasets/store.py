@@ -10,6 +10,7 @@ store.record("n01440764/n01440764_18.JPEG").index              # a record by its
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from .stack import ArrayStack
 from .tables import read_table, table_problem
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+NUM_NEAR, MOST_COMPARED = 3, 4000  # keys that an error names; and compares one by one
 SIZE_COLUMNS = (
     "height_px",
     "width_px",
@@ -292,8 +294,7 @@ class LatentStore:
         """
         positions = np.flatnonzero(pc.equal(self.records["key"], key).to_numpy(zero_copy_only=False))
         if not len(positions):
-            near = pc.filter(self.records["key"], pc.match_substring(self.records["key"], key)).to_pylist()[:3]
-            hint = f" Keys that contain it: {', '.join(near)}." if near else ""
+            hint = near_keys(self.records["key"], key)
             raise UnknownKey(f"store '{self.path}': no record has the key '{key}'.{hint}")
         found = [self.record_at(int(position)) for position in positions]  # several: rejected as "duplicate_key"
         return next((record for record in found if record.status == "stored"), found[0])
@@ -414,3 +415,19 @@ def _reopen(
     path: str | Path, revision: int, allow_incomplete: bool, access: Access, remote: Mapping[str, Any] | None
 ) -> LatentStore:
     return LatentStore(path, revision=revision, allow_incomplete=allow_incomplete, access=access, remote=remote)
+
+
+def near_keys(keys: pa.ChunkedArray, wanted: str) -> str:
+    """A sentence that names keys like an unknown one: those that contain it, else the nearest ones, else nothing.
+
+    Of more than ``MOST_COMPARED`` keys, those are compared that begin as the unknown one does.
+    """
+    if found := keys.filter(pc.match_substring(keys, wanted)).slice(0, NUM_NEAR).to_pylist():
+        return f" Keys that contain it: {', '.join(found)}."
+    for length in range(1, len(wanted) + 1):
+        alike = keys.filter(pc.starts_with(keys, wanted[:length])) if len(keys) > MOST_COMPARED else []
+        if not len(alike):
+            break
+        keys = alike
+    near = difflib.get_close_matches(wanted, keys.slice(0, MOST_COMPARED).to_pylist(), n=NUM_NEAR)
+    return f" The nearest keys: {', '.join(near)}." if near else ""

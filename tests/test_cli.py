@@ -267,6 +267,8 @@ def test_the_version_is_the_packages(leandit: Leandit) -> None:
             ["no-store", "leandit precompute"],
         ),
         (["inspect", "no-store"], 3, ["no-store"]),
+        (["inspect", "no-store", "--originals", "photos"], 2, ["--originals: it takes no value", "--source PATH"]),
+        (["inspect", "no-store", "--sheet", "s.png", "--originals", "photos"], 2, ["'photos'", "--source PATH"]),
         (["verify", "no-store"], 3, ["no-store"]),
         (["compact", "no-store"], 3, ["no-store"]),
         (["bench", "loader", "--scratch", "bench", "--peers", "nobody"], 2, ["--peers 'nobody'", "leandit"]),

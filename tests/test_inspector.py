@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from making import CPU, caption_recipe, no_progress, picture
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from leandit.datasets.errors import LeanditError, StoreError, StoreIncomplete
 from leandit.datasets.findings import Finding
@@ -24,7 +24,11 @@ from leandit.tools.inspector import describe_record, ledger, render, render_ledg
 from leandit.tools.pictures import draw_scene, main_object_of, make_scenes, read_main_object
 from leandit.tools.sheet import (
     CELL_PX,
+    FONT_PX,
     FRAME,
+    GAP_PX,
+    KEY_COLOUR,
+    LINE_PX,
     MARGIN_PX,
     Cell,
     draw_sheet,
@@ -290,6 +294,18 @@ def test_originals_lie_beside_what_is_decoded(label_store: LatentStore, class_fo
     found = pixels[MARGIN_PX + 1 : MARGIN_PX + CELL_PX - 1, MARGIN_PX + 1 : MARGIN_PX + CELL_PX - 1]
     enlarged = Image.fromarray(original[key]).resize((CELL_PX - 2, CELL_PX - 2), Image.Resampling.NEAREST)
     assert np.array_equal(found, np.asarray(enlarged))
+
+
+def test_below_an_original_and_what_is_decoded_stands_which_is_which(
+    label_store: LatentStore, class_folder: Path, tmp_path: Path
+) -> None:
+    asked = {"key": "n001/2.png", "source": str(class_folder), "with_originals": True}
+    pixels = draw(label_store, tmp_path / "a.png", **asked)[1]
+    top = MARGIN_PX + CELL_PX + GAP_PX
+    for left, word in ((MARGIN_PX, "original"), (MARGIN_PX + CELL_PX + GAP_PX, "decoded")):
+        wanted = Image.new("RGB", (CELL_PX, LINE_PX), "white")
+        ImageDraw.Draw(wanted).text((0, 0), word, fill=KEY_COLOUR, font=ImageFont.load_default(FONT_PX))
+        assert np.array_equal(pixels[top : top + LINE_PX, left : left + CELL_PX], np.asarray(wanted))
 
 
 def test_rejects_are_drawn_with_what_can_be_read(tmp_path: Path) -> None:

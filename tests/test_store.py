@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import shutil
@@ -26,12 +27,13 @@ from leandit.datasets.errors import (
     StoreError,
     StoreIncomplete,
     StoreNotFound,
+    UnknownKey,
 )
 from leandit.datasets.frozen import read_plan
 from leandit.datasets.loader import make_loader
 from leandit.datasets.merge import merge_captions
 from leandit.datasets.schema import CAPTIONS_SCHEMA, RECORDS_SCHEMA, CommitRecord
-from leandit.datasets.store import LatentStore
+from leandit.datasets.store import MOST_COMPARED, LatentStore, near_keys
 
 MOMENTS = "buckets/64x64/moments/c/0/0/0/0"
 
@@ -282,6 +284,26 @@ def test_an_unknown_key_names_those_that_contain_it(caption_store: LatentStore) 
         caption_store.record("nothing-like-it")
     assert "contain" not in str(caught.value)
     assert isinstance(caught.value, KeyError)
+
+
+def test_a_misspelt_key_is_answered_with_the_nearest(caption_store: LatentStore) -> None:
+    with pytest.raises(UnknownKey, match=r"no record has the key 'image/4.png'\. The nearest keys: images/4.png, "):
+        caption_store.record("image/4.png")
+
+
+def test_of_many_keys_those_that_begin_alike_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    keys = pa.chunked_array([[f"n{folder:03d}/{number:04d}.JPEG" for folder in range(40) for number in range(300)]])
+    nearest = difflib.get_close_matches
+
+    def counted(word: str, those: list[str], n: int) -> list[str]:
+        compared.append(len(those))
+        return nearest(word, those, n=n)
+
+    monkeypatch.setattr(difflib, "get_close_matches", counted)
+    assert near_keys(keys, "n017/0123.jpg").startswith(" The nearest keys: n017/0123.JPEG, ")
+    assert near_keys(keys, "quite another") == ""
+    assert max(compared) <= MOST_COMPARED
 
 
 def test_an_unknown_bucket_names_those_that_are_there(caption_store: LatentStore) -> None:

@@ -105,6 +105,11 @@ def inspect(
     from ..datasets.store import LatentStore
     from .inspector import describe_record, ledger, render, render_ledger, render_record, summarise
 
+    if originals and key and not source:
+        raise RecipeError(
+            f"inspect --originals: it takes no value, so '{key}' is the key of a record. Give the pictures that the "
+            "store was made from with --source PATH."
+        )
     if not sheet and (bucket or class_ or originals or source):
         raise RecipeError("inspect: --bucket, --class, --originals and --source are of a contact sheet. Give --sheet.")
     if originals and not source:

@@ -32,6 +32,7 @@ COLUMNS = 6
 CAPTION_LINES = 3
 FONT_PX, LINE_PX = 13, 17
 MARGIN_PX, GAP_PX = 12, 4  # between cells; between what is in a cell
+ORIGINAL, DECODED = "original", "decoded"  # below the two pictures of a cell
 FRAME, EMPTY, KEY_COLOUR = (190, 190, 190), (236, 236, 236), (110, 110, 110)
 
 
@@ -57,7 +58,7 @@ def draw_sheet(cells: Sequence[Cell], *, columns: int = COLUMNS, with_originals:
 
     Args:
       columns: most pictures of a row; half as many with originals.
-      with_originals: each cell has two frames, the original's on the left.
+      with_originals: each cell has two frames, the original's on the left; below them stands which is which.
     """
     font: Any = ImageFont.load_default(FONT_PX)
     frames = 2 if with_originals else 1
@@ -65,18 +66,21 @@ def draw_sheet(cells: Sequence[Cell], *, columns: int = COLUMNS, with_originals:
     width = frames * CELL_PX + (frames - 1) * GAP_PX
     texts = [_wrapped(cell.caption, font, width) for cell in cells]
     keys = [_shortened(_printable(cell.key), font, width) for cell in cells]
-    key_lines, text_lines = int(any(keys)), max(map(len, texts))
-    height = CELL_PX + GAP_PX + (key_lines + text_lines) * LINE_PX
+    side_lines, key_lines, text_lines = frames - 1, int(any(keys)), max(map(len, texts))
+    height = CELL_PX + GAP_PX + (side_lines + key_lines + text_lines) * LINE_PX
     rows = -(-len(cells) // columns)
     step_x, step_y = width + MARGIN_PX, height + MARGIN_PX
     sheet = Image.new("RGB", (columns * step_x + MARGIN_PX, rows * step_y + MARGIN_PX), "white")
     draw = ImageDraw.Draw(sheet)
     for i, (cell, key, lines) in enumerate(zip(cells, keys, texts, strict=True)):
         left, top = MARGIN_PX + i % columns * step_x, MARGIN_PX + i // columns * step_y
-        pictures = [cell.original, cell.pixels] if with_originals else [cell.pixels]
-        for number, pixels in enumerate(pictures):
-            _paste(sheet, pixels, left + number * (CELL_PX + GAP_PX), top)
+        sides = [(ORIGINAL, cell.original), (DECODED, cell.pixels)] if with_originals else [("", cell.pixels)]
         below = top + CELL_PX + GAP_PX
+        for number, (side, pixels) in enumerate(sides):
+            x = left + number * (CELL_PX + GAP_PX)
+            _paste(sheet, pixels, x, top)
+            draw.text((x, below), side, fill=KEY_COLOUR, font=font)
+        below += side_lines * LINE_PX
         draw.text((left, below), key, fill=KEY_COLOUR, font=font)
         for number, text in enumerate(lines, key_lines):
             draw.text((left, below + number * LINE_PX), text, fill="black", font=font)
