@@ -49,20 +49,6 @@ class PicturePlace(NamedTuple):
     data: bytes | None = None
 
 
-class Crop(NamedTuple):
-    """What is made of a picture.
-
-    Args:
-      bucket: (height_px, width_px).
-      crop: "adm" or "bucket".
-      resize_filter: of the last resize, as ``images.decode_picture``.
-    """
-
-    bucket: tuple[int, int]
-    crop: str
-    resize_filter: str = "bicubic"
-
-
 @dataclass(frozen=True)
 class Decoded:
     """A decoded picture.
@@ -199,27 +185,20 @@ class Decoders:
 
         Args:
           path, offset, num_bytes, data: as in ``PicturePlace``.
-          bucket, crop, resize_filter: as in ``Crop``.
+          bucket, crop, resize_filter: as of ``images.decode_picture``.
           exif_orientation: as of ``size``.
         Raises: as ``size``, with the stage "decode".
         """
-        place = PicturePlace(path, offset, num_bytes, data)
-        return self.crops(place, [Crop(bucket, crop, resize_filter)], exif_orientation=exif_orientation)[0]
-
-    def crops(self, place: PicturePlace, crops: Sequence[Crop], *, exif_orientation: bool = True) -> list[Decoded]:
-        """Decode a picture once and bring it into several buckets.
-
-        Raises: as ``picture``, also where only one of the crops cannot be made.
-        """
-        job = {"stage": "decode", "path": str(place.path), "offset": place.offset, "num_bytes": place.num_bytes}
-        head, found = self._ask({**job, "crops": crops, "exif_orientation": exif_orientation}, place.data)
-        assert len(found) == len(crops), "a child answers a decode with pixels"
+        job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes, "bucket": bucket}
+        job |= {"crop": crop, "resize_filter": resize_filter, "exif_orientation": exif_orientation}
+        head, pixels = self._ask(job, data)
+        assert pixels is not None, "a child answers a decode with pixels"
         height_px, width_px = head["size"]
-        return [Decoded(pixels, height_px, width_px, head["checksum"], *head["seconds"]) for pixels in found]
+        return Decoded(pixels, height_px, width_px, head["checksum"], *head["seconds"])
 
     def _ask(
         self, job: dict[str, Any], data: bytes | None, *, patience: tuple[int, ...] = (1, RETRY_PATIENCE)
-    ) -> tuple[dict[str, Any], list[np.ndarray]]:
+    ) -> tuple[dict[str, Any], np.ndarray | None]:
         """Let a child do a job; where it crashes or hangs, as often as there are numbers: each times the time-out."""
         if os.getpid() != self._owner:
             raise RuntimeError(f"decoders of process {self._owner} used in process {os.getpid()}; make new ones there")
@@ -228,11 +207,11 @@ class Decoders:
             if self._closed.is_set():
                 raise RuntimeError("the decoders are closed")
             try:
-                head, crops = child.ask(job, data, patience=patience[0])
+                head, pixels = child.ask(job, data, patience=patience[0])
             except RecordRejected:
                 if self._closed.is_set() or len(patience) == 1:
                     raise
-                head, crops = child.ask(job, data, patience=patience[1])
+                head, pixels = child.ask(job, data, patience=patience[1])
         except RecordRejected as reject:
             if reject.reason == "decoder_crash" and self._closed.is_set():
                 raise RuntimeError("the decoders were closed while a picture was being decoded") from reject
@@ -244,7 +223,7 @@ class Decoders:
         if "error" in head:
             first = job.get("path") or job["places"][0][0]
             raise RuntimeError(f"picture '{first}': a mistake in the decoder's code\n{head['error']}")
-        return head, crops
+        return head, pixels
 
 
 class _Child:
@@ -257,7 +236,7 @@ class _Child:
 
     def ask(
         self, job: dict[str, Any], data: bytes | None, *, patience: float
-    ) -> tuple[dict[str, Any], list[np.ndarray]]:
+    ) -> tuple[dict[str, Any], np.ndarray | None]:
         """Send one job, with its bytes if they are no file's, and wait for the answer, so many times the time-out.
 
         Raises: RecordRejected: decoder_crash, decoder_timeout. ResourceError: it does not start.
@@ -273,9 +252,8 @@ class _Child:
             if not connection.poll(self._timeout_seconds * patience):
                 raise BlockingIOError
             head = json.loads(connection.recv_bytes(MAX_HEAD_BYTES))
-            crops = [
-                np.frombuffer(connection.recv_bytes(), np.uint8).reshape(shape) for shape in head.get("shapes", ())
-            ]
+            shape = head.get("shape")
+            pixels = None if shape is None else np.frombuffer(connection.recv_bytes(), np.uint8).reshape(shape)
             answered = True
         except BlockingIOError as error:
             detail = f"no answer in {self._timeout_seconds * patience:g} s"
@@ -285,7 +263,7 @@ class _Child:
         finally:
             if not answered:  # also on Ctrl-C: else the next job would get the answer to this one
                 self.stop()
-        return head, crops
+        return head, pixels
 
     def kill(self) -> None:
         """End the process at once; the socket stays open for the thread that reads from it."""

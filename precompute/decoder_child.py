@@ -29,15 +29,15 @@ import xxhash
 from PIL import Image
 
 from ..datasets.errors import RecordRejected
-from .images import PROGRAMMING_ERRORS, decode_crops, read_size
+from .images import PROGRAMMING_ERRORS, decode_picture, read_size
 
 READY = b"ready"
 PARENT_CHECK_SECONDS = 5.0
 HEADER_BYTES = 1 << 16  # of a JPEG: what says its size nearly always lies in them
 JPEG_BEGIN = b"\xff\xd8\xff"
 
-Answer = tuple[dict[str, Any], list[np.ndarray]]
-"""What is known of a picture, and the pixels of each crop that was asked for."""
+Answer = tuple[dict[str, Any], np.ndarray | None]
+"""What is known of a picture, and its pixels, if they were asked for."""
 
 
 def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: int | None = None) -> bytes:
@@ -100,7 +100,7 @@ def answer_sizes(places: list[tuple[str, int, int]], seconds: float, *, exif_ori
             found.append(size_in_file(*place, exif_orientation=exif_orientation))
         except RecordRejected as reject:
             found.append((reject.stage, reject.reason, reject.detail))
-    return {"sizes": found}, []
+    return {"sizes": found}, None
 
 
 def answer(job: dict[str, Any]) -> Answer:
@@ -108,10 +108,10 @@ def answer(job: dict[str, Any]) -> Answer:
 
     Args:
       job: stage; places (path, offset, num_bytes) of many pictures, for their sizes, and seconds for all of them; or
-        path, offset, num_bytes of one, data, where its bytes were sent, and for stage "decode": crops, each a bucket
-        (height_px, width_px), crop and resize_filter; exif_orientation: as of ``read_size``, true where it is absent.
+        path, offset, num_bytes of one, data, where its bytes were sent, and for stage "decode": bucket, crop and
+        resize_filter, as of ``decode_picture``; exif_orientation: as of ``read_size``, true where it is absent.
     Returns: "size" (height_px, width_px) of the picture, and of a decoded one its "checksum", "seconds" (of
-      reading, and of the rest) and its crops; or "sizes".
+      reading, and of the rest) and its pixels; or "sizes".
     Raises: RecordRejected.
     """
     exif: dict[str, bool] = {"exif_orientation": job.get("exif_orientation", True)}
@@ -119,15 +119,16 @@ def answer(job: dict[str, Any]) -> Answer:
         return answer_sizes(job["places"], job["seconds"], **exif)
     data, start = job.get("data"), time.perf_counter()
     if data is None and job["stage"] == "scan":
-        return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"], **exif)}, []
+        return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"], **exif)}, None
     if data is None:
         data = read_bytes(job["path"], job["offset"], job["num_bytes"], job["stage"])
     read_seconds = time.perf_counter() - start
     if job["stage"] == "scan":
-        return {"size": read_size(data, **exif)}, []
-    crops, size = decode_crops(data, job["crops"], **exif)
+        return {"size": read_size(data, **exif)}, None
+    how = {name: job[name] for name in ("bucket", "crop", "resize_filter")}
+    pixels, size = decode_picture(data, **how, **exif)
     seconds = read_seconds, time.perf_counter() - start - read_seconds
-    return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data), "seconds": seconds}, crops
+    return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data), "seconds": seconds}, pixels
 
 
 def serve(
@@ -145,18 +146,18 @@ def serve(
         if job["is_sent"]:
             job["data"] = connection.recv_bytes()
         head: dict[str, Any]
-        crops: list[np.ndarray] = []
+        pixels: np.ndarray | None = None
         try:
-            head, crops = answer(job)
+            head, pixels = answer(job)
         except RecordRejected as reject:
             head = {"reject": (reject.stage, reject.reason, reject.detail)}
         except MemoryError:
             head = {"reject": (job["stage"], "too_large", "more memory than a decoder may take")}
         except PROGRAMMING_ERRORS:
             head = {"error": traceback.format_exc()}
-        head["shapes"] = [pixels.shape for pixels in crops]
+        head["shape"] = None if pixels is None else pixels.shape
         connection.send_bytes(json.dumps(head).encode())
-        for pixels in crops:
+        if pixels is not None:
             connection.send_bytes(np.ascontiguousarray(pixels).data.cast("B"))
         signal.alarm(0)
 

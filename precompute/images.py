@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import io
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -81,7 +80,7 @@ def decode_picture(
     crop: str,
     resize_filter: str = "bicubic",
     exif_orientation: bool = True,
-) -> np.ndarray:
+) -> tuple[np.ndarray, tuple[int, int]]:
     """Decode a picture and bring it into its bucket.
 
     Args:
@@ -90,23 +89,9 @@ def decode_picture(
       crop: "adm" or "bucket".
       resize_filter: of the last resize, one of RESAMPLING.
       exif_orientation: as of ``read_size``.
-    Returns: (height_px, width_px, 3) uint8.
+    Returns: (height_px, width_px, 3) uint8, and the height and width in pixels of the picture before the resize, as
+      ``read_size`` has them.
     Raises: RecordRejected.
-    """
-    return decode_crops(data, [(bucket, crop, resize_filter)], exif_orientation=exif_orientation)[0][0]
-
-
-def decode_crops(
-    data: bytes, crops: Sequence[tuple[tuple[int, int], str, str]], *, exif_orientation: bool = True
-) -> tuple[list[np.ndarray], tuple[int, int]]:
-    """Decode a picture once and bring it into several buckets.
-
-    Args:
-      crops: bucket, crop and resize filter of each, as ``decode_picture`` takes them.
-      exif_orientation: as of ``read_size``.
-    Returns: (height_px, width_px, 3) uint8 of each, and the height and width in pixels of the picture before the
-      resize, as ``read_size`` has them.
-    Raises: RecordRejected: also where only one of them cannot be made.
     """
     try:
         with _open(data) as image:
@@ -117,7 +102,7 @@ def decode_crops(
             picture = _to_rgb(image, tile)
         if orientation in UPRIGHT:
             picture = picture.transpose(UPRIGHT[orientation])
-        return [crop_picture(picture, *how) for how in crops], (picture.height, picture.width)
+        return crop_picture(picture, bucket, crop, resize_filter), (picture.height, picture.width)
     except (RecordRejected, *PROGRAMMING_ERRORS):
         raise
     except Exception as error:

@@ -315,23 +315,16 @@ class Planner:
         )
 
 
-def needed_bytes(writer: StoreWriter, missing: list[Task]) -> int:
-    """Bytes of what is missing, before any codec."""
-    return sum(
+def check_disk(writer: StoreWriter, missing: list[Task]) -> None:
+    """Refuse to start when the disk cannot hold what is missing, before any codec.
+
+    Raises: ResourceError.
+    """
+    needed = sum(
         len(array.rows_of(shard)) * array.row_bytes
         for part, shard in missing
         for array in writer.plan.layout.part_arrays(part)
     )
-
-
-def check_disk(writer: StoreWriter, missing: list[Task], *, beside: int = 0) -> None:
-    """Refuse to start when the disk cannot hold what is missing.
-
-    Args:
-      beside: bytes that other stores need of the same disk.
-    Raises: ResourceError.
-    """
-    needed = beside + needed_bytes(writer, missing)
     free = shutil.disk_usage(writer.root).free
     if needed > free:
         raise ResourceError(

@@ -135,11 +135,6 @@ def decode_planned(
         return reject
     if clock:
         clock.add({"read": fetch_seconds + decoded.read_seconds, "decode": decoded.decode_seconds})
-    return as_planned(decoded, size)
-
-
-def as_planned(decoded: Decoded, size: tuple[int, int]) -> Picture:
-    """A decoded picture, or the reject that it is not the one that was planned."""
     found = decoded.height_px, decoded.width_px
     if found == size:
         return decoded

@@ -44,8 +44,8 @@ class ShardEncoder:
         *,
         limit: RejectLimit,
         clock: StageClock,
-        progress: Callable[[int], None] = lambda count: None,
-        told: Callable[[str, int], Sequence[Fallback]] = lambda part, shard: (),
+        progress: Callable[[int], None],
+        told: Callable[[str, int], Sequence[Fallback]],
     ) -> None:
         self._plan, self._limit, self._progress, self._told = plan, limit, progress, told
         self._encoder = InTurn(encoder, lambda: clock.measure("encode"))

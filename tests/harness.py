@@ -39,7 +39,7 @@ from leandit.datasets.hashing import xxh3_file
 from leandit.datasets.layout import RevisionLayout
 from leandit.precompute import leases, pipeline
 from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
-from leandit.precompute.decoder import Crop, Decoded, PicturePlace
+from leandit.precompute.decoder import Decoded, PicturePlace
 from leandit.precompute.decoder_child import answer
 from leandit.precompute.encoders import Encoders, load_encoders
 from leandit.precompute.growth import Options
@@ -148,15 +148,10 @@ class InProcessDecoders:
 
     def picture(self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, **how: Any) -> Decoded:
         """As ``Decoders.picture``."""
-        how.pop("exif_orientation")
-        return self.crops(PicturePlace(path, offset, num_bytes, data), [Crop(**how)])[0]
-
-    def crops(self, place: PicturePlace, crops: Sequence[Crop], *, exif_orientation: bool = True) -> list[Decoded]:
-        """As ``Decoders.crops``."""
-        assert place.data is None
-        job = {"stage": "decode", "path": str(place.path), "offset": place.offset, "num_bytes": place.num_bytes}
-        head, pictures = answer({**job, "crops": crops})
-        return [Decoded(pixels, *head["size"], head["checksum"], *head["seconds"]) for pixels in pictures]
+        assert data is None
+        job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes}
+        head, pixels = answer({**job, **how})
+        return Decoded(pixels, *head["size"], head["checksum"], *head["seconds"])
 
 
 # --- Children ---------------------------------------------------------------------------------------------------------

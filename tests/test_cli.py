@@ -42,7 +42,7 @@ PRECOMPUTE, TRAIN = sorted(shipped_recipes("leandit.precompute")), sorted(shippe
 # Put a new knob in the recipe: a flag is for where things lie, and for how this one call behaves.
 FLAGS = {
     "precompute": [
-        *("--address", "--also", "--device", "--drop-gone", "--dry-run", "--engine", "--new-revision", "--part"),
+        *("--address", "--device", "--drop-gone", "--dry-run", "--engine", "--new-revision", "--part"),
         *("--retry-rejected", "--set", "--source", "--store"),
     ],
     "import": ["--null", "--set", "--source", "--store"],
@@ -146,7 +146,6 @@ def test_every_option_for_a_path_says_what_becomes_of_a_url() -> None:
 
 URL_AS_OUTPUT = {
     "precompute": ["imagenet-256", "--source", "nope", "--store"],
-    "precompute --also": ["imagenet-256", "--source", "nope", "--store", "there", "--also", "512="],
     "import": ["mar", "--source", "nope", "--store"],
     "train": ["dit-s-2-256", "--store", "nope", "--run"],
     "sample": ["run", "--out"],
@@ -162,9 +161,7 @@ URL_AS_OUTPUT = {
 
 @pytest.mark.parametrize("command", URL_AS_OUTPUT)
 def test_a_url_as_an_output_is_refused_before_anything_is_done(command: str, leandit: Leandit) -> None:
-    *before, last = [*command.removesuffix(" --also").split(), *URL_AS_OUTPUT[command]]
-    url = [f"{last}s3://bucket/out"] if last.endswith("=") else [last, "s3://bucket/out"]
-    ended = leandit(*before, *url)
+    ended = leandit(*command.split(), *URL_AS_OUTPUT[command], "s3://bucket/out")
     assert (ended.code, ended.out, os.listdir()) == (2, "", [])
     words = " ".join(ended.err.replace("│", "").split())
     assert "'s3://bucket/out' is a URL" in words
@@ -279,9 +276,11 @@ def test_the_version_is_the_packages(leandit: Leandit) -> None:
         (["sample", "no-run", "--out", "out", "--guidance-interval", "1,0"], 2, ["--guidance-interval '1,0'"]),
         (["export", "no-run", "--out", "out"], 3, ["no-run", "Train first"]),
         (["precompute", "imagenet-256", "--source", "none", "--store", "store"], 3, ["none"]),
-        (["precompute", "imagenet-256", "--source", ".", "--store", "a", "--also", "512:b"], 2, ["512:b", "512="]),
-        (["precompute", "imagenet-256", "--source", ".", "--store", "a", "--also", "9=b"], 2, ["resolution"]),
-        (["precompute", "imagenet-256", "--source", ".", "--store", "a", "--also", "512=a"], 2, ["named twice"]),
+        (
+            ["precompute", "imagenet-256", "--source", ".", "--store", "a", "--set", "images.resolution=9"],
+            2,
+            ["resolution"],
+        ),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_its_exit_code(
@@ -295,7 +294,16 @@ def test_a_mistake_is_one_line_on_stderr_and_its_exit_code(
     assert tree_digest(Path()) == {}  # and nothing was written
 
 
-@pytest.mark.parametrize("arguments", [["fly"], ["inspect"], ["inspect", "store", "--loud"], ["train", "--steps=4"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fly"],
+        ["inspect"],
+        ["inspect", "store", "--loud"],
+        ["train", "--steps=4"],
+        ["precompute", "imagenet-256", "--source", ".", "--store", "a", "--also", "512=b"],
+    ],
+)
 def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], leandit: Leandit) -> None:
     ended = leandit(*arguments)
     assert (ended.code, ended.out) == (2, "")
@@ -530,8 +538,6 @@ def test_a_dry_run_refuses_what_a_precompute_would_and_says_what_is_there(
     )
     for wrong in (file, elsewhere, class_folder / "a-store"):
         assert leandit(*command, "--store", wrong).code == 3
-    assert leandit(*command, "--store", tmp_path / "new", "--also", f"64={tmp_path}/new/inside").code == 2
-    assert leandit(*command, "--store", tmp_path / "new", "--also", f"64={tmp_path}/b", "--device", "cpu,cpu").code == 2
     assert tree_digest(tmp_path) == before
 
 

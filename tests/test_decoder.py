@@ -99,7 +99,7 @@ def gone_within(pid: int, seconds: float) -> bool:
 def test_a_child_gives_the_pixels_the_size_and_the_checksum(shared: Decoders, photo: Path) -> None:
     data = photo.read_bytes()
     found = decode(shared, photo)
-    assert np.array_equal(found.pixels, decode_picture(data, bucket=BUCKET, crop="bucket"))
+    assert np.array_equal(found.pixels, decode_picture(data, bucket=BUCKET, crop="bucket")[0])
     assert found.pixels.dtype == np.uint8
     assert (found.height_px, found.width_px) == (60, 40) == read_size(data)
     assert found.source_checksum == xxhash.xxh3_64_intdigest(data)
@@ -112,7 +112,7 @@ def test_a_picture_inside_of_a_larger_file_is_read_from_its_place(shared: Decode
     tar.write_bytes(b"x" * 1000 + data + b"y" * 77)
     assert shared.size(tar, 1000, len(data)) == (60, 40)
     found = shared.picture(tar, 1000, len(data), bucket=(32, 32), crop="adm")
-    assert np.array_equal(found.pixels, decode_picture(data, bucket=(32, 32), crop="adm"))
+    assert np.array_equal(found.pixels, decode_picture(data, bucket=(32, 32), crop="adm")[0])
 
 
 def test_a_name_that_is_no_utf8_is_read(shared: Decoders, photo: Path) -> None:
@@ -138,7 +138,7 @@ def test_many_threads_share_the_children(tmp_path: Path) -> None:
     for i in range(25):
         paths.append(tmp_path / f"{i}.jpg")
         paths[-1].write_bytes(encoded(noise(24 + i, 40 - i, i), "JPEG"))
-    expected = [decode_picture(path.read_bytes(), bucket=BUCKET, crop="bucket") for path in paths]
+    expected = [decode_picture(path.read_bytes(), bucket=BUCKET, crop="bucket")[0] for path in paths]
     with Decoders(3) as decoders, ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda path: decode(decoders, path), paths * 64))
         assert len(children()) >= 2
@@ -220,7 +220,7 @@ def test_a_child_that_was_killed_while_it_was_idle_costs_nothing(photo: Path) ->
 
 def test_crashes_among_many_pictures_hit_only_their_own(tmp_path: Path, photo: Path) -> None:
     bad = named(tmp_path, "kill")
-    expected = decode_picture(photo.read_bytes(), bucket=BUCKET, crop="bucket")
+    expected = decode_picture(photo.read_bytes(), bucket=BUCKET, crop="bucket")[0]
 
     def work(i: int) -> str:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -11,6 +12,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -109,6 +111,20 @@ def shards_of(store: Path, tasks: list[Task]) -> list[str]:
 def unseal(store: Path) -> None:
     for name in ("manifest.json", "records.parquet", "captions.parquet"):
         (store / name).unlink()
+
+
+def test_a_disk_that_cannot_hold_what_is_missing_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    run(source, store, "99/99")  # planned, and nothing else
+    layout = read_plan(store, 1).layout
+    arrays = {array for part, _ in layout.tasks() for array in layout.part_arrays(part)}
+    needed = sum(array.shape[0] * array.row_bytes for array in arrays)
+    for free, is_enough in ((needed - 1, False), (needed, True)):
+        monkeypatch.setattr(opening.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        with contextlib.nullcontext() if is_enough else pytest.raises(ResourceError, match=r"/store'.*GiB free"):
+            run(source, store)
 
 
 def test_a_resumed_part_reads_its_own_shards_and_only_the_last_reads_all(

@@ -2,14 +2,14 @@
 
 It runs what a decoder child runs (``decoder_child.answer``), here and one picture after the other, and counts
 processor time, so it is steady on a busy machine. Beside it: the same with another JPEG decoder, simplejpeg, for the
-files that it can take; and two resolutions, from two decodes and from one.
+files that it can take.
 """
 
 from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -18,8 +18,7 @@ import xxhash
 from PIL import Image
 
 from ..datasets.errors import RecordRejected, ResourceError, SourceError
-from ..precompute.decoder import Crop
-from ..precompute.decoder_child import Answer, answer, read_bytes
+from ..precompute.decoder_child import answer, read_bytes
 from ..precompute.images import FORMATS, ORIENTATION_TAG, UPRIGHT, crop_picture
 from ..precompute.sources import Source, list_source
 from .bench_meters import hardware
@@ -31,13 +30,13 @@ def run(source_path: str, side_px: int, rounds: int, records: int) -> dict[str, 
     """Measure on the first pictures of a source, the ways in turn.
 
     Args:
-      side_px: of the square that a picture becomes; beside it one twice as large.
+      side_px: of the square that a picture becomes.
       records: to be measured, at most.
     Raises: SourceError: no picture can be decoded; ResourceError: simplejpeg is not installed.
     """
     jobs = _jobs(list_source(source_path), side_px, records)
-    ways = _ways(side_px)
-    differing = [job["path"] for job in jobs if not _same(ways["simplejpeg, adm"](job), ways["adm"](job))]
+    ways = _ways()
+    differing = [job["path"] for job in jobs if not np.array_equal(ways["simplejpeg, adm"](job), ways["adm"](job))]
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
@@ -67,7 +66,7 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("simplejpeg", f"takes {taken} of {total}; {len(result['differing'])} come out with other pixels"),
     ]
     for name, found in rates.items():
-        base = rates["bucket" if "bucket" in name else "two decodes" if name == "one decode" else "adm"]
+        base = rates["bucket" if "bucket" in name else "adm"]
         ratio = median(one / other for one, other in zip(found, base, strict=True))
         spread = f"{min(found):.0f} to {max(found):.0f}"
         rows.append(("", f"{name:<20}{median(found):>6.0f} images/s a core ({spread}), {ratio:.2f}x"))
@@ -82,7 +81,8 @@ def _jobs(source: Source, side_px: int, records: int) -> list[Job]:
             path, offset, num_bytes, data = source.place(record.path, record.offset, record.num_bytes, stage="decode")
             job: Job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes}
             job |= {} if data is None else {"data": data}
-            answer({**job, "crops": [Crop((side_px, side_px), "adm")]})
+            job |= {"bucket": (side_px, side_px), "resize_filter": "bicubic"}
+            answer({**job, "crop": "adm"})
         except RecordRejected:
             continue
         jobs.append(job)
@@ -91,26 +91,24 @@ def _jobs(source: Source, side_px: int, records: int) -> list[Job]:
     return jobs
 
 
-def _ways(side_px: int) -> dict[str, Callable[[Job], list[np.ndarray]]]:
+def _ways() -> dict[str, Callable[[Job], np.ndarray]]:
     """What is measured, by name."""
-    small, large = (side_px, side_px), (2 * side_px, 2 * side_px)
-    adm, bucket, twice = Crop(small, "adm"), Crop(small, "bucket"), Crop(large, "adm")
     return {
-        "adm": lambda job: _with_pillow(job, [adm]),
-        "simplejpeg, adm": lambda job: _with_simplejpeg(job, [adm]),
-        "bucket": lambda job: _with_pillow(job, [bucket]),
-        "simplejpeg, bucket": lambda job: _with_simplejpeg(job, [bucket]),
-        "two decodes": lambda job: _with_pillow(job, [adm]) + _with_pillow(job, [twice]),
-        "one decode": lambda job: _with_pillow(job, [adm, twice]),
+        "adm": lambda job: _with_pillow(job, "adm"),
+        "simplejpeg, adm": lambda job: _with_simplejpeg(job, "adm"),
+        "bucket": lambda job: _with_pillow(job, "bucket"),
+        "simplejpeg, bucket": lambda job: _with_simplejpeg(job, "bucket"),
     }
 
 
-def _with_pillow(job: Job, crops: Sequence[Crop]) -> list[np.ndarray]:
+def _with_pillow(job: Job, crop: str) -> np.ndarray:
     """As a decoder child does it."""
-    return answer({**job, "crops": crops})[1]
+    pixels = answer({**job, "crop": crop})[1]
+    assert pixels is not None, "a decode is answered with pixels"
+    return pixels
 
 
-def _with_simplejpeg(job: Job, crops: Sequence[Crop]) -> list[np.ndarray]:
+def _with_simplejpeg(job: Job, crop: str) -> np.ndarray:
     """As a decoder child would do it with simplejpeg for plain JPEGs."""
     try:
         import simplejpeg
@@ -118,14 +116,14 @@ def _with_simplejpeg(job: Job, crops: Sequence[Crop]) -> list[np.ndarray]:
         raise ResourceError("bench decode: it needs simplejpeg. Install leandit with its extra 'bench'.") from error
     data = _read(job)
     if not _is_plain_jpeg(data):
-        return answer({**job, "crops": crops})[1]
+        return _with_pillow(job, crop)
     with Image.open(io.BytesIO(data), formats=FORMATS) as header:
         orientation = header.getexif().get(ORIENTATION_TAG, 1)
     picture = Image.fromarray(simplejpeg.decode_jpeg(data, "RGB"))
     if orientation in UPRIGHT:
         picture = picture.transpose(UPRIGHT[orientation])
-    found: Answer = {"checksum": xxhash.xxh3_64_intdigest(data)}, [crop_picture(picture, *crop) for crop in crops]
-    return found[1]
+    xxhash.xxh3_64_intdigest(data)  # as the child does
+    return crop_picture(picture, job["bucket"], crop, job["resize_filter"])
 
 
 def _is_plain_jpeg(data: bytes) -> bool:
@@ -136,7 +134,3 @@ def _is_plain_jpeg(data: bytes) -> bool:
 
 def _read(job: Job) -> bytes:
     return job.get("data") or read_bytes(job["path"], job["offset"], job["num_bytes"], job["stage"])
-
-
-def _same(found: list[np.ndarray], wanted: list[np.ndarray]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -91,17 +91,6 @@ AnyStore = Annotated[str, typer.Argument(parser=path_or_url, metavar="STORE", he
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def resolution_and_path(text: str) -> tuple[int, Path]:
-    """Read "RES=PATH": a resolution in pixels, and the folder of its store.
-
-    Raises: RecipeError: it is not that.
-    """
-    side, equals, path = text.partition("=")
-    if not (equals and path and re.fullmatch(r"[1-9][0-9]{0,5}", side)):
-        raise RecipeError(f"--also '{text}': needed RESOLUTION=PATH, as 512=imagenet-512.")
-    return int(side), written_path(path)
-
-
 def torch_device(name: str) -> Any:
     """The device that ``--device`` names.
 

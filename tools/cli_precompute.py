@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,7 +17,6 @@ from .cli_options import (
     Overrides,
     local_input,
     output,
-    resolution_and_path,
     torch_device,
     torch_devices,
 )
@@ -52,10 +51,6 @@ def precompute(
     address: Annotated[
         str, typer.Option(help="Address of the Ray cluster; auto: the one that this machine is part of.")
     ] = "auto",
-    also: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RES=PATH", help="Also encode at another resolution, into its own store; repeatable."),
-    ] = None,
 ) -> None:
     """Encode every picture and caption once into a store; run again, it resumes, or adds what has changed.
 
@@ -64,39 +59,34 @@ def precompute(
     from ..precompute.config import load
 
     loaded = load(recipe, overrides or [])
-    others = [
-        (load(recipe, [*(overrides or []), f"images.resolution={side}"]), path)
-        for side, path in map(resolution_and_path, also or [])
-    ]
-    if others and (engine != LOCAL or len(torch_devices(device)) > 1):
-        raise RecipeError("--also: one process makes all stores. Needed --engine local and one device, as cuda:0.")
     if dry_run:
         check_source(loaded, source or [])
         from ..precompute.growth import Options
-        from ..precompute.several import Target, check_targets
         from .dry_run import describe_precompute
         from .prediction import check_room
 
-        if others:
-            check_targets([Target(one, path) for one, path in [(loaded, store), *others] if path])
         devices = torch_devices(device)
-        how: dict[str, Any] = {"num_devices": len(devices), "new_revision": new_revision}
-        how["options"] = Options(drop_gone=drop_gone, retry_rejected=retry_rejected)
-        found = {}
-        for one, path in [(loaded, store), *others]:
-            found[path] = describe_precompute(one, source or None, devices[0], store=path, **how)
-            print(found[path].text)
-        check_room({path: said.store_bytes for path, said in found.items() if path})
-        if refusal := next((said.refusal for said in found.values() if said.refusal), None):
-            raise refusal  # as the run would
+        found = describe_precompute(
+            loaded,
+            source or None,
+            devices[0],
+            num_devices=len(devices),
+            store=store,
+            new_revision=new_revision,
+            options=Options(drop_gone=drop_gone, retry_rejected=retry_rejected),
+        )
+        print(found.text)
+        if store:
+            check_room(store, found.store_bytes)
+        if found.refusal:
+            raise found.refusal  # as the run would
         return
     if not source or store is None:
         raise RecipeError("precompute: needed --source PATH and --store PATH (or --dry-run).")
     from ..precompute.unchanged import unchanged
 
-    for one in (loaded, *(other for other, _ in others)):
-        check_precompute(one, source)
-    is_plain = not (others or drop_gone or retry_rejected or new_revision or part) and engine == LOCAL
+    check_precompute(loaded, source)
+    is_plain = not (drop_gone or retry_rejected or new_revision or part) and engine == LOCAL
     if is_plain and (done := unchanged(loaded, source, store, device=device)):
         from .outcome import unchanged_rows
 
@@ -106,8 +96,7 @@ def precompute(
         return
     from ..precompute.growth import Options
     from ..precompute.pipeline import precompute as run
-    from ..precompute.several import Target, precompute_several
-    from .outcome import precompute_rows, shared_rows
+    from .outcome import precompute_rows
     from .progress import ProgressLine
 
     stop: StopRequest = context.obj
@@ -118,21 +107,19 @@ def precompute(
             stop.check()
             line(stage, done, total)
 
-        how: dict[str, Any] = {
-            "source_path": source,
-            "device": torch_device("cpu") if elsewhere else torch_devices(device)[0],
-            "progress": progress,
-            "options": Options(drop_gone=drop_gone, retry_rejected=retry_rejected),
-            "new_revision": new_revision,
-            "part": part,
-            "say": lambda note: print(f"leandit: {note}", file=sys.stderr),
-        }
-        if others:
-            targets = [Target(loaded, store), *(Target(*other) for other in others)]
-            rows = shared_rows(precompute_several(targets, **how), [target.store_path for target in targets])
-        else:
-            rows = precompute_rows(run(loaded, store_path=store, engine=elsewhere, **how), store)
-    print_rows(rows)
+        report = run(
+            loaded,
+            source_path=source,
+            store_path=store,
+            device=torch_device("cpu") if elsewhere else torch_devices(device)[0],
+            progress=progress,
+            options=Options(drop_gone=drop_gone, retry_rejected=retry_rejected),
+            new_revision=new_revision,
+            part=part,
+            engine=elsewhere,
+            say=lambda note: print(f"leandit: {note}", file=sys.stderr),
+        )
+    print_rows(precompute_rows(report, store))
 
 
 def import_(

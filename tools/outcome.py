@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,6 @@ from ..precompute.verdict import ENCODE, advice, bound_by
 if TYPE_CHECKING:  # they load torch
     from ..precompute.import_store import ImportReport
     from ..precompute.pipeline import Report
-    from ..precompute.several import SharedReport
     from ..precompute.source_ignored import Ignored
     from ..precompute.unchanged import Unchanged
 
@@ -45,14 +43,6 @@ def source_rows(classes: ClassNames, ignored: Ignored) -> list[tuple[str, str]]:
     """The classes of the source, and what of it was left out."""
     rows = [("classes", classes.summary())] if len(classes) else []
     return rows + [("ignored", line) for line in ignored.lines()]
-
-
-def shared_rows(report: SharedReport, stores: Sequence[Path]) -> list[tuple[str, str]]:
-    """Name and value of each line, of several stores that were made together."""
-    rows = [row for one, store in zip(report.reports, stores, strict=True) for row in precompute_rows(one, store)]
-    if report.num_encoded:
-        rows.append(("decoded", f"{report.num_decoded} pictures for {report.num_encoded} records"))
-    return rows
 
 
 def _run_rows(report: Report) -> list[tuple[str, str]]:

@@ -10,8 +10,8 @@ import resource
 import shutil
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,25 +160,21 @@ def array_bytes(layout: ArrayLayout) -> int:
     return num_chunks * chunk_bytes + layout.num_shards * index_bytes + len(canonical_json(layout.metadata()))
 
 
-def check_room(needed: Mapping[Path, int]) -> None:
-    """Refuse stores that their disk cannot hold together; what is there of them already counts.
+def check_room(store: Path, num_bytes: int) -> None:
+    """Refuse a store that its disk cannot hold; what is there of it already counts.
 
     Args:
-      needed: bytes of each store.
+      num_bytes: of the whole store.
     Raises: ResourceError.
     """
-    missing: Counter[int] = Counter()  # of each disk
-    for store, num_bytes in needed.items():
-        there = next(folder for folder in (store.absolute(), *store.absolute().parents) if folder.exists())
-        written = sum(path.stat().st_size for path in files_below(store)) if store.is_dir() else 0
-        disk = there.stat().st_dev
-        free, missing[disk] = shutil.disk_usage(there).free, missing[disk] + max(0, num_bytes - written)
-        if missing[disk] > free:
-            raise ResourceError(
-                f"store '{store}': the disk has {free / GIB:.1f} GiB free, {missing[disk] / GIB:.1f} GiB more are "
-                "needed. Free some space, give a --store on another disk, or make it smaller (store.dtype, "
-                "store.text_dtype, vae.flip)."
-            )
+    there = next(folder for folder in (store.absolute(), *store.absolute().parents) if folder.exists())
+    written = sum(path.stat().st_size for path in files_below(store)) if store.is_dir() else 0
+    free, missing = shutil.disk_usage(there).free, num_bytes - written
+    if missing > free:
+        raise ResourceError(
+            f"store '{store}': the disk has {free / GIB:.1f} GiB free, {missing / GIB:.1f} GiB more are needed. Free "
+            "some space, give a --store on another disk, or make it smaller (store.dtype, store.text_dtype, vae.flip)."
+        )
 
 
 def choose(fresh: Listing, pictures: pa.Table) -> list[Chosen]:
