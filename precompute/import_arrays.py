@@ -13,13 +13,14 @@ import stat
 import threading
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from tokenize import TokenError
 from typing import BinaryIO
 
 import numpy as np
-import xxhash
 
 MAX_ARRAY_BYTES = 1 << 28  # of one record: far more than a latent of 4096 px or 512 tokens in float32
 MAX_HEADER = 1 << 12  # ours and numpy's are 128 bytes
@@ -41,15 +42,15 @@ def open_regular(path: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def read_file(path: Path) -> bytes:
-    """The content of a small file.
+def read_file(path: Path, most: int = MAX_ARRAY_BYTES + MAX_HEADER) -> bytes:
+    """The content of a file, by default of a record.
 
-    Raises: OSError; ValueError: it is too large to be a record.
+    Raises: OSError; ValueError: it has more than so many bytes.
     """
     with open_regular(path) as file:
-        content = file.read(MAX_ARRAY_BYTES + MAX_HEADER + 1)
-    if len(content) > MAX_ARRAY_BYTES + MAX_HEADER:
-        raise ValueError(f"more than {MAX_ARRAY_BYTES} bytes")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"more than {most} bytes")
     return content
 
 
@@ -100,79 +101,51 @@ def parse_npy(content: bytes) -> np.ndarray:
     return flat.reshape(shape, order="F" if fortran else "C").astype(dtype.newbyteorder("="), copy=False)
 
 
+def look(head: bytes, total_bytes: int) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of a .npy file; as ``npy_header``."""
+    shape, dtype, _, _ = npy_header(head, total_bytes)
+    return shape, dtype.newbyteorder("=").name
+
+
 def look_npy(path: Path) -> tuple[tuple[int, ...], str]:
     """Shape and dtype of a .npy file, from its header.
 
     Raises: OSError, ValueError.
     """
     with open_regular(path) as file:
-        head = file.read(MAX_HEADER)
-        shape, dtype, _, _ = npy_header(head, file.seek(0, io.SEEK_END))
-    return shape, dtype.newbyteorder("=").name
+        return look(file.read(MAX_HEADER), os.fstat(file.fileno()).st_size)
 
 
-class Npz:
-    """The members of a .npz file.
+@contextmanager
+def open_npz(path: Path) -> Iterator[zipfile.ZipFile]:
+    """A .npz file; errors of reading its members are ValueErrors, too.
 
     Raises: OSError, ValueError: it is no zip file.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._file = open_regular(path)
-        try:
-            self._zip = zipfile.ZipFile(self._file)
-        except zipfile.BadZipFile as error:
-            self._file.close()
-            raise ValueError(str(error)) from error
-
-    def __enter__(self) -> Npz:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._zip.close()
-        self._file.close()
-
-    @property
-    def names(self) -> set[str]:
-        """Of the arrays."""
-        return {name.removesuffix(".npy") for name in self._zip.namelist()}
-
-    def look(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of an array, from its header.
-
-        Raises: KeyError, ValueError.
-        """
-        info = self._info(name)
-        try:
-            with self._zip.open(info) as member:
-                shape, dtype, _, _ = npy_header(member.read(MAX_HEADER), info.file_size)
-        except ZIP_ERRORS as error:
-            raise ValueError(str(error)) from error
-        return shape, dtype.newbyteorder("=").name
-
-    def read(self, name: str) -> np.ndarray:
-        """An array; its CRC is checked.
-
-        Raises: KeyError, ValueError.
-        """
-        info = self._info(name)
-        try:
-            with self._zip.open(info) as member:
-                content = member.read(info.file_size + 1)  # a number, so that it unpacks no more than is claimed
-        except ZIP_ERRORS as error:
-            raise ValueError(str(error)) from error
-        return parse_npy(content)
-
-    def _info(self, name: str) -> zipfile.ZipInfo:
-        info = self._zip.getinfo(f"{name}.npy")
-        if info.file_size > MAX_ARRAY_BYTES + MAX_HEADER:
-            raise ValueError(f"array '{name}' claims {info.file_size} bytes")
-        return info
+    try:
+        with open_regular(path) as file, zipfile.ZipFile(file) as arrays:
+            yield arrays
+    except ZIP_ERRORS as error:
+        raise ValueError(str(error)) from error
 
 
-def checksum(*parts: bytes | np.ndarray) -> str:
-    """XXH3-64 of parts that follow each other, as 16 hex digits."""
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part).data)
-    return digest.hexdigest()
+def look_member(arrays: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of an array, from its header.
+
+    Raises: KeyError, ValueError.
+    """
+    info = arrays.getinfo(f"{name}.npy")
+    with arrays.open(info) as member:
+        return look(member.read(MAX_HEADER), info.file_size)
+
+
+def read_member(arrays: zipfile.ZipFile, name: str) -> np.ndarray:
+    """An array; its CRC is checked.
+
+    Raises: KeyError, ValueError.
+    """
+    info = arrays.getinfo(f"{name}.npy")
+    if info.file_size > MAX_ARRAY_BYTES + MAX_HEADER:
+        raise ValueError(f"array '{name}' claims {info.file_size} bytes")
+    with arrays.open(info) as member:
+        return parse_npy(member.read(info.file_size + 1))  # a number, so that it unpacks no more than is claimed

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from ..datasets.errors import RecordRejected, SourceError
-from .import_arrays import Npz, checksum, look_npy, parse_npy, read_file
-from .import_source import (
-    Entry,
-    Facts,
-    Features,
-    Labelled,
-    Seen,
-    files_below,
-    natural_order,
-    need_folder,
-    rejecting,
-    size_of,
-)
+from ..datasets.writer import row_checksum
+from .import_arrays import look_member, look_npy, open_npz, parse_npy, read_file, read_member
+from .import_config import ImportRecipe
+from .import_source import Entry, Facts, Features, Reader, Seen, files_below, natural_order, rejecting
 from .source_ignored import is_system_folder
 
 FAST_DIT = Facts(latent="sample", is_scaled=True, vae="stabilityai/sd-vae-ft-ema", downscale=8, scale=(0.18215,))
@@ -31,7 +20,7 @@ FEATURES, LABELS = "_features", "_labels"
 MOMENTS = ("moments", "moments_flip")
 
 
-class FastDit(Labelled):
+class FastDit(Reader):
     """``imagenet256_features/N.npy`` (1, C, H, W), scaled samples, and ``imagenet256_labels/N.npy`` (1,).
 
     Files are taken in the order of their numbers. A flip was drawn at random when the picture was encoded and stays as
@@ -40,9 +29,10 @@ class FastDit(Labelled):
     Raises: SourceError: the two folders are not there.
     """
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root, FAST_DIT)
-        need_folder(root, "fast-dit")
+    facts = FAST_DIT
+
+    def __init__(self, root: Path, recipe: ImportRecipe) -> None:
+        super().__init__(root, recipe)
         found = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name.endswith(FEATURES))
         if len(found) != 1:
             raise SourceError(
@@ -53,12 +43,12 @@ class FastDit(Labelled):
         if not (root / self._labels).is_dir():
             raise SourceError(f"source '{root}': there is no '{self._labels}', which has the labels of '{found[0]}'.")
 
-    def entries(self) -> Iterable[Entry]:
+    def entries(self) -> Iterator[Entry]:
         """Files by number; one of which only the label is there is a reject."""
-        names = {name for folder in (self._features, self._labels) for name in _npy_names(self.root / folder)}
+        folders = (self.root / self._features, self.root / self._labels)
+        names = {name for folder in folders for name in os.listdir(folder) if name.endswith(".npy")}
         for name in sorted(names, key=natural_order):
-            path = f"{self._features}/{name}"
-            yield Entry(name.removesuffix(".npy"), path, 0, size_of(self.root, path))
+            yield self.file_entry(f"{self._features}/{name}", name.removesuffix(".npy"))
 
     def look(self, entry: Entry) -> Seen:
         """By the headers, and the label file."""
@@ -81,44 +71,37 @@ class FastDit(Labelled):
 
     def read(self, entry: Entry) -> Features:
         """One sample."""
-        with rejecting(entry.path):
-            content = read_file(self.root / entry.path)
-            array = parse_npy(content)
-        return Features([array[0] if array.ndim == 4 and len(array) == 1 else array], checksum(content))
+        (array,), source_checksum = super().read(entry)
+        return Features([array[0] if array.ndim == 4 and len(array) == 1 else array], source_checksum)
 
 
-def _npy_names(folder: Path) -> list[str]:
-    with os.scandir(folder) as found:
-        return [item.name for item in found if item.name.endswith(".npy")]
-
-
-class Mar(Labelled):
+class Mar(Reader):
     """``CLASS/NAME.npz`` with ``moments`` and ``moments_flip``, (2C, H, W) mean then log-variance.
 
     Raises: SourceError: there are no class folders.
     """
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root, MAR)
-        need_folder(root, "mar")
+    facts = MAR
+
+    def __init__(self, root: Path, recipe: ImportRecipe) -> None:
+        super().__init__(root, recipe)
         folders = (path.name for path in root.iterdir() if path.is_dir())
-        self.classes: Sequence[str] = sorted(name for name in folders if not is_system_folder(name))
+        self.classes = sorted(name for name in folders if not is_system_folder(name))
         if not self.classes:
             raise SourceError(f"source '{root}': no class folders in it; needed CLASS/NAME.npz.")
         self._label_of = {name: label for label, name in enumerate(self.classes)}
 
     def entries(self) -> Iterator[Entry]:
         """Files in the order of their paths, class by class."""
-        for name in self.classes:
+        for name in self._label_of:
             for path in sorted(files_below(self.root / name, ".npz")):
-                relative = path.relative_to(self.root).as_posix()
-                yield Entry(relative.removesuffix(".npz"), relative, 0, size_of(self.root, relative))
+                yield self.file_entry(path.relative_to(self.root).as_posix())
 
     def look(self, entry: Entry) -> Seen:
         """By the headers of its arrays."""
-        with rejecting(entry.path), Npz(self.root / entry.path) as arrays:
-            names = [name for name in MOMENTS if name in arrays.names]
-            looked = [arrays.look(name) for name in names]
+        with rejecting(entry.path), open_npz(self.root / entry.path) as arrays:
+            names = [name for name in MOMENTS if f"{name}.npy" in arrays.namelist()]
+            looked = [look_member(arrays, name) for name in names]
         if names[:1] != ["moments"]:
             raise RecordRejected("scan", "wrong_shape", f"{entry.path}: no array 'moments'")
         if len(set(looked)) > 1:
@@ -128,6 +111,6 @@ class Mar(Labelled):
 
     def read(self, entry: Entry) -> Features:
         """Moments, and those of the flipped picture."""
-        with rejecting(entry.path), Npz(self.root / entry.path) as arrays:
-            found: list[np.ndarray] = [arrays.read(name) for name in MOMENTS if name in arrays.names]
-        return Features(found, checksum(*found))
+        with rejecting(entry.path), open_npz(self.root / entry.path) as arrays:
+            found = [read_member(arrays, name) for name in MOMENTS if f"{name}.npy" in arrays.namelist()]
+        return Features(found, row_checksum(*found))

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..datasets.errors import RecordRejected, SourceError
-from .import_arrays import MAX_ARRAY_BYTES, MAX_HEADER, checksum, npy_header, open_regular, parse_npy
-from .import_source import Entry, Facts, Features, Labelled, Seen, files_below, inner_path, rejecting, size_of
+from .import_arrays import MAX_ARRAY_BYTES, MAX_HEADER, look, look_npy, open_regular, read_file
+from .import_config import ImportRecipe
+from .import_source import Entry, Facts, Reader, Seen, files_below, inner_path, rejecting
 from .source_record import usable_key
 
 RAW_MEAN = (5.81, 3.25, 0.12, -2.15)  # of latents of pictures from 0 to 1, as EDM2's StabilityVAEEncoder has them
@@ -38,21 +39,19 @@ LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")  # APPNOTE 6.3.10, section 4.3.7
 HAS_DESCRIPTOR = 1 << 3  # of its flags: the CRC stands behind the data
 
 
-class Edm2(Labelled):
+class Edm2(Reader):
     """``NAME.npy`` members (2C, H, W), mean then standard deviation, and ``{"labels": [[NAME.npy, LABEL], ...]}``.
 
-    Raises: SourceError: it is neither a ZIP nor a folder, or its description is none.
+    Raises: SourceError: its description, or the directory of the ZIP, cannot be read.
     """
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root, EDM2)
+    facts = EDM2
+
+    def __init__(self, root: Path, recipe: ImportRecipe) -> None:
+        super().__init__(root, recipe)
         self._odd: dict[str, str] = {}
         self._streamed: dict[int, int] = {}  # CRC of members whose own header has none
-        if not (root.is_dir() or root.is_file()):
-            raise SourceError(
-                f"source '{root}': no such file or folder. An import of 'edm2' needs a .zip, or its folder."
-            )
-        self._zip = None if root.is_dir() else os.open(root, os.O_RDONLY)
+        self._zip = None if root.is_dir() else open_regular(root)
         try:
             self._labels = _labels(self._description())
         except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
@@ -66,11 +65,8 @@ class Edm2(Labelled):
         """
         if self._zip is None:
             path = self.root / DESCRIPTION
-            if not os.path.lexists(path):
-                return {}
-            with open_regular(path) as file:
-                return json.loads(file.read(MAX_DESCRIPTION))
-        with zipfile.ZipFile(self.root) as packed:
+            return json.loads(read_file(path, MAX_DESCRIPTION)) if os.path.lexists(path) else {}
+        with zipfile.ZipFile(self._zip) as packed:
             if DESCRIPTION not in packed.namelist():
                 return {}
             if packed.getinfo(DESCRIPTION).file_size > MAX_DESCRIPTION:
@@ -92,12 +88,11 @@ class Edm2(Labelled):
     def _members(self) -> Iterator[Entry]:
         if self._zip is None:
             for path in sorted(files_below(self.root, ".npy")):
-                name = path.relative_to(self.root).as_posix()
-                yield Entry(name.removesuffix(".npy"), name, 0, size_of(self.root, name))
+                yield self.file_entry(path.relative_to(self.root).as_posix())
             return
-        with zipfile.ZipFile(self.root) as packed:
-            members = sorted((info for info in packed.infolist() if info.filename.endswith(".npy")), key=_by_name)
-        for info in members:
+        with zipfile.ZipFile(self._zip) as packed:
+            members = [info for info in packed.infolist() if info.filename.endswith(".npy")]
+        for info in sorted(members, key=lambda info: info.filename):
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
                 self._odd[info.filename] = "it is compressed or encrypted; EDM2 stores its members as they are"
             if info.flag_bits & HAS_DESCRIPTOR:
@@ -110,37 +105,31 @@ class Edm2(Labelled):
         if why := self._odd.get(entry.path):
             raise RecordRejected("scan", "unreadable", f"{entry.path}: {why}")
         with rejecting(entry.path):
-            shape, dtype, _, _ = npy_header(self._bytes(entry, MAX_HEADER), self._size(entry))
+            if self._zip is None:
+                shape, dtype = look_npy(self.root / entry.path)
+            else:
+                shape, dtype = look(self._member(entry, MAX_HEADER), entry.num_bytes)
         if self.has_labels and entry.path not in self._labels:
             raise RecordRejected("scan", "no_label", f"'{DESCRIPTION}' has no label of {entry.path}")
-        return Seen(shape, dtype.newbyteorder("=").name, label=self._labels.get(entry.path, -1))
+        return Seen(shape, dtype, label=self._labels.get(entry.path, -1))
 
-    def read(self, entry: Entry) -> Features:
-        """Mean and standard deviation."""
-        with rejecting(entry.path):
-            content = self._bytes(entry, MAX_ARRAY_BYTES)
-            array = parse_npy(content)
-        return Features([array], checksum(content))
+    def content(self, entry: Entry) -> bytes:
+        """A member, or a file."""
+        return super().content(entry) if self._zip is None else self._member(entry, MAX_ARRAY_BYTES)
 
-    def _size(self, entry: Entry) -> int:
-        return entry.num_bytes if self._zip is not None else (self.root / entry.path).stat().st_size
-
-    def _bytes(self, entry: Entry, limit: int) -> bytes:
+    def _member(self, entry: Entry, limit: int) -> bytes:
         """The first bytes of a member; of one that is read whole, the CRC is checked.
 
         Raises: OSError, ValueError.
         """
-        if self._zip is None:
-            with open_regular(self.root / entry.path) as file:
-                return file.read(limit)
-        head = os.pread(self._zip, LOCAL_HEADER.size, entry.offset)
+        assert self._zip, "a folder has no members"
+        head = os.pread(self._zip.fileno(), LOCAL_HEADER.size, entry.offset)
         if len(head) < LOCAL_HEADER.size or not head.startswith(b"PK\x03\x04"):
             raise ValueError("there is no member where the directory says")
         _, _, _, _, _, _, crc, _, _, name_bytes, extra_bytes = LOCAL_HEADER.unpack(head)
-        crc = self._streamed.get(entry.offset, crc)
         start = entry.offset + LOCAL_HEADER.size + name_bytes + extra_bytes
-        content = os.pread(self._zip, min(limit, entry.num_bytes), start)
-        if limit >= entry.num_bytes and zlib.crc32(content) != crc:
+        content = os.pread(self._zip.fileno(), min(limit, entry.num_bytes), start)
+        if limit >= entry.num_bytes and zlib.crc32(content) != self._streamed.get(entry.offset, crc):
             raise ValueError("its CRC is not that of its bytes")
         return content
 
@@ -158,7 +147,3 @@ def _labels(description: Any) -> dict[str, int]:
     if wrong := [name for name, label in found.items() if type(label) is not int]:
         raise ValueError(f"the label of {wrong[0][:100]!r} is no class number")
     return found
-
-
-def _by_name(info: zipfile.ZipInfo) -> str:
-    return info.filename

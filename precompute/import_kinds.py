@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from ..datasets.errors import RecipeError
+from ..datasets.errors import RecipeError, SourceError
 from .import_classes import FastDit, Mar
 from .import_config import ImportRecipe, Kind
 from .import_edm2 import Edm2
@@ -15,11 +14,11 @@ from .import_mds import Mds
 from .import_pixart import PixArt
 from .import_source import Reader
 
-READERS: dict[str, Callable[[Path, ImportRecipe], Reader]] = {
-    "fast-dit": lambda root, _: FastDit(root),
+READERS: dict[str, type[Reader]] = {
+    "fast-dit": FastDit,
     "lightningdit": LightningDit,
-    "mar": lambda root, _: Mar(root),
-    "edm2": lambda root, _: Edm2(root),
+    "mar": Mar,
+    "edm2": Edm2,
     "pixart": PixArt,
     "mds": Mds,
 }
@@ -32,4 +31,7 @@ def open_reader(kind: str, root: Path, recipe: ImportRecipe) -> Reader:
     """
     if kind not in READERS:
         raise RecipeError(f"import '{kind}': no such kind of features. Needed one of {', '.join(get_args(Kind))}.")
+    if not (root.is_dir() or (kind == "edm2" and root.is_file())):
+        file = " a .zip, or" if kind == "edm2" else ""
+        raise SourceError(f"source '{root}': not found. An import of '{kind}' needs{file} a folder; check --source.")
     return READERS[kind](root, recipe)

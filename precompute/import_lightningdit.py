@@ -13,9 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..datasets.errors import RecordRejected, SourceError
-from .import_arrays import checksum, open_regular
+from ..datasets.writer import row_checksum
+from .import_arrays import open_regular
 from .import_config import ImportRecipe
-from .import_source import Entry, Facts, Features, Labelled, Seen, natural_order, need_folder, rejecting, size_of
+from .import_source import Entry, Facts, Features, Reader, Seen, natural_order, rejecting, size_of
 from .import_torch import read_tensors
 
 LIGHTNING_DIT = Facts(
@@ -27,15 +28,16 @@ OPEN_SHARDS = 16
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "float32"}  # bfloat16 fits into float32 exactly
 
 
-class LightningDit(Labelled):
+class LightningDit(Reader):
     """``*.safetensors`` with ``latents`` (N, C, H, W), ``latents_flip`` and ``labels`` (N,), and ``latents_stats.pt``.
 
     Raises: SourceError: there are no shards, or no statistics, without which the latents cannot be normalised.
     """
 
+    facts = LIGHTNING_DIT
+
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
-        super().__init__(root, LIGHTNING_DIT)
-        need_folder(root, "lightningdit")
+        super().__init__(root, recipe)
         self._names = sorted((path.name for path in root.glob("*.safetensors")), key=natural_order)
         if not self._names:
             raise SourceError(f"source '{root}': no *.safetensors in it.")
@@ -73,7 +75,7 @@ class LightningDit(Labelled):
         shard = self._open(entry.path)
         with rejecting(entry.path):
             arrays = shard.read(entry.offset)
-        return Features(arrays, checksum(*arrays))
+        return Features(arrays, row_checksum(*arrays))
 
 
 class Shard:

@@ -11,7 +11,7 @@ import json
 import math
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,9 +21,10 @@ import numpy as np
 import pyarrow as pa
 
 from ..datasets.errors import RecordRejected, ResourceError, SourceError
-from .import_arrays import MAX_ARRAY_BYTES, checksum, open_regular
+from ..datasets.writer import row_checksum
+from .import_arrays import MAX_ARRAY_BYTES, open_regular
 from .import_config import ImportRecipe
-from .import_source import CaptionSeen, Entry, Facts, Features, Seen, inner_path, need_folder, rejecting
+from .import_source import CaptionSeen, Entry, Facts, Features, Reader, Seen, inner_path, rejecting
 
 MDS = Facts(latent="sample", is_scaled=True, vae="unknown", downscale=8, scale=(), one_size=False)
 TEXT_ENCODER = "unknown"
@@ -38,6 +39,10 @@ VALUES |= {8: "uint8", 9: "int8"}
 SIDES = ("<u1", "<u2", "<u4", "<u8")  # of a shape's numbers
 
 
+Sample = dict[str, tuple[str, memoryview]]
+"""Encoding and bytes of each column."""
+
+
 @dataclass(frozen=True)
 class Shard:
     """What ``index.json`` says of one shard."""
@@ -49,30 +54,43 @@ class Shard:
     columns: dict[str, tuple[str, int | None]]
 
 
-class Mds:
+class Mds(Reader):
     """A folder with ``index.json`` and its shards, one size of latents in a column.
 
     Raises: SourceError: the index is none, or a column that is needed is not there or is pickled.
     """
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
-        need_folder(root, "mds")
-        self.root, self._layout = root, recipe.layout
+        super().__init__(root, recipe)
         self._shards = _index(root)
-        columns = list(self._shards[0].columns)
-        wanted = recipe.layout
-        self._latents = _column(root, columns, wanted.latents, "latents", "latents")
-        self._captions = _column(root, columns, wanted.captions, "captions", "caption_latents", optional=True)
-        self._text = _column(root, columns, wanted.text, "text", "caption") if self._captions else ""
-        self._label = _column(root, columns, wanted.label, "label", "label", optional=True)
-        self._mask = _column(root, columns, wanted.mask, "mask", "", optional=True)
         self._by_path = {shard.path: shard for shard in self._shards}
+        self._latents = self._column("latents", "latents")
+        self._captions = self._column("captions", "caption_latents", optional=True)
+        self._text = self._column("text", "caption") if self._captions else ""
+        self._label = self._column("label", "label", optional=True)
+        self._mask = self._column("mask", "", optional=True)
         self.facts = replace(MDS, text=TEXT_ENCODER if self._captions else "")
-        self.classes: Sequence[str] | None = None
         self.has_labels = bool(self._label)
         self._content = lru_cache(maxsize=OPEN_SHARDS)(self._read_shard)
         self._unpacked: dict[str, memoryview] = {}
         self._unpacking = threading.Lock()
+
+    def _column(self, key: str, usual: str, *, optional: bool = False) -> str:
+        """The column that is named, or the only one whose name begins as usual; "" where there is none and need not be.
+
+        Raises: SourceError.
+        """
+        given: str = getattr(self.recipe.layout, key)
+        columns = list(self._shards[0].columns)
+        found = [name for name in columns if name == (given or usual)]
+        if not given and usual:
+            found = found or [name for name in columns if name.startswith(usual)]
+        if len(found) == 1 or (optional and not given and not found):
+            return "".join(found)
+        raise SourceError(
+            f"source '{self.root}': layout.{key} '{given}': {len(found)} such columns among {', '.join(columns)}. Name "
+            f"one with --set layout.{key}=COLUMN."
+        )
 
     def entries(self) -> Iterator[Entry]:
         """Samples in the order of the index."""
@@ -84,30 +102,30 @@ class Mds:
         """What a sample is; its latents are looked at, because their shape may stand beside them."""
         with rejecting(entry.key):
             sample = self._sample(entry)
-            latents = self._array(sample, self._latents)
+            latents = self._array(sample)
             label = _integer(*sample[self._label]) if self._label else -1
-            captions: tuple[CaptionSeen, ...] = ()
-            if self._captions:
-                padded, tokens = self._tokens(sample)
-                text = bytes(sample[self._text][1]).decode()
-                if not np.isfinite(tokens).all() or not len(tokens) or not text.strip():
-                    raise RecordRejected("scan", "no_caption", f"{entry.key}: no text, no valid token, or NaN")
-                captions = (CaptionSeen(text, len(tokens), padded, tokens.shape[1], tokens.dtype.name),)
-        return Seen(latents.shape, latents.dtype.name, label=label, captions=captions)
+            caption = self._look_caption(entry, sample) if self._captions else None
+        return Seen(latents.shape, latents.dtype.name, label=label, caption=caption)
+
+    def _look_caption(self, entry: Entry, sample: Sample) -> CaptionSeen:
+        padded, tokens = self._tokens(sample)
+        text = bytes(sample[self._text][1]).decode()
+        if not np.isfinite(tokens).all() or not len(tokens) or not text.strip():
+            raise RecordRejected("scan", "no_caption", f"{entry.key}: no text, no valid token, or NaN")
+        return CaptionSeen(text, len(tokens), padded, tokens.shape[1], tokens.dtype.name)
 
     def read(self, entry: Entry) -> Features:
         """One sample's latents."""
         with rejecting(entry.key):
-            array = self._array(self._sample(entry), self._latents)
-        return Features([array], checksum(array))
+            array = self._array(self._sample(entry))
+        return Features([array], row_checksum(array))
 
-    def read_caption(self, entry: Entry, number: int) -> np.ndarray:
+    def read_caption(self, entry: Entry) -> np.ndarray:
         """The tokens that the mask keeps, or all, (L, D)."""
-        assert number == 0, "a sample has one caption"
         with rejecting(entry.key):
             return self._tokens(self._sample(entry))[1]
 
-    def _sample(self, entry: Entry) -> dict[str, tuple[str, memoryview]]:
+    def _sample(self, entry: Entry) -> Sample:
         """Encoding and bytes of each column of a sample.
 
         Raises: OSError, ValueError.
@@ -147,38 +165,33 @@ class Mds:
             )
         return content
 
-    def _array(self, sample: dict[str, tuple[str, memoryview]], column: str) -> np.ndarray:
+    def _array(self, sample: Sample) -> np.ndarray:
         """Latents, (C, H, W): squares, where a column of plain bytes does not say.
 
         Raises: ValueError.
         """
-        encoding, data = sample[column]
-        if encoding != "bytes":
-            array = _ndarray(encoding, data)
+        array, channels = self._numbers(sample[self._latents]), self.recipe.layout.channels
+        if sample[self._latents][0] != "bytes":
             return array[0] if array.ndim == 4 and len(array) == 1 else array
-        flat, channels = np.frombuffer(data, self._layout.dtype), self._layout.channels
-        side = math.isqrt(len(flat) // channels)
-        if not side or len(flat) != channels * side * side:
+        side = math.isqrt(len(array) // channels)
+        if not side or len(array) != channels * side * side:
             raise ValueError(
-                f"{len(flat)} numbers are no square of {channels} channels (layout.channels, layout.dtype)"
+                f"{len(array)} numbers are no square of {channels} channels (layout.channels, layout.dtype)"
             )
-        return flat.reshape(channels, side, side)
+        return array.reshape(channels, side, side)
 
-    def _tokens(self, sample: dict[str, tuple[str, memoryview]]) -> tuple[int, np.ndarray]:
+    def _tokens(self, sample: Sample) -> tuple[int, np.ndarray]:
         """The length to which a caption is padded, and its valid tokens, (L, D).
 
         Raises: ValueError.
         """
-        encoding, data = sample[self._captions]
-        if encoding == "bytes":
-            width = self._layout.width
-            flat = np.frombuffer(data, self._layout.dtype)
-            if not width or len(flat) % width:
-                raise ValueError(f"{len(flat)} numbers of a caption; layout.width says how many a token has")
-            rows = flat.reshape(-1, width)
+        array, width = self._numbers(sample[self._captions]), self.recipe.layout.width
+        if sample[self._captions][0] == "bytes":
+            if not width or len(array) % width:
+                raise ValueError(f"{len(array)} numbers of a caption; layout.width says how many a token has")
         else:
-            array = _ndarray(encoding, data)
-            rows = array.reshape(-1, array.shape[-1])
+            width = array.shape[-1]
+        rows = array.reshape(-1, width)
         if not self._mask:
             return len(rows), rows
         encoding, data = sample[self._mask]
@@ -186,6 +199,14 @@ class Mds:
         if len(mask) != len(rows):
             raise ValueError(f"a mask of {len(mask)} for {len(rows)} tokens")
         return len(rows), rows[mask != 0]
+
+    def _numbers(self, column: tuple[str, memoryview]) -> np.ndarray:
+        """Those of an array; flat, where the column is one of plain bytes.
+
+        Raises: ValueError.
+        """
+        encoding, data = column
+        return np.frombuffer(data, self.recipe.layout.dtype) if encoding == "bytes" else _ndarray(encoding, data)
 
 
 def _unpack(path: Path, most: int) -> memoryview:
@@ -253,25 +274,6 @@ def _shard(said: Any) -> Shard:
         raise ValueError(f"{samples} samples in {num_bytes} bytes")
     compressed = inner_path(zipped["basename"]) if zipped else ""
     return Shard(inner_path(said["raw_data"]["basename"]), num_bytes, compressed, samples, columns)
-
-
-def _column(root: Path, columns: Sequence[str], given: str, key: str, usual: str, *, optional: bool = False) -> str:
-    """The column that is named, or the only one whose name begins as usual; "" where there is none and need not be.
-
-    Raises: SourceError.
-    """
-    if given:
-        found = [given] if given in columns else []
-    else:
-        found = [usual] if usual in columns else [name for name in columns if usual and name.startswith(usual)]
-    if len(found) == 1:
-        return found[0]
-    if optional and not given and not found:
-        return ""
-    raise SourceError(
-        f"source '{root}': layout.{key} '{given}': {len(found)} such columns among {', '.join(columns)}. Name one with "
-        f"--set layout.{key}=COLUMN."
-    )
 
 
 def _integer(encoding: str, data: memoryview) -> int:

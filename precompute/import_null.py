@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ..datasets.errors import SourceError
-from .import_arrays import MAX_ARRAY_BYTES, Npz, parse_npy, read_file
+from .import_arrays import MAX_ARRAY_BYTES, open_npz, parse_npy, read_file, read_member
 
 ZEROS = "zeros"
 TENSOR = "y_embedding"  # its name in PixArt's checkpoints ends so
@@ -35,8 +35,8 @@ def read_null(given: str | None, shape: tuple[int, ...]) -> np.ndarray:
         if path.suffix == ".npy":
             rows = parse_npy(read_file(path))
         elif path.suffix == ".npz":
-            with Npz(path) as arrays:
-                rows = arrays.read("caption_feature")
+            with open_npz(path) as arrays:
+                rows = read_member(arrays, "caption_feature")
         else:
             rows = _from_checkpoint(path)
     except (OSError, ValueError, KeyError) as error:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..datasets.errors import RecordRejected, SourceError
-from .import_arrays import Npz, checksum, look_npy, open_regular, parse_npy, read_file
+from .import_arrays import look_member, look_npy, open_npz, open_regular, read_member
 from .import_config import ImportRecipe
-from .import_source import CaptionSeen, Entry, Facts, Features, Seen, inner_path, need_folder, rejecting, size_of
+from .import_source import CaptionSeen, Entry, Facts, Reader, Seen, inner_path, rejecting
 
 PIXART = Facts(
     latent="mean_std",
@@ -35,7 +35,7 @@ class Item(NamedTuple):
     problem: str = ""
 
 
-class PixArt:
+class PixArt(Reader):
     """``data_info.json``, a folder of ``.npy`` (2C, H, W) mean then standard deviation, and one of ``.npz``.
 
     The name of a record's file is that of its picture, with the folder before it joined by "_" or "/", or without it:
@@ -44,12 +44,11 @@ class PixArt:
     Raises: SourceError: the description or a folder is not there.
     """
 
+    facts = PIXART
+    has_labels = False
+
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
-        need_folder(root, "pixart")
-        self.root, self.facts = root, PIXART
-        self.classes: Sequence[str] | None = None
-        self.has_labels = False
-        self._check_content = recipe.text.check == "content"
+        super().__init__(root, recipe)
         found = [folder for folder in (root, root / "InternData") if (folder / DESCRIPTION).is_file()]
         if not found:
             raise SourceError(f"source '{root}': there is no '{DESCRIPTION}', which has the keys, captions and sizes.")
@@ -68,7 +67,7 @@ class PixArt:
             text = "" if item.problem else self._find(self._captions, key, ".npz")
             if text and prompts.setdefault(text, item.prompt) != item.prompt:
                 self._items[key] = item._replace(problem=f"'{text}' is the caption of another picture, too")
-            yield Entry(key, path, 0, size_of(self.root, path) if path else 0)
+            yield self.file_entry(path, key) if path else Entry(key, path)
 
     def _find(self, folder: str, key: str, suffix: str) -> str:
         """Path of a record's file, relative to the source; "" where there is none."""
@@ -88,14 +87,14 @@ class PixArt:
             raise RecordRejected("scan", "missing_file", f"{entry.key}: no .npy of it in '{self._latents}'")
         with rejecting(entry.path):
             shape, dtype = look_npy(self.root / entry.path)
-        return Seen(shape, dtype, captions=(self._look_caption(entry, item.prompt),), size=item.size)
+        return Seen(shape, dtype, caption=self._look_caption(entry, item.prompt), size=item.size)
 
     def _look_caption(self, entry: Entry, prompt: str) -> CaptionSeen:
         path = self._caption_path(entry)
-        with rejecting(path), Npz(self.root / path) as arrays:
-            shape, dtype = arrays.look(FEATURE)
-            mask = arrays.read(MASK)
-            tokens = _valid(arrays.read(FEATURE), mask) if self._check_content else None
+        with rejecting(path), open_npz(self.root / path) as arrays:
+            shape, dtype = look_member(arrays, FEATURE)
+            mask = read_member(arrays, MASK)
+            tokens = _valid(read_member(arrays, FEATURE), mask) if self.recipe.text.check == "content" else None
         if len(shape) < 2 or mask.size != shape[-2] or np.prod(shape) != shape[-2] * shape[-1]:
             raise RecordRejected("scan", "wrong_shape", f"{path}: '{FEATURE}' {shape}, '{MASK}' {mask.shape}")
         if tokens is not None and not np.isfinite(tokens).all():
@@ -112,19 +111,11 @@ class PixArt:
             raise RecordRejected("scan", "no_caption", f"{entry.key}: no .npz of it in '{self._captions}'")
         return path
 
-    def read(self, entry: Entry) -> Features:
-        """Mean and standard deviation."""
-        with rejecting(entry.path):
-            content = read_file(self.root / entry.path)
-            array = parse_npy(content)
-        return Features([array], checksum(content))
-
-    def read_caption(self, entry: Entry, number: int) -> np.ndarray:
+    def read_caption(self, entry: Entry) -> np.ndarray:
         """The tokens that the mask keeps, (L, D)."""
-        assert number == 0, "PixArt's features have one caption a picture"
         path = self._caption_path(entry)
-        with rejecting(path), Npz(self.root / path) as arrays:
-            return _valid(arrays.read(FEATURE), arrays.read(MASK))
+        with rejecting(path), open_npz(self.root / path) as arrays:
+            return _valid(read_member(arrays, FEATURE), read_member(arrays, MASK))
 
 
 def _valid(feature: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,13 +17,9 @@ import pyarrow as pa
 from ..datasets.buckets import bucket_name, bucket_size
 from ..datasets.errors import RecordRejected, SourceError
 from ..datasets.frozen import FrozenPlan, first_plan
-from ..datasets.schema import (
-    PLAN_SCHEMA,
-    POSTERIORS,
-    StoreSpec,
-)
+from ..datasets.schema import PLAN_SCHEMA, POSTERIORS, StoreSpec
 from .import_config import ImportRecipe
-from .import_source import CaptionSeen, Entry, Facts, Reader, Seen
+from .import_source import Entry, Facts, Reader, Seen
 from .picture_plan import num_threads
 from .rejects import RejectLedger, RejectLimit
 
@@ -36,19 +31,32 @@ DTYPES = ("float16", "float32")
 Looked = Seen | RecordRejected
 
 
-@dataclass(frozen=True)
-class Common:
+class Common(NamedTuple):
     """What all records of a store have in common.
 
     Args:
       stored_channels, dtype, has_flip: of the latents.
       caption: (length, width, dtype) that the captions' features are padded to, or None.
+      size: of the latents; empty where sizes may differ.
     """
 
     stored_channels: int
     dtype: str
     has_flip: bool
     caption: tuple[int, int, str] | None
+    size: tuple[int, ...]
+
+    @classmethod
+    def of(cls, seen: Seen, facts: Facts) -> Common:
+        """What a record is of it."""
+        caption = seen.caption and (seen.caption.padded, seen.caption.width, seen.caption.dtype)
+        return cls(seen.shape[0], seen.dtype, seen.has_flip, caption, seen.shape[1:] if facts.one_size else ())
+
+    def __str__(self) -> str:
+        """In words."""
+        said = f"{self.stored_channels} channels{''.join(f' x {side}' for side in self.size)} of {self.dtype}"
+        said += ", with a flipped copy" if self.has_flip else ", without a flipped copy"
+        return said + (", captions of {} x {} {}".format(*self.caption) if self.caption else "")
 
 
 def listing_hash(entries: Sequence[Entry]) -> str:
@@ -95,7 +103,7 @@ def _checked(seen: Seen, reader: Reader) -> Seen:
         raise RecordRejected("scan", "no_label", f"label {seen.label}")
     if seen.label >= MAX_CLASSES:
         raise RecordRejected("scan", "bad_metadata", f"label {seen.label}; needed a class number")
-    if reader.facts.text and not seen.captions:
+    if reader.facts.text and not seen.caption:
         raise RecordRejected("scan", "no_caption", "no caption features")
     return seen
 
@@ -105,38 +113,23 @@ def refuse_others(found: Sequence[Looked], reader: Reader, recipe: ImportRecipe)
 
     Raises: SourceError: no record is left.
     """
-    kinds = Counter(_kind(seen, reader.facts) for seen in found if isinstance(seen, Seen))
+    kinds = Counter(Common.of(seen, reader.facts) for seen in found if isinstance(seen, Seen))
     if not kinds:
         first = f"; the first: {found[0]}" if found else ""
         raise SourceError(f"source: not one of {len(found)} records can be imported{first}. Nothing was written.")
-    wanted = kinds.most_common(1)[0][0]
-    kept: list[Looked] = []
-    for seen in found:
-        if isinstance(seen, Seen) and _kind(seen, reader.facts) != wanted:
-            detail = f"{_said(_kind(seen, reader.facts))}; the other records: {_said(wanted)}"
-            kept.append(RecordRejected("scan", "wrong_shape", detail))
-        elif isinstance(seen, Seen) and 0 < recipe.source.num_classes <= seen.label:
-            detail = f"label {seen.label}, there are {recipe.source.num_classes} classes (source.num_classes)"
-            kept.append(RecordRejected("scan", "bad_metadata", detail))
-        else:
-            kept.append(seen)
-    channels, dtype, has_flip, caption, _ = wanted
-    return Common(channels, dtype, has_flip, caption), kept
+    wanted, classes = kinds.most_common(1)[0][0], recipe.source.num_classes
 
+    def refuse(seen: Looked) -> Looked:
+        if isinstance(seen, RecordRejected):
+            return seen
+        if (kind := Common.of(seen, reader.facts)) != wanted:
+            return RecordRejected("scan", "wrong_shape", f"{kind}; the other records: {wanted}")
+        if 0 < classes <= seen.label:
+            detail = f"label {seen.label}, there are {classes} classes (source.num_classes)"
+            return RecordRejected("scan", "bad_metadata", detail)
+        return seen
 
-def _kind(seen: Seen, facts: Facts) -> tuple[int, str, bool, tuple[int, int, str] | None, tuple[int, ...]]:
-    """What must be the same in all records."""
-    captions = {(caption.padded, caption.width, caption.dtype) for caption in seen.captions}
-    caption = min(captions) if captions else None
-    size = seen.shape[1:] if facts.one_size else ()
-    return seen.shape[0], seen.dtype, seen.has_flip, caption, size
-
-
-def _said(kind: tuple[int, str, bool, tuple[int, int, str] | None, tuple[int, ...]]) -> str:
-    channels, dtype, has_flip, caption, size = kind
-    said = f"{channels} channels{''.join(f' x {side}' for side in size)} of {dtype}"
-    said += ", with a flipped copy" if has_flip else ", without a flipped copy"
-    return said + (f", captions of {caption[0]} x {caption[1]} {caption[2]}" if caption else "")
+    return wanted, [refuse(seen) for seen in found]
 
 
 def count_rejects(entries: Sequence[Entry], found: Sequence[Looked], recipe: ImportRecipe) -> None:
@@ -150,15 +143,20 @@ def count_rejects(entries: Sequence[Entry], found: Sequence[Looked], recipe: Imp
 
 
 def plan_import(spec: StoreSpec, entries: Sequence[Entry], found: Sequence[Looked], listing: str) -> FrozenPlan:
-    """Give every record its row, and every distinct caption its id.
+    """Give every record its row, and every distinct caption its id: sorted by length, then by first appearance.
 
     Of records with the same text, the first one's features are kept.
     """
-    lengths, ids = _plan_captions([seen.captions if isinstance(seen, Seen) else () for seen in found])
+    lengths: dict[str, int] = {}
+    for seen in found:
+        if isinstance(seen, Seen) and seen.caption:
+            lengths.setdefault(seen.caption.text, seen.caption.num_tokens)
+    lengths = dict(sorted(lengths.items(), key=lambda caption: caption[1]))
+    ids = {text: i for i, text in enumerate(lengths)}
     columns: dict[str, list[Any]] = {name: [] for name in PLAN_SCHEMA.names}
-    next_row: dict[str, int] = {}
-    for entry, seen, caption_ids in zip(entries, found, ids, strict=True):
-        row: dict[str, Any] = {"key": entry.key, "revision": 1, "row": -1, "label": -1, "caption_ids": caption_ids}
+    next_row: Counter[str] = Counter()
+    for entry, seen in zip(entries, found, strict=True):
+        row: dict[str, Any] = {"key": entry.key, "revision": 1, "row": -1, "label": -1, "caption_ids": []}
         row |= {"attempts": 1, "source_path": entry.path, "source_offset": entry.offset}
         row |= {"source_bytes": entry.num_bytes, "source_mtime_ns": 0}
         if isinstance(seen, RecordRejected):
@@ -167,36 +165,24 @@ def plan_import(spec: StoreSpec, entries: Sequence[Entry], found: Sequence[Looke
             bucket = bucket_of(seen, spec.latent.downscale)
             height_px, width_px = bucket_size(bucket)
             size = seen.size if all(seen.size) else (height_px, width_px)
-            row |= {"status": "planned", "bucket": bucket, "row": next_row.get(bucket, 0), "label": seen.label}
+            row |= {"status": "planned", "bucket": bucket, "row": next_row[bucket], "label": seen.label}
             row |= {"height_px": size[0], "width_px": size[1], "crop_top_px": 0, "crop_left_px": 0}
             row |= {"resized_height_px": height_px, "resized_width_px": width_px}
-            next_row[bucket] = row["row"] + 1
+            row |= {"caption_ids": [ids[seen.caption.text]] if seen.caption else []}
+            next_row[bucket] += 1
         for name, values in columns.items():
             values.append(row.get(name))
     records = pa.table(columns, schema=PLAN_SCHEMA)
     return first_plan(spec, listing, records, texts=list(lengths), num_tokens=list(lengths.values()))
 
 
-def _plan_captions(captions: Iterable[Sequence[CaptionSeen]]) -> tuple[dict[str, int], list[list[int]]]:
-    """Deduplicate captions and sort them by length: the length of each by its text, and the ids of each record."""
-    lengths: dict[str, int] = {}
-    texts: list[list[str]] = []
-    for seen in captions:
-        texts.append([caption.text for caption in seen])
-        for caption in seen:
-            lengths.setdefault(caption.text, caption.num_tokens)
-    order = sorted(lengths, key=lambda text: lengths[text])  # stable: then by first appearance
-    ids = {text: i for i, text in enumerate(order)}
-    return {text: lengths[text] for text in order}, [[ids[text] for text in each] for each in texts]
-
-
 def caption_origins(plan: FrozenPlan) -> np.ndarray:
-    """Of each caption, (num_captions, 2): position of the first record that has it, and which of its captions it is."""
-    origins = np.full((plan.captions.num_rows, 2), -1, np.int64)
+    """Of each caption, (num_captions,): position of the first record that has it."""
+    origins = np.full(plan.captions.num_rows, -1, np.int64)
     for position, ids in enumerate(plan.records["caption_ids"].to_pylist()):
-        for number, caption in enumerate(ids):
-            if origins[caption, 0] < 0:
-                origins[caption] = position, number
+        for caption in ids:
+            if origins[caption] < 0:
+                origins[caption] = position
     return origins
 
 

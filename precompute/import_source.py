@@ -10,15 +10,19 @@ import contextlib
 import errno
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from ..datasets.errors import RecordRejected, ResourceError, SourceError
+from .import_arrays import parse_npy, read_file
+from .import_config import ImportRecipe
 
 LACKING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
 FAILING = frozenset({errno.EIO, errno.ESTALE})
@@ -60,7 +64,7 @@ class Entry(NamedTuple):
 
 
 class CaptionSeen(NamedTuple):
-    """One caption: its text, its valid tokens, and the (length, width, dtype) that its features are stored with."""
+    """A caption: its text, its valid tokens, and the (length, width, dtype) that its features are stored with."""
 
     text: str
     num_tokens: int
@@ -84,7 +88,7 @@ class Seen(NamedTuple):
     dtype: str
     has_flip: bool = False
     label: int = -1
-    captions: tuple[CaptionSeen, ...] = ()
+    caption: CaptionSeen | None = None
     size: tuple[int, int] = (0, 0)
 
 
@@ -95,58 +99,53 @@ class Features(NamedTuple):
     source_checksum: str
 
 
-class Reader(Protocol):
-    """One kind of features in one folder."""
-
-    @property
-    def facts(self) -> Facts:
-        """What the kind is, with what the source itself says (LightningDiT's statistics)."""
-        ...
-
-    @property
-    def classes(self) -> Sequence[str] | None:
-        """Names of the classes, where the source has names; else None."""
-        ...
-
-    @property
-    def has_labels(self) -> bool:
-        """Every record needs a label."""
-        ...
-
-    def entries(self) -> Iterable[Entry]:
-        """All records, in the order in which they are stored."""
-        ...
-
-    def look(self, entry: Entry) -> Seen:
-        """What a record is; raises RecordRejected."""
-        ...
-
-    def read(self, entry: Entry) -> Features:
-        """The values of a record; raises RecordRejected."""
-        ...
-
-    def read_caption(self, entry: Entry, number: int) -> np.ndarray:
-        """(L, D) valid tokens of the n-th caption of a record; raises RecordRejected."""
-        ...
-
-
-@dataclass
-class Labelled:
-    """Base of readers without captions.
+class Reader(ABC):
+    """One kind of features in one folder.
 
     Args:
       root: the source.
-      facts: of the kind.
+      recipe: settings of the import.
     """
 
-    root: Path
     facts: Facts
-    classes: Sequence[str] | None = field(default=None, init=False)
-    has_labels: bool = field(default=True, init=False)
+    """What the kind is, with what the source itself says (LightningDiT's statistics)."""
+    classes: Sequence[str] | None = None
+    """Names of the classes, where the source has names."""
+    has_labels = True
+    """Every record needs a label."""
 
-    def read_caption(self, entry: Entry, number: int) -> np.ndarray:
-        """There are none."""
+    def __init__(self, root: Path, recipe: ImportRecipe) -> None:
+        self.root, self.recipe = root, recipe
+
+    @abstractmethod
+    def entries(self) -> Iterable[Entry]:
+        """All records, in the order in which they are stored."""
+
+    @abstractmethod
+    def look(self, entry: Entry) -> Seen:
+        """What a record is, by its headers; raises RecordRejected."""
+
+    def read(self, entry: Entry) -> Features:
+        """The values of a record, here of one .npy file; raises RecordRejected."""
+        with rejecting(entry.path):
+            content = self.content(entry)
+            array = parse_npy(content)
+        return Features([array], xxhash.xxh3_64_hexdigest(content))
+
+    def content(self, entry: Entry) -> bytes:
+        """All bytes of a record's file.
+
+        Raises: OSError, ValueError.
+        """
+        return read_file(self.root / entry.path)
+
+    def read_caption(self, entry: Entry) -> np.ndarray:
+        """(L, D) valid tokens of a record's caption; raises RecordRejected."""
         raise AssertionError(f"{entry.key}: this kind has no captions")
+
+    def file_entry(self, path: str, key: str = "") -> Entry:
+        """A record that is a file, and has its name where no key is given."""
+        return Entry(key or path.rpartition(".")[0], path, 0, size_of(self.root, path))
 
 
 @contextmanager
@@ -199,15 +198,6 @@ def inner_path(text: str) -> str:
     if not text or "\x00" in text or path.is_absolute() or ".." in path.parts or path.as_posix() == ".":
         raise RecordRejected("scan", "bad_metadata", f"path {text[:200]!r} does not stay below its folder")
     return path.as_posix()
-
-
-def need_folder(root: Path, kind: str) -> None:
-    """Refuse a source that is no folder.
-
-    Raises: SourceError.
-    """
-    if not root.is_dir():
-        raise SourceError(f"source '{root}': no such folder. An import of '{kind}' needs one; check --source.")
 
 
 def files_below(folder: Path, suffix: str) -> Iterator[Path]:

@@ -22,7 +22,6 @@ from ..datasets.layout import CAPTION_PART, NULL_PART, is_picture_task
 from ..datasets.schema import Manifest, Reject, StoreSpec
 from ..datasets.writer import StoreWriter, row_checksum
 from .clock import Progress, StageClock
-from .import_arrays import checksum
 from .import_config import ImportRecipe
 from .import_describe import describe_import, differing_settings
 from .import_kinds import open_reader
@@ -105,7 +104,7 @@ def _plan(
     found = look_at(reader, entries, lambda done: progress("scan", done, len(entries)))
     common, found = refuse_others(found, reader, recipe)
     count_rejects(entries, found, recipe)
-    digest = checksum(read_null(null, common.caption[:2])) if common.caption else ""
+    digest = row_checksum(read_null(null, common.caption[:2])) if common.caption else ""
     return plan_import(describe_import(kind, reader, recipe, common, found, digest), entries, found, listing)
 
 
@@ -210,7 +209,7 @@ class ShardReader:
         """
         (array,) = self._plan.layout.part_arrays(NULL_PART)
         given, encoder = read_null(self._null, array.shape), self._plan.spec.text_encoder
-        if encoder is None or checksum(given) != encoder.config.get("null_caption"):
+        if encoder is None or row_checksum(given) != encoder.config.get("null_caption"):
             raise SourceError(f"--null '{self._null}': not the null caption that the store was planned with.")
         with np.errstate(over="ignore"):
             rows = given.astype(array.dtype)
@@ -227,13 +226,12 @@ class ShardReader:
         (array,) = layout.part_arrays(CAPTION_PART)
         first, captions = layout.rows_of(CAPTION_PART, shard).start, layout.captions_of(shard)
         rows = np.full((len(layout.rows_of(CAPTION_PART, shard)), *array.shape[1:]), np.nan, array.dtype)
-        table = plan.records.take(self._origins[captions.start : captions.stop, 0])
+        table, checksums = plan.records.take(self._origins[captions.start : captions.stop]), []
         entries = map(Entry, *(table[name].to_pylist() for name in PLACE))
-        numbers, checksums = self._origins[captions.start : captions.stop, 1].tolist(), []
-        for caption, found in zip(captions, pool.map(self._caption, entries, numbers), strict=True):
+        for caption, found in zip(captions, pool.map(self._caption, entries), strict=True):
             start, length = int(layout.offsets[caption]) - first, int(layout.num_tokens[caption])
+            text = plan.captions["text"][caption].as_py()
             if found.shape != (length, array.shape[1]):
-                text = plan.captions["text"][caption].as_py()
                 raise SourceError(
                     f"caption {text[:80]!r}: its features are {found.shape} now, {(length, array.shape[1])} when the "
                     "store was planned. Restore the source; the same command then goes on."
@@ -242,16 +240,15 @@ class ShardReader:
                 rows[start : start + length] = found
             if not np.isfinite(rows[start : start + length]).all():
                 raise SourceError(
-                    f"caption {plan.captions['text'][caption].as_py()[:80]!r}: its features are not finite as "
-                    f"{array.dtype}. Import into another --store with --set store.dtype=source, or with "
-                    "text.check=content, which rejects what is broken."
+                    f"caption {text[:80]!r}: its features are not finite as {array.dtype}. Import into another --store "
+                    "with --set store.dtype=source, or with text.check=content, which rejects what is broken."
                 )
             checksums.append(row_checksum(rows[start : start + length]))
         return PackedShard(CAPTION_PART, shard, {array.path: rows}, checksums)
 
-    def _caption(self, entry: Entry, number: int) -> np.ndarray:
+    def _caption(self, entry: Entry) -> np.ndarray:
         try:
-            return self._reader.read_caption(entry, number)
+            return self._reader.read_caption(entry)
         except RecordRejected as reject:
             raise SourceError(
                 f"record '{entry.key}': its caption cannot be read ({reject.detail}), and other records may need it. "
@@ -271,10 +268,10 @@ class ShardReader:
             reject = found if isinstance(found, RecordRejected) else _copy(found, i, list(arrays.values()))
             self._limit.count(source.keys[row], reject)
             if reject:
-                packed.rejects.append(Reject(row=row, key=source.keys[row], **_ledger(reject)))
+                refused = {"stage": "decode", "reason": reject.reason, "detail": reject.detail}
+                packed.rejects.append(Reject(row=row, key=source.keys[row], **refused))
             packed.checksums.append("" if reject else row_checksum(*(array[i] for array in arrays.values())))
-            checked = "" if reject or isinstance(found, RecordRejected) else found.source_checksum
-            packed.source_checksums.append(checked)
+            packed.source_checksums.append("" if reject or isinstance(found, RecordRejected) else found.source_checksum)
         self._count(len(rows))
         return packed
 
@@ -303,7 +300,3 @@ def _copy(found: Features, i: int, arrays: Sequence[np.ndarray]) -> RecordReject
             return RecordRejected("decode", "nonfinite", "NaN or infinity in the features, or beyond store.dtype")
         array[i] = narrowed
     return None
-
-
-def _ledger(reject: RecordRejected) -> dict[str, str]:
-    return {"stage": "decode", "reason": reject.reason, "detail": reject.detail}

@@ -21,5 +21,5 @@ def read_tensors(path: Path) -> Any:
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # whose message tells how to read it all the same
         raise ValueError("it holds something else than tensors, which is refused") from error
-    except (RuntimeError, EOFError, KeyError, TypeError, AttributeError) as error:
+    except (RuntimeError, EOFError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"no file of tensors: {next(iter(str(error).splitlines()), '')}"[:200]) from error

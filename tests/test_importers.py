@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -50,6 +51,7 @@ from leandit.datasets.errors import (
     SourceError,
 )
 from leandit.datasets.files import Failpoint
+from leandit.datasets.frozen import read_plan
 from leandit.datasets.latents import denormalise, final_latents
 from leandit.datasets.store import LatentStore
 from leandit.datasets.verify import verify_store
@@ -100,6 +102,27 @@ def test_every_number_of_the_source_is_in_the_store(made: Made, tmp_path: Path) 
     assert (found.complete, found.damaged) == (True, False)
     again = run_import(made, tmp_path / "store")
     assert (again.num_imported, again.manifest) == (0, report.manifest)
+
+
+GOLDEN = {
+    "fast-dit": "2392665a5c5d17ca",
+    "mar": "1ac510e1fc5ccc43",
+    "lightningdit": "e477dcc963292a4a",
+    "edm2": "8873d376f20b82d0",
+    "pixart": "b1fc750f731471c1",
+    "mds": "60cdd964c3861235",
+}
+
+
+@every_kind
+def test_the_same_features_make_the_same_bytes_in_every_version(made: Made, tmp_path: Path) -> None:
+    run_import(made, tmp_path / "store")
+    plan = read_plan(tmp_path / "store", 1)
+    digest = hashlib.sha256(f"{plan.spec.fingerprint} {plan.listing}".encode())
+    for name, content in sorted(tree_digest(tmp_path / "store").items()):
+        if "/c/" in name:  # tables have the versions of other packages in them
+            digest.update(name.encode() + content)
+    assert digest.hexdigest()[:16] == GOLDEN[made.kind]
 
 
 @every_kind
@@ -368,11 +391,13 @@ class Evil:
         return (open, (str(self.mark), "w"))
 
 
-@pytest.mark.parametrize("content", ["evil", "none", "other"])
+@pytest.mark.parametrize("content", ["evil", "none", "other", "damaged"])
 def test_statistics_that_are_none_are_refused_and_never_unpickled(content: str, tmp_path: Path) -> None:
     made, path = make_lightningdit(tmp_path / "source"), tmp_path / "source/latents_stats.pt"
     if content == "none":
         path.unlink()
+    elif content == "damaged":  # its first byte, so that it is read as a bare pickle
+        path.write_bytes(b"Q" + path.read_bytes()[1:])
     else:
         torch.save({"mean": Evil(tmp_path / "mark")} if content == "evil" else {"mean": torch.zeros(3)}, path)
     with pytest.raises(SourceError, match=r"latents_stats\.pt.*vae\.shift"):
