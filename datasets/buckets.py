@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from .errors import RecipeError
 
@@ -151,6 +153,24 @@ def assign_bucket(
         return None
     _, bucket_height, bucket_width = min(table, key=lambda row: abs(row[0] - ratio))
     return bucket_height, bucket_width
+
+
+def largest_crop(table: Table, max_ratio: float) -> tuple[float, float]:
+    """The picture that loses most to the crop: it lies halfway between two buckets, or beyond the last one.
+
+    Args:
+      max_ratio: of the pictures, longest side over shortest; no bucket is longer.
+    Returns: the share of its area that it loses, and its ratio height / width.
+    """
+    ratios = [row[0] for row in table]
+    between = [(low + high) / 2 for low, high in pairwise(ratios)]
+    crops = []
+    for ratio in (1 / max_ratio, *between, max_ratio):
+        # Of two buckets as near, either may be the picture's: one side or the other is cut.
+        nearest = min(abs(ratio - other) for other in ratios)
+        near = [other for other in ratios if math.isclose(abs(ratio - other), nearest)]
+        crops += [(1 - min(ratio / other, other / ratio), ratio) for other in near]
+    return max(crops)
 
 
 def cover_size(height_px: int, width_px: int, bucket: tuple[int, int]) -> tuple[int, int]:

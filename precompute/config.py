@@ -6,11 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ..datasets.buckets import MAX_RATIO, STEP_PX, Table, bucket_table
+from ..datasets.buckets import MAX_RATIO, STEP_PX, Table, bucket_table, largest_crop
 from ..datasets.recipe import Section, load_recipe
 from ..datasets.shards import check_codec
 
 PACKAGE = "leandit.precompute"
+MAX_CROP_SHARE = 0.3  # of a picture's area, above which a computed table is warned of
+MIN_STEP_PX = 8  # that is advised; the downscale of most VAEs
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Kind = Literal["auto", "imagefolder", "sidecars", "metadata", "manifest", "webdataset", "imagenet", "parquet", "arrow"]
@@ -69,6 +71,20 @@ class ImagesSection(Section):
     def table(self) -> Table:
         """Rows (ratio, height_px, width_px) of the bucket table."""
         return bucket_table(self.buckets, self.resolution, step_px=self.step_px, max_ratio=self.max_ratio)
+
+    def warnings(self) -> list[str]:
+        """What to say where "area" makes so few buckets that a picture between two of them loses much."""
+        share, ratio = largest_crop(self.table, self.max_ratio)
+        if self.buckets != "area" or share <= MAX_CROP_SHARE:
+            return []
+        finer = (self.model_copy(update={"step_px": self.step_px >> halvings}) for halvings in range(1, 11))
+        step = next((one.step_px for one in finer if one.step_px >= MIN_STEP_PX and not one.warnings()), None)
+        advice = f"Set a smaller step that is a multiple of the VAE's downscale, as --set images.step_px={step}."
+        return [
+            f"images.buckets 'area' at {self.resolution} px with images.step_px = {self.step_px} makes few buckets: a "
+            f"picture of height / width {ratio:.2f} loses {share:.0%} of its area to the crop. "
+            f"{advice if step else 'Take a larger images.resolution.'}"
+        ]
 
     @model_validator(mode="after")
     def _check(self) -> ImagesSection:

@@ -172,6 +172,8 @@ def precompute(
     source = list_sources(source_path, recipe.source, progress=lambda done: progress("list", done, 0))
     for note in source.notes:
         say(f"source '{source.name}': {note}")
+    for warning in recipe.images.warnings():
+        say(warning)
     check_apart(store_path, source)
     with clock.measure("load"):
         encoders = None if engine else load_encoders(recipe, device)

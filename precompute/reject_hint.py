@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import islice
 
+from ..datasets.errors import SourceError
 from .source_files import LocalFiles, SourceFiles
 from .source_tables import known_table
 
@@ -25,8 +26,12 @@ def reject_hint(files: SourceFiles, reasons: Mapping[str, int]) -> str:
 
 def _tables_beside(files: SourceFiles) -> str:
     """Names of a few files, in the source or the folder above it, that may hold captions; "" where there are none."""
-    some = sorted(name for name in islice(files.names(), LOOKED_AT) if name.lower().endswith(TABLE_NAMES))
-    some = [name for name in some if name != known_table(files)]
+    try:
+        known = known_table(files)
+        names = islice(files.names(), LOOKED_AT)
+        some = sorted(name for name in names if name.lower().endswith(TABLE_NAMES) and name != known)
+    except SourceError:  # of a URL, say; the error that this is a hint to says more
+        return ""
     if len(some) > MANY_TABLES:  # a text beside each picture
         some = []
     if isinstance(files, LocalFiles) and not files.only:

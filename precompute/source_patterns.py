@@ -70,8 +70,14 @@ def open_files(source: Path | str) -> SourceFiles:
     names = [path.rpartition("/")[2] for path in paths]
     for name in names:
         found = inner.look(name)
-        if found is None or found.problem:
-            raise SourceError(f"source '{pattern}': there is no file '{name}' in '{folders[0]}'. Check the pattern.")
+        if found and not found.problem:
+            continue
+        if os.path.isdir(os.path.join(folders[0], name)):
+            raise SourceError(
+                f"source '{pattern}': it matches the folder '{name}'; needed files alone, as *.tar. Give each folder "
+                f"as a --source of its own, or as one source '{folders[0] or '.'}', which holds them."
+            )
+        raise SourceError(f"source '{pattern}': there is no file '{name}' in '{folders[0]}'. Check the pattern.")
     files.chosen, files.name = frozenset(names), pattern
     return files
 

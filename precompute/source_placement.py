@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import PurePosixPath
 
 from ..datasets.errors import SourceError
-from .source_files import SourceFiles
+from .source_files import FoundFile, SourceFiles
 from .source_record import ANNOTATIONS, is_picture
 
 LOOKED_NAMES = 16  # of a table, to find where the pictures lie
@@ -51,6 +51,15 @@ class Placement:
         """Path of the picture of a key."""
         return f"{self.folder}/{inside}{self.suffix}" if self.folder else f"{inside}{self.suffix}"
 
+    def look(self, files: SourceFiles, inside: str) -> FoundFile | None:
+        """The picture of a key; where it is not there, with another suffix than the first names lack."""
+        found = files.look(self.path(inside))
+        if found and not found.problem:
+            return found
+        others = (replace(self, suffix=suffix) for suffix in suffixes_of(inside) if suffix != self.suffix)
+        looked = (files.look(other.path(inside)) for other in others)
+        return next((other for other in looked if other and not other.problem), found)
+
 
 def normalized_root(root: str) -> str | None:
     """``source.root`` as a path within the source, "" for the source itself; None where it lies elsewhere."""
@@ -85,6 +94,11 @@ def folders_of(files: SourceFiles) -> Iterator[str]:
         yield from islice(files.folders(), MAX_FOLDERS)
 
 
+def suffixes_of(name: str) -> tuple[str, ...]:
+    """What a name may lack of the path of its picture."""
+    return ("",) if is_picture(name) else ("", *SUFFIXES)
+
+
 def find_placement(files: SourceFiles, names: Sequence[str], folders: Iterable[str]) -> Placement | None:
     """Find out where the pictures of a table lie, by the files that its first names lead to.
 
@@ -96,9 +110,8 @@ def find_placement(files: SourceFiles, names: Sequence[str], folders: Iterable[s
     """
     for folder in folders:
         for name in names[:LOOKED_NAMES]:
-            suffixes = ("",) if is_picture(name) else ("", *SUFFIXES)
             for prefix in _prefixes(name):
-                for suffix in suffixes:
+                for suffix in suffixes_of(name):
                     placement = Placement(folder, suffix, prefix)
                     if _is_inside(placement.key(name)) and _is_file(
                         files, placement.path(os.path.normpath(placement.key(name)))

@@ -191,7 +191,7 @@ def row_record(files: SourceFiles, placement: Placement, row: Any, where: str) -
         label, captions = label_of(row), captions_of(row)
     except (TypeError, ValueError) as error:
         return SourceRecord(name, inside, problem=("bad_metadata", str(error)))
-    found = files.look(placement.path(inside))
+    found = placement.look(files, inside)
     if found is None:
         return SourceRecord(name, inside, problem=("missing_file", f"there is no '{placement.path(inside)}'"))
     return found.record(key=name, label=label, captions=captions, size=size_of(row))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 from diffusers.pipelines.pixart_alpha import pipeline_pixart_alpha, pipeline_pixart_sigma
 from diffusers.pipelines.sana import pipeline_sana
@@ -19,9 +22,11 @@ from leandit.datasets.buckets import (
     bucket_size,
     bucket_table,
     cover_size,
+    largest_crop,
     resize_filter,
 )
 from leandit.datasets.errors import RecipeError
+from leandit.precompute.config import ImagesSection
 
 SIZES_1024 = {(height, width) for _, height, width in PIXART_1024}
 PUBLISHED = {
@@ -225,3 +230,46 @@ def test_adm_sizes_are_those_of_the_published_loader(height_px: int, width_px: i
     assert [size[::-1] for size in sizes] == published_adm_sizes(width_px, height_px, side_px)
     assert min(sizes[-1]) == side_px
     assert all(side_px <= min(size) for size in sizes[:-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "max_ratio"),
+    [
+        *(("area", side, ratio) for side in (64, 128, 512) for ratio in (1.0, 2.0, MAX_RATIO)),
+        ("pixart", 512, MAX_RATIO),
+    ],
+)
+def test_no_picture_loses_more_than_the_largest_crop(name: str, side: int, max_ratio: float) -> None:
+    table = bucket_table(name, side, max_ratio=max_ratio)
+
+    def lost(ratio: float) -> float:
+        size = round(ratio * 1e5), 100_000
+        bucket = assign_bucket(*size, table, max_ratio=max_ratio)
+        assert bucket
+        height, width = cover_size(*size, (bucket[0] * 1000, bucket[1] * 1000))
+        return 1 - bucket[0] * bucket[1] * 1e6 / (height * width)
+
+    share, worst = largest_crop(table, max_ratio)
+    some = [max_ratio ** (i / 500) for i in range(-500, 501)]
+    inside = [ratio for ratio in some if 1 / max_ratio <= round(ratio * 1e5) / 1e5 <= max_ratio]
+    assert max(map(lost, inside), default=0) <= share + 1e-4
+    near = [ratio for ratio in (worst, worst * 0.9999, worst * 1.0001) if 1 / max_ratio <= ratio <= max_ratio]
+    assert max(map(lost, near)) == pytest.approx(share, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"resolution": 128}, "2.00 loses 50% .*=32"),
+        ({"resolution": 64}, "4.50 loses 78% .*=16"),
+        ({"resolution": 16, "step_px": 16}, "loses 78% .*larger images.resolution"),
+        ({"resolution": 256}, ""),
+        ({"resolution": 128, "step_px": 32}, ""),
+        ({"resolution": 128, "buckets": ["128x128", "64x256"]}, ""),
+        ({"resolution": 64, "buckets": "square"}, ""),
+    ],
+)
+def test_too_few_buckets_are_warned_of_with_a_step_that_is_fine_enough(changes: dict[str, Any], said: str) -> None:
+    warnings = ImagesSection(**{"crop": "bucket", "buckets": "area"} | changes).warnings()
+    assert len(warnings) == bool(said)
+    assert re.search(said, "".join(warnings))

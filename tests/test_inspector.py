@@ -312,10 +312,12 @@ def test_rejects_are_drawn_with_what_can_be_read(tmp_path: Path) -> None:
     rejects = [
         {"key": "a.png", "reason": "too_small", "detail": "1 x 1"},
         {"key": "b.png", "reason": "x", "detail": ""},
+        {"key": "a.png", "reason": "duplicate_key", "detail": "the first one is kept"},
     ]
     pixels = np.asarray(rejects_sheet(rejects, {"a.png": np.zeros((8, 8, 3), np.uint8)}))
-    assert frames_of(pixels) == 2
-    assert (pixels[MARGIN_PX + CELL_PX // 2, MARGIN_PX + CELL_PX // 2] == 0).all()
+    assert frames_of(pixels) == 3
+    middles = [pixels[MARGIN_PX + CELL_PX // 2, i * (CELL_PX + MARGIN_PX) + MARGIN_PX + CELL_PX // 2] for i in range(3)]
+    assert [(middle == 0).all() for middle in middles] == [True, False, False]
 
 
 @pytest.mark.parametrize("text", ["word " * 100, "x" * 500, "", "two\nlines"])

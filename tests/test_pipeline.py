@@ -45,6 +45,7 @@ from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders import ImageEncoder
 from leandit.precompute.model_files import local_folder
 from leandit.precompute.pipeline import Report
+from leandit.tools.dry_run import describe_precompute
 
 Encode = Callable[[PrecomputeRecipe, Path, Path], Report]
 PLAN_FILES = {"plan.json", "records.parquet", "captions.parquet"}
@@ -676,3 +677,18 @@ def test_a_picture_that_changes_behind_the_plan_is_rejected(
     rows = LatentStore(tmp_path / "store").records.to_pylist()
     assert [row["reason"] for row in rows] == ["source_changed", None, None, "unreadable"]
     assert [row["status"] for row in rows] == ["rejected", "stored", "stored", "rejected"]
+
+
+def test_a_run_and_a_dry_run_warn_once_of_buckets_that_crop_much(tmp_path: Path) -> None:
+    picture(0, 64, 64).save(tmp_path / "a.png")
+    images = ["images.crop=bucket", "images.buckets=area", "images.resolution=64"]
+    few, more = (label_recipe(*images, f"images.step_px={step}") for step in (32, 16))
+    notes: list[str] = []
+    how: dict[str, Any] = {"source_path": tmp_path, "device": CPU, "progress": no_progress, "say": notes.append}
+    pipeline.precompute(few, store_path=tmp_path / ".few", **how)
+    assert notes == [*few.images.warnings()]
+    assert "at 64 px" in notes[0]
+    pipeline.precompute(more, store_path=tmp_path / ".more", **how)
+    assert len(notes) == 1
+    assert describe_precompute(few, None, CPU).text.count(f"warning             {notes[0]}") == 1
+    assert "warning  " not in describe_precompute(more, None, CPU).text

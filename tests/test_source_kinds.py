@@ -24,6 +24,8 @@ from leandit.datasets.errors import RecordRejected, SourceError
 from leandit.datasets.store import LatentStore
 from leandit.precompute import source_json, source_parquet
 from leandit.precompute.pipeline import Report
+from leandit.precompute.reject_hint import reject_hint
+from leandit.precompute.source_files import LocalFiles
 from leandit.precompute.source_record import SourceRecord
 from leandit.precompute.sources import Source, list_source
 
@@ -638,3 +640,22 @@ def test_few_row_groups_are_read_at_once(tmp_path: Path, monkeypatch: pytest.Mon
         found = pool.map(lambda r: source.place(r.path, r.offset, r.num_bytes, stage="decode").data, source.records)
         assert list(found) == [content] * 12
     assert max(most) == source_parquet.GROUPS_AT_ONCE
+
+
+def test_the_hint_on_rejects_never_takes_the_place_of_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, looked = LocalFiles(tmp_path), []
+    for i in range(4):
+        (tmp_path / f"{i}.csv").touch()
+    look = files.look
+    monkeypatch.setattr(files, "look", lambda path: looked.append(path) or look(path))
+    assert "'0.csv', '1.csv', '2.csv', '3.csv'" in reject_hint(files, {"no_caption": 20})
+    assert len(looked) == len(set(looked))  # at a URL each look is a message
+
+    def no_network() -> Iterator[str]:
+        raise SourceError("no network")
+
+    monkeypatch.setattr(files, "names", no_network)
+    assert reject_hint(files, {"no_caption": 20}).startswith("To store pictures without a caption")
+    assert reject_hint(files, {"missing_file": 20}) == ""

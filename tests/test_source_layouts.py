@@ -312,6 +312,7 @@ def test_braces_and_stars_choose_files_of_a_folder(tmp_path: Path) -> None:
     [
         ("{000..007}.tar", r"no file '001\.tar'"),
         ("*.zip", "leads to no file"),
+        ("?", r"matches the folder 'a'; needed files.*--source of its own"),
         ("*/?.jpg", "files of 2 folders"),
         ("{000.tar", "no such file|braces"),
     ],

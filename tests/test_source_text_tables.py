@@ -304,3 +304,17 @@ def test_a_record_of_too_many_rows_is_a_reject_and_takes_no_memory() -> None:
         reasons[reason] = reasons.get(reason, 0) + 1
         assert reason or len(record.captions) == 2
     assert reasons == {None: 20_000, "bad_metadata": 1, "duplicate_key": 40_000 - MAX_CAPTIONS - 1}
+
+
+def test_names_that_lack_their_extensions_may_each_lack_another(tmp_path: Path) -> None:
+    pictures(tmp_path, "a.jpg", "b.png", "c.png", "d", "e.jpg")
+    (tmp_path / "b").mkdir()
+    names = ["a", "b", "c.png", "d", "e", "gone"]
+    put(tmp_path / "metadata.jsonl", "".join(json.dumps({"file_name": name, "text": name}) + "\n" for name in names))
+    source = list_source(tmp_path)
+    paths = ["a.jpg", "b.png", "c.png", "d", "e.jpg"]
+    assert said(source) == [
+        *((name, path, -1, (name,)) for name, path in zip(names, paths, strict=False)),
+        ("gone", "missing_file", -1, ()),
+    ]
+    assert list(source.records)[-1].problem == ("missing_file", "there is no 'gone.jpg'")

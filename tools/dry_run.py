@@ -83,6 +83,7 @@ def describe_precompute(
     """
     there = look_for_plan(store) if store else None
     lines = [to_toml(recipe), *encoder_lines(recipe)]
+    lines += [f"{'warning':<20}{warning}" for warning in recipe.images.warnings()]
     if source_path is None:
         return DryRun("\n".join([*lines, "give --source to count its pictures"]))
     with ProgressLine() as progress:

@@ -21,6 +21,7 @@ from ..datasets.store import LatentStore
 from ..precompute.config import SourceSection, VaeSection
 from ..precompute.decoder import Decoders
 from ..precompute.encoders import ImageEncoder
+from ..precompute.growth import DUPLICATE
 from ..precompute.source_several import SourcePaths, list_sources
 from .inspector import ledger
 
@@ -229,15 +230,16 @@ def store_sheet(
 def rejects_sheet(rejects: Sequence[Mapping[str, Any]], originals: Originals) -> Image.Image:
     """Contact sheet of rejected records: the source picture where it can be read, and the reason.
 
+    A repeated key has no picture here: the one of that name is of the record that counts.
+
     Args:
       rejects: as ``inspector.ledger`` has them, at least one.
     """
-    return draw_sheet(
-        [
-            Cell(originals.get(reject["key"]), f"{reject['reason']}: {reject['detail'] or ''}", reject["key"])
-            for reject in rejects
-        ]
-    )
+
+    def picture(reject: Mapping[str, Any]) -> np.ndarray | None:
+        return None if reject["reason"] == DUPLICATE else originals.get(reject["key"])
+
+    return draw_sheet([Cell(picture(one), f"{one['reason']}: {one['detail'] or ''}", one["key"]) for one in rejects])
 
 
 def read_originals(store: LatentStore, source: SourcePaths, keys: Sequence[str]) -> Originals:
