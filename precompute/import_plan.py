@@ -137,7 +137,8 @@ def count_rejects(entries: Sequence[Entry], found: Sequence[Looked], recipe: Imp
 
     Raises: SourceError.
     """
-    limit = RejectLimit(recipe.source.limits(), RejectLedger(recipe.source.limits(), len(entries)))
+    section = recipe.source.limits()
+    limit = RejectLimit(section, RejectLedger(section, len(entries), planning=True))
     for entry, seen in zip(entries, found, strict=True):
         limit.count(entry.key, seen if isinstance(seen, RecordRejected) else None)
 

@@ -251,6 +251,7 @@ class Planner:
             len(comparison.kept) + len(comparison.fresh),
             carried=count_reasons(table.filter(pc.equal(table["status"], "rejected"))["reason"]),
             hint=lambda reasons: next(filter(None, (reject_hint(part.files, reasons) for part in parts)), ""),
+            planning=True,
         )
         return RejectLimit(section, ledger, stops=stops)
 

@@ -112,7 +112,7 @@ def plan_pictures(
     Returns: all new records, in order, as they are asked for.
     Raises: SourceError: too many are rejected.
     """
-    limit = limit or RejectLimit(recipe.source, RejectLedger(recipe.source, len(fresh)))
+    limit = limit or RejectLimit(recipe.source, RejectLedger(recipe.source, len(fresh), planning=True))
     check_listing(fresh, recipe, limit)  # before any header is read, so that the message has all counts
     threads = num_threads()
     images, table = recipe.images, recipe.images.table

@@ -55,6 +55,7 @@ class Report:
       num_left: shards that are left to others.
       num_encoded: pictures encoded by this call; 0 where the store was complete already.
       total_seconds: of the whole call.
+      codec: of the store.
       seconds: of each stage, summed over threads (reading, decoding and writing run beside the encoder).
       ignored: files and folders of the source that were left out.
       classes: of the source, by name.
@@ -67,6 +68,7 @@ class Report:
     num_left: int
     num_encoded: int
     total_seconds: float
+    codec: str
     seconds: dict[str, float]
     ignored: Ignored
     classes: ClassNames
@@ -112,6 +114,7 @@ class Stage1:
             num_left=self.num_left,
             num_encoded=self.num_encoded,
             total_seconds=total_seconds,
+            codec=self.recipe.store.codec,
             seconds=self.clock.seconds,
             ignored=self.source.ignored,
             classes=ClassNames(self.source.classes, self.source.class_names),

@@ -33,6 +33,7 @@ class RejectLedger:
         own is never stopped.
       rejected: by reason, rejects of this revision so far.
       hint: called when there are too many, with their reasons: what else to say to the user.
+      planning: nothing is encoded yet.
     """
 
     def __init__(
@@ -43,14 +44,16 @@ class RejectLedger:
         carried: Mapping[str, int] | None = None,
         rejected: Mapping[str, int] | None = None,
         hint: Callable[[Mapping[str, int]], str] = lambda reasons: "",
+        planning: bool = False,
     ) -> None:
-        self._section, self._total, self._hint = section, total, hint
+        self._section, self._total, self._hint, self.planning = section, total, hint, planning
         self._carried, self._rejected = Counter(carried or {}), Counter(rejected or {})
         self._allowed = max(section.max_reject_share * total, min(SMALL_NUMBER, total / 2))
 
     def copy(self) -> RejectLedger:
         """Another one with the same counts."""
-        return RejectLedger(self._section, self._total, carried=self._carried, rejected=self._rejected, hint=self._hint)
+        counts = {"carried": self._carried, "rejected": self._rejected}
+        return RejectLedger(self._section, self._total, **counts, hint=self._hint, planning=self.planning)
 
     def add(self, reasons: Mapping[str, int]) -> None:
         """Count rejects, by reason."""
@@ -76,7 +79,7 @@ class RejectLedger:
             return None
         share = f"more than source.max_reject_share = {self._section.max_reject_share}"
         what = f"{reasons.total()} of {self._total} records are rejected, {share}"
-        return _too_many(what, reasons, example, self._hint(reasons), "max_reject_share")
+        return _too_many(what, reasons, example, self._hint(reasons), "max_reject_share", planning=self.planning)
 
     def check(self) -> None:
         """Raises: SourceError: the rejects are too large a share of all records."""
@@ -167,13 +170,16 @@ class RejectLimit:
         if (number := self._in_a_row.total()) >= self._most:
             what = f"{number} records in a row are rejected (source.max_rejects_in_a_row)"
             example = f"The last is '{key}': {reject}."
-            self.refuse(_too_many(what, self._in_a_row, example, "", "max_rejects_in_a_row"))
+            planning = self.ledger is not None and self.ledger.planning
+            self.refuse(_too_many(what, self._in_a_row, example, "", "max_rejects_in_a_row", planning=planning))
 
 
-def _too_many(what: str, reasons: Counter[str], example: str, hint: str, setting: str) -> SourceError:
+def _too_many(
+    what: str, reasons: Counter[str], example: str, hint: str, setting: str, *, planning: bool
+) -> SourceError:
     counts = ", ".join(f"{number} x {reason}" for reason, number in reasons.most_common())
     said = " ".join(part for part in (f"{what}: {counts}.", example, hint) if part)
+    kept = "" if planning else " What is encoded stays, the same command goes on."
     return SourceError(
-        f"{said} Look at the source; if it is right as it is, allow more with --set source.{setting}=... What is "
-        "encoded stays, the same command goes on."
+        f"{said} Look at the source; if it is right as it is, allow more with --set source.{setting}=...{kept}"
     )

@@ -76,8 +76,12 @@ def bound_by(times: list[StageTime]) -> str:
     return max(totals, key=lambda name: totals[name])
 
 
-def advice(times: list[StageTime], *, on_cpu: bool) -> str:
-    """What would make the run faster: one sentence, with the number it rests on."""
+def advice(times: list[StageTime], *, on_cpu: bool, codec: str) -> str:
+    """What would make the run faster: one sentence, with the number it rests on.
+
+    Args:
+      codec: of the store.
+    """
     bound = bound_by(times)
     found = {time.name: time for time in times}
     time = found.get(bound, StageTime(bound, 0.0, 1, None))
@@ -85,10 +89,11 @@ def advice(times: list[StageTime], *, on_cpu: bool) -> str:
     threads = f"{time.threads} thread{'s' if time.threads > 1 else ''}"
     device = "a GPU" if on_cpu else "vae.dtype 'bfloat16', a larger vae.batch_size, vae.compile, or another GPU"
     text_device = "a GPU" if on_cpu else "text.batch_tokens, or another GPU"
+    uncompressed = "" if codec == "none" else "set store.codec 'none', or "
     return {
         READ: f"{threads} read {rate}: put the source on a faster disk, into tars, or copy it here first",
         DECODE: f"{threads} decode {rate}: give it more cores or more processes, or make the originals smaller",
         ENCODE: f"the VAE does {rate}: {device} would make it faster",
         TEXT: f"captions took {rate}: {text_device} would make them faster",
-        WRITE: f"the disk takes {rate}: set store.codec 'none', or put the store on a faster or a local disk",
+        WRITE: f"the disk takes {rate}: {uncompressed}put the store on a faster or a local disk",
     }[bound]

@@ -493,6 +493,7 @@ def test_a_dry_run_of_every_shipped_recipe_shows_it_and_writes_nothing(
     ended = leandit(command, recipe, "--dry-run", "--device", "cpu")
     assert ended.code == 0, ended.err
     assert "[images]" in ended.out or "[optimizer]" in ended.out
+    assert ended.out.index("give --s" if command == "precompute" else "device ") < ended.out.index("\n[")
     assert tree_digest(Path()) == {}
 
 
@@ -504,11 +505,13 @@ def test_a_dry_run_counts_the_source_and_checks_the_store(
     assert ended.code == 0
     assert "14 records" in ended.out
     assert "9 distinct" in ended.out
+    assert ended.out.index("GiB of this machine") < ended.out.index("\n[source]") < ended.out.index("\n[store]")
     ended = leandit("train", "demo", "--store", caption_store.path, "--run", "new", "--dry-run", "--device", "cpu")
     assert ended.code == 0
     assert "14 records" in ended.out
     assert "M parameters" in ended.out
     assert "GiB of weights, gradients, adamw and averages; activations:" in ended.out
+    assert ended.out.index("64x64 ") < ended.out.index("\n[model]")
     assert leandit("train", "dit-s-2-256", "--store", caption_store.path, "--dry-run").code == 3
     assert tree_digest(Path()) == {}
     assert (tree_digest(caption_folder), tree_digest(caption_store.path)) == before

@@ -252,5 +252,6 @@ def test_too_many_rejects_stop_the_scan_and_say_why(
     if stops is None:
         assert sum(picture.reject is not None for picture in planned(source, recipe, stops=True)) == broken
         return
-    with pytest.raises(SourceError, match=rf"{broken} .*rejected.*{stops}.*{broken} x not_an_image"):
+    with pytest.raises(SourceError, match=rf"{broken} .*rejected.*{stops}.*{broken} x not_an_image") as caught:
         planned(source, recipe, stops=True)
+    assert "encoded" not in str(caught.value)  # nothing is, yet

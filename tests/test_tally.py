@@ -183,6 +183,7 @@ def test_the_share_and_the_row_are_counted_apart() -> None:
         "21 of 40 records are rejected, more than source.max_reject_share = 0.5: 10 x no_caption, 9 x aspect, "
         "1 x too_large, 1 x truncated. The last is 'c'"
     )
+    assert said.endswith("What is encoded stays, the same command goes on.")
 
 
 @pytest.mark.parametrize(

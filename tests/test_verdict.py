@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from making import CPU, caption_recipe, no_progress
 
 from leandit.precompute.pipeline import precompute
 from leandit.precompute.verdict import Power, advice, bound_by, stage_times
-from leandit.tools.outcome import precompute_rows
+from leandit.tools.outcome import NOTHING_TO_DO, precompute_rows
 
 POWER = Power("cpu", 1, 4)
 
@@ -28,8 +29,39 @@ def test_the_stage_that_is_busy_longest_bounds_the_run(seconds: dict[str, float]
     times = stage_times(seconds | {"plan": 500.0, "wait_decode": 100.0}, 1000, POWER)
     assert bound_by(times) == bound
     for on_cpu in (True, False):
-        said = advice(times, on_cpu=on_cpu)
+        said = advice(times, on_cpu=on_cpu, codec="zstd")
         assert [word for word in words if word not in said] == []
+
+
+def test_a_codec_that_is_none_is_not_advised() -> None:
+    times = stage_times({"decode": 4, "write": 50}, 1000, POWER)
+    said = [advice(times, on_cpu=True, codec=codec) for codec in ("none", "zstd")]
+    assert ["set store.codec 'none'" in words for words in said] == [False, True]
+    assert ["put the store on a faster or a local disk" in words for words in said] == [True, True]
+
+
+def test_a_run_that_encodes_captions_alone_or_only_rejects_does_not_say_that_all_was_there(
+    caption_folder: Path, tmp_path: Path
+) -> None:
+    source, lines = Path(shutil.copytree(caption_folder, tmp_path / "source")), caption_folder / "metadata.jsonl"
+
+    def said() -> tuple[str, str]:
+        where = {"source_path": source, "store_path": tmp_path / "store"}
+        report = precompute(caption_recipe(), **where, device=CPU, progress=no_progress)
+        rows = precompute_rows(report, tmp_path / "store")
+        assert report.num_encoded == 0
+        return rows[-1]
+
+    def write(old: str, new: str, more: str = "") -> None:
+        (source / "metadata.jsonl").write_text(lines.read_text().replace(old, new) + more)
+
+    precompute(caption_recipe(), source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    assert said() == ("this run", NOTHING_TO_DO)
+    write("circle", "ring")
+    assert said() == ("this run", "no picture was encoded")
+    write("circle", "ring", '{"file_name": "images/none.png", "captions": ["a red ring"]}\n')
+    assert said() == ("this run", "no picture was encoded")
+    assert said() == ("this run", NOTHING_TO_DO)
 
 
 def test_a_stage_that_took_no_time_has_no_rate() -> None:

@@ -1,4 +1,4 @@
-"""``--dry-run``: the resolved recipe, what would be read, fetched and written, and for how long. Nothing is changed."""
+"""``--dry-run``: what would be read, fetched and written, and for how long; then the recipe. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def describe_precompute(
     Raises: StoreError, FingerprintMismatch: a precompute would refuse the store.
     """
     there = look_for_plan(store) if store else None
-    lines = [to_toml(recipe), *encoder_lines(recipe)]
+    lines, shown = encoder_lines(recipe), ["", to_toml(recipe).rstrip()]
     lines += [f"{'warning':<20}{warning}" for warning in recipe.images.warnings()]
     if source_path is None:
-        return DryRun("\n".join([*lines, "give --source to count its pictures"]))
+        return DryRun("\n".join([*lines, "give --source to count its pictures", *shown]))
     with ProgressLine() as progress:
         source = list_sources(source_path, recipe.source, progress=lambda done: progress("list", done, 0))
     if store:
@@ -112,7 +112,7 @@ def describe_precompute(
                 changes, ground = planner.compare(options or Options())
                 lines += [f"{name:<20}{value}" for name, value in change_rows(changes)] if changes else []
                 if not ground or not changes:
-                    return DryRun("\n".join([*lines, "nothing would be encoded"]))
+                    return DryRun("\n".join([*lines, "nothing would be encoded", *shown]))
                 comparison = changes
         limit = planner.limit(comparison, stops=False)
         pictures = planner.look_at(comparison.fresh, limit)
@@ -124,12 +124,12 @@ def describe_precompute(
         lines += [f"{name:<20}{buckets[name]:>10}" for name in sorted(buckets, key=bucket_size)]
         if not encoders or not (buckets or ground.stack):
             lines += [] if encoders else ["", "bytes and time are known once the encoders are here"]
-            return DryRun("\n".join(lines), refusal=refusal)
+            return DryRun("\n".join([*lines, *shown]), refusal=refusal)
         plan = planner.plan(comparison, ground, pictures)
     devices = {"num_devices": num_devices}
     sizes, found = predict_lines(recipe, plan, source, comparison.fresh, pictures, encoders, **devices)
     before = sum(path.stat().st_size for path in files_below(store)) if store and ground.stack else 0
-    return DryRun("\n".join([*lines, "", *sizes]), found, found.total + before, refusal)
+    return DryRun("\n".join([*lines, "", *sizes, *shown]), found, found.total + before, refusal)
 
 
 def store_state(store: Path, there: FrozenPlan, spec: StoreSpec, *, is_complete: bool) -> str:
@@ -171,15 +171,15 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
     Raises: RecipeError: the recipe's ds_config.json cannot be read, or contradicts itself.
     """
     recipe, changes, blocked = _with_ds_config(recipe, device)
-    lines = [to_toml(recipe), *(f"# {line}" for line in changes)]
+    shown = ["", to_toml(recipe).rstrip(), *(f"# {line}" for line in changes)]
     asked = recipe.run.precision
     actual = asked if asked != "bf16" or autocast_dtype(asked, device) else "fp32, this device has no fast bf16"
-    lines.append(f"{'device':<20}{device}, {actual}, {os.cpu_count()} cores")
+    lines = [f"{'device':<20}{device}, {actual}, {os.cpu_count()} cores"]
     blocked = blocked or _refusal(lambda: check_model_name(recipe.model.name))
     if blocked:
-        return "\n".join([*lines, f"{'cannot run yet':<20}{blocked}"])
+        return "\n".join([*lines, f"{'cannot run yet':<20}{blocked}", *shown])
     if store_path is None:
-        return "\n".join([*lines, "give --store to check that the model fits it"])
+        return "\n".join([*lines, "give --store to check that the model fits it", *shown])
     store = LatentStore(store_path, allow_incomplete=recipe.run.allow_incomplete)
     spec = model_spec(recipe, store.spec, str(store_path))
     check_sizes(spec, store.spec.latent, list(store.buckets))
@@ -197,7 +197,8 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
         "",
         f"{'bucket':<20}{'records':>10}",
     ]
-    return "\n".join([*lines, *(f"{name:<20}{count:>10}" for name, count in store.buckets.items())])
+    lines += [f"{name:<20}{count:>10}" for name, count in store.buckets.items()]
+    return "\n".join([*lines, *shown])
 
 
 def _with_ds_config(recipe: TrainRecipe, device: torch.device) -> tuple[TrainRecipe, list[str], str | None]:

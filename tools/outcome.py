@@ -9,7 +9,7 @@ from ..datasets.buckets import bucket_size
 from ..datasets.class_names import ClassNames
 from ..datasets.schema import Manifest
 from ..precompute.growth import Comparison
-from ..precompute.verdict import ENCODE, advice, bound_by
+from ..precompute.verdict import DECODE, ENCODE, advice, bound_by
 
 if TYPE_CHECKING:  # they load torch
     from ..precompute.import_store import ImportReport
@@ -55,9 +55,11 @@ def _run_rows(report: Report) -> list[tuple[str, str]]:
         rate = report.num_encoded / report.total_seconds
         rows.append(("this run", f"{report.num_encoded} pictures in {report.total_seconds:.1f} s, {rate:.1f} images/s"))
         rows += stage_rows(report)
+    elif report.manifest is None:
+        rows.append(("this run", "no picture to encode, those of this part are there"))
     else:
-        of_part = "no picture to encode, those of this part are there"
-        rows.append(("this run", NOTHING_TO_DO if report.manifest else of_part))
+        others = tokens.num_captions or report.changes or report.seconds.get(DECODE) or not report.manifest.num_stored
+        rows.append(("this run", "no picture was encoded" if others else NOTHING_TO_DO))
     return rows
 
 
@@ -70,7 +72,8 @@ def stage_rows(report: Report) -> list[tuple[str, str]]:
         rate = f"{time.images_per_second:.1f}" if time.images_per_second else "-"
         rows.append(("", f"{time.name:<8}{time.seconds:>9.1f}{time.threads:>9}{rate:>10}"))
     bound = bound_by(report.times)
-    return [*rows, ("bound by", f"{bound}: {advice(report.times, on_cpu=report.power.device == 'cpu')}")]
+    tip = advice(report.times, on_cpu=report.power.device == "cpu", codec=report.codec)
+    return [*rows, ("bound by", f"{bound}: {tip}")]
 
 
 def import_rows(report: ImportReport, store: Path) -> list[tuple[str, str]]:
