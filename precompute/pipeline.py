@@ -154,6 +154,7 @@ def precompute(
     new_revision: bool = False,
     part: Part | None = None,
     engine: Engine | None = None,
+    listed: Source | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Run every picture and caption of a source through the encoders, exactly once, into a store.
@@ -165,6 +166,7 @@ def precompute(
       device: of the encoders, where no engine is given.
       part: encode only this share of the shards; None for all that nobody else is encoding.
       engine: where the shards are encoded; None for this process.
+      listed: the source, where that has been done.
       say: called with what was guessed about the source, before anything is encoded.
     Raises: LeanditError: of the class that says what to mend; the store then resumes with the same command.
     """
@@ -172,7 +174,7 @@ def precompute(
     manifest, changes = None, None
 
     # Scan: list the source, load the encoders.
-    source = list_sources(source_path, recipe.source, progress=lambda done: progress("list", done, 0))
+    source = listed or list_sources(source_path, recipe.source, progress=lambda done: progress("list", done, 0))
     for note in source.notes:
         say(f"source '{source.name}': {note}")
     for warning in recipe.images.warnings():

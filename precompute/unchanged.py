@@ -35,6 +35,7 @@ from .model_files import (
 )
 from .source_ignored import Ignored
 from .source_several import SourcePaths, list_sources
+from .sources import Source
 
 GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))  # of NVIDIA, AMD; of either under Windows
 
@@ -55,11 +56,14 @@ class Unchanged:
     notes: list[str]
 
 
-def unchanged(recipe: PrecomputeRecipe, source_path: SourcePaths, store: Path, *, device: str) -> Unchanged | None:
-    """Whether a precompute with the same arguments as before has nothing to do; None where it may have.
+def unchanged(
+    recipe: PrecomputeRecipe, source_path: SourcePaths, store: Path, *, device: str
+) -> Unchanged | Source | None:
+    """Whether a precompute with the same arguments as before has nothing to do.
 
     Args:
       device: as the command line names it.
+    Returns: where it may have something to do, the source if it had to be listed, so that nobody lists it again.
     Raises: LeanditError: of the source or of the VAE, as the ordinary way raises it.
     """
     if recipe.source.check == "content" or not store.is_dir():
@@ -78,10 +82,10 @@ def unchanged(recipe: PrecomputeRecipe, source_path: SourcePaths, store: Path, *
         or not writer.is_sealed
         or writer.missing_tasks()
     ):
-        return None
+        return source
     names = dict(zip(plan.spec.classes or (), plan.spec.class_names or (), strict=False))
     if any(names.get(name) != now for name, now in zip(source.classes or (), source.class_names or (), strict=False)):
-        return None  # the file of class names has changed
+        return source  # the file of class names has changed
     classes = ClassNames(source.classes, source.class_names)
     notes = [f"source '{source.name}': {note}" for note in source.notes]
     return Unchanged(writer.seal(), source.ignored, classes, notes)

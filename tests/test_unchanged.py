@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from test_cli import IN_TURN
 
 from leandit.datasets.store import LatentStore
+from leandit.precompute import source_several
 from leandit.precompute.model_files import local_folder
 from leandit.precompute.pipeline import Report, precompute
-from leandit.precompute.unchanged import unchanged
+from leandit.precompute.unchanged import Unchanged, unchanged
+from leandit.tools.cli import main
 from leandit.tools.outcome import change_rows
 
 FOLDERS = {"label": "class_folder", "caption": "caption_folder"}
@@ -39,7 +41,7 @@ def home(tmp_path: Path, class_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def has_nothing_to_do(*overrides: str) -> bool:
     recipe = label_recipe("vae.model=models/vae", *overrides)
-    return unchanged(recipe, str(Path("train").resolve()), Path("store"), device="auto") is not None
+    return isinstance(unchanged(recipe, str(Path("train").resolve()), Path("store"), device="auto"), Unchanged)
 
 
 def add_a_picture(home: Path) -> None:
@@ -123,8 +125,8 @@ def test_the_text_encoder_and_its_tokenizer_are_compared_too(tmp_path: Path, cap
     recipe = caption_recipe(f"text.model={text}")
     precompute(recipe, source_path=caption_folder, store_path=store, device=CPU, progress=no_progress)
 
-    def ask() -> object:
-        return unchanged(recipe, str(caption_folder), store, device="auto")
+    def ask() -> bool:
+        return isinstance(unchanged(recipe, str(caption_folder), store, device="auto"), Unchanged)
 
     assert ask()
     for change in (change_the_text_weights, change_the_text_config, change_the_tokenizer, add_a_tokenizer_file):
@@ -152,7 +154,7 @@ def test_a_class_with_another_name_is_a_change_though_no_record_says_so(before: 
         return precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
 
     def is_done() -> bool:
-        return unchanged(recipe, str(source), store, device="cpu") is not None
+        return isinstance(unchanged(recipe, str(source), store, device="cpu"), Unchanged)
 
     label(before)
     make()
@@ -171,8 +173,8 @@ def test_a_class_with_another_name_is_a_change_though_no_record_says_so(before: 
 def test_other_libraries_go_the_ordinary_way(
     version: str, label_store: LatentStore, class_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ask() -> object:
-        return unchanged(label_recipe(), str(class_folder), label_store.path, device="cpu")
+    def ask() -> bool:
+        return isinstance(unchanged(label_recipe(), str(class_folder), label_store.path, device="cpu"), Unchanged)
 
     assert ask()
     real: Callable[[str], str] = __import__("importlib.metadata").metadata.version
@@ -198,3 +200,18 @@ def test_the_command_says_so_without_torch(kind: str, request: pytest.FixtureReq
     assert " ".join(said[1].split()) == f"records {num_records} planned = {num_records} stored + 0 rejected"
     assert said[-1].split(maxsplit=2) == ["this", "run", "no picture to encode, they are there"]
     assert tree_digest(store) == before
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_source_that_has_changed_is_listed_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    list_source, listed = source_several.list_source, []
+    monkeypatch.setattr(source_several, "list_source", lambda *a, **b: listed.append(a) or list_source(*a, **b))
+    words = ["leandit", "precompute", "imagenet-256", "--source", str(home / "train"), "--store", "store"]
+    words += [word for override in (*LABEL_RECIPE, "vae.model=models/vae") for word in ("--set", override)]
+    monkeypatch.setattr(sys, "argv", [*words, "--device", "cpu"])
+    for change, revision in ((lambda _: None, 1), (add_a_picture, 2)):
+        listed.clear()
+        change(home)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert (ended.value.code, len(listed), LatentStore(home / "store").revision) == (0, 1, revision)

@@ -83,16 +83,17 @@ def precompute(
         return
     if not source or store is None:
         raise RecipeError("precompute: needed --source PATH and --store PATH (or --dry-run).")
-    from ..precompute.unchanged import unchanged
+    from ..precompute.unchanged import Unchanged, unchanged
 
     check_precompute(loaded, source)
     is_plain = not (drop_gone or retry_rejected or new_revision or part) and engine == LOCAL
-    if is_plain and (done := unchanged(loaded, source, store, device=device)):
+    found = unchanged(loaded, source, store, device=device) if is_plain else None
+    if isinstance(found, Unchanged):
         from .outcome import unchanged_rows
 
-        for note in done.notes:
+        for note in found.notes:
             print(f"leandit: {note}", file=sys.stderr)
-        print_rows(unchanged_rows(done, store))
+        print_rows(unchanged_rows(found, store))
         return
     from ..precompute.growth import Options
     from ..precompute.pipeline import precompute as run
@@ -117,6 +118,7 @@ def precompute(
             new_revision=new_revision,
             part=part,
             engine=elsewhere,
+            listed=found,
             say=lambda note: print(f"leandit: {note}", file=sys.stderr),
         )
     print_rows(precompute_rows(report, store))
