@@ -24,9 +24,9 @@ from leandit.datasets.store import LatentStore
 from leandit.train.config import ParallelSection
 from leandit.train.loop import train
 from leandit.train.meeting import Meeting
-from leandit.train.parallel import choose_strategy
 from leandit.train.ranks import ALONE, SRUN, TORCHRUN, Ranks, read_ranks
 from leandit.train.stop import StopRequest, Terminated
+from leandit.train.strategy import choose_strategy
 
 MAIN = Path(__file__).parent / "rank_main.py"
 STEPS = 20

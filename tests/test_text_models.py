@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from leandit.datasets.store import LatentStore
 from leandit.train import cross_attention
 from leandit.train import step as step_module
+from leandit.train.build_engine import compile_blocks
 from leandit.train.conditioning import Conditioner, Conditioning
 from leandit.train.cross_attention import LinearProcessor, attend_packed, attend_padded, pack_captions
 from leandit.train.draws import Draws
@@ -23,7 +24,7 @@ from leandit.train.learner import Learner
 from leandit.train.loop import StopRequest, train
 from leandit.train.model_for_store import model_spec
 from leandit.train.models import Denoiser, build_model
-from leandit.train.parallel import MOST_SHAPES, compile_blocks
+from leandit.train.parallel import MOST_SHAPES
 from leandit.train.sample import Solver, draw_latents, load_snapshot
 from leandit.train.spec import ModelSpec
 from leandit.train.state import prepare

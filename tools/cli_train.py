@@ -79,8 +79,8 @@ def _train(
 ) -> tuple[list[tuple[str, str]], bool]:
     """Train; rows for a person, and whether the run is finished."""
     from ..train.loop import train as train_run
-    from ..train.parallel import choose_strategy
     from ..train.precision import autocast_dtype
+    from ..train.strategy import choose_strategy
     from .cpu_memory import keep_freed_memory
     from .progress import ProgressLine, train_note
 
@@ -115,7 +115,7 @@ def _train(
 def _warn_of_memory(recipe: TrainRecipe, store: str, ranks: Ranks) -> None:
     """Say on stderr where a step will not fit into this machine's memory; what does not fit for another reason is said
     by the training itself."""
-    from ..train.parallel import choose_strategy
+    from ..train.strategy import choose_strategy
     from .memory_check import available_bytes, memory_warning
 
     available = available_bytes()

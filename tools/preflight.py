@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ..datasets.class_names import ClassNames
-from ..datasets.errors import DamageError, RecipeError, RunError, SourceError
+from ..datasets.errors import DamageError, RunError, SourceError
 from ..datasets.hashing import read_json
 from ..datasets.revisions import check_store
 from ..precompute.config import PrecomputeRecipe, TextSection, VaeSection
-from ..train.run_folders import SNAPSHOT, STATE, find
+from ..train.saved_folders import SNAPSHOT, STATE, find
 from .cli_options import is_url
+from .subjects import find_labels
 
 RANKS = ("RANK", "WORLD_SIZE", "SLURM_PROCID")  # several processes would each say the same
 
@@ -102,23 +101,3 @@ def check_subjects(run: Path, labels: Sequence[str], captions: Sequence[str]) ->
     if found := find(SNAPSHOT, run):
         with contextlib.suppress(DamageError, OSError, KeyError, TypeError):
             find_labels(read_json(found[-1] / STATE), labels, captions)
-
-
-def find_labels(state: Mapping[str, Any], labels: Sequence[int | str], captions: Sequence[str]) -> list[int]:
-    """The index of each class that is asked for by its name, folder or index.
-
-    Args:
-      state: of a snapshot.
-    Raises: RecipeError: labels of a model of captions or captions of one of labels; no class has this name, or several
-      have.
-    """
-    spec = state["spec"]
-    if labels and spec["caption_width"]:
-        raise RecipeError(f"--label: model '{spec['name']}' takes captions. Use --caption.")
-    if captions and not spec["caption_width"]:
-        raise RecipeError(f"--caption: model '{spec['name']}' takes class labels. Use --label.")
-    classes = ClassNames(state["classes"], state.get("class_names"))
-    try:
-        return [classes.find(label, num_labels=spec["num_classes"]) for label in labels]
-    except RecipeError as error:
-        raise RecipeError(f"--label: {error}") from error

@@ -31,9 +31,9 @@ from ..train.models import patch_of
 from ..train.precision import autocast_dtype
 from ..train.sample import Sampler, Snapshot, Solver, choose_sampler, draw_latents, load_snapshot
 from ..train.state import RUN
-from .preflight import find_labels
 from .published import load_published
 from .sheet import COLUMNS, Cell, draw_sheet, gives_zero_to_one, load_decoder
+from .subjects import find_labels
 
 BATCH = 64  # pictures drawn at once
 DECODED = 16  # pictures decoded at once: a decoder needs more memory for each than the model does

@@ -23,10 +23,10 @@ from torch import Tensor
 from ..datasets.errors import DamageError, RunError
 from ..datasets.files import move, remove, write_folder
 from ..datasets.hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
-from .run_folders import AVERAGE as AVERAGE
-from .run_folders import CHECKPOINT, STATE, steps
-from .run_folders import SNAPSHOT as SNAPSHOT
-from .run_folders import find as find
+from .saved_folders import AVERAGE as AVERAGE
+from .saved_folders import CHECKPOINT, STATE, steps
+from .saved_folders import SNAPSHOT as SNAPSHOT
+from .saved_folders import find as find
 
 FORMAT_VERSION = 1
 STATE_HASH = "state_sha256"

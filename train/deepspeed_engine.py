@@ -27,10 +27,10 @@ from .deepspeed_config import Resolved, drop_unknown, read_config, resolve
 from .ema import Ema, build_rules
 from .models import Denoiser
 from .optimizers import build_optimizer, parameter_groups
-from .parallel import choose_strategy
 from .precision import autocast_dtype
 from .ranks import Ranks
 from .recompute import checkpoint_blocks
+from .strategy import choose_strategy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

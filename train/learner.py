@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .build_engine import build_engine
 from .conditioning import Conditioner
 from .config import TrainRecipe
 from .cpu_linear import use_onednn
 from .models import DiTDenoiser, build_model
-from .parallel import Engine, build_engine
+from .parallel import Engine
 from .precision import autocast_dtype
 from .pretrained import initial_weights
 from .ranks import ALONE, Ranks

@@ -1,4 +1,4 @@
-"""How ranks share the work of a step, in plain torch: one process, DDP, FSDP2 with full or gradient sharding, HSDP.
+"""How ranks share the work of a step, in plain torch: one process, DDP, FSDP2, HSDP.
 
 What all strategies can do stands in ``Engine``; the loop knows nothing else. Every strategy averages the gradients of
 the ranks, and the losses are sums over a rank's images divided by those of the global batch, so each is multiplied by
@@ -8,30 +8,25 @@ the number of ranks: the update is that of one process with the whole batch, who
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..datasets.errors import RecipeError
 from .checkpoint import EMA, MODEL, OPTIMIZER
-from .config import ParallelSection, TrainRecipe
+from .config import TrainRecipe
 from .ema import Ema, build_rules
 from .models import Denoiser
 from .optimizer_state import expected_tensors, load_optimizer_tensors, optimizer_tensors, placed
 from .optimizers import build_optimizer
-from .precision import LossScale, Scale, autocast_dtype
-from .ranks import COLLECTIVE_TIMEOUT, Ranks
+from .precision import LossScale, Scale
+from .ranks import Ranks
 
-MOST_SHAPES = 2048  # that are compiled: 40 buckets, lengths of captions, last batches; torch stops at 8, and is eager
 NORM_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
@@ -194,133 +189,6 @@ def like(tensor: Tensor, target: Tensor) -> Tensor:
     if isinstance(target, DTensor) and tensor.shape == target.shape:
         return placed(tensor, target, target.placements)
     return tensor.to(target.device) if tensor.shape == target.shape else tensor
-
-
-def compile_blocks(model: Denoiser) -> None:
-    """Compile the forward of each block, once for each shape.
-
-    Of the forward alone: the hooks of FSDP stay outside of the graph, and parameters keep their names. All blocks of a
-    model share the code of a shape.
-    """
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, MOST_SHAPES)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MOST_SHAPES)
-    config.optimize_ddp = False  # it would cut each block where a bucket of gradients ends
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, dynamic=False)
-
-
-def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: torch.device, *, compiled: bool) -> Engine:
-    """Spread a model over the ranks as the recipe says.
-
-    Args:
-      model: float32, on the CPU, the same on every rank.
-      compiled: its blocks go through torch.compile.
-    Raises: RecipeError: the strategy does not fit the number of ranks.
-    """
-    section, dtype = recipe.parallel, autocast_dtype(recipe.run.precision, device)
-    strategy = choose_strategy(section, ranks)
-    if strategy == "deepspeed":
-        from .deepspeed_engine import DeepSpeedEngine  # an optional library, which takes seconds to import
-
-        return DeepSpeedEngine(recipe, model.to(device), ranks, device)
-    if compiled:
-        compile_blocks(model)
-    forward: nn.Module = model
-    if strategy in ("fsdp", "hsdp"):
-        shard(model, section, ranks, device, dtype)
-    elif device.type != "cpu":  # a module of fake tensors cannot be moved, not even to where it is
-        model.to(device)
-    if strategy == "ddp":
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is in no 2.10 yet
-            forward = DistributedDataParallel(
-                model,
-                device_ids=[device] if device.type == "cuda" else None,
-                broadcast_buffers=False,
-                gradient_as_bucket_view=True,
-            )
-    scales_on = torch.device("cpu") if section.cpu_offload else device
-    return TorchEngine(recipe, model, forward, ranks, LossScale(scales_on) if dtype == torch.float16 else None)
-
-
-def choose_strategy(section: ParallelSection, ranks: Ranks) -> str:
-    """The strategy of a run; "auto" is one process, DDP where there are more, DeepSpeed where its config is given.
-
-    Raises: RecipeError: the strategy does not fit the number of ranks.
-    """
-    asked, world_size = section.strategy, ranks.world_size
-    if asked == "auto":
-        asked = "deepspeed" if section.deepspeed_config else "single" if world_size == 1 else "ddp"
-    if asked == "single" and world_size > 1:
-        raise RecipeError(f"parallel.strategy 'single': {world_size} ranks were started. Use 'ddp', 'fsdp' or 'hsdp'.")
-    if asked in ("ddp", "fsdp", "hsdp") and world_size == 1:
-        raise RecipeError(
-            f"parallel.strategy '{asked}': there is one rank. Start more, as 'torchrun --nproc-per-node 8 --no-python "
-            "-- leandit train ...', or use 'auto'."
-        )
-    if (asked == "deepspeed") != bool(section.deepspeed_config):
-        raise RecipeError(
-            f"parallel.strategy '{asked}' with parallel.deepspeed_config '{section.deepspeed_config}': needed both, "
-            "'deepspeed' and the path of a ds_config.json, or neither."
-        )
-    if section.cpu_offload and asked not in ("fsdp", "hsdp"):
-        raise RecipeError(
-            f"parallel.cpu_offload: strategy '{asked}' keeps all on the GPU. Use 'fsdp' or 'hsdp', or a ds_config.json "
-            "that offloads."
-        )
-    if asked == "hsdp":
-        _replicas(section, ranks)
-    return asked
-
-
-def _replicas(section: ParallelSection, ranks: Ranks) -> int:
-    replicas = section.replicas or ranks.num_machines
-    if ranks.world_size % replicas or not 1 < replicas < ranks.world_size:
-        raise RecipeError(
-            f"parallel.replicas {section.replicas}: {ranks.world_size} ranks on {ranks.num_machines} machines are not "
-            f"{replicas} groups of equally many ranks, two or more. Set parallel.replicas, or use 'fsdp'."
-        )
-    return replicas
-
-
-def shard(
-    model: Denoiser, section: ParallelSection, ranks: Ranks, device: torch.device, dtype: torch.dtype | None
-) -> None:
-    """Shard each block, then what is left of the model, over the ranks (FSDP2); it moves to the device meanwhile.
-
-    Blocks are gathered in the dtype that they compute in, and their gradients summed in float32; what is outside of
-    them is small, and stays float32, as the time embedding needs it.
-    """
-    # The loss takes the output as it is; nothing of ours writes into it.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-    settings: dict[str, Any] = {
-        "mesh": _mesh(section, ranks, device),
-        "reshard_after_forward": section.shard == "full",
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        if section.cpu_offload
-        else OffloadPolicy(),
-    }
-    low = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if dtype else MixedPrecisionPolicy()
-    for block in model.blocks:
-        fully_shard(block, mp_policy=low, **settings)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **settings)
-    for name, buffer in list(model.named_buffers()):
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, buffer.to(device))
-
-
-def _mesh(section: ParallelSection, ranks: Ranks, device: torch.device) -> DeviceMesh:
-    if section.strategy == "hsdp":
-        replicas = _replicas(section, ranks)
-        shape = (replicas, ranks.world_size // replicas)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-        for group in mesh.get_all_groups():  # which have torch's default, not that of the group of all ranks
-            dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, group)
-        return mesh
-    return init_device_mesh(device.type, (ranks.world_size,), mesh_dim_names=("shard",))
 
 
 def _is_sharded(model: nn.Module) -> bool:

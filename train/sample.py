@@ -21,6 +21,7 @@ from ..datasets.errors import RecipeError, RunError
 from ..datasets.schema import LatentSpec, TextSpec
 from ..datasets.shuffle import keyed_hash
 from . import checkpoint
+from .build_engine import compile_blocks
 from .checkpoint import MODEL, NULL_CAPTION
 from .conditioning import Conditioner, Conditioning
 from .config import ObjectiveSection
@@ -28,7 +29,6 @@ from .cpu_linear import use_onednn
 from .learner import COMPILED_CAPTION_STEP
 from .models import Denoiser, build_model
 from .objectives import BETA_END, BETA_START, TRAIN_STEPS
-from .parallel import compile_blocks
 from .spec import ModelSpec
 
 Sampler = Literal["auto", "euler", "heun", "ddim", "dpm", "ddpm"]
