@@ -29,7 +29,7 @@ class FastDit(Reader):
     Raises: SourceError: the two folders are not there.
     """
 
-    facts = FAST_DIT
+    kind, facts = "fast-dit", FAST_DIT
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)
@@ -81,7 +81,7 @@ class Mar(Reader):
     Raises: SourceError: there are no class folders.
     """
 
-    facts = MAR
+    kind, facts = "mar", MAR
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)

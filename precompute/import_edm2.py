@@ -45,7 +45,7 @@ class Edm2(Reader):
     Raises: SourceError: its description, or the directory of the ZIP, cannot be read.
     """
 
-    facts = EDM2
+    kind, facts = "edm2", EDM2
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)

@@ -14,14 +14,7 @@ from .import_mds import Mds
 from .import_pixart import PixArt
 from .import_source import Reader
 
-READERS: dict[str, type[Reader]] = {
-    "fast-dit": FastDit,
-    "lightningdit": LightningDit,
-    "mar": Mar,
-    "edm2": Edm2,
-    "pixart": PixArt,
-    "mds": Mds,
-}
+READERS: dict[str, type[Reader]] = {one.kind: one for one in (FastDit, LightningDit, Mar, Edm2, PixArt, Mds)}
 
 
 def open_reader(kind: str, root: Path, recipe: ImportRecipe) -> Reader:

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from ..datasets.errors import RecordRejected, SourceError
 from ..datasets.writer import row_checksum
@@ -19,9 +18,7 @@ from .import_config import ImportRecipe
 from .import_source import Entry, Facts, Features, Reader, Seen, natural_order, rejecting, size_of
 from .import_torch import read_tensors
 
-LIGHTNING_DIT = Facts(
-    latent="sample", is_scaled=False, vae="hustvl/vavae-imagenet256-f16d32-dinov2", downscale=16, scale=()
-)
+LIGHTNING_DIT = Facts("sample", is_scaled=False, vae="hustvl/vavae-imagenet256-f16d32-dinov2", downscale=16)
 STATISTICS = "latents_stats.pt"
 ARRAYS = ("latents", "latents_flip")
 OPEN_SHARDS = 16
@@ -34,7 +31,7 @@ class LightningDit(Reader):
     Raises: SourceError: there are no shards, or no statistics, without which the latents cannot be normalised.
     """
 
-    facts = LIGHTNING_DIT
+    kind, facts = "lightningdit", LIGHTNING_DIT
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)
@@ -44,7 +41,7 @@ class LightningDit(Reader):
         if not recipe.vae.scale:
             mean, std = read_statistics(root / STATISTICS)
             self.facts = replace(LIGHTNING_DIT, shift=mean, scale=tuple(1 / one for one in std))
-        self._shard = lru_cache(maxsize=OPEN_SHARDS)(lambda name: Shard(root / name))
+        self._open = lru_cache(maxsize=OPEN_SHARDS)(lambda name: open_shard(root / name))
 
     def entries(self) -> Iterator[Entry]:
         """Rows of the shards in their order.
@@ -54,72 +51,58 @@ class LightningDit(Reader):
         for name in self._names:
             stem, size = name.removesuffix(".safetensors"), size_of(self.root, name)
             try:
-                rows = len(self._open(name))
+                with rejecting(name):
+                    rows = self._open(name).rows
             except RecordRejected as reject:
                 raise SourceError(
                     f"source '{self.root}': shard '{name}' cannot be opened ({reject.detail}). Restore or remove it."
                 ) from reject
             yield from (Entry(f"{stem}/{row}", name, row, size) for row in range(rows))
 
-    def _open(self, name: str) -> Shard:
-        with rejecting(name):
-            return self._shard(name)
-
     def look(self, entry: Entry) -> Seen:
         """By the shard's header, and its labels."""
-        shard = self._open(entry.path)
-        return Seen(shard.shape, shard.dtype, has_flip=shard.has_flip, label=shard.label(entry.offset))
+        with rejecting(entry.path):
+            shard = self._open(entry.path)
+        label = shard.labels[entry.offset] if shard.labels else -1
+        return Seen(shard.shape, shard.dtype, has_flip=len(shard.arrays) == 2, label=label)
 
     def read(self, entry: Entry) -> Features:
         """A sample, and that of the flipped picture."""
-        shard = self._open(entry.path)
+        row = entry.offset
         with rejecting(entry.path):
-            arrays = shard.read(entry.offset)
+            found = [array[row : row + 1][0] for array in self._open(entry.path).arrays]
+        arrays = [(one.float() if one.dtype == torch.bfloat16 else one).numpy() for one in found]
         return Features(arrays, row_checksum(*arrays))
 
 
-class Shard:
-    """One file, opened; safetensors checks that its header fits the file.
+class Shard(NamedTuple):
+    """One file, opened: slices of its arrays, (N, C, H, W), and a label a row, or none."""
 
-    Raises: OSError, ValueError.
+    arrays: list[Any]
+    rows: int
+    shape: tuple[int, ...]
+    dtype: str
+    labels: list[int]
+
+
+def open_shard(path: Path) -> Shard:
+    """Open a file; safetensors checks that its header fits it.
+
+    Raises: OSError, SafetensorError, ValueError.
     """
-
-    def __init__(self, path: Path) -> None:
-        open_regular(path).close()  # anything else might never come to an end
-        try:
-            self._file: Any = safe_open(path, framework="pt")
-            names = set(self._file.keys())
-            self._arrays = [self._file.get_slice(name) for name in ARRAYS if name in names]
-            if ARRAYS[0] not in names:
-                raise ValueError(f"it has no tensor '{ARRAYS[0]}'")
-            shapes = [tuple(array.get_shape()) for array in self._arrays]
-            labels = self._file.get_tensor("labels").flatten() if "labels" in names else torch.empty(0)
-        except SafetensorError as error:
-            raise ValueError(str(error)) from error
-        if len(set(shapes)) != 1 or len(shapes[0]) != 4 or len({array.get_dtype() for array in self._arrays}) != 1:
-            raise ValueError(f"tensors of shapes {shapes}; needed (N, C, H, W)")
-        self._rows, self.shape = shapes[0][0], shapes[0][1:]
-        dtype: str = self._arrays[0].get_dtype()
-        self.dtype, self.has_flip = DTYPES.get(dtype, dtype), len(shapes) == 2
-        self._labels = labels.tolist() if not labels.is_floating_point() else []
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def label(self, row: int) -> int:
-        """Of a row, -1 for none."""
-        return self._labels[row] if len(self._labels) == self._rows else -1
-
-    def read(self, row: int) -> list[np.ndarray]:
-        """The arrays of a row, (C, H, W) each.
-
-        Raises: ValueError.
-        """
-        try:
-            found = [array[row : row + 1][0] for array in self._arrays]
-        except SafetensorError as error:
-            raise ValueError(str(error)) from error
-        return [(one.float() if one.dtype == torch.bfloat16 else one).numpy() for one in found]
+    open_regular(path).close()  # anything else might never come to an end
+    file: Any = safe_open(path, framework="pt")
+    names = set(file.keys())
+    if ARRAYS[0] not in names:
+        raise ValueError(f"it has no tensor '{ARRAYS[0]}'")
+    arrays = [file.get_slice(name) for name in ARRAYS if name in names]
+    shapes, dtypes = ([tuple(one.get_shape()) for one in arrays], {one.get_dtype() for one in arrays})
+    if len(set(shapes)) != 1 or len(shapes[0]) != 4 or len(dtypes) != 1:
+        raise ValueError(f"tensors of shapes {shapes}; needed (N, C, H, W)")
+    (rows, *shape), dtype = shapes[0], str(dtypes.pop())
+    labels = file.get_tensor("labels").flatten() if "labels" in names else torch.empty(0)
+    has_labels = len(labels) == rows and not labels.is_floating_point()
+    return Shard(arrays, rows, tuple(shape), DTYPES.get(dtype, dtype), labels.tolist() if has_labels else [])
 
 
 def read_statistics(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -32,10 +32,9 @@ INDEX = "index.json"
 MAX_SHARD_BYTES = 1 << 32  # offsets are uint32
 OPEN_SHARDS = 4
 COPIED_BYTES = 4 << 20  # of a packed shard at once
-INTEGERS = {"int": "<i8", "int8": "<i1", "int16": "<i2", "int32": "<i4", "int64": "<i8"}
-INTEGERS |= {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8"}
 VALUES = {16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32", 64: "uint64", 65: "int64"}
 VALUES |= {8: "uint8", 9: "int8"}
+INTEGERS = {"int": "int64"} | {name: name for name in VALUES.values() if "int" in name}
 SIDES = ("<u1", "<u2", "<u4", "<u8")  # of a shape's numbers
 
 
@@ -59,6 +58,8 @@ class Mds(Reader):
 
     Raises: SourceError: the index is none, or a column that is needed is not there or is pickled.
     """
+
+    kind = "mds"
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)

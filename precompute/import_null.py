@@ -8,6 +8,7 @@ import numpy as np
 
 from ..datasets.errors import SourceError
 from .import_arrays import MAX_ARRAY_BYTES, open_npz, parse_npy, read_file, read_member
+from .import_source import UNREADABLE
 
 ZEROS = "zeros"
 TENSOR = "y_embedding"  # its name in PixArt's checkpoints ends so
@@ -39,7 +40,7 @@ def read_null(given: str | None, shape: tuple[int, ...]) -> np.ndarray:
                 rows = read_member(arrays, "caption_feature")
         else:
             rows = _from_checkpoint(path)
-    except (OSError, ValueError, KeyError) as error:
+    except UNREADABLE as error:
         raise SourceError(f"--null '{given}': cannot be read as a null caption ({error}).") from error
     rows = rows.reshape(rows.shape[-2:]) if rows.ndim > 2 and rows.size == np.prod(rows.shape[-2:]) else rows
     if rows.shape != shape or rows.dtype.kind != "f" or not np.isfinite(rows).all():
@@ -53,23 +54,20 @@ def read_null(given: str | None, shape: tuple[int, ...]) -> np.ndarray:
 def _from_checkpoint(path: Path) -> np.ndarray:
     """The tensor of a checkpoint, float32.
 
-    Raises: OSError, ValueError.
+    Raises: OSError, SafetensorError, ValueError.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     from .import_torch import read_tensors
 
     if path.suffix == ".safetensors":
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys() if name.endswith(TENSOR)}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(str(error)) from error
+        with safe_open(path, framework="pt") as file:
+            found = [file.get_tensor(name) for name in file.keys() if name.endswith(TENSOR)]  # noqa: SIM118
     else:
         tensors = read_tensors(path)
         while isinstance(tensors, dict) and isinstance(tensors.get("state_dict"), dict):
             tensors = tensors["state_dict"]
-    found = [tensor for name, tensor in dict(tensors).items() if str(name).endswith(TENSOR)]
+        found = [tensor for name, tensor in dict(tensors).items() if str(name).endswith(TENSOR)]
     if len(found) != 1 or found[0].nbytes > MAX_ARRAY_BYTES:
         raise ValueError(f"{len(found)} tensors whose name ends in '{TENSOR}'; needed one")
     return found[0].float().numpy()

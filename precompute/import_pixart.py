@@ -44,7 +44,7 @@ class PixArt(Reader):
     Raises: SourceError: the description or a folder is not there.
     """
 
-    facts = PIXART
+    kind, facts = "pixart", PIXART
     has_labels = False
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:

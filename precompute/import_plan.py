@@ -18,10 +18,8 @@ from ..datasets.buckets import bucket_name, bucket_size
 from ..datasets.errors import RecordRejected, SourceError
 from ..datasets.frozen import FrozenPlan, first_plan
 from ..datasets.schema import PLAN_SCHEMA, POSTERIORS, StoreSpec
-from .import_config import ImportRecipe
 from .import_source import Entry, Facts, Reader, Seen
 from .picture_plan import num_threads
-from .rejects import RejectLedger, RejectLimit
 
 CHUNK = 4096  # records looked at before the next are asked for
 MAX_CLASSES = 1 << 20
@@ -108,7 +106,7 @@ def _checked(seen: Seen, reader: Reader) -> Seen:
     return seen
 
 
-def refuse_others(found: Sequence[Looked], reader: Reader, recipe: ImportRecipe) -> tuple[Common, list[Looked]]:
+def refuse_others(found: Sequence[Looked], reader: Reader) -> tuple[Common, list[Looked]]:
     """Find what most records are, and reject all that are something else.
 
     Raises: SourceError: no record is left.
@@ -117,7 +115,7 @@ def refuse_others(found: Sequence[Looked], reader: Reader, recipe: ImportRecipe)
     if not kinds:
         first = f"; the first: {found[0]}" if found else ""
         raise SourceError(f"source: not one of {len(found)} records can be imported{first}. Nothing was written.")
-    wanted, classes = kinds.most_common(1)[0][0], recipe.source.num_classes
+    wanted, classes = kinds.most_common(1)[0][0], reader.recipe.source.num_classes
 
     def refuse(seen: Looked) -> Looked:
         if isinstance(seen, RecordRejected):
@@ -130,17 +128,6 @@ def refuse_others(found: Sequence[Looked], reader: Reader, recipe: ImportRecipe)
         return seen
 
     return wanted, [refuse(seen) for seen in found]
-
-
-def count_rejects(entries: Sequence[Entry], found: Sequence[Looked], recipe: ImportRecipe) -> None:
-    """Stop where too many are rejected.
-
-    Raises: SourceError.
-    """
-    section = recipe.source.limits()
-    limit = RejectLimit(section, RejectLedger(section, len(entries), planning=True))
-    for entry, seen in zip(entries, found, strict=True):
-        limit.count(entry.key, seen if isinstance(seen, RecordRejected) else None)
 
 
 def plan_import(spec: StoreSpec, entries: Sequence[Entry], found: Sequence[Looked], listing: str) -> FrozenPlan:

@@ -27,14 +27,11 @@ class Importer:
     """What shards are made from again: the features, as they lie now.
 
     Args:
-      root: of the features.
       listing: hash of what they list.
     """
 
     fingerprint: str
-    root: Path
     reader: Reader
-    recipe: ImportRecipe
     listing: str
 
     def make(self, plan: FrozenPlan, tasks: Sequence[Task], told: Told) -> Iterator[PackedShard]:
@@ -43,8 +40,8 @@ class Importer:
         Raises: SourceError: the features are not those that the plan lists.
         """
         if plan.listing != self.listing and not plan.copies:
-            raise SourceError(f"source '{self.root}': not what the store was imported from. Check --source.")
-        limit = RejectLimit(self.recipe.source.limits().model_copy(update=UNLIMITED), None)
+            raise SourceError(f"source '{self.reader.root}': not what the store was imported from. Check --source.")
+        limit = RejectLimit(self.reader.recipe.source.limits().model_copy(update=UNLIMITED), None)
         shards = ShardReader(plan, self.reader, None, limit, lambda _: None)
         yield from shards.make([task for task in tasks if task[0] != NULL_PART])
 
@@ -58,4 +55,4 @@ def load_importer(spec: StoreSpec, source: Path) -> Importer:
     kind = str(settings.pop("kind"))
     recipe = parse_recipe("import", ImportRecipe, settings)
     reader = open_reader(kind, source, recipe)
-    return Importer(spec.fingerprint, source, reader, recipe, listing_hash(list(reader.entries())))
+    return Importer(spec.fingerprint, reader, listing_hash(list(reader.entries())))

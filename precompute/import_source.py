@@ -15,15 +15,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import xxhash
+from safetensors import SafetensorError
 
 from ..datasets.errors import RecordRejected, ResourceError, SourceError
 from .import_arrays import parse_npy, read_file
 from .import_config import ImportRecipe
 
+UNREADABLE = (OSError, ValueError, EOFError, LookupError, NotImplementedError, SafetensorError)
 LACKING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
 FAILING = frozenset({errno.EIO, errno.ESTALE})
 
@@ -107,6 +109,7 @@ class Reader(ABC):
       recipe: settings of the import.
     """
 
+    kind: ClassVar[str]
     facts: Facts
     """What the kind is, with what the source itself says (LightningDiT's statistics)."""
     classes: Sequence[str] | None = None
@@ -158,7 +161,7 @@ def rejecting(what: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise RecordRejected("scan", "missing_file", f"{what}: there is no such file") from error
-    except (OSError, ValueError, EOFError, LookupError, NotImplementedError, MemoryError) as error:
+    except (*UNREADABLE, MemoryError) as error:
         number = getattr(error, "errno", None)
         if number in LACKING or isinstance(error, MemoryError):
             raise ResourceError(

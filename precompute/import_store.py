@@ -19,6 +19,7 @@ from ..datasets.commits import Task
 from ..datasets.errors import FingerprintMismatch, RecordRejected, SourceError
 from ..datasets.frozen import FrozenPlan, freeze_plan
 from ..datasets.layout import CAPTION_PART, NULL_PART, is_picture_task
+from ..datasets.mapped import TakenColumn
 from ..datasets.schema import Manifest, Reject, StoreSpec
 from ..datasets.writer import StoreWriter, row_checksum
 from .clock import Progress, StageClock
@@ -26,13 +27,12 @@ from .import_config import ImportRecipe
 from .import_describe import describe_import, differing_settings
 from .import_kinds import open_reader
 from .import_null import read_null
-from .import_plan import caption_origins, count_rejects, listing_hash, look_at, plan_import, refuse_others
+from .import_plan import caption_origins, listing_hash, look_at, plan_import, refuse_others
 from .import_source import Entry, Features, Reader
 from .leases import Leases, seal_alone
 from .opening import check_disk, newest_plan
-from .picture_batches import BucketSource
 from .picture_plan import num_threads
-from .rejects import RejectLimit, ledger_of
+from .rejects import RejectLedger, RejectLimit, ledger_of
 from .shard_task import PackedShard
 from .stages import Background
 
@@ -80,42 +80,37 @@ def import_features(
     # Plan: look at every record and freeze the plan, or take up the one that is there.
     plan = newest_plan(store_path)
     if plan is None:
-        plan = freeze_plan(store_path, _plan(kind, reader, recipe, entries, listing, null, progress))
-    check_resumes(store_path, plan, kind, recipe, listing)
+        plan = freeze_plan(store_path, _plan(reader, entries, listing, null, progress))
+    check_resumes(store_path, plan, reader, listing)
 
     # Copy what is missing, and seal it.
-    manifest, num_imported = finish(store_path, plan, reader, recipe, null, progress)
+    manifest, num_imported = finish(store_path, plan, reader, null, progress)
     return ImportReport(manifest, plan.spec, num_imported, time.perf_counter() - start)
 
 
-def _plan(
-    kind: str,
-    reader: Reader,
-    recipe: ImportRecipe,
-    entries: Sequence[Entry],
-    listing: str,
-    null: str | None,
-    progress: Progress,
-) -> FrozenPlan:
+def _plan(reader: Reader, entries: Sequence[Entry], listing: str, null: str | None, progress: Progress) -> FrozenPlan:
     """Look at every record, and plan those that can be stored.
 
     Raises: SourceError: too many cannot.
     """
     found = look_at(reader, entries, lambda done: progress("scan", done, len(entries)))
-    common, found = refuse_others(found, reader, recipe)
-    count_rejects(entries, found, recipe)
+    common, found = refuse_others(found, reader)
+    limits = reader.recipe.source.limits()
+    limit = RejectLimit(limits, RejectLedger(limits, len(entries), planning=True))
+    for entry, seen in zip(entries, found, strict=True):
+        limit.count(entry.key, seen if isinstance(seen, RecordRejected) else None)
     digest = row_checksum(read_null(null, common.caption[:2])) if common.caption else ""
-    return plan_import(describe_import(kind, reader, recipe, common, found, digest), entries, found, listing)
+    return plan_import(describe_import(reader, common, found, digest), entries, found, listing)
 
 
-def check_resumes(root: Path, plan: FrozenPlan, kind: str, recipe: ImportRecipe, listing: str) -> None:
+def check_resumes(root: Path, plan: FrozenPlan, reader: Reader, listing: str) -> None:
     """Refuse a store that something else made, or a source that has changed since it was planned.
 
     Raises: FingerprintMismatch, SourceError.
     """
     if not plan.spec.is_imported:
         raise FingerprintMismatch(f"store '{root}': encoded, not imported. Nothing was changed. Give another --store.")
-    if differing := differing_settings(plan.spec, kind, recipe):
+    if differing := differing_settings(plan.spec, reader):
         raise FingerprintMismatch(
             f"store '{root}': imported with other settings. Nothing was changed. Use those that made it, or give "
             "another --store. What differs:" + "".join(f"\n  {field}" for field in differing)
@@ -127,14 +122,12 @@ def check_resumes(root: Path, plan: FrozenPlan, kind: str, recipe: ImportRecipe,
         )
 
 
-def finish(
-    root: Path, plan: FrozenPlan, reader: Reader, recipe: ImportRecipe, null: str | None, progress: Progress
-) -> tuple[Manifest, int]:
+def finish(root: Path, plan: FrozenPlan, reader: Reader, null: str | None, progress: Progress) -> tuple[Manifest, int]:
     """Copy what is missing of a plan, and seal it.
 
     Returns: the manifest, and how many records were copied.
     """
-    writer = StoreWriter(root, plan)
+    writer, limits = StoreWriter(root, plan), reader.recipe.source.limits()
     missing = writer.missing_tasks()
     check_disk(writer, missing)
     total = sum(len(plan.layout.rows_of(*task)) for task in missing if is_picture_task(task))
@@ -145,10 +138,10 @@ def finish(
         done += records
         progress("records", done, total)
 
-    ledger = ledger_of(recipe.source.limits(), writer)
+    ledger = ledger_of(limits, writer)
     if missing:
         ledger.check()
-    shards = ShardReader(plan, reader, null, RejectLimit(recipe.source.limits(), ledger), count)
+    shards = ShardReader(plan, reader, null, RejectLimit(limits, ledger), count)
 
     def copy(missing: list[Task]) -> None:
         with Leases(writer) as leases:
@@ -166,7 +159,7 @@ def finish(
             f"reasons are in '{root / 'commits'}'."
         )
     if not writer.is_sealed:
-        ledger_of(recipe.source.limits(), writer).check()
+        ledger_of(limits, writer).check()
     return seal_alone(writer, copy, lambda: progress("others seal", 0, 1)), done
 
 
@@ -184,7 +177,6 @@ class ShardReader:
     ) -> None:
         self._plan, self._reader, self._null = plan, reader, null
         self._limit, self._count = limit, count
-        self._buckets: dict[str, BucketSource] = {}
 
     @cached_property
     def _origins(self) -> np.ndarray:
@@ -211,9 +203,7 @@ class ShardReader:
         given, encoder = read_null(self._null, array.shape), self._plan.spec.text_encoder
         if encoder is None or row_checksum(given) != encoder.config.get("null_caption"):
             raise SourceError(f"--null '{self._null}': not the null caption that the store was planned with.")
-        with np.errstate(over="ignore"):
-            rows = given.astype(array.dtype)
-        if not np.isfinite(rows).all():
+        if (rows := _narrowed(given, array.dtype)) is None:
             raise SourceError(f"--null '{self._null}': not finite as {array.dtype}. Use --set store.dtype=source.")
         return PackedShard(NULL_PART, 0, {array.path: rows}, [row_checksum(rows)])
 
@@ -226,8 +216,7 @@ class ShardReader:
         (array,) = layout.part_arrays(CAPTION_PART)
         first, captions = layout.rows_of(CAPTION_PART, shard).start, layout.captions_of(shard)
         rows = np.full((len(layout.rows_of(CAPTION_PART, shard)), *array.shape[1:]), np.nan, array.dtype)
-        table, checksums = plan.records.take(self._origins[captions.start : captions.stop]), []
-        entries = map(Entry, *(table[name].to_pylist() for name in PLACE))
+        checksums, entries = [], self._entries(self._origins[captions.start : captions.stop])
         for caption, found in zip(captions, pool.map(self._caption, entries), strict=True):
             start, length = int(layout.offsets[caption]) - first, int(layout.num_tokens[caption])
             text = plan.captions["text"][caption].as_py()
@@ -236,14 +225,13 @@ class ShardReader:
                     f"caption {text[:80]!r}: its features are {found.shape} now, {(length, array.shape[1])} when the "
                     "store was planned. Restore the source; the same command then goes on."
                 )
-            with np.errstate(over="ignore"):
-                rows[start : start + length] = found
-            if not np.isfinite(rows[start : start + length]).all():
+            if (tokens := _narrowed(found, array.dtype)) is None:
                 raise SourceError(
                     f"caption {text[:80]!r}: its features are not finite as {array.dtype}. Import into another --store "
                     "with --set store.dtype=source, or with text.check=content, which rejects what is broken."
                 )
-            checksums.append(row_checksum(rows[start : start + length]))
+            rows[start : start + length] = tokens
+            checksums.append(row_checksum(tokens))
         return PackedShard(CAPTION_PART, shard, {array.path: rows}, checksums)
 
     def _caption(self, entry: Entry) -> np.ndarray:
@@ -258,22 +246,27 @@ class ShardReader:
 
     def _latents(self, part: str, shard: int, pool: ThreadPoolExecutor) -> PackedShard:
         """Latents of all records of a shard, and the flipped ones if any."""
-        layouts = self._plan.layout.part_arrays(part)
+        layouts, positions = self._plan.layout.part_arrays(part), self._plan.bucket_positions[part.split("/")[-1]]
         rows = layouts[0].rows_of(shard)
-        source = self._buckets.setdefault(part, BucketSource(self._plan, part.removeprefix("buckets/")))
+        entries = self._entries(positions[rows.start : rows.stop])
         arrays = {one.path: np.full((len(rows), *one.shape[1:]), np.nan, one.dtype) for one in layouts}
         packed = PackedShard(part, shard, arrays, [])
-        entries = [Entry(source.keys[r], source.paths[r], source.offsets[r], source.num_bytes[r]) for r in rows]
-        for i, (row, found) in enumerate(zip(rows, pool.map(self._read, entries), strict=True)):
-            reject = found if isinstance(found, RecordRejected) else _copy(found, i, list(arrays.values()))
-            self._limit.count(source.keys[row], reject)
-            if reject:
-                refused = {"stage": "decode", "reason": reject.reason, "detail": reject.detail}
-                packed.rejects.append(Reject(row=row, key=source.keys[row], **refused))
-            packed.checksums.append("" if reject else row_checksum(*(array[i] for array in arrays.values())))
-            packed.source_checksums.append("" if reject or isinstance(found, RecordRejected) else found.source_checksum)
+        for i, (entry, found) in enumerate(zip(entries, pool.map(self._read, entries), strict=True)):
+            stored = found if isinstance(found, RecordRejected) else _copied(found, i, list(arrays.values()))
+            is_reject = isinstance(stored, RecordRejected)
+            self._limit.count(entry.key, stored if is_reject else None)
+            if is_reject:
+                refused = {"stage": "decode", "reason": stored.reason, "detail": stored.detail}
+                packed.rejects.append(Reject(row=rows[i], key=entry.key, **refused))
+            packed.checksums.append("" if is_reject else row_checksum(*(array[i] for array in arrays.values())))
+            packed.source_checksums.append("" if is_reject else stored.source_checksum)
         self._count(len(rows))
         return packed
+
+    def _entries(self, positions: np.ndarray) -> list[Entry]:
+        """Where some records of the plan lie."""
+        names = ("key", "source_path", "source_offset", "source_bytes")
+        return list(map(Entry, *(TakenColumn(self._plan.records[name], positions)[:] for name in names)))
 
     def _read(self, entry: Entry) -> Features | RecordRejected:
         try:
@@ -282,21 +275,24 @@ class ShardReader:
             return reject
 
 
-PLACE = ("key", "source_path", "source_offset", "source_bytes")
-
-
-def _copy(found: Features, i: int, arrays: Sequence[np.ndarray]) -> RecordRejected | None:
+def _copied(found: Features, i: int, arrays: Sequence[np.ndarray]) -> Features | RecordRejected:
     """Copy the arrays of a record into row i of each array, or say why not; then the row stays NaN."""
     if len(found.arrays) < len(arrays):
         return RecordRejected("decode", "wrong_shape", "there is no flipped copy")
     for one, array in zip(found.arrays, arrays, strict=False):
         if one.shape != array.shape[1:]:
             return RecordRejected("decode", "wrong_shape", f"shape {one.shape}, planned {array.shape[1:]}")
-        with np.errstate(over="ignore"):  # what float16 cannot hold becomes infinity, and is rejected as such
-            narrowed = one.astype(array.dtype)
-        if not np.isfinite(narrowed).all():
+    for one, array in zip(found.arrays, arrays, strict=False):
+        if (row := _narrowed(one, array.dtype)) is None:
             for other in arrays:
                 other[i] = np.nan
             return RecordRejected("decode", "nonfinite", "NaN or infinity in the features, or beyond store.dtype")
-        array[i] = narrowed
-    return None
+        array[i] = row
+    return found
+
+
+def _narrowed(values: np.ndarray, dtype: np.dtype | str) -> np.ndarray | None:
+    """Values in the dtype of the store; None where they are not finite, or beyond it."""
+    with np.errstate(over="ignore"):  # what float16 cannot hold becomes infinity
+        rows = values.astype(dtype)
+    return rows if np.isfinite(rows).all() else None
