@@ -13,12 +13,22 @@ import numpy as np
 import pytest
 import torch
 from making import CPU
+from torch.autograd.graph import save_on_cpu
 
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.tools import planner
 from leandit.tools.bench_planner import ON_CPU, Case, job_of, measure, measure_apart, predict
 from leandit.tools.dry_run import held_bytes
-from leandit.tools.planner import LAUNCH_SECONDS, Work, measured_mfu, plan, render, strategies, work_at_resolution
+from leandit.tools.planner import (
+    LAUNCH_SECONDS,
+    Work,
+    measured_mfu,
+    plan,
+    render,
+    strategies,
+    with_ds_config,
+    work_at_resolution,
+)
 from leandit.train.config import load
 from leandit.train.dit import SIZES
 from leandit.train.memory import StepMemory, Trace, step_memory, trace_step
@@ -33,6 +43,7 @@ from leandit.train.memory_tracker import (
     MemoryTracker,
 )
 from leandit.train.models import PIXART_SIZES, build_model
+from leandit.train.recompute import checkpoint_blocks
 from leandit.train.step import train_step
 from leandit.train.synthetic import synthetic_batch, synthetic_learner
 
@@ -129,6 +140,47 @@ def test_checkpointing_takes_less_and_accumulation_keeps_the_gradients() -> None
     assert checkpointed.peak(256)[ACTIVATIONS] < 0.6 * plain.peak(256)[ACTIVATIONS]
     assert memory(accumulates=True).peak(64)[GRADIENTS] == plain.states[GRADIENTS]
     assert plain.peak(64)[GRADIENTS] < 0.1 * plain.states[GRADIENTS]
+
+
+def test_what_waits_on_the_host_is_what_a_real_step_sends_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = work("dit-s-2-256", "run.activation_checkpointing=blocks")
+    of = [step_memory(it.recipe, it.store, it.spec, "64x64", 0, autocast=None, to_host=to) for to in (False, True)]
+    stays, waits = (found.peak(256)[ACTIVATIONS] for found in of)
+    assert waits < stays - 0.9 * (SIZE[0] - 1) * 256 * 16 * SIZE[1] * 4  # the tokens of all blocks but one
+    sent: list[int] = []
+
+    class Counting(save_on_cpu):
+        """torch's, with the bytes of each tensor that it takes noted."""
+
+        def __init__(self, **settings: bool) -> None:
+            super().__init__(**settings)
+            take = self.pack_hook
+            self.pack_hook = lambda tensor: (sent.append(tensor.nbytes), take(tensor))[1]
+
+    monkeypatch.setattr("leandit.train.recompute.save_on_cpu", Counting)
+    learner = synthetic_learner(it.recipe, it.spec, 0, CPU)
+    checkpoint_blocks(learner.engine.model.blocks, "blocks", to_cpu=True)
+    train_step(learner, synthetic_batch(it.store, "64x64", 7, 0, CPU))
+    assert (of[0].on_host(7), of[1].on_host(7)) == (0, sum(sent))
+    assert sum(sent) > 0
+
+
+def test_a_plan_counts_the_activations_of_zero_on_the_host_where_the_file_says_so(tmp_path: Path) -> None:
+    def rows(**file: Any) -> dict[str, dict[str, Any]]:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"zero_optimization": {"stage": 2}} | file))
+        recipe, _ = with_ds_config(
+            load("dit-s-2-256", [*SMALL, "run.global_batch=512", f"parallel.deepspeed_config={path}"]), 2
+        )
+        found = plan(work_at_resolution(recipe, 64), gpu="H200", num_gpus=2, images=0, run=None)
+        return {row["strategy"]: row for row in found["strategies"]}
+
+    stay = rows(activation_checkpointing={"cpu_checkpointing": False})
+    wait = rows(activation_checkpointing={"cpu_checkpointing": True})
+    for name in ("zero-1", "zero-3", "zero-2, offloaded"):
+        assert wait[name]["bytes"][ACTIVATIONS] < stay[name]["bytes"][ACTIVATIONS]
+        assert wait[name]["host"] > stay[name]["host"]
+    assert (wait["ddp"], wait["fsdp, offloaded"]) == (stay["ddp"], stay["fsdp, offloaded"])
 
 
 def test_a_bf16_residual_stream_takes_less_memory() -> None:

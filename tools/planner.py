@@ -207,6 +207,13 @@ def zero_section(recipe: TrainRecipe) -> dict[str, Any]:
     return read_config(path).get("zero_optimization", {}) if path else {}
 
 
+def keeps_on_host(recipe: TrainRecipe) -> bool:
+    """Whether its ds_config.json lets what goes into blocks wait in the host's memory (``cpu_checkpointing``)."""
+    path = recipe.parallel.deepspeed_config
+    section = read_config(path).get("activation_checkpointing") if path else None
+    return bool(section and section.get("cpu_checkpointing"))
+
+
 def room_of(gpu: Gpu, strategy: Strategy, read_ahead: float) -> float:
     """Bytes of a GPU for what a step allocates."""
     return gpu.memory_gib * GIB * (1 - UNUSABLE) - CONTEXT_BYTES - CUBLAS_BYTES - strategy.buffers - read_ahead
@@ -251,17 +258,20 @@ def plan(
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     whole = traced(work, autocast, accumulates=False)
     split = traced(work, autocast, accumulates=True)
+    many = (False, True) if keeps_on_host(recipe) else ()
+    of_zero = [traced(work, autocast, accumulates=accumulates, to_host=True) for accumulates in many]
     mfu, measured = (measured_mfu(run), True) if run else (GUESSED_MFU, False)
     read_ahead = recipe.run.prefetch * work.batch_bytes(local)
     images = images or recipe.run.steps * recipe.run.global_batch
 
     def fit(on: Gpu, at_once: Strategy, in_parts: Strategy) -> tuple[int, StepMemory, Strategy]:
         """Largest microbatch, and the memory of its step: the batch at once where it fits, else in parts."""
+        first, each = of_zero if of_zero and at_once.name.startswith("zero") else (whole, split)
         room, most = room_of(on, at_once, read_ahead), min(recipe.run.microbatch or local, local)
-        if whole.largest(room, most=most, shares=at_once.shares) == local:
-            return local, whole, at_once
+        if first.largest(room, most=most, shares=at_once.shares) == local:
+            return local, first, at_once
         room = room_of(on, in_parts, read_ahead)
-        return split.largest(room, batch=local, most=most, shares=in_parts.shares), split, in_parts
+        return each.largest(room, batch=local, most=most, shares=in_parts.shares), each, in_parts
 
     def shown(at_once: Strategy, in_parts: Strategy) -> dict[str, Any]:
         microbatch, memory, strategy = fit(chosen, at_once, in_parts)
@@ -272,7 +282,7 @@ def plan(
             "microbatch": microbatch,
             "bytes": {**{name: round(value) for name, value in peak.items()}, "workspace": round(workspace)},
             "total": round(sum(peak.values()) + workspace),
-            "host": round(strategy.host),
+            "host": round(strategy.host) + memory.on_host(max(1, microbatch)),
         }
 
     zero = zero_section(recipe)
@@ -338,7 +348,7 @@ def launch_seconds(whole: StepMemory, split: StepMemory, parts: int) -> float:
     return (first + (parts - 1) * each) * LAUNCH_SECONDS
 
 
-def traced(work: Work, autocast: torch.dtype | None, *, accumulates: bool) -> StepMemory:
+def traced(work: Work, autocast: torch.dtype | None, *, accumulates: bool, to_host: bool = False) -> StepMemory:
     """The memory of a step on the largest bucket."""
     return step_memory(
         work.recipe,
@@ -349,6 +359,7 @@ def traced(work: Work, autocast: torch.dtype | None, *, accumulates: bool) -> St
         autocast=autocast,
         accumulates=accumulates,
         proves=not accumulates,
+        to_host=to_host,
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,8 +27,20 @@ from .config import ParallelSection, TrainRecipe
 from .draws import GROUP
 from .flops import latent_size_of
 from .learner import Learner
-from .memory_tracker import ACTIVATIONS, CATEGORIES, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, STATES, MemoryTracker
+from .memory_tracker import (
+    ACTIVATIONS,
+    CATEGORIES,
+    EMA,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    STATES,
+    HostCounter,
+    MemoryTracker,
+    clear_caches,
+)
 from .parallel import TorchEngine
+from .recompute import checkpoint_blocks
 from .spec import ModelSpec
 from .step import train_step
 from .synthetic import synthetic_batch, synthetic_learner
@@ -44,7 +55,6 @@ ROUNDING = {
 TRACED = (2, 3)  # microbatches that make the lines; not 1, where some copies are left out
 PROOF = 5  # one that must lie on them
 LINEAR = 0.01  # share that it may be off
-Cached = type(functools.lru_cache(lambda: None))
 
 
 @dataclass(frozen=True)
@@ -56,12 +66,14 @@ class Trace:
       states: bytes of parameters, gradients, optimizer and averages, all of them.
       block_bytes: of the parameters of the largest block.
       other_bytes: of the parameters that are in no block.
+      host: most bytes that waited in the host's memory.
     """
 
     moments: np.ndarray
     states: Mapping[str, int]
     block_bytes: int
     other_bytes: int
+    host: int = 0
 
     def peak(self, shares: Mapping[str, float] | None = None) -> int:
         """Most bytes at a moment.
@@ -83,6 +95,7 @@ def trace_step(
     autocast: torch.dtype | None,
     count: int = 1,
     device_type: str = "cuda",
+    to_host: bool = False,
 ) -> Trace:
     """Run a step under fake tensors, as if it were not the first, and record it.
 
@@ -92,13 +105,17 @@ def trace_step(
       autocast: dtype of the forward, as the device has it; None is float32.
       count: microbatches of the step; from the second on, the gradients of those before live all the time.
       device_type: whose allocator rounds, and whose optimizer is fused; "cpu" or "cuda".
+      to_host: what goes into blocks that are computed again waits in the host's memory.
     """
+    host = HostCounter()
     run = recipe.run.model_copy(update={"microbatch": microbatch})
     recipe = recipe.model_copy(update={"run": run, "parallel": ParallelSection()})  # of one process
-    _clear_caches()
+    clear_caches()
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker(ROUNDING[device_type]) as tracker:
         learner = synthetic_learner(recipe, spec, tokens, torch.device("cpu"), onednn=device_type == "cpu")
         learner.autocast_dtype = autocast
+        if to_host:
+            checkpoint_blocks(learner.engine.model.blocks, run.activation_checkpointing, to_cpu=host.hooks)
         tracker.assign(PARAMETERS, (*learner.engine.model.parameters(), *learner.engine.model.buffers()))
         tracker.assign(EMA, engine_of(learner).ema.state_dict().values())
         for parameter in learner.engine.model.parameters():
@@ -108,18 +125,9 @@ def trace_step(
         tracker.moments.clear()
         train_step(learner, batch)
         blocks = [sum(p.nbytes for p in block.parameters()) for block in learner.engine.model.blocks]
-    _clear_caches()
+    clear_caches()
     other = states[PARAMETERS] - sum(blocks)
-    return Trace(np.array(tracker.moments, np.int64), states, max(blocks), other)
-
-
-def _clear_caches() -> None:
-    """Empty every ``functools`` cache of this package: a table that is kept there must be neither fake afterwards, nor
-    have been made before the tracker looked."""
-    package = __name__.partition(".")[0]
-    ours = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == package]
-    for cached in {value for module in ours for value in vars(module).values() if isinstance(value, Cached)}:
-        cached.cache_clear()
+    return Trace(np.array(tracker.moments, np.int64), states, max(blocks), other, host.most)
 
 
 def _step_with_zeros(learner: Learner, tracker: MemoryTracker) -> dict[str, int]:
@@ -186,6 +194,7 @@ class StepMemory:
       waiting: bytes for each image of the step that waits for its microbatch.
       count: microbatches that were traced.
       noise: bytes of the noise of an image, which is drawn for whole groups; those that were traced had one group.
+      host: bytes in the host's memory, at no image and for each of a microbatch.
     """
 
     base: np.ndarray
@@ -196,6 +205,11 @@ class StepMemory:
     waiting: float = 0.0
     count: int = 1
     noise: int = 0
+    host: tuple[int, int] = (0, 0)
+
+    def on_host(self, microbatch: int) -> int:
+        """Most bytes that wait in the host's memory."""
+        return self.host[0] + self.host[1] * microbatch
 
     def peak(self, microbatch: int, *, batch: int = 0, shares: Mapping[str, float] | None = None) -> dict[str, float]:
         """Bytes of each category at the moment of the peak.
@@ -239,6 +253,7 @@ def step_memory(
     accumulates: bool = False,
     device_type: str = "cuda",
     proves: bool = True,
+    to_host: bool = False,
 ) -> StepMemory:
     """Trace a step at two microbatches, and prove with a third that its memory is linear.
 
@@ -249,29 +264,19 @@ def step_memory(
     Raises: TraceError: the third one is not what the first two say.
     """
 
-    def trace(microbatch: int, count: int) -> Trace:
-        return trace_step(
-            recipe,
-            store,
-            spec,
-            bucket,
-            tokens,
-            microbatch=microbatch,
-            autocast=autocast,
-            count=count,
-            device_type=device_type,
-        )
-
+    how = {"autocast": autocast, "device_type": device_type, "to_host": to_host}
+    trace = functools.partial(trace_step, recipe, store, spec, bucket, tokens, **how)
     count = 2 if accumulates else 1
     small, large = TRACED
-    first, second = trace(small, count), trace(large, count)
+    first, second = (trace(microbatch=images, count=count) for images in TRACED)
     if first.moments.shape != second.moments.shape:
         lengths = f"{len(first.moments)} and {len(second.moments)}"
         raise TraceError(
             f"bucket '{bucket}': {small} and {large} images do not make the same step ({lengths} moments)."
         )
     slope = (second.moments - first.moments) // (large - small)
-    waiting = (trace(small, 3).peak() - first.peak()) / small if accumulates else 0.0
+    each_on_host = (second.host - first.host) // (large - small)
+    waiting = (trace(microbatch=small, count=3).peak() - first.peak()) / small if accumulates else 0.0
     found = StepMemory(
         base=first.moments - slope * small,
         slope=slope,
@@ -281,8 +286,9 @@ def step_memory(
         waiting=max(0.0, waiting),
         count=count,
         noise=4 * store.latent.channels * math.prod(latent_size_of(bucket, store.latent)),
+        host=(first.host - each_on_host * small, each_on_host),
     )
-    proven = trace(PROOF, count).peak() if proves else 0
+    proven = trace(microbatch=PROOF, count=count).peak() if proves else 0
     if proves and abs(found.total(PROOF) - proven) > LINEAR * proven:
         raise TraceError(
             f"bucket '{bucket}': a step of {PROOF} images takes {proven:,} bytes, those of {small} and {large} say "

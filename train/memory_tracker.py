@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +24,7 @@ CATEGORIES = PARAMETERS, GRADIENTS, OPTIMIZER, EMA, ACTIVATIONS = (
     "ema",
     "activations",
 )
+Cached = type(functools.lru_cache(lambda: None))
 STATES = CATEGORIES[:-1]  # of a size that the microbatch does not change
 
 
@@ -78,9 +81,40 @@ class MemoryTracker(TorchDispatchMode):
         self.live[category] -= num_bytes
 
 
+class HostCounter:
+    """Counts what would wait in the host's memory from forward to backward. On the device it dies, and comes again."""
+
+    def __init__(self) -> None:
+        self.most = self._live = 0
+
+    def hooks(self) -> saved_tensors_hooks:
+        """In the place of ``save_on_cpu``."""
+        return saved_tensors_hooks(self._take, self._give_back)
+
+    def _take(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+        self._live += tensor.nbytes
+        self.most = max(self.most, self._live)
+        return tensor.size(), tensor.dtype, tensor.device
+
+    def _give_back(self, taken: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
+        size, dtype, device = taken
+        tensor = torch.empty(size, dtype=dtype, device=device)
+        self._live -= tensor.nbytes
+        return tensor
+
+
 def _parts(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that one of a subclass (8-bit states, sharded ones) is made of."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
     return [part for name in names for part in _parts(getattr(tensor, name))]
+
+
+def clear_caches() -> None:
+    """Empty every ``functools`` cache of this package: a table that is kept there must be neither fake afterwards, nor
+    have been made before the tracker looked."""
+    package = __name__.partition(".")[0]
+    ours = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == package]
+    for cached in {value for module in ours for value in vars(module).values() if isinstance(value, Cached)}:
+        cached.cache_clear()

@@ -7,7 +7,8 @@ compiled is compiled with it, and FSDP, which hooks into the call, gathers no we
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -17,15 +18,16 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from .cpu_linear import has_onednn
 
 Mode = Literal["none", "blocks", "selective"]
+Hooks = Callable[[], AbstractContextManager[Any]]
 
 
-def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Mode, *, to_cpu: bool = False) -> None:
+def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Mode, *, to_cpu: bool | Hooks = False) -> None:
     """Choose what the blocks keep for the backward pass; the last call holds.
 
     Args:
       mode: "none" keeps everything. "blocks" keeps what goes into a block. "selective" keeps matrix products,
         convolutions and attention too, and computes the pointwise rest again.
-      to_cpu: what goes into a block waits in the memory of the CPU.
+      to_cpu: what goes into a block waits in the memory of the CPU; or the hooks that do as if it did.
     """
     for block in blocks:
         plain = getattr(type(block), "plain_class", type(block))
@@ -33,7 +35,7 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Mode, *, to_cpu: bool =
 
 
 @functools.cache
-def recomputing(plain: type[nn.Module], mode: Mode, to_cpu: bool = False) -> type[nn.Module]:
+def recomputing(plain: type[nn.Module], mode: Mode, to_cpu: bool | Hooks = False) -> type[nn.Module]:
     """A subclass of a block's class that computes again what the mode does not keep.
 
     Its ``forward`` is a function of this module, since the compiler passes over frames of torch's own, and one for all
@@ -48,7 +50,8 @@ def recomputing(plain: type[nn.Module], mode: Mode, to_cpu: bool = False) -> typ
         if not to_cpu:
             return checkpoint(own, *args, **options, **more)
         # The hooks around a checkpoint take the inputs of the block; those within it take the rest, and drop it.
-        with save_on_cpu(pin_memory=any(isinstance(given, Tensor) and given.is_cuda for given in args)):
+        on_gpu = any(isinstance(given, Tensor) and given.is_cuda for given in args)
+        with to_cpu() if callable(to_cpu) else save_on_cpu(pin_memory=on_gpu):
             return checkpoint(own, *args, **options, **more)
 
     made = type(plain.__name__, (plain,), {"forward": forward, "plain_class": plain})
