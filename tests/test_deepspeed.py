@@ -14,7 +14,8 @@ from leandit.datasets.recipe import flatten
 from leandit.datasets.store import LatentStore
 from leandit.tools.dry_run import describe_train
 from leandit.tools.planner import with_ds_config
-from leandit.train.deepspeed_config import Resolved, drop_unknown, read_config, resolve
+from leandit.train.deepspeed_config import Resolved, read_config, resolve
+from leandit.train.deepspeed_keys import drop_unknown
 from leandit.train.loop import train
 from leandit.train.stop import StopRequest
 

@@ -23,7 +23,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from ..datasets.errors import RecipeError, RunError
 from .checkpoint import EMA, MODEL
 from .config import TrainRecipe
-from .deepspeed_config import Resolved, drop_unknown, read_config, resolve
+from .deepspeed_config import Resolved, read_config, resolve
+from .deepspeed_keys import drop_unknown
 from .ema import Ema, build_rules
 from .models import Denoiser
 from .optimizers import build_optimizer, parameter_groups
