@@ -1,7 +1,7 @@
-"""Copy what a grown store still uses into one new revision, then remove the earlier ones. Nothing is encoded.
+"""Copy what a grown store still uses into a new store of one revision; nothing is encoded, the old store is only read.
 
-Growing never rewrites a shard, so what was changed or dropped stays on disk until it is compacted. The copy is planned,
-committed and sealed like any revision, so it can be killed at any time; the old revisions go only when it is complete.
+Growing never rewrites a shard, so what was changed or dropped stays on disk. The new store is planned, committed and
+sealed like any revision, in a temporary folder that gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -9,82 +9,70 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from .commits import carried_files
-from .errors import DamageError, ResourceError, StoreError
-from .files import remove
-from .frozen import FrozenPlan, freeze_plan, planned_revisions, read_plan
-from .layout import (
-    CAPTION_PART,
-    CAPTIONS,
-    MANIFEST,
-    NULL_PART,
-    PLAN,
-    RECORDS,
-    bucket_part,
-    revision_prefix,
-)
+from .commits import file_entry, read_manifest
+from .encoder_places import with_places_moved
+from .errors import DamageError, LeanditError, ResourceError, StoreError
+from .files import move, temporary_folder, write_atomic
+from .frozen import FrozenPlan, planned_revisions, read_plan, write_plan
+from .layout import CAPTION_PART, GROUP, NULL_PART, bucket_part, group_json
 from .revisions import sealed_revisions
 from .schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, Fallback, Manifest
 from .store import LatentStore
 from .strays import sweep_strays
 from .writer import StoreWriter, row_checksum
 
-OF_FIRST_REVISION = (PLAN, RECORDS, CAPTIONS, "buckets", "captions", "commits")  # in the order of their removal
 
-
-@dataclass(frozen=True)
-class Compaction:
-    """What a compaction did.
+def compact(root: Path, out: Path, *, progress: Callable[[str, int, int], None]) -> Manifest:
+    """Write what a store still uses as a new store, checking every row; the same call again finds it there.
 
     Args:
-      manifest: of the newest revision.
-      removed: revisions that are gone now.
-      freed_bytes: that the store is smaller.
+      out: folder of the new store, which gets this name when it is complete.
+    Returns: manifest of the new store.
+    Raises: StoreError: a revision is unfinished, or something else is at ``out``; DamageError: a row is not what was
+      written; ResourceError: the disk is too small. Then nothing is at ``out``.
     """
-
-    manifest: Manifest
-    removed: list[int]
-    freed_bytes: int
-
-
-def compact(root: Path, *, progress: Callable[[str, int, int], None]) -> Compaction:
-    """Compact a store; the same call again goes on where it was stopped.
-
-    Raises: StoreError: a revision is unfinished; DamageError: a row is not what was written, so nothing is removed.
-    """
-    sweep_strays(root)
-    before = _size(root)
     store = LatentStore(root)
-    newest = planned_revisions(root)[-1:]
-    unfinished = newest and newest[0] > store.revision
-    plan = read_plan(root, newest[0]) if unfinished else None
-    if plan and not plan.copies:
-        raise StoreError(
-            f"store '{root}': revision {plan.revision} is unfinished. Run the same precompute command again, then this."
-        )
     assert store.manifest is not None
-    if plan is None and store.manifest.stack == [store.revision]:  # it uses nothing of the earlier ones
-        removed = _remove_before(root, store.revision)
-        return Compaction(store.manifest, removed, before - _size(root))
-    plan = plan or freeze_plan(root, plan_compaction(store))
-    if not plan.copies:  # a precompute has planned it meanwhile
+    newest = planned_revisions(root)[-1]
+    if newest > store.revision and not read_plan(root, newest).copies:  # else a release before was compacting in place
         raise StoreError(
-            f"store '{root}': revision {plan.revision} is being precomputed. Let that come to its end, then run this."
+            f"store '{root}': revision {newest} is unfinished. Run the same precompute command again, then this."
         )
-    manifest = _copy(StoreWriter(root, plan), store, progress)
-    removed = _remove_before(root, plan.revision)
-    return Compaction(manifest, removed, before - _size(root))
+    if out.resolve().is_relative_to(root.resolve()):
+        raise StoreError(f"store '{out}': it would lie in store '{root}'. Give an --out elsewhere.")
+    if os.path.lexists(out):
+        return _made_before(store.manifest, out)
+    sweep_strays(out.absolute().parent, below=False)
+    with temporary_folder(out) as temporary:
+        plan = plan_compaction(store, out)
+        write_atomic(temporary / GROUP, group_json(plan.spec))
+        write_plan(temporary, plan, replace=False)
+        manifest = _copy(StoreWriter(temporary, plan), store, progress)
+        move(temporary, out)
+    return manifest
 
 
-def plan_compaction(store: LatentStore) -> FrozenPlan:
-    """Plan one revision that holds all stored records of the newest one, rows without holes, captions that are used."""
+def _made_before(base: Manifest, out: Path) -> Manifest:
+    """Manifest of a store that is there, which must be the compaction of another. Raises: StoreError."""
+    try:
+        manifest = read_manifest(out, sealed_revisions(out)[-1])
+    except (LeanditError, OSError, IndexError):
+        manifest = None
+    if manifest is None or not manifest.copies or manifest.base != base.root_hash:
+        raise StoreError(f"store '{out}': something is there already, which stays as it is. Give another --out.")
+    return manifest
+
+
+def plan_compaction(store: LatentStore, out: Path) -> FrozenPlan:
+    """Plan one revision that holds all stored records of the newest one, rows without holes, captions that are used.
+
+    It has the next number, so that a run that has read the old store can move to it.
+    """
     base, manifest = read_plan(store.path, store.revision), store.manifest
     assert manifest is not None
     revision, count = store.revision + 1, store.records.num_rows
@@ -113,12 +101,13 @@ def plan_compaction(store: LatentStore) -> FrozenPlan:
         "source_checksum": nothing,
         "fallback": pa.nulls(count, pa.string()),
     }
+    spec = with_places_moved(store.spec, store.path, out)
     return FrozenPlan(
-        spec=store.spec,
+        spec=spec,
         revision=revision,
         base=manifest.root_hash,
         stack=(),
-        carried=carried_files(manifest, ()),
+        carried=(file_entry(GROUP, group_json(spec)),),
         copies=True,
         listing=base.listing,
         records=_replace(base.records, columns),
@@ -138,24 +127,24 @@ def _replace(table: pa.Table, columns: dict) -> pa.Table:
 
 
 def _copy(writer: StoreWriter, store: LatentStore, progress: Callable[[str, int, int], None]) -> Manifest:
-    """Copy all missing shards, checking every row, and seal."""
-    missing = writer.missing_tasks()
+    """Copy all shards, checking every row, and seal."""
+    tasks = writer.plan.layout.tasks()
     needed = sum(
         len(array.rows_of(shard)) * array.row_bytes
-        for part, shard in missing
+        for part, shard in tasks
         for array in writer.plan.layout.part_arrays(part)
     )
     free = shutil.disk_usage(writer.root).free
     if needed > free:
         raise ResourceError(
-            f"store '{writer.root}': compacting needs {needed / 2**30:.1f} GiB beside the old revisions, the disk has "
-            f"{free / 2**30:.1f} GiB free. Free some space, or move the store."
+            f"store '{store.path}': its compaction needs {needed / 2**30:.1f} GiB, the disk of --out has "
+            f"{free / 2**30:.1f} GiB free. Free some space, or give an --out on another disk."
         )
     row_of = np.full(store.records.num_rows, -1, np.int64)  # of each record, in the stacked arrays of its bucket
     for bucket in store.buckets:
         row_of[store.index(bucket).records] = store.index(bucket).rows
     caption_of = np.array(used_captions(store), np.int64)
-    for done, (part, shard) in enumerate(missing, 1):
+    for done, (part, shard) in enumerate(tasks, 1):
         if part == NULL_PART:
             paths = [array.path for array in writer.plan.layout.part_arrays(part)]
             parts = store.tokens.stored_null.parts
@@ -164,7 +153,7 @@ def _copy(writer: StoreWriter, store: LatentStore, progress: Callable[[str, int,
             _copy_captions(writer, store, shard, caption_of)
         else:
             _copy_latents(writer, store, part.removeprefix("buckets/"), shard, row_of)
-        progress("compact", done, len(missing))
+        progress("compact", done, len(tasks))
     return writer.seal()
 
 
@@ -214,33 +203,6 @@ def _check(store: LatentStore, names: list[str], wanted: list[str], found: list[
     for name, before, now in zip(names, wanted, found, strict=True):
         if before != now:
             raise DamageError(
-                f"store '{store.path}': '{name}' is not what was written, so it is not copied. Nothing was removed. "
+                f"store '{store.path}': '{name}' is not what was written, so there is no new store. "
                 "Run 'leandit verify --repair --source PATH', then compact again."
             )
-
-
-def _remove_before(root: Path, newest: int) -> list[int]:
-    """Remove all revisions before one.
-
-    The manifest goes first, so that none is opened half removed, then the plan, so that none is resumed or mended.
-    """
-    gone = [revision for revision in sealed_revisions(root) if revision < newest]
-    for revision in gone:
-        remove(root / revision_prefix(revision) / MANIFEST)
-    for revision in range(1, newest):
-        if revision > 1:
-            remove(root / revision_prefix(revision))
-            continue
-        for name in OF_FIRST_REVISION:
-            remove(root / name)
-    return gone
-
-
-def _size(root: Path) -> int:
-    """Bytes below a folder; a file that goes meanwhile, as the lease of another, counts nothing."""
-    total = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            with suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(folder, name)).st_size
-    return total

@@ -43,13 +43,24 @@ def encoder_section(spec: StoreSpec, role: str, store: Path) -> dict[str, Any]:
     """
     section = dict(spec.recipe.get(role) or {})
     model = section.get("model")
-    if not isinstance(model, str) or ":" in model:
-        return section
+    return section | {"model": _found(model, store)} if isinstance(model, str) else section
+
+
+def with_places_moved(spec: StoreSpec, store: Path, copy: Path) -> StoreSpec:
+    """What a store says of itself, for a copy of it in another folder, which finds the same encoders."""
+    recipe = dict(spec.recipe) | {role: encoder_section(spec, role, store) for role in ROLES if role in spec.recipe}
+    found: dict[str, Any] = {"recipe": recipe}
+    for name in ("vae", "text_encoder"):
+        if identity := getattr(spec, name):
+            found[name] = identity.model_copy(update={"model": _found(identity.model, store)})
+    return with_encoder_places(spec.model_copy(update=found), copy)
+
+
+def _found(model: str, store: Path) -> str:
+    """Absolute path of a folder that a store names; anything else as it is."""
     path = Path(model).expanduser()
-    for folder in (path,) if path.is_absolute() else (store / path, path):
-        if folder.is_dir():
-            return section | {"model": os.path.abspath(folder)}
-    return section
+    folders = () if ":" in model else (path,) if path.is_absolute() else (store / path, path)
+    return next((os.path.abspath(folder) for folder in folders if folder.is_dir()), model)
 
 
 def _identity_named(identity: EncoderIdentity, store: Path) -> EncoderIdentity:

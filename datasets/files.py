@@ -7,11 +7,12 @@ counted, and a test can let any one of them fail (``Failpoint``). How files are 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -108,27 +109,35 @@ def write_folder(final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]]
     Returns: False where there was one already and it stays.
     Raises: ResourceError: the disk is full or over quota; nothing is left behind.
     """
+    with temporary_folder(final) as temporary:
+        is_new = _write_folder(temporary, final, files, replace=replace)
+        if is_new:
+            fsync_folder(final.parent)
+    return is_new
+
+
+@contextlib.contextmanager
+def temporary_folder(final: Path) -> Iterator[Path]:
+    """An empty folder beside a place, to be filled and moved there; where the block fails, nothing of it is left.
+
+    Raises: ResourceError: the disk is full or over quota.
+    """
     temporary = temporary_beside(final)
     try:
         with heartbeat(temporary, replaced_beside(final)):
-            is_new = _write_folder(temporary, final, files, replace=replace)
-        if is_new:
-            fsync_folder(final.parent)
-        return is_new
-    except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            make_folder(temporary)
+            yield temporary
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise_if_full(error, final)
-        raise
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise_if_full(error, final)
         raise
 
 
 def _write_folder(
     temporary: Path, final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]], *, replace: bool
 ) -> bool:
-    shutil.rmtree(temporary, ignore_errors=True)
-    make_folder(temporary)
     inner = set[Path]()
     for name, parts in files:
         make_folder((temporary / name).parent)

@@ -44,13 +44,12 @@ CAUSES = {
     "unsealed": "all shards are committed; it is still to be sealed, or the manifest is gone",
     "link": "a symbolic link stands where a file was written",
     "stray": "a file that no revision knows",
-    "unremoved": "of an earlier revision that 'leandit compact' was removing; run it again",
     "temporary": "left behind by a process that was killed, or still being written",
     "counts": "planned records are not stored plus rejected",
     "not_reproduced": "encoding the record again does not give what is stored",
     "source_changed": "the source no longer holds the picture that was encoded",
 }
-HARMLESS = frozenset(["temporary", "unsealed", "unremoved", "source_changed"])
+HARMLESS = frozenset(["temporary", "unsealed", "source_changed"])
 MAX_KEYS = 20  # named in a finding
 SHARD = re.compile(r"(?P<array>(?:.*/)?(?:buckets/(?P<bucket>\d+x\d+)|captions)/\w+)/c/(?P<shard>\d+)(?:/0)*$")
 

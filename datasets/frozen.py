@@ -41,7 +41,7 @@ class FrozenPlan:
       base: root hash of the revision that it builds on, "" for the first.
       stack: earlier revisions whose arrays stay in use.
       carried: files of earlier revisions that it reads: the root's metadata, and the arrays of its stack.
-      copies: its rows are copied from the base, not encoded (``leandit compact``).
+      copies: its rows are copied from the base, a revision of another store, not encoded (``leandit compact``).
       listing: hash of the source's listing (keys, sizes, times), to tell whether the source has changed.
       records: all records of the revision: RECORDS_SCHEMA's columns, then where each picture lies in the source. What
         this revision makes has its number in ``revision``; the rest is carried over as it is.

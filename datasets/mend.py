@@ -49,8 +49,6 @@ def mend_revision(root: Path, revision: int, found: Verification) -> StoreWriter
 
     Returns: a writer for what has to be encoded, or None where too much is gone.
     """
-    if any(f.revision == revision and f.cause == "unremoved" for f in found.findings):
-        return None  # nothing needs it any more: 'leandit compact' goes on removing it
     plan = _plan_of(root, revision)
     if plan is None:
         return None
@@ -117,7 +115,7 @@ def _make_way(root: Path, found: Verification) -> None:
 
 
 def _mend_root_group(root: Path, found: Verification) -> None:
-    """The root's metadata is the first revision's; after 'leandit compact' a later one may say the same."""
+    """The root's metadata is the first revision's; where there is none, as after a compaction, a later one's."""
     entry = found.expected.get(GROUP)
     if entry is None or not any(finding.path == GROUP for finding in found.findings):
         return

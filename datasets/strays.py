@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from .cached import cached_property
@@ -11,17 +13,22 @@ from .files import move, remove
 from .owners import REPLACED_NAME, STALE_SECONDS, TEMPORARY_PREFIX, parse_owner, temporary_beside
 
 
-def find_strays(folder: Path) -> list[Path]:
-    """All temporaries below a folder, whoever owns them."""
+def find_strays(folder: Path, *, below: bool = True) -> list[Path]:
+    """All temporaries below a folder, or only those right in it, whoever owns them."""
     found = []
-    for parent, folders, files in os.walk(folder):
+    for parent, folders, files in _walk(folder, below):
         strays = [name for name in (*folders, *files) if name.startswith(TEMPORARY_PREFIX)]
         found += [Path(parent) / name for name in strays]
         folders[:] = [name for name in folders if name not in strays]
     return sorted(found)
 
 
-def sweep_strays(folder: Path, *, of_all: bool = False) -> list[Path]:
+def _walk(folder: Path, below: bool) -> Iterable[tuple[str, list[str], list[str]]]:
+    # os.walk, not rglob, which raises where another process removes a folder meanwhile.
+    return os.walk(folder) if below else itertools.islice(os.walk(folder), 1)
+
+
+def sweep_strays(folder: Path, *, of_all: bool = False, below: bool = True) -> list[Path]:
     """Remove temporaries whose owner is gone.
 
     An owner on this machine and in this container is gone when its process is; another one when its heartbeat has
@@ -29,11 +36,11 @@ def sweep_strays(folder: Path, *, of_all: bool = False) -> list[Path]:
 
     Args:
       of_all: those of living owners too; only when nobody writes there.
+      below: those in its folders too.
     Returns: what was removed.
     """
     clock = _Clock(folder)
-    # os.walk, not rglob, which raises where another process removes a folder meanwhile.
-    walked = ((Path(parent), names) for parent, names, _ in os.walk(folder))
+    walked = ((Path(parent), names) for parent, names, _ in _walk(folder, below))
     for path in sorted(parent / name for parent, names in walked for name in names):
         if (named := REPLACED_NAME.fullmatch(path.name)) and (of_all or clock.is_abandoned(path, named["owner"])):
             kept = path.with_name(named["kept"])
@@ -41,7 +48,7 @@ def sweep_strays(folder: Path, *, of_all: bool = False) -> list[Path]:
                 remove(path)
             else:
                 move(path, kept)
-    owners = {path: path.name.removeprefix(TEMPORARY_PREFIX) for path in find_strays(folder)}
+    owners = {path: path.name.removeprefix(TEMPORARY_PREFIX) for path in find_strays(folder, below=below)}
     swept = [path for path, text in owners.items() if of_all or clock.is_abandoned(path, "@".join(text.split("@")[:2]))]
     for path in swept:
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -20,7 +20,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .commits import CommitFiles, file_entry, read_commit, read_manifest, read_record, seal_files
-from .compact import OF_FIRST_REVISION
 from .errors import DamageError, LeanditError
 from .findings import CAUSES, HARMLESS, Finding, Locator, revision_of, shard_place
 from .frozen import FrozenPlan, planned_revisions, read_plan
@@ -37,7 +36,6 @@ class Verification:
 
     Args:
       complete: the newest planned revision is sealed.
-      compacting: it is not, and it is a copy of the one before.
       revisions: complete ones, in order.
       num_files, num_bytes: that were checked; of a quick one, bytes hashed.
       expected: size and hash of every file, by path.
@@ -51,7 +49,6 @@ class Verification:
     num_bytes: int = 0
     num_records: int = 0
     seconds: float = 0.0
-    compacting: bool = False
     findings: list[Finding] = field(default_factory=list)
     expected: dict[str, FileEntry] = field(default_factory=dict, repr=False)
 
@@ -112,11 +109,6 @@ def verify_store(
         broken = _check_plan(root, revision)
         manifest, problems = _sealed_manifest(root, revision) if revision in sealed else (None, [])
         plan = None
-        if revision not in sealed and _is_compacted_away(root, revision, sealed):
-            path = revision_prefix(revision) + MANIFEST
-            result.findings.append(Finding(path, "unremoved", CAUSES["unremoved"], revision))
-            known |= _own_paths(revision, _intact_plan(root, revision))
-            continue  # nothing has to be there any more
         result.findings += [*broken, *problems]
         if manifest is None and not broken and (plan := _intact_plan(root, revision)):
             manifest, problems = _unsealed_manifest(root, plan, sealed)
@@ -125,8 +117,6 @@ def verify_store(
             expected |= {entry.path: entry for entry in manifest.files}
             result.num_records = manifest.num_planned
             manifests[revision] = manifest
-        if plan and revision not in sealed and plan.revision == max(planned):
-            result.compacting = plan.copies
         if plan and not manifest:
             entries, problems = _committed_files(root, plan)
             expected |= entries
@@ -147,9 +137,8 @@ def verify_store(
         path = revision_prefix(manifest.revision) + RECORDS
         if path in expected and path not in at_fault:
             result.findings += _check_counts(root, manifest)
-    half_removed = bool(sealed) and 1 not in {*planned, *sealed}
     present = _files_below(root) if paths is None else paths
-    result.findings += _strays(present, expected.keys() | known, half_removed=half_removed)
+    result.findings += _strays(present, expected.keys() | known)
     result.findings.sort(key=lambda finding: finding.path)
     result.seconds = time.perf_counter() - start
     return result
@@ -216,15 +205,6 @@ def _unsealed_manifest(root: Path, plan: FrozenPlan, sealed: list[int]) -> tuple
     else:
         cause = "missing"
     return manifest, [Finding(prefix + MANIFEST, cause, CAUSES[cause], plan.revision)]
-
-
-def _is_compacted_away(root: Path, revision: int, sealed: list[int]) -> bool:
-    """A later revision copied all that it needs, so the removal of this one was interrupted."""
-    later = [number for number in sealed if number > revision]
-    try:
-        return any(read_manifest(root, number).copies for number in later)
-    except (LeanditError, OSError):
-        return False
 
 
 def _committed_files(root: Path, plan: FrozenPlan) -> tuple[dict[str, FileEntry], list[Finding]]:
@@ -298,18 +278,14 @@ def check_file(root: Path, entry: FileEntry, quick: bool) -> tuple[int, Problem 
         return 0, ("content", f"it cannot be read: {error.strerror}")
 
 
-def _strays(paths: Iterable[str], known: set[str], *, half_removed: bool) -> Iterator[Finding]:
-    """Files that nobody knows; temporaries, and what an interrupted compaction left, are named as such."""
+def _strays(paths: Iterable[str], known: set[str]) -> Iterator[Finding]:
+    """Files that nobody knows; temporaries are named as such."""
     for path in paths:
         *folders, name = path.split("/")
         is_litter = any(is_temporary(part, is_folder=True) for part in folders) or is_temporary(name, is_folder=False)
         if path in known and not is_litter:
             continue
-        cause = "stray"
-        if half_removed and path.split("/")[0] in OF_FIRST_REVISION:
-            cause = "unremoved"
-        if is_litter:
-            cause = "temporary"
+        cause = "temporary" if is_litter else "stray"
         yield Finding(path.rstrip("/"), cause, CAUSES[cause], revision_of(path))
 
 

@@ -78,7 +78,10 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
     if planned and (not sealed or planned[-1] >= sealed[-1]):
         plan = read_plan(root, planned[-1])
         if plan.copies and plan.revision not in sealed:
-            raise StoreError(f"store '{root}': it is being compacted. Run 'leandit compact {root}' again: it goes on.")
+            raise StoreError(
+                f"store '{root}': an earlier release has begun to compact it in place. Run 'leandit compact {root} "
+                "--out NEW': the new store holds all of it, and can grow."
+            )
         return plan
     others = (path.name for path in root.iterdir() if path.name != LEASES)
     if any(not name.startswith(TEMPORARY_PREFIX) for name in others):  # those are of a plan that others write
@@ -157,7 +160,7 @@ class Planner:
 
         Raises: SourceError: not one record can be encoded, or too many are rejected.
         """
-        return self._freeze(self.plan(all_fresh(self.source.records), Ground()))
+        return freeze_plan(self.root, self.plan(all_fresh(self.source.records), Ground()))
 
     def plan_next(self, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
         """Compare the source with the newest revision, which is complete, and plan the next one if they differ.
@@ -171,7 +174,7 @@ class Planner:
         starts_over = not ground.stack
         assert comparison is not None
         planned = all_fresh(self.source.records) if starts_over else comparison
-        return self._freeze(self.plan(planned, ground)), comparison
+        return freeze_plan(self.root, self.plan(planned, ground)), comparison
 
     def compare(self, options: Options) -> tuple[Comparison | None, Ground | None]:
         """Compare the source with the newest revision, which is complete; nothing is written.
@@ -232,16 +235,6 @@ class Planner:
         if self.source.renames(before.classes):
             return True
         return bool(self.source.class_names) and self._names_of(before.classes or [], before) != before.class_names
-
-    def _freeze(self, plan: FrozenPlan) -> FrozenPlan:
-        """Write the plan, unless others have been faster: then theirs holds.
-
-        Raises: StoreError: it is that of a compaction.
-        """
-        held = freeze_plan(self.root, plan)
-        if held.copies:
-            raise StoreError(f"store '{self.root}': it is being compacted. Run 'leandit compact {self.root}' first.")
-        return held
 
     def limit(self, comparison: Comparison, *, stops: bool = True) -> RejectLimit:
         """Of the rejects of a revision, before any of its new records is looked at."""

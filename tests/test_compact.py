@@ -1,10 +1,13 @@
-"""``compact``: the same records with fewer bytes, whatever is killed in between; nothing is encoded, nothing lost."""
+"""``compact``: a new store with the same records and fewer bytes, or nothing at all; the old one stays as it is."""
 
 from __future__ import annotations
 
 import functools
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from faults import (
@@ -22,13 +25,15 @@ from faults import (
 )
 from making import caption_recipe, label_recipe, make_class_folder, no_progress, picture, tree_digest
 
-from leandit.datasets.compact import compact
-from leandit.datasets.errors import DamageError, StoreError
+from leandit.datasets.compact import compact, plan_compaction
+from leandit.datasets.errors import DamageError, ResourceError, StoreError
+from leandit.datasets.frozen import write_plan
+from leandit.datasets.schema import Manifest
 from leandit.datasets.store import LatentStore
 from leandit.datasets.verify import verify_store
 
 RECIPES = {"plain": (), "packed": ("vae.flip=true", "store.codec=zstd")}
-run = functools.partial(compact, progress=no_progress)
+LITTER = ".leandit-tmp-"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,24 +52,28 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pictures, Path]:
     return make_grown(tmp_path_factory.mktemp("plain"))
 
 
+def run(store: Path, out: Path) -> Manifest:
+    return compact(store, out, progress=no_progress)
+
+
 def size_of(root: Path) -> int:
     return sum((root / path).stat().st_size for path in files_of(root))
 
 
 def test_a_compacted_store_holds_the_same_and_nothing_else(grown: tuple[Pictures, Path, str], tmp_path: Path) -> None:
     pictures, store, name = grown
-    root = copy_of(store, tmp_path / "store")
-    before, size, null = content(LatentStore(root)), size_of(root), LatentStore(root).null_caption.tobytes()
+    root, old = tmp_path / "new", tree_digest(store)
+    before, null = content(LatentStore(store)), LatentStore(store).null_caption.tobytes()
     assert any(said["reason"] == "truncated" for said, _, _ in before.values())  # rejected at decode: it had a row
-    result = run(root)
+    manifest = run(store, root)
     after = LatentStore(root)
+    assert tree_digest(store) == old
     assert content(after) == before
     assert after.null_caption.tobytes() == null
     assert verify_store(root).findings == []
     assert (after.revision, after.manifest and after.manifest.stack) == (4, [4])
-    assert result.manifest == after.manifest
-    assert (result.removed, result.freed_bytes) == ([1, 2, 3], size - size_of(root))
-    assert result.freed_bytes > 0
+    assert manifest == after.manifest
+    assert size_of(root) < size_of(store)
     outside = {path for path in files_of(root) if not path.startswith("revisions/000004/")}
     assert outside == {"zarr.json", "revisions/zarr.json"}
     texts = {text for _, _, captions in before.values() for text in captions}
@@ -72,18 +81,20 @@ def test_a_compacted_store_holds_the_same_and_nothing_else(grown: tuple[Pictures
     assert sum(after.buckets.values()) == sum(said["status"] == "stored" for said, _, _ in before.values())
     assert read_all(root)["content"] == before
 
-    again = run(root)
-    assert (again.removed, again.freed_bytes, again.manifest) == ([], 0, result.manifest)
+    whole = tree_digest(root)
+    assert run(store, root) == manifest  # it is there
+    assert tree_digest(root) == whole
 
     report = encode(caption_recipe(*RECIPES[name]), pictures.root, root)
-    assert (report.num_encoded, report.manifest) == (0, result.manifest)
+    assert (report.num_encoded, report.manifest) == (0, manifest)
     with pytest.raises(StoreError, match=r"no complete revision 3. There are: 4"):
         LatentStore(root, revision=3)
 
 
 def test_a_compacted_store_grows_and_is_compacted_again(tmp_path: Path) -> None:
-    pictures, root = make_grown(tmp_path)
-    run(root)
+    pictures, store = make_grown(tmp_path)
+    root = tmp_path / "new"
+    run(store, root)
     pictures.put(40, words=" and a pink star")
     pictures.drop(5)
     pictures.write()
@@ -93,9 +104,19 @@ def test_a_compacted_store_grows_and_is_compacted_again(tmp_path: Path) -> None:
     before = content(LatentStore(root))
     assert "images/40.png" in before
     assert "images/5.png" not in before
-    assert run(root).removed == [4, 5]
-    assert content(LatentStore(root)) == before
-    assert verify_store(root).findings == []
+    assert run(root, tmp_path / "newer").revision == 6
+    assert content(LatentStore(tmp_path / "newer")) == before
+    assert verify_store(tmp_path / "newer").findings == []
+
+
+def test_shards_of_which_nothing_has_changed_are_the_same_bytes(tmp_path: Path) -> None:
+    source, store = make_class_folder(tmp_path / "train", classes=2, per_class=3), tmp_path / "store"
+    encode(label_recipe("vae.flip=true"), source, store)
+    run(store, tmp_path / "new")
+    shards = [path for path in files_of(store) if re.search("^buckets/.*/c/", path)]
+    assert len(shards) == 6
+    for path in shards:
+        assert (tmp_path / "new/revisions/000002" / path).read_bytes() == (store / path).read_bytes()
 
 
 def test_a_store_that_was_made_anew_loses_what_it_had_before(tmp_path: Path) -> None:
@@ -105,59 +126,55 @@ def test_a_store_that_was_made_anew_loses_what_it_had_before(tmp_path: Path) -> 
     before = content(LatentStore(root))
     assert LatentStore(root).manifest.stack == [2]  # pyright: ignore[reportOptionalMemberAccess]
     assert verify_store(root).findings == []
-    result = run(root)
-    assert (result.removed, result.manifest.revision) == ([1], 2)
-    assert content(LatentStore(root)) == before
-    assert verify_store(root).findings == []
+    run(root, tmp_path / "new")
+    assert content(LatentStore(tmp_path / "new")) == before
+    assert verify_store(tmp_path / "new").findings == []
     (source / "n000/0.png").unlink()
     encode(label_recipe("vae.keep=mean"), source, root, drop_gone=True)
     left = content(LatentStore(root))
     assert left.keys() == before.keys() - {"n000/0.png"}
-    assert run(root).removed == [2, 3]
-    assert content(LatentStore(root)) == left
-    assert verify_store(root).findings == []
+    run(root, tmp_path / "newer")
+    assert content(LatentStore(tmp_path / "newer")) == left
+    assert verify_store(tmp_path / "newer").findings == []
+    assert size_of(tmp_path / "newer") < size_of(root) / 2
 
 
 def check_kills(store: Path, work: Path, step: int) -> None:
-    """Kill a compaction at every so many operations: the store can be read all the time, and the next call ends it."""
-    before = content(LatentStore(store))
-    root, call = copy_of(store, work), functools.partial(run, work)
+    """Kill a compaction at every so many operations: nothing is taken for a store, and the next call makes it."""
+    old, call = tree_digest(store), functools.partial(run, store, work / "new")
+    work.mkdir()
     total = num_operations(call)
-    whole = tree_digest(root)
+    whole = tree_digest(work)
     assert total > 50
     for at in range(0, total, step):
-        copy_of(store, work)
+        shutil.rmtree(work / "new")
         assert dies_at(at, call), at
-        found = verify_store(root)
-        assert not found.damaged, (at, found.findings)
-        assert {f.cause for f in found.findings} <= {"temporary", "unsealed", "unremoved"}
-        assert content(LatentStore(root)) == before, at
+        left = [path.name for path in work.iterdir()]
+        assert all(name.startswith(LITTER) for name in left) or (left == ["new"] and tree_digest(work) == whole), at
         call()
-        assert tree_digest(root) == whole, at
-        assert verify_store(root).findings == []
+        assert tree_digest(work) == whole, at
+    assert tree_digest(store) == old
 
 
-def test_a_compaction_that_is_killed_goes_on(tmp_path: Path) -> None:
+def test_a_compaction_that_is_killed_begins_again(tmp_path: Path) -> None:
     source, store = make_class_folder(tmp_path / "train", classes=2, per_class=2), tmp_path / "store"
     encode(label_recipe(), source, store)
     (source / "n000/1.png").unlink()
     picture(7).save(source / "n001/9.png")
     encode(label_recipe(), source, store, drop_gone=True)
-    check_kills(store, tmp_path / "copy", 4)
+    check_kills(store, tmp_path / "work", 4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_compaction_that_is_killed_at_any_operation_goes_on(
+def test_a_compaction_that_is_killed_at_any_operation_begins_again(
     grown: tuple[Pictures, Path, str], tmp_path: Path
 ) -> None:
-    check_kills(grown[1], tmp_path / "store", 1)
+    check_kills(grown[1], tmp_path / "work", 1)
 
 
 @pytest.mark.parametrize("kind", ["latents", "captions", "null"])
-def test_a_damaged_row_is_refused_and_nothing_is_removed(
-    kind: str, plain: tuple[Pictures, Path], tmp_path: Path
-) -> None:
+def test_a_damaged_row_is_refused_and_nothing_is_left(kind: str, plain: tuple[Pictures, Path], tmp_path: Path) -> None:
     root = copy_of(plain[1], tmp_path / "store")
     path = {
         "latents": "revisions/000002/buckets/80x48/moments/c/0/0/0/0",
@@ -166,13 +183,11 @@ def test_a_damaged_row_is_refused_and_nothing_is_removed(
     }[kind]
     flip(root / path, 100)
     with pytest.raises(DamageError, match="verify --repair"):
-        run(root)
-    for name in files_of(plain[1]):
-        if name != path:
-            assert (root / name).read_bytes() == (plain[1] / name).read_bytes()
+        run(root, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == [root]
     (root / path).write_bytes((plain[1] / path).read_bytes())
-    run(root)
-    assert verify_store(root).findings == []
+    run(root, tmp_path / "new")
+    assert verify_store(tmp_path / "new").findings == []
 
 
 def test_an_unfinished_revision_is_finished_first(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
@@ -181,14 +196,43 @@ def test_an_unfinished_revision_is_finished_first(plain: tuple[Pictures, Path], 
         (root / "revisions/000003" / name).unlink()
     before = tree_digest(root)
     with pytest.raises(StoreError, match="revision 3 is unfinished"):
-        run(root)
-    assert tree_digest(root) == before
+        run(root, tmp_path / "new")
+    assert (tree_digest(root), list(tmp_path.iterdir())) == (before, [root])
 
 
-def test_precompute_says_that_a_compaction_goes_on_first(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+def test_a_place_that_is_taken_or_lies_in_the_store_is_refused(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+    store = plain[1]
+    before = tree_digest(store)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    other = copy_of(store, tmp_path / "other")
+    for out in (tmp_path / "file", tmp_path / "folder", other):
+        with pytest.raises(StoreError, match="something is there"):
+            run(store, out)
+    for out in (store, store / "new"):
+        with pytest.raises(StoreError, match="would lie in store"):
+            run(store, out)
+    assert (tree_digest(store), tree_digest(other)) == (before, before)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_a_release_before_was_compacting_in_place_is_compacted_elsewhere(
+    plain: tuple[Pictures, Path], tmp_path: Path
+) -> None:
     root = copy_of(plain[1], tmp_path / "store")
-    assert dies_at(60, functools.partial(run, root))
+    before = content(LatentStore(root))
+    write_plan(root, plan_compaction(LatentStore(root), root), replace=False)  # with this it began
     with pytest.raises(StoreError, match="leandit compact"):
         encode(caption_recipe(), plain[0].root, root)
-    found = verify_store(root)
-    assert (found.compacting, found.complete, found.damaged) == (True, False, False)
+    assert not verify_store(root).damaged
+    run(root, tmp_path / "new")
+    assert content(LatentStore(tmp_path / "new")) == before
+
+
+def test_a_disk_that_is_too_small_is_refused(
+    plain: tuple[Pictures, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leandit.datasets.compact.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ResourceError, match="--out on another disk"):
+        run(plain[1], tmp_path / "new")
+    assert not list(tmp_path.iterdir())

@@ -87,7 +87,7 @@ def growth(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
 
 @pytest.fixture(scope="module")
 def compaction(growth: Scenario, tmp_path_factory: pytest.TempPathFactory) -> Scenario:
-    """The compaction of a store with two revisions."""
+    """The compaction of a store with two revisions, into another one."""
     place = tmp_path_factory.mktemp("compaction")
     shutil.copytree(growth.before, place / "before")  # pyright: ignore[reportArgumentType]
     outcome = growth.run(place / "before")

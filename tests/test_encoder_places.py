@@ -9,6 +9,7 @@ import pytest
 from making import CPU, TRAIN_RECIPE, label_recipe, no_progress
 from typer.testing import CliRunner, Result
 
+from leandit.datasets.compact import compact
 from leandit.datasets.encoder_places import encoder_section, with_encoder_places
 from leandit.datasets.errors import EncoderError
 from leandit.datasets.store import LatentStore
@@ -61,6 +62,15 @@ def test_a_store_and_its_encoder_may_move_together_and_the_fingerprint_stays(
 def test_an_encoder_far_from_the_store_is_named_absolutely(home: Path, class_folder: Path) -> None:
     store = make_store(home / "stores/a", class_folder)
     assert store.spec.recipe["vae"]["model"] == store.spec.vae.model == str(home / "models/vae")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_compacted_store_finds_the_encoders_of_the_old_one(home: Path, class_folder: Path) -> None:
+    make_store(Path("a"), class_folder)
+    compact(Path("a"), Path("stores/new"), progress=no_progress)
+    store = LatentStore("stores/new")
+    assert store.spec.recipe["vae"]["model"] == store.spec.vae.model == str(home / "models/vae")
+    assert make_store(Path("stores/new"), class_folder).manifest == store.manifest  # nothing to be done
 
 
 def test_hub_ids_and_the_relative_paths_of_earlier_releases_are_found_as_before(

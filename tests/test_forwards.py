@@ -226,10 +226,10 @@ def test_what_is_told_stays_with_the_record_when_the_store_grows_and_is_compacte
     picture(77).save(source / "n000/9.png")
     encode(label_recipe(), source, root)
     assert fallbacks(root) == ["batch:2"] * 4 + [None]
-    compact(root, progress=lambda *_: None)
-    assert LatentStore(root).revision == 3
-    assert fallbacks(root) == ["batch:2"] * 4 + [None]
-    assert verified(root, None)[0] == []
+    compact(root, tmp_path / "new", progress=lambda *_: None)
+    assert LatentStore(tmp_path / "new").revision == 3
+    assert fallbacks(tmp_path / "new") == ["batch:2"] * 4 + [None]
+    assert verified(tmp_path / "new", None)[0] == []
 
 
 @pytest.fixture

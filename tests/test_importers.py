@@ -134,8 +134,8 @@ def test_an_imported_store_trains_and_compacts(made: Made, tmp_path: Path) -> No
     outcome = train(recipe, store_path=tmp_path / "store", run=tmp_path / "run", device=CPU, report=print, stop=stop)
     assert outcome.step == 2
     assert np.isfinite(outcome.losses).all()
-    compact(tmp_path / "store", progress=lambda *_: None)
-    assert_holds(LatentStore(tmp_path / "store"), made.records)
+    compact(tmp_path / "store", tmp_path / "new", progress=lambda *_: None)
+    assert_holds(LatentStore(tmp_path / "new"), made.records)
 
 
 @every_kind

@@ -140,19 +140,18 @@ def test_a_store_trains(grown: tuple[Any, Path, str], tmp_path: Path) -> None:
 
 
 def test_a_compacted_store_keeps_captions_and_quality(grown: tuple[Any, Path, str], tmp_path: Path) -> None:
-    _, store, _ = grown
-    root = copy_of(store, tmp_path / "store")
+    _, root, _ = grown
     before, opened = content(LatentStore(root)), LatentStore(root)
     null = opened.null_caption
     quality = {row["text"]: (row["min_cosine"], row["max_error"]) for row in opened.captions.to_pylist()}
-    compact(root, progress=no_progress)
-    after = LatentStore(root)
+    compact(root, tmp_path / "new", progress=no_progress)
+    after = LatentStore(tmp_path / "new")
     assert content(after) == before
     np.testing.assert_array_equal(after.null_caption, null)
     assert {row["text"]: (row["min_cosine"], row["max_error"]) for row in after.captions.to_pylist()}.items() <= (
         quality.items()
     )
-    assert verify_store(root).findings == []
+    assert verify_store(tmp_path / "new").findings == []
 
 
 @pytest.mark.parametrize("kind", ["shards", "commits", "tables"])

@@ -15,6 +15,7 @@ import torch
 from making import CPU, label_recipe, make_class_folder, no_progress, picture, train_recipe, tree_digest
 from safetensors.torch import load_file
 
+from leandit.datasets.compact import compact
 from leandit.datasets.errors import DamageError, LeanditError, RecipeError, RunError, StoreError, StoreIncomplete
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
@@ -597,6 +598,17 @@ def test_a_run_that_is_moved_keeps_its_weights_and_begins_a_new_pass(grown: dict
         run_to(growing(steps), grown[3], tmp_path / "pieces", said=said)
     assert said == []
     assert_equal_bits(tmp_path / "run", tmp_path / "pieces", 7)
+
+
+def test_a_run_moves_to_the_compacted_store(grown: dict[int, Path], tmp_path: Path) -> None:
+    store, run, said = tmp_path / "new", tmp_path / "run", list[str]()
+    run_to(growing(3), grown[1], run)
+    compact(grown[3], store, progress=no_progress)
+    with pytest.raises(RunError, match=r"has only 4 now\. Move it with --set run\.revision=4"):
+        run_to(growing(5), store, run)
+    outcome, _ = run_to(growing(5, 4), store, run, said=said)
+    assert (outcome.first_step, outcome.finished, said) == (4, True, [])
+    assert revisions_of(run) == [(1, 0), (4, 3)]
 
 
 def test_a_run_that_is_moved_at_the_end_of_an_epoch_skips_none(grown: dict[int, Path], tmp_path: Path) -> None:

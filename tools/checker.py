@@ -172,8 +172,6 @@ def _state(found: Verification) -> str:
         if "not_reproduced" in causes:
             return "DAMAGED: see above"
         return "DAMAGED: run 'leandit verify --repair --source PATH'"
-    if found.compacting:
-        return f"whole so far, but being compacted: run 'leandit compact {found.store}' again"
     if not found.complete:
         return "whole so far, but incomplete: run the same precompute command again"
     return "whole" if not found.findings else "whole; what is listed above does no harm"

@@ -187,20 +187,19 @@ def verify(
 
 
 @app.command()
-def compact(store: LocalStore) -> None:
-    """Copy what a store still uses into one revision and remove the earlier ones. Nothing is encoded.
+def compact(store: LocalStore, out: Annotated[Path, output("Folder of the new store.")]) -> None:
+    """Copy what a store still uses into a new store of one revision; the old one is only read. Nothing is encoded.
 
-    Example: leandit compact imagenet-256
+    Example: leandit compact imagenet-256 --out imagenet-256-compact
     """
     from ..datasets.compact import compact as run
     from .progress import ProgressLine
 
     with ProgressLine() as progress:
-        result = run(store, progress=progress)
-    rows = [("store", f"{store}: revision {result.manifest.revision}, {result.manifest.num_stored} records")]
-    gone = ", ".join(map(str, result.removed))
-    rows.append(("removed", f"revisions {gone}; {result.freed_bytes / 2**20:.1f} MiB freed" if gone else "nothing"))
-    rows.append(("root hash", result.manifest.root_hash))
+        manifest = run(store, out, progress=progress)
+    rows = [("store", f"{out}: revision {manifest.revision}, {manifest.num_stored} records")]
+    rows.append(("old store", f"{store}: as it was; remove it once no run reads it"))
+    rows.append(("root hash", manifest.root_hash))
     print_rows(rows)
 
 
