@@ -38,7 +38,7 @@ def compact(root: Path, out: Path, *, progress: Callable[[str, int, int], None])
     """
     store = LatentStore(root)
     assert store.manifest is not None
-    newest = planned_revisions(root)[-1]
+    newest = max(planned_revisions(root), default=0)
     if newest > store.revision and not read_plan(root, newest).copies:  # else a release before was compacting in place
         raise StoreError(
             f"store '{root}': revision {newest} is unfinished. Run the same precompute command again, then this."

@@ -26,7 +26,7 @@ from faults import (
 from making import caption_recipe, label_recipe, make_class_folder, no_progress, picture, tree_digest
 
 from leandit.datasets.compact import compact, plan_compaction
-from leandit.datasets.errors import DamageError, ResourceError, StoreError
+from leandit.datasets.errors import DamageError, ResourceError, StoreError, StoreIncomplete
 from leandit.datasets.frozen import write_plan
 from leandit.datasets.schema import Manifest
 from leandit.datasets.store import LatentStore
@@ -198,6 +198,15 @@ def test_an_unfinished_revision_is_finished_first(plain: tuple[Pictures, Path], 
     with pytest.raises(StoreError, match="revision 3 is unfinished"):
         run(root, tmp_path / "new")
     assert (tree_digest(root), list(tmp_path.iterdir())) == (before, [root])
+
+
+def test_a_store_without_its_plan_is_an_error_that_says_so(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+    root = copy_of(plain[1], tmp_path / "store")
+    for path in list(root.rglob("plan")):
+        shutil.rmtree(path)
+    with pytest.raises(StoreIncomplete, match="its plan"):
+        run(root, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == [root]
 
 
 def test_a_place_that_is_taken_or_lies_in_the_store_is_refused(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
