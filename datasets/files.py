@@ -252,3 +252,9 @@ def raise_if_full(error: OSError, path: Path) -> None:
             f"file '{path}': {error.strerror} ({free_mib:.0f} MiB free on this disk). "
             "Free some space, then run the same command again: it resumes."
         ) from error
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Every file of a folder and of those below it, also below links."""
+    for home, _, names in os.walk(folder, followlinks=True):
+        yield from (Path(home) / name for name in names)

@@ -10,9 +10,10 @@ import os
 import platform
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from ..datasets.files import files_below
 
 PROC = Path("/proc")
 BLOCK_BYTES = 512  # unit of st_blocks
@@ -114,12 +115,6 @@ def read_all(folder: Path) -> None:
 def disk_bytes(folder: Path) -> int:
     """What a folder occupies, in whole blocks of the file system."""
     return sum(path.stat().st_blocks * BLOCK_BYTES for path in files_below(folder))
-
-
-def files_below(folder: Path) -> Iterator[Path]:
-    """Every file, also below links: a peer may read another's."""
-    for home, _, names in os.walk(folder, followlinks=True):
-        yield from (Path(home) / name for name in names)
 
 
 def hardware() -> dict[str, Any]:

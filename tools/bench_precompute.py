@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from ..datasets.errors import RecipeError
+from ..datasets.files import files_below
 from ..datasets.layout import CAPTION_PART, NULL_EMBEDDING, NULL_SCALES
 from ..datasets.store import LatentStore
 from ..precompute.clock import Progress
@@ -37,7 +38,7 @@ from ..precompute.sources import list_source
 from .bench_goals import goals_of
 from .bench_inputs import text_model, vae_model, write_sample
 from .bench_memory import peak_mb
-from .bench_meters import files_below, hardware
+from .bench_meters import hardware
 from .bench_rates import STORE, Request, Work, cells_of, decode, precompute_anew
 from .bench_scratch import fresh_folder, own_folder
 

@@ -14,6 +14,7 @@ from ..datasets.buckets import bucket_size
 from ..datasets.class_names import ClassNames
 from ..datasets.commits import missing_work, read_commits
 from ..datasets.errors import RecipeError, SourceError
+from ..datasets.files import files_below
 from ..datasets.frozen import FrozenPlan
 from ..datasets.recipe import to_toml
 from ..datasets.schema import StoreSpec
@@ -37,7 +38,6 @@ from ..train.models import build_model, check_model_name
 from ..train.optimizer_state import expected_tensors
 from ..train.precision import autocast_dtype
 from ..train.ranks import read_ranks
-from .bench_meters import files_below
 from .outcome import change_rows
 from .prediction import StoreBytes, predict_lines
 from .progress import ProgressLine

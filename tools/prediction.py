@@ -22,6 +22,7 @@ import torch
 
 from ..datasets.buckets import bucket_size, resize_filter
 from ..datasets.errors import RecordRejected, ResourceError
+from ..datasets.files import files_below
 from ..datasets.frozen import FrozenPlan
 from ..datasets.hashing import canonical_json
 from ..datasets.layout import CAPTION_PART, NULL_PART, group_json
@@ -36,7 +37,6 @@ from ..precompute.picture_plan import num_threads
 from ..precompute.source_listing import Listing
 from ..precompute.source_record import SourceRecord
 from ..precompute.sources import Source
-from .bench_meters import files_below
 
 PROBE_RECORDS = 64  # decoded and encoded to estimate the time
 PROBE_CAPTION_BATCHES = 3  # a short, a middle and a long one
