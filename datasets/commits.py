@@ -223,6 +223,16 @@ def _counts(values: pa.ChunkedArray) -> dict[str, int]:
     return {entry["values"]: entry["counts"] for entry in pc.value_counts(values).to_pylist()}
 
 
+def commit_record(plan: FrozenPlan, part: str, shard: int, **held: Any) -> CommitRecord:
+    """The commit record of a shard, with its hash.
+
+    Args:
+      held: the fields of ``CommitRecord`` that say what the shard holds.
+    """
+    of_plan = {"format_version": FORMAT_VERSION, "fingerprint": plan.spec.fingerprint, "plan": plan.hash}
+    return CommitRecord(**of_plan, part=part, shard=shard, **held, record_hash="").with_hash()
+
+
 def _record_entry(plan: FrozenPlan, record: CommitRecord) -> FileEntry:
     """Size and hash of a commit record's own file."""
     return file_entry(commit_path(plan.revision, record.part, record.shard), canonical_json(record.model_dump()))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from .commits import Task, carried_files, file_entry, read_manifest, read_record
+from .commits import Task, carried_files, commit_record, file_entry, read_manifest, read_record
 from .errors import DamageError, StoreError, StoreIncomplete
 from .files import remove, write_atomic
 from .findings import shard_place
@@ -22,7 +22,6 @@ from .revisions import read_spec
 from .schema import (
     CAPTION_RESULTS,
     CAPTIONS_SCHEMA,
-    FORMAT_VERSION,
     CommitRecord,
     Fallback,
     FileEntry,
@@ -234,20 +233,17 @@ def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str
             if row["status"] == "rejected"
         ]
         fallbacks = [Fallback(row=row["row"], how=row["fallback"]) for row in table if row["fallback"]]
-    record = CommitRecord(
-        format_version=FORMAT_VERSION,
-        fingerprint=plan.spec.fingerprint,
-        plan=plan.hash,
-        part=part,
-        shard=shard,
+    record = commit_record(
+        plan,
+        part,
+        shard,
         files=files,
         checksums=checksums,
         source_checksums=source_checksums,
         rejects=rejects,
         fallbacks=fallbacks,
-        record_hash="",
         **qualities,
-    ).with_hash()
+    )
     same = xxh3_parts([canonical_json(record.model_dump())])[1] == entry.xxh3_128
     return record if same else None
 

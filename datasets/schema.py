@@ -107,6 +107,16 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
+def _left_out_where_absent(*names: str) -> Any:
+    """A serializer that leaves fields out where they are None or False, as in stores of releases that had none."""
+
+    def serialised(self: _Model, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values = serialise(self)
+        return {name: value for name, value in values.items() if name not in names or value not in (None, False)}
+
+    return model_serializer(mode="wrap")(serialised)
+
+
 class EncoderIdentity(_Model):
     """Which encoder made the bytes. ``model`` and ``revision`` say where it came from; the hashes say what it was."""
 
@@ -120,12 +130,7 @@ class EncoderIdentity(_Model):
     libraries: dict[str, str]
     tokenizer_files_sha256: str | None = None  # of the files it was read from; absent in stores of earlier releases
 
-    @model_serializer(mode="wrap")
-    def _without_absent_hash(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values = serialise(self)
-        if values.get("tokenizer_files_sha256") is None:
-            values.pop("tokenizer_files_sha256", None)
-        return values
+    _without_absent = _left_out_where_absent("tokenizer_files_sha256")
 
 
 class ImageSpec(_Model):
@@ -188,14 +193,7 @@ class LatentSpec(_Model):
             raise ValueError("shift and scale need one number for each channel")
         return self
 
-    @model_serializer(mode="wrap")
-    def _without_what_is_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values = serialise(self)
-        if values.get("decoding") is None:
-            values.pop("decoding", None)
-        if not values.get("compiled"):
-            values.pop("compiled", None)
-        return values
+    _without_absent = _left_out_where_absent("decoding", "compiled")
 
 
 class TextSpec(_Model):
@@ -248,12 +246,7 @@ class StoreSpec(_Model):
             raise ValueError(f"{len(self.class_names)} class names, there are {len(self.classes or ())} classes")
         return self
 
-    @model_serializer(mode="wrap")
-    def _without_absent_names(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values = serialise(self)
-        if values.get("class_names") is None:
-            values.pop("class_names", None)
-        return values
+    _without_absent = _left_out_where_absent("class_names")
 
     def with_fingerprint(self) -> StoreSpec:
         """The same spec with its fingerprint filled in."""

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from .commits import CommitFiles, CommitSummary, Task, file_entry, read_commit, read_manifest, seal_files
+from .commits import CommitFiles, CommitSummary, Task, commit_record, file_entry, read_commit, read_manifest, seal_files
 from .errors import LeanditError, StoreError
 from .files import write_atomic
 from .frozen import FrozenPlan
 from .hashing import canonical_json, xxh3_file, xxh3_parts
 from .layout import CAPTION_PART, CAPTIONS, MANIFEST, NULL_PART, RECORDS, commit_path, revision_prefix
-from .schema import FORMAT_VERSION, CommitRecord, Fallback, FileEntry, Manifest, Reject
+from .schema import Fallback, FileEntry, Manifest, Reject
 from .shards import pack_shard
 
 READERS = 4  # threads that look at bytes
@@ -162,12 +162,10 @@ class StoreWriter:
             write_atomic(self.root / layout.shard_path(shard), parts)
             size, digest = xxh3_parts(parts)
             files.append(FileEntry(path=layout.shard_path(shard), bytes=size, xxh3_128=digest))
-        record = CommitRecord(
-            format_version=FORMAT_VERSION,
-            fingerprint=self.spec.fingerprint,
-            plan=self.plan.hash,
-            part=part,
-            shard=shard,
+        record = commit_record(
+            self.plan,
+            part,
+            shard,
             files=files,
             checksums=list(checksums),
             min_cosines=[cosine for cosine, _ in qualities],
@@ -175,8 +173,7 @@ class StoreWriter:
             source_checksums=list(source_checksums),
             rejects=list(rejects),
             fallbacks=list(fallbacks),
-            record_hash="",
-        ).with_hash()
+        )
         write_atomic(self.root / commit_path(self.plan.revision, part, shard), canonical_json(record.model_dump()))
         self._commits[part, shard] = CommitSummary.of(self.plan, record)
         return sum(entry.bytes for entry in files)

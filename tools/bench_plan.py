@@ -26,13 +26,13 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from ..datasets.buckets import bucket_name
-from ..datasets.commits import file_entry
+from ..datasets.commits import commit_record, file_entry
 from ..datasets.errors import RecipeError, ResourceError
 from ..datasets.files import write_atomic
 from ..datasets.frozen import read_plan
 from ..datasets.hashing import canonical_json
 from ..datasets.layout import CAPTION_PART, CAPTIONS, NULL_PART, PLAN, RECORDS, commit_path
-from ..datasets.schema import FORMAT_VERSION, CommitRecord, Reject
+from ..datasets.schema import Reject
 from ..datasets.writer import StoreWriter
 from ..precompute.config import PrecomputeRecipe, load
 from ..precompute.decoder import Decoders
@@ -184,19 +184,16 @@ def write_commits(store: Path) -> dict[str, float]:
         for row in range(rows.start, rows.stop, RARE) if is_rows else ():
             checksums[row - rows.start] = ""
             rejects.append(Reject(row=row, key=f"{row}", stage="encode", reason="nonfinite", detail="made up"))
-        record = CommitRecord(
-            format_version=FORMAT_VERSION,
-            fingerprint=plan.spec.fingerprint,
-            plan=plan.hash,
-            part=part,
-            shard=shard,
+        record = commit_record(
+            plan,
+            part,
+            shard,
             files=entries,
             checksums=checksums,
             source_checksums=checksums if is_rows else [],
             rejects=rejects,
             fallbacks=[],
-            record_hash="",
-        ).with_hash()
+        )
         write_atomic(store / commit_path(1, part, shard), canonical_json(record.model_dump()))
     return {}
 

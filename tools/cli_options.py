@@ -52,13 +52,8 @@ def read_path(value: str) -> Path:
 
     Raises: BadParameter: it is a URL.
     """
-    place = path_or_url(value)
-    if is_url(place):
-        raise typer.BadParameter(
-            f"'{place}' is a URL, and is read here from a local folder only. Copy it first, as with "
-            "'aws s3 sync s3://BUCKET/NAME FOLDER'."
-        )
-    return Path(place)
+    what = "is read here from a local folder only. Copy it first, as with 'aws s3 sync s3://BUCKET/NAME FOLDER'."
+    return _local_path(value, f"and {what}")
 
 
 def written_path(value: str) -> Path:
@@ -66,12 +61,14 @@ def written_path(value: str) -> Path:
 
     Raises: BadParameter: it is a URL.
     """
+    what = "only local folders are written to. Give a folder, then copy it there, as with"
+    return _local_path(value, f"and {what} 'aws s3 sync FOLDER s3://BUCKET/NAME'.")
+
+
+def _local_path(value: str, refusal: str) -> Path:
     place = path_or_url(value)
     if is_url(place):
-        raise typer.BadParameter(
-            f"'{place}' is a URL, and only local folders are written to. Give a folder, then copy it "
-            "there, as with 'aws s3 sync FOLDER s3://BUCKET/NAME'."
-        )
+        raise typer.BadParameter(f"'{place}' is a URL, {refusal}")
     return Path(place)
 
 
