@@ -60,11 +60,8 @@ class FastDit(Reader):
 
     def _label(self, entry: Entry) -> int:
         path = f"{self._labels}/{entry.key}.npy"
-        try:
-            with rejecting(path):
-                label = parse_npy(read_file(self.root / path))
-        except RecordRejected as reject:
-            raise RecordRejected("scan", "no_label", reject.detail) from reject
+        with rejecting(path, "no_label"):
+            label = parse_npy(read_file(self.root / path))
         if label.size != 1 or label.dtype.kind not in "iu":
             raise RecordRejected("scan", "no_label", f"{path}: {label.dtype} of shape {label.shape}, no integer")
         return int(label.reshape(()))

@@ -12,10 +12,10 @@ import math
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -42,8 +42,7 @@ Sample = dict[str, tuple[str, memoryview]]
 """Encoding and bytes of each column."""
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """What ``index.json`` says of one shard."""
 
     path: str
@@ -187,12 +186,10 @@ class Mds(Reader):
         Raises: ValueError.
         """
         array, width = self._numbers(sample[self._captions]), self.recipe.layout.width
-        if sample[self._captions][0] == "bytes":
-            if not width or len(array) % width:
-                raise ValueError(f"{len(array)} numbers of a caption; layout.width says how many a token has")
-        else:
-            width = array.shape[-1]
-        rows = array.reshape(-1, width)
+        is_plain = sample[self._captions][0] == "bytes"
+        if is_plain and (not width or len(array) % width):
+            raise ValueError(f"{len(array)} numbers of a caption; layout.width says how many a token has")
+        rows = array.reshape(-1, width if is_plain else array.shape[-1])
         if not self._mask:
             return len(rows), rows
         encoding, data = sample[self._mask]
@@ -291,11 +288,7 @@ def _ndarray(encoding: str, data: memoryview) -> np.ndarray:
     kind, *said = encoding.split(":")
     if kind != "ndarray" or len(said) > 2:
         raise ValueError(f"column encoded as '{encoding}'; needed bytes or ndarray (pickled ones are refused)")
-    at = 0
-    if said:
-        dtype = said[0]
-    else:
-        dtype, at = VALUES.get(data[0] if len(data) else 0, ""), 1
+    dtype, at = (said[0], 0) if said else (VALUES.get(data[0] if len(data) else 0, ""), 1)
     if dtype not in VALUES.values():
         raise ValueError(f"an array of dtype '{dtype}'")
     if len(said) == 2:

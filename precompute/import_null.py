@@ -67,7 +67,8 @@ def _from_checkpoint(path: Path) -> np.ndarray:
         tensors = read_tensors(path)
         while isinstance(tensors, dict) and isinstance(tensors.get("state_dict"), dict):
             tensors = tensors["state_dict"]
-        found = [tensor for name, tensor in dict(tensors).items() if str(name).endswith(TENSOR)]
+        named = tensors.items() if isinstance(tensors, dict) else ()
+        found = [tensor for name, tensor in named if str(name).endswith(TENSOR) and hasattr(tensor, "nbytes")]
     if len(found) != 1 or found[0].nbytes > MAX_ARRAY_BYTES:
         raise ValueError(f"{len(found)} tensors whose name ends in '{TENSOR}'; needed one")
     return found[0].float().numpy()

@@ -79,7 +79,7 @@ class PixArt(Reader):
         return ""
 
     def look(self, entry: Entry) -> Seen:
-        """By the headers, and the caption's mask."""
+        """By the headers, and the caption's mask or content."""
         item = self._items[entry.key]
         if item.problem:
             raise RecordRejected("scan", "bad_metadata", item.problem)

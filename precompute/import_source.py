@@ -152,15 +152,17 @@ class Reader(ABC):
 
 
 @contextmanager
-def rejecting(what: str) -> Iterator[None]:
+def rejecting(what: str, reason: str = "") -> Iterator[None]:
     """Turn a file that cannot be read as what it is into a reject of its record; the machine's faults are no record's.
 
+    Args:
+      reason: of the reject, if not "missing_file" or "unreadable".
     Raises: RecordRejected. ResourceError: the machine lacks memory, room or open files. SourceError: its disk fails.
     """
     try:
         yield
     except FileNotFoundError as error:
-        raise RecordRejected("scan", "missing_file", f"{what}: there is no such file") from error
+        raise RecordRejected("scan", reason or "missing_file", f"{what}: there is no such file") from error
     except (*UNREADABLE, MemoryError) as error:
         number = getattr(error, "errno", None)
         if number in LACKING or isinstance(error, MemoryError):
@@ -174,7 +176,9 @@ def rejecting(what: str) -> Iterator[None]:
                 f"source, '{what}': its disk or network folder fails ({error}). Nothing was rejected for it: mend "
                 "that, and run the same command again."
             ) from error
-        raise RecordRejected("scan", "unreadable", f"{what}: {type(error).__name__}: {error}"[:500]) from error
+        raise RecordRejected(
+            "scan", reason or "unreadable", f"{what}: {type(error).__name__}: {error}"[:500]
+        ) from error
 
 
 def size_of(root: Path, path: str) -> int:

@@ -645,6 +645,13 @@ def test_a_checkpoint_that_is_pickled_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.parametrize("content", [torch.zeros(12, 16), {"y_embedding": [1.0, 2.0]}])
+def test_a_checkpoint_without_the_null_caption_is_refused(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "null.pth")
+    with pytest.raises(SourceError, match="0 tensors whose name ends in 'y_embedding'"):
+        run_import(replace(make_pixart(tmp_path / "source"), null=str(tmp_path / "null.pth")), tmp_path / "store")
+
+
 def test_broken_captions_and_hostile_paths_are_rejected(tmp_path: Path) -> None:
     made = make_pixart(tmp_path / "source")
     data = made.source / "InternData"
