@@ -2,16 +2,49 @@
 
 The tour, in the order the data travels:
 
-1. ``leandit.precompute`` (stage 1) runs every image through a VAE and every caption through T5 exactly once.
-   Read ``precompute/pipeline.py``.
+1. ``leandit.precompute`` (stage 1) runs every image through a VAE and every caption through a text encoder exactly
+   once. Read ``precompute/pipeline.py``.
 2. ``leandit.datasets`` is the store between the stages: sharded, memory-mapped, self-describing. It knows no encoder
    and no trainer. Read ``datasets/FORMAT.md``, then ``datasets/store.py``.
 3. ``leandit.train`` (stage 2) trains a diffusion transformer on the store alone; no encoder is imported.
    Read ``train/loop.py``.
 4. ``leandit.tools`` is what you type: the ``leandit`` command, the inspector, the demo.
 
-The four folders have no ``__init__.py`` on purpose: with one, ``datasets/`` would hide Hugging Face's library of the
-same name from whoever stands in the repository root.
+``LatentStore``, ``make_loader``, ``BatchReader``, ``Batch`` and ``load_snapshot`` can be imported from here; each is
+loaded when it is first asked for, so that ``import leandit`` costs nothing.
+
+The four rooms have no ``__init__.py``: with one, ``datasets/`` would hide Hugging Face's library of the same name from
+anyone who stands in the repository root.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .datasets.batches.reader import Batch, BatchReader
+    from .datasets.loader import make_loader
+    from .datasets.store import LatentStore
+    from .train.sampling.sample import load_snapshot
+
 __version__ = "0.1.0"
+__all__ = ["Batch", "BatchReader", "LatentStore", "load_snapshot", "make_loader"]
+_HOMES = {
+    "Batch": "datasets.batches.reader",
+    "BatchReader": "datasets.batches.reader",
+    "LatentStore": "datasets.store",
+    "load_snapshot": "train.sampling.sample",
+    "make_loader": "datasets.loader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported from its home when it is first used (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'leandit' has no attribute '{name}'")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -3,9 +3,10 @@
     for batch in make_loader(store, global_batch=256, seed=0):      # one epoch
         ...                                                         # batch.latents, .labels, .captions
 
-Which records a batch holds comes from its order (``batches.py``), what it holds from its records alone (``reader.py``).
-The state is one number, and what must not have changed. Reading ahead happens in threads: worker processes make a cheap
-loader ten times slower, so there are none. Who must have them reads by number, in any order, on any rank:
+Which records a batch holds comes from its order (``batch_plan.py``), what it holds from its records alone
+(``reader.py``). The state is one number, and what must not have changed. Reading ahead happens in threads: worker
+processes make a cheap loader ten times slower, so there are none. Who must have them reads by number, in any order, on
+any rank:
 
     DataLoader(BatchReader([store], plan), batch_size=None, sampler=range(step, steps), num_workers=4)
 """
@@ -23,15 +24,15 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from .batches import BatchPlan, Leftovers
-from .caption_odds import CaptionOdds
+from .batches.reader import PLANNED_AHEAD, Batch, BatchReader, TextForm
+from .disk.fork_safe import in_forks
 from .errors import RecipeError, RunError
-from .filters import Selection
-from .forks import in_forks
-from .order import changed_fields
-from .planned import MAX_NUMBER
-from .reader import PLANNED_AHEAD, Batch, BatchReader, TextForm
-from .shuffle import ShardWindow
+from .order.batch_plan import BatchPlan, Leftovers
+from .order.caption_odds import CaptionOdds
+from .order.filters import Selection
+from .order.order import changed_fields
+from .order.planned import MAX_NUMBER
+from .order.shuffle import ShardWindow
 from .store import LatentStore
 
 STATE_VERSION = 2

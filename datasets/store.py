@@ -21,23 +21,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from .arrays import Access, ShardedArray, ShardFolder
-from .buckets import bucket_size
-from .cached import cached_property
-from .caption_tokens import CaptionTokens
-from .class_names import ClassNames
-from .commits import missing_work, read_commits, read_manifest
+from .arrays.bucket_index import INDEX_COLUMNS, BucketIndex, build_indexes
+from .arrays.caption_tokens import CaptionTokens
+from .arrays.probe import check_of, check_whole
+from .arrays.sharded_array import Access, ShardedArray, ShardFolder
+from .arrays.stack import ArrayStack
+from .disk.cached import cached_property
+from .disk.hashing import xxh3_file
 from .errors import DamageError, RecipeError, RowOutOfRange, StoreError, StoreIncomplete, UnknownKey
-from .frozen import planned_revisions, read_plan
-from .hashing import xxh3_file
-from .index import INDEX_COLUMNS, BucketIndex, build_indexes
-from .layout import CAPTIONS, GROUP, RECORDS, REMOTE_ABOUT, bucket_part, revision_prefix
-from .merge import merge_captions, merge_records
-from .probe import check_of, check_whole
-from .revisions import REPAIR, check_store, read_spec, sealed_revisions
-from .schema import Manifest
-from .stack import ArrayStack
-from .tables import read_table, table_problem
+from .format.buckets import bucket_size
+from .format.class_names import ClassNames
+from .format.layout import CAPTIONS, GROUP, RECORDS, REMOTE_ABOUT, bucket_part, revision_prefix
+from .format.schema import Manifest
+from .format.tables import read_table, table_problem
+from .revisions.catalog import REPAIR, check_store, read_spec, sealed_revisions
+from .revisions.commits import missing_work, read_commits, read_manifest
+from .revisions.merge import merge_captions, merge_records
+from .revisions.plan import planned_revisions, read_plan
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 NUM_NEAR, MOST_COMPARED = 3, 4000  # keys that an error names; and compares one by one
@@ -106,7 +106,7 @@ class LatentStore:
             raise RecipeError(f"access {access!r}: needed one of {', '.join(get_args(Access))}.")
         self.remote = None
         if "://" in str(path):
-            from .remote import open_remote  # fsspec, and locks that Windows has not
+            from .remote.cache import open_remote
 
             self.remote = open_remote(str(path), revision=revision, **(remote or {}))
             revision = self.remote.manifest.revision  # others may bring a newer one into the folder meanwhile

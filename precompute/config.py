@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ..datasets.buckets import MAX_RATIO, STEP_PX, Table, bucket_table, largest_crop
+from ..datasets.format.buckets import MAX_RATIO, STEP_PX, Table, bucket_table, largest_crop
+from ..datasets.format.zarr_shard import check_codec
 from ..datasets.recipe import Section, load_recipe
-from ..datasets.shards import check_codec
 
 PACKAGE = "leandit.precompute"
 MAX_CROP_SHARE = 0.3  # of a picture's area, above which a computed table is warned of

@@ -2,12 +2,12 @@
 
 Running the same command again goes on where the last one stopped: a shard with a valid commit record is never made
 twice. A source that has changed since makes a new revision, in which only what changed is encoded. What overlaps with
-what stands in ``stages.py``, what may be taken up in ``opening.py``, what has changed in ``growth.py``.
+what stands in ``stages.py``, what may be taken up in ``opening.py``, what has changed in ``compare.py``.
 
 Any number of processes may run the same command at the same time, on one machine or on many that share the store's
 folder: one plans, all encode (``leases.py``), each shard once, and whoever is last seals. With a part, a process takes
 its own share of the shards only, and leaves the seal to whoever finds all of them there. Where the shards are encoded
-is the engine's matter (``engines.py``): here, or by other processes that this one starts.
+is the engine's matter (``engine.py``): here, or by other processes that this one starts.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from pathlib import Path
 
 import torch
 
-from ..datasets.class_names import ClassNames
-from ..datasets.commits import Task
+from ..datasets.disk.strays import sweep_strays
 from ..datasets.errors import SourceError
-from ..datasets.frozen import FrozenPlan
-from ..datasets.schema import Manifest, StoreSpec
-from ..datasets.strays import sweep_strays
-from ..datasets.writer import StoreWriter
-from .clock import Progress, StageClock
+from ..datasets.format.class_names import ClassNames
+from ..datasets.format.schema import Manifest, StoreSpec
+from ..datasets.revisions.commits import Task
+from ..datasets.revisions.plan import FrozenPlan
+from ..datasets.revisions.writer import StoreWriter
 from .config import PrecomputeRecipe
-from .decoder import Decoders
-from .encoders import load_encoders
-from .engines import Engine
-from .growth import Comparison, Options
-from .here import Here
-from .leases import Leases, alone, seal_alone
-from .opening import Planner, check_apart, check_disk, check_fingerprint, is_sealed, newest_plan
-from .part import Part
-from .picture_plan import num_threads
-from .rejects import ledger_of
-from .source_ignored import Ignored
-from .source_several import SourcePaths, list_sources
-from .sources import Source
-from .tally import Tally
-from .text_encoders import TokenCount
-from .verdict import Power, StageTime, stage_times
+from .encoders.text import TokenCount
+from .encoders.vae import load_encoders
+from .engines.engine import Engine
+from .engines.here import Here
+from .images.decoders import Decoders
+from .planning.compare import Comparison, Options
+from .planning.opening import Planner, check_apart, check_disk, check_fingerprint, is_sealed, newest_plan
+from .planning.pictures import num_threads
+from .progress.clock import Progress, StageClock
+from .progress.rejects import ledger_of
+from .progress.tally import Tally
+from .progress.verdict import Power, StageTime, stage_times
+from .sharing.leases import Leases, alone, seal_alone
+from .sharing.part import Part
+from .sources.files.ignored import Ignored
+from .sources.several import SourcePaths, list_sources
+from .sources.source import Source
 
 
 @dataclass

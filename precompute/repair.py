@@ -14,27 +14,27 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from ..datasets.commits import Task, read_record
+from ..datasets.arrays.shard_file import ShardFile
+from ..datasets.disk.hashing import xxh3_parts
 from ..datasets.errors import DamageError
-from ..datasets.findings import part_of
-from ..datasets.frozen import FrozenPlan
-from ..datasets.hashing import xxh3_parts
-from ..datasets.layout import is_picture_task
-from ..datasets.mend import mend_revision, reseal, revisions_to_mend
-from ..datasets.schema import Fallback
-from ..datasets.shard_file import ShardFile
-from ..datasets.shards import pack_shard
-from ..datasets.verify import Verification, verify_store
-from ..datasets.writer import StoreWriter, row_checksum
-from .clock import StageClock
+from ..datasets.format.layout import is_picture_task
+from ..datasets.format.schema import Fallback
+from ..datasets.format.zarr_shard import pack_shard
+from ..datasets.maintenance.findings import part_of
+from ..datasets.maintenance.repair import mend_revision, reseal, revisions_to_mend
+from ..datasets.maintenance.verify import Verification, verify_store
+from ..datasets.revisions.commits import Task, read_record
+from ..datasets.revisions.plan import FrozenPlan
+from ..datasets.revisions.writer import StoreWriter, row_checksum
 from .config import PrecomputeRecipe
-from .decoder import Decoders
-from .encoders import Encoders
-from .rejects import RejectLimit
-from .shard_task import PackedShard
-from .source_record import SourceRecord
-from .sources import Source
-from .stages import encode_captions, encode_pictures, write_shard
+from .encoders.vae import Encoders
+from .images.decoders import Decoders
+from .progress.clock import StageClock
+from .progress.rejects import RejectLimit
+from .shards.latent_shard import PackedShard
+from .shards.stages import encode_captions, encode_pictures, write_shard
+from .sources.files.record import SourceRecord
+from .sources.source import Source
 
 PLACE_COLUMNS = ("source_path", "source_offset", "source_bytes", "source_mtime_ns")
 Told = Callable[[str, int], Sequence[Fallback]]

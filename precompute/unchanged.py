@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import __version__
-from ..datasets.class_names import ClassNames
-from ..datasets.encoder_places import with_encoder_places
-from ..datasets.frozen import planned_revisions, read_plan
-from ..datasets.revisions import sealed_revisions
-from ..datasets.schema import EncoderIdentity, Manifest, StoreSpec
-from ..datasets.writer import StoreWriter
+from ..datasets.format.class_names import ClassNames
+from ..datasets.format.encoder_places import with_encoder_places
+from ..datasets.format.schema import EncoderIdentity, Manifest, StoreSpec
+from ..datasets.revisions.catalog import sealed_revisions
+from ..datasets.revisions.plan import planned_revisions, read_plan
+from ..datasets.revisions.writer import StoreWriter
 from .config import PrecomputeRecipe, TextSection, VaeSection
-from .model_files import (
+from .encoders.model_files import (
     CONFIG,
     TEXT_WEIGHTS,
     TOKENIZER_FILES,
@@ -33,9 +33,9 @@ from .model_files import (
     weight_files,
     weight_names,
 )
-from .source_ignored import Ignored
-from .source_several import SourcePaths, list_sources
-from .sources import Source
+from .sources.files.ignored import Ignored
+from .sources.several import SourcePaths, list_sources
+from .sources.source import Source
 
 GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))  # of NVIDIA, AMD; of either under Windows
 

@@ -23,10 +23,10 @@ from making import (
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
-from leandit.precompute.decoder import Decoders
+from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
-from leandit.train.dit import SIZES
-from leandit.train.text_models import PIXART_SIZES, SANA_SIZES
+from leandit.train.models.diffusers_models import PIXART_SIZES, SANA_SIZES
+from leandit.train.models.dit import SIZES
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test touches a network
 torch.set_num_threads(1)  # the tests run in two processes

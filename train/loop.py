@@ -15,25 +15,25 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from ..datasets.hashing import sha256_of
+from ..datasets.disk.hashing import sha256_of
 from ..datasets.loader import Batch, BatchLoader
 from ..datasets.recipe import flatten
 from .config import TrainRecipe
-from .deepspeed_config import read_config
-from .deepspeed_engine import with_users_config
-from .gauges import Gauges, Work, peak_flops
-from .head import open_store, read_head
-from .meeting import Meeting
-from .meters import Meters, StepReport, Window
-from .optimizers import learning_rate
-from .ranks import SharedStop, connected, read_ranks
-from .run_lock import held
-from .saving import Saver
-from .state import averages_are_due, begin_or_resume, capture, prepare
-from .step import train_step
-from .stop import StopRequest
-from .tuning import tune
-from .wandb_run import check_wandb
+from .metrics.device import Gauges, Work, peak_flops
+from .metrics.wandb_run import check_wandb
+from .metrics.window import Meters, StepReport, Window
+from .optim.build import learning_rate
+from .parallel.deepspeed_config import read_config
+from .parallel.deepspeed_engine import with_users_config
+from .parallel.ranks import SharedStop, connected, read_ranks
+from .parallel.stop import StopRequest
+from .parallel.watchdog import Meeting
+from .run.autotune import tune
+from .run.lock import held
+from .run.manifest import open_store, read_head
+from .run.resume import averages_are_due, begin_or_resume, capture, prepare
+from .run.saver import Saver
+from .step.train_step import train_step
 
 
 def print_warning(message: str) -> None:

@@ -1,0 +1,1 @@
+"""Rows over all shards of an array, gathered by memory map."""

@@ -1,0 +1,162 @@
+"""Notice that a mapped file is written to: its rows are then no longer those that were checked.
+
+A map of a file that gets shorter ends the process with SIGBUS, and one that is written to gives torn rows. Nothing of
+leandit does either, files are only ever replaced whole, which a map does not see. For what others do, Linux tells
+(inotify), at the price of one system call a batch; one queue serves all stores of a process, because a user may have
+128 of them. Elsewhere sizes and times are looked at twice a second. Neither sees a write through a map of another
+process, nor what another machine does on a network file system: read there with ``access="pread"``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import struct
+import sys
+import threading
+import time
+import warnings
+import weakref
+from functools import cache
+
+from ..disk.fork_safe import in_forks
+
+IN_MODIFY, IN_OVERFLOW, IN_IGNORED = 0x2, 0x4000, 0x8000
+_EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that follows
+POLL_SECONDS = 0.5
+READ_BYTES = 1 << 16
+
+
+class ChangeWatch:
+    """Which of some files were written to since they were added. For the process that made it, not for its forks."""
+
+    def __init__(self) -> None:
+        self.changed: set[str] = set()
+        self._lock = threading.Lock()
+        self._marks: dict[str, _Mark | None] = {}  # of files that inotify does not watch
+        self._looked = time.monotonic()
+
+    def add(self, path: str) -> None:
+        """Watch a file from now on."""
+        if not _queue.add(path, self):
+            with self._lock:
+                self._marks[path] = _mark(path)
+
+    def look(self) -> set[str]:
+        """Files that were written to, of all that were added."""
+        _queue.look()
+        if self._marks and time.monotonic() - self._looked > POLL_SECONDS:
+            self._looked = time.monotonic()
+            with self._lock:
+                self.changed |= {path for path, mark in self._marks.items() if _is_written(mark, _mark(path))}
+        return self.changed
+
+
+class _Queue:
+    """The inotify queue of this process, made when the first file is added."""
+
+    def __init__(self) -> None:
+        self._poll: select.epoll | None = None
+        self.begin_anew()
+        in_forks(self)
+
+    def begin_anew(self) -> None:
+        """Without the queue of the parent, which both would read."""
+        if self._poll is not None:
+            self._poll.close()
+            os.close(self._file)
+        self._poll, self._file, self._is_told = None, -1, False
+        self._lock = threading.RLock()  # a finalizer may run while it is held
+        # Of each file, by inotify's number: who watches it, and under which of its names.
+        self._watches: dict[int, weakref.WeakKeyDictionary[ChangeWatch, str]] = {}
+
+    def add(self, path: str, watch: ChangeWatch) -> bool:
+        """Watch a file; False where the system does not."""
+        if sys.platform != "linux":
+            return False
+        with self._lock:
+            library = _libc()
+            if self._poll is None:
+                self._file = library.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+                if self._file < 0:
+                    return self._refuse("max_user_instances")
+                self._poll = select.epoll()  # asks without an exception where there is nothing, and from many threads
+                self._poll.register(self._file, select.EPOLLIN)
+            self._read_events()  # of earlier writes, which this watch must not be told of
+            number = library.inotify_add_watch(self._file, os.fsencode(path), IN_MODIFY)
+            if number < 0:
+                return self._refuse("max_user_watches")
+            watches = self._watches.setdefault(number, weakref.WeakKeyDictionary())
+            watches[watch] = path
+            weakref.finalize(watch, self._forget, number, watches).atexit = False
+            return True
+
+    def look(self) -> None:
+        """Tell every watch which of its files were written to."""
+        if self._poll is not None and self._poll.poll(0, 1):
+            with self._lock:
+                self._read_events()
+
+    def _read_events(self) -> None:
+        try:
+            events, position = os.read(self._file, READ_BYTES), 0
+        except BlockingIOError:
+            return  # another thread has read them
+        while position < len(events):
+            number, mask, _, length = _EVENT.unpack_from(events, position)
+            position += _EVENT.size + length
+            if mask & IN_MODIFY:
+                self._tell(number)
+            if mask & IN_OVERFLOW:  # more has happened than the system remembers, perhaps to any of them
+                for one in list(self._watches):
+                    self._tell(one)
+            if mask & IN_IGNORED:  # the file is gone, and the system may use its number again
+                self._watches.pop(number, None)
+
+    def _tell(self, number: int) -> None:
+        for watch, path in list(self._watches.get(number, {}).items()):
+            watch.changed.add(path)
+
+    def _forget(self, number: int, watches: weakref.WeakKeyDictionary[ChangeWatch, str]) -> None:
+        """Watch a file no more when nobody reads it any more."""
+        with self._lock:
+            if self._watches.get(number) is watches and not list(watches):
+                _libc().inotify_rm_watch(self._file, number)
+                del self._watches[number]
+
+    def _refuse(self, limit: str) -> bool:
+        if not self._is_told:
+            self._is_told = True
+            warnings.warn(
+                f"the system watches no more files for this user (fs.inotify.{limit}): a shard that something writes "
+                f"to while it is read is seen only after {POLL_SECONDS:g} s. Raise the limit, or read with "
+                'access="pread".',
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return False
+
+
+_Mark = tuple[int, int, int]  # inode, size, time
+
+
+def _mark(path: str) -> _Mark | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _is_written(before: _Mark | None, now: _Mark | None) -> bool:
+    """The same file with another content; one that is gone, or replaced whole, is read on as it was."""
+    return before is not None and now is not None and before[0] == now[0] and before != now
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+_queue = _Queue()

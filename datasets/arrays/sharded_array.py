@@ -1,0 +1,398 @@
+"""Reading the rows of a stored array, over all its shards: views where they lie, and whole batches by one gather.
+
+Uncompressed shards are mapped, each when it is first touched, into one range of addresses (``address_window.py``),
+where all rows of the array are rows of one numpy array. What cannot be there is read shard by shard: compressed or
+sparse ones, more shards than a process may map, and all of them with ``access="pread"``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ..disk.fork_safe import in_forks
+from ..errors import DamageError, RowOutOfRange
+from ..format.zarr_shard import ArrayLayout
+from .address_window import AddressWindow
+from .change_watch import ChangeWatch
+from .shard_file import REPAIR, ShardFile
+
+if TYPE_CHECKING:
+    from ..remote.cache import RemoteFolder
+
+Access = Literal["map", "pread"]
+ShardCheck = Callable[[ArrayLayout, int, int, ShardFile], None]
+"""Called with the Zarr array, the number of its shard, the first of its rows in the stacked array, and the shard."""
+
+MAX_OPEN_SHARDS = 256  # that are not in a window: descriptors, or maps
+READ_THREADS = min(8, 2 * (os.cpu_count() or 1))  # of a batch that is read shard by shard
+JOB_BYTES = 1 << 18  # of rows that one thread reads or decodes in a go
+
+
+class ShardFolder:
+    """Where the shard files of a store lie, and how they are read.
+
+    Args:
+      root: the store.
+      sizes: bytes of each file by its path, as the manifest says; checked when a shard is opened.
+      access: "map" the shards, or read them by "pread", as on a network file system, where a map that fails ends the
+        process with SIGBUS.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        access: Access = "map",
+        remote: RemoteFolder | None = None,
+    ) -> None:
+        self.root, self.access, self._sizes, self.remote = root, access, sizes, remote
+        self.begin_anew()
+        in_forks(self)
+        if remote is not None:
+            remote.on_evict(lambda name: self._open.pop(name, None))  # its room is free once nobody maps it
+
+    def begin_anew(self) -> None:
+        """Nothing is open."""
+        self.lock = threading.RLock()
+        self._open: OrderedDict[str, ShardFile] = OrderedDict()
+        self._watch: ChangeWatch | None = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    def open(self, layout: ArrayLayout, shard: int, *, mapped: bool) -> ShardFile:
+        """Open a shard of the size that the manifest says.
+
+        Raises: DamageError.
+        """
+        name = layout.shard_path(shard)
+        if self.remote is not None:  # whole, and checked by its hash
+            with self.remote.held(name) as path:
+                self._watch_file(path)
+                return ShardFile(path, layout, len(layout.rows_of(shard)), mapped=mapped, mend=self._mend)
+        path = self.root / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None or (self._sizes is not None and size != self._sizes.get(name)):
+            was = "is missing" if size is None else f"has {size} bytes, not those of the manifest"
+            raise DamageError(f"shard '{path}': {was}. {REPAIR}")
+        self._watch_file(path)
+        return ShardFile(path, layout, len(layout.rows_of(shard)), mapped=mapped)
+
+    def _watch_file(self, path: Path) -> None:
+        if self._watch is None:
+            self._watch = ChangeWatch()
+        self._watch.add(os.fspath(path))
+
+    @property
+    def _mend(self) -> str:
+        return REPAIR if self.remote is None else "Remove this file: it comes again from the store's URL."
+
+    def keep_open(self, layout: ArrayLayout, shard: int, check: Callable[[ShardFile], None]) -> ShardFile:
+        """The same, kept open until others were used more recently.
+
+        Args:
+          check: called where it had to be opened.
+        """
+        name = layout.shard_path(shard)
+        if self.remote is not None and name not in self._open:
+            self.remote.fetch(name)  # not under the lock, where others would wait for it
+        with self.lock:
+            opened = self._open.pop(name, None)
+            is_new = opened is None
+            if opened is None:
+                opened = self.open(layout, shard, mapped=self.access == "map")
+                check(opened)
+            self._open[name] = opened  # last: the most recently used
+            if len(self._open) > MAX_OPEN_SHARDS:
+                self._open.popitem(last=False)  # who reads it at this moment holds it
+            if is_new and self.remote is not None and not self.remote.use(name):
+                self._open.pop(name, None)  # it went meanwhile; its room is free once nobody maps it
+            return opened
+
+    def mark_used(self, names: Iterable[str]) -> None:
+        """Tell a remote store's folder that these shards are in use, so that others go first."""
+        if self.remote is not None:
+            for name in names:
+                self.remote.use(name)
+
+    def check_unchanged(self) -> None:
+        """Raises: DamageError: a shard that is open was written to."""
+        if self._watch is not None and (changed := self._watch.look()):
+            path = min(changed)
+            size = os.stat(path).st_size if os.path.exists(path) else 0
+            raise DamageError(
+                f"shard '{path}': something wrote to it while it was read, it has {size} bytes now. Stop what writes "
+                f"there. {self._mend}"
+            )
+
+    def run(self, jobs: Sequence[Callable[[], None]]) -> None:
+        """Do several things at once."""
+        if len(jobs) < 2:
+            for job in jobs:
+                job()
+            return
+        with self.lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="leandit-shards")
+        futures = [self._pool.submit(job) for job in jobs]
+        wait(futures)  # all of them, also where one has failed: they write into memory of the caller
+        for future in futures:
+            future.result()
+
+
+class ShardedArray:
+    """A stored array: a sequence of rows over all its shards, each opened when it is first touched. Safe in threads.
+
+    It is read as one of numpy: ``array[7]``, ``array[10:20]``, ``array[[3, 1]]``, ``array[mask]``, ``array[7, :4]``.
+
+    Args:
+      folder: where the shards lie.
+      layouts: of the Zarr arrays that follow each other: one for each revision that added rows.
+      check: called with each shard when it is opened, to refuse one that is not what it should be (``probe.py``).
+    """
+
+    def __init__(self, folder: ShardFolder, layouts: Sequence[ArrayLayout], check: ShardCheck | None = None) -> None:
+        self._folder, self._check = folder, check
+        self._places = [(layout, shard) for layout in layouts for shard in range(layout.num_shards)]
+        counts = [len(layout.rows_of(shard)) for layout, shard in self._places]
+        self._starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # of each shard, then the end
+        self.path, self.dtype = layouts[-1].path, np.dtype(layouts[-1].dtype)
+        self.row_shape, self.row_bytes = layouts[-1].shape[1:], layouts[-1].row_bytes
+        # Not where shards come and go: a slot of the window cannot be given back while views of it are out.
+        in_place = folder.access == "map" and folder.remote is None
+        self._may_map = in_place and all(layout.codec == "none" for layout in layouts)
+        self.shard_rows = max(layout.shard_rows for layout in layouts)  # of a full shard
+        self._shard_bytes = self.shard_rows * self.row_bytes
+        self.begin_anew()
+        in_forks(self)
+
+    def begin_anew(self) -> None:
+        """Nothing is open."""
+        self._window: AddressWindow | None = None
+        self._grid = np.empty(0)  # all rows of the window, those of the gaps included
+        self._is_grid = False  # there are no gaps, and all shards are there: a row is its own place
+        self._in_window = np.zeros(len(self._places), bool)
+        self._opened = np.zeros(len(self._places), bool)
+        self._shift = np.zeros(len(self._places), np.int64)  # from a row to its place in the grid, by shard
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def locate(self, row: int) -> tuple[ArrayLayout, int]:
+        """The Zarr array that holds a row, and the number of its shard."""
+        return self._places[self._shard_of(row)]
+
+    def shard_paths(self, rows: np.ndarray) -> list[str]:
+        """Paths of the shards, within the store, that hold some rows."""
+        shards = np.unique(np.searchsorted(self._starts, rows, side="right") - 1)
+        return [self._name(shard) for shard in shards.tolist()]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows, then the shape of each: (N, 2C, H, W) of moments."""
+        return len(self), *self.row_shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return 1 + len(self.row_shape)
+
+    def __getitem__(self, which: int | slice | Sequence[int] | np.ndarray | tuple[Any, ...]) -> np.ndarray:
+        """Rows as numpy gives them, negative numbers from the end.
+
+        Args:
+          which: a row, a slice, rows in any order, or a mask of all rows; in a tuple also integers and slices of the
+            dimensions of a row.
+        Returns: of a row, and of a slice within a shard, a read-only mapped view where uncompressed; else a copy.
+        Raises: RowOutOfRange; TypeError: something else was given; DamageError: as ``take``.
+        """
+        if isinstance(which, tuple):
+            rows, *inner = which or (slice(None),)
+            if not all(isinstance(part, (int, np.integer, slice)) for part in inner):
+                raise TypeError(f"array '{self.path}': needed integers and slices behind the rows, got {which}")
+            found = self[rows]
+            return found[tuple(inner) if isinstance(rows, (int, np.integer)) else (slice(None), *inner)]
+        if isinstance(which, slice):
+            rows = range(*which.indices(len(self)))
+            return (
+                self.read(rows.start, max(rows.start, rows.stop)) if rows.step == 1 else self.take(np.array(rows, int))
+            )
+        if isinstance(which, (int, np.integer)) and not isinstance(which, bool):
+            if not -len(self) <= which < len(self):
+                raise RowOutOfRange(f"array '{self.path}': row {which}, there are {len(self)}")
+            row = int(which) % len(self)
+            return self.read(row, row + 1)[0]
+        rows = np.asarray(which)
+        if rows.dtype == bool:
+            if rows.shape != (len(self),):
+                raise RowOutOfRange(f"array '{self.path}': a mask of {rows.shape}, needed ({len(self)},)")
+            rows = np.flatnonzero(rows)
+        if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+            raise TypeError(f"array '{self.path}': rows are {rows.dtype} {rows.shape}, needed integers (B,)")
+        return self.take(self._from_end(rows))
+
+    def _from_end(self, rows: np.ndarray) -> np.ndarray:
+        """Rows counted from 0, of which negative ones were counted from the end."""
+        rows = rows.astype(np.int64)
+        if len(rows) and not -len(self) <= rows.min() <= rows.max() < len(self):
+            raise RowOutOfRange(f"array '{self.path}': rows {rows.min()} to {rows.max()}, there are {len(self)}")
+        return np.where(rows < 0, rows + len(self), rows)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Rows start to stop, (stop - start, ...): a mapped view where they lie in one uncompressed shard.
+
+        Who copies from views calls ``check_unchanged`` afterwards.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise RowOutOfRange(f"array '{self.path}': rows {start} to {stop}, there are {len(self)}")
+        self._folder.check_unchanged()
+        parts = []
+        while start < stop:
+            shard = self._shard_of(start)
+            base, end = int(self._starts[shard]), min(stop, int(self._starts[shard + 1]))
+            if not self._opened[shard]:
+                self._prepare(np.array([shard]))
+            if self._in_window[shard]:
+                parts.append(self._grid[start + self._shift[shard] : end + self._shift[shard]])
+            else:
+                parts.append(self._kept(shard).read(start - base, end - base))
+            start = end
+        if not parts:
+            return np.empty((0, *self.row_shape), self.dtype)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def check_unchanged(self) -> None:
+        """Raises: DamageError: a shard that is open was written to."""
+        self._folder.check_unchanged()
+
+    def take(self, rows: Sequence[int] | np.ndarray, *, out: np.ndarray | None = None) -> np.ndarray:
+        """Gather rows in the order given.
+
+        Args:
+          rows: (B,) integers, 0 <= row < len(self).
+          out: (B, ...) of the array's dtype, contiguous, reused; else a new array.
+        Returns: (B, ...).
+        Raises: RowOutOfRange; ValueError: ``out`` does not fit; DamageError: a shard is not what was written, or was
+          changed while it was read.
+        """
+        rows = np.asarray(rows)
+        if rows.dtype.kind not in "iu" and rows.size:
+            raise TypeError(f"rows are {rows.dtype}, needed integers")
+        rows = rows.astype(np.int64, copy=False)
+        # Before any arithmetic of addresses: a row in a gap between shards would be read without an error.
+        if len(rows) and rows.view(np.uint64).max() >= len(self):  # what is negative is very large, too
+            raise RowOutOfRange(f"array '{self.path}': rows {rows.min()} to {rows.max()}, there are {len(self)}")
+        shape = (len(rows), *self.row_shape)
+        if out is None:
+            out = np.empty(shape, self.dtype)
+        elif out.shape != shape or out.dtype != self.dtype or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.dtype} {out.shape}, needed contiguous {self.dtype} {shape}")
+        if not len(rows):
+            return out
+        shards = None
+        if not self._is_grid:
+            shards = np.searchsorted(self._starts, rows, side="right") - 1
+            self._prepare(shards)
+        self._folder.check_unchanged()
+        # Bounds were checked; the other modes of numpy would buffer the output, or check again.
+        if shards is None:
+            self._grid.take(rows, axis=0, out=out, mode="clip")
+        elif self._in_window[shards].all():
+            self._grid.take(rows + self._shift[shards], axis=0, out=out, mode="clip")
+        else:
+            self._take_apart(shards, rows, out)
+        self._folder.check_unchanged()  # during the copy: then the rows may be torn
+        return out
+
+    def take_ranges(self, starts: np.ndarray, lengths: np.ndarray, *, out: np.ndarray | None = None) -> np.ndarray:
+        """Gather ranges of rows, one after the other, as the tokens of captions.
+
+        Args:
+          starts, lengths: (B,) integers.
+          out: (lengths.sum(), ...), as of ``take``.
+        Returns: (lengths.sum(), ...).
+        """
+        ends = np.cumsum(lengths)
+        rows = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+        return self.take(rows, out=out)
+
+    def _prepare(self, shards: np.ndarray) -> None:
+        """Open shards, (B,) numbers, that were not yet."""
+        if self._opened[shards].all():
+            return
+        with self._folder.lock:
+            if self._may_map and self._window is None:
+                self._open_window()
+            wanted = np.zeros(len(self._opened), bool)
+            wanted[shards] = True
+            for shard in np.flatnonzero(wanted & ~self._opened).tolist():
+                if self._window is not None:
+                    self._map(shard)
+                self._opened[shard] = True
+            self._is_grid = bool(self._in_window.all() and not self._shift.any())
+
+    def _open_window(self) -> None:
+        try:
+            window = AddressWindow(len(self._places), self.row_bytes, self._shard_bytes)
+        except OSError:
+            self._may_map = False  # then each is mapped alone, and the least recently used ones are let go
+            return
+        slots = np.arange(len(self._places), dtype=np.int64)
+        self._shift = slots * window.slot_rows - self._starts[:-1]
+        dtype = self._places[0][0].disk_dtype
+        self._grid = window.bytes.view(dtype).reshape(-1, *self.row_shape)
+        self._window = window
+
+    def _map(self, shard: int) -> None:
+        """Map a shard into the window, if it is dense."""
+        assert self._window is not None
+        opened = self._folder.open(*self._places[shard], mapped=False)
+        if opened.is_dense:
+            self._check_shard(shard, opened)
+            with contextlib.suppress(OSError):  # too many maps: then it is read by itself
+                self._window.map_file(shard, opened.file, min(opened.size, self._window.slot_bytes))
+                self._in_window[shard] = True
+
+    def _kept(self, shard: int) -> ShardFile:
+        """A shard that is not in the window."""
+        return self._folder.keep_open(*self._places[shard], lambda opened: self._check_shard(shard, opened))
+
+    def _name(self, shard: int) -> str:
+        layout, number = self._places[shard]
+        return layout.shard_path(number)
+
+    def _check_shard(self, shard: int, opened: ShardFile) -> None:
+        if self._check:
+            self._check(*self._places[shard], int(self._starts[shard]), opened)
+
+    def _take_apart(self, shards: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+        """Gather shard by shard, in threads; rows in their order on disk, so that none is read or decoded twice."""
+        order = np.argsort(rows, kind="stable")
+        jobs = []
+        edges = np.flatnonzero(np.diff(shards[order])) + 1
+        groups = np.split(order, edges)
+        self._folder.mark_used(self._name(int(shards[group[0]])) for group in groups)
+        rows_per_job = max(1, JOB_BYTES // self.row_bytes)
+        for group in groups:
+            shard = int(shards[group[0]])
+            for first in range(0, len(group), rows_per_job):
+                where = group[first : first + rows_per_job]
+                jobs.append(lambda shard=shard, where=where: self._take_some(shard, rows[where], out, where))
+        self._folder.run(jobs)
+
+    def _take_some(self, shard: int, rows: np.ndarray, out: np.ndarray, where: np.ndarray) -> None:
+        if self._in_window[shard]:
+            out[where] = self._grid[rows + self._shift[shard]]
+        else:
+            self._kept(shard).read_into(rows - self._starts[shard], out, where)
+
+    def _shard_of(self, row: int) -> int:
+        return int(np.searchsorted(self._starts, row, side="right")) - 1

@@ -1,0 +1,122 @@
+"""From planned batches to what is read of each: rows, labels, captions and draws, looked up for many batches at once.
+
+Nothing is read here. What a record brings depends on its own position and epoch alone, so a batch looked up with others
+is the same as a batch looked up by itself, and a hundred of them cost little more than ten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arrays.bucket_index import BucketIndex
+from ..order.caption_odds import choose_captions
+from ..order.planned import PlannedBatch
+from ..order.shuffle import PURPOSE_CAPTION, PURPOSE_FLIP, keyed_choice, keyed_uniform
+from ..order.slices import rank_slice
+from ..store import LatentStore
+from .latents import draw_keys
+
+
+class Records(NamedTuple):
+    """Some records of one bucket.
+
+    Args:
+      rows: (B,) int64 in ``store.latents(bucket)``.
+      records: (B,) int64 positions in the records table.
+      labels: (B,) class index, -1 for none.
+      flipped: (B,) bool, whether the flipped picture is read, or None where the store has none.
+      caption_ids: (B,) int64 the caption chosen for each, or None.
+      draw_keys: (B,) int64 keys of the posterior draw, or None where nothing is drawn.
+    """
+
+    rows: np.ndarray
+    records: np.ndarray
+    labels: np.ndarray
+    flipped: np.ndarray | None
+    caption_ids: np.ndarray | None
+    draw_keys: np.ndarray | None
+
+    def part(self, start: int, stop: int) -> Records:
+        """Those from start to stop; views."""
+        return Records(*[None if column is None else column[start:stop] for column in self])  # pyright: ignore
+
+
+class WantedBatch(NamedTuple):
+    """A rank's slice of one global batch, before it is read.
+
+    Args:
+      planned: the global batch.
+      wanted: the rank's records of it.
+    """
+
+    planned: PlannedBatch
+    wanted: Records
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Looks up what a rank reads of planned batches.
+
+    Args:
+      stores: of each of the order's plans.
+      seed: of the posterior draw and the choice of caption and flip.
+      rank, world_size: every global batch is sliced.
+      captions: choose one for each record, where the store has them.
+      caption_bounds: of each store, by bucket, from ``CaptionOdds.bounds``; without, captions are drawn uniformly.
+    """
+
+    stores: Sequence[LatentStore]
+    seed: int
+    rank: int
+    world_size: int
+    captions: bool
+    caption_bounds: Sequence[Mapping[str, np.ndarray]] = ()
+
+    def batches(self, planned: Sequence[PlannedBatch]) -> list[WantedBatch]:
+        """Each of them looked up."""
+        groups: dict[tuple[int, str], list[int]] = {}
+        for number, batch in enumerate(planned):
+            groups.setdefault((batch.plan, batch.bucket), []).append(number)
+        found: dict[int, WantedBatch] = {}
+        for (plan, bucket), numbers in groups.items():
+            batches = [planned[number] for number in numbers]
+            slices = [rank_slice(len(batch.positions), self.rank, self.world_size) for batch in batches]
+            positions = [batch.positions[mine] for batch, mine in zip(batches, slices, strict=True)]
+            epochs = [batch.epochs[mine] for batch, mine in zip(batches, slices, strict=True)]
+            records = self._records(plan, bucket, np.concatenate(positions), np.concatenate(epochs))
+            edges = pairwise(accumulate(map(len, positions), initial=0))
+            for number, batch, (start, stop) in zip(numbers, batches, edges, strict=True):
+                found[number] = WantedBatch(batch, records.part(start, stop))
+        return [found[number] for number in range(len(planned))]
+
+    def _records(self, plan: int, bucket: str, positions: np.ndarray, epochs: np.ndarray) -> Records:
+        store = self.stores[plan]
+        index, latent = store.index(bucket), store.spec.latent
+        records = index.records.take(positions)
+        flipped, captions, keys = None, None, None
+        if latent.flip:
+            flipped = self._choose(np.full(len(records), 2), epochs, records, PURPOSE_FLIP) == 1
+        if store.spec.text and self.captions and self.caption_bounds:
+            uniform = keyed_uniform(seed=self.seed, epoch=epochs, records=records, purpose=PURPOSE_CAPTION)
+            captions = choose_captions(self.caption_bounds[plan][bucket], index, positions, uniform)
+        elif store.spec.text and self.captions:
+            captions = self._choose_captions(index, positions, epochs, records)
+        if latent.has_posterior:
+            keys = draw_keys(self.seed, epochs, records).numpy()
+        return Records(index.rows.take(positions), records, index.labels.take(positions), flipped, captions, keys)
+
+    def _choose_captions(
+        self, index: BucketIndex, positions: np.ndarray, epochs: np.ndarray, records: np.ndarray
+    ) -> np.ndarray:
+        """(B,) id of one of the captions of each record."""
+        starts = index.caption_starts[positions]
+        choices = index.caption_starts[positions + 1] - starts
+        return index.caption_ids[starts + self._choose(choices, epochs, records, PURPOSE_CAPTION)]
+
+    def _choose(self, choices: np.ndarray, epochs: np.ndarray, records: np.ndarray, purpose: int) -> np.ndarray:
+        return keyed_choice(choices, seed=self.seed, epoch=epochs, records=records, purpose=purpose)

@@ -1,0 +1,287 @@
+"""Reading one global batch: the records that its order names, gathered from the store into memory used again.
+
+What a batch holds is a function of its number alone: any rank, worker or thread may read it, at any time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from ..disk.cached import cached_property
+from ..disk.fork_safe import in_forks
+from ..errors import RecipeError
+from ..format.schema import LatentSpec
+from ..order.batch_plan import BatchPlan
+from ..order.caption_odds import CaptionOdds
+from ..order.mixture import check_alike
+from ..order.order import BatchOrder
+from ..order.slices import rank_slice
+from ..store import LatentStore
+from .buffer_pool import BufferPool, hold_while_copied
+from .captions import final_captions, read_packed, read_padded
+from .latents import final_latents
+from .lookup import Lookup, Records, WantedBatch
+
+TextForm = Literal["padded", "packed", "none"]
+PLANNED_AHEAD = 32  # batches that are planned in one go, at little more than the price of one
+KEPT_GROUPS = 3  # of planned batches: threads read on both sides of a border, and the next is planned ahead
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Batch:
+    """A rank's slice of one global batch of one bucket; B records, fewer than 1 only where a "short" batch is smaller
+    than the number of ranks.
+
+    Args:
+      stored: (B, 2C, H, W) moments or (B, C, H, W) latents in the store's dtype, as they lie there.
+      labels: (B,) int64 class index, -1 for none.
+      stored_captions: in the store's dtype, or None: (B, L, D), padded with zeros to the longest, or packed (sum L, D).
+      caption_lengths: (B,) int64 valid tokens, or None.
+      records: (B,) int64 positions in the records table.
+      draw_keys: (B,) int64 keys of the posterior draw, or None where nothing is drawn.
+      spec: what ``stored`` is, and how it becomes the model's input.
+      bucket: "HxW" in pixels.
+      number: of the global batch, over all epochs.
+      global_size: records of the global batch, of which this is a rank's slice.
+      epoch: that the batch belongs to.
+      store: which of the reader's stores it is of.
+      caption_scales: (B, L) or (sum L,) float32 where the captions are int8, else None.
+    """
+
+    stored: torch.Tensor
+    labels: torch.Tensor
+    stored_captions: torch.Tensor | None
+    caption_lengths: torch.Tensor | None
+    records: torch.Tensor
+    draw_keys: torch.Tensor | None
+    spec: LatentSpec
+    bucket: str
+    number: int
+    global_size: int
+    epoch: int
+    store: int = 0
+    caption_scales: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __repr__(self) -> str:
+        return f"Batch(number={self.number}, epoch={self.epoch}, bucket='{self.bucket}', records={len(self)})"
+
+    @cached_property
+    def latents(self) -> torch.Tensor:
+        """(B, C, H, W) float32, drawn, shifted and scaled: the model's input at t = 0, on the device of the batch."""
+        return final_latents(self.stored, self.spec, self.draw_keys)
+
+    @cached_property
+    def captions(self) -> torch.Tensor | None:
+        """(B, L, D) or packed (sum L, D), on the device of the batch, or None: as stored, or float32 of int8."""
+        return None if self.stored_captions is None else final_captions(self.stored_captions, self.caption_scales)
+
+    @cached_property
+    def caption_offsets(self) -> torch.Tensor:
+        """(B + 1,) int32 where each packed caption begins, then the end: cu_seqlens of variable-length attention."""
+        if self.caption_lengths is None:
+            raise RecipeError("this batch has no captions: its store has none, or the reader was asked for none.")
+        zero = torch.zeros(1, dtype=torch.int64, device=self.caption_lengths.device)
+        return torch.cat([zero, self.caption_lengths.cumsum(0)]).int()
+
+    def finish(self) -> Batch:
+        """The same batch, with its latents and captions computed."""
+        _ = self.latents, self.captions
+        return self
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of a batch on a GPU from others until the stream has done what it was given so far."""
+        for value in vars(self).values():  # the latents too, once they are computed
+            if isinstance(value, torch.Tensor):
+                value.record_stream(stream)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on a device, copied asynchronously from pinned memory, on the current stream of the device.
+
+        This batch may be dropped at once. Who copies its tensors without this method holds it until the copy is done.
+        """
+        device = torch.device(device)
+        values: dict[str, Any] = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        hold_while_copied(list(tensors.values()), device)
+        return Batch(**values | moved)
+
+
+class _Group:
+    """Batches that are planned in one go, by the first who asks for one of them."""
+
+    def __init__(self) -> None:
+        self.lock, self.batches = threading.Lock(), list[WantedBatch]()
+
+
+class BatchReader(Dataset):
+    """Global batches by their number; a map-style dataset of endless length.
+
+    Args:
+      stores: of each of the order's plans.
+      order: which records when.
+      rank, world_size: this reader gives its slice of every global batch.
+      text: form of the captions, or none of them.
+      pin: into page-locked memory.
+      seed: of the posterior draw and the choice of caption and flip; None: that of the first plan.
+      caption_odds: how often each caption of a record is drawn; None: all alike.
+    Raises: RecipeError: a plan or its selection is of another store, the stores do not fit each other, or there is no
+      such form of captions; IndexError: no such rank.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[LatentStore],
+        order: BatchOrder,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        text: TextForm = "padded",
+        pin: bool = False,
+        seed: int | None = None,
+        caption_odds: CaptionOdds | None = None,
+    ) -> None:
+        if isinstance(stores, LatentStore) or len(stores) != len(order.plans):
+            count = "one, not in a list" if isinstance(stores, LatentStore) else len(stores)
+            raise RecipeError(f"stores of a reader: {count}; needed a list of {len(order.plans)}, one for each plan.")
+        self.stores, self.order = list(stores), order
+        self.seed = order.plans[0].seed if seed is None else seed
+        rank_slice(0, rank, world_size)  # is there such a rank?
+        if text not in get_args(TextForm):
+            raise RecipeError(f"text {text!r}: needed one of {', '.join(get_args(TextForm))}.")
+        for store, plan in zip(self.stores, order.plans, strict=True):
+            check_fit(store, plan)
+        check_alike(self.stores, captions=text != "none")
+        self._text: TextForm = text
+        bounds = [caption_odds.bounds(store) for store in self.stores] if caption_odds and text != "none" else []
+        self._lookup = Lookup(self.stores, self.seed, rank, world_size, text != "none", bounds)
+        self._buffers = BufferPool(pin=pin)
+        self.begin_anew()
+        in_forks(self)
+
+    def begin_anew(self) -> None:
+        """Nothing is planned."""
+        self._planned: OrderedDict[int, _Group] = OrderedDict()  # by number // PLANNED_AHEAD
+        self._lock = threading.Lock()
+
+    def __getitem__(self, number: int) -> Batch:
+        """Read a global batch, or this rank's slice of it; in order is cheapest, since they are planned together."""
+        if number < 0:
+            raise IndexError(f"batch {number}: they are counted from 0")
+        looked_up = self._look_up(number)
+        planned, wanted = looked_up.planned, looked_up.wanted
+        store, text = self.stores[planned.plan], None
+        if wanted.caption_ids is not None:
+            read = read_packed if self._text == "packed" else read_padded
+            text = read(store, wanted.caption_ids, self._buffers)
+        return Batch(
+            stored=torch.from_numpy(self._read_latents(store, planned.bucket, wanted)),
+            labels=_tensor(wanted.labels),
+            stored_captions=text and text.tokens,
+            caption_lengths=text and text.lengths,
+            records=_tensor(wanted.records),
+            draw_keys=None if wanted.draw_keys is None else _tensor(wanted.draw_keys),
+            spec=store.spec.latent,
+            bucket=planned.bucket,
+            number=number,
+            global_size=len(planned.positions),
+            epoch=planned.epoch,
+            store=planned.plan,
+            caption_scales=text and text.scales,
+        )
+
+    def shards_of(self, number: int) -> tuple[LatentStore, list[str]]:
+        """The store and the paths of the shards that this rank's slice of a batch may read."""
+        looked_up = self._look_up(number)
+        planned, wanted = looked_up.planned, looked_up.wanted
+        store = self.stores[planned.plan]
+        paths = store.latents(planned.bucket).shard_paths(wanted.rows)
+        if wanted.flipped is not None:
+            paths += store.flipped_latents(planned.bucket).shard_paths(wanted.rows)
+        if wanted.caption_ids is not None:
+            for array in store.tokens.arrays:
+                paths += array.shard_paths(store.tokens.offsets[wanted.caption_ids])
+        return store, paths
+
+    def bring_ahead(self, first: int, count: int) -> None:
+        """Let stores at a URL bring the shards of these batches, in their order."""
+        wanted: dict[int, list[str]] = {}
+        for number in range(first, first + count):
+            store, paths = self.shards_of(number)
+            wanted.setdefault(id(store), []).extend(paths)
+        for store in self.stores:
+            if store.remote is not None:
+                store.remote.prefetch(wanted.get(id(store), []))
+
+    def plan_ahead(self, number: int) -> None:
+        """Plan a batch and its neighbours, so that nobody waits for it later."""
+        self._look_up(number)
+
+    def _look_up(self, number: int) -> WantedBatch:
+        group, place = divmod(number, PLANNED_AHEAD)
+        with self._lock:
+            planned = self._planned.setdefault(group, _Group())
+            self._planned.move_to_end(group)
+            if len(self._planned) > KEPT_GROUPS:
+                self._planned.popitem(last=False)
+        with planned.lock:  # others may read batches of other groups while this one is planned
+            if not planned.batches:
+                planned.batches = self._lookup.batches(self.order.batches(group * PLANNED_AHEAD, PLANNED_AHEAD))
+        return planned.batches[place]
+
+    def _read_latents(self, store: LatentStore, bucket: str, wanted: Records) -> np.ndarray:
+        """(B, ...) stored rows, of the flipped picture where the draw says so."""
+        array = store.latents(bucket)
+        stored = self._buffers.take((len(wanted.rows), *array.row_shape), array.dtype)
+        array.take(wanted.rows, out=stored)
+        if wanted.flipped is not None:
+            stored[wanted.flipped] = store.flipped_latents(bucket).take(wanted.rows[wanted.flipped])
+        return stored
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_planned", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for store, plan in zip(self.stores, self.order.plans, strict=True):
+            check_fit(store, plan)  # an incomplete store may hold more than it did in the other process
+        self.begin_anew()
+        in_forks(self)
+
+
+def check_fit(store: LatentStore, plan: BatchPlan) -> None:
+    """Refuse to read a store by a plan of another one.
+
+    Raises: RecipeError: naming the bucket and both counts.
+    """
+    if plan.selection and plan.selection.plan_hash != store.plan_hash:
+        raise RecipeError(
+            f"store '{store.path}': the plan's selection was made from another store, or another revision of it. Make "
+            "it anew with RecordFilter.select."
+        )
+    for bucket in {**plan.buckets, **store.buckets}:
+        planned, there = plan.buckets.get(bucket, 0), store.buckets.get(bucket, 0)
+        chosen = plan.selection.positions.get(bucket) if plan.selection else None
+        beyond = chosen is not None and len(chosen) and chosen[-1] >= there
+        if beyond or (chosen is None and planned != there):
+            raise RecipeError(
+                f"store '{store.path}': it has {there} records in bucket '{bucket}', the plan is of a store with "
+                f"{int(chosen[-1]) + 1 if chosen is not None and beyond else planned} there. Make the plan from "
+                "store.buckets, or from a selection of this store."
+            )
+
+
+def _tensor(column: np.ndarray) -> torch.Tensor:
+    """A copy, which may be changed: the column is kept for who reads the batch again."""
+    return torch.from_numpy(column.copy())

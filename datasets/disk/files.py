@@ -1,0 +1,260 @@
+"""The one way bytes reach a disk: temporary file in the same folder, fsync, rename, fsync of the folder.
+
+A file or folder is there whole or not at all, also after a power cut. Nothing is written through a memory map. What a
+killed process left behind carries the name of its owner (``owners.py``) and is swept at the next start. Every step is
+counted, and a test can let any one of them fail (``Failpoint``). How files are identified stands in ``hashing.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import ResourceError
+from .owners import TEMPORARY_PREFIX, heartbeat, renew_time, replaced_beside, temporary_beside
+
+FAILPOINT_VARIABLE = "LEANDIT_FAILPOINT"
+EXIT_DIED = 137  # what a shell shows of kill -9
+NEEDS_SPACE = frozenset(["create", "write", "sync", "folder"])
+
+
+@dataclass
+class Failpoint:
+    """Lets one operation of this layer fail, for tests; from ``LEANDIT_FAILPOINT=KIND@NUMBER`` or set by hand.
+
+    Args:
+      kind: "die" ends the process at operation ``at``, a write half done; "eio" lets that operation fail; "enospc" lets
+        it and all later ones that need space fail; "short" lets the system take half of what it is given.
+      at: number of the operation, counted from 0; -1 counts only.
+    """
+
+    kind: Literal["die", "eio", "enospc", "short", "count"] = "count"
+    at: int = -1
+    seen: list[str] = field(default_factory=list)
+    _numbers: Any = field(default_factory=itertools.count, repr=False)
+
+    def step(self, operation: str, path: Path) -> bool:
+        """Count an operation and let it fail if its turn has come.
+
+        Returns: True where a write shall be done by half, then end the process.
+        """
+        number = next(self._numbers)
+        self.seen.append(f"{operation} {path.name}")
+        if self.kind == "enospc" and 0 <= self.at <= number and operation in NEEDS_SPACE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        if number != self.at:
+            return False
+        if self.kind == "eio":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        if self.kind == "die" and operation != "write":
+            os._exit(EXIT_DIED)
+        return self.kind == "die"
+
+    def takes(self, view: memoryview) -> memoryview:
+        """What the system takes of a write in one go."""
+        return view[: max(1, len(view) // 2)] if self.kind == "short" else view
+
+
+def _failpoint_of_environment() -> Failpoint | None:
+    kind, _, at = os.environ.get(FAILPOINT_VARIABLE, "").partition("@")
+    return Failpoint(kind, int(at or -1)) if kind else None  # pyright: ignore[reportArgumentType]
+
+
+failpoint: Failpoint | None = _failpoint_of_environment()
+
+
+def _step(operation: str, path: Path) -> bool:
+    return failpoint.step(operation, path) if failpoint else False
+
+
+def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
+    """Write a file so that it is there whole or not at all.
+
+    Args:
+      path: where the file shall be; its folder is made if missing.
+      parts: the content, or contiguous buffers that follow each other.
+    Raises: ResourceError: the disk is full or over quota; nothing is left behind.
+    """
+    temporary = temporary_beside(path)
+    try:
+        make_folder(path.parent)
+        with heartbeat(temporary):  # to its end before the rename: readers watch the time of a shard
+            _write_file(temporary, parts)
+        _rename(temporary, path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise_if_full(error, path)
+        raise
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_folder(final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]], *, replace: bool) -> bool:
+    """Write a folder of files so that it is there whole or not at all.
+
+    Args:
+      final: where it shall be; its parent is made if missing.
+      files: name and content of each, a name may have folders before it; taken one at a time.
+      replace: an older folder of the same name makes room and is removed last (``sweep_strays`` moves it back if the
+        process dies between); otherwise the first one stays.
+    Returns: False where there was one already and it stays.
+    Raises: ResourceError: the disk is full or over quota; nothing is left behind.
+    """
+    with temporary_folder(final) as temporary:
+        is_new = _write_folder(temporary, final, files, replace=replace)
+        if is_new:
+            fsync_folder(final.parent)
+    return is_new
+
+
+@contextlib.contextmanager
+def temporary_folder(final: Path) -> Iterator[Path]:
+    """An empty folder beside a place, to be filled and moved there; where the block fails, nothing of it is left.
+
+    Raises: ResourceError: the disk is full or over quota.
+    """
+    temporary = temporary_beside(final)
+    try:
+        with heartbeat(temporary, replaced_beside(final)):
+            shutil.rmtree(temporary, ignore_errors=True)
+            make_folder(temporary)
+            yield temporary
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise_if_full(error, final)
+        raise
+
+
+def _write_folder(
+    temporary: Path, final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]], *, replace: bool
+) -> bool:
+    inner = set[Path]()
+    for name, parts in files:
+        make_folder((temporary / name).parent)
+        _write_file(temporary / name, parts)
+        inner |= {(temporary / name).parent} - {temporary}
+    for folder in (*sorted(inner), temporary):
+        fsync_folder(folder)
+    if replace:
+        _replace_folder(temporary, final)
+        return True
+    try:
+        _rename(temporary, final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        shutil.rmtree(temporary)
+        return False
+    return True
+
+
+def _replace_folder(temporary: Path, final: Path) -> None:
+    replaced = replaced_beside(final)
+    if final.exists():
+        renew_time(final)  # its heartbeat, before it has the name that a sweep looks for
+        _rename(final, replaced)
+    try:
+        _rename(temporary, final)
+    except BaseException:
+        if not final.exists() and replaced.exists():  # no sweep would while this process lives
+            os.rename(replaced, final)
+        raise
+    fsync_folder(final.parent)  # the new name first: a power cut must not take both
+    remove(replaced)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all in it; a folder is first given a temporary name, so it never looks whole."""
+    if path.is_dir() and not path.is_symlink():
+        doomed = path if path.name.startswith(TEMPORARY_PREFIX) else temporary_beside(path)
+        if doomed != path:
+            shutil.rmtree(doomed, ignore_errors=True)
+            renew_time(path)  # its heartbeat, before it has the name that a sweep looks for
+            _rename(path, doomed)
+        try:
+            _step("remove", path)
+            with heartbeat(doomed):
+                shutil.rmtree(doomed)
+        except OSError:
+            shutil.rmtree(doomed, ignore_errors=True)  # as much as goes; the rest is swept by the next command
+            raise
+    elif os.path.lexists(path):
+        _step("remove", path)
+        path.unlink(missing_ok=True)
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename a file or folder within its folder, durably."""
+    _rename(source, target)
+    fsync_folder(target.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, each durable in its parent."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    _step("folder", folder)
+    folder.mkdir(exist_ok=True)
+    fsync_folder(folder.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    _step("sync", folder)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_file(path: Path, parts: bytes | Iterable[Any]) -> None:
+    _step("create", path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        for part in [parts] if isinstance(parts, bytes) else parts:
+            half = _step("write", path)
+            view = memoryview(part)
+            view = view.cast("B") if view.nbytes else memoryview(b"")  # an array without rows has no bytes to cast
+            left = view[: len(view) // 2] if half else view
+            while left:
+                left = left[os.write(descriptor, failpoint.takes(left) if failpoint else left) :]
+            if half:
+                os._exit(EXIT_DIED)
+        _step("sync", path)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename(source: Path, target: Path) -> None:
+    _step("rename", target)
+    os.rename(source, target)
+
+
+def raise_if_full(error: OSError, path: Path) -> None:
+    """Turn "no space left" into a ResourceError that says how much is free."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        free_mib = shutil.disk_usage(folder).free / 2**20
+        raise ResourceError(
+            f"file '{path}': {error.strerror} ({free_mib:.0f} MiB free on this disk). "
+            "Free some space, then run the same command again: it resumes."
+        ) from error
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Every file of a folder and of those below it, also below links."""
+    for home, _, names in os.walk(folder, followlinks=True):
+        yield from (Path(home) / name for name in names)

@@ -1,0 +1,112 @@
+"""What identifies bytes: hashes of files, of buffers and of values; JSON that gives equal bytes for equal values.
+
+XXH3 finds accidental damage at memory speed; SHA-256 stands where a hash is an identity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ..errors import DamageError
+
+MAX_JSON_BYTES = 1 << 30  # a manifest of ten million shards; more is no JSON of ours
+MAX_JSON_DEPTH = 64  # far beyond any of ours, and far below what any library's recursion bears
+BLOCK_BYTES = 1 << 20
+
+
+def canonical_json(value: Any) -> bytes:
+    """Encode as JSON with sorted keys and one space of indent: equal values give equal bytes."""
+    return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Read a JSON file of ours. What ``canonical_json`` could not have written is refused: others may have changed it.
+
+    Raises: DamageError: it is no valid JSON, no regular file, or larger or deeper than any of ours; OSError: not there.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise DamageError(f"file '{path}': not a regular file; needed a JSON file. Restore it, or make it anew.")
+    if found.st_size > max_bytes:
+        raise DamageError(
+            f"file '{path}': {found.st_size} bytes, none such is larger than {max_bytes / 2**20:.0f} MiB. Restore it."
+        )
+    try:
+        content = path.read_bytes()
+        value = json.loads(content, parse_constant=_refuse_constant, parse_float=_finite)
+        if _is_deeper(value, MAX_JSON_DEPTH):
+            raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep")
+        if _SURROGATE.search(content):
+            canonical_json(value)  # half a surrogate pair cannot be written again, so nothing of ours holds one
+        return value
+    except (ValueError, RecursionError) as error:  # of what json and UTF-8 raise, and of numbers without end
+        raise DamageError(f"file '{path}': not valid JSON ({error}). Restore it, or make it anew.") from error
+
+
+_SURROGATE = re.compile(rb"\\u[dD]")
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text[:20]} is larger than any number")
+    return value
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, (dict, list))
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
+def sha256_of(value: Any) -> str:
+    """Hash a JSON value by its canonical bytes; 64 hex digits."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """Hash a file with SHA-256; 64 hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def xxh3_file(path: str | Path) -> str:
+    """Hash a file with XXH3-128; 32 hex digits."""
+    with open(path, "rb", buffering=0) as file:
+        digest = xxhash.xxh3_128()
+        # One buffer for all blocks: a new one each time costs as much as the hash.
+        block = memoryview(bytearray(min(BLOCK_BYTES, os.fstat(file.fileno()).st_size + 1)))
+        while count := file.readinto(block):
+            digest.update(block[:count])
+        return digest.hexdigest()
+
+
+def xxh3_parts(parts: Iterable[Any]) -> tuple[int, str]:
+    """Size in bytes and XXH3-128 of buffers that follow each other in a file."""
+    digest, size = xxhash.xxh3_128(), 0
+    for part in parts:
+        digest.update(part)
+        size += memoryview(part).nbytes
+    return size, digest.hexdigest()

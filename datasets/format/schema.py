@@ -1,0 +1,357 @@
+"""What a store says of itself: the attributes of its root group, its commit records, its manifest, its tables.
+
+``FORMAT.md`` is the norm; these models are its reading in Python.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from ..disk.hashing import sha256_of
+from .buckets import NO_EXIF
+
+FORMAT_VERSION = 1
+FALLBACK = "^(batch:[1-9][0-9]{0,6}|float32|batch:[1-9][0-9]{0,6},float32)$"  # what a Fallback may say
+LOGVAR_RANGE = (-30.0, 20.0)  # of a stored log-variance, as diffusers' DiagonalGaussianDistribution clamps it
+IMPORTED = "imported:"  # begins the class name of an encoder of which only its output is known
+UNKNOWN = "unknown"  # its weights' hash
+POSTERIORS = ("mean_logvar", "mean_std")  # kinds of latents whose draw happens at read time
+
+REJECT_REASONS = {
+    "unreadable": "the file cannot be opened or read",
+    "missing_file": "the metadata names a file that is not there",
+    "bad_metadata": "the metadata of the record is not usable",
+    "duplicate_key": "an earlier record has the same key",
+    "no_caption": "the recipe wants captions and the record has none",
+    "not_an_image": "the bytes are no picture of a known format",
+    "truncated": "the picture ends too early",
+    "decode_error": "the decoder refused the picture",
+    "decoder_crash": "the process that decoded the picture died of it",
+    "decoder_timeout": "the decoder did not come to an end in its time",
+    "unsupported_mode": "the pixels have no defined meaning as RGB (32-bit or float)",
+    "too_small": "the shorter side has fewer pixels than images.min_px",
+    "too_large": "more pixels, or more memory for them, than the limit",
+    "aspect": "the ratio of height to width is outside the bucket table",
+    "source_changed": "the file is not the one that was planned",
+    "wrong_size": "the picture has not the size that it was planned with",
+    "nonfinite": "the encoder gave NaN or infinity, in its own dtype and in float32; or what was imported holds them",
+    "out_of_memory": "the device has not the memory to encode this picture alone",
+    "wrong_shape": "what was imported has another shape or dtype than the other records",
+    "no_label": "the other records that are imported have a label, this one has none",
+}
+
+RECORDS_SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("revision", pa.int32()),  # that encoded or rejected it: its arrays hold the row
+        ("bucket", pa.string()),  # "HxW" in pixels; null where the record was rejected at scan
+        ("row", pa.int64()),  # row of the revision's arrays of the bucket; -1 where rejected at scan
+        ("label", pa.int64()),  # class index, -1 for none
+        ("caption_ids", pa.list_(pa.int32())),
+        ("height_px", pa.int32()),  # of the source picture, upright
+        ("width_px", pa.int32()),
+        ("resized_height_px", pa.int32()),  # after the resize, before the crop
+        ("resized_width_px", pa.int32()),
+        ("crop_top_px", pa.int32()),  # of the crop, in the resized picture
+        ("crop_left_px", pa.int32()),
+        ("status", pa.string()),  # "stored" or "rejected" ("planned" while the store is incomplete)
+        ("stage", pa.string()),  # of a reject: "scan", "decode" or "encode"
+        ("reason", pa.string()),  # of a reject: one of REJECT_REASONS
+        ("detail", pa.string()),
+        ("attempts", pa.int32()),  # how often it was tried; more than 1 after --retry-rejected
+        ("checksum", pa.uint64()),  # XXH3-64 of the record's row in each latent array, in order; null if not stored
+        ("source_checksum", pa.uint64()),  # XXH3-64 of the picture's file as it was encoded; null if not stored
+        ("fallback", pa.string()),  # how it was encoded where not as planned (Fallback.how); else null
+    ]
+)
+
+PLAN_SCHEMA = pa.schema(  # of the records table of a plan
+    [
+        *RECORDS_SCHEMA,
+        ("source_path", pa.string()),  # where the picture lies, relative to the source
+        ("source_offset", pa.int64()),
+        ("source_bytes", pa.int64()),
+        ("source_mtime_ns", pa.int64()),
+    ]
+)
+
+CAPTIONS_SCHEMA = pa.schema(
+    [
+        ("text", pa.string()),
+        ("revision", pa.int32()),  # whose arrays hold its tokens
+        ("num_tokens", pa.int32()),  # as the tokenizer counts them, cut at max_tokens
+        ("truncated", pa.bool_()),  # the caption had more tokens than max_tokens
+        ("checksum", pa.uint64()),  # XXH3-64 of its rows in each caption array, in order
+        ("min_cosine", pa.float32()),  # smallest of a token with what is stored of it; null where nothing was narrowed
+        ("max_error", pa.float32()),  # largest absolute difference of the same; null likewise
+    ]
+)
+CAPTION_RESULTS = ("checksum", "min_cosine", "max_error")  # columns that encoding fills in
+
+# A store of others may say anything. These limits are far beyond what any encoder needs, and keep products small.
+Count = Annotated[int, Field(ge=0, le=1 << 48)]
+Float32 = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]  # what a column of float32 can hold
+Side = Annotated[int, Field(ge=1, le=1 << 20)]
+Dtype = Annotated[str, Field(pattern=r"^float(16|32)$")]
+TextDtype = Annotated[str, Field(pattern=r"^(float(16|32)|bfloat16|int8)$")]
+BucketName = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}x[1-9][0-9]{0,5}$")]
+# Each part begins with a letter or a digit: no path leaves the store.
+StorePath = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.]{0,99}(/[a-z0-9][a-z0-9_.]{0,99}){0,15}$")]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def _left_out_where_absent(*names: str) -> Any:
+    """A serializer that leaves fields out where they are None or False, as in stores of releases that had none."""
+
+    def serialised(self: _Model, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values = serialise(self)
+        return {name: value for name, value in values.items() if name not in names or value not in (None, False)}
+
+    return model_serializer(mode="wrap")(serialised)
+
+
+class EncoderIdentity(_Model):
+    """Which encoder made the bytes. ``model`` and ``revision`` say where it came from; the hashes say what it was."""
+
+    model: str
+    revision: str | None
+    class_name: str
+    config: dict[str, Any]
+    weights_sha256: str
+    tokenizer_sha256: str | None
+    dtype: str
+    libraries: dict[str, str]
+    tokenizer_files_sha256: str | None = None  # of the files it was read from; absent in stores of earlier releases
+
+    _without_absent = _left_out_where_absent("tokenizer_files_sha256")
+
+
+class ImageSpec(_Model):
+    """How a picture became pixels."""
+
+    resolution_px: Side
+    crop: str
+    buckets: list[str]
+    resize_filter: str
+    colour: str
+    libraries: dict[str, str]
+
+    @property
+    def exif_orientation(self) -> bool:
+        """Pictures were turned upright as their EXIF says."""
+        return not self.colour.startswith(NO_EXIF)
+
+
+class Decoding(_Model):
+    """How imported rows that are no raw latents of diffusers become such: row / scale + shift.
+
+    Args:
+      shift, scale: what whoever encoded has applied already, C numbers each.
+      zero_to_one: the VAE took and gives pictures from 0 to 1, not from -1 to 1.
+    """
+
+    shift: list[float]
+    scale: list[float]
+    zero_to_one: bool
+
+
+class LatentSpec(_Model):
+    """What the rows of the latent arrays are, and how a row becomes the model's input: (z - shift) * scale."""
+
+    array: Literal["moments", "latents"]
+    kind: Literal["mean_logvar", "mean_std", "mean", "sample", "latent"]
+    channels: Side
+    stored_channels: Side
+    downscale: Side
+    dtype: Dtype
+    shift: list[float]
+    scale: list[float]
+    flip: bool
+    batch_size: Side
+    tile_px: Annotated[int, Field(ge=0, le=1 << 20)]
+    decoding: Decoding | None = None  # absent where rows are raw latents, as an encoder of ours gives them
+    compiled: bool = False  # absent where it is not
+
+    @property
+    def has_posterior(self) -> bool:
+        """A row is a mean and its spread."""
+        return self.kind in POSTERIORS
+
+    @model_validator(mode="after")
+    def _fits_its_channels(self) -> LatentSpec:
+        if self.stored_channels != self.channels * (2 if self.has_posterior else 1):
+            raise ValueError(f"{self.stored_channels} stored channels, the latents have {self.channels}")
+        given = [self.shift, self.scale, *([self.decoding.shift, self.decoding.scale] if self.decoding else [])]
+        if any(len(numbers) != self.channels for numbers in given):
+            raise ValueError("shift and scale need one number for each channel")
+        return self
+
+    _without_absent = _left_out_where_absent("decoding", "compiled")
+
+
+class TextSpec(_Model):
+    """What the caption embeddings are."""
+
+    kind: Literal["t5", "gemma2", "imported"]
+    width: Side
+    max_tokens: Side
+    dtype: TextDtype
+    template: str
+    batch_size: Side
+    batch_tokens: Count = 0
+    instruction: str = ""
+
+
+class StoreSpec(_Model):
+    """The ``leandit`` attribute of the store's root group."""
+
+    format_version: int
+    leandit_version: str
+    fingerprint: str
+    images: ImageSpec
+    latent: LatentSpec
+    text: TextSpec | None
+    vae: EncoderIdentity
+    text_encoder: EncoderIdentity | None
+    classes: list[str] | None
+    class_names: list[str] | None = None  # for people, one for each class; absent where the store has none
+    shard_mib: Annotated[int, Field(ge=1, le=4096)]
+    codec: str
+    recipe: dict[str, Any]
+
+    @property
+    def is_imported(self) -> bool:
+        """Another program has encoded it: there are no pictures and encoders to encode it from again."""
+        return self.vae.class_name.startswith(IMPORTED)
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that changes the bytes of a record, and nothing else: what the fingerprint hashes."""
+        elsewhere = {"fingerprint", "leandit_version", "classes", "class_names", "recipe"}
+        where_from = {"model", "revision", "tokenizer_files_sha256"}
+        return self.model_dump(exclude=elsewhere | {"vae", "text_encoder"}) | {
+            "vae": self.vae.model_dump(exclude=where_from),
+            "text_encoder": self.text_encoder and self.text_encoder.model_dump(exclude=where_from),
+        }
+
+    @model_validator(mode="after")
+    def _has_a_name_for_each_class(self) -> StoreSpec:
+        if self.class_names is not None and len(self.class_names) != len(self.classes or ()):
+            raise ValueError(f"{len(self.class_names)} class names, there are {len(self.classes or ())} classes")
+        return self
+
+    _without_absent = _left_out_where_absent("class_names")
+
+    def with_fingerprint(self) -> StoreSpec:
+        """The same spec with its fingerprint filled in."""
+        return self.model_copy(update={"fingerprint": sha256_of(self.identity())})
+
+
+class FileEntry(_Model):
+    """One file of the store: its path relative to the store, its size and its XXH3-128."""
+
+    path: StorePath
+    bytes: Count
+    xxh3_128: str
+
+
+class Reject(_Model):
+    """One record refused after the plan was frozen; its row holds NaN."""
+
+    row: int
+    key: str
+    stage: str
+    reason: str
+    detail: str
+
+
+class Fallback(_Model):
+    """One stored row that was not encoded as planned: that explains its bytes.
+
+    "batch:N": in forwards of N rows, because the batch ran out of memory; "float32": again, alone and in float32,
+    because its latent was not finite; or both.
+    """
+
+    row: int
+    how: Annotated[str, Field(pattern=FALLBACK)]
+
+
+class CommitRecord(_Model):
+    """Written last, after all files of one shard task: these rows are there, and this is what they are."""
+
+    format_version: int
+    fingerprint: str
+    plan: str  # hash of the frozen plan, which names the revision
+    part: str  # "buckets/HxW", "captions" or "null_caption"
+    shard: int
+    files: list[FileEntry]
+    checksums: list[str]  # 16 hex digits per row (or caption) of the shard; "" where rejected
+    min_cosines: list[Float32] = []  # of the shard's captions, as in captions.parquet; empty where nothing was narrowed
+    max_errors: list[Float32] = []
+    source_checksums: list[str]  # the same of the pictures' files, or of what was imported; empty for captions
+    rejects: list[Reject]
+    fallbacks: list[Fallback]
+    record_hash: str
+
+    def with_hash(self) -> CommitRecord:
+        """The same record with the hash of all the rest filled in, so that a flipped bit in it is not trusted."""
+        return self.model_copy(update={"record_hash": sha256_of(self.model_dump(exclude={"record_hash"}))})
+
+
+class Manifest(_Model):
+    """The sorted merge of all commit records: readers open a revision of the store through it."""
+
+    format_version: int
+    revision: Annotated[int, Field(ge=1, le=999_999_999)]
+    base: str  # root hash of the revision before, "" for the first
+    stack: list[int]  # revisions whose arrays this one reads, itself included
+    copies: bool  # its rows were copied from the base, not encoded
+    fingerprint: str
+    plan: str
+    num_planned: Count
+    num_stored: Count
+    num_rejected: Count
+    buckets: dict[BucketName, Count]  # stored records per bucket
+    num_captions: Count
+    num_caption_tokens: Count
+    files: list[FileEntry]
+    root_hash: str
+
+    @model_validator(mode="after")
+    def _ends_its_stack(self) -> Manifest:
+        if not is_stack(self.stack, self.revision) or self.stack[-1:] != [self.revision]:
+            raise ValueError("the stack is not a list of revisions, in order, that ends with this one")
+        return self
+
+
+class PlanHead(_Model):
+    """``plan/plan.json``: the frozen plan of a revision, but for its tables."""
+
+    format_version: int
+    revision: Annotated[int, Field(ge=1, le=999_999_999)]
+    base: str
+    stack: list[int]
+    carried: list[FileEntry]
+    copies: bool
+    listing: str
+    plan: str
+    spec: StoreSpec
+    files: Annotated[list[FileEntry], Field(min_length=2, max_length=2)]
+
+    @model_validator(mode="after")
+    def _follows_its_stack(self) -> PlanHead:
+        if not is_stack(self.stack, self.revision - 1):
+            raise ValueError("the stack is not a list of earlier revisions, in order")
+        return self
+
+
+def is_stack(stack: list[int], last: int) -> bool:
+    """Revisions in order, each once, from 1 on and none after ``last``."""
+    ends = [0, *stack, last + 1]
+    return all(before < after for before, after in pairwise(ends))

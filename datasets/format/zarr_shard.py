@@ -1,0 +1,235 @@
+"""A Zarr v3 shard: the layout of an array, and the bytes of one shard file (``sharded_array.py`` reads them back).
+
+Arrays are chunked along axis 0 only, so a standard shard file is its rows, one after the other, then an index. An
+uncompressed shard is therefore one contiguous array, and is read by memory map with no copy. The layout is pure Zarr
+(``sharding_indexed``, index at the end, crc32c): zarr-python writes the same bytes (a test compares them).
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from dataclasses import dataclass
+from typing import Any
+
+import google_crc32c
+import numcodecs
+import numpy as np
+
+from ..errors import DamageError, RecipeError
+from .token_dtypes import BFLOAT16_NAN
+
+ABSENT = 2**64 - 1  # offset and length of a chunk that is not there (Zarr v3, sharding codec, "binary shard format")
+CRC_BYTES = 4
+DTYPES = ("float16", "float32", "int64", "uint16", "int8")
+# Of a store of others: what is decoded at once must fit the memory. What is mapped takes none.
+MAX_DECODED_BYTES = 1 << 28
+MAX_MAPPED = 1 << 40  # rows of an array, bytes of a chunk
+
+# name in a recipe -> (Zarr v3 codec, numcodecs codec giving the same bytes). Sizes and speeds: FORMAT.md.
+CODECS: dict[str, tuple[dict[str, Any], Any] | None] = {
+    "none": None,
+    "zstd": (
+        {"name": "zstd", "configuration": {"level": 3, "checksum": False}},
+        numcodecs.Zstd(level=3),
+    ),
+    "gzip": ({"name": "gzip", "configuration": {"level": 5}}, numcodecs.GZip(level=5)),
+    **{
+        f"blosc-{cname}": (
+            {
+                "name": "blosc",
+                "configuration": {
+                    "cname": cname,
+                    "clevel": 5,
+                    "shuffle": "bitshuffle",
+                    "typesize": 2,
+                    "blocksize": 0,
+                },
+            },
+            numcodecs.Blosc(cname=cname, clevel=5, shuffle=numcodecs.Blosc.BITSHUFFLE),
+        )
+        for cname in ("lz4", "zstd")
+    },
+}
+
+
+@dataclass(frozen=True)
+class ArrayLayout:
+    """Where the rows of one stored array lie.
+
+    Args:
+      path: of the array's folder within the store.
+      shape: (rows, ...).
+      dtype: numpy name, little-endian on disk: one of DTYPES. What is "uint16" holds the bits of bfloat16 numbers.
+      shard_rows, chunk_rows: rows in a shard and in an inner chunk; the first is a multiple of the second.
+      codec: a key of CODECS.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    shard_rows: int
+    chunk_rows: int = 1
+    codec: str = "none"
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shard files."""
+        return math.ceil(self.shape[0] / self.shard_rows)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of an inner chunk before compression."""
+        return self.chunk_rows * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row before compression."""
+        return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
+
+    @property
+    def disk_dtype(self) -> np.dtype:
+        """The dtype as it lies on disk, little-endian."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    @property
+    def fill_value(self) -> float | int:
+        """What a row holds that was never written."""
+        if self.dtype == "uint16":
+            return BFLOAT16_NAN
+        return float("nan") if self.dtype.startswith("float") else 0
+
+    def rows_of(self, shard: int) -> range:
+        """Rows of the array that the shard holds."""
+        return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.shape[0]))
+
+    def shard_path(self, shard: int) -> str:
+        """Path of the shard file within the store (Zarr's default chunk keys)."""
+        return "/".join([self.path, "c", str(shard), *["0"] * (len(self.shape) - 1)])
+
+    def metadata(self) -> dict[str, Any]:
+        """The array's ``zarr.json``."""
+        numbers: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        compression = CODECS[self.codec]
+        if compression:
+            codec = compression[0]
+            if codec["name"] == "blosc":
+                typed = codec["configuration"] | {"typesize": np.dtype(self.dtype).itemsize}
+                codec = codec | {"configuration": typed}
+            numbers += [codec, {"name": "crc32c"}]
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(self.shape),
+            "data_type": self.dtype,
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": [self.shard_rows, *self.shape[1:]]},
+            },
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": "NaN" if math.isnan(self.fill_value) else self.fill_value,
+            "codecs": [
+                {
+                    "name": "sharding_indexed",
+                    "configuration": {
+                        "chunk_shape": [self.chunk_rows, *self.shape[1:]],
+                        "codecs": numbers,
+                        "index_codecs": [
+                            {"name": "bytes", "configuration": {"endian": "little"}},
+                            {"name": "crc32c"},
+                        ],
+                        "index_location": "end",
+                    },
+                }
+            ],
+            "attributes": {"bits_of": "bfloat16"} if self.dtype == "uint16" else {},
+            "storage_transformers": [],
+        }
+
+    @classmethod
+    def from_metadata(cls, path: str, metadata: dict[str, Any]) -> ArrayLayout:
+        """Read a ``zarr.json`` that ``metadata`` wrote.
+
+        Raises: DamageError: it is not one of ours, so its shards cannot be mapped.
+        """
+        known = False
+        try:
+            shape = tuple(metadata["shape"])
+            sharding = metadata["codecs"][0]["configuration"]
+            codec = "none"
+            if len(sharding["codecs"]) > 1:
+                codec = _codec_name(sharding["codecs"][1])
+            layout = cls(
+                path=path,
+                shape=shape,
+                dtype=metadata["data_type"],
+                shard_rows=metadata["chunk_grid"]["configuration"]["chunk_shape"][0],
+                chunk_rows=sharding["chunk_shape"][0],
+                codec=codec,
+            )
+            known = layout.dtype in DTYPES and layout._is_possible() and layout.metadata() == metadata
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            reason = reprlib.repr(error)
+            raise DamageError(f"array '{path}': zarr.json is not one that leandit writes ({reason}).") from error
+        if not known:
+            raise DamageError(f"array '{path}': zarr.json is not one that leandit writes; open it with zarr instead.")
+        return layout
+
+    def _is_possible(self) -> bool:
+        """Its numbers are whole and positive (equal JSON is not enough: 1.0 and true equal 1), and what is decoded at
+        once is bounded."""
+        numbers = (*self.shape, self.shard_rows, self.chunk_rows)
+        if not 1 <= len(self.shape) <= 4 or not all(type(n) is int and 0 < n <= MAX_MAPPED for n in numbers):
+            return False
+        limit = MAX_MAPPED if self.codec == "none" else MAX_DECODED_BYTES
+        return self.chunk_bytes <= limit and self.shard_rows % self.chunk_rows == 0
+
+
+def _codec_name(codec: dict[str, Any]) -> str:
+    for name, known in CODECS.items():
+        if known and known[0]["name"] == codec["name"]:
+            settings, wanted = codec["configuration"], known[0]["configuration"]
+            if all(settings.get(key) == value for key, value in wanted.items() if key != "typesize"):
+                return name
+    raise KeyError(f"codec {codec}")
+
+
+def check_codec(name: str) -> None:
+    """Refuse a codec that is not on the list.
+
+    Raises: RecipeError.
+    """
+    if name not in CODECS:
+        raise RecipeError(f"store.codec '{name}': needed one of {', '.join(CODECS)}.")
+
+
+def pack_shard(layout: ArrayLayout, rows: np.ndarray) -> list[Any]:
+    """Encode the rows of one shard as the parts of its file: the chunks in order, then the index.
+
+    Args:
+      rows: (n, ...) of the layout's dtype; n may be smaller than a shard in the last one.
+    Returns: contiguous buffers that follow each other in the file.
+    """
+    rows = np.ascontiguousarray(rows, dtype=layout.disk_dtype)
+    num_chunks = math.ceil(len(rows) / layout.chunk_rows)
+    missing = num_chunks * layout.chunk_rows - len(rows)
+    if missing:  # a chunk is always whole; what no row fills holds the fill value
+        rows = np.concatenate([rows, np.full((missing, *rows.shape[1:]), layout.fill_value, rows.dtype)])
+    compression = CODECS[layout.codec]
+    if compression is None:
+        parts: list[Any] = [rows.view(np.uint8).reshape(-1).data] if rows.size else []
+        lengths = np.full(num_chunks, layout.chunk_bytes, np.uint64)
+    else:
+        parts = []
+        for i in range(num_chunks):
+            chunk = rows[i * layout.chunk_rows : (i + 1) * layout.chunk_rows]
+            encoded = bytes(compression[1].encode(np.ascontiguousarray(chunk)))
+            if layout.codec == "gzip":  # its header tells the time (RFC 1952, MTIME); equal rows must give equal bytes
+                encoded = encoded[:4] + bytes(4) + encoded[8:]
+            parts.append(encoded + google_crc32c.value(encoded).to_bytes(CRC_BYTES, "little"))
+        lengths = np.array([len(part) for part in parts], np.uint64)
+    index = np.full((layout.shard_rows // layout.chunk_rows, 2), ABSENT, "<u8")
+    index[:num_chunks, 0] = np.cumsum(lengths) - lengths
+    index[:num_chunks, 1] = lengths
+    index_bytes = index.tobytes()
+    return [*parts, index_bytes + google_crc32c.value(index_bytes).to_bytes(CRC_BYTES, "little")]

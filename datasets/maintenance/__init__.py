@@ -1,0 +1,1 @@
+"""What is done to a store that is there: verify, repair, compact."""

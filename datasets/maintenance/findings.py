@@ -1,0 +1,221 @@
+"""What a verification finds: the file, the cause, and which bucket, shard and records the file is about."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from ..arrays.shard_file import ShardFile
+from ..disk.hashing import read_json, xxh3_file
+from ..errors import DamageError, LeanditError
+from ..format.layout import (
+    CAPTION_PART,
+    CAPTIONS,
+    EMBEDDINGS,
+    GROUP,
+    NULL_EMBEDDING,
+    NULL_PART,
+    NULL_SCALES,
+    RECORDS,
+    REVISIONS,
+    SCALES,
+    place_captions,
+    revision_prefix,
+)
+from ..format.schema import FileEntry, Manifest
+from ..format.tables import read_table
+from ..format.zarr_shard import ArrayLayout
+from ..revisions.writer import row_checksum
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+CAUSES = {
+    "missing": "the file is not there",
+    "size": "the file has another size than it was written with",
+    "content": "the bytes differ from those that were written",
+    "unsealed": "all shards are committed; it is still to be sealed, or the manifest is gone",
+    "link": "a symbolic link stands where a file was written",
+    "stray": "a file that no revision knows",
+    "temporary": "left behind by a process that was killed, or still being written",
+    "counts": "planned records are not stored plus rejected",
+    "not_reproduced": "encoding the record again does not give what is stored",
+    "source_changed": "the source no longer holds the picture that was encoded",
+}
+HARMLESS = frozenset(["temporary", "unsealed", "source_changed"])
+MAX_KEYS = 20  # named in a finding
+SHARD = re.compile(r"(?P<array>(?:.*/)?(?:buckets/(?P<bucket>\d+x\d+)|captions)/\w+)/c/(?P<shard>\d+)(?:/0)*$")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Args:
+      path: of the file, relative to the store.
+      cause: a key of CAUSES.
+      detail: what was got, what was needed.
+      revision: that wrote the file.
+      bucket, shard: where the file is a shard of latents; ``bucket`` is None for captions and all else.
+      num_records: records (or, in a shard of captions, captions) whose bytes are concerned.
+      records: keys of the first of them (of captions, their texts).
+    """
+
+    path: str
+    cause: str
+    detail: str
+    revision: int
+    bucket: str | None = None
+    shard: int | None = None
+    num_records: int = 0
+    records: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        """The finding as one line for a person."""
+        where = f"bucket '{self.bucket}', shard {self.shard}: " if self.bucket else ""
+        where = where or (f"captions, shard {self.shard}: " if self.shard is not None else "")
+        named = ", ".join(self.records[:3]) + (", ..." if self.num_records > 3 else "")
+        concerned = f" ({self.num_records} records: {named})" if self.num_records else ""
+        return f"{where}file '{self.path}': {self.detail}{concerned}"
+
+
+def revision_of(path: str) -> int:
+    """Revision that wrote a file."""
+    parts = path.split("/")
+    return int(parts[1]) if parts[0] == REVISIONS and len(parts) > 2 and parts[1].isdecimal() else 1
+
+
+def shard_place(path: str) -> tuple[str, str | None, int] | None:
+    """Array, bucket and number of a shard file; the bucket is None for captions. None where it is no shard of data."""
+    match = SHARD.fullmatch(path)
+    if not match or match["array"].endswith(("captions/offsets", "captions/lengths")):
+        return None
+    return match["array"], match["bucket"], int(match["shard"])
+
+
+def part_of(path: str) -> tuple[str, int] | None:
+    """The (part, shard) whose task made a shard file."""
+    place = shard_place(path)
+    if place is None:
+        return None
+    array, bucket, shard = place
+    if bucket:
+        return f"buckets/{bucket}", shard
+    return (NULL_PART if array.endswith((NULL_EMBEDDING, NULL_SCALES)) else CAPTION_PART), shard
+
+
+def intact_table(root: Path, manifest: Manifest, name: str) -> pa.Table:
+    """A table of a revision; empty where it is damaged itself."""
+    path = revision_prefix(manifest.revision) + name
+    entry = next((entry for entry in manifest.files if entry.path == path), None)
+    try:
+        if entry and os.stat(root / path).st_size == entry.bytes and xxh3_file(root / path) == entry.xxh3_128:
+            return read_table(root / path)
+    except (LeanditError, OSError):
+        pass
+    return pa.table({})
+
+
+class Locator:
+    """Says which bucket, shard and records a file is about; reads tables and plans only when something is wrong.
+
+    Args:
+      manifests: of the revisions, by their number, where they can be trusted.
+    """
+
+    def __init__(self, root: Path, manifests: dict[int, Manifest]) -> None:
+        self._root, self._manifests = root, manifests
+        self._table = cache(self._read_table)  # a damaged folder brings many findings
+
+    def finding(self, entry: FileEntry, cause: str, detail: str) -> Finding:
+        """A finding with its bucket, shard and records."""
+        revision, place = revision_of(entry.path), shard_place(entry.path)
+        if place is None:
+            return Finding(entry.path, cause, detail, revision)
+        array, bucket, shard = place
+        try:
+            layout = ArrayLayout.from_metadata(array, read_json(self._root / array / GROUP))
+            table = self._records(revision, bucket, layout.rows_of(shard)) if bucket else self._captions(layout, shard)
+        except (LeanditError, OSError):
+            return Finding(entry.path, cause, detail, revision, bucket, shard)
+        names = table[0].to_pylist() if table.num_columns else []
+        if cause == "content" and names:
+            differ = self._differing_records if bucket else self._differing_captions
+            names = differ(layout, shard, table)
+            detail = detail if names else f"{detail}: the index or the space between the records"
+        return Finding(entry.path, cause, detail, revision, bucket, shard, len(names), names[:MAX_KEYS])
+
+    def _read_table(self, revision: int, name: str) -> pa.Table:
+        manifest = self._manifests.get(revision)
+        return intact_table(self._root, manifest, name) if manifest else pa.table({})
+
+    def _records(self, revision: int, bucket: str, rows: range) -> pa.Table:
+        """Key, row and checksum of the records in some rows of a revision's bucket."""
+        records = self._table(revision, RECORDS)
+        if not records.num_columns:
+            return records
+        here = pc.and_(pc.equal(records["bucket"], bucket), pc.equal(records["revision"], revision))
+        here = pc.and_(here, pc.and_(pc.greater_equal(records["row"], rows.start), pc.less(records["row"], rows.stop)))
+        return records.filter(pc.fill_null(here, False)).select(["key", "row", "checksum"])
+
+    def _captions(self, layout: ArrayLayout, shard: int) -> pa.Table:
+        """Text, first row and checksum of the captions in a shard of embeddings; nothing of the null caption."""
+        revision, rows = revision_of(layout.path), layout.rows_of(shard)
+        captions = self._table(revision, CAPTIONS)
+        if not layout.path.endswith((EMBEDDINGS, SCALES)) or not captions.num_columns:
+            return pa.table({})
+        own = captions.filter(pc.equal(captions["revision"], revision))
+        offsets = place_captions(own["num_tokens"].to_numpy(), layout.shard_rows)
+        here = np.flatnonzero((offsets >= rows.start) & (offsets < rows.stop))
+        found = own.take(pa.array(here)).select(["text", "num_tokens", "checksum"])
+        return found.append_column("row", pa.array(offsets[here]))
+
+    def _differing_records(self, layout: ArrayLayout, shard: int, table: pa.Table) -> list[str]:
+        """Keys of the records whose bytes do not fit their checksum; all, where the file cannot be opened."""
+        first = layout.path.removesuffix("_flip")  # a checksum covers the rows of both
+        paths = [path for path in (first, f"{first}_flip") if (self._root / path / GROUP).is_file()]
+        keys, start = table["key"].to_pylist(), layout.rows_of(shard).start
+        try:
+            layouts = [ArrayLayout.from_metadata(path, read_json(self._root / path / GROUP)) for path in paths]
+            maps = [self._map(one, shard) for one in layouts]
+        except (DamageError, OSError, ValueError):
+            return keys
+        found = []
+        for key, row, checksum in zip(keys, table["row"].to_pylist(), table["checksum"].to_pylist(), strict=True):
+            rows = range(row - start, row - start + 1)
+            if checksum is not None and _checksum_of(maps, rows) != checksum:
+                found.append(key)
+        return found
+
+    def _differing_captions(self, layout: ArrayLayout, shard: int, table: pa.Table) -> list[str]:
+        """Texts of the captions whose tokens do not fit their checksum; all, where the file cannot be opened."""
+        folder = layout.path.rpartition("/")[0].removesuffix("captions")
+        paths = [f"{folder}{name}" for name in (EMBEDDINGS, SCALES)]  # a checksum covers the tokens and their scales
+        try:
+            there = [path for path in paths if (self._root / path / GROUP).is_file()]
+            maps = [self._map(ArrayLayout.from_metadata(p, read_json(self._root / p / GROUP)), shard) for p in there]
+        except (DamageError, OSError, ValueError):
+            return table["text"].to_pylist()
+        found, start = [], layout.rows_of(shard).start
+        for row in table.to_pylist():
+            rows = range(row["row"] - start, row["row"] - start + row["num_tokens"])
+            if _checksum_of(maps, rows) != row["checksum"]:
+                found.append(row["text"])
+        return found
+
+    def _map(self, layout: ArrayLayout, shard: int) -> ShardFile:
+        return ShardFile(self._root / layout.shard_path(shard), layout, len(layout.rows_of(shard)))
+
+
+def _checksum_of(maps: list[ShardFile], rows: range) -> int | None:
+    try:
+        return int(row_checksum(*(mapped.read(rows.start, rows.stop) for mapped in maps)), 16)
+    except DamageError:
+        return None

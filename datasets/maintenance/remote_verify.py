@@ -1,0 +1,77 @@
+"""Verify a store at a URL: every file there against its size and hash, without keeping the shards."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import deque
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ..disk.files import write_atomic
+from ..errors import DamageError, StoreNotFound
+from ..format.layout import CAPTIONS, GROUP, LEASES, MANIFEST, PLAN_HEAD, RECORDS
+from ..format.schema import FileEntry
+from ..remote.mirror import naming
+from ..remote.reader import RemoteReader
+from .findings import CAUSES, shard_place
+from .verify import Problem, Verification, check_file, verify_store
+
+REQUESTS = 8  # at a time
+COMMITS = "commits/"
+DESCRIBING = {MANIFEST, PLAN_HEAD, GROUP, RECORDS, CAPTIONS}
+
+
+def verify_remote(url: str, *, quick: bool = False) -> Verification:
+    """Check a store at a URL against its manifests, as ``verify_store`` does; nothing is written there.
+
+    Tables, manifests and metadata come into a temporary folder; shards are hashed as they come and not kept.
+
+    Args:
+      quick: sizes of all files, hashes of all but the shards.
+    Raises: StoreNotFound; StoreError: it is no store, or cannot be read; RecipeError: the URL cannot be read here.
+    """
+    reader = RemoteReader(url)
+    sizes = {path: size for path, size in reader.sizes("").items() if not path.startswith(f"{LEASES}/")}
+    if not sizes:
+        raise StoreNotFound(f"store '{reader.url}': there is nothing at this URL. Check it.")
+    with tempfile.TemporaryDirectory(prefix="leandit-verify-") as scratch:
+        store = Path(scratch)
+
+        def check(entry: FileEntry) -> tuple[int, Problem | None]:
+            size = sizes.get(entry.path)
+            if size is None:
+                return 0, ("missing", CAUSES["missing"])
+            if size != entry.bytes:
+                return 0, ("size", f"{size} bytes, {entry.bytes} were written")
+            if (store / entry.path).is_file():
+                return check_file(store, entry, quick)
+            if quick and shard_place(entry.path):
+                return 0, None
+            try:
+                reader.checked(entry, lambda: deque(reader.pieces(entry), maxlen=0))
+            except DamageError:
+                return entry.bytes, ("content", CAUSES["content"])
+            return entry.bytes, None
+
+        with naming(reader, store):
+            _bring_what_describes(reader, store, sizes)
+            found = verify_store(store, quick=quick, num_threads=REQUESTS, check=check, paths=sizes)
+    found.store = reader.url
+    return found
+
+
+def _bring_what_describes(reader: RemoteReader, store: Path, sizes: dict[str, int]) -> None:
+    """Bring manifests, plans, tables and metadata; commit records where no manifest lists their hashes."""
+    for path, size in sizes.items():
+        folder, is_commit, _ = path.partition(COMMITS)
+        if is_commit:
+            is_wanted = f"{folder}{MANIFEST}" not in sizes
+        else:
+            is_wanted = path.rpartition("/")[2] in DESCRIBING and "/c/" not in path
+        try:
+            entry = FileEntry(path=path, bytes=size, xxh3_128="")
+        except ValidationError:
+            continue  # its name leads out of the store: a stray
+        if is_wanted:
+            reader.checked(entry, lambda entry=entry: write_atomic(store / entry.path, reader.pieces(entry)))

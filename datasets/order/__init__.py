@@ -1,0 +1,1 @@
+"""Which records train when: shuffling, filters, batches and mixtures as pure functions."""

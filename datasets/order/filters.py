@@ -1,0 +1,222 @@
+"""Which records of a store train: by label, by aspect ratio, by a score from a table of the user's own.
+
+    selection = RecordFilter(labels=["n01440764"], scores=ScoreTable(path, "aesthetic", minimum=5.5)).select(store)
+    plan = BatchPlan(selection.counts, global_batch=256, seed=0, selection=selection)
+
+The store stays as it is. A filter is evaluated once, into sorted positions per bucket; the plan then orders these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet as pq
+
+from ..disk.hashing import xxh3_parts
+from ..errors import RecipeError
+
+if TYPE_CHECKING:
+    from ..store import LatentStore
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """A Parquet file with one number for each record, and how much is enough.
+
+    Args:
+      path: of the Parquet file; keys that are not in the store do no harm.
+      column: the numbers: integers, floats or booleans. Null and NaN are no score.
+      minimum: records with less are filtered out, and those without a score.
+      key: the column with the records' keys.
+    """
+
+    path: str | Path
+    column: str
+    minimum: float
+    key: str = "key"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The records of a store that train.
+
+    Args:
+      counts: of records per bucket, in the order of the store's buckets.
+      positions: of each bucket, sorted positions of those that train, in the smallest integer dtype; None for all.
+      num_filtered: records filtered out, by reason; a record counts for the first that applies.
+      identity: plain values of the filter, for the state of a loader.
+      plan_hash: of the store's revision, whose records these are.
+    """
+
+    counts: Mapping[str, int]
+    positions: Mapping[str, np.ndarray | None]
+    num_filtered: Mapping[str, int]
+    identity: Mapping[str, Any]
+    plan_hash: str
+
+    @property
+    def num_records(self) -> int:
+        """Records that train."""
+        return sum(self.counts.values())
+
+    def describe(self) -> str:
+        """One line: how many records train, and how many were filtered out why."""
+        total = self.num_records + sum(self.num_filtered.values())
+        reasons = ", ".join(f"{count} by {reason}" for reason, count in self.num_filtered.items() if count)
+        return f"{self.num_records} of {total} records train; filtered out: {reasons or 'none'}"
+
+
+@dataclass(frozen=True)
+class RecordFilter:
+    """What a record must have to train; without any condition, every record does.
+
+    Args:
+      labels: class names or class indices, any of which will do; None for all.
+      min_aspect, max_aspect: height over width of the source picture, both ends included; None for no limit.
+      scores: numbers from a table, with a minimum.
+    Raises: RecipeError: no label, or limits that no number keeps.
+    """
+
+    labels: Sequence[str | int] | None = None
+    min_aspect: float | None = None
+    max_aspect: float | None = None
+    scores: ScoreTable | None = None
+
+    def __post_init__(self) -> None:
+        if self.labels is not None and (isinstance(self.labels, str) or not len(self.labels)):
+            raise RecipeError(f"a filter with labels {self.labels!r}: needed a list of at least one, or None for all.")
+        low, high = self._aspects
+        if not low <= high:
+            raise RecipeError(f"a filter with aspects from {low} to {high}: needed a minimum up to the maximum.")
+        if self.scores and not math.isfinite(self.scores.minimum):
+            raise RecipeError(f"a filter with a minimum score of {self.scores.minimum}: needed a finite number.")
+
+    @property
+    def _aspects(self) -> tuple[float, float]:
+        return (
+            0.0 if self.min_aspect is None else self.min_aspect,
+            math.inf if self.max_aspect is None else self.max_aspect,
+        )
+
+    def select(self, store: LatentStore) -> Selection:
+        """Find the records of a store that train.
+
+        Raises: RecipeError: the store has no such class, the score table cannot be used, or no record is left.
+        """
+        here = {bucket: store.index(bucket).records for bucket in store.buckets}
+        stored = np.zeros(len(store.checksums), bool)
+        for records in here.values():
+            stored[records] = True
+
+        # One condition after the other; a record counts for the first that it fails.
+        identity: dict[str, Any] = {}
+        passing, num_filtered = stored.copy(), dict[str, int]()
+        for reason, passes in self._conditions(store, stored, identity):
+            num_filtered[reason] = int(np.count_nonzero(passing & ~passes))
+            passing &= passes
+
+        positions = {bucket: _positions(passing[records]) for bucket, records in here.items()}
+        counts = {b: len(here[b]) if chosen is None else len(chosen) for b, chosen in positions.items()}
+        selection = Selection(counts, positions, num_filtered, identity, store.plan_hash)
+        if not selection.num_records:
+            raise RecipeError(f"store '{store.path}': {selection.describe()}. Loosen the filter.")
+        return selection
+
+    def _conditions(
+        self, store: LatentStore, stored: np.ndarray, identity: dict[str, Any]
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Reason and (N,) bool a record of each condition; fills in the filter's identity."""
+        identity |= {"labels": None, "min_aspect": self.min_aspect, "max_aspect": self.max_aspect, "scores": None}
+        if self.labels is not None:
+            identity["labels"] = label_indices(self.labels, store)
+            labels = store.record_columns(("label",))["label"].to_numpy()
+            yield "label", np.isin(labels, identity["labels"])
+        if self.min_aspect is not None or self.max_aspect is not None:
+            sides = ("height_px", "width_px")
+            table = store.record_columns(sides)
+            height_px, width_px = (pc.fill_null(table[side], 0).to_numpy().astype(np.float64) for side in sides)
+            low, high = self._aspects
+            known = (height_px > 0) & (width_px > 0)
+            aspect = np.divide(height_px, width_px, out=np.zeros(len(known)), where=known)
+            yield "aspect", known & (aspect >= low) & (aspect <= high)
+        if self.scores is not None:
+            scores = read_scores(self.scores, store, stored)
+            identity["scores"] = {
+                "column": self.scores.column,
+                "minimum": float(self.scores.minimum),
+                # Of what counts, so that the same scores in another order, file or company are the same.
+                "xxh3_128": xxh3_parts([np.ascontiguousarray(scores[stored])])[1],
+            }
+            yield "no_score", ~np.isnan(scores)
+            yield "score", scores >= self.scores.minimum
+
+
+def label_indices(labels: Sequence[str | int], store: LatentStore) -> list[int]:
+    """Class indices of labels that are given by name or index, sorted.
+
+    Raises: RecipeError: the store has no such class; the nearest name is given.
+    """
+    try:
+        return sorted({store.class_names.find(label) for label in labels})
+    except RecipeError as error:
+        raise RecipeError(f"store '{store.path}': {error}") from error
+
+
+def read_scores(table: ScoreTable, store: LatentStore, stored: np.ndarray) -> np.ndarray:
+    """Score of each record, (N,) float64 in the order of the records table, NaN for none.
+
+    Args:
+      stored: (N,) bool, the records that count: one of them at least must have a line in the table.
+    Raises: RecipeError: the file is no Parquet, a column is missing or of another type, a key stands twice, or the
+      table and the store have no key in common.
+    """
+    where = f"score table '{table.path}'"
+    try:
+        there = pq.read_schema(table.path).names
+        if missing := [name for name in (table.key, table.column) if name not in there]:
+            raise RecipeError(f"{where}: no column '{missing[0]}'. There are: {', '.join(there)}.")
+        content = pq.read_table(table.path, columns=[table.key, table.column])
+    except FileNotFoundError as error:
+        raise RecipeError(f"{where}: there is no such file.") from error
+    except (pa.ArrowException, OSError) as error:
+        raise RecipeError(f"{where}: not a readable Parquet file ({error}).") from error
+    content = content.filter(pc.is_valid(content[table.key]))
+    try:
+        keys = content[table.key].cast(pa.string()).combine_chunks()
+        values = pc.fill_null(content[table.column].cast(pa.float64()), math.nan).to_numpy()
+    except pa.ArrowException as error:
+        raise RecipeError(
+            f"{where}: needed text in '{table.key}' and numbers in '{table.column}' ({error})."
+        ) from error
+    if len(pc.unique(keys)) < len(keys):
+        counts = pc.value_counts(keys)
+        twice = counts.field("values")[int(np.argmax(counts.field("counts").to_numpy()))]
+        raise RecipeError(f"{where}: the key '{twice}' stands there more than once. Needed one line a record.")
+    own = store.record_columns(("key",))["key"].cast(pa.string())
+    lines = pc.fill_null(pc.index_in(own, value_set=keys), -1).to_numpy()
+    if not np.any(lines[stored] >= 0):
+        one = own[int(np.argmax(stored))]
+        raise RecipeError(
+            f"{where}: no key in common with store '{store.path}', whose first is '{one}'. "
+            f"Its own are {', '.join(repr(key) for key in keys.slice(0, 3).to_pylist()) or 'none'}."
+        )
+    scores = np.full(len(lines), np.nan)
+    scores[lines >= 0] = values[lines[lines >= 0]] + 0.0  # no negative zero: equal scores have equal bytes
+    scores[np.isnan(scores)] = np.nan  # and one kind of NaN
+    return scores
+
+
+def _positions(passes: np.ndarray) -> np.ndarray | None:
+    """Where a (N,) bool is true, in the smallest integer dtype, or None where it is everywhere."""
+    if passes.all():
+        return None
+    return np.flatnonzero(passes).astype(np.min_scalar_type(max(len(passes) - 1, 0)))

@@ -1,0 +1,262 @@
+"""Orders of orders: plans mixed by weight, and stages one after the other. Pure functions of a batch's number.
+
+    photos, art = BatchPlan(...), BatchPlan(...)
+    Mixture([(photos, 0.7), (art, 0.3)], seed=0)              # of every ten batches, seven are photos
+    Stages([(at_256_px, 200_000), (at_512_px, None)])         # progressive training
+
+A weight is a share of the global batches. Each part of a mixture goes through its own batches in its own order, epoch
+after epoch, at its own pace. Each stage begins at batch 0 of its order.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from ..disk.cached import cached_property
+from ..errors import RecipeError
+from ..format.schema import LatentSpec
+from ..store import LatentStore
+from .batch_plan import BatchPlan
+from .order import BatchOrder
+from .planned import PlannedBatch
+from .shuffle import PURPOSE_MIXTURE, keyed_hash, permute
+
+MAX_PERIOD = 10_000  # batches; a table of a period is held, and a run should see several periods
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Batches of several orders, each with its share.
+
+    The shares are exact in every period: the fewest batches in which all shares are whole numbers. Within a period the
+    parts are shuffled; the batches of a part keep their order.
+
+    Args:
+      parts: order and weight of each part. The share of a part is its weight over the sum; decimals are exact.
+      seed: of the shuffle.
+    Raises: RecipeError: no part, a weight that is not above 0, or shares that need a period above MAX_PERIOD.
+    """
+
+    parts: Sequence[tuple[BatchOrder, float | Fraction]]
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_orders([order for order, _ in self.parts])
+        if self.period > MAX_PERIOD:
+            total = sum(self.weights)
+            near = ", ".join(str(max(1, round(1000 * weight / total))) for weight in self.weights)
+            raise RecipeError(
+                f"a mixture with shares of {', '.join(map(str, self.weights))} in {self.period} batches: needed shares "
+                f"that are whole in at most {MAX_PERIOD}. Weights near to them: {near}."
+            )
+
+    @cached_property
+    def weights(self) -> tuple[int, ...]:
+        """Batches of each part in a period."""
+        shares = []
+        for _, weight in self.parts:
+            if not (math.isfinite(weight) and weight > 0):
+                raise RecipeError(f"a mixture with a weight of {weight}: needed a number above 0.")
+            # The decimal that was written, not the nearest binary number: 0.7 is 7/10.
+            shares.append(Fraction(str(weight)))
+        whole = math.lcm(*(share.denominator for share in shares))
+        counts = [int(share * whole) for share in shares]
+        return tuple(count // math.gcd(*counts) for count in counts)
+
+    @property
+    def period(self) -> int:
+        """Batches in which all shares are whole numbers."""
+        return sum(self.weights)
+
+    @cached_property
+    def plans(self) -> tuple[BatchPlan, ...]:
+        """The plans of all parts, in order."""
+        return tuple(plan for order, _ in self.parts for plan in order.plans)
+
+    def part_of(self, number: int) -> tuple[int, int]:
+        """Which part gives a global batch, and which of that part's batches it is.
+
+        Raises: IndexError: the number is negative.
+        """
+        if number < 0:
+            raise IndexError(f"batch {number} of a mixture")
+        which, ordinals = _period_table(self.weights, self.seed, number // self.period)
+        place = number % self.period
+        part = int(which[place])
+        return part, number // self.period * self.weights[part] + int(ordinals[place])
+
+    def batch_at(self, number: int) -> PlannedBatch:
+        """Global batch ``number``, counted from 0.
+
+        Raises: IndexError: the number is negative.
+        """
+        return self.batches(number, 1)[0]
+
+    def batches(self, first: int, count: int) -> list[PlannedBatch]:
+        """Global batches ``first`` to ``first + count - 1``.
+
+        Raises: IndexError: the number is negative.
+        """
+        places = [self.part_of(number) for number in range(first, first + count)]
+        parts = []
+        for part, (order, _) in enumerate(self.parts):
+            ordinals = [ordinal for which, ordinal in places if which == part]  # they follow each other
+            parts.append(iter(order.batches(ordinals[0], len(ordinals)) if ordinals else []))
+        offsets = plan_offsets([order for order, _ in self.parts])
+        return [_of_part(next(parts[part]), offsets[part]) for part, _ in places]
+
+    def identity(self) -> dict[str, Any]:
+        """Plain values of everything that decides the order."""
+        parts = [{"weight": w, "order": o.identity()} for (o, _), w in zip(self.parts, self.weights, strict=True)]
+        return {"kind": "mixture", "seed": self.seed, "parts": parts}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Orders one after the other, as in progressive training: small pictures first, then large ones.
+
+    Args:
+      stages: order of each stage and its number of global batches; the last has None and does not end. Two stages of
+        one plan begin at the same batch: give the second another seed, unless that is wanted.
+    Raises: RecipeError: no stage, a number below 1, or None elsewhere than at the end.
+    """
+
+    stages: Sequence[tuple[BatchOrder, int | None]]
+
+    def __post_init__(self) -> None:
+        check_orders([order for order, _ in self.stages])
+        for _, count in self.stages[:-1]:
+            if count is None or count < 1:
+                raise RecipeError(f"a stage of {count} batches before the last: needed at least 1.")
+        if self.stages[-1][1] is not None:
+            raise RecipeError(f"the last stage has {self.stages[-1][1]} batches: needed None, it does not end.")
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """First batch number of each stage."""
+        return [0, *accumulate(count or 0 for _, count in self.stages[:-1])]
+
+    @cached_property
+    def plans(self) -> tuple[BatchPlan, ...]:
+        """The plans of all stages, in order."""
+        return tuple(plan for order, _ in self.stages for plan in order.plans)
+
+    def stage_of(self, number: int) -> tuple[int, int]:
+        """Which stage gives a global batch, and which of that stage's batches it is.
+
+        Raises: IndexError: the number is negative.
+        """
+        if number < 0:
+            raise IndexError(f"batch {number} of stages")
+        stage = bisect.bisect_right(self._starts, number) - 1
+        return stage, number - self._starts[stage]
+
+    def batch_at(self, number: int) -> PlannedBatch:
+        """Global batch ``number``, counted from 0.
+
+        Raises: IndexError: the number is negative.
+        """
+        return self.batches(number, 1)[0]
+
+    def batches(self, first: int, count: int) -> list[PlannedBatch]:
+        """Global batches ``first`` to ``first + count - 1``.
+
+        Raises: IndexError: the number is negative.
+        """
+        found, offsets = list[PlannedBatch](), plan_offsets([order for order, _ in self.stages])
+        while len(found) < count:
+            stage, number = self.stage_of(first + len(found))
+            order, length = self.stages[stage]
+            here = min(count - len(found), count if length is None else length - number)
+            found += [_of_part(batch, offsets[stage]) for batch in order.batches(number, here)]
+        return found
+
+    def identity(self) -> dict[str, Any]:
+        """Plain values of everything that decides the order."""
+        stages = [{"num_batches": count, "order": order.identity()} for order, count in self.stages]
+        return {"kind": "stages", "stages": stages}
+
+
+def check_alike(stores: Sequence[LatentStore], *, captions: bool) -> None:
+    """Refuse stores that one model cannot be trained on: other latents, or other captions.
+
+    Args:
+      captions: they are read too.
+    Raises: RecipeError: naming two stores and what differs.
+    """
+    first, *others = stores
+    for other in others:
+        there, here = (_model_space(store.spec.latent) for store in (first, other))
+        if captions:
+            there, here = (
+                values | {"caption width": store.spec.text.width if store.spec.text else "no captions"}
+                for values, store in ((there, first), (here, other))
+            )
+        if differing := [name for name in there if there[name] != here[name]]:
+            told = "; ".join(f"{name} {_short(there[name])} and {_short(here[name])}" for name in differing)
+            without = " Or read no captions (text='none')." if differing == ["caption width"] else ""
+            raise RecipeError(
+                f"stores '{first.path}' and '{other.path}' cannot be mixed: {told}. Needed stores of the same "
+                f"encoders.{without}"
+            )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{value[0]}" if len(set(value)) == 1 else f"{value[0]}, {value[1]}, ..."
+    return str(value)
+
+
+def _model_space(latent: LatentSpec) -> dict[str, Any]:
+    """What the latents of two stores must have in common: their shape, and raw latent = input / scale + shift."""
+    scale, shift = np.array(latent.scale), np.array(latent.shift)
+    if latent.decoding:  # part of it was applied before rows were stored
+        stored_scale, stored_shift = np.array(latent.decoding.scale), np.array(latent.decoding.shift)
+        scale, shift = scale * stored_scale, stored_shift + shift / stored_scale
+    return {
+        "latent channels": latent.channels,
+        "pixels a latent place": latent.downscale,
+        "scale": [float(f"{value:.5g}") for value in scale],
+        "shift": [float(f"{value:.5g}") for value in shift],
+    }
+
+
+def check_orders(orders: Sequence[BatchOrder]) -> None:
+    """Check that there are orders, and that each has batches.
+
+    Raises: RecipeError.
+    """
+    if not orders:
+        raise RecipeError("an order without parts: needed at least one.")
+    if any(not plan.num_records for order in orders for plan in order.plans):
+        raise RecipeError("a plan without records: there is nothing to read. Leave it out.")
+
+
+def plan_offsets(orders: Sequence[BatchOrder]) -> list[int]:
+    """Where the plans of each order begin among the plans of all."""
+    return [0, *accumulate(len(order.plans) for order in orders)][:-1]
+
+
+def _of_part(batch: PlannedBatch, offset: int) -> PlannedBatch:
+    return replace(batch, plan=batch.plan + offset)
+
+
+@lru_cache(maxsize=8)
+def _period_table(weights: tuple[int, ...], seed: int, period: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each place of a period: which part, and the how manieth of that part; (P,) each."""
+    length = sum(weights)
+    order = permute(np.arange(length), length, keyed_hash(seed, period, PURPOSE_MIXTURE))
+    which = np.searchsorted(np.cumsum(weights), order, side="right")
+    ordinals = np.empty(length, np.int64)
+    for part, weight in enumerate(weights):
+        ordinals[which == part] = np.arange(weight)
+    return which, ordinals

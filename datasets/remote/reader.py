@@ -1,0 +1,279 @@
+"""Reading files of a store at a URL: any file system of fsspec, with retries, and errors that say what to do.
+
+What the libraries behind fsspec raise has no common base. So their errors are looked up by name among what is loaded,
+and divided into three: there is no such file, we may not, and all others, which may pass and are tried again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import xxhash
+
+from ..errors import DamageError, RecipeError, StoreError
+from ..format.schema import FileEntry
+
+ATTEMPTS = 6  # at each request; botocore and others try a few times more beneath
+FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 20.0
+PIECE_BYTES = 16 << 20  # of one request: what is lost when a connection breaks, and what a thread holds in memory
+
+_ERRORS = {
+    "aiohttp": ("ClientError",),
+    "botocore.exceptions": ("BotoCoreError", "ClientError"),
+    "gcsfs.retry": ("HttpError",),
+    "google.auth.exceptions": ("GoogleAuthError",),
+    "http.client": ("HTTPException",),
+    "httpx": ("HTTPError",),
+    "httpx2": ("HTTPError",),
+    "requests": ("RequestException",),
+    "urllib3.exceptions": ("HTTPError",),
+}
+_NOT_ALLOWED = {
+    "CredentialRetrievalError",
+    "GatedRepoError",
+    "GoogleAuthError",
+    "NoAuthTokenError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "PermissionError",
+    "ProfileNotFound",
+    "RefreshError",
+    "DefaultCredentialsError",
+}
+# What another try does not mend: the request itself is wrong, or its answer is not the bytes asked for.
+_LASTING_NUMBERS = {errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
+_LASTING_NUMBERS |= {getattr(errno, "EREMCHG", errno.EINVAL)}  # s3fs: the bucket is in another region
+_PASSING_STATUS = {408, 409, 425, 429}
+
+Answer = TypeVar("Answer")
+
+
+class _WrongBytes(Exception):
+    """What came is not what the manifest says."""
+
+
+class RemoteReader:
+    """The files of a store at a URL.
+
+    Args:
+      url: of the store, with the protocol of any fsspec file system.
+      options: for that file system, such as ``endpoint_url``; it reads its usual environment by itself.
+      what: the word for it in messages; a source of pictures is read the same way.
+    Raises: RecipeError: there is no such protocol, or its package is not installed.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, what: str = "store") -> None:
+        self.what = what
+        self.url, self._connect = shown(url), lambda: _connect(url, options or {})
+        try:
+            self._connection, root = self._connect()
+        except ImportError as error:
+            raise RecipeError(
+                f"{what} '{self.url}': {_one_line(error)}. To read what lies at a URL install leandit with its extra "
+                "'remote' (s3), or the package of the file system."
+            ) from error
+        except (ValueError, OSError, *_library_errors()) as error:
+            raise RecipeError(f"{what} '{self.url}': {_one_line(error)}. Check the URL.") from error
+        self._root, self._process = str(root).rstrip("/"), os.getpid()
+        self._fs.invalidate_cache()  # what this process listed earlier may have grown since
+
+    @property
+    def _fs(self) -> Any:
+        """The file system; a new one after a fork, which those of fsspec with a thread of their own do not outlive."""
+        if os.getpid() != self._process:
+            self._connection, self._process = self._connect()[0], os.getpid()
+        return self._connection
+
+    def names(self, folder: str) -> list[str]:
+        """Names directly below a folder; none where there is no such folder."""
+        try:
+            found = self._ask(folder, lambda: self._fs.ls(f"{self._root}/{folder}", detail=False))
+        except FileNotFoundError:
+            return []
+        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+        try:
+            found = self._ask(path, lambda: self._fs.info(f"{self._root}/{path}"))
+        except FileNotFoundError:
+            return None
+        return found["size"] if found["type"] == "file" else None
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of every file below a folder, by its path within the store: one listing, a thousand files a request."""
+        try:
+            found = self._ask(folder, lambda: self._fs.find(f"{self._root}/{folder}", detail=True))
+        except FileNotFoundError:
+            return {}
+        prefix = self._root.strip("/") + "/"
+        return {path.strip("/").removeprefix(prefix): info["size"] for path, info in found.items()}
+
+    def info(self, path: str) -> dict[str, Any] | None:
+        """What the file system says of a file or folder, as fsspec's ``info``; None where there is none."""
+        try:
+            return self._ask(path, lambda: self._fs.info(self._inside(path)))
+        except FileNotFoundError:
+            return None
+
+    def entries(self, folder: str) -> dict[str, dict[str, Any]]:
+        """What lies directly below a folder, by name, as fsspec's ``info``; hidden names are left out."""
+        where = self._inside(folder)
+        try:
+            found = self._ask(folder, lambda: self._fs.ls(where, detail=True))
+        except FileNotFoundError:
+            return {}
+        self._fs.invalidate_cache(where)  # else all that was ever listed stays in memory
+        # Some list the folder itself among what it holds: its marker.
+        inside = {
+            str(info["name"]).strip("/"): info for info in found if str(info["name"]).strip("/") != where.strip("/")
+        }
+        named = {path.rpartition("/")[2]: info for path, info in inside.items()}
+        return {name: info for name, info in named.items() if name and not name.startswith(".")}
+
+    def read(self, path: str, start: int, end: int) -> bytes:
+        """Bytes of a file from ``start`` to ``end``, or to its end where that comes first.
+
+        Raises: FileNotFoundError; StoreError: not allowed, or in vain.
+        """
+        return self._ask(path, lambda: self._request(self._inside(path), start, end))
+
+    def _inside(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def pieces(self, entry: FileEntry) -> Iterator[bytes]:
+        """The bytes of a file, a piece at a time; when the last has been taken, size and hash have been checked.
+
+        Args:
+          entry: of the manifest; without a hash only the size is checked.
+        Raises: StoreError: it cannot be read; DamageError: it is missing; in ``checked``: what makes that try again.
+        """
+        digest, position = xxhash.xxh3_128(), 0
+        while position < entry.bytes:
+            end = min(position + PIECE_BYTES, entry.bytes)
+            is_last = end == entry.bytes
+            piece = self._read(entry.path, position, end + is_last)  # one byte more at the end, to see a file that grew
+            if len(piece) != end - position:
+                more = "more than " if len(piece) > end - position else ""
+                raise _WrongBytes(f"{more}{position + min(len(piece), end - position)} bytes")
+            digest.update(piece)
+            position = end
+            yield piece
+        if entry.xxh3_128 and digest.hexdigest() != entry.xxh3_128:
+            raise _WrongBytes(f"hash {digest.hexdigest()}")
+
+    def checked(self, entry: FileEntry, fetch: Callable[[], Answer]) -> Answer:
+        """Call what takes the ``pieces`` of a file, a second time where the bytes are wrong.
+
+        Raises: DamageError: they are wrong both times.
+        """
+        try:
+            return fetch()
+        except _WrongBytes:
+            self._fs.invalidate_cache()
+        try:
+            return fetch()
+        except _WrongBytes as error:
+            raise DamageError(
+                f"store '{self.url}': file '{entry.path}' has {error}, the manifest says {entry.bytes} bytes"
+                f"{f' with hash {entry.xxh3_128}' if entry.xxh3_128 else ''}. It was damaged or changed: copy it there "
+                "again from a store that 'leandit verify' finds whole, or open the store anew."
+            ) from error
+
+    def _read(self, path: str, start: int, end: int) -> bytes:
+        try:
+            return self._ask(path, lambda: self._request(f"{self._root}/{path}", start, end))
+        except FileNotFoundError as error:
+            raise DamageError(
+                f"store '{self.url}': file '{path}' is missing. Copy it there again from a store that 'leandit verify' "
+                "finds whole."
+            ) from error
+
+    def _request(self, path: str, start: int, end: int) -> bytes:
+        try:
+            return self._fs.cat_file(path, start=start, end=end)
+        except (OSError, *_library_errors()) as error:
+            is_range = _status(error) == 416 or (isinstance(error, OSError) and error.errno == errno.EINVAL)
+            if is_range and self._fs.info(path)["size"] <= start:  # s3 refuses what begins at the end or after it
+                return b""
+            raise
+
+    def _ask(self, path: str, request: Callable[[], Answer]) -> Answer:
+        """Make a request, again and again with growing pauses while what goes wrong may pass.
+
+        Raises: FileNotFoundError: there is no such file; StoreError: not allowed, or in vain.
+        """
+        where = f"{self.what} '{self.url}': file '{path}'" if path else f"{self.what} '{self.url}'"
+        for attempt in range(ATTEMPTS):
+            try:
+                return request()
+            except FileNotFoundError:
+                raise
+            except (OSError, *_library_errors()) as error:
+                if _is_not_allowed(error):
+                    raise StoreError(
+                        f"{where} may not be read ({_one_line(error)}). Give credentials that may, in the way of "
+                        "the file system: for s3 the AWS_* variables or ~/.aws."
+                    ) from error
+                if _lasts(error):
+                    raise StoreError(f"{where} cannot be read ({_one_line(error)}). Check the URL.") from error
+                if attempt == ATTEMPTS - 1:
+                    raise StoreError(
+                        f"{where} could not be read in {ATTEMPTS} attempts, the last gave: {_one_line(error)}. Check "
+                        "the network and the service, then run the same command again."
+                    ) from error
+            # A random part, so that many readers that failed together do not come back together.
+            pause = min(FIRST_WAIT_SECONDS * 2**attempt, MAX_WAIT_SECONDS)
+            time.sleep(pause * random.uniform(0.5, 1.0))
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _connect(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    import fsspec  # the base does without
+
+    return fsspec.core.url_to_fs(url, **options)
+
+
+def shown(url: str) -> str:
+    """A URL as it may stand in messages and files: without user, password and query."""
+    return re.sub(r"://[^/@]*@", "://", url).partition("?")[0].rstrip("/")
+
+
+def _library_errors() -> tuple[type[BaseException], ...]:
+    """Base errors of the libraries that are loaded; not all of them are OSErrors."""
+    found = [getattr(sys.modules.get(name), kind, None) for name, kinds in _ERRORS.items() for kind in kinds]
+    return tuple(kind for kind in found if kind is not None)
+
+
+def _is_not_allowed(error: BaseException) -> bool:
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & _NOT_ALLOWED) or _status(error) in (401, 403)
+
+
+def _lasts(error: BaseException) -> bool:
+    status = _status(error)
+    if status is not None:
+        return 400 <= status < 500 and status not in _PASSING_STATUS
+    return isinstance(error, OSError) and error.errno in _LASTING_NUMBERS
+
+
+def _status(error: BaseException) -> int | None:
+    """HTTP status that an error carries, in the ways of the libraries."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        found = getattr(response, "status_code", getattr(error, "status", getattr(error, "code", None)))
+    return found if isinstance(found, int) else None
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(f"{error}".split()) or type(error).__name__
+    return "".join(c if c.isprintable() else "?" for c in text)[:300].rstrip(".")

@@ -1,0 +1,279 @@
+"""Commit records and their merge: what is in a revision of a store, and that it is all there.
+
+A shard counts only when its commit record is there, fits its own hash, belongs to this plan, and names files of the
+right size. The seal is a pure function of the plan and the records, so it gives the same bytes whoever runs it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute
+from pydantic import ValidationError
+
+from ..disk.hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
+from ..errors import DamageError
+from ..format.layout import (
+    CAPTION_PART,
+    CAPTIONS,
+    GROUP,
+    MANIFEST,
+    NULL_PART,
+    RECORDS,
+    REVISIONS,
+    commit_path,
+    revision_prefix,
+)
+from ..format.schema import (
+    CAPTIONS_SCHEMA,
+    FORMAT_VERSION,
+    RECORDS_SCHEMA,
+    REJECT_REASONS,
+    CommitRecord,
+    FileEntry,
+    Manifest,
+)
+from ..format.tables import parquet_of_groups
+from .merge import Commits, Merge, Task
+from .plan import FrozenPlan
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+
+def missing_work(plan: FrozenPlan, missing: Sequence[Task]) -> str:
+    """What some tasks of a plan hold, in words: shards, pictures, captions."""
+    layout = plan.layout
+    pictures = [task for task in missing if task[0] not in (CAPTION_PART, NULL_PART)]
+    num_pictures = sum(len(layout.rows_of(*task)) for task in pictures)
+    said = f"{len(missing)} of {len(layout.tasks())} shards, with {num_pictures} of "
+    said += f"{sum(layout.bucket_rows.values())} pictures"
+    if not plan.spec.text:
+        return said
+    num_captions = sum(len(layout.captions_of(shard)) for part, shard in missing if part == CAPTION_PART)
+    return f"{said} and {num_captions} of {plan.own_captions.num_rows} captions"
+
+
+def read_commits(root: Path, plan: FrozenPlan, *, check_bytes: bool = False) -> dict[Task, CommitRecord]:
+    """Read the commit records that hold; ``check_bytes`` as ``read_commit``."""
+    found = {task: read_commit(root, plan, *task, check_bytes=check_bytes) for task in plan.layout.tasks()}
+    return {task: record for task, record in found.items() if record}
+
+
+def read_commit(
+    root: Path, plan: FrozenPlan, part: str, shard: int, *, check_bytes: bool = False
+) -> CommitRecord | None:
+    """Read the commit record of a task, or None where it does not hold: then the shard is made again.
+
+    Args:
+      check_bytes: hash the shard's files too, not only look at their size: where a disk lost power they may hold zeros.
+    """
+    record = read_record(root, plan, part, shard)
+    if record is None or not all(_has_size(root / entry.path, entry.bytes) for entry in record.files):
+        return None
+    if check_bytes and not all(xxh3_file(root / entry.path) == entry.xxh3_128 for entry in record.files):
+        return None
+    return record
+
+
+def read_record(root: Path, plan: FrozenPlan, part: str, shard: int) -> CommitRecord | None:
+    """Read the commit record of a task whether or not its files are there; None where it is not of this plan."""
+    try:
+        record = CommitRecord.model_validate(read_json(root / commit_path(plan.revision, part, shard)))
+    except (OSError, DamageError, ValidationError):
+        return None
+    named = (record.fingerprint, record.plan, record.part, record.shard)
+    if named != (plan.spec.fingerprint, plan.hash, part, shard) or record != record.with_hash():
+        return None
+    return record if _fits_plan(plan, record) else None
+
+
+def _fits_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
+    """It names the files and as many rows as the plan has for it; a record of others may say anything."""
+    if {entry.path for entry in record.files} != {
+        array.shard_path(record.shard) for array in plan.layout.part_arrays(record.part)
+    }:
+        return False
+    if record.part in (CAPTION_PART, NULL_PART):
+        count = len(plan.layout.captions_of(record.shard)) if record.part == CAPTION_PART else 1
+        return (
+            len(record.checksums) == count
+            and all(_HEX.fullmatch(digits) for digits in record.checksums)
+            and not record.source_checksums
+            and not record.rejects
+            and len(record.min_cosines) == len(record.max_errors)
+            and len(record.min_cosines) in ((0, count) if record.part == CAPTION_PART else (0,))
+            and not record.fallbacks
+        )
+    rows = plan.layout.rows_of(record.part, record.shard)
+    return (
+        len(record.checksums) == len(record.source_checksums) == len(rows)
+        and not record.min_cosines
+        and not record.max_errors
+        and all(not digits or _HEX.fullmatch(digits) for digits in (*record.checksums, *record.source_checksums))
+        and all(reject.row in rows and reject.reason in REJECT_REASONS for reject in record.rejects)
+        and all(fallback.row in rows for fallback in record.fallbacks)
+    )
+
+
+_HEX = re.compile("[0-9a-f]{16}")
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+class CommitSummary(NamedTuple):
+    """What a writer keeps of a commit record: its rows' checksums would fill the memory of a large store.
+
+    Args:
+      files: of its shard, then the record itself.
+      rejects: how many for each reason.
+    """
+
+    files: tuple[FileEntry, ...]
+    num_rows: int
+    rejects: Counter[str]
+
+    @classmethod
+    def of(cls, plan: FrozenPlan, record: CommitRecord) -> CommitSummary:
+        """Of a record of a plan."""
+        rejects = Counter(reject.reason for reject in record.rejects)
+        return cls((*record.files, _record_entry(plan, record)), len(record.checksums), rejects)
+
+
+class CommitFiles(Mapping[Task, CommitRecord]):
+    """The commit records of a plan, each read from its file when its turn comes.
+
+    Raises: DamageError: one of them is not what it was when the seal began.
+    """
+
+    def __init__(self, root: Path, plan: FrozenPlan) -> None:
+        self._root, self._plan = root, plan
+
+    def __getitem__(self, task: Task) -> CommitRecord:
+        if (record := read_record(self._root, self._plan, *task)) is None:
+            raise DamageError(
+                f"store '{self._root}': '{commit_path(self._plan.revision, *task)}' was changed while the store was "
+                "sealed. Run the same command again."
+            )
+        return record
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self._plan.layout.tasks())
+
+    def __len__(self) -> int:
+        return len(self._plan.layout.tasks())
+
+
+def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes | memoryview], Manifest]:
+    """Everything that a revision's seal writes, and the manifest over it.
+
+    Args:
+      commits: of all tasks of the plan; each is asked for once.
+    Returns: path and content of the files that are neither shards nor commit records, then the manifest. The tables lie
+      in mapped temporary files.
+    """
+    prefix, merge = revision_prefix(plan.revision), Merge(plan)
+    entries = {entry.path: entry for entry in plan.carried}
+    for task, commit in commits.items():
+        merge.add(task, commit)
+        entries |= {entry.path: entry for entry in CommitSummary.of(plan, commit).files}
+    statuses, stored = Counter[str](), Counter[str]()
+
+    def counted(groups: Iterable[pa.Table]) -> Iterator[pa.Table]:
+        for group in groups:
+            statuses.update(_counts(group["status"]))
+            stored.update(_counts(group["bucket"].filter(pc.equal(group["status"], "stored"))))
+            yield group
+
+    files: dict[str, bytes | memoryview] = {
+        **plan.layout.static_files(),
+        prefix + RECORDS: parquet_of_groups(RECORDS_SCHEMA, counted(merge.record_groups())),
+        prefix + CAPTIONS: parquet_of_groups(CAPTIONS_SCHEMA, merge.caption_groups()),
+    }
+    entries |= {path: file_entry(path, content) for path, content in files.items()}
+    num_stored, num_rejected = statuses["stored"], statuses["rejected"]
+    assert num_stored + num_rejected == plan.records.num_rows, "a record is neither stored nor rejected"
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        revision=plan.revision,
+        base=plan.base,
+        stack=[*plan.stack, plan.revision],
+        copies=plan.copies,
+        fingerprint=plan.spec.fingerprint,
+        plan=plan.hash,
+        num_planned=plan.records.num_rows,
+        num_stored=num_stored,
+        num_rejected=num_rejected,
+        buckets={**dict.fromkeys(plan.bucket_positions, 0), **stored},
+        num_captions=plan.captions.num_rows,
+        num_caption_tokens=pc.sum(pc.cast(plan.captions["num_tokens"], pa.int64())).as_py() or 0,
+        files=[entries[path] for path in sorted(entries)],
+        root_hash="",
+    )
+    return files, with_root_hash(manifest)
+
+
+def _counts(values: pa.ChunkedArray) -> dict[str, int]:
+    return {entry["values"]: entry["counts"] for entry in pc.value_counts(values).to_pylist()}
+
+
+def commit_record(plan: FrozenPlan, part: str, shard: int, **held: Any) -> CommitRecord:
+    """The commit record of a shard, with its hash.
+
+    Args:
+      held: the fields of ``CommitRecord`` that say what the shard holds.
+    """
+    of_plan = {"format_version": FORMAT_VERSION, "fingerprint": plan.spec.fingerprint, "plan": plan.hash}
+    return CommitRecord(**of_plan, part=part, shard=shard, **held, record_hash="").with_hash()
+
+
+def _record_entry(plan: FrozenPlan, record: CommitRecord) -> FileEntry:
+    """Size and hash of a commit record's own file."""
+    return file_entry(commit_path(plan.revision, record.part, record.shard), canonical_json(record.model_dump()))
+
+
+def carried_files(base: Manifest, stack: Sequence[int]) -> tuple[FileEntry, ...]:
+    """Files of a revision that the next one reads too: the root's metadata and the arrays of its stack."""
+    prefixes = [revision_prefix(revision) + name for revision in stack for name in ("buckets/", "captions/", GROUP)]
+    shared = (GROUP, f"{REVISIONS}/{GROUP}", *prefixes)
+    return tuple(entry for entry in base.files if entry.path.startswith(shared))
+
+
+def with_root_hash(manifest: Manifest) -> Manifest:
+    """The same manifest with the hash of all the rest filled in."""
+    return manifest.model_copy(update={"root_hash": root_hash(manifest)})
+
+
+def root_hash(manifest: Manifest) -> str:
+    """Hash of all that a manifest says but this."""
+    return sha256_of(manifest.model_dump(exclude={"root_hash"}))
+
+
+def file_entry(path: str, content: bytes | memoryview) -> FileEntry:
+    """Size and hash of a file's content."""
+    size, digest = xxh3_parts([content])
+    return FileEntry(path=path, bytes=size, xxh3_128=digest)
+
+
+def read_manifest(root: Path, revision: int) -> Manifest:
+    """Read the manifest of a revision.
+
+    Raises: DamageError: it is not what was written.
+    """
+    name = revision_prefix(revision) + MANIFEST
+    mend = "Run 'leandit verify --repair': it is made anew from the commit records."
+    try:
+        manifest = Manifest.model_validate(read_json(root / name))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])[:80]
+        raise DamageError(f"store '{root}': '{name}' is not valid: {where}: {first['msg']}. {mend}") from error
+    if root_hash(manifest) != manifest.root_hash or manifest.revision != revision:
+        raise DamageError(f"store '{root}': '{name}' does not fit its own root hash. {mend}")
+    return manifest

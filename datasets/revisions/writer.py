@@ -1,0 +1,221 @@
+"""The writing side of a store: the plan is frozen first, shards are committed whole, the seal merges what is there.
+
+Order of a shard's commit: every array file (temporary, fsync, rename), then the commit record. A process that dies in
+between has cost one shard, and nothing half-written is ever read. No encoder is known here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from ..disk.files import write_atomic
+from ..disk.hashing import canonical_json, xxh3_file, xxh3_parts
+from ..errors import LeanditError, StoreError
+from ..format.layout import CAPTION_PART, CAPTIONS, MANIFEST, NULL_PART, RECORDS, commit_path, revision_prefix
+from ..format.schema import Fallback, FileEntry, Manifest, Reject
+from ..format.zarr_shard import pack_shard
+from .commits import CommitFiles, CommitSummary, Task, commit_record, file_entry, read_commit, read_manifest, seal_files
+from .plan import FrozenPlan
+
+READERS = 4  # threads that look at bytes
+
+
+def row_checksum(*rows: np.ndarray) -> str:
+    """XXH3-64 of rows that follow each other, as 16 hex digits."""
+    digest = xxhash.xxh3_64()
+    for row in rows:
+        digest.update(np.ascontiguousarray(row).data)
+    return digest.hexdigest()
+
+
+class StoreWriter:
+    """Commits the shards of one revision, whose plan is frozen.
+
+    Args:
+      root: the store.
+      plan: of the revision.
+      own: tasks of this process, whose bytes are looked at; None for all. Those of others are looked at by them, and by
+        the one that seals.
+      doubted: tasks whose bytes are to be looked at, where another process has just looked at all others.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        plan: FrozenPlan,
+        *,
+        own: Collection[Task] | None = None,
+        doubted: Collection[Task] | None = None,
+    ) -> None:
+        self.root, self.plan, self.spec = root, plan, plan.spec
+        for path, content in plan.layout.static_files().items():
+            self._ensure(path, content)
+        self._commits: dict[Task, CommitSummary] = {}
+        self.had_company = False  # others have made, or are making, shards of this revision
+        if doubted is None and self.is_sealed:
+            self._read(frozenset())
+        elif doubted is None:
+            # Of a revision that is being made the bytes that are there are looked at; what others commit from now on is
+            # whole. Of a sealed one, that is what verify is for.
+            tasks = plan.layout.tasks()
+            checked = frozenset(tasks if own is None else own)
+            self._read(checked)
+            self.had_company = any(task not in checked for task in self._commits)
+            missing = [task for task in tasks if task not in self._commits]
+            doubted = [task for task in missing if (root / commit_path(plan.revision, *task)).is_file()]
+        self.doubted = frozenset(doubted or ())
+
+    @property
+    def is_sealed(self) -> bool:
+        """The manifest of the revision is there."""
+        return (self.root / revision_prefix(self.plan.revision) / MANIFEST).is_file()
+
+    @property
+    def num_stored(self) -> int:
+        """Records that the committed shards hold."""
+        return sum(
+            commit.num_rows - commit.rejects.total()
+            for (part, _), commit in self._commits.items()
+            if part not in (CAPTION_PART, NULL_PART)
+        )
+
+    @property
+    def reject_reasons(self) -> Counter[str]:
+        """How many records were refused while the committed shards were encoded, by reason."""
+        return sum((commit.rejects for commit in self._commits.values()), Counter[str]())
+
+    def missing_tasks(self, own: Sequence[Task] | None = None) -> list[Task]:
+        """The (part, shard) that no valid commit record covers, of all or some; others may commit at the same time."""
+        return [task for task in (self.plan.layout.tasks() if own is None else own) if not self.is_committed(task)]
+
+    def is_committed(self, task: Task) -> bool:
+        """A valid commit record covers the task, written by this process or by another."""
+        if task not in self._commits:
+            record = read_commit(self.root, self.plan, *task, check_bytes=task in self.doubted)
+            if record:
+                self._commits[task], self.had_company = CommitSummary.of(self.plan, record), True
+        return task in self._commits
+
+    def _read(self, checked: Collection[Task]) -> None:
+        """Read all commit records that hold, with a look at the bytes of some of their shards."""
+
+        def read(task: Task) -> CommitSummary | None:
+            record = read_commit(self.root, self.plan, *task, check_bytes=task in checked)
+            return record and CommitSummary.of(self.plan, record)
+
+        with ThreadPoolExecutor(READERS, thread_name_prefix="leandit-check") as pool:
+            tasks = self.plan.layout.tasks()
+            self._commits = {task: found for task, found in zip(tasks, pool.map(read, tasks), strict=True) if found}
+
+    def recheck(self) -> list[Task]:
+        """Look at the bytes of all shards if others had a hand in them; what is not as recorded is missing again.
+
+        Only under the lease of the seal, so that of many processes that end together one does.
+
+        Two that make one shard at the same moment, because a lease has run out, may make different bytes (another
+        device, less memory), and leave the file of one and the record of the other.
+
+        Returns: what is missing now.
+        """
+        if not self.had_company or self.is_sealed:
+            return []
+        self.had_company = False
+        tasks = self.plan.layout.tasks()
+        self._read(frozenset(tasks))
+        damaged = [task for task in tasks if task not in self._commits]
+        self.doubted |= set(damaged)
+        return damaged
+
+    def commit(
+        self,
+        part: str,
+        shard: int,
+        arrays: Mapping[str, np.ndarray],
+        *,
+        checksums: Sequence[str],
+        source_checksums: Sequence[str] = (),
+        rejects: Sequence[Reject] = (),
+        qualities: Sequence[tuple[float, float]] = (),
+        fallbacks: Sequence[Fallback] = (),
+    ) -> int:
+        """Write one shard of every array of a part, then its commit record.
+
+        Args:
+          arrays: path of each array -> (n, ...) rows of this shard.
+          checksums: one a row (or caption), "" where rejected.
+          source_checksums: of the pictures' files, one a row, "" where rejected.
+          rejects: rows refused while encoding.
+          qualities: of captions that were narrowed, the smallest cosine and the largest error of each.
+          fallbacks: rows that were not encoded as planned.
+        Returns: bytes written.
+        """
+        files = []
+        for path, rows in arrays.items():
+            layout = self.plan.layout.arrays[path]
+            parts = pack_shard(layout, rows)
+            write_atomic(self.root / layout.shard_path(shard), parts)
+            size, digest = xxh3_parts(parts)
+            files.append(FileEntry(path=layout.shard_path(shard), bytes=size, xxh3_128=digest))
+        record = commit_record(
+            self.plan,
+            part,
+            shard,
+            files=files,
+            checksums=list(checksums),
+            min_cosines=[cosine for cosine, _ in qualities],
+            max_errors=[error for _, error in qualities],
+            source_checksums=list(source_checksums),
+            rejects=list(rejects),
+            fallbacks=list(fallbacks),
+        )
+        write_atomic(self.root / commit_path(self.plan.revision, part, shard), canonical_json(record.model_dump()))
+        self._commits[part, shard] = CommitSummary.of(self.plan, record)
+        return sum(entry.bytes for entry in files)
+
+    def seal(self) -> Manifest:
+        """Merge the commit records into the tables and the manifest; the manifest comes last.
+
+        Raises: StoreError: shards are missing.
+        """
+        if missing := self.missing_tasks():
+            raise StoreError(
+                f"store '{self.root}': {len(missing)} of {len(self.plan.layout.tasks())} shards are not committed, "
+                f"the first is {missing[0][1]} of '{missing[0][0]}'. Run the same precompute command again."
+            )
+        if manifest := self._whole_manifest():  # made anew it could differ: Parquet names the library that wrote it
+            return manifest
+        files, manifest = seal_files(self.plan, CommitFiles(self.root, self.plan))
+        for path, content in files.items():
+            self._ensure(path, content)
+        self._ensure(revision_prefix(self.plan.revision) + MANIFEST, canonical_json(manifest.model_dump()))
+        return manifest
+
+    def _whole_manifest(self) -> Manifest | None:
+        """The manifest that is there, if all that the seal wrote and the commit records say is as it says."""
+        try:
+            manifest = read_manifest(self.root, self.plan.revision)
+        except (LeanditError, OSError):
+            return None
+        entries, prefix = {entry.path: entry for entry in manifest.files}, revision_prefix(self.plan.revision)
+        known = [entry for commit in self._commits.values() for entry in commit.files]
+        known += [file_entry(path, content) for path, content in self.plan.layout.static_files().items()]
+        for path in (prefix + RECORDS, prefix + CAPTIONS):
+            file = self.root / path
+            if not file.is_file():
+                return None
+            known.append(FileEntry(path=path, bytes=file.stat().st_size, xxh3_128=xxh3_file(file)))
+        is_whole = all(entries.get(entry.path) == entry for entry in known)
+        return manifest if is_whole and manifest.plan == self.plan.hash else None
+
+    def _ensure(self, path: str, content: bytes | memoryview) -> None:
+        """Write a file unless it is there with these bytes."""
+        file = self.root / path
+        is_there = file.is_file() and file.stat().st_size == len(content)
+        if not is_there or xxh3_file(file) != file_entry(path, content).xxh3_128:
+            write_atomic(file, [content])

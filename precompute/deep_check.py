@@ -1,0 +1,169 @@
+"""Prove on a sample that a store holds what its source and its encoders give: encode records again and compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..datasets.errors import RecordRejected
+from ..datasets.format.buckets import bucket_size
+from ..datasets.format.layout import CAPTION_PART, bucket_part
+from ..datasets.format.token_dtypes import narrow, widen
+from ..datasets.maintenance.findings import Finding
+from ..datasets.revisions.plan import FrozenPlan, read_plan
+from ..datasets.store import LatentStore
+from .encoders.forwards import EncodedRow, encode_batch, rows_of_a_forward
+from .repair import Tools, with_places
+from .shards.caption_shard import caption_batches
+from .shards.picture_batches import Picture, decode_planned
+
+CLOSE = 2e-2  # of the largest value: what another device or library may change
+
+
+@dataclass
+class Deep:
+    """What encoding a sample again gave.
+
+    Args:
+      num_records, num_captions: compared.
+      num_exact: equal bit for bit.
+      num_close: equal within ``CLOSE``: another kind of device or version of a library.
+      findings: the rest.
+    """
+
+    num_records: int
+    num_captions: int
+    num_exact: int
+    num_close: int
+    findings: list[Finding]
+
+
+def deep_check(root: Path, tools: Tools, *, num_records: int, seed: int) -> Deep:
+    """Encode a random sample of records, and of captions, again from the source and compare.
+
+    A record is encoded in its own batch, because its neighbours change the bits of a convolution.
+
+    Args:
+      num_records: records, and captions, to compare; all, where there are fewer.
+    """
+    store = LatentStore(root)
+    rng = np.random.default_rng(seed)
+    statuses = np.array(store.records["status"].to_pylist())
+    stored = np.flatnonzero(statuses == "stored")
+    sample = rng.choice(stored, min(num_records, len(stored)), replace=False)
+    result = Deep(0, 0, 0, 0, [])
+    rows = store.records.take(pa.array(sample)).to_pylist()
+    captions = rng.choice(store.captions.num_rows, min(num_records, store.captions.num_rows), replace=False)
+    revision_of_caption = store.captions["revision"].to_numpy()
+    for revision in store.manifest.stack if store.manifest else []:
+        plan = with_places(read_plan(root, revision), tools.source)
+        wanted = {(row["bucket"], row["row"]): row for row in rows if row["revision"] == revision}
+        _deep_pictures(store, plan, tools, wanted, result)
+        own = np.sort(captions[revision_of_caption[captions] == revision])
+        _deep_captions(store, plan, tools, own.tolist(), result)
+    return result
+
+
+def _deep_pictures(
+    store: LatentStore, plan: FrozenPlan, tools: Tools, wanted: dict[tuple[str, int], dict[str, Any]], result: Deep
+) -> None:
+    size, images = plan.spec.latent.batch_size, plan.spec.images
+    batches = sorted({(bucket, *_batch_of(plan, bucket, row, size)) for bucket, row in wanted})
+    for bucket, start, stop in batches:
+        positions = plan.bucket_positions[bucket][start:stop]
+        table = plan.records.take(pa.array(positions)).to_pylist()
+        decoded: list[Picture] = []
+        for row in table:
+            place = row["source_path"], row["source_offset"], row["source_bytes"]
+            planned = row["height_px"], row["width_px"]
+            decoded.append(
+                decode_planned(images, tools.source, tools.decoders, place, size=planned, bucket=bucket_size(bucket))
+            )
+        pixels = np.zeros((len(decoded), *bucket_size(bucket), 3), np.uint8)
+        for i, picture in enumerate(decoded):
+            if not isinstance(picture, RecordRejected):
+                pixels[i] = picture.pixels
+        # In the order of the part's arrays: the picture, then the flipped one where the store has it.
+        views = [pixels, pixels[:, :, ::-1]][: len(plan.layout.latents[bucket])]
+        here = {i: wanted[bucket, row] for i, row in enumerate(range(start, stop)) if (bucket, row) in wanted}
+        most = min(rows_of_a_forward(record["fallback"], size) for record in here.values())
+        found, _ = encode_batch(views, positions, tools.encoders.image, plan.spec.latent, most=most)
+        for i, record in here.items():
+            _compare_record(store, plan, record, decoded[i], found[i], result)
+
+
+def _batch_of(plan: FrozenPlan, bucket: str, row: int, size: int) -> tuple[int, int]:
+    """Rows that were encoded in one forward with a row."""
+    shard_rows = plan.layout.latents[bucket][0].shard_rows
+    rows = plan.layout.rows_of(bucket_part(bucket), row // shard_rows)
+    start = rows.start + (row - rows.start) // size * size
+    return start, min(start + size, rows.stop)
+
+
+def _compare_record(
+    store: LatentStore,
+    plan: FrozenPlan,
+    record: dict[str, Any],
+    decoded: Picture,
+    found: EncodedRow,
+    result: Deep,
+) -> None:
+    array = plan.layout.latents[record["bucket"]][0]
+    path = array.shard_path(record["row"] // array.shard_rows)
+    place = (plan.revision, record["bucket"], record["row"] // array.shard_rows, 1, [record["key"]])
+    result.num_records += 1
+    if isinstance(decoded, RecordRejected):
+        detail = f"the picture cannot be read any more ({decoded.reason}: {decoded.detail})"
+        result.findings.append(Finding(path, "source_changed", detail, *place))
+        return
+    if decoded.source_checksum != record["source_checksum"]:
+        detail = "the source holds another picture now; precompute with --set source.check=content takes it up"
+        result.findings.append(Finding(path, "source_changed", detail, *place))
+        return
+    if found.reject:
+        result.findings.append(Finding(path, "not_reproduced", f"cannot be encoded again: {found.reject}", *place))
+        return
+    row = store.record(record["key"]).row
+    arrays = [store.latents(record["bucket"])]
+    arrays += [store.flipped_latents(record["bucket"])] if plan.spec.latent.flip else []
+    stored = np.concatenate([array[row] for array in arrays])
+    _judge(stored, np.concatenate(found.arrays), Finding(path, "not_reproduced", "", *place), result)
+
+
+def _judge(stored: np.ndarray, found: np.ndarray, finding: Finding, result: Deep) -> None:
+    """Count a comparison as exact, close or wrong."""
+    if np.array_equal(stored, found):
+        result.num_exact += 1
+        return
+    difference = float(np.max(np.abs(stored.astype(np.float64) - found.astype(np.float64))))
+    if difference <= CLOSE * max(1.0, float(np.max(np.abs(found.astype(np.float64))))):
+        result.num_close += 1
+        return
+    result.findings.append(replace(finding, detail=f"encoded again it differs by up to {difference:.4g}"))
+
+
+def _deep_captions(store: LatentStore, plan: FrozenPlan, tools: Tools, captions: list[int], result: Deep) -> None:
+    """Encode captions again, each in its own batch, and compare."""
+    if tools.encoders.caption is None or plan.spec.text is None or not captions:
+        return
+    array = plan.layout.part_arrays(CAPTION_PART)[0]
+    texts, lengths = plan.own_captions["text"].to_pylist(), plan.own_captions["num_tokens"].to_numpy()
+    wanted = {caption - plan.first_caption: caption for caption in captions}
+    for shard in range(array.num_shards):
+        here = plan.layout.captions_of(shard)
+        for batch in caption_batches(lengths[here.start : here.stop], plan.spec.text, tools.encoders.caption):
+            ids = [here.start + i for i in batch]
+            if not wanted.keys() & set(ids):
+                continue
+            encoded = tools.encoders.caption.encode([texts[i] for i in ids])
+            for i, tokens in zip(ids, encoded, strict=True):
+                if i in wanted:
+                    result.num_captions += 1
+                    place = (array.shard_path(shard), "not_reproduced", "", plan.revision, None, shard, 1, [texts[i]])
+                    dtype = plan.spec.text.dtype
+                    found = widen(narrow(tokens, dtype), dtype)
+                    _judge(store.caption_embedding(wanted[i]), found, Finding(*place), result)

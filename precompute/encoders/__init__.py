@@ -1,0 +1,1 @@
+"""Autoencoders and text encoders: found, checked, loaded, run."""

@@ -1,0 +1,62 @@
+"""What a store says of itself: how its pictures were cropped and encoded, and by which encoders."""
+
+from __future__ import annotations
+
+from ... import __version__
+from ...datasets.errors import RecipeError
+from ...datasets.format.buckets import bucket_name, resize_filter
+from ...datasets.format.schema import FORMAT_VERSION, ImageSpec, StoreSpec
+from ..config import PrecomputeRecipe
+from ..images.pixels import ADM_FILTER, describe_colour
+from ..sources.source import Source
+from .forwards import largest_batch
+from .model_files import library_majors
+from .vae import Encoders
+
+
+def describe_store(
+    recipe: PrecomputeRecipe, source: Source | None, encoders: Encoders, *, known: StoreSpec | None = None
+) -> StoreSpec:
+    """What the store will say of itself, with its fingerprint.
+
+    Args:
+      source: whose classes it names; None where nobody asks for them.
+      known: what it says already; with vae.batch_size = 0, its batch size is kept, else the largest is found.
+    Raises: RecipeError: a bucket does not fit the VAE's downscale. ResourceError: not one picture fits the device.
+    """
+    images, table = recipe.images, recipe.images.table
+    downscale, batch_size = encoders.image.downscale, recipe.vae.batch_size
+    for _, height_px, width_px in table:
+        if height_px % downscale or width_px % downscale:
+            raise RecipeError(
+                f"bucket '{bucket_name(height_px, width_px)}': the VAE makes one latent of {downscale} px, so "
+                f"both sides must be multiples of {downscale}. Use another resolution, table or VAE."
+            )
+    text_dtype = recipe.store.dtype if recipe.store.text_dtype == "auto" else recipe.store.text_dtype
+    if not batch_size and known:
+        batch_size = known.latent.batch_size
+    elif not batch_size:  # one number for all buckets: what fits the largest
+        _, height_px, width_px = max(table, key=lambda row: (row[1] * row[2], row))
+        batch_size = largest_batch(encoders.image, height_px, width_px)
+    latent = encoders.image.latent_spec(recipe.vae, recipe.store.dtype, batch_size=batch_size)
+    return StoreSpec(
+        format_version=FORMAT_VERSION,
+        leandit_version=__version__,
+        fingerprint="",
+        images=ImageSpec(
+            resolution_px=images.resolution,
+            crop=images.crop,
+            buckets=[bucket_name(height_px, width_px) for _, height_px, width_px in table],
+            resize_filter=ADM_FILTER if images.crop == "adm" else resize_filter(images.buckets, images.resolution),
+            colour=describe_colour(exif_orientation=images.exif_orientation),
+            libraries=library_majors("pillow"),
+        ),
+        latent=latent,
+        text=encoders.caption and encoders.caption.text_spec(recipe.text, text_dtype),
+        vae=encoders.image.identity,
+        text_encoder=encoders.caption and encoders.caption.identity,
+        classes=source and source.classes,
+        shard_mib=recipe.store.shard_mib,
+        codec=recipe.store.codec,
+        recipe=recipe.model_dump(),
+    ).with_fingerprint()

@@ -1,0 +1,230 @@
+"""One batch of pictures through the image encoder: halved where it does not fit, repeated in float32 where it broke.
+
+Both are told with each row, because they change its bits. A batch that runs out of memory is encoded anew from its
+first row in forwards of half the size, rounded up, and so on down to one picture; so one number says it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ...datasets.errors import RecordRejected, ResourceError
+from ...datasets.format.schema import EncoderIdentity, LatentSpec
+from .posterior import sample_once
+from .vae import ImageEncoder
+
+CPU_BATCH = 32  # on a CPU more rows in a forward are no faster
+MAX_BATCH = 256
+MAX_BATCH_BYTES = 96 << 20  # of decoded pixels: up to eight batches are in the memory of the host, of 1 GiB
+FLOAT32 = "float32"
+SIZE = "batch:"
+
+
+class Encoding(Protocol):
+    """What encodes pictures: an ``ImageEncoder``, or what several threads share of one (``InTurn``)."""
+
+    @property
+    def identity(self) -> EncoderIdentity:
+        """Of the encoder."""
+        ...
+
+    def black(self, shape: tuple[int, ...]) -> np.ndarray:
+        """As ``ImageEncoder.black``."""
+        ...
+
+    def encode(self, pixels: np.ndarray) -> np.ndarray:
+        """As ``ImageEncoder.encode``."""
+        ...
+
+    def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
+        """As ``ImageEncoder.encode_in_float32``."""
+        ...
+
+
+class InTurn:
+    """An encoder as threads share it: one batch at a time, while the batches of others are prepared and put away.
+
+    Args:
+      measure: gives a context that measures a forward.
+    """
+
+    def __init__(self, encoder: ImageEncoder, measure: Callable[[], AbstractContextManager[None]]) -> None:
+        self._encoder, self._measure = encoder, measure
+        self.identity, self.black = encoder.identity, encoder.black
+
+    def encode(self, pixels: np.ndarray) -> np.ndarray:
+        """As ``ImageEncoder.encode``."""
+        with self._encoder.turn, self._measure():
+            return self._encoder.encode(pixels)
+
+    def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
+        """As ``ImageEncoder.encode_in_float32``."""
+        with self._encoder.turn, self._measure():
+            return self._encoder.encode_in_float32(pixels)
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """One picture as it will be stored.
+
+    Args:
+      arrays: (stored_channels, H, W) of each view; empty where it is rejected.
+      fallback: how it was encoded where not as planned, as in the records table; else empty.
+      reject: why there is none.
+    """
+
+    arrays: list[np.ndarray]
+    fallback: str = ""
+    reject: RecordRejected | None = None
+
+
+def encode_batch(
+    views: Sequence[np.ndarray], records: np.ndarray, encoder: Encoding, spec: LatentSpec, *, most: int
+) -> tuple[list[EncodedRow], int]:
+    """Encode one batch of the plan.
+
+    Args:
+      views: (B, height_px, width_px, 3) uint8 each: the pictures, and the flipped ones where the store has them.
+      records: (B,) positions in the records table: the key of a stored sample.
+      spec: of the latents.
+      most: rows of a forward, where it is known that no more fit; else B or more.
+    Returns: one for each row, and the rows of a forward that did fit.
+    """
+    num_rows = len(records)
+    size = min(most, num_rows)
+    while (found := _in_forwards_of(size, views, encoder)) is None:
+        size = -(-size // 2)
+    halved = f"{SIZE}{size}" if size < num_rows else ""
+    stored, is_finite = _whole(found, spec, records)
+    rows = [
+        EncodedRow([view[i] for view in stored])
+        if is_finite[i]
+        else _finished(i, [view[i : i + 1] for view in views], [rows[i] for rows in found], records, encoder, spec)
+        for i in range(num_rows)
+    ]
+    return [_with(row, halved) for row in rows], size
+
+
+def _whole(
+    found: Sequence[Sequence[np.ndarray | None]], spec: LatentSpec, records: np.ndarray
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """All rows of each view in the store's dtype, at once, and (B,) bool: finite in all of them.
+
+    Nothing is brought there where a row is missing: then no row is called finite.
+    """
+    if any(row is None for rows in found for row in rows):
+        return [], np.zeros(len(records), bool)
+    stored = [to_stored(np.stack([row for row in rows if row is not None]), spec, records) for rows in found]
+    return stored, np.logical_and.reduce([np.isfinite(rows).all(axis=(1, 2, 3)) for rows in stored])
+
+
+def largest_batch(encoder: ImageEncoder, height_px: int, width_px: int) -> int:
+    """Pictures of one size that fit into one forward: the largest power of two, found by doubling.
+
+    On a CPU it is CPU_BATCH, on any device at most MAX_BATCH and MAX_BATCH_BYTES.
+
+    Raises: ResourceError: not one fits.
+    """
+    most = min(MAX_BATCH, max(1, MAX_BATCH_BYTES // (3 * height_px * width_px)))
+    if encoder.device.type == "cpu":
+        return min(CPU_BATCH, most)
+    fits, size = 0, 1
+    while (
+        size <= most and _where_it_fits(encoder.encode, np.zeros((size, height_px, width_px, 3), np.uint8)) is not None
+    ):
+        fits, size = size, 2 * size
+    if not fits:
+        raise ResourceError(
+            f"vae.batch_size 0: one picture of {height_px}x{width_px} px does not fit into the memory of "
+            f"{encoder.device}. Use vae.tile_px, a smaller vae.dtype, or another device."
+        )
+    return fits
+
+
+def rows_of_a_forward(fallback: str | None, planned: int) -> int:
+    """Rows that were encoded in one forward, as a row's ``fallback`` says it."""
+    said = next((part for part in (fallback or "").split(",") if part.startswith(SIZE)), None)
+    return int(said.removeprefix(SIZE)) if said else planned
+
+
+def to_stored(moments: np.ndarray, spec: LatentSpec, records: np.ndarray) -> np.ndarray:
+    """What is kept of an encoder's output, in the store's dtype.
+
+    Args:
+      moments: (B, 2C, H, W) mean and log-variance, or (B, C, H, W) latents; float32.
+      records: (B,) positions in the records table: the key of a stored sample.
+    Returns: (B, stored_channels, H, W).
+    """
+    if spec.kind == "mean":
+        moments = moments[:, : spec.channels]
+    elif spec.kind == "sample":
+        moments = sample_once(moments, records)
+    with np.errstate(over="ignore"):  # what float16 cannot hold becomes infinity, and is rejected as such
+        return moments.astype(spec.dtype)
+
+
+def _in_forwards_of(size: int, views: Sequence[np.ndarray], encoder: Encoding) -> list[list[np.ndarray | None]] | None:
+    """Moments of each row of each view; None where they do not fit, and for a row that does not fit alone."""
+    found = []
+    for pixels in views:
+        rows: list[np.ndarray | None] = []
+        for start in range(0, len(pixels), size):
+            moments = _where_it_fits(encoder.encode, pixels[start : start + size])
+            if moments is None and size > 1:
+                return None
+            rows += [None] if moments is None else list(moments)
+        found.append(rows)
+    return found
+
+
+def _where_it_fits(encode: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray) -> np.ndarray | None:
+    """What an encoder gives, or None where the memory of its device does not suffice."""
+    try:
+        return encode(pixels)
+    except torch.OutOfMemoryError:
+        pass  # outside of this block nothing holds what the forward had made so far
+    torch.cuda.empty_cache()
+    return None
+
+
+def _finished(
+    row: int,
+    pixels: list[np.ndarray],
+    moments: list[np.ndarray | None],
+    records: np.ndarray,
+    encoder: Encoding,
+    spec: LatentSpec,
+) -> EncodedRow:
+    """One row in the store's dtype, encoded again in float32 where a view is not finite."""
+    arrays, fallback = [], ""
+    for picture, found in zip(pixels, moments, strict=True):
+        if found is None:
+            return EncodedRow([], reject=_too_large(picture))
+        stored = to_stored(found[None], spec, records[row : row + 1])[0]
+        if not np.isfinite(stored).all():
+            fallback, again = FLOAT32, _where_it_fits(encoder.encode_in_float32, picture)
+            if again is None:
+                return EncodedRow([], reject=_too_large(picture))
+            stored = to_stored(again, spec, records[row : row + 1])[0]
+        if not np.isfinite(stored).all():
+            return EncodedRow([], reject=RecordRejected("encode", "nonfinite", f"{encoder.identity.class_name} output"))
+        arrays.append(stored)
+    return EncodedRow(arrays, fallback)
+
+
+def _too_large(picture: np.ndarray) -> RecordRejected:
+    height_px, width_px = picture.shape[1:3]
+    detail = f"one picture of {height_px}x{width_px} px does not fit; vae.tile_px or a smaller vae.dtype needs less"
+    return RecordRejected("encode", "out_of_memory", detail)
+
+
+def _with(row: EncodedRow, halved: str) -> EncodedRow:
+    if row.reject or not halved:
+        return row
+    return EncodedRow(row.arrays, f"{halved},{row.fallback}" if row.fallback else halved)

@@ -1,0 +1,252 @@
+"""Where the files of a model come from, and what identifies them: a hub id, a folder, or "shipped:NAME"."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
+from safetensors import SafetensorError
+
+from ...datasets.disk.hashing import read_json, sha256_file, sha256_of
+from ...datasets.errors import DamageError, EncoderError
+from ..config import TextSection, VaeSection
+
+if TYPE_CHECKING:  # torch takes seconds to import, and paths are checked before
+    import torch
+
+SHIPPED = "shipped:"
+CONFIG = "config.json"
+# What the libraries raise at a config or a file of others that is not as they need it.
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    NotImplementedError,
+    RuntimeError,
+    LookupError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+)
+VAE_WEIGHTS, TEXT_WEIGHTS = "diffusion_pytorch_model", "model"
+# Exact names are fetched from the hub: "*" would cross folders there, and bring the other models of a pipeline.
+TOKENIZER_FILES = (
+    CONFIG,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "spiece.model",
+    "tokenizer.model",
+)
+SINGLE_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
+MAX_ERROR_CHARS = 200  # of what a library says; some list every weight
+MAX_JSON_BYTES = 1 << 26  # of a tokenizer.json; the largest published ones have 35 MB
+TOKENIZER_CLASSES = (
+    None,
+    "T5Tokenizer",
+    "T5TokenizerFast",
+    "PreTrainedTokenizerFast",
+    "PreTrainedTokenizer",
+    "TokenizersBackend",
+    "GemmaTokenizer",
+    "GemmaTokenizerFast",
+)
+
+
+def weight_names(stem: str) -> tuple[str, ...]:
+    """Names of a model's safetensors as the hub matches them, whole or in parts."""
+    return f"{stem}.safetensors", f"{stem}.safetensors.index.json", f"{stem}-?????-of-?????.safetensors"
+
+
+def resolve_model(
+    model: str, subfolder: str, revision: str, *, files: Iterable[str], what: str
+) -> tuple[Path, str | None]:
+    """Find the folder of a model, fetching files of it from the hub if it is a hub id.
+
+    Args:
+      files: names that are fetched, "?" for any character.
+    Returns: the folder, and the commit where it came from the hub.
+    Raises: EncoderError: there is no such folder, and the hub does not give it.
+    """
+    folder = local_folder(model)
+    if folder is not None:
+        if folder.is_file() or (folder.suffix in SINGLE_FILES and not folder.is_dir()):
+            raise EncoderError(
+                f"{what} '{model}': a single file, needed a folder with config.json. Load it with from_single_file of "
+                "diffusers, and save it with save_pretrained."
+            )
+        folder = model_folder(folder, subfolder)
+        if not folder.is_dir():
+            hub = "" if set(model) & set("./~:\\") else f", and on the hub a name has its owner, as OWNER/{model}"
+            raise EncoderError(f"{what} '{model}': there is no such folder as '{folder}'{hub}. Check the recipe.")
+        return folder, None
+    prefix = f"{subfolder.strip('/')}/" if subfolder else ""
+    patterns = [prefix + name for name in files]
+    try:
+        fetched = Path(snapshot_download(model, revision=revision or None, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        how = f" with --set {what}=PATH" if "." in what else ""
+        raise EncoderError(
+            f"{what} '{model}': not a folder here, and the hub does not give it ({shortened(error)}). "
+            f"Check the name, log in with 'hf auth login', or give a folder{how}."
+        ) from error
+    return fetched / subfolder, fetched.name
+
+
+def model_folder(folder: Path, subfolder: str) -> Path:
+    """Where a model lies in a folder: that may be the model itself, not a pipeline that holds it."""
+    return folder if (folder / CONFIG).is_file() else folder / subfolder
+
+
+def local_folder(model: str) -> Path | None:
+    """Folder of a model that needs no hub, or None for a hub id."""
+    if model.startswith(SHIPPED):
+        name = model.removeprefix(SHIPPED)
+        folder = Path(__file__).parents[1] / "demo_encoders" / name
+        if not name.isidentifier() or not folder.is_dir():
+            raise EncoderError(f"'{model}': no such encoder ships with leandit; there are shipped:vae and shipped:t5.")
+        return folder
+    path = Path(model).expanduser()
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        return path
+    return None
+
+
+def read_config(folder: Path, *, what: str) -> dict[str, Any]:
+    """Read a model's config.json.
+
+    Raises: EncoderError: it is not there, or no JSON object.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise EncoderError(f"{what} '{folder}': there is no 'config.json'. Needed a folder saved by save_pretrained.")
+    return _read_object(path, what=what)
+
+
+def check_tokenizer_files(folder: Path, *, what: str) -> None:
+    """Refuse a tokenizer that needs code of its own, or whose files are none, before a library opens them.
+
+    Raises: EncoderError.
+    """
+    for path in sorted(folder.glob("*.json")):
+        if path.name.endswith(".index.json") or "token" not in path.name:
+            continue  # what lies beside it in a model's folder
+        said = _read_object(path, what=what)
+        name = said.get("tokenizer_class")
+        if path.name == "tokenizer_config.json" and ("auto_map" in said or name not in TOKENIZER_CLASSES):
+            raise EncoderError(
+                f"{what} '{path}': it asks for the tokenizer {str(name)[:80]!r} or for code of its own, needed a T5's "
+                "or a Gemma's. Give a folder with the model's own tokenizer."
+            )
+
+
+def _read_object(path: Path, *, what: str) -> dict[str, Any]:
+    try:
+        found = read_json(path, max_bytes=MAX_JSON_BYTES)
+    except (DamageError, OSError) as error:
+        raise EncoderError(f"{what}: {error}") from error
+    if not isinstance(found, dict):
+        raise EncoderError(f"{what} '{path}': needed a JSON object.")
+    return found
+
+
+def weight_files(folder: Path, stem: str, *, what: str) -> list[Path]:
+    """Safetensors of a model, sorted.
+
+    Raises: EncoderError: there are none.
+    """
+    files = sorted(path for path in folder.glob(f"{stem}*.safetensors") if ".fp16." not in path.name)
+    if not files:
+        others = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+        raise EncoderError(
+            f"{what} '{folder}': there are no weights '{stem}*.safetensors' (found: {others}). "
+            "Only safetensors are read; convert other weights with save_pretrained(..., safe_serialization=True)."
+        )
+    index = folder / f"{stem}.safetensors.index.json"
+    if index.is_file():  # the libraries load what it names, whatever and wherever that is
+        named = _read_object(index, what=what).get("weight_map")
+        names = set(map(str, named.values())) if isinstance(named, dict) else {""}
+        if strange := sorted(names - {path.name for path in files}):
+            raise EncoderError(
+                f"{what} '{index}': it names '{strange[0][:80]}', needed only '{stem}*.safetensors' beside it. "
+                "Fetch or save the model again."
+            )
+    for path in files:
+        _check_header(path, what=what)
+    return files
+
+
+def _check_header(path: Path, *, what: str) -> None:
+    """Refuse safetensors whose header is longer than their file, before anything makes room for it."""
+    size = path.stat().st_size if path.is_file() else 0
+    with open(path, "rb") if size else io.BytesIO() as file:
+        length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, MAX_JSON_BYTES):
+        raise EncoderError(f"{what} '{path}': cannot be loaded: {size} bytes, header of {length}. Fetch it again.")
+
+
+def shortened(error: BaseException) -> str:
+    """The beginning of what a library says, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."
+
+
+def check_loaded(loading: dict[str, Any], where: str) -> None:
+    """Refuse a model that lacks weights: the libraries fill those with random numbers.
+
+    Raises: EncoderError.
+    """
+    if missing := sorted(loading.get("missing_keys") or ()):
+        raise EncoderError(
+            f"{where}: {len(missing)} weights are missing from its safetensors, the first is '{missing[0]}'. "
+            "Fetch or save the model again."
+        )
+
+
+def model_name(section: VaeSection | TextSection, folder: Path) -> str:
+    """What the recipe names, with its subfolder where the model lies in it."""
+    in_subfolder = section.subfolder and folder != local_folder(section.model)
+    return f"{section.model}/{section.subfolder}" if in_subfolder else section.model
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files that a tokenizer is read from, of those that are there."""
+    return [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
+
+
+def hash_files(files: list[Path]) -> str:
+    """One SHA-256 for the names and contents of some files."""
+    return sha256_of([[path.name, sha256_file(path)] for path in files])
+
+
+def lasting_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without what does not change the numbers."""
+    volatile = ("_diffusers_version", "transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype")
+    return {key: value for key, value in sorted(config.items()) if key not in volatile}
+
+
+def library_majors(*packages: str) -> dict[str, str]:
+    """Major versions of libraries; of those before 1.0, the minor too."""
+    majors = {}
+    for name in packages:
+        major, minor = metadata.version(name).split(".")[:2]
+        majors[name] = f"0.{minor}" if major == "0" else major
+    return majors
+
+
+def arithmetic(dtype: str, device: torch.device) -> str:
+    """Dtype that an encoder computes in: the recipe's, but float32 on a CPU.
+
+    There, 16 bits were seven times slower (TAESD at 256 px, no bf16 units) and are less exact. The identity in
+    the store says what was computed in.
+    """
+    return "float32" if device.type == "cpu" else dtype

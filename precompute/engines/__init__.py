@@ -1,0 +1,1 @@
+"""Where shards are encoded: this process, one process a device, or a Ray cluster."""

@@ -1,0 +1,217 @@
+"""The engine of several devices of one machine: a process for each, started, watched and ended by this one.
+
+They share the shards by leases, so nothing is handed out, and nothing is lost with a process that dies: the others go
+on with its shards. What such a process does stands in ``process_serve.py``. None of them outlives this one: they end
+when the socket to it does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from ...datasets.errors import RecipeError, ResourceError
+from ...datasets.format.schema import StoreSpec
+from ...datasets.revisions.commits import Task
+from ...datasets.revisions.writer import StoreWriter
+from ..config import PrecomputeRecipe
+from ..encoders.text import CaptionTokenizer, TokenCount
+from ..planning.pictures import MAX_THREADS, num_cores
+from ..progress.clock import StageClock
+from ..progress.tally import Tally
+from ..progress.verdict import Power
+from ..sources.several import SourcePaths, paths_of
+from ..sources.source import Source
+from .process_line import END_SECONDS
+from .worker import Broken, Failed, Order, Worked
+
+CHILD_MODULE = f"{__package__}.process_child"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process is for: the first that it is told.
+
+    Args:
+      device: of its encoders, as torch names it.
+      num_decoders: pictures that it decodes at once.
+      num_threads: of torch; on a CPU another number makes other bits.
+    """
+
+    recipe: PrecomputeRecipe
+    root: Path
+    device: str
+    num_decoders: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Describe:
+    """Asks for the spec of a store; ``known`` as in ``describe_store``."""
+
+    known: StoreSpec | None
+
+
+class Processes:
+    """One process for each device; a context manager that starts and ends them.
+
+    Args:
+      root: the store.
+      sources: as the user gave them.
+      devices: as torch names them, each for one process.
+      num_threads: of torch in each of them.
+      say: is told of a process that dies.
+    Raises: RecipeError: devices of two kinds, which make other bits each.
+    """
+
+    def __init__(
+        self,
+        recipe: PrecomputeRecipe,
+        root: Path,
+        sources: SourcePaths,
+        devices: Sequence[str],
+        *,
+        num_threads: int,
+        say: Callable[[str], None],
+    ) -> None:
+        kinds = sorted({device.partition(":")[0] for device in devices})
+        if len(kinds) > 1:
+            raise RecipeError(
+                f"--device '{','.join(devices)}': {' and '.join(kinds)} make different bits of one picture. Needed "
+                "devices of one kind."
+            )
+        share = max(1, min(MAX_THREADS, num_cores() // len(devices)))
+        self.power = Power(kinds[0], len(devices), share * len(devices))
+        self._jobs = [Job(recipe, root, device, share, num_threads) for device in devices]
+        self._source_paths, self._say, self.tokens = paths_of(sources), say, TokenCount()
+        self.tokenizer = CaptionTokenizer(recipe.text) if recipe.text.kind != "none" else None
+        self._children: list[_Child] = []
+
+    def __enter__(self) -> Processes:
+        try:
+            for number, job in enumerate(self._jobs):
+                self._children.append(_Child(number, job))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        children, self._children = self._children, []
+        for child in children:
+            child.ask_to_end()
+        for child in children:
+            child.end()
+
+    def describe(self, source: Source, known: StoreSpec | None = None) -> StoreSpec:
+        """As ``Engine.describe``, by the first process that is there."""
+        while True:
+            child = self._children[0]
+            answer = child.ask(Describe(known)) or child.hear()
+            if isinstance(answer, StoreSpec):
+                return answer.model_copy(update={"classes": source.classes})
+            self._lose(child, answer, [])
+
+    def encode(
+        self, writer: StoreWriter, missing: Sequence[Task], source: Source, *, tally: Tally, clock: StageClock
+    ) -> None:
+        """As ``Engine.encode``: all of them work until nothing is missing."""
+        order = Order.of(writer, missing, source, self._source_paths)
+        working = [child for child in list(self._children) if not self._is_lost(child, order)]
+        while working:
+            ready = {id(connection) for connection in wait([child.connection for child in working])}
+            for child in [child for child in working if id(child.connection) in ready]:
+                message = child.hear()
+                match message:
+                    case Worked():
+                        clock.add(message.seconds)
+                        self.tokens += message.tokens
+                        working.remove(child)
+                    case Broken() | Failed() | None:
+                        working.remove(child)
+                        self._lose(child, message, tally.lose(child.name))
+                    case event:
+                        tally.hear(child.name, event)
+
+    def _is_lost(self, child: _Child, order: Order) -> bool:
+        if broken := child.ask(order):
+            self._lose(child, broken, [])
+        return bool(broken)
+
+    def _lose(self, child: _Child, why: Broken | Failed | None, held: Sequence[Task]) -> None:
+        """Let go of a process that is gone; raises what it met, where the others would too, or that it was the last."""
+        if why and why.error:
+            raise why.error
+        what = why.what if isinstance(why, Broken) else child.how_it_ended()
+        self._children.remove(child)
+        child.end()
+        shards = ", ".join(f"{shard} of '{part}'" for part, shard in held)
+        said = f"the process on {child.name} is gone: {what}" + (f"; it held shard {shards}" if held else "")
+        if not self._children:
+            raise ResourceError(f"{said}. No other is left. What is committed stays, the same command goes on.")
+        self._say(f"{said}. The other {len(self._children)} go on with its shards")
+
+
+class _Child:
+    """One process, and the socket to it."""
+
+    def __init__(self, number: int, job: Job) -> None:
+        self.name = f"{job.device} (process {number + 1})"
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.connection = Connection(ours.detach())
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", CHILD_MODULE, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],  # and no other: a sibling's socket would never see its end
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C is the parent's
+            )
+        self.ask(job)
+
+    def ask(self, request: Any) -> Broken | None:
+        """Send a request; returns how it ended, if it has."""
+        try:
+            self.connection.send(request)
+        except OSError:
+            return Broken(self.how_it_ended())
+        return None
+
+    def hear(self) -> Any:
+        """The next message; None where it has ended without one."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            return None
+
+    def how_it_ended(self) -> str:
+        """In words."""
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "it does not answer any more"
+        if code >= 0:
+            return f"it ended with status {code}"
+        return f"it was ended by signal {-code} ({signal.strsignal(-code)})"
+
+    def ask_to_end(self) -> None:
+        """It gives back what it holds, and ends."""
+        self._process.terminate()
+
+    def end(self) -> None:
+        """Wait for its end, which is made where it does not come."""
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.connection.close()

@@ -1,0 +1,185 @@
+"""The child process that reads and decodes pictures of others; ``decoders.py`` starts it, asks it and ends it.
+
+A decoder written in C may crash, hang or eat the memory on hostile bytes: here it costs one picture. Nothing is
+unpickled on either side: a message is JSON, or the bare bytes of the pixels. Only what decodes is imported, so that a
+fresh child is there in a fraction of a second.
+
+    python -m leandit.precompute.images.decoder_child SOCKET TIMEOUT_SECONDS MEMORY_MIB PARENT_PID
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import signal
+import stat
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import xxhash
+from PIL import Image
+
+from ...datasets.errors import RecordRejected
+from .pixels import PROGRAMMING_ERRORS, decode_picture, read_size
+
+READY = b"ready"
+PARENT_CHECK_SECONDS = 5.0
+HEADER_BYTES = 1 << 16  # of a JPEG: what says its size nearly always lies in them
+JPEG_BEGIN = b"\xff\xd8\xff"
+
+Answer = tuple[dict[str, Any], np.ndarray | None]
+"""What is known of a picture, and its pixels, if they were asked for."""
+
+
+def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: int | None = None) -> bytes:
+    """Read the bytes of one picture, of a regular file only: nothing else can be trusted to end.
+
+    Args:
+      at_most: only so many of them, from its beginning.
+    Raises: RecordRejected: unreadable, or shorter than it was listed.
+    """
+    name, wanted = os.path.basename(path), num_bytes if at_most is None else min(num_bytes, at_most)
+    try:
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise RecordRejected(stage, "unreadable", f"not a regular file: {name}")
+            if offset == 0 and found.st_size > num_bytes:  # a picture in a tar never lies at its beginning
+                detail = f"{name} has {found.st_size} bytes, {num_bytes} were planned"
+                raise RecordRejected(stage, "source_changed", detail)
+            # Looked at before the read, which makes room for all that is asked for.
+            data = b""
+            if offset + num_bytes <= found.st_size:
+                file.seek(offset)
+                data = file.read(wanted)
+    except OSError as error:
+        raise RecordRejected(stage, "unreadable", f"{error.strerror or error}: {name}") from error
+    except ValueError as error:  # a NUL in the name
+        raise RecordRejected(stage, "unreadable", f"{error}: {name!r}") from error
+    if len(data) != wanted:
+        left = max(0, found.st_size - offset)
+        raise RecordRejected(stage, "source_changed", f"{left} bytes of {num_bytes} are left in {name}")
+    return data
+
+
+def size_in_file(path: str, offset: int, num_bytes: int, *, exif_orientation: bool) -> tuple[int, int]:
+    """Height and width in pixels of a picture in a file; of a JPEG, mostly only its first bytes are read.
+
+    Raises: RecordRejected.
+    """
+    head = read_bytes(path, offset, num_bytes, "scan", at_most=HEADER_BYTES)
+    if len(head) < num_bytes and head.startswith(JPEG_BEGIN):
+        # Size and orientation lie before the pixels: where they are found, the rest of the file says nothing of them.
+        with contextlib.suppress(RecordRejected):
+            return read_size(head, exif_orientation=exif_orientation)
+    data = head if len(head) == num_bytes else read_bytes(path, offset, num_bytes, "scan")
+    return read_size(data, exif_orientation=exif_orientation)
+
+
+def answer_sizes(places: list[tuple[str, int, int]], seconds: float, *, exif_orientation: bool) -> Answer:
+    """Read the headers of many pictures, of as many as can be read in so many seconds, but at least of one.
+
+    Returns: "sizes", for each (height_px, width_px), or (stage, reason, detail) of a reject.
+    """
+    found: list[tuple[int, int] | tuple[str, str, str]] = []
+    end = time.monotonic() + seconds
+    for place in places:
+        if found and time.monotonic() > end:
+            break
+        try:
+            found.append(size_in_file(*place, exif_orientation=exif_orientation))
+        except RecordRejected as reject:
+            found.append((reject.stage, reject.reason, reject.detail))
+    return {"sizes": found}, None
+
+
+def answer(job: dict[str, Any]) -> Answer:
+    """Do one job.
+
+    Args:
+      job: stage; places (path, offset, num_bytes) of many pictures, for their sizes, and seconds for all of them; or
+        path, offset, num_bytes of one, data, where its bytes were sent, and for stage "decode": bucket, crop and
+        resize_filter, as of ``decode_picture``; exif_orientation: as of ``read_size``, true where it is absent.
+    Returns: "size" (height_px, width_px) of the picture, and of a decoded one its "checksum", "seconds" (of
+      reading, and of the rest) and its pixels; or "sizes".
+    Raises: RecordRejected.
+    """
+    exif: dict[str, bool] = {"exif_orientation": job.get("exif_orientation", True)}
+    if "places" in job:
+        return answer_sizes(job["places"], job["seconds"], **exif)
+    data, start = job.get("data"), time.perf_counter()
+    if data is None and job["stage"] == "scan":
+        return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"], **exif)}, None
+    if data is None:
+        data = read_bytes(job["path"], job["offset"], job["num_bytes"], job["stage"])
+    read_seconds = time.perf_counter() - start
+    if job["stage"] == "scan":
+        return {"size": read_size(data, **exif)}, None
+    how: dict[str, Any] = exif | {name: job[name] for name in ("bucket", "crop", "resize_filter")}
+    pixels, size = decode_picture(data, **how)
+    seconds = read_seconds, time.perf_counter() - start - read_seconds
+    return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data), "seconds": seconds}, pixels
+
+
+def serve(
+    connection: Connection, timeout_seconds: float, parent: int, answer: Callable[[dict[str, Any]], Answer]
+) -> None:
+    """Answer jobs until the parent is gone."""
+    connection.send_bytes(READY)
+    while True:
+        # A copy of the parent's end in another of its children would keep the end of the stream from being seen.
+        while not connection.poll(PARENT_CHECK_SECONDS):
+            if os.getppid() != parent:
+                return
+        job = json.loads(connection.recv_bytes())
+        signal.alarm(math.ceil(2 * timeout_seconds))  # the parent ends a child that hangs, unless it is dead itself
+        if job["is_sent"]:
+            job["data"] = connection.recv_bytes()
+        head: dict[str, Any]
+        pixels: np.ndarray | None = None
+        try:
+            head, pixels = answer(job)
+        except RecordRejected as reject:
+            head = {"reject": (reject.stage, reject.reason, reject.detail)}
+        except MemoryError:
+            head = {"reject": (job["stage"], "too_large", "more memory than a decoder may take")}
+        except PROGRAMMING_ERRORS:
+            head = {"error": traceback.format_exc()}
+        head["shape"] = None if pixels is None else pixels.shape
+        connection.send_bytes(json.dumps(head).encode())
+        if pixels is not None:
+            connection.send_bytes(np.ascontiguousarray(pixels).data.cast("B"))
+        signal.alarm(0)
+
+
+def limit(memory_mib: int) -> None:
+    """Cap the memory of this process, forbid core files, leave the end to the parent."""
+    for kind, wanted in ((resource.RLIMIT_AS, memory_mib << 20), (resource.RLIMIT_CORE, 0)):
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (wanted, wanted) if hard == resource.RLIM_INFINITY else (min(wanted, hard), hard))
+    # A stop request goes to all processes of a job, but the pictures that the parent waits for are still to come.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    warnings.simplefilter("error", Image.DecompressionBombWarning)
+
+
+def main(answer: Callable[[dict[str, Any]], Answer] = answer) -> None:
+    """Serve the socket that the command line names."""
+    descriptor, timeout_seconds, memory_mib, parent = sys.argv[1:]
+    limit(int(memory_mib))
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent closed the socket: that is how it ends
+        serve(Connection(int(descriptor)), float(timeout_seconds), int(parent), answer)
+
+
+if __name__ == "__main__":
+    main()

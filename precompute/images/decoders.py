@@ -1,0 +1,332 @@
+"""Decoding in child processes, with a time-out and a limit of memory.
+
+Pictures of others are untrusted, and the decoders are large bodies of C. Where a picture crashes, hangs or bursts one,
+a child dies, the picture is rejected with its reason, and the next picture gets a fresh child. What a child does stands
+in ``decoder_child.py``. It is no sandbox: a child may read what its user may read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...datasets.errors import RecordRejected, ResourceError
+from .decoder_child import READY
+
+CHILD_MODULE = f"{__package__}.decoder_child"
+START_SECONDS = 60.0  # a cold interpreter on a busy network disk
+END_SECONDS = 2.0  # between the end of a socket and the end of its process
+MAX_HEAD_BYTES = 1 << 20
+RETRY_PATIENCE = 4  # times the time-out: the second try is for a large picture on a busy machine
+
+
+class PicturePlace(NamedTuple):
+    """Where the bytes of a picture lie: in a file that a child reads itself, or here, to be sent to it.
+
+    Args:
+      path: of the file; of sent bytes only a name.
+      offset, num_bytes: where they lie in it.
+      data: the bytes, where no file here holds them.
+    """
+
+    path: Path
+    offset: int
+    num_bytes: int
+    data: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A decoded picture.
+
+    Args:
+      pixels: (H, W, 3) uint8, of the bucket's size; read-only.
+      height_px, width_px: of the source picture, upright.
+      source_checksum: XXH3-64 of the bytes that were decoded.
+      read_seconds: that the child took to read them; what was sent to it was read before.
+      decode_seconds: that it took for all else.
+    """
+
+    pixels: np.ndarray
+    height_px: int
+    width_px: int
+    source_checksum: int
+    read_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+class Decoders:
+    """Child processes that decode pictures; a context manager.
+
+    Any number of threads may ask at once: each borrows one child and waits for it. Children are started when they are
+    first needed, and end with the context. To be used only in the process that made it.
+
+    Args:
+      num_children: processes at most, so pictures at once.
+      timeout_seconds: for one picture, with the reading of its bytes. One that crashes or hangs is tried once more, in
+        a fresh child and with more patience: the first time it may have been the machine.
+      memory_mib: address space of one child.
+    """
+
+    def __init__(
+        self,
+        num_children: int,
+        *,
+        timeout_seconds: float = 5.0,
+        memory_mib: int = 4096,
+        _child_module: str = CHILD_MODULE,
+    ) -> None:
+        if num_children < 1:
+            raise ValueError(f"num_children is {num_children}; needed at least 1")
+        self._timeout_seconds = timeout_seconds
+        self._owner, self._closed = os.getpid(), threading.Event()
+        self._children = [_Child(_child_module, timeout_seconds, memory_mib) for _ in range(num_children)]
+        # Last in, first out: a child that has started is taken before one that has not.
+        self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
+        for child in self._children:
+            self._idle.put(child)
+
+    def __enter__(self) -> Decoders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def num_at_once(self) -> int:
+        """Pictures that are decoded at the same time."""
+        return len(self._children)
+
+    def close(self) -> None:
+        """End all children; a thread that still waits for a picture gets a RuntimeError."""
+        if self._closed.is_set() or os.getpid() != self._owner:
+            return
+        self._closed.set()
+        for child in self._children:
+            child.kill()  # who waits for it gives it back
+        for _ in self._children:
+            self._idle.get().stop()
+        self._idle.put(self._children[0])  # wakes who waits for an idle child; each of them passes it on
+
+    def size(
+        self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, *, exif_orientation: bool = True
+    ) -> tuple[int, int]:
+        """Height and width in pixels of a picture, from its header.
+
+        Args:
+          path, offset, num_bytes, data: as in ``PicturePlace``.
+          exif_orientation: of the upright picture, as ``images.read_size``.
+        Raises:
+          RecordRejected: stage "scan"; no picture, too large, unreadable, or it took its child with it.
+          ResourceError: a child cannot be started.
+          RuntimeError: a mistake in the code of the decoder, or this is closed.
+        """
+        job = {"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes}
+        head, _ = self._ask(job | {"exif_orientation": exif_orientation}, data)
+        height_px, width_px = head["size"]
+        return height_px, width_px
+
+    def sizes(
+        self, places: Sequence[PicturePlace], *, exif_orientation: bool = True
+    ) -> list[tuple[int, int] | RecordRejected]:
+        """As ``size`` for many pictures in one message, which is much faster; a reject is returned, not raised.
+
+        Where a child does not come through them, each is asked for alone, so that only the culprit is rejected. Where
+        reading is slow, it takes several messages.
+
+        Raises: ResourceError, RuntimeError: as ``size``.
+        """
+        if any(place.data is not None for place in places):
+            return [self._size_or_reject(place, exif_orientation) for place in places]
+        found: list[tuple[int, int] | RecordRejected] = []
+        while rest := [(str(path), offset, size) for path, offset, size, _ in places[len(found) :]]:
+            try:
+                job = {"stage": "scan", "places": rest, "seconds": self._timeout_seconds / 2}
+                job["exif_orientation"] = exif_orientation
+                head, _ = self._ask(job, None, patience=(1,))
+            except RecordRejected:
+                return found + [self._size_or_reject(place, exif_orientation) for place in places[len(found) :]]
+            found += [RecordRejected(*one) if len(one) == 3 else (one[0], one[1]) for one in head["sizes"]]
+        return found
+
+    def _size_or_reject(self, place: PicturePlace, exif_orientation: bool) -> tuple[int, int] | RecordRejected:
+        try:
+            return self.size(*place, exif_orientation=exif_orientation)
+        except RecordRejected as reject:
+            return reject
+
+    def picture(
+        self,
+        path: Path,
+        offset: int,
+        num_bytes: int,
+        data: bytes | None = None,
+        *,
+        bucket: tuple[int, int],
+        crop: str,
+        resize_filter: str = "bicubic",
+        exif_orientation: bool = True,
+    ) -> Decoded:
+        """Decode a picture and bring it into its bucket.
+
+        Args:
+          path, offset, num_bytes, data: as in ``PicturePlace``.
+          bucket, crop, resize_filter: as of ``images.decode_picture``.
+          exif_orientation: as of ``size``.
+        Raises: as ``size``, with the stage "decode".
+        """
+        job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes, "bucket": bucket}
+        job |= {"crop": crop, "resize_filter": resize_filter, "exif_orientation": exif_orientation}
+        head, pixels = self._ask(job, data)
+        assert pixels is not None, "a child answers a decode with pixels"
+        height_px, width_px = head["size"]
+        return Decoded(pixels, height_px, width_px, head["checksum"], *head["seconds"])
+
+    def _ask(
+        self, job: dict[str, Any], data: bytes | None, *, patience: tuple[int, ...] = (1, RETRY_PATIENCE)
+    ) -> tuple[dict[str, Any], np.ndarray | None]:
+        """Let a child do a job; where it crashes or hangs, as often as there are numbers: each times the time-out."""
+        if os.getpid() != self._owner:
+            raise RuntimeError(f"decoders of process {self._owner} used in process {os.getpid()}; make new ones there")
+        child = self._idle.get()
+        try:
+            if self._closed.is_set():
+                raise RuntimeError("the decoders are closed")
+            try:
+                head, pixels = child.ask(job, data, patience=patience[0])
+            except RecordRejected:
+                if self._closed.is_set() or len(patience) == 1:
+                    raise
+                head, pixels = child.ask(job, data, patience=patience[1])
+        except RecordRejected as reject:
+            if reject.reason == "decoder_crash" and self._closed.is_set():
+                raise RuntimeError("the decoders were closed while a picture was being decoded") from reject
+            raise
+        finally:
+            self._idle.put(child)
+        if "reject" in head:
+            raise RecordRejected(*head["reject"])
+        if "error" in head:
+            first = job.get("path") or job["places"][0][0]
+            raise RuntimeError(f"picture '{first}': a mistake in the decoder's code\n{head['error']}")
+        return head, pixels
+
+
+class _Child:
+    """One process and the socket to it; started when asked, used by one thread at a time."""
+
+    def __init__(self, module: str, timeout_seconds: float, memory_mib: int) -> None:
+        self._module, self._timeout_seconds, self._memory_mib = module, timeout_seconds, memory_mib
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def ask(
+        self, job: dict[str, Any], data: bytes | None, *, patience: float
+    ) -> tuple[dict[str, Any], np.ndarray | None]:
+        """Send one job, with its bytes if they are no file's, and wait for the answer, so many times the time-out.
+
+        Raises: RecordRejected: decoder_crash, decoder_timeout. ResourceError: it does not start.
+        """
+        if self._process is not None and self._process.poll() is not None:
+            self.stop()  # it was ended from outside while it was idle: no picture's fault
+        answered = False
+        try:
+            connection = self._connection or self._start()
+            connection.send_bytes(json.dumps({**job, "is_sent": data is not None}).encode())
+            if data is not None:
+                connection.send_bytes(data)
+            if not connection.poll(self._timeout_seconds * patience):
+                raise BlockingIOError
+            head = json.loads(connection.recv_bytes(MAX_HEAD_BYTES))
+            shape = head.get("shape")
+            pixels = None if shape is None else np.frombuffer(connection.recv_bytes(), np.uint8).reshape(shape)
+            answered = True
+        except BlockingIOError as error:
+            detail = f"no answer in {self._timeout_seconds * patience:g} s"
+            raise RecordRejected(job["stage"], "decoder_timeout", detail) from error
+        except (EOFError, OSError, ValueError) as error:
+            raise RecordRejected(job["stage"], "decoder_crash", self._how_it_ended()) from error
+        finally:
+            if not answered:  # also on Ctrl-C: else the next job would get the answer to this one
+                self.stop()
+        return head, pixels
+
+    def kill(self) -> None:
+        """End the process at once; the socket stays open for the thread that reads from it."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def stop(self) -> None:
+        """End the process and let go of it; the next job starts a fresh one."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.kill()  # it holds nothing that must be saved
+            self._process.wait()
+        self._connection = self._process = None
+
+    def _start(self) -> Connection:
+        limits = (self._timeout_seconds * RETRY_PATIENCE, self._memory_mib, os.getpid())
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                for kind in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # for one that stops amid an answer
+                    ours.setsockopt(socket.SOL_SOCKET, kind, _timeval(self._timeout_seconds))
+                self._connection = Connection(ours.detach())
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", self._module, str(theirs.fileno()), *map(str, limits)],
+                    pass_fds=[theirs.fileno()],  # and no other: a sibling's socket would never see its end
+                    env=_environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,  # libtiff and others write there what the reject says anyway
+                    process_group=0,  # Ctrl-C is the parent's
+                )
+            if not self._connection.poll(START_SECONDS):
+                raise TimeoutError(f"no sign of life in {START_SECONDS:g} s")
+            if self._connection.recv_bytes(len(READY)) != READY:
+                raise OSError("it said something else")
+        except (EOFError, OSError) as error:
+            how = self._how_it_ended() if self._process is not None and isinstance(error, EOFError) else str(error)
+            raise ResourceError(
+                f"picture decoder '{self._module}': the process does not start ({how}). Needed: memory and two free "
+                f"files for it, and the picture libraries. '{sys.executable} -m {self._module}' says what it lacks."
+            ) from error
+        return self._connection
+
+    def _how_it_ended(self) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the decoder's answer makes no sense"
+        if code >= 0:
+            return f"the decoder ended with status {code}"
+        return f"the decoder was ended by signal {-code} ({signal.strsignal(-code)})"
+
+
+def _timeval(seconds: float) -> bytes:
+    whole = int(seconds)
+    return struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+
+
+def _environment() -> dict[str, str]:
+    """This process's own, with its module path, and one thread for the libraries: the children are the threads."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {**os.environ, **threads, "PYTHONPATH": path}

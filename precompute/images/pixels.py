@@ -1,0 +1,261 @@
+"""From the bytes of a picture file to the pixels of its bucket: upright, RGB, cropped; or a reason why not.
+
+Every mode that Pillow knows is either converted in a defined way or rejected: transparency is composited on white,
+16-bit grey is scaled, CMYK and palettes are converted, the first frame of an animation is taken. Colour profiles are
+not applied, as in the published trainers. Where Pillow would give wrong colours without a word, it is corrected here,
+or the picture rejected.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import struct
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageChops, ImageFile, UnidentifiedImageError
+
+from ...datasets.errors import RecordRejected
+from ...datasets.format.buckets import NO_EXIF, adm_sizes, cover_size
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
+MAX_PIXELS = 89_478_485  # Pillow's own warning limit: 256 MiB of RGB
+ADM_FILTER = "box halvings, then bicubic"
+RESAMPLING = {
+    ADM_FILTER: Image.Resampling.BICUBIC,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+COLOUR = "white under alpha; 16-bit grey scaled; no colour profile"
+HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")  # ISO/IEC 23008-12
+HEIF_LIBRARY = "pillow_heif"
+
+ORIENTATION_TAG = 0x0112
+BITS_TAG, PHOTOMETRIC_TAG, SAMPLE_FORMAT_TAG, SUBSAMPLING_TAG = 258, 262, 339, 530  # TIFF 6.0
+OPAQUE_MODES = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr")
+ALPHA_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
+# EXIF 2.3, section 4.6.4 A: what makes each orientation upright.
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+PROGRAMMING_ERRORS = (NameError, AttributeError, ImportError, NotImplementedError, AssertionError)
+
+
+def describe_colour(*, exif_orientation: bool) -> str:
+    """What is done to a picture before its crop, for the store's fingerprint."""
+    return f"{'exif orientation' if exif_orientation else NO_EXIF}; {COLOUR}"
+
+
+def read_size(data: bytes, *, exif_orientation: bool = True) -> tuple[int, int]:
+    """Height and width in pixels of a picture, from its header.
+
+    Args:
+      exif_orientation: of the upright picture, as EXIF says; else as it is stored. TIFF and HEIF are always upright.
+    Raises: RecordRejected: no picture, or too large.
+    """
+    try:
+        with _open(data) as image:
+            width, height = image.size
+            is_turned = exif_orientation and _orientation(image, data) in (5, 6, 7, 8)
+            return (width, height) if is_turned else (height, width)
+    except RecordRejected as reject:
+        raise RecordRejected("scan", reject.reason, reject.detail) from reject
+    except PROGRAMMING_ERRORS:
+        raise
+    except Exception as error:
+        raise _rejected("scan", error) from error
+
+
+def decode_picture(
+    data: bytes,
+    *,
+    bucket: tuple[int, int],
+    crop: str,
+    resize_filter: str = "bicubic",
+    exif_orientation: bool = True,
+) -> tuple[np.ndarray, tuple[int, int]]:
+    """Decode a picture and bring it into its bucket.
+
+    Args:
+      data: the file's bytes.
+      bucket: (height_px, width_px).
+      crop: "adm" or "bucket".
+      resize_filter: of the last resize, one of RESAMPLING.
+      exif_orientation: as of ``read_size``.
+    Returns: (height_px, width_px, 3) uint8, and the height and width in pixels of the picture before the resize, as
+      ``read_size`` has them.
+    Raises: RecordRejected.
+    """
+    try:
+        with _open(data) as image:
+            orientation = _orientation(image, data) if exif_orientation else 1
+            _check_layout(image)
+            tile = image.tile[0] if image.tile else None  # loading forgets how the file holds the pixels
+            image.load()
+            picture = _to_rgb(image, tile)
+        if orientation in UPRIGHT:
+            picture = picture.transpose(UPRIGHT[orientation])
+        return crop_picture(picture, bucket, crop, resize_filter), (picture.height, picture.width)
+    except (RecordRejected, *PROGRAMMING_ERRORS):
+        raise
+    except Exception as error:
+        raise _rejected("decode", error) from error
+
+
+def crop_geometry(
+    height_px: int, width_px: int, bucket: tuple[int, int], crop: str
+) -> tuple[list[tuple[int, int]], int, int]:
+    """Sizes through which a picture is resized, and the crop's top and left in the last of them, all in pixels."""
+    if crop == "adm":
+        sizes = adm_sizes(height_px, width_px, bucket[0])
+        return sizes, (sizes[-1][0] - bucket[0]) // 2, (sizes[-1][1] - bucket[1]) // 2
+    height, width = cover_size(height_px, width_px, bucket)
+    # round() halves to even, as torchvision's CenterCrop, which PixArt's trainer uses.
+    return [(height, width)], round((height - bucket[0]) / 2), round((width - bucket[1]) / 2)
+
+
+def crop_picture(
+    picture: Image.Image, bucket: tuple[int, int], crop: str, resize_filter: str = "bicubic"
+) -> np.ndarray:
+    """Resize and centre-crop an RGB picture; (height_px, width_px, 3) uint8.
+
+    Raises: RecordRejected: so long a picture that it would grow beyond MAX_PIXELS before the crop.
+    """
+    sizes, top, left = crop_geometry(picture.height, picture.width, bucket, crop)
+    if sizes[-1][0] * sizes[-1][1] > MAX_PIXELS:
+        detail = (
+            f"{picture.height}x{picture.width} px would be resized to {sizes[-1][0]}x{sizes[-1][1]} px before the crop"
+        )
+        raise RecordRejected("decode", "aspect", detail)
+    for height, width in sizes[:-1]:
+        picture = picture.resize((width, height), resample=Image.Resampling.BOX)
+    height, width = sizes[-1]
+    picture = picture.resize((width, height), resample=RESAMPLING[resize_filter])
+    return np.asarray(picture)[top : top + bucket[0], left : left + bucket[1]]
+
+
+def _open(data: bytes) -> ImageFile.ImageFile:
+    image = Image.open(io.BytesIO(data), formats=(*FORMATS, *_heif_format(data)))
+    if image.width * image.height > MAX_PIXELS:
+        raise RecordRejected(
+            "decode", "too_large", f"{image.width}x{image.height} px, the limit is {MAX_PIXELS} pixels"
+        )
+    return image
+
+
+def _heif_format(data: bytes) -> tuple[str, ...]:
+    """The format of HEIC and HEIF, where these bytes begin like one; pillow-heif reads it, and turns it upright.
+
+    Raises: RecordRejected: it is not installed.
+    """
+    if data[4:8] != b"ftyp" or data[8:12] not in HEIF_BRANDS:
+        return ()
+    try:
+        importlib.import_module(HEIF_LIBRARY).register_heif_opener()
+    except ModuleNotFoundError as error:
+        if b"avif" in data[8:64]:  # one of its brands: Pillow reads it
+            return ()
+        detail = "HEIC or HEIF, which pillow-heif reads: pip install 'leandit[heif]'"
+        raise RecordRejected("decode", "not_an_image", detail) from error
+    return ("HEIF",)
+
+
+def _orientation(image: Image.Image, data: bytes) -> int:
+    if image.format in ("TIFF", "HEIF"):
+        return 1  # their readers have turned it already
+    # Where EXIF may come behind the pixels of a PNG, Pillow decodes them all to see: only then if there is some.
+    known = {"exif", "Raw profile type exif", "XML:com.adobe.xmp"} & image.info.keys()
+    if image.format == "PNG" and not known and b"eXIf" not in data and b"Raw profile type exif" not in data:
+        return 1
+    try:
+        return int(image.getexif().get(ORIENTATION_TAG, 1))
+    except (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error):
+        return 1  # broken EXIF is common in the wild; the pixels are still good
+
+
+def _check_layout(image: Image.Image) -> None:
+    """Reject what Pillow would take for something that it is not."""
+    if image.format != "TIFF":
+        return
+    tags = _tiff_tags(image)
+    if image.mode not in ("I", "F") and any(kind != 1 for kind in tags.get(SAMPLE_FORMAT_TAG, (1,))):
+        raise RecordRejected("decode", "unsupported_mode", "samples that are no unsigned integers")
+    # TIFF 6.0, section 21: 2x2 where nothing is said. Pillow reads uncompressed pixels as if it were 1x1.
+    if image.mode == "YCbCr" and tags.get(SUBSAMPLING_TAG, (2, 2)) != (1, 1):
+        raise RecordRejected("decode", "unsupported_mode", "uncompressed YCbCr with subsampled colour")
+
+
+def _to_rgb(image: Image.Image, tile: Any) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        return _from_grey16(image, np.asarray(image))
+    if image.mode == "I":
+        values = np.asarray(image)
+        if image.format not in ("PNG", "PPM") or values.min() < 0 or values.max() > 65535:
+            raise RecordRejected("decode", "unsupported_mode", "32-bit integer pixels")
+        return _from_grey16(image, values)
+    if image.mode == "F":
+        raise RecordRejected("decode", "unsupported_mode", "floating-point pixels")
+    if image.mode not in OPAQUE_MODES + ALPHA_MODES:
+        raise RecordRejected("decode", "unsupported_mode", f"{image.mode} pixels")
+    if image.mode == "P" and not image.getpalette():
+        raise RecordRejected("decode", "decode_error", "a palette picture without its palette")
+    if image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
+        return ImageChops.invert(image).convert("RGB")  # Pillow takes all of them for Adobe's, whose inks are inverted
+    if image.format == "PNG" and "transparency" in image.info:
+        _scale_transparent_colour(image, tile[3])
+    if image.mode in ALPHA_MODES or "transparency" in image.info:
+        # Pillow knows no way from La to RGBA but through LA.
+        with_alpha = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+        white = Image.new("RGBA", with_alpha.size, "white")
+        picture = Image.alpha_composite(white, with_alpha).convert("RGB")
+    else:
+        picture = image.convert("RGB")
+    if image.format == "GIF" and tile[1] != (0, 0, *image.size):
+        # Nothing covers the canvas outside of the first frame; Pillow shows the first colour of the palette there.
+        canvas = Image.new("RGB", picture.size, "white")
+        canvas.paste(picture.crop(tile[1]), tile[1])
+        return canvas
+    return picture
+
+
+def _scale_transparent_colour(image: Image.Image, raw_mode: str) -> None:
+    """Bring a PNG's transparent colour, which is in the depth of the file, to 8 bit, as Pillow did with the pixels."""
+    if raw_mode == "RGB;16B":
+        raise RecordRejected("decode", "unsupported_mode", "a transparent colour among 16-bit RGB")
+    if raw_mode in ("L;2", "L;4"):
+        depth = int(raw_mode[-1])
+        image.info["transparency"] = (image.info["transparency"] & (1 << depth) - 1) * (255 // ((1 << depth) - 1))
+
+
+def _from_grey16(image: Image.Image, values: np.ndarray) -> Image.Image:
+    tags = _tiff_tags(image) if image.format == "TIFF" else {}
+    largest = (1 << tags.get(BITS_TAG, (16,))[0]) - 1  # a TIFF may hold 12 bits a sample
+    scaled = np.round(np.minimum(np.arange(1 << 16), largest) / (largest / 255)).astype(np.uint8)
+    if tags.get(PHOTOMETRIC_TAG) == 0:  # white is zero
+        scaled = 255 - scaled
+    grey = scaled[values]  # a table costs a fraction of the arithmetic on every pixel
+    if "transparency" in image.info:
+        grey[values == image.info["transparency"]] = 255
+    return Image.fromarray(grey).convert("RGB")
+
+
+def _tiff_tags(image: Any) -> Any:
+    return image.tag_v2
+
+
+def _rejected(stage: str, error: Exception) -> RecordRejected:
+    detail = f"{type(error).__name__}: {error}"[:200]
+    if isinstance(error, UnidentifiedImageError):
+        return RecordRejected(stage, "not_an_image", "no known picture format")
+    if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning, MemoryError)):
+        return RecordRejected(stage, "too_large", detail)
+    if isinstance(error, OSError) and ("truncated" in str(error) or "Truncated" in str(error)):
+        return RecordRejected(stage, "truncated", detail)
+    return RecordRejected(stage, "decode_error", detail)

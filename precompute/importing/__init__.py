@@ -1,0 +1,1 @@
+"""Features that others have cached, turned into a store."""

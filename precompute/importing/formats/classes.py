@@ -1,0 +1,113 @@
+"""Class-conditional features with one file a record: fast-DiT's .npy pairs and MAR's .npz in class folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ....datasets.errors import RecordRejected, SourceError
+from ....datasets.revisions.writer import row_checksum
+from ...sources.files.ignored import is_system_folder
+from .arrays import look_member, look_npy, open_npz, parse_npy, read_file, read_member
+from .recipe import ImportRecipe
+from .source import Entry, Facts, Features, Reader, Seen, files_below, natural_order, rejecting
+
+FAST_DIT = Facts(latent="sample", is_scaled=True, vae="stabilityai/sd-vae-ft-ema", downscale=8, scale=(0.18215,))
+MAR = Facts(latent="mean_logvar", is_scaled=False, vae="mar/kl16", downscale=16, scale=(0.2325,))
+
+FEATURES, LABELS = "_features", "_labels"
+MOMENTS = ("moments", "moments_flip")
+
+
+class FastDit(Reader):
+    """``imagenet256_features/N.npy`` (1, C, H, W), scaled samples, and ``imagenet256_labels/N.npy`` (1,).
+
+    Files are taken in the order of their numbers. A flip was drawn at random when the picture was encoded and stays as
+    it is.
+
+    Raises: SourceError: the two folders are not there.
+    """
+
+    kind, facts = "fast-dit", FAST_DIT
+
+    def __init__(self, root: Path, recipe: ImportRecipe) -> None:
+        super().__init__(root, recipe)
+        found = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name.endswith(FEATURES))
+        if len(found) != 1:
+            raise SourceError(
+                f"source '{root}': {len(found)} folders whose name ends in '{FEATURES}'; needed one, as "
+                "'imagenet256_features'."
+            )
+        self._features, self._labels = found[0], found[0].removesuffix(FEATURES) + LABELS
+        if not (root / self._labels).is_dir():
+            raise SourceError(f"source '{root}': there is no '{self._labels}', which has the labels of '{found[0]}'.")
+
+    def entries(self) -> Iterator[Entry]:
+        """Files by number; one of which only the label is there is a reject."""
+        folders = (self.root / self._features, self.root / self._labels)
+        names = {name for folder in folders for name in os.listdir(folder) if name.endswith(".npy")}
+        for name in sorted(names, key=natural_order):
+            yield self.file_entry(f"{self._features}/{name}", name.removesuffix(".npy"))
+
+    def look(self, entry: Entry) -> Seen:
+        """By the headers, and the label file."""
+        with rejecting(entry.path):
+            shape, dtype = look_npy(self.root / entry.path)
+        if len(shape) == 4 and shape[0] == 1:
+            shape = shape[1:]
+        return Seen(shape, dtype, label=self._label(entry))
+
+    def _label(self, entry: Entry) -> int:
+        path = f"{self._labels}/{entry.key}.npy"
+        with rejecting(path, "no_label"):
+            label = parse_npy(read_file(self.root / path))
+        if label.size != 1 or label.dtype.kind not in "iu":
+            raise RecordRejected("scan", "no_label", f"{path}: {label.dtype} of shape {label.shape}, no integer")
+        return int(label.reshape(()))
+
+    def read(self, entry: Entry) -> Features:
+        """One sample."""
+        (array,), source_checksum = super().read(entry)
+        return Features([array[0] if array.ndim == 4 and len(array) == 1 else array], source_checksum)
+
+
+class Mar(Reader):
+    """``CLASS/NAME.npz`` with ``moments`` and ``moments_flip``, (2C, H, W) mean then log-variance.
+
+    Raises: SourceError: there are no class folders.
+    """
+
+    kind, facts = "mar", MAR
+
+    def __init__(self, root: Path, recipe: ImportRecipe) -> None:
+        super().__init__(root, recipe)
+        folders = (path.name for path in root.iterdir() if path.is_dir())
+        self.classes = sorted(name for name in folders if not is_system_folder(name))
+        if not self.classes:
+            raise SourceError(f"source '{root}': no class folders in it; needed CLASS/NAME.npz.")
+        self._label_of = {name: label for label, name in enumerate(self.classes)}
+
+    def entries(self) -> Iterator[Entry]:
+        """Files in the order of their paths, class by class."""
+        for name in self._label_of:
+            for path in sorted(files_below(self.root / name, ".npz")):
+                yield self.file_entry(path.relative_to(self.root).as_posix())
+
+    def look(self, entry: Entry) -> Seen:
+        """By the headers of its arrays."""
+        with rejecting(entry.path), open_npz(self.root / entry.path) as arrays:
+            names = [name for name in MOMENTS if f"{name}.npy" in arrays.namelist()]
+            looked = [look_member(arrays, name) for name in names]
+        if names[:1] != ["moments"]:
+            raise RecordRejected("scan", "wrong_shape", f"{entry.path}: no array 'moments'")
+        if len(set(looked)) > 1:
+            raise RecordRejected("scan", "wrong_shape", f"{entry.path}: {looked[0]} and, flipped, {looked[1]}")
+        (shape, dtype), label = looked[0], self._label_of[entry.path.split("/")[0]]
+        return Seen(shape, dtype, has_flip=len(names) == 2, label=label)
+
+    def read(self, entry: Entry) -> Features:
+        """Moments, and those of the flipped picture."""
+        with rejecting(entry.path), open_npz(self.root / entry.path) as arrays:
+            found = [read_member(arrays, name) for name in MOMENTS if f"{name}.npy" in arrays.namelist()]
+        return Features(found, row_checksum(*found))

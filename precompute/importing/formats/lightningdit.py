@@ -1,0 +1,124 @@
+"""LightningDiT's safetensors shards: samples, those of the flipped pictures and labels, with statistics a channel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+
+from ....datasets.errors import RecordRejected, SourceError
+from ....datasets.revisions.writer import row_checksum
+from .arrays import open_regular
+from .recipe import ImportRecipe
+from .source import Entry, Facts, Features, Reader, Seen, natural_order, rejecting, size_of
+from .torch_files import read_tensors
+
+LIGHTNING_DIT = Facts("sample", is_scaled=False, vae="hustvl/vavae-imagenet256-f16d32-dinov2", downscale=16)
+STATISTICS = "latents_stats.pt"
+ARRAYS = ("latents", "latents_flip")
+OPEN_SHARDS = 16
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "float32"}  # bfloat16 fits into float32 exactly
+
+
+class LightningDit(Reader):
+    """``*.safetensors`` with ``latents`` (N, C, H, W), ``latents_flip`` and ``labels`` (N,), and ``latents_stats.pt``.
+
+    Raises: SourceError: there are no shards, or no statistics, without which the latents cannot be normalised.
+    """
+
+    kind, facts = "lightningdit", LIGHTNING_DIT
+
+    def __init__(self, root: Path, recipe: ImportRecipe) -> None:
+        super().__init__(root, recipe)
+        self._names = sorted((path.name for path in root.glob("*.safetensors")), key=natural_order)
+        if not self._names:
+            raise SourceError(f"source '{root}': no *.safetensors in it.")
+        if not recipe.vae.scale:
+            mean, std = read_statistics(root / STATISTICS)
+            self.facts = replace(LIGHTNING_DIT, shift=mean, scale=tuple(1 / one for one in std))
+        self._open = lru_cache(maxsize=OPEN_SHARDS)(lambda name: open_shard(root / name))
+
+    def entries(self) -> Iterator[Entry]:
+        """Rows of the shards in their order.
+
+        Raises: SourceError: one cannot be opened, so nobody knows how many rows it had.
+        """
+        for name in self._names:
+            stem, size = name.removesuffix(".safetensors"), size_of(self.root, name)
+            try:
+                with rejecting(name):
+                    rows = self._open(name).rows
+            except RecordRejected as reject:
+                raise SourceError(
+                    f"source '{self.root}': shard '{name}' cannot be opened ({reject.detail}). Restore or remove it."
+                ) from reject
+            yield from (Entry(f"{stem}/{row}", name, row, size) for row in range(rows))
+
+    def look(self, entry: Entry) -> Seen:
+        """By the shard's header, and its labels."""
+        with rejecting(entry.path):
+            shard = self._open(entry.path)
+        label = shard.labels[entry.offset] if shard.labels else -1
+        return Seen(shard.shape, shard.dtype, has_flip=len(shard.arrays) == 2, label=label)
+
+    def read(self, entry: Entry) -> Features:
+        """A sample, and that of the flipped picture."""
+        row = entry.offset
+        with rejecting(entry.path):
+            found = [array[row : row + 1][0] for array in self._open(entry.path).arrays]
+        arrays = [(one.float() if one.dtype == torch.bfloat16 else one).numpy() for one in found]
+        return Features(arrays, row_checksum(*arrays))
+
+
+class Shard(NamedTuple):
+    """One file, opened: slices of its arrays, (N, C, H, W), and a label a row, or none."""
+
+    arrays: list[Any]
+    rows: int
+    shape: tuple[int, ...]
+    dtype: str
+    labels: list[int]
+
+
+def open_shard(path: Path) -> Shard:
+    """Open a file; safetensors checks that its header fits it.
+
+    Raises: OSError, SafetensorError, ValueError.
+    """
+    open_regular(path).close()  # anything else might never come to an end
+    file: Any = safe_open(path, framework="pt")
+    names = set(file.keys())
+    if ARRAYS[0] not in names:
+        raise ValueError(f"it has no tensor '{ARRAYS[0]}'")
+    arrays = [file.get_slice(name) for name in ARRAYS if name in names]
+    shapes, dtypes = ([tuple(one.get_shape()) for one in arrays], {one.get_dtype() for one in arrays})
+    if len(set(shapes)) != 1 or len(shapes[0]) != 4 or len(dtypes) != 1:
+        raise ValueError(f"tensors of shapes {shapes}; needed (N, C, H, W)")
+    (rows, *shape), dtype = shapes[0], str(dtypes.pop())
+    labels = file.get_tensor("labels").flatten() if "labels" in names else torch.empty(0)
+    has_labels = len(labels) == rows and not labels.is_floating_point()
+    return Shard(arrays, rows, tuple(shape), DTYPES.get(dtype, dtype), labels.tolist() if has_labels else [])
+
+
+def read_statistics(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel.
+
+    Raises: SourceError: there are none.
+    """
+    try:
+        loaded = read_tensors(path)
+        mean, std = (loaded[name].double().flatten() for name in ("mean", "std"))
+        if len(mean) != len(std) or not (torch.isfinite(mean).all() and torch.isfinite(std).all() and (std > 0).all()):
+            raise ValueError(f"mean of {len(mean)} and std of {len(std)} numbers, or not finite and positive")
+    except (OSError, RuntimeError, KeyError, TypeError, AttributeError, ValueError) as e:
+        why = "there is none" if isinstance(e, FileNotFoundError) else f"{type(e).__name__}: {e}".splitlines()[0][:200]
+        raise SourceError(
+            f"source '{path.parent}': '{path.name}' cannot be read ({why}). The latents are normalised with its mean "
+            "and std. Put it there, or say what to normalise with: --set vae.shift=[...] --set vae.scale=[...]."
+        ) from e
+    return tuple(mean.tolist()), tuple(std.tolist())

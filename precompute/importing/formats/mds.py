@@ -1,0 +1,303 @@
+"""Latents in MosaicML's MDS shards, as micro_diffusion and mosaicml/diffusion write them.
+
+The format is small and is read here: the ``streaming`` package brings the clients of every cloud with it. Of a shard:
+uint32 samples, uint32 offsets (samples + 1), then the samples; of a sample: a uint32 size for each column whose size
+varies, then the columns. Pickled columns are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from ....datasets.errors import RecordRejected, ResourceError, SourceError
+from ....datasets.revisions.writer import row_checksum
+from .arrays import MAX_ARRAY_BYTES, open_regular
+from .recipe import ImportRecipe
+from .source import CaptionSeen, Entry, Facts, Features, Reader, Seen, inner_path, rejecting
+
+MDS = Facts(latent="sample", is_scaled=True, vae="unknown", downscale=8, scale=(), one_size=False)
+TEXT_ENCODER = "unknown"
+INDEX = "index.json"
+MAX_SHARD_BYTES = 1 << 32  # offsets are uint32
+OPEN_SHARDS = 4
+COPIED_BYTES = 4 << 20  # of a packed shard at once
+VALUES = {16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32", 64: "uint64", 65: "int64"}
+VALUES |= {8: "uint8", 9: "int8"}
+INTEGERS = {"int": "int64"} | {name: name for name in VALUES.values() if "int" in name}
+SIDES = ("<u1", "<u2", "<u4", "<u8")  # of a shape's numbers
+
+
+Sample = dict[str, tuple[str, memoryview]]
+"""Encoding and bytes of each column."""
+
+
+class Shard(NamedTuple):
+    """What ``index.json`` says of one shard."""
+
+    path: str
+    num_bytes: int
+    compressed: str
+    samples: int
+    columns: dict[str, tuple[str, int | None]]
+
+
+class Mds(Reader):
+    """A folder with ``index.json`` and its shards, one size of latents in a column.
+
+    Raises: SourceError: the index is none, or a column that is needed is not there or is pickled.
+    """
+
+    kind = "mds"
+
+    def __init__(self, root: Path, recipe: ImportRecipe) -> None:
+        super().__init__(root, recipe)
+        self._shards = _index(root)
+        self._by_path = {shard.path: shard for shard in self._shards}
+        self._latents = self._column("latents", "latents")
+        self._captions = self._column("captions", "caption_latents", optional=True)
+        self._text = self._column("text", "caption") if self._captions else ""
+        self._label = self._column("label", "label", optional=True)
+        self._mask = self._column("mask", "", optional=True)
+        self.facts = replace(MDS, text=TEXT_ENCODER if self._captions else "")
+        self.has_labels = bool(self._label)
+        self._content = lru_cache(maxsize=OPEN_SHARDS)(self._read_shard)
+        self._unpacked: dict[str, memoryview] = {}
+        self._unpacking = threading.Lock()
+
+    def _column(self, key: str, usual: str, *, optional: bool = False) -> str:
+        """The column that is named, or the only one whose name begins as usual; "" where there is none and need not be.
+
+        Raises: SourceError.
+        """
+        given: str = getattr(self.recipe.layout, key)
+        columns = list(self._shards[0].columns)
+        found = [name for name in columns if name == (given or usual)]
+        if not given and usual:
+            found = found or [name for name in columns if name.startswith(usual)]
+        if len(found) == 1 or (optional and not given and not found):
+            return "".join(found)
+        raise SourceError(
+            f"source '{self.root}': layout.{key} '{given}': {len(found)} such columns among {', '.join(columns)}. Name "
+            f"one with --set layout.{key}=COLUMN."
+        )
+
+    def entries(self) -> Iterator[Entry]:
+        """Samples in the order of the index."""
+        for shard in self._shards:
+            stem = shard.path.removesuffix(".mds")
+            yield from (Entry(f"{stem}/{i}", shard.path, i, shard.num_bytes) for i in range(shard.samples))
+
+    def look(self, entry: Entry) -> Seen:
+        """What a sample is; its latents are looked at, because their shape may stand beside them."""
+        with rejecting(entry.key):
+            sample = self._sample(entry)
+            latents = self._array(sample)
+            label = _integer(*sample[self._label]) if self._label else -1
+            caption = self._look_caption(entry, sample) if self._captions else None
+        return Seen(latents.shape, latents.dtype.name, label=label, caption=caption)
+
+    def _look_caption(self, entry: Entry, sample: Sample) -> CaptionSeen:
+        padded, tokens = self._tokens(sample)
+        text = bytes(sample[self._text][1]).decode()
+        if not np.isfinite(tokens).all() or not len(tokens) or not text.strip():
+            raise RecordRejected("scan", "no_caption", f"{entry.key}: no text, no valid token, or NaN")
+        return CaptionSeen(text, len(tokens), padded, tokens.shape[1], tokens.dtype.name)
+
+    def read(self, entry: Entry) -> Features:
+        """One sample's latents."""
+        with rejecting(entry.key):
+            array = self._array(self._sample(entry))
+        return Features([array], row_checksum(array))
+
+    def read_caption(self, entry: Entry) -> np.ndarray:
+        """The tokens that the mask keeps, or all, (L, D)."""
+        with rejecting(entry.key):
+            return self._tokens(self._sample(entry))[1]
+
+    def _sample(self, entry: Entry) -> Sample:
+        """Encoding and bytes of each column of a sample.
+
+        Raises: OSError, ValueError.
+        """
+        shard, content = self._by_path[entry.path], self._content(entry.path)
+        begin, end = np.frombuffer(content, "<u4", 2, 4 + 4 * entry.offset).tolist()
+        varying = sum(size is None for _, size in shard.columns.values())
+        if not 4 * (shard.samples + 2) <= begin <= begin + 4 * varying <= end <= len(content):
+            raise ValueError(f"sample from {begin} to {end} in a shard of {len(content)} bytes")
+        sizes = iter(np.frombuffer(content, "<u4", varying, begin).tolist())
+        at, found = begin + 4 * varying, {}
+        for name, (encoding, size) in shard.columns.items():
+            length = next(sizes) if size is None else size
+            if at + length > end:
+                raise ValueError(f"column '{name}' goes beyond its sample")
+            found[name] = encoding, content[at : at + length]
+            at += length
+        return found
+
+    def _read_shard(self, path: str) -> memoryview:
+        """The content of a shard, mapped; a packed one is unpacked once, because captions come in order of length.
+
+        Raises: OSError, ValueError: it is not as the index says. ResourceError: there is no room to unpack it.
+        """
+        shard, file = self._by_path[path], self.root / path
+        if file.is_file():
+            content = _mapped(file)
+        elif shard.compressed:
+            with self._unpacking:  # threads want the same one at the same time
+                content = self._unpacked.get(path) or _unpack(self.root / shard.compressed, shard.num_bytes + 1)
+                self._unpacked[path] = content
+        else:
+            raise FileNotFoundError(path)
+        if len(content) != shard.num_bytes or np.frombuffer(content, "<u4", 1)[0] != shard.samples:
+            raise ValueError(
+                f"{path}: {len(content)} bytes, '{INDEX}' says {shard.num_bytes} and {shard.samples} samples"
+            )
+        return content
+
+    def _array(self, sample: Sample) -> np.ndarray:
+        """Latents, (C, H, W): squares, where a column of plain bytes does not say.
+
+        Raises: ValueError.
+        """
+        array, channels = self._numbers(sample[self._latents]), self.recipe.layout.channels
+        if sample[self._latents][0] != "bytes":
+            return array[0] if array.ndim == 4 and len(array) == 1 else array
+        side = math.isqrt(len(array) // channels)
+        if not side or len(array) != channels * side * side:
+            raise ValueError(
+                f"{len(array)} numbers are no square of {channels} channels (layout.channels, layout.dtype)"
+            )
+        return array.reshape(channels, side, side)
+
+    def _tokens(self, sample: Sample) -> tuple[int, np.ndarray]:
+        """The length to which a caption is padded, and its valid tokens, (L, D).
+
+        Raises: ValueError.
+        """
+        array, width = self._numbers(sample[self._captions]), self.recipe.layout.width
+        is_plain = sample[self._captions][0] == "bytes"
+        if is_plain and (not width or len(array) % width):
+            raise ValueError(f"{len(array)} numbers of a caption; layout.width says how many a token has")
+        rows = array.reshape(-1, width if is_plain else array.shape[-1])
+        if not self._mask:
+            return len(rows), rows
+        encoding, data = sample[self._mask]
+        mask = np.frombuffer(data, np.uint8) if encoding == "bytes" else _ndarray(encoding, data).reshape(-1)
+        if len(mask) != len(rows):
+            raise ValueError(f"a mask of {len(mask)} for {len(rows)} tokens")
+        return len(rows), rows[mask != 0]
+
+    def _numbers(self, column: tuple[str, memoryview]) -> np.ndarray:
+        """Those of an array; flat, where the column is one of plain bytes.
+
+        Raises: ValueError.
+        """
+        encoding, data = column
+        return np.frombuffer(data, self.recipe.layout.dtype) if encoding == "bytes" else _ndarray(encoding, data)
+
+
+def _unpack(path: Path, most: int) -> memoryview:
+    """The first bytes of a packed file, in a mapped temporary file that has no name any more.
+
+    Raises: OSError, ValueError: it cannot be unpacked. ResourceError: the folder for temporary files is full.
+    """
+    with (
+        open_regular(path) as packed,
+        pa.input_stream(packed, compression="zstd") as stream,
+        tempfile.NamedTemporaryFile(prefix="leandit-mds-") as file,
+    ):
+        while most and (some := stream.read(min(most, COPIED_BYTES))):
+            try:
+                file.write(some)
+                file.flush()
+            except OSError as error:
+                raise ResourceError(
+                    f"source '{path}': '{tempfile.gettempdir()}' cannot hold it unpacked ({error.strerror}). Free some "
+                    "space there, name another folder in the environment as TMPDIR, or unpack the shards yourself."
+                ) from error
+            most -= len(some)
+        return _mapped(file.name)
+
+
+def _mapped(path: Path | str) -> memoryview:
+    """The bytes of a file, mapped by Arrow: Python's own maps each hold an open file, of which a process has few.
+
+    Raises: OSError.
+    """
+    with pa.memory_map(str(path)) as file:
+        return memoryview(file.read_buffer())
+
+
+def _index(root: Path) -> list[Shard]:
+    """The shards of a folder.
+
+    Raises: SourceError.
+    """
+    try:
+        with open_regular(root / INDEX) as file:
+            listed: Any = json.load(file)["shards"]
+        shards = [_shard(one) for one in listed]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise SourceError(f"source '{root}': '{INDEX}' cannot be read ({type(error).__name__}: {error}).") from error
+    except RecordRejected as reject:
+        raise SourceError(f"source '{root}': '{INDEX}': {reject.detail}.") from reject
+    if not shards or any(shard.columns != shards[0].columns for shard in shards):
+        raise SourceError(f"source '{root}': '{INDEX}' lists no shards, or such of other columns.")
+    return shards
+
+
+def _shard(said: Any) -> Shard:
+    if said["format"] != "mds" or said["version"] != 2:
+        raise ValueError(f"format {said['format']} version {said['version']}; needed mds, 2")
+    zipped, compression = said["zip_data"], said["compression"]
+    if compression and str(compression).split(":")[0] != "zstd":
+        raise ValueError(f"compression '{compression}'; needed zstd or none")
+    if not all(isinstance(text, str) for text in (*said["column_names"], *said["column_encodings"])):
+        raise ValueError("columns whose names and encodings are no text")
+    sizes = [None if size is None else int(size) for size in said["column_sizes"]]
+    columns = dict(zip(said["column_names"], zip(said["column_encodings"], sizes, strict=True), strict=True))
+    num_bytes, samples = int(said["raw_data"]["bytes"]), int(said["samples"])
+    if not 0 < samples < num_bytes < MAX_SHARD_BYTES or any(size is not None and size < 0 for size in sizes):
+        raise ValueError(f"{samples} samples in {num_bytes} bytes")
+    compressed = inner_path(zipped["basename"]) if zipped else ""
+    return Shard(inner_path(said["raw_data"]["basename"]), num_bytes, compressed, samples, columns)
+
+
+def _integer(encoding: str, data: memoryview) -> int:
+    if encoding not in INTEGERS or len(data) != np.dtype(INTEGERS[encoding]).itemsize:
+        raise ValueError(f"a label encoded as '{encoding}'; needed an integer")
+    return int(np.frombuffer(data, INTEGERS[encoding])[0])
+
+
+def _ndarray(encoding: str, data: memoryview) -> np.ndarray:
+    """An array of an "ndarray" column, whose dtype and shape stand in the encoding or before its values.
+
+    Raises: ValueError: it is of another encoding (a pickled one is refused), or does not fit its bytes.
+    """
+    kind, *said = encoding.split(":")
+    if kind != "ndarray" or len(said) > 2:
+        raise ValueError(f"column encoded as '{encoding}'; needed bytes or ndarray (pickled ones are refused)")
+    dtype, at = (said[0], 0) if said else (VALUES.get(data[0] if len(data) else 0, ""), 1)
+    if dtype not in VALUES.values():
+        raise ValueError(f"an array of dtype '{dtype}'")
+    if len(said) == 2:
+        shape = [int(side) for side in said[1].split(",")]
+    else:
+        ndim, sides = data[at] >> 2, SIDES[data[at] & 3]
+        shape = np.frombuffer(data, sides, ndim, at + 1).tolist()
+        at += 1 + ndim * np.dtype(sides).itemsize
+    claimed = math.prod(shape) * np.dtype(dtype).itemsize
+    if min(shape, default=0) < 1 or claimed != len(data) - at or claimed > MAX_ARRAY_BYTES:
+        raise ValueError(f"an array of shape {shape} of {dtype} in {len(data) - at} bytes")
+    return np.frombuffer(data, dtype, offset=at).reshape(shape)

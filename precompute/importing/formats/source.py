@@ -1,0 +1,221 @@
+"""What the kinds of imported features have in common: what a reader of one gives, and how it refuses.
+
+A reader lists its records, looks at each (shape, label, captions: no values), and reads one by its place. It writes
+nothing, unpickles nothing and follows no path that leaves its folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError
+
+from ....datasets.errors import RecordRejected, ResourceError, SourceError
+from .arrays import parse_npy, read_file
+from .recipe import ImportRecipe
+
+UNREADABLE = (OSError, ValueError, EOFError, LookupError, NotImplementedError, SafetensorError)
+LACKING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
+FAILING = frozenset({errno.EIO, errno.ESTALE})
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a kind of features is, unless the user says otherwise.
+
+    Args:
+      latent: kind of the rows, as in ``LatentSpec.kind``.
+      is_scaled: shift and scale were applied before the features were stored.
+      vae: name of the VAE.
+      downscale: pixels of a latent's place.
+      shift, scale: of the VAE, one number or one a channel; no scale: the user has to say it.
+      zero_to_one: the VAE was given pixels from 0 to 1.
+      one_size: all records have one size, so another is an error.
+      text: name of the text encoder; "" where there are no captions.
+    """
+
+    latent: str
+    is_scaled: bool
+    vae: str
+    downscale: int
+    shift: tuple[float, ...] = (0.0,)
+    scale: tuple[float, ...] = ()
+    zero_to_one: bool = False
+    one_size: bool = True
+    text: str = ""
+
+
+class Entry(NamedTuple):
+    """Where one record lies: a file, relative to the source, and a place in it whose meaning is the reader's."""
+
+    key: str
+    path: str
+    offset: int = 0
+    num_bytes: int = 0
+
+
+class CaptionSeen(NamedTuple):
+    """A caption: its text, its valid tokens, and the (length, width, dtype) that its features are stored with."""
+
+    text: str
+    num_tokens: int
+    padded: int
+    width: int
+    dtype: str
+
+
+class Seen(NamedTuple):
+    """What a record is, by its headers.
+
+    Args:
+      shape: (stored channels, H, W).
+      dtype: "float16" or "float32", as it will be read.
+      has_flip: there is a second array, of the flipped picture.
+      label: -1 for none.
+      size: (height_px, width_px) of the source picture, (0, 0) where unknown.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    has_flip: bool = False
+    label: int = -1
+    caption: CaptionSeen | None = None
+    size: tuple[int, int] = (0, 0)
+
+
+class Features(NamedTuple):
+    """What was read of a record: (C, H, W) arrays, then the flipped one if any, and the XXH3-64 of their bytes."""
+
+    arrays: Sequence[np.ndarray]
+    source_checksum: str
+
+
+class Reader(ABC):
+    """One kind of features in one folder.
+
+    Args:
+      root: the source.
+      recipe: settings of the import.
+    """
+
+    kind: ClassVar[str]
+    facts: Facts
+    """What the kind is, with what the source itself says (LightningDiT's statistics)."""
+    classes: Sequence[str] | None = None
+    """Names of the classes, where the source has names."""
+    has_labels = True
+    """Every record needs a label."""
+
+    def __init__(self, root: Path, recipe: ImportRecipe) -> None:
+        self.root, self.recipe = root, recipe
+
+    @abstractmethod
+    def entries(self) -> Iterable[Entry]:
+        """All records, in the order in which they are stored."""
+
+    @abstractmethod
+    def look(self, entry: Entry) -> Seen:
+        """What a record is, by its headers; raises RecordRejected."""
+
+    def read(self, entry: Entry) -> Features:
+        """The values of a record, here of one .npy file; raises RecordRejected."""
+        with rejecting(entry.path):
+            content = self.content(entry)
+            array = parse_npy(content)
+        return Features([array], xxhash.xxh3_64_hexdigest(content))
+
+    def content(self, entry: Entry) -> bytes:
+        """All bytes of a record's file.
+
+        Raises: OSError, ValueError.
+        """
+        return read_file(self.root / entry.path)
+
+    def read_caption(self, entry: Entry) -> np.ndarray:
+        """(L, D) valid tokens of a record's caption; raises RecordRejected."""
+        raise AssertionError(f"{entry.key}: this kind has no captions")
+
+    def file_entry(self, path: str, key: str = "") -> Entry:
+        """A record that is a file, and has its name where no key is given."""
+        return Entry(key or path.rpartition(".")[0], path, 0, size_of(self.root, path))
+
+
+@contextmanager
+def rejecting(what: str, reason: str = "") -> Iterator[None]:
+    """Turn a file that cannot be read as what it is into a reject of its record; the machine's faults are no record's.
+
+    Args:
+      reason: of the reject, if not "missing_file" or "unreadable".
+    Raises: RecordRejected. ResourceError: the machine lacks memory, room or open files. SourceError: its disk fails.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise RecordRejected("scan", reason or "missing_file", f"{what}: there is no such file") from error
+    except (*UNREADABLE, MemoryError) as error:
+        number = getattr(error, "errno", None)
+        if number in LACKING or isinstance(error, MemoryError):
+            raise ResourceError(
+                f"source, '{what}': this machine lacks what reading takes ({error or 'no memory'}). Needed: memory, "
+                "room for temporary files (TMPDIR), and open files (ulimit -n). Nothing was rejected for it: make "
+                "some free, and run the same command again."
+            ) from error
+        if number in FAILING:
+            raise SourceError(
+                f"source, '{what}': its disk or network folder fails ({error}). Nothing was rejected for it: mend "
+                "that, and run the same command again."
+            ) from error
+        raise RecordRejected(
+            "scan", reason or "unreadable", f"{what}: {type(error).__name__}: {error}"[:500]
+        ) from error
+
+
+def size_of(root: Path, path: str) -> int:
+    """Bytes of a file of the source; 0 where that cannot be said: then looking at it says why it is a reject.
+
+    Raises: as ``rejecting``, but of no record.
+    """
+    with contextlib.suppress(RecordRejected), rejecting(path):
+        return (root / path).stat().st_size
+    return 0
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Sort key in which 2 comes before 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def inner_path(text: str) -> str:
+    """A path that a file of others names, in its plain form.
+
+    Raises: RecordRejected: it leaves its folder.
+    """
+    path = PurePosixPath(text)
+    if not text or "\x00" in text or path.is_absolute() or ".." in path.parts or path.as_posix() == ".":
+        raise RecordRejected("scan", "bad_metadata", f"path {text[:200]!r} does not stay below its folder")
+    return path.as_posix()
+
+
+def files_below(folder: Path, suffix: str) -> Iterator[Path]:
+    """Files of a suffix in a folder and those below it; hidden ones are passed over.
+
+    Raises: SourceError: a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise SourceError(f"source: '{error.filename}' cannot be read ({error.strerror}). Check its permissions.")
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent) / name for name in names if name.endswith(suffix) and not name.startswith("."))

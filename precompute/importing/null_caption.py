@@ -1,0 +1,74 @@
+"""The null caption of imported features: features have none, so the user brings it, or says that it is zeros."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ...datasets.errors import SourceError
+from .formats.arrays import MAX_ARRAY_BYTES, open_npz, parse_npy, read_file, read_member
+from .formats.source import UNREADABLE
+
+ZEROS = "zeros"
+TENSOR = "y_embedding"  # its name in PixArt's checkpoints ends so
+
+
+def read_null(given: str | None, shape: tuple[int, ...]) -> np.ndarray:
+    """The null caption, at the length and width to which captions are padded.
+
+    Args:
+      given: "zeros", a .npy, a .npz with ``caption_feature``, or a checkpoint (.safetensors, .pt, .pth) that has a
+        tensor whose name ends in ``y_embedding``.
+      shape: (L, D) of the captions.
+    Raises: SourceError: it is none of these, or has another shape.
+    """
+    if given is None:
+        raise SourceError(
+            f"import: these features have captions, and training drops some for a null caption of shape {shape}, which "
+            f"they do not have. Give it with --null FILE (.npy, or a checkpoint with '{TENSOR}'), or --null {ZEROS} if "
+            "they were made for a model that takes zeros."
+        )
+    if given == ZEROS:
+        return np.zeros(shape, np.float32)
+    path = Path(given)
+    try:
+        if path.suffix == ".npy":
+            rows = parse_npy(read_file(path))
+        elif path.suffix == ".npz":
+            with open_npz(path) as arrays:
+                rows = read_member(arrays, "caption_feature")
+        else:
+            rows = _from_checkpoint(path)
+    except UNREADABLE as error:
+        raise SourceError(f"--null '{given}': cannot be read as a null caption ({error}).") from error
+    rows = rows.reshape(rows.shape[-2:]) if rows.ndim > 2 and rows.size == np.prod(rows.shape[-2:]) else rows
+    if rows.shape != shape or rows.dtype.kind != "f" or not np.isfinite(rows).all():
+        raise SourceError(
+            f"--null '{given}': {rows.dtype} of shape {rows.shape}; needed finite numbers of shape {shape}, to which "
+            "captions are padded: guidance keeps a caption's mask, so the null caption is read at full length."
+        )
+    return rows
+
+
+def _from_checkpoint(path: Path) -> np.ndarray:
+    """The tensor of a checkpoint, float32.
+
+    Raises: OSError, SafetensorError, ValueError.
+    """
+    from safetensors import safe_open
+
+    from .formats.torch_files import read_tensors
+
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            found = [file.get_tensor(name) for name in file.keys() if name.endswith(TENSOR)]  # noqa: SIM118
+    else:
+        tensors = read_tensors(path)
+        while isinstance(tensors, dict) and isinstance(tensors.get("state_dict"), dict):
+            tensors = tensors["state_dict"]
+        named = tensors.items() if isinstance(tensors, dict) else ()
+        found = [tensor for name, tensor in named if str(name).endswith(TENSOR) and hasattr(tensor, "nbytes")]
+    if len(found) != 1 or found[0].nbytes > MAX_ARRAY_BYTES:
+        raise ValueError(f"{len(found)} tensors whose name ends in '{TENSOR}'; needed one")
+    return found[0].float().numpy()

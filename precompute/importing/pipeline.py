@@ -1,0 +1,298 @@
+"""An import as a story: list the features, plan them by their headers, copy what is missing, seal.
+
+Nothing is encoded, so no encoder is loaded: rows are the numbers of the source. Running the same command again goes on
+where the last one stopped; a shard with a valid commit record is never made twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...datasets.disk.cached import cached_property
+from ...datasets.disk.spill import TakenColumn
+from ...datasets.errors import FingerprintMismatch, RecordRejected, SourceError
+from ...datasets.format.layout import CAPTION_PART, NULL_PART, is_picture_task
+from ...datasets.format.schema import Manifest, Reject, StoreSpec
+from ...datasets.revisions.commits import Task
+from ...datasets.revisions.plan import FrozenPlan, freeze_plan
+from ...datasets.revisions.writer import StoreWriter, row_checksum
+from ..planning.opening import check_disk, newest_plan
+from ..planning.pictures import num_threads
+from ..progress.clock import Progress, StageClock
+from ..progress.rejects import RejectLedger, RejectLimit, ledger_of
+from ..shards.latent_shard import PackedShard
+from ..shards.stages import Background
+from ..sharing.leases import Leases, seal_alone
+from .describe import describe_import, differing_settings
+from .formats.kinds import open_reader
+from .formats.recipe import ImportRecipe
+from .formats.source import Entry, Features, Reader
+from .null_caption import read_null
+from .plan import caption_origins, listing_hash, look_at, plan_import, refuse_others
+
+
+@dataclass
+class ImportReport:
+    """What an import did.
+
+    Args:
+      manifest: of the store.
+      spec: what the store says of itself.
+      num_imported: records copied by this call; 0 where the store was complete already.
+      total_seconds: of the whole call.
+    """
+
+    manifest: Manifest
+    spec: StoreSpec
+    num_imported: int
+    total_seconds: float
+
+
+def import_features(
+    kind: str,
+    recipe: ImportRecipe,
+    *,
+    source_path: Path,
+    store_path: Path,
+    progress: Progress,
+    null: str | None = None,
+) -> ImportReport:
+    """Make a store of features that another program has encoded, number for number.
+
+    Args:
+      kind: of the features.
+      null: file of the null caption, or "zeros"; needed where there are captions.
+    Raises: LeanditError: of the class that says what to mend; the store then resumes with the same command.
+    """
+    start = time.perf_counter()
+
+    # Scan: list the records of the source.
+    reader = open_reader(kind, source_path, recipe)
+    entries = list(reader.entries())
+    listing = listing_hash(entries)
+
+    # Plan: look at every record and freeze the plan, or take up the one that is there.
+    plan = newest_plan(store_path)
+    if plan is None:
+        plan = freeze_plan(store_path, _plan(reader, entries, listing, null, progress))
+    check_resumes(store_path, plan, reader, listing)
+
+    # Copy what is missing, and seal it.
+    manifest, num_imported = finish(store_path, plan, reader, null, progress)
+    return ImportReport(manifest, plan.spec, num_imported, time.perf_counter() - start)
+
+
+def _plan(reader: Reader, entries: Sequence[Entry], listing: str, null: str | None, progress: Progress) -> FrozenPlan:
+    """Look at every record, and plan those that can be stored.
+
+    Raises: SourceError: too many cannot.
+    """
+    found = look_at(reader, entries, lambda done: progress("scan", done, len(entries)))
+    common, found = refuse_others(found, reader)
+    limits = reader.recipe.source.limits()
+    limit = RejectLimit(limits, RejectLedger(limits, len(entries), planning=True))
+    for entry, seen in zip(entries, found, strict=True):
+        limit.count(entry.key, seen if isinstance(seen, RecordRejected) else None)
+    digest = row_checksum(read_null(null, common.caption[:2])) if common.caption else ""
+    return plan_import(describe_import(reader, common, found, digest), entries, found, listing)
+
+
+def check_resumes(root: Path, plan: FrozenPlan, reader: Reader, listing: str) -> None:
+    """Refuse a store that something else made, or a source that has changed since it was planned.
+
+    Raises: FingerprintMismatch, SourceError.
+    """
+    if not plan.spec.is_imported:
+        raise FingerprintMismatch(f"store '{root}': encoded, not imported. Nothing was changed. Give another --store.")
+    if differing := differing_settings(plan.spec, reader):
+        raise FingerprintMismatch(
+            f"store '{root}': imported with other settings. Nothing was changed. Use those that made it, or give "
+            "another --store. What differs:" + "".join(f"\n  {field}" for field in differing)
+        )
+    if plan.listing != listing:
+        raise SourceError(
+            f"store '{root}': its source lists other files, or sizes, than when the store was planned. Nothing was "
+            "changed. Restore the source, or import it into another --store."
+        )
+
+
+def finish(root: Path, plan: FrozenPlan, reader: Reader, null: str | None, progress: Progress) -> tuple[Manifest, int]:
+    """Copy what is missing of a plan, and seal it.
+
+    Returns: the manifest, and how many records were copied.
+    """
+    writer, limits = StoreWriter(root, plan), reader.recipe.source.limits()
+    missing = writer.missing_tasks()
+    check_disk(writer, missing)
+    total = sum(len(plan.layout.rows_of(*task)) for task in missing if is_picture_task(task))
+    done, clock = 0, StageClock()
+
+    def count(records: int) -> None:
+        nonlocal done
+        done += records
+        progress("records", done, total)
+
+    ledger = ledger_of(limits, writer)
+    if missing:
+        ledger.check()
+    shards = ShardReader(plan, reader, null, RejectLimit(limits, ledger), count)
+
+    def copy(missing: list[Task]) -> None:
+        with Leases(writer) as leases:
+            while missing:
+                with Background(writer, leases, clock) as background:
+                    for shard in shards.make(leases.take(missing)):
+                        background.commit(shard)
+                if missing := writer.missing_tasks(missing):
+                    leases.wait()  # for other processes
+
+    copy(missing)
+    if not writer.num_stored:
+        raise SourceError(
+            f"source: not one of {plan.records.num_rows} records could be read, so the store is not sealed. The "
+            f"reasons are in '{root / 'commits'}'."
+        )
+    if not writer.is_sealed:
+        ledger_of(limits, writer).check()
+    return seal_alone(writer, copy, lambda: progress("others seal", 0, 1)), done
+
+
+class ShardReader:
+    """Makes shards of a plan from the features that it was planned from.
+
+    Args:
+      null: file of the null caption, or "zeros".
+      limit: of rejects.
+      count: called with the number of records of each shard that was read.
+    """
+
+    def __init__(
+        self, plan: FrozenPlan, reader: Reader, null: str | None, limit: RejectLimit, count: Callable[[int], None]
+    ) -> None:
+        self._plan, self._reader, self._null = plan, reader, null
+        self._limit, self._count = limit, count
+
+    @cached_property
+    def _origins(self) -> np.ndarray:
+        """Where each caption's features lie."""
+        return caption_origins(self._plan)
+
+    def make(self, tasks: Iterator[Task] | Sequence[Task]) -> Iterator[PackedShard]:
+        """Read shards, in the order given."""
+        with ThreadPoolExecutor(num_threads(), thread_name_prefix="leandit-read") as pool:
+            for part, shard in tasks:
+                if part == NULL_PART:
+                    yield self._null_caption()
+                elif part == CAPTION_PART:
+                    yield self._captions(shard, pool)
+                else:
+                    yield self._latents(part, shard, pool)
+
+    def _null_caption(self) -> PackedShard:
+        """The null caption, if it is the one that was planned.
+
+        Raises: SourceError.
+        """
+        (array,) = self._plan.layout.part_arrays(NULL_PART)
+        given, encoder = read_null(self._null, array.shape), self._plan.spec.text_encoder
+        if encoder is None or row_checksum(given) != encoder.config.get("null_caption"):
+            raise SourceError(f"--null '{self._null}': not the null caption that the store was planned with.")
+        if (rows := _narrowed(given, array.dtype)) is None:
+            raise SourceError(f"--null '{self._null}': not finite as {array.dtype}. Use --set store.dtype=source.")
+        return PackedShard(NULL_PART, 0, {array.path: rows}, [row_checksum(rows)])
+
+    def _captions(self, shard: int, pool: ThreadPoolExecutor) -> PackedShard:
+        """Valid tokens of all captions of a shard.
+
+        Raises: SourceError: one cannot be read any more.
+        """
+        plan, layout = self._plan, self._plan.layout
+        (array,) = layout.part_arrays(CAPTION_PART)
+        first, captions = layout.rows_of(CAPTION_PART, shard).start, layout.captions_of(shard)
+        rows = np.full((len(layout.rows_of(CAPTION_PART, shard)), *array.shape[1:]), np.nan, array.dtype)
+        checksums, entries = [], self._entries(self._origins[captions.start : captions.stop])
+        for caption, found in zip(captions, pool.map(self._caption, entries), strict=True):
+            start, length = int(layout.offsets[caption]) - first, int(layout.num_tokens[caption])
+            text = plan.captions["text"][caption].as_py()
+            if found.shape != (length, array.shape[1]):
+                raise SourceError(
+                    f"caption {text[:80]!r}: its features are {found.shape} now, {(length, array.shape[1])} when the "
+                    "store was planned. Restore the source; the same command then goes on."
+                )
+            if (tokens := _narrowed(found, array.dtype)) is None:
+                raise SourceError(
+                    f"caption {text[:80]!r}: its features are not finite as {array.dtype}. Import into another --store "
+                    "with --set store.dtype=source, or with text.check=content, which rejects what is broken."
+                )
+            rows[start : start + length] = tokens
+            checksums.append(row_checksum(tokens))
+        return PackedShard(CAPTION_PART, shard, {array.path: rows}, checksums)
+
+    def _caption(self, entry: Entry) -> np.ndarray:
+        try:
+            return self._reader.read_caption(entry)
+        except RecordRejected as reject:
+            raise SourceError(
+                f"record '{entry.key}': its caption cannot be read ({reject.detail}), and other records may need it. "
+                "Restore it, and run the same command again. Or import into another --store with --set "
+                "text.check=content, where such records are rejected."
+            ) from reject
+
+    def _latents(self, part: str, shard: int, pool: ThreadPoolExecutor) -> PackedShard:
+        """Latents of all records of a shard, and the flipped ones if any."""
+        layouts, positions = self._plan.layout.part_arrays(part), self._plan.bucket_positions[part.split("/")[-1]]
+        rows = layouts[0].rows_of(shard)
+        entries = self._entries(positions[rows.start : rows.stop])
+        arrays = {one.path: np.full((len(rows), *one.shape[1:]), np.nan, one.dtype) for one in layouts}
+        packed = PackedShard(part, shard, arrays, [])
+        for i, (entry, found) in enumerate(zip(entries, pool.map(self._read, entries), strict=True)):
+            stored = found if isinstance(found, RecordRejected) else _copied(found, i, list(arrays.values()))
+            is_reject = isinstance(stored, RecordRejected)
+            self._limit.count(entry.key, stored if is_reject else None)
+            if is_reject:
+                refused = {"stage": "decode", "reason": stored.reason, "detail": stored.detail}
+                packed.rejects.append(Reject(row=rows[i], key=entry.key, **refused))
+            packed.checksums.append("" if is_reject else row_checksum(*(array[i] for array in arrays.values())))
+            packed.source_checksums.append("" if is_reject else stored.source_checksum)
+        self._count(len(rows))
+        return packed
+
+    def _entries(self, positions: np.ndarray) -> list[Entry]:
+        """Where some records of the plan lie."""
+        names = ("key", "source_path", "source_offset", "source_bytes")
+        return list(map(Entry, *(TakenColumn(self._plan.records[name], positions)[:] for name in names)))
+
+    def _read(self, entry: Entry) -> Features | RecordRejected:
+        try:
+            return self._reader.read(entry)
+        except RecordRejected as reject:
+            return reject
+
+
+def _copied(found: Features, i: int, arrays: Sequence[np.ndarray]) -> Features | RecordRejected:
+    """Copy the arrays of a record into row i of each array, or say why not; then the row stays NaN."""
+    if len(found.arrays) < len(arrays):
+        return RecordRejected("decode", "wrong_shape", "there is no flipped copy")
+    for one, array in zip(found.arrays, arrays, strict=False):
+        if one.shape != array.shape[1:]:
+            return RecordRejected("decode", "wrong_shape", f"shape {one.shape}, planned {array.shape[1:]}")
+    for one, array in zip(found.arrays, arrays, strict=False):
+        if (row := _narrowed(one, array.dtype)) is None:
+            for other in arrays:
+                other[i] = np.nan
+            return RecordRejected("decode", "nonfinite", "NaN or infinity in the features, or beyond store.dtype")
+        array[i] = row
+    return found
+
+
+def _narrowed(values: np.ndarray, dtype: np.dtype | str) -> np.ndarray | None:
+    """Values in the dtype of the store; None where they are not finite, or beyond it."""
+    with np.errstate(over="ignore"):  # what float16 cannot hold becomes infinity
+        rows = values.astype(dtype)
+    return rows if np.isfinite(rows).all() else None

@@ -1,0 +1,1 @@
+"""Which record goes into which row of which shard, and what changed since the last revision."""

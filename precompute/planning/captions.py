@@ -1,0 +1,166 @@
+"""Which captions a revision encodes: each distinct text once, sorted by length, in bounded memory.
+
+The texts go by twice: first their digests, which say where each text stands first; then the new ones are counted by the
+tokenizer and put down by their length. What is known of each text in between is a few bytes in a mapped file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from ...datasets.disk.spill import BATCH_ROWS, GrowingArray, map_array, map_table, rebatched
+from ...datasets.format.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA
+from ..encoders.text import CaptionTokenizer
+from ..sources.listing.distinct import digests, first_positions
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+TOKENIZE_BATCH = 4096
+SORTED_BYTES = 1 << 24  # of captions that are put down by their length at once
+NUMBERED = 1 << 20  # captions that get their ids at once
+WHAT = "the plan's captions"
+IDS_SCHEMA = pa.schema([PLAN_SCHEMA.field("caption_ids")])
+SORTED_SCHEMA = pa.schema([CAPTIONS_SCHEMA.field(name) for name in ("text", "num_tokens", "truncated")])
+
+
+def plan_captions(
+    texts_of_records: Iterable[pa.ListArray],
+    tokenizer: CaptionTokenizer | None,
+    max_tokens: int,
+    *,
+    revision: int = 1,
+    known: pa.Table | None = None,
+) -> tuple[pa.Table, pa.ChunkedArray]:
+    """Deduplicate captions and sort the new ones by length, then by first appearance: equal lengths lie together.
+
+    Args:
+      texts_of_records: captions of some records at once, as lists of texts; gone through twice.
+      revision: that encodes the new ones.
+      known: captions table of the revision before; its captions keep their ids.
+    Returns: the captions table (CAPTIONS_SCHEMA), known ones first, and the caption ids of each record (list of
+      int32); both mapped.
+    """
+    before = known if known is not None else CAPTIONS_SCHEMA.empty_table()
+    if tokenizer is None:
+        none = pa.scalar([], IDS_SCHEMA.field(0).type)
+        nothing = (
+            pa.RecordBatch.from_arrays([pa.repeat(none, len(some))], schema=IDS_SCHEMA) for some in texts_of_records
+        )
+        return before, map_table(IDS_SCHEMA, nothing, WHAT)["caption_ids"]
+    numbers = GrowingArray("uint16", WHAT)  # of captions that each record has
+    known_texts = (batch["text"] for batch in before.to_batches())
+    first = first_positions((digests(texts) for texts in chain(known_texts, _flat(texts_of_records, numbers))), WHAT)
+    lengths = GrowingArray("int32", WHAT)  # of the distinct new ones, in order of their appearance
+    segments: list[int] = []  # length of the captions in each batch below
+    new = _new_texts(texts_of_records, first, before.num_rows)
+    by_length = map_table(SORTED_SCHEMA, _put_down(new, tokenizer, max_tokens, lengths, segments), WHAT).to_batches()
+    in_order = (by_length[i] for i in np.argsort(np.array(segments, np.int64), kind="stable"))
+    batches = chain(before.to_batches(), (_with_results(batch, revision) for batch in in_order))
+    captions = map_table(CAPTIONS_SCHEMA, rebatched(batches, BATCH_ROWS), WHAT)
+    ids = _number(first, lengths.close(), before.num_rows)
+    return captions, map_table(IDS_SCHEMA, _lists(numbers.close(), ids[before.num_rows :]), WHAT)["caption_ids"]
+
+
+def _flat(texts_of_records: Iterable[pa.ListArray], numbers: GrowingArray) -> Iterator[pa.StringArray]:
+    """Texts of many records at once; notes how many each has."""
+    for lists in texts_of_records:
+        numbers.append(pc.list_value_length(lists).to_numpy())
+        yield lists.flatten()
+
+
+def _new_texts(texts_of_records: Iterable[pa.ListArray], first: np.ndarray, start: int) -> Iterator[pa.StringArray]:
+    """Texts that stand there for the first time.
+
+    Args:
+      first: where each text stands first, counted from the first known one.
+      start: number of known ones.
+    """
+    for lists in texts_of_records:
+        texts = lists.flatten()
+        is_first = first[start : start + len(texts)] == np.arange(start, start + len(texts))
+        yield texts.filter(pa.array(is_first))
+        start += len(texts)
+
+
+def _put_down(
+    new: Iterable[pa.StringArray],
+    tokenizer: CaptionTokenizer,
+    max_tokens: int,
+    lengths: GrowingArray,
+    segments: list[int],
+) -> Iterator[pa.RecordBatch]:
+    """Batches of captions of one length each; notes the lengths of all captions, and of the batches."""
+    waiting: list[pa.StringArray] = []
+    for some in chain(new, [None]):
+        waiting += [some] if some else []
+        if not waiting or (some is not None and sum(texts.nbytes for texts in waiting) < SORTED_BYTES):
+            continue
+        texts = pa.concat_arrays(waiting)
+        parts = (texts.slice(start, TOKENIZE_BATCH).to_pylist() for start in range(0, len(texts), TOKENIZE_BATCH))
+        counts = np.array([count for part in parts for count in tokenizer.count(part)], np.int64)
+        found = np.minimum(counts, max_tokens).astype(np.int32)
+        lengths.append(found)
+        order = np.argsort(found, kind="stable")
+        columns = [texts.take(pa.array(order)), pa.array(found[order]), pa.array(counts[order] > max_tokens)]
+        by_length = pa.RecordBatch.from_arrays(columns, schema=SORTED_SCHEMA)
+        bounds = [0, *np.flatnonzero(np.diff(found[order])) + 1, len(order)]
+        for start, stop in pairwise(bounds):
+            segments.append(int(found[order[start]]))
+            yield by_length.slice(start, stop - start)
+        waiting = []
+
+
+def _with_results(batch: pa.RecordBatch, revision: int) -> pa.RecordBatch:
+    """Captions of a new revision, of which nothing is encoded yet."""
+    columns = {name: batch[name] for name in SORTED_SCHEMA.names}
+    columns["revision"] = pa.array(np.full(batch.num_rows, revision, np.int32))
+    columns |= {name: pa.nulls(batch.num_rows, CAPTIONS_SCHEMA.field(name).type) for name in CAPTION_RESULTS}
+    return pa.RecordBatch.from_pydict(columns, CAPTIONS_SCHEMA)
+
+
+def _number(first: np.ndarray, lengths: np.ndarray, num_known: int) -> np.ndarray:
+    """Ids of all texts: known ones keep their place, new ones follow by length, then by appearance.
+
+    Args:
+      first: (N,) where each text stands first.
+      lengths: (num_new,) tokens of the new ones, in order of their appearance.
+    Returns: (N,) int32, mapped.
+    """
+    histogram = np.zeros(1, np.int64)
+    for start in range(0, len(lengths), NUMBERED):
+        more = np.bincount(lengths[start : start + NUMBERED], minlength=len(histogram))
+        more[: len(histogram)] += histogram
+        histogram = more
+    next_id = num_known + np.cumsum(histogram) - histogram  # by length
+    ids, done = map_array(len(first), "int32", WHAT), 0
+    for start in range(0, len(first), NUMBERED):
+        here = first[start : start + NUMBERED]
+        positions = np.arange(start, start + len(here))
+        new = positions[(here == positions) & (positions >= num_known)]
+        found = lengths[done : done + len(new)]
+        order = np.argsort(found, kind="stable")
+        counts = np.bincount(found, minlength=len(next_id))
+        rank = np.arange(len(new)) - np.repeat(np.cumsum(counts) - counts, counts)
+        ids[new[order]] = next_id[found[order]] + rank
+        next_id += counts
+        done += len(new)
+        old = positions[positions < num_known]
+        ids[old] = old
+        ids[start : start + len(here)] = ids[here]  # the first stands before all others
+    return ids
+
+
+def _lists(numbers: np.ndarray, ids: np.ndarray) -> Iterator[pa.RecordBatch]:
+    """The ids of each record as a list."""
+    first = 0
+    for start in range(0, len(numbers), BATCH_ROWS):
+        offsets = np.cumsum([0, *numbers[start : start + BATCH_ROWS]], dtype=np.int32)
+        values = pa.array(ids[first : first + offsets[-1]])
+        first += int(offsets[-1])
+        yield pa.RecordBatch.from_arrays([pa.ListArray.from_arrays(pa.array(offsets), values)], schema=IDS_SCHEMA)

@@ -1,0 +1,335 @@
+"""What has changed in a source since a revision was planned: carried over, new, changed, gone.
+
+With ``--drop-gone`` the next revision says of every record what a fresh store of the source would say. A record is
+unchanged when its file has the size, time and place that the plan names; otherwise its bytes decide, by the checksum
+that was taken when it was encoded. So a copied or touched source costs reading, never encoding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import xxhash
+
+from ...datasets.errors import RecordRejected
+from ...datasets.format.schema import RECORDS_SCHEMA
+from ...datasets.maintenance.repair import UNKNOWN_PLACE
+from ...datasets.revisions.plan import FrozenPlan
+from ..config import PrecomputeRecipe
+from ..sources.files.record import SourceRecord, listing_problem, planned_texts
+from ..sources.listing.listing import Listing, record_batches, spool
+from ..sources.source import Source
+
+DUPLICATE = "duplicate_key"
+FILE_PROBLEMS = ("missing_file", "unreadable")  # the picture may come back, so the record counts as gone
+OF_THE_LISTING = ("bad_metadata", "missing_file", DUPLICATE, "no_caption")  # rejects that no file decides
+
+
+@dataclass(frozen=True)
+class Base:
+    """The complete revision that a new one builds on: its plan and its tables."""
+
+    plan: FrozenPlan
+    records: pa.Table
+    captions: pa.Table
+
+    def sizes_differ(self, recipe: PrecomputeRecipe) -> bool:
+        """Its pictures were planned by their headers and the recipe believes the manifest, or the other way round."""
+        return self.plan.spec.recipe.get("source", {}).get("sizes", "header") != recipe.source.sizes
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may ask for when a store grows.
+
+    Args:
+      drop_gone: leave out records that are gone from the source; otherwise they stay.
+      retry_rejected: try rejected records again although their files are the same.
+    """
+
+    drop_gone: bool = False
+    retry_rejected: bool = False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A record carried over: where it stands in the base, and what the source says of it now."""
+
+    position: int
+    record: SourceRecord
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A source against a revision.
+
+    Args:
+      kept: records carried over, in the order of the base.
+      fresh: records to be planned, in the order of the source.
+      attempts: of those that are tried again, by their position in ``fresh``: which try this is.
+      table: the base's records that are carried over (RECORDS_SCHEMA).
+      gone_classes: that only records have which are gone from the source; they follow the source's own.
+      num_added, num_changed, num_retried: of the fresh ones.
+      num_described: carried over with another label or other captions.
+      num_gone: no longer in the source.
+      num_dropped: of those, left out.
+      is_renamed: classes have other names.
+    """
+
+    kept: list[Kept]
+    fresh: Listing
+    table: pa.Table
+    attempts: dict[int, int] = field(default_factory=dict)
+    gone_classes: list[str] = field(default_factory=list)
+    num_added: int = 0
+    num_changed: int = 0
+    num_retried: int = 0
+    num_described: int = 0
+    num_gone: int = 0
+    num_dropped: int = 0
+    is_renamed: bool = False
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """Captions of the records carried over; what was rejected at scan has none."""
+        rows = self.table["row"].to_pylist()
+        return [planned_texts(one.record) if row >= 0 else [] for one, row in zip(self.kept, rows, strict=True)]
+
+    @property
+    def changes_anything(self) -> bool:
+        """A new revision would differ from the base."""
+        return bool(self.fresh or self.num_described or self.num_dropped or self.is_renamed)
+
+
+class KnownRecord(NamedTuple):
+    """A record of the base.
+
+    Args:
+      record: what the source said of it when it was planned; the captions are those that were encoded.
+      is_planned: it has a row, so its captions were encoded.
+      checksum: of the picture's file; None where it is not stored.
+      size_px: height and width of the picture; None where they were never known.
+    """
+
+    record: SourceRecord
+    is_stored: bool
+    is_planned: bool
+    reason: str | None
+    detail: str | None
+    checksum: int | None
+    attempts: int
+    size_px: tuple[int | None, int | None]
+
+
+class State(Enum):
+    """What became of a record of the base in the source."""
+
+    SAME = "the picture, or why there is none, is the same; label and captions may differ"
+    CHANGED = "it has to be planned again"
+    GONE = "it is not listed, or its file cannot be read"
+
+
+def all_fresh(records: Listing) -> Comparison:
+    """A source of which nothing is encoded yet."""
+    return Comparison([], records, RECORDS_SCHEMA.empty_table(), num_added=len(records))
+
+
+def compare(
+    source: Source,
+    base: Base,
+    options: Options,
+    recipe: PrecomputeRecipe,
+    *,
+    num_threads: int,
+    progress: Callable[[int], None],
+) -> Comparison:
+    """Compare a source with a revision; reads the files that may have changed.
+
+    Args:
+      recipe: of the next revision: ``source.check`` may ask to read every file.
+      progress: called with the number of files read so far.
+    """
+    known, listed = _known_records(base), list(source.records)
+    positions = _match(known, listed)
+    now = {position: record for position, record in zip(positions, listed, strict=True) if position is not None}
+    sizes_differ = base.sizes_differ(recipe)
+    states = _find_states(source, known, now, recipe, sizes_differ, num_threads=num_threads, progress=progress)
+    count: Counter[str] = Counter()
+    kept, gone_classes = _carry_over(source, base, known, now, states, options, count)
+    fresh, attempts = _to_plan(listed, known, positions, states, {one.position for one in kept}, count)
+    table = base.records.take(pa.array([one.position for one in kept], pa.int64()))
+    listing = spool(record_batches(fresh), lambda _: None, check_keys=False)  # what repeats a key says so already
+    return Comparison(kept, listing, table, attempts, gone_classes, **dict[str, Any](count))
+
+
+def _match(known: Sequence[KnownRecord], listed: Sequence[SourceRecord]) -> list[int | None]:
+    """Position in the base of each listed record; None where it is new."""
+    identities = _identities((one.record.key, one.reason == DUPLICATE) for one in known)
+    places = {identity: i for i, identity in enumerate(identities)}
+    names = ((record.key, bool(record.problem) and record.problem[0] == DUPLICATE) for record in listed)
+    return [places.get(identity) for identity in _identities(names)]
+
+
+def _identities(names: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, int]]:
+    """Key of each record, and for one that repeats a key how many did so before it: each of them is a reject.
+
+    Not the order alone: a record that was planned again stands behind the repetitions that were carried over.
+    """
+    seen: Counter[str] = Counter()
+    for key, repeats in names:
+        seen[key] += repeats
+        yield key, seen[key] if repeats else 0
+
+
+def _find_states(
+    source: Source,
+    known: Sequence[KnownRecord],
+    now: dict[int, SourceRecord],
+    recipe: PrecomputeRecipe,
+    sizes_differ: bool,
+    *,
+    num_threads: int,
+    progress: Callable[[int], None],
+) -> list[State]:
+    """State of each record of the base; its file is read where size, time and place do not decide.
+
+    Args:
+      now: what the source says of those that it lists, by their position in the base.
+      sizes_differ: as ``Base.sizes_differ``.
+    """
+    states = [State.GONE] * len(known)
+
+    def find(position: int) -> State:
+        return _state_of(known[position], now[position], source, recipe, sizes_differ)
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="leandit-compare") as pool:
+        for done, (position, state) in enumerate(zip(now, pool.map(find, now), strict=True), 1):
+            states[position] = state
+            progress(done)
+    return states
+
+
+def _state_of(
+    known: KnownRecord, now: SourceRecord, source: Source, recipe: PrecomputeRecipe, sizes_differ: bool
+) -> State:
+    """State of a record that is listed."""
+    same_place = known.record.place == now.place
+    if problem := listing_problem(now, needs_caption=recipe.needs_captions):
+        if known.is_stored and problem[0] in FILE_PROBLEMS:
+            return State.GONE
+        # Of a repeated key the detail says where it stands first, which other records move.
+        is_same = known.reason == problem[0] and (known.detail == problem[1] or problem[0] == DUPLICATE)
+        return _same_if(is_same and not known.is_stored)
+    if known.reason in OF_THE_LISTING:
+        return State.CHANGED
+    says_other_size = (
+        recipe.source.sizes == "manifest" and bool(now.height_px) and (now.height_px, now.width_px) != known.size_px
+    )
+    if known.reason == "wrong_size" and says_other_size:
+        return State.CHANGED
+    if not known.is_stored:
+        if sizes_differ and now.height_px:
+            return State.CHANGED  # the other size may fit, or be rejected for another reason
+        # A plan that was rebuilt does not name the places, and a reject has no checksum to compare.
+        return _same_if(same_place or known.record.mtime_ns == UNKNOWN_PLACE)
+    if says_other_size:
+        return State.CHANGED  # a fresh store would believe it, and reject the picture
+    if same_place and recipe.source.check == "stat":
+        return State.SAME
+    return _same_if(known.checksum is not None and _checksum(source, now) == known.checksum)
+
+
+def _same_if(same: bool) -> State:
+    return State.SAME if same else State.CHANGED
+
+
+def _carry_over(
+    source: Source,
+    base: Base,
+    known: Sequence[KnownRecord],
+    now: dict[int, SourceRecord],
+    states: Sequence[State],
+    options: Options,
+    count: Counter[str],
+) -> tuple[list[Kept], list[str]]:
+    """Records that the next revision takes from the base, and the classes that only gone ones of them have."""
+    gone = [one.record for one, state in zip(known, states, strict=True) if state is State.GONE]
+    gone_classes, label_of = _classes_of([] if options.drop_gone else gone, base.plan.spec.classes, source)
+    has_text, kept = base.plan.spec.text is not None, list[Kept]()
+    for position, (one, state) in enumerate(zip(known, states, strict=True)):
+        before = one.record
+        if state is State.GONE:
+            count["num_gone"] += 1
+            count["num_dropped"] += options.drop_gone
+            if not options.drop_gone:
+                kept.append(Kept(position, replace(before, label=label_of.get(before.label, before.label))))
+        elif state is State.SAME and (one.is_stored or not options.retry_rejected):
+            record = now[position]
+            other_texts = has_text and one.is_planned and planned_texts(before) != planned_texts(record)
+            count["num_described"] += before.label != record.label or other_texts
+            kept.append(Kept(position, record))
+    return kept, gone_classes
+
+
+def _to_plan(
+    listed: Sequence[SourceRecord],
+    known: Sequence[KnownRecord],
+    positions: Sequence[int | None],
+    states: Sequence[State],
+    kept: set[int],
+    count: Counter[str],
+) -> tuple[list[SourceRecord], dict[int, int]]:
+    """Listed records that are not carried over; of those tried again, by their place among them, which try it is."""
+    fresh: list[SourceRecord] = []
+    attempts: dict[int, int] = {}
+    for record, position in zip(listed, positions, strict=True):
+        if position in kept:
+            continue
+        if position is None:
+            count["num_added"] += 1
+        elif states[position] is State.SAME:
+            count["num_retried"] += 1
+            attempts[len(fresh)] = known[position].attempts + 1
+        elif states[position] is State.CHANGED:
+            count["num_changed"] += 1
+        fresh.append(record)  # a gone one too: it is listed still, and becomes a reject
+    return fresh, attempts
+
+
+def _classes_of(gone: list[SourceRecord], before: list[str] | None, source: Source) -> tuple[list[str], dict[int, int]]:
+    """Classes that a source has no longer, and the labels that records which are gone get beside the source's own."""
+    classes, labels = source.classes or [], sorted({record.label for record in gone if record.label >= 0})
+    if not labels or before is None:
+        return [], {}
+    if not source.has_class_names:  # a label is its own name
+        return [str(i) for i in range(len(classes), labels[-1] + 1)], {}
+    missing = [before[label] for label in labels if before[label] not in classes]
+    every = [*classes, *missing]
+    return missing, {label: every.index(before[label]) for label in labels}
+
+
+def _known_records(base: Base) -> list[KnownRecord]:
+    """Records of the base in their order."""
+    texts = base.captions["text"].to_pylist()
+    places = ("key", "source_path", "source_offset", "source_bytes", "source_mtime_ns", "label", "caption_ids")
+    results = ("status", "row", "reason", "detail", "source_checksum", "attempts", "height_px", "width_px")
+    planned = zip(*(base.plan.records[name].to_pylist() for name in places), strict=True)
+    became = zip(*(base.records[name].to_pylist() for name in results), strict=True)
+    known = []
+    for (*place, ids), (status, row, *result, height_px, width_px) in zip(planned, became, strict=True):
+        record = SourceRecord(*place, captions=tuple(texts[i] for i in ids or ()))
+        known.append(KnownRecord(record, status == "stored", row >= 0, *result, size_px=(height_px, width_px)))
+    return known
+
+
+def _checksum(source: Source, record: SourceRecord) -> int | None:
+    try:
+        return xxhash.xxh3_64_intdigest(source.read(record.path, record.offset, record.num_bytes, stage="scan"))
+    except RecordRejected:
+        return None

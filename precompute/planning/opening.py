@@ -1,0 +1,327 @@
+"""Take up a store, plan its first revision or its next; refuse what is another store, or too small a disk."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute
+
+from ...datasets.disk.owners import TEMPORARY_PREFIX
+from ...datasets.disk.strays import sweep_strays
+from ...datasets.errors import FingerprintMismatch, RecordRejected, ResourceError, SourceError, StoreError
+from ...datasets.format.encoder_places import with_encoder_places
+from ...datasets.format.layout import LEASES
+from ...datasets.format.schema import FileEntry, StoreSpec
+from ...datasets.recipe import flatten
+from ...datasets.revisions.catalog import check_store, sealed_revisions
+from ...datasets.revisions.commits import Task, carried_files
+from ...datasets.revisions.plan import FrozenPlan, freeze_plan, planned_revisions, read_plan
+from ...datasets.revisions.writer import StoreWriter
+from ...datasets.store import LatentStore
+from ..config import PrecomputeRecipe
+from ..encoders.text import CaptionTokenizer
+from ..images.decoders import Decoders
+from ..progress.clock import Progress
+from ..progress.rejects import RejectLedger, RejectLimit, count_reasons
+from ..sources.listing.listing import Listing
+from ..sources.source import Source
+from .captions import plan_captions
+from .compare import Base, Comparison, Options, all_fresh, compare
+from .pictures import num_threads, picture_table, plan_pictures
+from .records import PlannedTexts, plan_records
+from .reject_hint import reject_hint
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+
+def newest_plan(root: Path) -> FrozenPlan | None:
+    """Plan of the newest revision, complete or not, after what dead processes left is swept up.
+
+    Returns, Raises: as ``look_for_plan``.
+    """
+    if root.is_dir():
+        sweep_strays(root)
+    return look_for_plan(root)
+
+
+def check_apart(root: Path, source: Source) -> None:
+    """Refuse a store among the folders of a source whose classes they are: it would be one, and move the labels.
+
+    Raises: SourceError.
+    """
+    for one in source.parts:
+        has_classes = one.kind == "imagefolder" and source.classes
+        folder, store = Path(one.name.removeprefix("file://")).resolve(), root.resolve()
+        is_inside = store.is_relative_to(folder)
+        if has_classes and is_inside and not any(part.startswith(".") for part in store.relative_to(folder).parts):
+            raise SourceError(
+                f"store '{root}': it lies inside of source '{one.name}', whose folders are its classes: the store "
+                "would become one of them. Nothing was changed. Give a --store elsewhere."
+            )
+
+
+def look_for_plan(root: Path) -> FrozenPlan | None:
+    """Plan of the newest revision, complete or not; nothing is changed.
+
+    Returns: None where nothing is planned yet.
+    Raises: StoreError: something else is there, or the plan of a store is gone.
+    """
+    if root.exists() and not root.is_dir():
+        raise StoreError(f"store '{root}': a file is there; needed a folder, or nothing. Give another --store.")
+    if not root.exists():
+        return None
+    planned, sealed = planned_revisions(root), sealed_revisions(root)
+    if planned and (not sealed or planned[-1] >= sealed[-1]):
+        plan = read_plan(root, planned[-1])
+        if plan.copies and plan.revision not in sealed:
+            raise StoreError(
+                f"store '{root}': an earlier release has begun to compact it in place. Run 'leandit compact {root} "
+                "--out NEW': the new store holds all of it, and can grow."
+            )
+        return plan
+    others = (path.name for path in root.iterdir() if path.name != LEASES)
+    if any(not name.startswith(TEMPORARY_PREFIX) for name in others):  # those are of a plan that others write
+        if not planned and planned_revisions(root):  # others have finished theirs between the two looks
+            return look_for_plan(root)
+        check_store(root)  # refuses what is not ours
+        raise StoreError(
+            f"store '{root}': its 'plan' folder is gone, so nothing can be added. Nothing was changed. Run "
+            "'leandit verify --repair --source PATH', or give another --store; a complete store can still be read."
+        )
+    return None
+
+
+def is_sealed(root: Path, plan: FrozenPlan) -> bool:
+    """The revision of a plan is complete."""
+    return plan.revision in sealed_revisions(root)
+
+
+def check_fingerprint(root: Path, found: StoreSpec, wanted: StoreSpec) -> None:
+    """Refuse a store that other encoders or settings made, naming each field.
+
+    Raises: FingerprintMismatch.
+    """
+    if found.fingerprint == wanted.fingerprint:
+        return
+    there, here = flatten(found.identity()), flatten(wanted.identity())
+    differing = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
+    fields = "".join(f"\n  {key} is {there.get(key)!r} in the store, {here.get(key)!r} now" for key in differing)
+    beside = "or --new-revision to encode everything again beside what is there"
+    if planned_revisions(root)[-1:] > sealed_revisions(root)[-1:]:
+        beside = "or first finish this one with the settings that made it, and then give --new-revision"
+    raise FingerprintMismatch(
+        f"store '{root}': made with other encoders or settings. Nothing was changed. Use the settings that made it, "
+        f"give another --store, {beside}. What differs:{fields}"
+    )
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a revision builds on; the fields are those of ``FrozenPlan``.
+
+    Args:
+      captions: table of the revision before; its captions keep their ids.
+      spec: of the revision before; its classes keep their names.
+    """
+
+    revision: int = 1
+    base: str = ""
+    stack: tuple[int, ...] = ()
+    carried: tuple[FileEntry, ...] = ()
+    captions: pa.Table | None = None
+    spec: StoreSpec | None = None
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans revisions of one store from one source.
+
+    Args:
+      root: the store.
+      spec: what the revision will say of itself; None to look at its pictures only.
+      source, recipe, tokenizer, decoders: what is planned with.
+      progress: told of what is scanned.
+    """
+
+    root: Path
+    spec: StoreSpec | None
+    source: Source
+    recipe: PrecomputeRecipe
+    tokenizer: CaptionTokenizer | None
+    decoders: Decoders
+    progress: Progress
+
+    def plan_first(self) -> FrozenPlan:
+        """Plan every record of the source as the first revision.
+
+        Raises: SourceError: not one record can be encoded, or too many are rejected.
+        """
+        return freeze_plan(self.root, self.plan(all_fresh(self.source.records), Ground()))
+
+    def plan_next(self, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
+        """Compare the source with the newest revision, which is complete, and plan the next one if they differ.
+
+        Returns: the plan, or None where nothing has to be done; and what has changed, if the files were looked at.
+        Raises: as ``compare`` and ``plan``.
+        """
+        comparison, ground = self.compare(options)
+        if ground is None:
+            return None, comparison
+        starts_over = not ground.stack
+        assert comparison is not None
+        planned = all_fresh(self.source.records) if starts_over else comparison
+        return freeze_plan(self.root, self.plan(planned, ground)), comparison
+
+    def compare(self, options: Options) -> tuple[Comparison | None, Ground | None]:
+        """Compare the source with the newest revision, which is complete; nothing is written.
+
+        Returns: what has changed, if the files were looked at; and what the next revision builds on, None where nothing
+          has to be done. With another spec nothing can be carried over: all is planned again, beside what is there.
+        Raises: SourceError: with another spec, records that are gone cannot be kept and nobody asked to drop them.
+        """
+        store, source = LatentStore(self.root), self.source
+        base_plan, manifest = read_plan(self.root, store.revision), store.manifest
+        assert manifest is not None
+        assert self.spec, "only a planner of pictures has none"
+        starts_over = self.spec.fingerprint != base_plan.spec.fingerprint
+        is_renamed = self._is_renamed(base_plan.spec)
+        base = Base(base_plan, store.records, store.captions)
+        must_look = (
+            starts_over
+            or is_renamed
+            or base.sizes_differ(self.recipe)
+            or self.recipe.source.check == "content"
+            or options != Options()
+        )
+        if not must_look and source.listing_hash(null_captions=self.recipe.null_captions) == base_plan.listing:
+            return None, None
+        total = len(source.records)
+        comparison = compare(
+            source,
+            base,
+            options,
+            self.recipe,
+            num_threads=num_threads(),
+            progress=lambda done: self.progress("compare", done, total),
+        )
+        comparison = replace(comparison, is_renamed=is_renamed)
+        if not (starts_over or comparison.changes_anything):
+            return comparison, None
+        if starts_over and comparison.num_gone > comparison.num_dropped:
+            raise SourceError(
+                f"source '{source.name}': {comparison.num_gone} records of store '{self.root}' are gone from it, so "
+                "they cannot be encoded again. Restore them, or add --drop-gone to leave them out of the new revision."
+            )
+        stack = () if starts_over else tuple(manifest.stack)
+        captions = None if starts_over else store.captions
+        carried = carried_files(manifest, stack)
+        return comparison, Ground(store.revision + 1, manifest.root_hash, stack, carried, captions, base_plan.spec)
+
+    def _names_of(self, classes: list[str], before: StoreSpec | None) -> list[str] | None:
+        """Names of classes for people: the source's, else those that the base has; None where neither has any."""
+        source, names = self.source, {}
+        if before and before.class_names:
+            names = dict(zip(before.classes or (), before.class_names, strict=True))
+        if source.class_names:
+            names |= zip(source.classes or (), source.class_names, strict=True)
+        return [names.get(name, name) for name in classes] if names else None
+
+    def _is_renamed(self, before: StoreSpec) -> bool:
+        """The source gives other names to classes of the base: its own, or those for people."""
+        if self.source.renames(before.classes):
+            return True
+        return bool(self.source.class_names) and self._names_of(before.classes or [], before) != before.class_names
+
+    def limit(self, comparison: Comparison, *, stops: bool = True) -> RejectLimit:
+        """Of the rejects of a revision, before any of its new records is looked at."""
+        section, table, parts = self.recipe.source, comparison.table, self.source.parts
+        ledger = RejectLedger(
+            section,
+            len(comparison.kept) + len(comparison.fresh),
+            carried=count_reasons(table.filter(pc.equal(table["status"], "rejected"))["reason"]),
+            hint=lambda reasons: next(filter(None, (reject_hint(part.files, reasons) for part in parts)), ""),
+            planning=True,
+        )
+        return RejectLimit(section, ledger, stops=stops)
+
+    def look_at(self, fresh: Listing, limit: RejectLimit) -> pa.Table:
+        """Where the pictures of new records go (PICTURES_SCHEMA). Raises: SourceError: too many are rejected."""
+        return picture_table(
+            plan_pictures(
+                self.source,
+                fresh,
+                self.recipe,
+                self.decoders,
+                limit,
+                progress=lambda done: self.progress("scan", done, len(fresh)),
+            )
+        )
+
+    def refusal(self, comparison: Comparison, pictures: pa.Table) -> SourceError | None:
+        """Why there can be no revision: nothing is carried over, and not one new picture can be encoded."""
+        if comparison.kept or not pc.all(pc.less(pictures["row"], 0)).as_py():
+            return None
+        fresh, first = comparison.fresh, pictures.slice(0, 1).to_pylist()[0]
+        return SourceError(
+            f"source '{self.source.name}': all {len(fresh)} records are rejected; the first is '{fresh[0].key}': "
+            f"{RecordRejected(first['stage'], first['reason'], first['detail'])}. Nothing was written."
+        )
+
+    def plan(self, comparison: Comparison, ground: Ground, pictures: pa.Table | None = None) -> FrozenPlan:
+        """Plan a revision: what is carried over from its base, and the new records; nothing is written.
+
+        Args:
+          pictures: of the new records, where they were looked at.
+        Raises: SourceError: there is nothing to carry over, and not one new record can be encoded; or too many are
+          rejected.
+        """
+        source = self.source
+        assert self.spec, "only a planner of pictures has none"
+        if pictures is None:
+            pictures = self.look_at(comparison.fresh, self.limit(comparison))
+            if refusal := self.refusal(comparison, pictures):
+                raise refusal
+        captions, caption_ids = plan_captions(
+            PlannedTexts(comparison, pictures),
+            self.tokenizer,
+            self.recipe.text.max_tokens,
+            revision=ground.revision,
+            known=ground.captions,
+        )
+        classes = [*(source.classes or ()), *comparison.gone_classes]
+        names = self._names_of(classes, ground.spec)
+        return FrozenPlan(
+            spec=with_encoder_places(
+                self.spec.model_copy(update={"classes": classes or None, "class_names": names}), self.root
+            ),
+            revision=ground.revision,
+            base=ground.base,
+            stack=ground.stack,
+            carried=ground.carried,
+            copies=False,
+            listing=self.source.listing_hash(null_captions=self.recipe.null_captions),
+            records=plan_records(comparison, pictures, caption_ids, revision=ground.revision),
+            captions=captions,
+        )
+
+
+def check_disk(writer: StoreWriter, missing: list[Task]) -> None:
+    """Refuse to start when the disk cannot hold what is missing, before any codec.
+
+    Raises: ResourceError.
+    """
+    needed = sum(
+        len(array.rows_of(shard)) * array.row_bytes
+        for part, shard in missing
+        for array in writer.plan.layout.part_arrays(part)
+    )
+    free = shutil.disk_usage(writer.root).free
+    if needed > free:
+        raise ResourceError(
+            f"store '{writer.root}': the disk has {free / 2**30:.1f} GiB free, the store needs {needed / 2**30:.1f} "
+            "GiB more. Free some space, or give a --store on another disk; the same command then goes on."
+        )

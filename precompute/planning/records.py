@@ -1,0 +1,119 @@
+"""The plan of a revision: every record's bucket, row, crop and captions, frozen before the first encode.
+
+Tokens are counted and picture headers read here; pixels and weights are not. What an earlier revision holds and the
+source did not change is carried over as it is (``compare.py`` finds it). All goes by in batches and what comes out is
+mapped, so the memory that a first plan takes does not depend on the number of records. The pictures are planned in
+``pictures.py``, the captions in ``captions.py``; here both are put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from ...datasets.disk.spill import BATCH_ROWS, map_table, rebatched
+from ...datasets.format.schema import PLAN_SCHEMA, RECORDS_SCHEMA
+from .compare import Comparison
+from .pictures import PICTURES_SCHEMA
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+WHAT = "the plan"
+TEXTS = pa.list_(pa.string())
+
+
+@dataclass(frozen=True)
+class PlannedTexts:
+    """Captions of all records of a revision: those carried over, then the new ones; what is rejected has none.
+
+    What is planned without a caption has the empty one, as ``planned_texts`` of ``record.py``.
+
+    Args:
+      pictures: of the new records (PICTURES_SCHEMA).
+    """
+
+    comparison: Comparison
+    pictures: pa.Table
+
+    def __iter__(self) -> Iterator[pa.ListArray]:
+        """Texts of some records at once."""
+        kept = self.comparison.texts
+        for start in range(0, len(kept), BATCH_ROWS):
+            yield pa.array(kept[start : start + BATCH_ROWS], TEXTS)
+        first, nothing, null = 0, pa.scalar([], TEXTS), pa.scalar([""], TEXTS)
+        for batch in self.comparison.fresh.batches():
+            rows = self.pictures["row"].slice(first, batch.num_rows).combine_chunks()
+            texts = pc.if_else(pc.equal(pc.list_value_length(batch["captions"]), 0), null, batch["captions"])
+            yield pc.if_else(pc.greater_equal(rows, 0), texts, nothing)
+            first += batch.num_rows
+
+
+def plan_records(
+    comparison: Comparison, pictures: pa.Table, caption_ids: pa.ChunkedArray, *, revision: int
+) -> pa.Table:
+    """Records table of a revision: what is carried over, then the new records with their rows.
+
+    Args:
+      pictures: of the new records (PICTURES_SCHEMA).
+      caption_ids: of all records: those carried over, then the new ones.
+    Returns: PLAN_SCHEMA, mapped.
+    """
+    num_kept = len(comparison.kept)
+    kept = _carried_records(comparison, caption_ids.slice(0, num_kept)).to_batches()
+    fresh = _fresh_batches(comparison, pictures, caption_ids.slice(num_kept), revision)
+    return map_table(PLAN_SCHEMA, rebatched((batch for some in (kept, fresh) for batch in some), BATCH_ROWS), WHAT)
+
+
+def _fresh_batches(
+    comparison: Comparison, pictures: pa.Table, caption_ids: pa.ChunkedArray, revision: int
+) -> Iterator[pa.RecordBatch]:
+    first = 0
+    for batch in comparison.fresh.batches():
+        count = batch.num_rows
+        planned = pictures.slice(first, count).combine_chunks()
+        nothing, attempts = pa.nulls(count), np.ones(count, np.int32)
+        for i in comparison.attempts.keys() & set(range(first, first + count)) if comparison.attempts else ():
+            attempts[i - first] = comparison.attempts[i]
+        columns = {
+            **{name: planned[name] for name in PICTURES_SCHEMA.names},
+            "key": batch["key"],
+            "revision": np.full(count, revision, np.int32),
+            "label": batch["label"],
+            "caption_ids": caption_ids.slice(first, count),
+            "attempts": attempts,
+            **dict.fromkeys(("checksum", "source_checksum", "fallback"), nothing),
+            "source_path": batch["path"],
+            "source_offset": batch["offset"],
+            "source_bytes": batch["num_bytes"],
+            "source_mtime_ns": batch["mtime_ns"],
+        }
+        yield from _as_batches(columns)
+        first += count
+
+
+def _carried_records(comparison: Comparison, caption_ids: pa.ChunkedArray) -> pa.Table:
+    """Records carried over, with the label, captions and place in the source that they have now."""
+    if not comparison.kept:
+        return PLAN_SCHEMA.empty_table()
+    records = [kept.record for kept in comparison.kept]
+    columns = {name: comparison.table[name] for name in RECORDS_SCHEMA.names}
+    columns |= {
+        "label": [record.label for record in records],
+        "caption_ids": caption_ids,
+        "source_path": [record.path for record in records],
+        "source_offset": [record.offset for record in records],
+        "source_bytes": [record.num_bytes for record in records],
+        "source_mtime_ns": [record.mtime_ns for record in records],
+    }
+    return pa.table(columns, schema=PLAN_SCHEMA)
+
+
+def _as_batches(columns: dict[str, Any]) -> list[pa.RecordBatch]:
+    arrays = {name: pa.chunked_array(v) if isinstance(v, pa.Array) else v for name, v in columns.items()}
+    wanted = [pa.table({field.name: arrays[field.name]}).column(0).cast(field.type) for field in PLAN_SCHEMA]
+    return pa.table(wanted, schema=PLAN_SCHEMA).combine_chunks().to_batches()

@@ -1,0 +1,1 @@
+"""How far a run is, how long each stage takes, and when rejects are too many."""

@@ -1,0 +1,185 @@
+"""When rejects are no longer single broken files but a sign that something is wrong: then stage 1 stops.
+
+A revision has one ledger: rejects of the listing, of planning, decoding and encoding count together, whichever process
+met them and whenever, against ``source.max_reject_share``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute
+
+from ...datasets.errors import RecordRejected, SourceError
+from ...datasets.revisions.writer import StoreWriter
+from ..config import SourceSection
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+SMALL_NUMBER = 10  # so many rejects are never too large a share, unless they are more than half: of twenty, one is 5 %
+NOT_COUNTED = "source_changed"  # it is encoded at once in the next revision, as what it is now
+
+
+class RejectLedger:
+    """Counts the rejects of one revision whatever their order, so it can count for several processes at once.
+
+    Args:
+      section: of the recipe: the largest share.
+      total: records of the revision.
+      carried: by reason, rejects of the revision before that stay: they count, but a revision with no rejects of its
+        own is never stopped.
+      rejected: by reason, rejects of this revision so far.
+      hint: called when there are too many, with their reasons: what else to say to the user.
+      planning: nothing is encoded yet.
+    """
+
+    def __init__(
+        self,
+        section: SourceSection,
+        total: int,
+        *,
+        carried: Mapping[str, int] | None = None,
+        rejected: Mapping[str, int] | None = None,
+        hint: Callable[[Mapping[str, int]], str] = lambda reasons: "",
+        planning: bool = False,
+    ) -> None:
+        self._section, self._total, self._hint, self.planning = section, total, hint, planning
+        self._carried, self._rejected = Counter(carried or {}), Counter(rejected or {})
+        self._allowed = max(section.max_reject_share * total, min(SMALL_NUMBER, total / 2))
+
+    def copy(self) -> RejectLedger:
+        """Another one with the same counts."""
+        counts = {"carried": self._carried, "rejected": self._rejected}
+        return RejectLedger(self._section, self._total, **counts, hint=self._hint, planning=self.planning)
+
+    def add(self, reasons: Mapping[str, int]) -> None:
+        """Count rejects, by reason."""
+        self._rejected.update(reasons)
+
+    def count(self, key: str, reject: RecordRejected) -> SourceError | None:
+        """Count one reject; returns why stage 1 must stop, or None."""
+        self._rejected[reject.reason] += 1
+        return self.refusal(f"The last is '{key}': {reject}.")
+
+    def forget(self, reason: str) -> None:
+        """Take one back that was counted and is not in the store."""
+        self._rejected -= Counter([reason])
+
+    def refusal(self, example: str = "") -> SourceError | None:
+        """Why stage 1 must stop, or None.
+
+        Args:
+          example: a sentence about one of the rejects.
+        """
+        reasons = self._carried + self._rejected
+        if not self._rejected or reasons.total() <= self._allowed:
+            return None
+        share = f"more than source.max_reject_share = {self._section.max_reject_share}"
+        what = f"{reasons.total()} of {self._total} records are rejected, {share}"
+        return _too_many(what, reasons, example, self._hint(reasons), "max_reject_share", planning=self.planning)
+
+    def check(self) -> None:
+        """Raises: SourceError: the rejects are too large a share of all records."""
+        if refusal := self.refusal():
+            raise refusal
+
+
+def ledger_of(section: SourceSection, writer: StoreWriter) -> RejectLedger:
+    """The ledger of a revision whose plan is frozen: what the plan rejects, and all shards that anybody committed."""
+    plan = writer.plan
+    refused = plan.records.filter(pc.equal(plan.records["status"], "rejected"))
+    is_own = pc.equal(refused["revision"], plan.revision)
+    carried, own = refused.filter(pc.invert(is_own)), refused.filter(is_own)
+    rejected = count_reasons(own["reason"]) + writer.reject_reasons
+    del rejected[NOT_COUNTED]
+    return RejectLedger(section, plan.records.num_rows, carried=count_reasons(carried["reason"]), rejected=rejected)
+
+
+def count_reasons(reasons: pa.ChunkedArray | pa.Array) -> Counter[str]:
+    """How often each value stands in a column; nulls are not counted."""
+    found = reasons.drop_null().value_counts()
+    return Counter(dict(zip(found.field("values").to_pylist(), found.field("counts").to_pylist(), strict=True)))
+
+
+class RejectLimit:
+    """Counts rejects as they come, in order.
+
+    Args:
+      section: of the recipe: the largest number in a row.
+      ledger: looks at the share; None where it is looked at elsewhere.
+      stops: raise what is too much; else the first of it is kept as ``error``.
+      tell: called with the key of each that counts, and why.
+    """
+
+    def __init__(
+        self,
+        section: SourceSection,
+        ledger: RejectLedger | None,
+        *,
+        stops: bool = True,
+        tell: Callable[[str, RecordRejected], None] = lambda key, reject: None,
+    ) -> None:
+        self.ledger, self.error = ledger, None
+        self._most, self._stops, self._tell = section.max_rejects_in_a_row, stops, tell
+        self._in_a_row: Counter[str] = Counter()
+
+    def count(self, key: str, reject: RecordRejected | None) -> None:
+        """Count one record.
+
+        Raises: SourceError: too many are rejected.
+        """
+        if reject is None:
+            self._in_a_row.clear()
+        elif reject.reason != NOT_COUNTED:
+            self._tell(key, reject)
+            if self.ledger:
+                self.refuse(self.ledger.count(key, reject))
+            self._count_row(key, reject)
+
+    def count_some(self, keys: pa.Array, rejects: Mapping[int, RecordRejected]) -> None:
+        """Count some records that follow each other; all of them count before the share is looked at.
+
+        Args:
+          rejects: of some of them, by their place, in order.
+        Raises: SourceError: too many are rejected.
+        """
+        if self.ledger and rejects:
+            *others, last = rejects
+            self.ledger.add(Counter(rejects[i].reason for i in others))
+            self.refuse(self.ledger.count(keys[last].as_py(), rejects[last]))
+        next_one = 0
+        for i, reject in rejects.items():
+            if i > next_one:
+                self._in_a_row.clear()
+            self._count_row(keys[i].as_py(), reject)
+            next_one = i + 1
+        if next_one < len(keys):
+            self._in_a_row.clear()
+
+    def refuse(self, error: SourceError | None) -> None:
+        """Raise an error, or keep the first one."""
+        if error and self._stops:
+            raise error
+        self.error = self.error or error
+
+    def _count_row(self, key: str, reject: RecordRejected) -> None:
+        self._in_a_row[reject.reason] += 1
+        if (number := self._in_a_row.total()) >= self._most:
+            what = f"{number} records in a row are rejected (source.max_rejects_in_a_row)"
+            example = f"The last is '{key}': {reject}."
+            planning = self.ledger is not None and self.ledger.planning
+            self.refuse(_too_many(what, self._in_a_row, example, "", "max_rejects_in_a_row", planning=planning))
+
+
+def _too_many(
+    what: str, reasons: Counter[str], example: str, hint: str, setting: str, *, planning: bool
+) -> SourceError:
+    counts = ", ".join(f"{number} x {reason}" for reason, number in reasons.most_common())
+    said = " ".join(part for part in (f"{what}: {counts}.", example, hint) if part)
+    kept = "" if planning else " What is encoded stays, the same command goes on."
+    return SourceError(
+        f"{said} Look at the source; if it is right as it is, allow more with --set source.{setting}=...{kept}"
+    )

@@ -1,0 +1,1 @@
+"""One shard of latents or captions: decoded ahead, encoded, committed behind."""

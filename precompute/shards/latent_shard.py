@@ -1,0 +1,164 @@
+"""One shard of latents: a pure function of a slice of the plan and the encoders.
+
+A batch is the next ``batch_size`` rows of the shard, whatever fails in it: a picture that cannot be decoded leaves its
+place in the batch empty, so its neighbours keep their bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...datasets.errors import RecordRejected
+from ...datasets.format.schema import Fallback, LatentSpec, Reject
+from ...datasets.format.zarr_shard import ArrayLayout
+from ...datasets.revisions.writer import row_checksum
+from ..encoders.forwards import EncodedRow, Encoding, encode_batch, rows_of_a_forward
+from ..images.decoders import Decoded
+
+
+@dataclass
+class PackedShard:
+    """A shard ready to be committed: rows of each array, a checksum a row, what was rejected or not done as planned."""
+
+    part: str
+    shard: int
+    arrays: dict[str, np.ndarray]
+    checksums: list[str]
+    source_checksums: list[str] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+    qualities: list[tuple[float, float]] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """What became of one batch.
+
+    Args:
+      rows: of the bucket.
+      pictures: that were to be encoded, or why there is none.
+      found: of each row; empty where there was nothing to encode.
+      begun_with: rows of the first forward that was tried.
+      most: rows of a forward, for the batches after it.
+    """
+
+    rows: range
+    pictures: Sequence[Decoded | RecordRejected]
+    found: Sequence[EncodedRow]
+    begun_with: int
+    most: int
+
+
+class ShardBuilder:
+    """Collects the encoded batches of one latent shard.
+
+    Args:
+      part, shard: which.
+      layouts: of the part's arrays: latents, then flipped ones if any.
+      keys: of all rows of the bucket.
+      records: positions in the records table of all rows of the bucket.
+      spec: of the latents.
+      told: by an earlier commit record of the shard: how rows were encoded that were not as planned.
+    """
+
+    def __init__(
+        self,
+        part: str,
+        shard: int,
+        layouts: Sequence[ArrayLayout],
+        *,
+        keys: Sequence[str],
+        records: np.ndarray,
+        spec: LatentSpec,
+        told: Sequence[Fallback] = (),
+    ) -> None:
+        self._part, self._shard, self._spec = part, shard, spec
+        self._keys, self._records = keys, records
+        self._rows = layouts[0].rows_of(shard)
+        self._arrays = {
+            layout.path: np.full((len(self._rows), *layout.shape[1:]), np.nan, layout.dtype) for layout in layouts
+        }
+        self.most = spec.batch_size
+        self._told = {fallback.row: fallback.how for fallback in told}
+        self._rejects: list[Reject] = []
+        self._fallbacks: list[Fallback] = []
+        self._source_checksums: list[str] = []
+
+    def encode(
+        self, rows: range, pictures: Sequence[Decoded | RecordRejected], encoder: Encoding, *, most: int
+    ) -> EncodedBatch:
+        """Encode one batch; any thread may, while others do the same with other batches.
+
+        Args:
+          rows: of the bucket.
+          pictures: decoded, or why there is none.
+          most: rows of a forward, as far as the batches before have shown; ``most`` at the time.
+        """
+        begun_with = min(most, len(rows))
+        shape = next((p.pixels.shape for p in pictures if isinstance(p, Decoded)), None)
+        if shape is None:  # there is nothing to encode in the whole batch
+            return EncodedBatch(rows, pictures, [], begun_with, most)
+        pixels = encoder.black((len(pictures), *shape))
+        for i, picture in enumerate(pictures):
+            if isinstance(picture, Decoded):
+                pixels[i] = picture.pixels
+        views = [pixels, pixels[:, :, ::-1]][: len(self._arrays)]
+        records = self._records[rows.start : rows.stop]
+        allowed = min(rows_of_a_forward(self._told.get(row), most) for row in rows)
+        found, size = encode_batch(views, records, encoder, self._spec, most=allowed)
+        # What did not fit once need not be tried with every batch of the shard.
+        return EncodedBatch(rows, pictures, found, begun_with, size if size < min(allowed, len(rows)) else most)
+
+    def store(self, batch: EncodedBatch, encoder: Encoding) -> list[RecordRejected | None]:
+        """Put the next batch into its rows, in their order.
+
+        Where a batch before it has not fitted, and this one was begun without knowing that, it is encoded again: so a
+        shard is what it would be if one batch had waited for the other.
+
+        Returns: why each of them is rejected, None for one that is stored.
+        """
+        if batch.begun_with != min(self.most, len(batch.rows)):
+            batch = self.encode(batch.rows, batch.pictures, encoder, most=self.most)
+        self.most = min(self.most, batch.most)
+        outcomes = []
+        for i, picture in enumerate(batch.pictures):
+            reject = picture if isinstance(picture, RecordRejected) else batch.found[i].reject
+            self._store(batch.rows[i], picture, None if reject else batch.found[i], reject)
+            outcomes.append(reject)
+        return outcomes
+
+    def _store(
+        self, row: int, picture: Decoded | RecordRejected, found: EncodedRow | None, reject: RecordRejected | None
+    ) -> None:
+        """Put one row into the arrays, or into the ledger; the arrays are NaN where nothing is put."""
+        self._source_checksums.append(
+            f"{picture.source_checksum:016x}" if found and isinstance(picture, Decoded) else ""
+        )
+        if reject is not None:
+            refused = {"stage": reject.stage, "reason": reject.reason, "detail": reject.detail}
+            self._rejects.append(Reject(row=row, key=self._keys[row], **refused))
+        if found:
+            for array, stored in zip(self._arrays.values(), found.arrays, strict=True):
+                array[row - self._rows.start] = stored
+            if found.fallback:
+                self._fallbacks.append(Fallback(row=row, how=found.fallback))
+
+    def finish(self) -> PackedShard:
+        """Checksum the rows and hand the shard over."""
+        rejected = {reject.row for reject in self._rejects}
+        checksums = [
+            "" if row in rejected else row_checksum(*(array[i] for array in self._arrays.values()))
+            for i, row in enumerate(self._rows)
+        ]
+        return PackedShard(
+            self._part,
+            self._shard,
+            self._arrays,
+            checksums,
+            source_checksums=self._source_checksums,
+            rejects=self._rejects,
+            fallbacks=self._fallbacks,
+        )

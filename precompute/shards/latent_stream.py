@@ -1,0 +1,99 @@
+"""Decoded batches to shards of latents, with one batch in the encoder while others are prepared and put away."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ...datasets.format.schema import Fallback
+from ...datasets.revisions.plan import FrozenPlan
+from ..encoders.forwards import InTurn
+from ..encoders.vae import ImageEncoder
+from ..progress.clock import StageClock
+from ..progress.rejects import RejectLimit
+from .latent_shard import EncodedBatch, PackedShard, ShardBuilder
+from .picture_batches import Picture, PictureBatch
+
+BATCHES_IN_WORK = 2  # one in the encoder, one that is prepared or put away
+
+
+@dataclass(frozen=True)
+class InWork:
+    """A batch that is being encoded, and the shard that it belongs to."""
+
+    batch: PictureBatch
+    builder: ShardBuilder
+    encoded: Future[EncodedBatch]
+
+
+class ShardEncoder:
+    """Makes shards of latents out of decoded batches, which come in the order of their rows; a context manager.
+
+    While one batch is in the encoder, the next one is prepared and the one before is put away, so that a GPU has
+    nothing to wait for.
+
+    Args: as ``encode_pictures`` in ``stages.py``.
+    """
+
+    def __init__(
+        self,
+        plan: FrozenPlan,
+        encoder: ImageEncoder,
+        *,
+        limit: RejectLimit,
+        clock: StageClock,
+        progress: Callable[[int], None],
+        told: Callable[[str, int], Sequence[Fallback]],
+    ) -> None:
+        self._plan, self._limit, self._progress, self._told = plan, limit, progress, told
+        self._encoder = InTurn(encoder, lambda: clock.measure("encode"))
+        self._builder: ShardBuilder | None = None
+        self._in_work: deque[InWork] = deque()
+        self._pool = ThreadPoolExecutor(BATCHES_IN_WORK, thread_name_prefix="leandit-encode")
+
+    def __enter__(self) -> ShardEncoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def add(self, batch: PictureBatch, pictures: Sequence[Picture]) -> PackedShard | None:
+        """Begin to encode a batch, and finish the one before the last.
+
+        Returns: a shard, where that was its last batch.
+        Raises: SourceError: too many pictures are rejected.
+        """
+        if self._builder is None:
+            self._builder = ShardBuilder(
+                batch.part,
+                batch.shard,
+                self._plan.layout.part_arrays(batch.part),
+                keys=batch.source.keys,
+                records=batch.source.positions,
+                spec=self._plan.spec.latent,
+                told=self._told(batch.part, batch.shard),
+            )
+        encoded = self._pool.submit(self._builder.encode, batch.rows, pictures, self._encoder, most=self._builder.most)
+        self._in_work.append(InWork(batch, self._builder, encoded))
+        if batch.is_last:
+            self._builder = None
+        return self._next() if len(self._in_work) > BATCHES_IN_WORK else None
+
+    def rest(self) -> Iterator[PackedShard]:
+        """Finish what is in work.
+
+        Raises: as ``add``.
+        """
+        while self._in_work:
+            if shard := self._next():
+                yield shard
+
+    def _next(self) -> PackedShard | None:
+        done = self._in_work.popleft()
+        outcomes = done.builder.store(done.encoded.result(), self._encoder)
+        for row, reject in zip(done.batch.rows, outcomes, strict=True):
+            self._limit.count(done.batch.source.keys[row], reject)
+        self._progress(len(done.batch.rows))
+        return done.builder.finish() if done.batch.is_last else None

@@ -1,0 +1,172 @@
+"""Which pictures are encoded together, and how they are decoded ahead of the encoder."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ...datasets.disk.spill import TakenColumn
+from ...datasets.errors import RecordRejected
+from ...datasets.format.buckets import bucket_size
+from ...datasets.format.schema import ImageSpec
+from ...datasets.revisions.commits import Task
+from ...datasets.revisions.plan import FrozenPlan
+from ..images.decoders import Decoded, PicturePlace
+from ..progress.clock import StageClock
+
+BATCHES_AHEAD = 3  # decoded batches that wait for the encoder
+
+
+class Origin(Protocol):
+    """A source, as the encoding sees it: from the place that a plan names to what a decoder takes."""
+
+    def place(self, path: str, offset: int, num_bytes: int, *, stage: str) -> PicturePlace:
+        """As ``OpenedSource.place``."""
+        ...
+
+
+class PictureDecoders(Protocol):
+    """What decodes pictures: here or elsewhere, from many threads at once."""
+
+    @property
+    def num_at_once(self) -> int:
+        """Pictures that it works on at the same time."""
+        ...
+
+    def picture(
+        self,
+        path: Path,
+        offset: int,
+        num_bytes: int,
+        data: bytes | None = None,
+        *,
+        bucket: tuple[int, int],
+        crop: str,
+        resize_filter: str = "bicubic",
+        exif_orientation: bool = True,
+    ) -> Decoded:
+        """As ``Decoders.picture``; the place is what the ``Origin`` says."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Height and width in pixels by row."""
+
+    heights: TakenColumn
+    widths: TakenColumn
+
+    def __getitem__(self, row: int) -> tuple[int, int]:
+        return self.heights[row], self.widths[row]
+
+
+class BucketSource:
+    """Where the pictures of a bucket lie in the source, and their size when they were planned; by row."""
+
+    def __init__(self, plan: FrozenPlan, bucket: str) -> None:
+        self.positions = plan.bucket_positions[bucket]
+        names = ("key", "source_path", "source_offset", "source_bytes", "height_px", "width_px")
+        self.keys, self.paths, self.offsets, self.num_bytes, heights, widths = (
+            TakenColumn(plan.records[name], self.positions) for name in names
+        )
+        self.sizes = Sizes(heights, widths)
+
+
+@dataclass(frozen=True)
+class PictureBatch:
+    """The next rows of a shard, encoded in one forward."""
+
+    part: str
+    shard: int
+    rows: range
+    is_last: bool
+    source: BucketSource
+
+
+def picture_batches(plan: FrozenPlan, tasks: Iterable[Task]) -> Iterator[PictureBatch]:
+    """Batches of some shards: always the same rows together, and never rows of two shards."""
+    size, sources = plan.spec.latent.batch_size, {}
+    for part, shard in tasks:
+        if part not in sources:
+            sources[part] = BucketSource(plan, part.removeprefix("buckets/"))
+        rows = plan.layout.rows_of(part, shard)
+        for start in range(rows.start, rows.stop, size):
+            stop = min(start + size, rows.stop)
+            yield PictureBatch(part, shard, range(start, stop), stop == rows.stop, sources[part])
+
+
+Picture = Decoded | RecordRejected
+
+
+def decode_planned(
+    images: ImageSpec,
+    origin: Origin,
+    decoders: PictureDecoders,
+    place: tuple[str, int, int],
+    *,
+    size: tuple[int, int],
+    bucket: tuple[int, int],
+    clock: StageClock | None = None,
+) -> Picture:
+    """Decode the picture of one planned row, or say why there is none.
+
+    Args:
+      place: path, offset and number of bytes, as the plan has them.
+      size: height and width in pixels that the picture had when it was planned.
+      clock: told what the decoder took, not how long it was waited for: on a cluster that is much more.
+    """
+    start = time.perf_counter()
+    try:
+        where = origin.place(*place, stage="decode")
+        fetch_seconds = time.perf_counter() - start
+        decoded = decoders.picture(
+            *where,
+            bucket=bucket,
+            crop=images.crop,
+            resize_filter=images.resize_filter,
+            exif_orientation=images.exif_orientation,
+        )
+    except RecordRejected as reject:
+        return reject
+    if clock:
+        clock.add({"read": fetch_seconds + decoded.read_seconds, "decode": decoded.decode_seconds})
+    found = decoded.height_px, decoded.width_px
+    if found == size:
+        return decoded
+    planned = "{}x{}".format(*size)
+    detail = f"the picture has {found[0]}x{found[1]} px, the one that was planned had {planned} px"
+    return RecordRejected("decode", "wrong_size", detail)
+
+
+def decode_ahead(
+    pool: ThreadPoolExecutor,
+    plan: FrozenPlan,
+    tasks: Iterable[Task],
+    decoders: PictureDecoders,
+    origin: Origin,
+    clock: StageClock,
+) -> Iterator[tuple[PictureBatch, list[Future[Picture]]]]:
+    """Hand out batches in order while the pictures of the next ones are being decoded.
+
+    Args:
+      pool: of threads that wait for the decoders.
+    """
+    images = plan.spec.images
+
+    def decode(source: BucketSource, row: int, bucket: tuple[int, int]) -> Picture:
+        place = source.paths[row], source.offsets[row], source.num_bytes[row]
+        return decode_planned(images, origin, decoders, place, size=source.sizes[row], bucket=bucket, clock=clock)
+
+    ahead: deque[tuple[PictureBatch, list[Future[Picture]]]] = deque()
+    for batch in picture_batches(plan, tasks):
+        bucket = bucket_size(batch.part.removeprefix("buckets/"))
+        ahead.append((batch, [pool.submit(decode, batch.source, row, bucket) for row in batch.rows]))
+        if len(ahead) > BATCHES_AHEAD:
+            yield ahead.popleft()
+    while ahead:
+        yield ahead.popleft()

@@ -1,0 +1,137 @@
+"""The work of stage 1, with decoding ahead of the encoder and writing behind it.
+
+Both sides are threads: hash functions and the encoder let go of Python's lock, and pictures are decoded in children.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ...datasets.format.layout import NULL_PART
+from ...datasets.format.schema import Fallback
+from ...datasets.revisions.commits import Task
+from ...datasets.revisions.plan import FrozenPlan
+from ...datasets.revisions.writer import StoreWriter
+from ..encoders.text import CaptionEncoder
+from ..encoders.vae import ImageEncoder
+from ..progress.clock import StageClock
+from ..progress.rejects import RejectLimit
+from ..sharing.leases import Leases
+from .caption_shard import encode_caption_shard, encode_null_caption
+from .latent_shard import PackedShard
+from .latent_stream import ShardEncoder
+from .picture_batches import Origin, PictureDecoders, decode_ahead
+
+WRITES_BEHIND = 2  # shards that wait for the disk
+
+
+class Background:
+    """Commits finished shards in a thread; an error there is raised here at the next commit or at the end.
+
+    Args:
+      committed: called in that thread with each shard that is committed and whose lease is given back.
+    """
+
+    def __init__(
+        self,
+        writer: StoreWriter,
+        leases: Leases,
+        clock: StageClock,
+        *,
+        committed: Callable[[PackedShard], None] = lambda shard: None,
+    ) -> None:
+        self._writer, self._leases, self._clock, self._committed = writer, leases, clock, committed
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="leandit-write")
+        self._pending: deque[Future[None]] = deque()
+
+    def __enter__(self) -> Background:
+        return self
+
+    def commit(self, shard: PackedShard) -> None:
+        """Queue a shard; waits while too many are queued."""
+        self._pending.append(self._pool.submit(self._write, shard))
+        with self._clock.measure("wait_write"):
+            while len(self._pending) > WRITES_BEHIND:
+                self._pending.popleft().result()
+
+    def _write(self, shard: PackedShard) -> None:
+        with self._clock.measure("write"):
+            task = (shard.part, shard.shard)
+            # Who stood still may find that others took its lease, and that their bytes are not to be touched any more:
+            # another device, or less memory, makes others.
+            if not self._writer.is_committed(task):
+                write_shard(self._writer, shard)
+            self._leases.release(task)
+        self._committed(shard)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                with self._clock.measure("wait_write"):
+                    while self._pending:
+                        self._pending.popleft().result()
+        finally:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def write_shard(writer: StoreWriter, shard: PackedShard) -> None:
+    """Commit a packed shard."""
+    writer.commit(
+        shard.part,
+        shard.shard,
+        shard.arrays,
+        checksums=shard.checksums,
+        source_checksums=shard.source_checksums,
+        rejects=shard.rejects,
+        qualities=shard.qualities,
+        fallbacks=shard.fallbacks,
+    )
+
+
+def encode_captions(
+    plan: FrozenPlan, tasks: Iterable[Task], encoder: CaptionEncoder, clock: StageClock
+) -> Iterator[PackedShard]:
+    """Encode shards of captions."""
+    assert plan.spec.text is not None
+    for part, shard in tasks:
+        with clock.measure("text"):
+            if part == NULL_PART:
+                packed = encode_null_caption(plan, encoder)
+            else:
+                packed = encode_caption_shard(plan, shard, encoder)
+        yield packed
+
+
+def encode_pictures(
+    plan: FrozenPlan,
+    tasks: Iterable[Task],
+    encoder: ImageEncoder,
+    decoders: PictureDecoders,
+    origin: Origin,
+    *,
+    limit: RejectLimit,
+    clock: StageClock,
+    progress: Callable[[int], None],
+    told: Callable[[str, int], Sequence[Fallback]] = lambda part, shard: (),
+) -> Iterator[PackedShard]:
+    """Encode shards of latents in the order given, decoding ahead.
+
+    Args:
+      origin: of the pictures that the plan names.
+      told: of a part and shard that is made again: how rows were encoded that were not as planned.
+      progress: called with the number of pictures of each batch that is done.
+    Raises: SourceError: too many pictures are rejected.
+    """
+    pool = ThreadPoolExecutor(decoders.num_at_once, thread_name_prefix="leandit-decode")
+    try:
+        with ShardEncoder(plan, encoder, limit=limit, clock=clock, progress=progress, told=told) as shards:
+            for batch, futures in decode_ahead(pool, plan, tasks, decoders, origin, clock):
+                with clock.measure("wait_decode"):
+                    pictures = [future.result() for future in futures]
+                if shard := shards.add(batch, pictures):
+                    yield shard
+            yield from shards.rest()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

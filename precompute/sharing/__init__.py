@@ -1,0 +1,1 @@
+"""Which process encodes which shard: leases and parts."""

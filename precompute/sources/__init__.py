@@ -1,0 +1,1 @@
+"""Where pictures, captions and labels come from."""

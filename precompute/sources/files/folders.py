@@ -1,0 +1,158 @@
+"""Folders of pictures: class folders, as torchvision's ImageFolder; and pictures with a text file beside each."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ....datasets.errors import RecordRejected
+from ...config import SourceSection
+from .files import FoundFile, SourceFiles, open_source_files
+from .ignored import Ignored
+from .record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_row, label_of, usable_key
+
+SIDECARS = (".caption", ".txt", ".json")  # of the first two, the first that is there gives the captions
+PICTURE_FOLDER, TEXT_FOLDERS = "images", ("captions", "labels", "texts", "prompts")  # beside each other, of equal names
+NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{0,20})?")
+OUTSIDE = 'the picture lies outside the class folders; with source.labels = "none" all are taken, without labels'
+LOOKED_AT = 1000  # files, to see whether texts lie beside pictures
+
+
+@dataclass
+class Found:
+    """What a walk comes upon beside the records.
+
+    Args:
+      classes: names of the classes in order of their index; None where they are numbers, and are counted.
+      ignored: files and folders that were left out.
+      settings: how the source is to be read.
+      notes: what was guessed, for a person.
+    """
+
+    settings: SourceSection = field(default_factory=SourceSection)
+    classes: list[str] | None = None
+    ignored: Ignored = field(default_factory=Ignored)
+    notes: list[str] = field(default_factory=list)
+    _labels: dict[str, int] = field(default_factory=dict)
+
+    def label(self, name: str) -> int:
+        """Index of a class; classes must come in order. Where no labels are wanted, -1."""
+        if self.settings.labels == "none":
+            return -1
+        name, _ = usable_key(name)
+        if self.classes is None:
+            self.classes = []
+        label = self._labels.setdefault(name, len(self.classes))
+        if label == len(self.classes):
+            self.classes.append(name)
+        return label
+
+
+def image_folder(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
+    """Pictures below class folders (label = position of the folder's sorted name), or in one folder without labels.
+
+    A class folder without pictures has its label all the same, so that a part of a set has the labels of the whole.
+    Where no labels are wanted, all pictures count, wherever they lie.
+    """
+    wants_labels = found.settings.labels != "none"
+    has_classes = wants_labels and any("/" in file.path for file in files.walk() if is_picture(file.path))
+    for name in files.folders() if has_classes else ():
+        found.label(name)
+    for file in files.walk(left_out=found.ignored.folder):
+        if not is_picture(file.path):
+            found.ignored.file(file.path)
+            continue
+        name, slash, _ = file.path.partition("/")
+        outside = ("bad_metadata", OUTSIDE) if has_classes and not slash else None
+        yield file.record(label=found.label(name) if slash else -1, problem=outside)
+
+
+def has_sidecars(files: SourceFiles) -> bool:
+    """Among the first files, a text lies beside a picture of the same name."""
+    some = list(itertools.islice(files.walk(files_first=True), LOOKED_AT))
+    texts = {file.path.rpartition(".")[0] for file in some if file.path.endswith(SIDECARS)}
+    return bool(text_folder(files)) or any(
+        is_picture(file.path) and file.path.rpartition(".")[0] in texts for file in some
+    )
+
+
+def text_folder(files: SourceFiles) -> str | None:
+    """The folder of texts that belongs to a folder ``images``: the same names, with other extensions."""
+    folders = set(itertools.islice(files.folders(), LOOKED_AT))
+    for folder in TEXT_FOLDERS if PICTURE_FOLDER in folders else ():
+        if folder in folders:
+            inside = open_source_files(f"{files.name.rstrip('/')}/{folder}")
+            some = itertools.islice(inside.walk(), LOOKED_AT)
+            text = next((file for file in some if file.path.endswith(SIDECARS) and not file.problem), None)
+            if text and not _are_boxes(inside.read(text.path, 0, min(text.num_bytes, MAX_TEXT_BYTES), "scan")):
+                return folder
+    return None
+
+
+def sidecar_folder(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
+    """Pictures with ``NAME.caption`` or ``.txt`` beside ``NAME.jpg``, one caption a line, ``NAME.json`` for a label.
+
+    The texts may also lie in a folder beside ``images``, under the same names.
+    """
+    folder = text_folder(files)
+    if folder:
+        found.notes.append(f"captions: texts of folder '{folder}' for pictures of '{PICTURE_FOLDER}'")
+    # All names with one beginning up to the first dot follow each other, so a picture and its texts come together.
+    listed = files.walk(files_first=True, left_out=found.ignored.folder)
+    for _, group in itertools.groupby(listed, key=_until_dot):
+        together = list(group)
+        texts = {file.path: file for file in together if file.path.endswith(SIDECARS)}
+        used = set()
+        for file in together:
+            if is_picture(file.path):
+                stem = file.path.rpartition(".")[0]
+                beside = {suffix: texts[stem + suffix] for suffix in SIDECARS if stem + suffix in texts}
+                if folder and stem.startswith(f"{PICTURE_FOLDER}/"):
+                    stem = folder + stem.removeprefix(PICTURE_FOLDER)
+                    beside |= {suffix: text for suffix in SIDECARS if (text := files.look(stem + suffix))}
+                used |= {text.path for text in beside.values()}
+                yield _with_texts(files, file, beside)
+            elif folder and file.path.startswith(f"{folder}/") and file.path.endswith(SIDECARS):
+                used.add(file.path)
+        for file in together:
+            if not is_picture(file.path) and file.path not in used:
+                found.ignored.file(file.path)
+
+
+def _until_dot(file: FoundFile) -> str:
+    folder, _, name = file.path.rpartition("/")
+    return f"{folder}/{name.partition('.')[0]}"
+
+
+def _with_texts(files: SourceFiles, picture: FoundFile, beside: dict[str, FoundFile]) -> SourceRecord:
+    try:
+        contents = {suffix: _text(files, file) for suffix, file in beside.items()}
+        row = json_row(contents[".json"]) if ".json" in contents else {}
+        captions = captions_of(row)
+        if text := contents.get(".caption", contents.get(".txt")):
+            if _are_boxes(text):
+                raise ValueError("its text holds boxes of a detector, not captions")
+            lines = [line for line in text.decode("utf-8-sig").splitlines() if line.strip()]
+            captions = captions_of({"captions": lines})
+        return picture.record(label=label_of(row), captions=captions)
+    except (ValueError, TypeError, RecursionError) as error:
+        return picture.record(problem=("bad_metadata", str(error)))
+    except RecordRejected as reject:
+        # Not the reason of the text's own file: mended, the record would still count as looked at.
+        return picture.record(problem=("bad_metadata", f"{reject.reason}: {reject.detail}"))
+
+
+def _are_boxes(text: bytes) -> bool:
+    """What detectors read: on each line a class and four numbers or more."""
+    lines = [line.split() for line in text[:4096].decode("latin-1").splitlines()[:10] if line.strip()]
+    return bool(lines) and all(len(line) > 4 and all(map(NUMBER.fullmatch, line)) for line in lines)
+
+
+def _text(files: SourceFiles, file: FoundFile) -> bytes:
+    if file.problem:
+        raise RecordRejected("scan", *file.problem)
+    if file.num_bytes > MAX_TEXT_BYTES:
+        raise ValueError(f"'{file.path}' has {file.num_bytes} bytes, at most {MAX_TEXT_BYTES} are read")
+    return files.read(file.path, 0, file.num_bytes, "scan")

@@ -1,0 +1,74 @@
+"""What a listing leaves out, and counts: files that are no pictures, and folders that a system made."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+
+from .record import HEIF_EXTENSIONS
+
+# Of macOS archives, network storage, Windows and Linux disks, and Python; all in lower case.
+SYSTEM_FOLDERS = {
+    *("__macosx", "@eadir", "@recycle", "@tmp", "#recycle", "#snapshot", "$recycle.bin", "recycler"),
+    *("system volume information", "lost+found", "__pycache__"),
+}
+MAX_EXTENSIONS = 100  # that are counted apart
+MAX_EXTENSION_CHARS = 12
+NUM_SHOWN = 6
+OTHERS = "others"
+
+
+def is_system_folder(name: str) -> bool:
+    """A folder that no person made for pictures: a hidden one, or one of SYSTEM_FOLDERS."""
+    return name.startswith(".") or name.casefold() in SYSTEM_FOLDERS
+
+
+@dataclass
+class Ignored:
+    """Counts of what was left out.
+
+    Args:
+      extensions: of files that are no pictures by their name, with the dot and in lower case.
+      folders: names of folders that were not entered.
+    """
+
+    extensions: Counter[str] = field(default_factory=Counter)
+    folders: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_files(self) -> int:
+        """Files that are no pictures by their name."""
+        return self.extensions.total()
+
+    def file(self, path: str) -> None:
+        """Count a file."""
+        extension = os.path.splitext(path)[1].lower() or "without extension"
+        is_usual = len(extension) <= MAX_EXTENSION_CHARS or extension == "without extension"
+        is_kept = extension in self.extensions or len(self.extensions) < MAX_EXTENSIONS
+        self.extensions[extension if is_usual and is_kept else OTHERS] += 1
+
+    def folder(self, name: str) -> None:
+        """Count a folder."""
+        is_kept = name in self.folders or len(self.folders) < MAX_EXTENSIONS
+        self.folders[name if is_kept else OTHERS] += 1
+
+    def lines(self) -> list[str]:
+        """What was left out, for a person: a line for files and a line for folders, each only if there are some."""
+        lines = []
+        if self.extensions:
+            lines.append(f"{_counted(self.num_files, 'file')}, no pictures by name: {_most(self.extensions)}")
+        if HEIF_EXTENSIONS & self.extensions.keys():
+            lines.append("HEIC and HEIF are read with pillow-heif: pip install 'leandit[heif]'")
+        if self.folders:
+            lines.append(f"{_counted(self.folders.total(), 'folder')}, hidden or of a system: {_most(self.folders)}")
+        return lines
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _most(counts: Counter[str]) -> str:
+    shown = [f"{count} {name}" for name, count in counts.most_common(NUM_SHOWN)]
+    return ", ".join([*shown, "..."] if len(counts) > NUM_SHOWN else shown)

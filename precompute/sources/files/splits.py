@@ -1,0 +1,195 @@
+"""Splits of a source (train, validation, test), told apart by names: several are never stored as one by accident.
+
+The names are those that Hugging Face's hub and the usual archives use: shards ``train-00000-of-00005.parquet`` or
+``imagenet-val-0003.tar``, in the source itself, in its folder ``data`` or in that of a configuration; or folders
+``train`` and ``val`` of shards, of class folders or of pictures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+from ....datasets.errors import SourceError
+from ...config import SourceSection
+from .files import SourceFiles, open_source_files
+from .record import is_picture
+
+ALL = "all"  # of source.split: whatever the names say, all of it
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+USUAL = {name: split for split, names in SPLITS.items() for name in names}
+SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")  # as the hub's libraries number the files of a split
+WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(USUAL)})(?![a-z])", re.IGNORECASE)
+FOLDER = re.compile(rf"({'|'.join(USUAL)})[-_ ]?\d*", re.IGNORECASE)  # "train", "val2017"
+SHARD_ENDS = (".parquet", ".tar")
+LOOKED_AT = 1000  # files, to see whether a folder holds pictures or shards
+MAX_CONFIGS = 64  # folders beside each other that may be configurations; more are classes
+SHARD_KINDS = ("auto", "parquet", "webdataset", "imagenet")
+
+
+def shards_of_split(where: str, names: Iterable[str], split: str) -> list[str]:
+    """The files of one split among the names of shards, in order.
+
+    Args:
+      where: the source, for messages.
+      split: of the recipe: "" where there may be only one, "all" for every file.
+    Raises: SourceError: there are several splits and none is named, or none of this name.
+    """
+    names = sorted(names)
+    tell = any(_split_of_shard(name) for name in names)
+    if not names or (not tell and _is_split(where, split)):
+        return names
+    chosen = choose_split(
+        where, Counter(_split_of_shard(name) for name in names), split, lambda count: _counted(count, "file")
+    )
+    return names if chosen is None else [name for name in names if _split_of_shard(name) == chosen]
+
+
+def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[SourceFiles, list[str]]:
+    """The folder in which the pictures of the split lie: the source itself, or one inside of it.
+
+    Returns: its files, and what was found, for a person.
+    Raises: SourceError: there are several splits, or configurations, and none is named.
+    """
+    if files.only is not None:
+        return files, []
+    if any(name.endswith(SHARD_ENDS) for name in files.names()):
+        return files, []  # their names tell the splits
+    folders = list(islice(files.folders(), MAX_CONFIGS + 1))
+    splits = [folder for folder in folders if FOLDER.fullmatch(folder)]
+    holds_shards = _shard_folders(files, folders) if settings.kind in SHARD_KINDS else []
+    if splits and _are_splits(files, folders, splits, settings.split):
+        if settings.split == ALL and set(splits) & set(holds_shards):
+            raise SourceError(
+                f"source '{files.name}': its splits are folders of shards, which make one store each: "
+                f"{', '.join(splits)}. Name one of them with --set source.split={_likely(splits)}."
+            )
+        counts = Counter({folder: _num_entries(files, folder) for folder in splits})
+        chosen = choose_split(files.name, counts, settings.split, lambda count: _counted(count, "entry"))
+        if chosen is not None:
+            return _entered(files, chosen), [f"split '{chosen}' of {', '.join(splits)}"]
+        return files, []
+    if len(holds_shards) > 1:
+        raise SourceError(
+            f"source '{files.name}': several configurations: {', '.join(holds_shards)}. Give one of them, as "
+            f"--source {files.name}/{holds_shards[0]}."
+        )
+    if holds_shards:
+        inner, notes = folder_of_split(_entered(files, holds_shards[0]), settings)
+        return inner, [f"shards in folder '{holds_shards[0]}'", *notes]
+    return files, []
+
+
+def check_has_splits(where: str, split: str) -> None:
+    """Refuse the name of a split for a source in which no names tell splits.
+
+    Raises: SourceError.
+    """
+    if split not in ("", ALL) and not _is_split(where, split):
+        raise SourceError(
+            f"source '{where}': no split '{split}': nothing in it is named train, validation or test. Leave "
+            "source.split out to store all of it."
+        )
+
+
+def _is_split(where: str, split: str) -> bool:
+    """A folder is the split itself, by its name."""
+    folder = where.rstrip("/").rpartition("/")[2]
+    return split not in ("", ALL) and bool(FOLDER.fullmatch(folder)) and _usual(folder) == _usual(split)
+
+
+def _are_splits(files: SourceFiles, folders: list[str], splits: list[str], asked: str) -> bool:
+    """Folders of usual names are splits, not classes: nothing else beside them holds pictures."""
+    others = [folder for folder in folders if folder not in splits]
+    enough = len(splits) > 1 or asked not in ("", ALL)
+    return enough and len(folders) <= MAX_CONFIGS and not any(_holds_pictures(files, folder) for folder in others)
+
+
+def _shard_folders(files: SourceFiles, folders: list[str]) -> list[str]:
+    """Folders that hold shards, or folders of splits that hold some."""
+    if len(folders) > MAX_CONFIGS or any(is_picture(name) for name in files.names()):
+        return []
+    found = []
+    for folder in folders:
+        inside = _entered(files, folder)
+        if _has_shards(inside):
+            found.append(folder)
+        elif not FOLDER.fullmatch(folder):
+            below = [name for name in islice(inside.folders(), MAX_CONFIGS) if FOLDER.fullmatch(name)]
+            if any(_has_shards(_entered(inside, name)) for name in below):
+                found.append(folder)
+    return found
+
+
+def _has_shards(files: SourceFiles) -> bool:
+    return any(name.endswith(SHARD_ENDS) for name in islice(files.names(), LOOKED_AT))
+
+
+def _holds_pictures(files: SourceFiles, folder: str) -> bool:
+    some = islice(_entered(files, folder).walk(files_first=True), LOOKED_AT)
+    return any(is_picture(file.path) or file.path.endswith(SHARD_ENDS) for file in some)
+
+
+def _num_entries(files: SourceFiles, folder: str) -> int:
+    """Files and folders directly in a folder."""
+    inside = _entered(files, folder)
+    return sum(1 for _ in inside.names()) + sum(1 for _ in inside.folders())
+
+
+def _entered(files: SourceFiles, folder: str) -> SourceFiles:
+    return open_source_files(f"{files.name.rstrip('/')}/{folder}")
+
+
+def _split_of_shard(name: str) -> str:
+    """ "train" of "train-00000-of-00005.parquet" or "imagenet-train-0003.tar"; "" where the name tells none."""
+    stem = name.rpartition(".")[0]
+    if numbered := SHARD.fullmatch(stem):
+        return numbered[1]
+    word = WORD.search(stem)
+    return word[1] if word else ""
+
+
+def choose_split(where: str, counts: Counter[str], asked: str, said: Callable[[int], str] = str) -> str | None:
+    """The split that is asked for; None for all.
+
+    Args:
+      counts: of what each split holds.
+      said: a count, as the message has it.
+    Raises: SourceError: several, and none is named; or none of this name.
+    """
+    splits = [name for name in counts if name]
+    there = ", ".join(f"{name} ({said(counts[name])})" for name in splits)
+    if asked == ALL or (not asked and len(splits) < 2):
+        return None
+    if not asked:
+        raise SourceError(
+            f"source '{where}': it holds several splits: {there}. Name the one to store, as --set "
+            f"source.split={_likely(splits)}; 'all' takes all of them as one source."
+        )
+    same = [name for name in splits if name == asked]
+    same = same or [name for name in splits if _usual(name) == _usual(asked)]
+    if len(same) != 1:
+        raise SourceError(f"source '{where}': no split '{asked}'. It holds: {there or 'no splits that names tell'}.")
+    return same[0]
+
+
+def _likely(splits: list[str]) -> str:
+    """The split that a message takes for its example: the one to train on where there is one."""
+    return next((name for name in splits if _usual(name) == "train"), splits[0])
+
+
+def _usual(name: str) -> str:
+    """ "validation" of "val" and "imagenet-val", so that any usual name of a split finds it."""
+    word = WORD.search(name)
+    return USUAL[word[1].lower()] if word else name
+
+
+def _counted(count: int, what: str) -> str:
+    plural = "entries" if what == "entry" else f"{what}s"
+    return f"{count} {what if count == 1 else plural}"

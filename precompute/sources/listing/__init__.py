@@ -1,0 +1,1 @@
+"""Millions of records, listed once and mapped from disk."""

@@ -1,0 +1,78 @@
+"""Where each thing of a long stream stands first, in bounded memory; equal are things of one digest.
+
+The digests are spread over parts by their first bits, so that equal ones meet in one part, which fits into memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+
+from ....datasets.disk.spill import GrowingArray, map_array
+
+NUM_PARTS = 256  # 9 MB each for 100 M things
+SPREAD = 1 << 18  # things that are spread at once
+ENTRY = np.dtype([("high", "u8"), ("low", "u8"), ("position", "i8")])
+
+
+def digests(texts: pa.StringArray) -> np.ndarray:
+    """(N, 2) uint64, BLAKE2b of 128 bits: nobody finds two texts with one digest, not even on purpose."""
+    _, offsets, letters = texts.buffers()
+    ends = np.frombuffer(offsets, np.int32)[texts.offset : texts.offset + len(texts) + 1].tolist()
+    view = memoryview(letters or b"")
+    joined = b"".join(hashlib.blake2b(view[a:b], digest_size=16).digest() for a, b in pairwise(ends))
+    return np.frombuffer(joined, np.uint64).reshape(-1, 2)
+
+
+def first_positions(stream: Iterable[np.ndarray], what: str) -> np.ndarray:
+    """Of each thing, the position at which one with the same digest stands first.
+
+    Args:
+      stream: (n, 2) uint64 digests, in order.
+      what: they are, for the error of a full disk.
+    Returns: (N,) int64, in a mapped temporary file; of a thing that is new, its own position.
+    """
+    spread, counts = GrowingArray(ENTRY, what), []
+    for entries in _entries(stream):
+        parts = (entries["high"] >> np.uint64(64 - NUM_PARTS.bit_length() + 1)).astype(np.int64)
+        spread.append(entries[np.argsort(parts, kind="stable")])
+        counts.append(np.bincount(parts, minlength=NUM_PARTS))
+    everything = spread.close()
+    first = map_array(len(everything), "int64", what)
+    if not counts:
+        return first
+    lengths = np.array(counts)  # (spreads, parts)
+    ends = np.cumsum(lengths.ravel()).reshape(lengths.shape)
+    for part in range(NUM_PARTS):
+        pieces = [everything[end - length : end] for end, length in zip(ends[:, part], lengths[:, part], strict=True)]
+        _find_first(np.concatenate(pieces), first)
+    return first
+
+
+def _entries(stream: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Digests with their positions, so many at once."""
+    position, waiting, count = 0, [], 0
+    for found in stream:
+        entries = np.empty(len(found), ENTRY)
+        entries["high"], entries["low"] = found[:, 0], found[:, 1]
+        entries["position"] = np.arange(position, position + len(found))
+        position, count = position + len(found), count + len(found)
+        waiting.append(entries)
+        if count >= SPREAD:
+            yield np.concatenate(waiting)
+            waiting, count = [], 0
+    if count:
+        yield np.concatenate(waiting)
+
+
+def _find_first(entries: np.ndarray, first: np.ndarray) -> None:
+    """Fill in the first positions of one part, whose entries are in order of their position."""
+    entries = entries[np.lexsort((entries["low"], entries["high"]))]  # stable: of equal ones, the first comes first
+    is_new = np.ones(len(entries), bool)
+    is_new[1:] = (entries["high"][1:] != entries["high"][:-1]) | (entries["low"][1:] != entries["low"][:-1])
+    begins = np.maximum.accumulate(np.where(is_new, np.arange(len(entries)), 0))
+    first[entries["position"]] = entries["position"][begins]

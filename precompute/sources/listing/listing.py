@@ -1,0 +1,173 @@
+"""The records of a source in bounded memory: batches of a table in a temporary file, mapped, and read as records.
+
+Ten million records as Python objects are several gigabytes; here they are a file that the kernel may drop from memory
+at any time. It has no name any more once it is mapped, so nothing is left of it, however the process ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from operator import attrgetter
+from typing import overload
+
+import numpy as np
+import pyarrow as pa
+
+from ....datasets.disk.spill import BATCH_ROWS, map_table, rebatched
+from ..files.record import SourceRecord, encoded_texts
+from .distinct import digests, first_positions
+from .merge import merged_rows
+
+WHAT = "the list of the source"
+LOOK_ROWS = 1 << 20  # looked through for repeated keys at once
+SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("path", pa.string()),
+        ("offset", pa.int64()),
+        ("num_bytes", pa.int64()),
+        ("mtime_ns", pa.int64()),
+        ("label", pa.int32()),
+        ("captions", pa.list_(pa.string())),  # as they are encoded
+        ("reason", pa.string()),  # null where there is no problem
+        ("detail", pa.string()),
+        ("height_px", pa.int32()),  # 0 where the source does not say it
+        ("width_px", pa.int32()),
+    ]
+)
+OWN = [name for name in SCHEMA.names if name not in ("reason", "detail")]  # what a record has under the same name
+
+
+class Listing(Sequence[SourceRecord]):
+    """Records of a source in their order; a record is made when it is asked for.
+
+    A key that stands there again is a reject, ``duplicate_key``: the first one counts.
+
+    Args:
+      batches: of SCHEMA, all of ``batch_rows`` but the last.
+      repeated: positions whose key stands before them, and where.
+    """
+
+    def __init__(self, batches: list[pa.RecordBatch], repeated: dict[int, int], batch_rows: int) -> None:
+        self._batches, self._repeated, self._batch_rows = batches, repeated, batch_rows
+        self._length = sum(batch.num_rows for batch in batches)
+        self._latest: tuple[int, list[SourceRecord]] = -1, []  # replaced as one, so any thread may read it
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[SourceRecord]:
+        for batch in self.batches():
+            yield from _records(batch)
+
+    @overload
+    def __getitem__(self, index: int) -> SourceRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[SourceRecord]: ...
+    def __getitem__(self, index: int | slice) -> SourceRecord | list[SourceRecord]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._length))]
+        if not -self._length <= index < self._length:
+            raise IndexError(f"record {index} of {self._length}")
+        number, row = divmod(index % self._length, self._batch_rows)
+        latest = self._latest
+        if latest[0] != number:
+            latest = self._latest = number, _records(self._batch(number))
+        return latest[1][row]
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """The records as batches of SCHEMA: far cheaper than one by one."""
+        return (self._batch(number) for number in range(len(self._batches)))
+
+    def largest_label(self) -> int:
+        """Of all records but those that repeat a key; -1 where none has a label."""
+        return max((int(batch["label"].to_numpy().max()) for batch in self.batches()), default=-1)
+
+    def _batch(self, number: int) -> pa.RecordBatch:
+        batch, start = self._batches[number], number * self._batch_rows
+        again = [i for i in range(start, start + batch.num_rows) if i in self._repeated] if self._repeated else []
+        if not again:
+            return batch
+        records = _records(batch)
+        for position in again:
+            record = records[position - start]
+            problem = ("duplicate_key", f"record {self._repeated[position] + 1} of the source has the same key")
+            records[position - start] = SourceRecord(record.key, record.path, problem=problem)
+        return record_batch(records)
+
+
+def spool(
+    batches: Iterable[pa.RecordBatch],
+    progress: Callable[[int], None],
+    *,
+    check_keys: bool = True,
+    merge_rows: bool = False,
+) -> Listing:
+    """Write records to a temporary file as they come, and map it.
+
+    Args:
+      batches: of SCHEMA, of any length.
+      progress: called with the number of records so far.
+      check_keys: look for keys that are repeated.
+      merge_rows: those with one key are rows of one picture, and join into one record (``merge.py``).
+    Raises: ResourceError: the folder for temporary files is full.
+    """
+    batch_rows = BATCH_ROWS
+    table = map_table(SCHEMA, _counted(rebatched(batches, batch_rows), progress), WHAT)
+    equal = table.to_batches()
+    if not check_keys:
+        return Listing(equal, {}, batch_rows)
+    first = _first_positions(equal)
+    if merge_rows and (merged := merged_rows(equal, first)):
+        equal = map_table(SCHEMA, rebatched(merged, batch_rows), WHAT).to_batches()
+        first = _first_positions(equal)
+    return Listing(equal, _repeated(first), batch_rows)
+
+
+def _counted(batches: Iterable[pa.RecordBatch], progress: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
+    length = 0
+    for batch in batches:
+        yield batch
+        length += batch.num_rows
+        progress(length)
+
+
+def record_batches(records: Iterable[SourceRecord]) -> Iterator[pa.RecordBatch]:
+    """Records as batches of SCHEMA, as they come."""
+    iterator = iter(records)
+    while some := list(islice(iterator, BATCH_ROWS)):
+        yield record_batch(some)
+
+
+def record_batch(records: Sequence[SourceRecord]) -> pa.RecordBatch:
+    """Records as a batch of SCHEMA; captions as they are encoded."""
+    columns: dict[str, Sequence] = dict(zip(OWN, zip(*map(attrgetter(*OWN), records), strict=True), strict=True))
+    columns["captions"] = [encoded_texts(texts) if texts else texts for texts in columns["captions"]]
+    problems = [record.problem or (None, None) for record in records]
+    columns["reason"], columns["detail"] = zip(*problems, strict=True)
+    return pa.RecordBatch.from_pydict(columns, SCHEMA)
+
+
+def _records(batch: pa.RecordBatch) -> list[SourceRecord]:
+    """The same as records."""
+    columns = batch.to_pydict()
+    reasons, details = columns.pop("reason"), columns.pop("detail")
+    columns["captions"] = [tuple(texts) for texts in columns["captions"]]
+    sizes = columns.pop("height_px"), columns.pop("width_px")
+    problems = [reason and (reason, detail) for reason, detail in zip(reasons, details, strict=True)]
+    return [SourceRecord(*row) for row in zip(*columns.values(), problems, *sizes, strict=True)]
+
+
+def _first_positions(batches: Sequence[pa.RecordBatch]) -> np.ndarray:
+    return first_positions((digests(batch["key"]) for batch in batches), WHAT)
+
+
+def _repeated(first: np.ndarray) -> dict[int, int]:
+    """Position of each key that stands there again, and where it stands first."""
+    repeated = {}
+    for start in range(0, len(first), LOOK_ROWS):
+        here = first[start : start + LOOK_ROWS]
+        again = np.flatnonzero(here != np.arange(start, start + len(here)))
+        repeated |= zip((again + start).tolist(), here[again].tolist(), strict=True)
+    return repeated

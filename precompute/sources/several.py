@@ -1,0 +1,161 @@
+"""Several sources as one: the first keeps its keys, those of each later one begin with its name.
+
+So a store of one source grows by another without encoding anything again. The plan names a picture of a later source
+by ``//NAME//PATH``, which no path of the first one begins with. Classes are joined by name: those of the first source
+keep their labels, new ones follow.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from ...datasets.errors import RecipeError, SourceError
+from ..config import SourceSection
+from .files.ignored import Ignored
+from .listing.classes import names_of_classes, read_class_names
+from .listing.listing import spool
+from .source import MARK, OpenedSource, Source, list_source, open_source
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+MAX_NAME_CHARS = 64
+EXTENSION = re.compile(r"\.(tar|parquet|csv|tsv|json|jsonl)$")
+SourcePaths = Path | str | Sequence[Path | str]
+"""Path or URL of a source, or of each of several."""
+
+
+def paths_of(sources: SourcePaths) -> list[str]:
+    """Each path or URL."""
+    return [str(sources)] if isinstance(sources, str | Path) else [str(path) for path in sources]
+
+
+def source_names(paths: Sequence[str]) -> list[str]:
+    """Short name of each source: the last part of its path, with the part before it where that is taken.
+
+    The name of a source does not depend on those behind it; the first one's is used nowhere.
+
+    Raises: RecipeError: a source is given twice.
+    """
+    names: list[str] = []
+    seen: dict[str, str] = {}
+    for path in paths:
+        place = path.rstrip("/") if "://" in path else os.path.realpath(path)
+        if place in seen:
+            raise RecipeError(f"--source '{path}': the same source as '{seen[place]}'. Give each source once.")
+        seen[place] = path
+        *above, last = (path if "://" in path else os.path.abspath(path)).rstrip("/").split("/")
+        short = _plain(EXTENSION.sub("", last))
+        wanted = [short, f"{_plain(above[-1] if above else '')}-{short}"]
+        wanted += [f"{short}-{number}" for number in range(2, len(names) + 3)]
+        names.append(next(name for name in wanted if name not in names[1:]))
+    return names
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", text).strip("-.")[:MAX_NAME_CHARS] or "source"
+
+
+def open_sources(sources: SourcePaths, asked: SourceSection | Sequence[SourceSection]) -> OpenedSource:
+    """As ``open_source``, of one or several.
+
+    Args:
+      asked: how to read all of them, or each.
+    """
+    paths = paths_of(sources)
+    names = source_names(paths)
+    settings = [asked] * len(paths) if isinstance(asked, SourceSection) else asked
+    first, *others = [open_source(path, section) for path, section in zip(paths, settings, strict=True)]
+    return replace(first, others=tuple(zip(names[1:], others, strict=True))) if others else first
+
+
+def list_sources(
+    sources: SourcePaths, asked: SourceSection, *, progress: Callable[[int], None] = lambda _: None
+) -> Source:
+    """As ``list_source``, of one or several; a key of one that another has already is a reject, ``duplicate_key``.
+
+    Raises: RecipeError: a source is given twice. SourceError: also where some label by name and some by number.
+    """
+    paths = paths_of(sources)
+    if len(paths) == 1:
+        return list_source(paths[0], asked, progress=progress)
+    names = source_names(paths)
+    rows = read_class_names(asked.class_names) if asked.class_names else None  # before the long listing
+    listed: list[Source] = []
+    for path in paths:
+        before = sum(len(source.records) for source in listed)
+        settings = asked.model_copy(update={"class_names": ""})  # of all of them together
+        listed.append(list_source(path, settings, progress=lambda done, before=before: progress(before + done)))
+    _check_labels(listed)
+    classes = list(dict.fromkeys(name for source in listed for name in source.classes or ())) or None
+    batches = (
+        batch
+        for number, (name, source) in enumerate(zip(names, listed, strict=True))
+        for batch in _joined(source, name if number else "", classes or [])
+    )
+    records = spool(batches, lambda _: None)
+    notes = [f"'{source.name}': {note}" for source in listed for note in source.notes]
+    notes += [f"'{path}': its keys begin with '{name}/'" for path, name in list(zip(paths, names, strict=True))[1:]]
+    return Source(
+        listed[0].settings,
+        listed[0].files,
+        records,
+        classes,
+        _all_ignored(listed),
+        notes,
+        names_of_classes(asked.class_names, rows, classes) if rows else None,
+        others=tuple(
+            (name, OpenedSource(source.settings, source.files))
+            for name, source in zip(names[1:], listed[1:], strict=True)
+        ),
+        counts=tuple(len(source.records) for source in listed),
+    )
+
+
+def _check_labels(listed: Sequence[Source]) -> None:
+    """Names and numbers cannot be joined: which name a number means is not known."""
+    labelled = [source for source in listed if source.classes]
+    named = next((source for source in labelled if source.has_class_names), None)
+    numbered = next((source for source in labelled if not source.has_class_names), None)
+    if named and numbered:
+        raise SourceError(
+            f"source '{named.name}' labels by names of classes, '{numbered.name}' by numbers. Needed one of both; or "
+            "leave labels out with --set source.labels=none."
+        )
+
+
+def _joined(source: Source, name: str, classes: list[str]) -> Iterator[pa.RecordBatch]:
+    """Records of one source as they are among those of all; without a name, of the first."""
+    own = source.classes or []
+    places = {name: i for i, name in enumerate(classes)}
+    label_of = np.array([*(places[name] for name in own), -1], np.int32)  # the last is that of label -1
+    for batch in source.records.batches():
+        if not name:  # labels of the first source stay
+            if pc.any(pc.starts_with(batch["path"], MARK)).as_py():
+                raise SourceError(f"source '{source.name}': a path begins with '{MARK}'. Give it alone, or last.")
+            yield batch
+            continue
+        columns = {field: batch[field] for field in batch.schema.names}
+        labels = batch["label"].to_numpy()
+        if len(labels) and labels.max() >= max(len(own), 0):
+            raise SourceError(f"source '{source.name}': label {labels.max()} of {len(own)} classes. Needed its class.")
+        columns["label"] = pa.array(label_of[labels])
+        columns["key"] = pc.binary_join_element_wise(f"{name}/", batch["key"], "")
+        columns["path"] = pc.binary_join_element_wise(f"{MARK}{name}{MARK}", batch["path"], "")
+        yield pa.RecordBatch.from_pydict(columns, batch.schema)
+
+
+def _all_ignored(listed: Sequence[Source]) -> Ignored:
+    ignored = Ignored()
+    for source in listed:
+        ignored.extensions += source.ignored.extensions
+        ignored.folders += source.ignored.folders
+    return ignored

@@ -1,0 +1,351 @@
+"""Where raw pictures and captions come from: folders, tables, tars and Parquet files, here or at a URL.
+
+A source is listed, never unpacked: each record says where its bytes lie, so that any of them can be read at random,
+later, from any thread. Keys are names only; no path is ever made from one. What a source of others can claim is bounded
+before it is believed (``docs/security.md``). The kinds stand in ``docs/sources.md``, each in a module ``source_*.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from ...datasets.disk.hashing import sha256_of
+from ...datasets.errors import RecordRejected, SourceError
+from ..config import Kind, SourceSection
+from ..images.decoders import PicturePlace
+from .files.files import LocalFiles, SourceFiles, open_source_files
+from .files.folders import Found, has_sidecars, image_folder, sidecar_folder
+from .files.ignored import Ignored
+from .files.patterns import open_files
+from .files.placement import default_root, elsewhere, normalized_root
+from .files.record import IMAGE_EXTENSIONS, SourceRecord
+from .files.splits import check_has_splits, folder_of_split
+from .listing.classes import names_of_classes, read_class_names
+from .listing.listing import Listing, record_batches, spool
+from .listing.signatures import HEAD_BYTES, not_a_source
+from .tables.arrow import ArrowRowBytes, arrow_records, is_saved_dataset, is_saved_dict, saved_split
+from .tables.coco import coco_names
+from .tables.manifests import METADATA, PIXART_TABLE, find_caption_table, find_table, pixart_folder, table_batches
+from .tables.parquet import RowBytes, holds_pictures, parquet_names, parquet_records
+from .tars.source_tars import imagenet, is_imagenet, tar_names, webdataset
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+MARK = "//"  # //NAME//PATH: a picture of another source than the first
+MAX_SENT_BYTES = 256 << 20  # of a picture that this process reads for a decoder
+# What the listing's hash is of.
+LISTED = ["key", "path", "offset", "num_bytes", "mtime_ns", "label", "captions", "height_px", "width_px"]
+TABLES = ("metadata", "manifest")  # kinds whose records are rows that name pictures
+SHARDED = ("parquet", "webdataset", "imagenet")  # kinds of files that hold many pictures, whose names tell splits
+ROWS = ("parquet", "arrow")  # kinds whose pictures are bytes in the rows of a file
+NAMED = ("imagefolder", "imagenet")  # kinds whose classes always have names
+RECORDS: dict[str, Callable[[SourceFiles, Found], Iterator[SourceRecord]]] = {
+    "imagefolder": image_folder,
+    "sidecars": sidecar_folder,
+    "webdataset": webdataset,
+    "imagenet": imagenet,
+    "parquet": parquet_records,
+    "arrow": arrow_records,
+}
+
+
+@dataclass(frozen=True)
+class OpenedSource:
+    """A source whose pictures are read by their places, as a plan names them; it needs no listing.
+
+    Args:
+      settings: how it is read; its kind is never "auto".
+      files: through which the records' paths are read.
+      others: further sources, by name (``several.py``).
+    """
+
+    settings: SourceSection
+    files: SourceFiles
+    others: tuple[tuple[str, OpenedSource], ...] = field(default=(), kw_only=True)
+    _rows: RowBytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        kind = ArrowRowBytes if self.kind == "arrow" else RowBytes
+        object.__setattr__(self, "_rows", kind(self.files, self.settings))
+
+    @property
+    def kind(self) -> str:
+        """As of ``SourceSection``."""
+        return self.settings.kind
+
+    @property
+    def name(self) -> str:
+        """Path or URL, for messages."""
+        return "', '".join(part.files.name for part in self.parts)
+
+    @property
+    def parts(self) -> list[OpenedSource]:
+        """The sources, each alone."""
+        return [OpenedSource(self.settings, self.files), *(other for _, other in self.others)]
+
+    @property
+    def is_read_by_decoders(self) -> bool:
+        """A decoder reads the pictures itself; else this process reads their bytes and sends them."""
+        return all(part.kind not in ROWS and isinstance(part.files, LocalFiles) for part in self.parts)
+
+    def place(self, path: str, offset: int, num_bytes: int, *, stage: str) -> PicturePlace:
+        """Where a decoder finds the bytes of a picture: it reads a file here itself, all else is read for it.
+
+        Raises: RecordRejected: gone, or not as it was listed; SourceError: the URL cannot be reached.
+        """
+        other, path = self._holder(path)
+        if other:
+            return other.place(path, offset, num_bytes, stage=stage)
+        if self.kind not in ROWS and isinstance(self.files, LocalFiles):
+            return PicturePlace(self.files.root / path, offset, num_bytes)
+        data = self.read(path, offset, num_bytes, stage=stage)
+        return PicturePlace(Path(path), 0, len(data), data)
+
+    def read(self, path: str, offset: int, num_bytes: int, *, stage: str) -> bytes:
+        """Read the bytes of a picture.
+
+        Raises: as ``place``.
+        """
+        other, path = self._holder(path)
+        if other:
+            return other.read(path, offset, num_bytes, stage=stage)
+        if num_bytes > MAX_SENT_BYTES:
+            raise RecordRejected(stage, "too_large", f"{num_bytes} bytes, at most {MAX_SENT_BYTES >> 20} MiB are read")
+        if self.kind in ROWS:
+            data = self._rows.read(path, offset, stage)
+            if len(data) > MAX_SENT_BYTES:
+                raise RecordRejected(stage, "too_large", f"{len(data)} bytes, at most {MAX_SENT_BYTES >> 20} MiB")
+            return data
+        return self.files.read(path, offset, num_bytes, stage)
+
+    def _holder(self, path: str) -> tuple[OpenedSource | None, str]:
+        """The other source that a path of a plan names, and the path in it; None for the first."""
+        if not path.startswith(MARK) or not (self.others or isinstance(self.files, LocalFiles)):
+            return None, path
+        name, _, inner = path.removeprefix(MARK).partition(MARK)
+        for known, other in self.others:
+            if known == name:
+                return other, inner
+        raise SourceError(
+            f"source '{self.name}': the store was planned with another source too, '{name}'. Give every --source, in "
+            "the same order."
+        )
+
+
+@dataclass(frozen=True)
+class Source(OpenedSource):
+    """A listed source.
+
+    Args:
+      records: all that it has, in order.
+      classes: names of the classes in order of their index, or None.
+      ignored: files and folders that were left out.
+      notes: what was guessed, for a person.
+      class_names: of the same classes, for people; None where the recipe names none.
+      counts: records of each source, where there are several.
+    """
+
+    records: Listing = field(repr=False)
+    classes: list[str] | None
+    ignored: Ignored = field(default_factory=Ignored)
+    notes: list[str] = field(default_factory=list)
+    class_names: list[str] | None = None
+    counts: tuple[int, ...] = field(default=(), kw_only=True)
+
+    def lines(self) -> list[str]:
+        """Kind, place and number of records of each source, for a person."""
+        counts = zip(self.parts, self.counts or [len(self.records)], strict=True)
+        return [f"{part.kind} '{part.name}', {count} records" for part, count in counts]
+
+    @property
+    def num_ignored(self) -> int:
+        """Files that are no pictures by their name."""
+        return self.ignored.num_files
+
+    @property
+    def has_class_names(self) -> bool:
+        """Labels are places in a list of names, which may move; else a label is its own name."""
+        names = self.classes or []
+        return any(part.kind in NAMED for part in self.parts) or names != [str(i) for i in range(len(names))]
+
+    def renames(self, classes: Sequence[str] | None) -> bool:
+        """Whether classes have other names here than in a store, which may have more of them: no listing says so.
+
+        Args:
+          classes: of the store.
+        """
+        names = self.classes or []
+        return names != list(classes or ())[: len(names)]
+
+    def listing_hash(self, *, null_captions: bool = False) -> str:
+        """Hash of what was listed: changes when a file is added, gone, or written again.
+
+        Args:
+          null_captions: a record without a caption is stored, which is another plan of the same listing.
+        """
+        digest = hashlib.sha256()
+        for batch in self.records.batches():
+            for name in LISTED:
+                for buffer in _hashed(batch[name]):
+                    digest.update(buffer)
+            problems = np.flatnonzero(batch["reason"].is_valid().to_numpy(zero_copy_only=False))
+            if len(problems):
+                digest.update(problems.tobytes())
+                for name in ("reason", "detail"):
+                    for buffer in _hashed(batch[name].take(pa.array(problems))):
+                        digest.update(buffer)
+        listing = digest.hexdigest()
+        return sha256_of([listing, "missing_caption=null"]) if null_captions else listing
+
+
+def _hashed(column: pa.Array) -> Iterator[memoryview]:
+    """What the values of a column without nulls are, whatever the column was cut from: lengths, and bytes."""
+    if pa.types.is_list(column.type):
+        yield memoryview(pc.list_value_length(column).to_numpy())
+        column = column.flatten()
+    if pa.types.is_string(column.type):
+        yield memoryview(pc.binary_length(column).to_numpy())
+        _, offsets, letters = column.buffers()
+        first, last = np.frombuffer(offsets, np.int32)[[column.offset, column.offset + len(column)]]
+        yield memoryview(letters)[first:last] if letters else memoryview(b"")
+    else:
+        yield memoryview(column.to_numpy())
+
+
+def open_source(path: Path | str, asked: SourceSection | Kind = "auto") -> OpenedSource:
+    """Open a source without listing it.
+
+    Args:
+      path: a folder, one tar, one Parquet file or one manifest; or the URL of one.
+      asked: how to read it, or only of which kind it is, "auto" to look.
+    Raises: SourceError: it is missing, or holds several splits; RecipeError: no file system for the URL.
+    """
+    return _opened(path, asked)[0]
+
+
+def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource, SourceFiles, list[str]]:
+    """As ``open_source``; the files that are listed, whose pictures may lie elsewhere; notes for a person."""
+    settings, notes = SourceSection(kind=asked) if isinstance(asked, str) else asked, []
+    files = open_files(path)
+    if settings.kind != "imagefolder" and (folder := pixart_folder(str(path))) != str(path):
+        above = open_source_files(folder)
+        files = above if above.look(PIXART_TABLE) else files
+    if files.only and settings.kind in ("auto", "webdataset", "imagenet"):
+        _check_file(files)
+    whole = files
+    if settings.kind in ("auto", "arrow") and is_saved_dict(files):
+        files, notes = saved_split(files, settings.split)
+    elif not (settings.kind in TABLES or find_table(files, settings.split) or find_caption_table(files, settings)):
+        files, notes = folder_of_split(files, settings)
+    if settings.kind == "auto":
+        settings = settings.model_copy(update={"kind": _guess_kind(files, settings)})
+    if settings.split and files is whole and (files.only or settings.kind not in SHARDED) and not coco_names(files):
+        check_has_splits(files.name, settings.split)
+    if settings.root and settings.kind not in TABLES:
+        raise SourceError(
+            f"source '{files.name}': source.root is for a table that names pictures; this is {settings.kind}."
+        )
+    root = settings.root or (default_root(files) if settings.kind in TABLES else "")
+    is_elsewhere = root and normalized_root(root) is None
+    pictures = open_source_files(elsewhere(files, root)) if is_elsewhere else files
+    return OpenedSource(settings, pictures), files, notes
+
+
+def _check_file(files: SourceFiles) -> None:
+    """Refuse a file that cannot be a source, by what it is.
+
+    Raises: SourceError.
+    """
+    assert files.only
+    with files.open(files.only, ahead=False) as file:
+        what = not_a_source(files.only, file.read(HEAD_BYTES))
+    if what:
+        raise SourceError(f"source '{files.name}': {what}")
+
+
+def list_source(
+    path: Path | str, asked: SourceSection | Kind = "auto", *, progress: Callable[[int], None] = lambda _: None
+) -> Source:
+    """List a source.
+
+    Args:
+      path, asked: as for ``open_source``.
+      progress: called with the number of records so far.
+    Raises: SourceError: it is missing, empty, not of this kind, or holds several splits; RecipeError: no file system
+      for the URL, or no file of class names.
+    """
+    opened, files, notes = _opened(path, asked)
+    kind, settings = opened.kind, opened.settings
+    found = Found(settings, notes=notes)
+    if files.only and kind in ("imagefolder", "sidecars", "metadata", "arrow"):
+        raise SourceError(f"source '{files.name}': a file; needed a folder for source.kind \"{kind}\".")
+    names = read_class_names(settings.class_names) if settings.class_names else None  # before the long listing
+    batches = _batches(files, opened.files, found)
+    batches = batches if settings.labels == "auto" else map(_unlabelled, batches)
+    records = spool(_readable(files, batches), progress, merge_rows=kind in TABLES)
+    if not records:
+        raise SourceError(
+            f"source '{files.name}': no pictures found as {kind}. Needed: class folders of pictures, *.tar shards, "
+            f"*.parquet, or a {METADATA[0]} with 'file_name'; known extensions are "
+            f"{', '.join(sorted(IMAGE_EXTENSIONS))}."
+        )
+    classes = found.classes
+    if classes is None and kind not in NAMED:
+        classes = [str(i) for i in range(records.largest_label() + 1)] or None
+    class_names = names_of_classes(settings.class_names, names, classes) if names else None
+    return Source(settings, opened.files, records, classes, found.ignored, found.notes, class_names)
+
+
+def _unlabelled(batch: pa.RecordBatch) -> pa.RecordBatch:
+    column = batch.schema.get_field_index("label")
+    return batch.set_column(column, batch.schema.field(column), pa.array(np.full(len(batch), -1, np.int32)))
+
+
+def _readable(files: SourceFiles, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    try:
+        yield from batches
+    except OSError as error:
+        raise SourceError(
+            f"source '{files.name}': it cannot be read ({error}). Look at the disk or the mount."
+        ) from error
+
+
+def _batches(files: SourceFiles, pictures: SourceFiles, found: Found) -> Iterator[pa.RecordBatch]:
+    kind = found.settings.kind
+    if kind in RECORDS:
+        return record_batches(RECORDS[kind](files, found))
+    table = find_table(files, found.settings.split) or find_caption_table(files, found.settings)
+    if table is None or (kind == "metadata" and table not in METADATA):
+        needed = (
+            " or ".join(METADATA) if kind == "metadata" else "manifest (*.jsonl, *.csv, *.parquet or data_info.json)"
+        )
+        raise SourceError(f"source '{files.name}': there is no {needed}, which source.kind \"{kind}\" needs.")
+    return table_batches(files, pictures, table, found)
+
+
+def _guess_kind(files: SourceFiles, settings: SourceSection) -> str:
+    if is_saved_dataset(files):
+        return "arrow"
+    table = find_table(files, settings.split)
+    if table in METADATA and not files.only and not (table.endswith(".parquet") and holds_pictures(files, table)):
+        return "metadata"
+    if table and not (table.endswith(".parquet") and holds_pictures(files, table)):
+        return "manifest"
+    tars = [] if table else tar_names(files, settings.split)
+    parquet = [] if table or files.only else parquet_names(files, settings.split)
+    # Beside tars a table of another kind may lie, as img2dataset writes one of what it has fetched.
+    if table or (parquet and (not tars or holds_pictures(files, parquet[0]))):
+        return "parquet"
+    if tars:
+        return "imagenet" if is_imagenet(files, tars) else "webdataset"
+    if find_caption_table(files, settings):
+        return "manifest"
+    return "sidecars" if has_sidecars(files) else "imagefolder"

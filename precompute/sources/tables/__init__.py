@@ -1,0 +1,1 @@
+"""Tables that name pictures or hold them: CSV, JSON, Parquet, Arrow, COCO."""

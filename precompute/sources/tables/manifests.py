@@ -1,0 +1,217 @@
+"""Tables that name pictures: ``metadata.jsonl``, a JSONL, CSV or Parquet manifest, PixArt's ``data_info.json``.
+
+A row names a file by its path relative to the folder of the pictures, and never one outside of it. A table is read
+some rows at a time, whatever its size; what they say is made into records in ``rows.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, groupby
+from typing import BinaryIO, Self
+
+import pyarrow as pa
+
+from ....datasets.errors import SourceError
+from ...config import SourceSection
+from ..files.files import FoundFile, SourceFiles, shown
+from ..files.folders import Found
+from ..files.placement import Placement, find_placement, folders_of, normalized_root
+from ..files.record import SourceRecord
+from ..files.splits import ALL, shards_of_split
+from ..listing.listing import record_batch
+from .coco import coco_names, coco_rows, is_coco
+from .columns import choose_columns, columns_note
+from .csv_rows import described_pictures, is_text_table, text_rows
+from .foreign_parquet import MAX_BATCH_BYTES, PARQUET_ERRORS, open_parquet, read_rows
+from .json_rows import json_array, json_lines
+from .rows import CheckedRows, Rows, check_rows, first_names
+
+METADATA = ("metadata.jsonl", "metadata.csv", "metadata.tsv", "metadata.parquet")  # of a folder of pictures
+PIXART = "data_info.json"
+PIXART_TABLE, PIXART_PICTURES = f"InternData/{PIXART}", "InternImgs"  # as PixArt's trainer expects them
+LOOKERS = 32  # threads that look up the files of rows
+LOOKED = 64  # files that one of them looks up at a time
+PROBED = 16  # files of each batch by which it is seen whether looks take long
+SLOW_LOOK_SECONDS = 1e-4  # a look that takes longer is a message; what the kernel knows takes microseconds
+LISTS = (".csv", ".tsv", "captions.txt", ".token", ".token.txt")  # ends of names of tables beside pictures
+MAX_LISTS = 16  # of them in a folder that are looked into
+AHEAD = 4  # batches of rows whose files are being looked up
+
+
+def pixart_folder(source: str) -> str:
+    """The folder of ``InternData`` and ``InternImgs``, where a source is one of PixArt's, else the source."""
+    inside = source.rstrip("/").removesuffix(f"/{PIXART}")
+    return inside.removesuffix("InternData") or "." if f"/{inside}".endswith("/InternData") else source
+
+
+def known_table(files: SourceFiles) -> str | None:
+    """Path of a table that its name tells; None where there is none."""
+    if files.only is not None:
+        return files.only if is_text_table(files.only) or files.only.endswith((".jsonl", ".json", ".parquet")) else None
+    return next((name for name in (*METADATA, PIXART, PIXART_TABLE) if files.look(name)), None)
+
+
+def find_table(files: SourceFiles, split: str) -> str | None:
+    """Path of the table of a source; None where there is none.
+
+    Args:
+      split: of the recipe; picks one of COCO's lists by its name.
+    Raises: SourceError: COCO has several lists, or none of this split.
+    """
+    if known := known_table(files):
+        return known
+    lists = coco_names(files)
+    if lists and split not in ("", ALL):
+        lists = shards_of_split(files.name, lists, split)
+    if len(lists) > 1:
+        raise SourceError(
+            f"source '{files.name}': several lists of COCO's captions: {', '.join(lists)}. Name the split of one, as "
+            f"--set source.split=train, or give one, as --source '{files.name}/{lists[0]}'."
+        )
+    return next(iter(lists), None)
+
+
+def find_caption_table(files: SourceFiles, settings: SourceSection) -> str | None:
+    """Path of a table of text in a folder of pictures, by what it says: the first pictures that it names are there.
+
+    Raises: SourceError: there are several.
+    """
+    if files.only is not None:
+        return None
+    names = sorted(name for name in files.names() if name.lower().endswith(LISTS))
+    folders = ["", *folders_of(files)] if names else []
+    tables = [name for name in names[:MAX_LISTS] if _names_pictures(files, name, folders, settings)]
+    if len(tables) > 1:
+        raise SourceError(
+            f"source '{files.name}': several tables name its pictures: {', '.join(tables)}. Give the one to use, as "
+            f"--source '{files.name}/{tables[0]}'."
+        )
+    return next(iter(tables), None)
+
+
+def _names_pictures(files: SourceFiles, table: str, folders: list[str], settings: SourceSection) -> bool:
+    """A table of text says captions or labels, and of pictures that are there."""
+    try:
+        names = described_pictures(files, table, settings)
+    except SourceError:
+        return False  # a table of something else
+    return bool(names) and (bool(settings.root) or find_placement(files, names, folders) is not None)
+
+
+def table_batches(files: SourceFiles, pictures: SourceFiles, table: str, found: Found) -> Iterator[pa.RecordBatch]:
+    """A record for each row, in batches of the listing: path (``file_name`` or ``path``), perhaps a label and captions.
+
+    Args:
+      files: of the table.
+      pictures: among which the rows' paths lead.
+      found: its settings may name the columns and the folder; takes a note of what was guessed.
+    Raises: SourceError: a row is no JSON object with a path, named by its number.
+    """
+    broken: list[SourceRecord] = []
+    ahead: deque[tuple[CheckedRows, int, Callable[[], list[FoundFile | None]]]] = deque()
+    placement, wrong = None, None
+    with _LookUps(pictures) as look_ups:
+        try:
+            for rows, num_bytes in _rows(files, table, found, broken):
+                placement = placement or _placement(pictures, table, first_names(rows), found)
+                checked = check_rows(rows, placement)
+                ahead.append((checked, num_bytes, look_ups.start(checked.paths.to_pylist())))
+                while len(ahead) > AHEAD or sum(size for _, size, _ in ahead) > MAX_BATCH_BYTES:
+                    before, _, looked_up = ahead.popleft()
+                    yield before.batch(pictures, placement, looked_up())
+        except SourceError as error:
+            wrong = error  # unless a row before it is wrong as well
+        for before, _, looked_up in ahead:
+            assert placement, "the first rows tell it"
+            yield before.batch(pictures, placement, looked_up())
+    if wrong:
+        raise wrong
+    if broken:
+        yield record_batch(broken)
+
+
+def _rows(files: SourceFiles, table: str, found: Found, broken: list[SourceRecord]) -> Iterator[tuple[Rows, int]]:
+    """The rows of a table, many at a time, and the bytes that they take."""
+    if table.endswith((".parquet", ".jsonl", ".json")):
+        kind = _parquet_rows if table.endswith(".parquet") else json_lines if table.endswith(".jsonl") else json_array
+        if table.endswith(".json") and is_coco(files, table):
+            yield from coco_rows(files, table, found)
+            return
+        with files.open(table) as file:
+            yield from kind(file, f"source '{shown(files, table)}'", found)
+    else:
+        yield from text_rows(files, table, found, broken)
+
+
+def _placement(pictures: SourceFiles, table: str, names: list[str], found: Found) -> Placement:
+    """Where the pictures of a table lie, with a note where that was guessed."""
+    root = found.settings.root
+    first = PIXART_PICTURES if table == PIXART_TABLE else normalized_root(root) or ""
+    others = [] if root or first else folders_of(pictures)
+    placement = find_placement(pictures, names, chain([first], others))
+    if placement is None and names:
+        found.notes.append(
+            f"pictures: none of the first {len(names)} that the table names is there, as {names[0]!r}; source.root "
+            "says in which folder they lie"
+        )
+    elif placement and not root and placement != Placement(first):
+        found.notes.append(f"pictures: {placement.said()}")
+    return placement or Placement(first)
+
+
+class _LookUps:
+    """Looks up the files that rows name: one after the other, or by threads where each look is a message.
+
+    Threads where nobody waits would only hinder each other, so it is measured.
+    """
+
+    def __init__(self, files: SourceFiles) -> None:
+        self._files, self._is_slow = files, False
+        self._pool = ThreadPoolExecutor(LOOKERS, thread_name_prefix="leandit-list")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def start(self, paths: list[str]) -> Callable[[], list[FoundFile | None]]:
+        """Begin to look up some files; what is returned waits for them and says what they are."""
+        runs = [(path, sum(1 for _ in same)) for path, same in groupby(paths)]  # several rows of one picture
+        found = self._start([path for path, _ in runs])
+        return lambda: [file for file, (_, count) in zip(found(), runs, strict=True) for _ in range(count)]
+
+    def _start(self, paths: list[str]) -> Callable[[], list[FoundFile | None]]:
+        first: list[FoundFile | None] = []
+        if not self._is_slow:
+            started = time.perf_counter()
+            first = self._look(paths[:PROBED])
+            self._is_slow = time.perf_counter() - started > SLOW_LOOK_SECONDS * len(first)
+        rest = paths[len(first) :]
+        if not self._is_slow:
+            first += self._look(rest)
+            return lambda: first
+        parts = [self._pool.submit(self._look, rest[i : i + LOOKED]) for i in range(0, len(rest), LOOKED)]
+        return lambda: [*first, *(found for part in parts for found in part.result())]
+
+    def _look(self, paths: list[str]) -> list[FoundFile | None]:
+        return [self._files.look(path) for path in paths]
+
+
+def _parquet_rows(file: BinaryIO, table: str, found: Found) -> Iterator[tuple[Rows, int]]:
+    """Rows of a Parquet table, only the columns that say something of a picture, and the bytes of their texts."""
+    number = 1
+    try:
+        columns = open_parquet(file).schema_arrow.names
+        chosen = choose_columns(columns, found.settings, table)
+        found.notes.append(columns_note(chosen, columns))
+        for batch, num_bytes in read_rows(open_parquet(file, list(chosen)), list(chosen), table):
+            named = pa.RecordBatch.from_arrays(batch.columns, names=list(chosen.values()))
+            yield Rows(named, lambda i, first=number: f"{table}, row {first + i}"), num_bytes
+            number += batch.num_rows
+    except PARQUET_ERRORS as error:
+        raise SourceError(f"{table}: not a readable Parquet file ({error}). Restore it.") from error

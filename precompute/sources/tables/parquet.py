@@ -1,0 +1,311 @@
+"""Parquet in the layout of Hugging Face: a picture's bytes, its label and captions in the columns of a row.
+
+Listing reads labels and captions only. The bytes of a picture come with its row group, read as a stream, and the last
+few row groups stay in memory: files that are read in order are read once.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ....datasets.errors import RecordRejected, SourceError
+from ...config import SourceSection
+from ..files.files import FoundFile, SourceFiles, shown
+from ..files.folders import Found
+from ..files.record import CAPTION_NAMES, SourceRecord, captions_of, label_of, usable_key
+from ..files.splits import shards_of_split
+from .columns import CAPTIONS, shown_columns, usual_columns
+from .foreign_parquet import PARQUET_ERRORS, open_parquet, read_rows
+
+IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes")
+LABEL_NAMES = ("label", "labels", "cls", "fine_label")
+GROUPS_AT_ONCE = 2  # that are being read
+CACHE_BYTES = 256 << 20  # of row groups that stay in memory
+MAX_GROUP_BYTES = 1 << 30  # of one row group's pictures
+READ_ROWS = 16  # pictures that are decoded from a row group at once
+OPEN_FILES = 64  # whose footers are remembered
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the columns of a Parquet file are.
+
+    Args:
+      image: path of the column of bytes, as "image.bytes".
+      label, captions: names of columns, or None.
+      classes: names of the classes, where the file says them.
+    """
+
+    image: str
+    label: str | None
+    captions: str | None
+    classes: list[str] | None
+
+    def said(self) -> str:
+        """Which they are, for a person."""
+        captions, labels = (f"'{name}'" if name else "none" for name in (self.captions, self.label))
+        return f"pictures '{self.image.removesuffix('.bytes')}', captions {captions}, labels {labels}"
+
+    def tell(self, found: Found, where: str, *, is_first: bool) -> None:
+        """Note the columns and classes of the first file; a later one must name the same classes.
+
+        Raises: SourceError: it names others, so its labels mean other classes.
+        """
+        if is_first:
+            found.notes.append(f"columns: {self.said()}")
+            found.classes = self.classes
+        elif self.classes != found.classes and found.settings.labels != "none":
+            raise SourceError(
+                f"source '{where}': it names other classes than the first file. Write all files with the same classes, "
+                "or leave labels out with --set source.labels=none."
+            )
+
+
+def parquet_names(files: SourceFiles, split: str) -> list[str]:
+    """The Parquet files of a source, in order; of one split, as ``source.split`` says.
+
+    Raises: SourceError: there are several splits and none is named.
+    """
+    if files.only:
+        return [files.only]
+    return shards_of_split(files.name, (name for name in files.names() if fnmatchcase(name, "*.parquet")), split)
+
+
+def holds_pictures(files: SourceFiles, name: str) -> bool:
+    """A Parquet file has a column of pictures, not only of their paths."""
+    with _opened(files, name) as file:
+        return _image_column(file.schema_arrow, _features(file.schema_arrow)) is not None
+
+
+def parquet_records(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
+    """A record for each row; its key is the file's name without extension, and the number of the row from 0.
+
+    Raises: SourceError: a file is damaged, has no column of pictures, or has other classes than the first.
+    """
+    for number, name in enumerate(parquet_names(files, found.settings.split)):
+        place, position = files.look(name) or FoundFile(name), 0
+        with _opened(files, name) as file:
+            columns = find_columns(file.schema_arrow, shown(files, name), found.settings)
+            _check_groups(file, shown(files, name))
+            columns.tell(found, shown(files, name), is_first=not number)
+            for row in _described(file, columns, f"source '{shown(files, name)}'"):
+                yield row_record(f"{name.rpartition('.')[0]}/{position}", place, position, row)
+                position += 1
+
+
+def find_columns(schema: pa.Schema, where: str, settings: SourceSection) -> Columns:
+    """Tell the columns of a file: as the settings name them, by the features that Hugging Face writes, by usual names.
+
+    Raises: SourceError: none holds pictures, or one that the settings name is not there.
+    """
+    for asked in (settings.image, settings.caption, settings.label):
+        if asked and asked not in schema.names:
+            raise SourceError(f"source '{where}': there is no column '{asked}'. {shown_columns(schema.names)}")
+    features = _features(schema)
+    image = _image_column(schema, features, settings.image)
+    if image is None:
+        raise SourceError(
+            f"source '{where}': no column of pictures. Needed 'image' as a struct with 'bytes', or as binary. "
+            f"{shown_columns(schema.names)}"
+        )
+    named = [name for name, feature in features.items() if feature.get("_type") == "ClassLabel"]
+    whole = [name for name in LABEL_NAMES if name in schema.names and pa.types.is_integer(schema.field(name).type)]
+    label = settings.label or next((name for name in [*named, *whole] if name in schema.names), None)
+    captions = settings.caption or next(iter(usual_columns(schema.names, CAPTIONS)), None)
+    classes = features.get(label or "", {}).get("names")
+    if not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        classes = None
+    return Columns(image, label, captions, classes)
+
+
+def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
+    try:
+        said = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = said["info"]["features"]
+        return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}  # what another program wrote there says nothing of columns
+
+
+def _image_column(schema: pa.Schema, features: dict[str, dict[str, Any]], asked: str = "") -> str | None:
+    named = [name for name, feature in features.items() if feature.get("_type") == "Image"]
+    for name in [asked] if asked else [*named, *IMAGE_NAMES]:
+        kind = schema.field(name).type if schema.names.count(name) == 1 else None
+        if kind is not None and pa.types.is_struct(kind):
+            inner = kind.get_field_index("bytes")
+            if inner >= 0 and _is_bytes(kind.field(inner).type):
+                return f"{name}.bytes"
+        elif kind is not None and _is_bytes(kind):
+            return name
+    return None
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _check_groups(file: pq.ParquetFile, where: str) -> None:
+    for group in range(file.metadata.num_row_groups):
+        size = file.metadata.row_group(group).total_byte_size
+        if size > MAX_GROUP_BYTES:
+            raise SourceError(
+                f"source '{where}': row group {group} has {size / 2**30:.1f} GiB, at most "
+                f"{MAX_GROUP_BYTES / 2**30:.0f} GiB are read at once. Write it again with smaller row groups."
+            )
+
+
+def _described(file: pq.ParquetFile, columns: Columns, where: str) -> Iterator[dict[str, Any]]:
+    """Label and captions of each row, under the names that a record's row has."""
+    names = [name for name in (columns.label, columns.captions) if name]
+    try:
+        if not names:
+            for _ in range(file.metadata.num_rows):
+                yield {}
+            return
+        for batch, _ in read_rows(file, names, where):
+            for row in batch.to_pylist():
+                label = row.get(columns.label) if columns.label else None
+                captions = {CAPTIONS: row[columns.captions]} if columns.captions else {}
+                yield captions | ({} if label is None else {"label": label})
+    except PARQUET_ERRORS as error:
+        raise SourceError(f"{where}: not a readable Parquet file ({error}). Restore it.") from error
+
+
+def row_record(key: str, place: FoundFile, position: int, row: dict[str, Any]) -> SourceRecord:
+    """The record of a row of a file.
+
+    Args:
+      place: the file.
+      position: of the row in it.
+      row: its label and captions, under the names that a row has.
+    """
+    key, problem = usable_key(key)
+    label, captions = -1, ()
+    try:
+        label, captions = label_of(row), captions_of(row)
+    except (ValueError, TypeError) as error:
+        problem = problem or ("bad_metadata", str(error))
+    return SourceRecord(key, place.path, position, 0, place.mtime_ns, label, captions, problem)
+
+
+class RowBytes:
+    """Pictures of Parquet files by row, from any thread.
+
+    Args:
+      files: of the source.
+      settings: may name the column of pictures.
+    """
+
+    def __init__(self, files: SourceFiles, settings: SourceSection) -> None:
+        self.files, self.settings, self._lock = files, settings, threading.Lock()
+        self._readers = threading.BoundedSemaphore(GROUPS_AT_ONCE)
+        self._starts: OrderedDict[str, tuple[np.ndarray, str]] = OrderedDict()
+        self._groups: OrderedDict[tuple[str, int], Future[pa.ChunkedArray]] = OrderedDict()
+
+    def read(self, path: str, row: int, stage: str) -> bytes:
+        """Bytes of the picture of a row.
+
+        Raises: RecordRejected: the file is gone or damaged, has fewer rows, or the row holds no picture.
+        """
+        try:
+            starts, column = self._known_starts(path)
+            if not 0 <= row < starts[-1]:
+                raise RecordRejected(stage, "source_changed", f"{path} has {starts[-1]} rows, the row was {row}")
+            group = int(np.searchsorted(starts, row, "right")) - 1
+            value = self._group(path, group, column)[row - int(starts[group])]
+        except SourceError as error:
+            raise RecordRejected(stage, "unreadable", str(error)) from error
+        except (*PARQUET_ERRORS, IndexError) as error:
+            raise RecordRejected(stage, "unreadable", f"{path}, row {row}: {error}") from error
+        data = value.as_py()
+        if data is None:
+            raise RecordRejected(stage, "unreadable", f"{path}, row {row} holds no bytes of a picture")
+        return data
+
+    def starts(self, path: str) -> tuple[np.ndarray, str]:
+        """First row of each row group and the number of rows, and the column of pictures."""
+        with _opened(self.files, path) as file:
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+            return np.cumsum([0, *sizes]), find_columns(file.schema_arrow, path, self.settings).image
+
+    def pictures(self, path: str, group: int, column: str) -> pa.ChunkedArray:
+        """Bytes of the pictures of a row group."""
+        return _read_group(self.files, path, group, column)
+
+    def _known_starts(self, path: str) -> tuple[np.ndarray, str]:
+        with self._lock:
+            if path in self._starts:
+                return self._starts[path]
+        found = self.starts(path)
+        with self._lock:
+            self._starts[path] = found
+            while len(self._starts) > OPEN_FILES:
+                self._starts.popitem(last=False)
+        return found
+
+    def _group(self, path: str, group: int, column: str) -> pa.ChunkedArray:
+        """Pictures of a row group; who asks for one that is being read waits for it."""
+        with self._lock:
+            future = self._groups.get((path, group))
+            is_mine = future is None
+            if future is None:
+                future = self._groups[path, group] = Future()
+            self._groups.move_to_end((path, group))
+        if not is_mine:
+            return future.result()
+        try:
+            with self._readers:  # a group may be a GiB, and as many threads as there are would each hold one
+                future.set_result(self.pictures(path, group, column))
+        except BaseException as error:
+            with self._lock:
+                del self._groups[path, group]
+            future.set_exception(error)
+            raise
+        with self._lock:
+            self._forget_oldest()
+        return future.result()
+
+    def _forget_oldest(self) -> None:
+        sizes = {key: future.result().nbytes for key, future in self._groups.items() if future.done()}
+        for key in list(sizes)[:-1]:  # the last one stays, however large
+            if sum(sizes.values()) <= CACHE_BYTES:
+                return
+            del self._groups[key], sizes[key]
+
+
+def _read_group(files: SourceFiles, path: str, group: int, column: str) -> pa.ChunkedArray:
+    chunks, total = [], 0
+    with _opened(files, path) as file:
+        for batch in file.iter_batches(READ_ROWS, row_groups=[group], columns=[column], use_threads=False):
+            values = batch.column(0)
+            values = values.field("bytes") if pa.types.is_struct(values.type) else values
+            total += values.nbytes
+            if total > MAX_GROUP_BYTES:  # its footer said less
+                raise SourceError(f"{path}, row group {group}: more than {MAX_GROUP_BYTES >> 20} MiB of pictures")
+            chunks.append(values)
+    return pa.chunked_array(chunks)
+
+
+@contextmanager
+def _opened(files: SourceFiles, name: str) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file. Raises: SourceError: it is none."""
+    with files.open(name, ahead=False) as file:
+        try:
+            parquet = open_parquet(file, CAPTION_NAMES)
+        except PARQUET_ERRORS as error:
+            raise SourceError(
+                f"source '{shown(files, name)}': not a readable Parquet file ({error}). Restore it."
+            ) from error
+        yield parquet

@@ -1,0 +1,310 @@
+"""Rows of a table as records of a source, many at once.
+
+Nearly all rows are plain: they are checked and put into columns by Arrow, with no Python object for any of them. What
+is odd in any way goes by one at a time, and that says what is wrong with it. Of a plain row both say the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from ....datasets.errors import SourceError
+from ..files.files import FoundFile, SourceFiles
+from ..files.placement import LOOKED_NAMES, Placement
+from ..files.record import (
+    CAPTION_NAMES,
+    LABEL_NAMES,
+    MAX_CAPTION_CHARS,
+    MAX_CAPTIONS,
+    MAX_CLASSES,
+    MAX_KEY_CHARS,
+    MAX_SIDE_PX,
+    PATH_NAMES,
+    SIDES,
+    SourceRecord,
+    captions_of,
+    label_of,
+    size_of,
+    usable_key,
+)
+from ..listing.listing import SCHEMA, record_batch
+from ..listing.merge import repeated_texts
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+ROW_NAMES = (*PATH_NAMES, *CAPTION_NAMES, *LABEL_NAMES, *SIDES)  # what says something of a picture
+NO_PLAIN_PATH = r"(^|/)\.{0,2}(/|$)"  # a part of it is empty, "." or ".."
+PLAIN_TEXT = r"(?s)^[^\pZ\pC](.*[^\pZ\pC])?$"  # it neither begins nor ends with anything that might be white space
+CAPTIONS = pa.list_(pa.string())
+COLUMNS = pa.schema(
+    [
+        ("name", pa.string()),
+        ("label", pa.int64()),
+        ("captions", CAPTIONS),
+        ("height", pa.int64()),
+        ("width", pa.int64()),
+    ]
+)
+ODD = (pa.ArrowException, OverflowError, UnicodeError, TypeError)  # values that a column of COLUMNS cannot hold
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a table.
+
+    Args:
+      values: as JSON has them, or a batch of a Parquet file.
+      where: says for an error where row i stands.
+    """
+
+    values: Sequence[Any] | pa.RecordBatch
+    where: Callable[[int], str]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def columns(self) -> pa.RecordBatch | None:
+        """What the rows say, as COLUMNS; None where that cannot be said of all of them."""
+        try:
+            return (
+                _columns_of_objects(self.values)
+                if isinstance(self.values, Sequence)
+                else _columns_of_batch(self.values)
+            )
+        except ODD:
+            return None
+
+    def some(self, numbers: np.ndarray) -> list[Any]:
+        """Single rows, as JSON has them."""
+        if isinstance(self.values, Sequence):
+            return [self.values[i] for i in numbers]
+        return self.values.take(pa.array(numbers)).to_pylist()
+
+
+@dataclass(frozen=True)
+class CheckedRows:
+    """Some rows, of which the plain ones are checked and wait for their files.
+
+    Args:
+      rows: all of them.
+      plain: (P,) places of the plain ones.
+      columns: of those, COLUMNS.
+      paths: of those, within the source.
+    """
+
+    rows: Rows
+    plain: np.ndarray
+    columns: pa.RecordBatch
+    paths: pa.Array
+
+    def batch(self, files: SourceFiles, placement: Placement, found: Sequence[FoundFile | None]) -> pa.RecordBatch:
+        """A record for each row, in order, as the listing holds them.
+
+        Args:
+          found: the files of the plain ones.
+        Raises: SourceError: a row is no object with a path.
+        """
+        there = [i for i, file in enumerate(found) if file and not file.problem]
+        plain, columns, paths = self.plain, self.columns, self.paths
+        if len(there) < len(found):
+            taken = pa.array(there, pa.int64())
+            plain, columns, paths = plain[there], columns.take(taken), paths.take(taken)
+        batch = _plain_batch(columns, paths, [file for file in found if file and not file.problem])
+        if len(plain) == len(self.rows):
+            return batch
+        odd = np.setdiff1d(np.arange(len(self.rows)), plain)
+        both = pa.Table.from_batches([batch, record_batch(_one_by_one(files, placement, self.rows, odd))])
+        order = np.argsort(np.concatenate([plain, odd]))
+        return both.take(pa.array(order)).combine_chunks().to_batches()[0]
+
+
+def check_rows(rows: Rows, placement: Placement) -> CheckedRows:
+    """Choose the plain ones among some rows.
+
+    Args:
+      placement: of the pictures that they name.
+    """
+    columns = rows.columns()
+    if columns is not None and placement.prefix:
+        columns = columns.set_column(0, COLUMNS.field(0), _without_prefix(columns["name"], placement.prefix))
+    plain = np.empty(0, np.int64) if columns is None else np.flatnonzero(_is_plain(columns))
+    columns = pa.RecordBatch.from_pylist([], COLUMNS) if columns is None else columns.take(pa.array(plain))
+    paths = columns["name"]
+    if placement.folder:
+        paths = pc.binary_join_element_wise(placement.folder, paths, "/")
+    if placement.suffix:
+        paths = pc.binary_join_element_wise(paths, placement.suffix, "")
+    return CheckedRows(rows, plain, columns, paths)
+
+
+def _without_prefix(names: pa.Array, prefix: str) -> pa.Array:
+    return pc.if_else(pc.starts_with(names, prefix), pc.utf8_slice_codeunits(names, len(prefix)), names)
+
+
+def first_names(rows: Rows) -> list[str]:
+    """The names of pictures in the first rows, as they are."""
+    some = rows.some(np.arange(min(LOOKED_NAMES, len(rows))))
+    found = [next((row[name] for name in PATH_NAMES if row.get(name)), None) for row in some if isinstance(row, dict)]
+    return [name for name in found if isinstance(name, str)]
+
+
+def _one_by_one(files: SourceFiles, placement: Placement, rows: Rows, numbers: np.ndarray) -> list[SourceRecord]:
+    return [
+        row_record(files, placement, row, rows.where(i))
+        for i, row in zip(numbers.tolist(), rows.some(numbers), strict=True)
+    ]
+
+
+def row_record(files: SourceFiles, placement: Placement, row: Any, where: str) -> SourceRecord:
+    """The record of one row: path (``file_name`` or ``path``), perhaps a label, captions and a size.
+
+    Raises: SourceError: it is no object with a path.
+    """
+    try:
+        name = next((row[name] for name in PATH_NAMES if row.get(name) is not None), None)
+        if not isinstance(name, str):
+            raise TypeError(
+                f"'file_name' is {type(name).__name__}; its keys: {', '.join(sorted(map(repr, row)))[:120]}"
+            )
+    except (AttributeError, TypeError) as error:
+        raise no_row(where, error) from error
+    name = placement.key(name)
+    key, unusable = usable_key(name)
+    if unusable:
+        return SourceRecord(key, key, problem=unusable)
+    inside = os.path.normpath(name)
+    if os.path.isabs(inside) or inside.split(os.sep)[0] == "..":
+        said = (
+            "is an absolute path that is not of the source: see source.root"
+            if name.startswith("/")
+            else "leaves the source folder"
+        )
+        return SourceRecord(name, name, problem=("bad_metadata", f"file_name {said}"))
+    try:
+        label, captions = label_of(row), captions_of(row)
+    except (TypeError, ValueError) as error:
+        return SourceRecord(name, inside, problem=("bad_metadata", str(error)))
+    found = placement.look(files, inside)
+    if found is None:
+        return SourceRecord(name, inside, problem=("missing_file", f"there is no '{placement.path(inside)}'"))
+    return found.record(key=name, label=label, captions=captions, size=size_of(row))
+
+
+def no_row(where: str, error: object) -> SourceError:
+    """The error of a row that says nothing of a picture."""
+    return SourceError(f"{where}: needed a JSON object with 'file_name' (or 'path') as text ({str(error)[:200]}).")
+
+
+def _columns_of_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Columns of a Parquet file as COLUMNS. Raises: one of ODD: their types or values are others."""
+    given, nothing = dict(zip(batch.schema.names, batch.columns, strict=True)), pa.nulls(batch.num_rows)
+    names = [_text(given[name]) for name in PATH_NAMES if name in given]
+    captions = [_texts(given[name]) for name in CAPTION_NAMES if name in given]
+    captions.append(pa.repeat(pa.scalar([], CAPTIONS), batch.num_rows))
+    label = given.get("label", given.get("cls", nothing))
+    label, height, width = [_whole(one) for one in (label, given.get("height", nothing), given.get("width", nothing))]
+    columns = [pc.coalesce(*names), label, pc.coalesce(*captions), height, width]
+    return pa.RecordBatch.from_arrays(columns, schema=COLUMNS)
+
+
+def _text(column: pa.Array) -> pa.Array:
+    if column.type not in (pa.string(), pa.large_string(), pa.null()):
+        raise TypeError(column.type)
+    return column.cast(pa.string())
+
+
+def _texts(column: pa.Array) -> pa.Array:
+    if column.type in (CAPTIONS, pa.large_list(pa.string()), pa.list_(pa.large_string())):
+        return column.cast(CAPTIONS)
+    texts = _text(column)
+    offsets = np.cumsum([0, *texts.is_valid().to_numpy(zero_copy_only=False)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), texts.drop_null(), mask=texts.is_null())
+
+
+def _whole(column: pa.Array) -> pa.Array:
+    if not (pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
+        raise TypeError(column.type)
+    return column.cast(pa.int64())
+
+
+def _columns_of_objects(rows: Sequence[Any]) -> pa.RecordBatch | None:
+    """Rows as JSON has them as COLUMNS; None where one has values of other types. Raises: one of ODD."""
+    if set(map(type, rows)) != {dict}:
+        return None
+    names, captions = _first_of(rows, PATH_NAMES), _first_of(rows, CAPTION_NAMES)
+    labels = [row.get("label", row.get("cls", -1)) for row in rows]
+    nothing = type(None)
+    if not (
+        set(map(type, names)) == {str}
+        and set(map(type, labels)) <= {int, nothing}
+        and set(map(type, captions)) <= {str, list, nothing}
+    ):
+        return None
+    lists = [[value] if type(value) is str else value or [] for value in captions]
+    sides = [[value if type(value) is int else None for value in (row.get(name) for row in rows)] for name in SIDES]
+    values = [names, labels, lists, *sides]
+    arrays = [pa.array(value, field.type) for value, field in zip(values, COLUMNS, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=COLUMNS)
+
+
+def _first_of(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[Any]:
+    """Of each row the value under the first name that is there."""
+    values: list[Any] = [None] * len(rows)
+    for name in names:
+        values = [row.get(name) if value is None else value for row, value in zip(rows, values, strict=True)]
+    return values
+
+
+def _is_plain(columns: pa.RecordBatch) -> np.ndarray:
+    """(N,) bool: of which rows nothing has to be said or changed, so far as the rows themselves tell."""
+    names, labels, captions = columns["name"], columns["label"], columns["captions"]
+    plain = _all(
+        pc.less_equal(pc.utf8_length(names), MAX_KEY_CHARS), pc.invert(pc.match_substring_regex(names, NO_PLAIN_PATH))
+    )
+    plain &= _all(pc.greater_equal(labels, -1), pc.less(labels, MAX_CLASSES)) | labels.is_null().to_numpy(
+        zero_copy_only=False
+    )
+    texts, lengths = captions.flatten(), pc.list_value_length(captions).to_numpy()
+    row_of = np.repeat(np.arange(len(columns)), lengths)
+    plain_text = _all(
+        pc.less_equal(pc.utf8_length(texts), MAX_CAPTION_CHARS), pc.match_substring_regex(texts, PLAIN_TEXT)
+    )
+    plain[row_of[~plain_text]] = False
+    plain[lengths > MAX_CAPTIONS] = False
+    if lengths.max(initial=0) > 1:
+        plain[row_of[repeated_texts(row_of, texts)]] = False
+    return plain
+
+
+def _all(*conditions: pa.Array) -> np.ndarray:
+    """Where all of them are true; null is not."""
+    true = [pc.fill_null(condition, False).to_numpy(zero_copy_only=False) for condition in conditions]
+    return np.logical_and.reduce(true)
+
+
+def _plain_batch(columns: pa.RecordBatch, paths: pa.Array, found: Sequence[FoundFile]) -> pa.RecordBatch:
+    """Plain rows and their files, as the listing holds them."""
+    sides = [pc.fill_null(columns[name], 0).to_numpy() for name in SIDES]
+    has_size = np.logical_and.reduce([(side > 0) & (side <= MAX_SIDE_PX) for side in sides])
+    nothing = pa.nulls(len(columns), pa.string())
+    given = {
+        "key": columns["name"],
+        "path": paths,
+        "offset": np.zeros(len(columns), np.int64),
+        "num_bytes": [file.num_bytes for file in found],
+        "mtime_ns": [file.mtime_ns for file in found],
+        "label": pc.fill_null(columns["label"], -1).cast(pa.int32()),
+        "captions": columns["captions"],
+        "reason": nothing,
+        "detail": nothing,
+        "height_px": np.where(has_size, sides[0], 0).astype(np.int32),
+        "width_px": np.where(has_size, sides[1], 0).astype(np.int32),
+    }
+    return pa.RecordBatch.from_pydict(given, SCHEMA)

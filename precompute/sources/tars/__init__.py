@@ -1,0 +1,1 @@
+"""WebDataset shards and the tars of ImageNet."""

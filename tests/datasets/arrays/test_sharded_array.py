@@ -1,0 +1,639 @@
+"""Stored arrays: rows are mapped views, whole arrays read as numpy, and what is damaged is refused, not misread."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from faults import in_child
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from making import ARRAY_LAYOUTS, SHARD_ROWS, array_values, crc32c, small_array, write_array, write_array_with_zarr
+
+from leandit.datasets.arrays import address_window, change_watch, sharded_array
+from leandit.datasets.arrays.shard_file import ShardFile
+from leandit.datasets.arrays.sharded_array import ShardedArray, ShardFolder
+from leandit.datasets.batches.buffer_pool import BufferPool
+from leandit.datasets.disk.hashing import read_json
+from leandit.datasets.errors import DamageError, RowOutOfRange
+from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, pack_shard
+
+# How shards are read: all in one range of addresses, each mapped alone where that cannot be had, or not mapped.
+WAYS = ["window", "alone", "pread"]
+COMPRESSED = [codec for codec in CODECS if codec != "none"]
+
+
+def open_array(root: Path, layouts: list[ArrayLayout], way: str, monkeypatch: pytest.MonkeyPatch) -> ShardedArray:
+    if way == "alone":
+        monkeypatch.setattr(sharded_array, "AddressWindow", no_window)
+    return ShardedArray(ShardFolder(root, access="pread" if way == "pread" else "map"), layouts)
+
+
+def no_window(*_: int) -> None:
+    raise OSError("no such range of addresses")
+
+
+@pytest.mark.parametrize("layout", ARRAY_LAYOUTS, ids=lambda a: f"{a.codec}-{a.dtype}-{a.shape[0]}-{a.chunk_rows}")
+def test_zarr_reads_the_same_numbers_as_we(layout: ArrayLayout, tmp_path: Path) -> None:
+    values = array_values(layout)
+    ours = write_array(tmp_path, layout, values)
+    theirs = zarr.open_array(tmp_path / layout.path, mode="r")
+    assert theirs.dtype == values.dtype
+    np.testing.assert_array_equal(np.asarray(theirs[:]), values)
+    np.testing.assert_array_equal(ours.read(0, len(values)), values)
+    if len(values):  # a store has no array without rows
+        assert ArrayLayout.from_metadata(layout.path, read_json(tmp_path / layout.path / "zarr.json")) == layout
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.sampled_from(["none", "zstd"]), st.sampled_from([1, 2]))
+def test_any_row_any_range_and_any_gathering_equal_numpy(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, codec: str, chunk_rows: int
+) -> None:
+    layout = small_array(codec, chunk_rows=chunk_rows)
+    values, root = array_values(layout), tmp_path_factory.getbasetemp() / f"any-{codec}-{chunk_rows}"
+    array = ShardedArray(ShardFolder(root), [layout]) if root.exists() else write_array(root, layout, values)
+    start = data.draw(st.integers(0, len(values)))
+    stop = data.draw(st.integers(start, len(values)))
+    rows = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=12))
+    row = data.draw(st.integers(-len(values), len(values) - 1))
+    np.testing.assert_array_equal(array.read(start, stop), values[start:stop])
+    np.testing.assert_array_equal(array.take(rows), values[rows] if rows else values[:0])
+    np.testing.assert_array_equal(array[row], values[row])
+    assert array.read(start, stop).dtype == array.take(rows).dtype == array[row].dtype == values.dtype
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("rows", [[3, 1, 3], [9, 0, 4]])  # within one shard, over three
+def test_take_fills_the_buffer_it_is_given(codec: str, rows: list[int], tmp_path: Path) -> None:
+    layout = small_array(codec)
+    values = array_values(layout)
+    array, out = write_array(tmp_path, layout, values), np.full((3, 2, 3), 7, np.float16)
+    assert array.take(rows, out=out) is out
+    np.testing.assert_array_equal(out, values[rows])
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize(
+    "out", [np.empty((2, 2, 3), np.float16), np.empty((3, 2, 3), np.float32), np.empty((3, 6), np.float16)]
+)
+def test_a_buffer_that_does_not_fit_is_refused(codec: str, out: np.ndarray, tmp_path: Path) -> None:
+    layout = small_array(codec)
+    array = write_array(tmp_path, layout, array_values(layout))
+    with pytest.raises(ValueError, match="float16 \\(3, 2, 3\\)"):
+        array.take([0, 1, 2], out=out)
+
+
+MASK = np.arange(10) % 3 == 1
+KEYS: list[Any] = [7, -1, np.int32(3), slice(None), slice(2, 9), slice(-3, None), slice(9, 2), slice(8, 1, -3)]
+KEYS += [
+    slice(20, 30),
+    [3, 1, -1],
+    np.array([0, 9, 9], np.uint8),
+    MASK,
+    MASK.tolist(),
+    (7, 1),
+    (),
+    ([5, 0], slice(0, 1)),
+]
+KEYS += [(slice(1, 8), slice(None), -1), np.empty(0, int)]
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_an_array_is_read_as_one_of_numpy(codec: str, tmp_path: Path) -> None:
+    layout = small_array(codec)
+    values = array_values(layout)
+    array = write_array(tmp_path, layout, values)
+    assert (array.shape, array.ndim, array.dtype) == (values.shape, values.ndim, values.dtype)
+    assert isinstance(array.dtype, np.dtype)
+    for key in KEYS:
+        got, wanted = array[key], values[key]
+        assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), key
+        np.testing.assert_array_equal(got, wanted, err_msg=str(key))
+    assert array[[]].shape == (0, *values.shape[1:])
+    np.testing.assert_array_equal(array[range(3)], values[:3])
+
+
+@pytest.mark.parametrize(
+    ("key", "raised"),
+    [
+        ([0, 10], RowOutOfRange),
+        ([-11], RowOutOfRange),
+        ((10, 0), RowOutOfRange),
+        (MASK[:9], RowOutOfRange),
+        ("7", TypeError),
+        (1.5, TypeError),
+        ([[1]], TypeError),
+        ((..., 0), TypeError),
+        ((0, [1, 2]), TypeError),
+        (None, TypeError),
+    ],
+)
+def test_rows_that_are_none_are_refused(key: Any, raised: type[Exception], tmp_path: Path) -> None:
+    layout = small_array()
+    array = write_array(tmp_path, layout, array_values(layout))
+    with pytest.raises(raised, match=layout.path):
+        array[key]
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_row_out_of_bounds_is_an_index_error(codec: str, tmp_path: Path) -> None:
+    layout = small_array(codec)
+    array = write_array(tmp_path, layout, array_values(layout))
+    for row in (10, -11, 10**9):
+        with pytest.raises(IndexError, match="there are 10"):
+            array[row]
+    for rows in ([0, 10], [-1], [3, -1, 12]):
+        with pytest.raises(IndexError, match="there are 10"):
+            array.take(rows)
+    for start, stop in ((0, 11), (-1, 3), (5, 4), (11, 11)):
+        with pytest.raises(IndexError, match="there are 10"):
+            array.read(start, stop)
+    assert [len(list(array)), len(array)] == [10, 10]  # iteration ends
+
+
+def mapped_file_of(array: np.ndarray) -> str:
+    """The file whose map an array's numbers lie in, as the system says; "" where they lie in plain memory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, last = line.split(maxsplit=5)
+        low, high = (int(end, 16) for end in addresses.split("-"))
+        if low <= array.ctypes.data < high:
+            return last if last.startswith("/") else ""
+    return ""
+
+
+def test_an_uncompressed_row_is_a_read_only_view_onto_the_mapped_file(tmp_path: Path) -> None:
+    layout = small_array()
+    array = write_array(tmp_path, layout, array_values(layout))
+    row, rows = array[5], array.read(4, 8)
+    for view in (row, rows):
+        assert mapped_file_of(view) == str(tmp_path / layout.shard_path(1))
+        assert not view.flags.writeable
+        assert not view.flags.owndata
+    assert np.shares_memory(row, rows)
+    assert np.shares_memory(row, array[5])
+    with pytest.raises(ValueError, match="read-only"):
+        row[:] = 0
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        row.flags.writeable = True
+    assert mapped_file_of(array.take([5])) == ""  # a batch is the caller's own
+
+
+def test_a_shard_is_mapped_when_it_is_first_touched(tmp_path: Path) -> None:
+    layout = small_array()
+    array = write_array(tmp_path, layout, array_values(layout))
+    (tmp_path / layout.shard_path(2)).unlink()
+    assert array.take([0, 7]).shape == (2, 2, 3)
+    with pytest.raises(DamageError, match=r"a/c/2/0/0'.*is missing.*verify --repair"):
+        array[8]
+
+
+def test_a_shard_that_has_not_the_size_of_the_manifest_is_refused_when_it_is_mapped(tmp_path: Path) -> None:
+    layout = small_array()
+    write_array(tmp_path, layout, array_values(layout))
+    sizes = {layout.shard_path(i): (tmp_path / layout.shard_path(i)).stat().st_size for i in range(3)}
+    array = ShardedArray(ShardFolder(tmp_path, sizes | {layout.shard_path(1): 1}), [layout])
+    assert array[0].shape == (2, 3)
+    with pytest.raises(DamageError, match=r"a/c/1/0/0'.*not those of the manifest"):
+        array[4]
+    del sizes[layout.shard_path(2)]
+    with pytest.raises(DamageError, match=r"a/c/2/0/0'"):
+        ShardedArray(ShardFolder(tmp_path, sizes), [layout])[8]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.sampled_from(["none", "zstd"]))
+def test_arrays_that_follow_each_other_read_as_one(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, codec: str
+) -> None:
+    # As a bucket of a grown store: the first ends amid a shard, the second is empty, the third has one row.
+    layouts = [ArrayLayout(f"r{i}/a", (n, 2, 3), "float16", SHARD_ROWS, 1, codec) for i, n in enumerate((6, 0, 1, 9))]
+    root = tmp_path_factory.getbasetemp() / f"stacked-{codec}"
+    values = [np.random.default_rng(i).standard_normal(a.shape).astype(a.dtype) for i, a in enumerate(layouts)]
+    if not root.exists():
+        for layout, part in zip(layouts, values, strict=True):
+            write_array(root, layout, part)
+    whole, array = np.concatenate(values), ShardedArray(ShardFolder(root), layouts)
+    start = data.draw(st.integers(0, 16))
+    stop = data.draw(st.integers(start, 16))
+    rows = data.draw(st.lists(st.integers(0, 15), max_size=20))
+    assert len(array) == 16
+    np.testing.assert_array_equal(array.read(start, stop), whole[start:stop])
+    np.testing.assert_array_equal(array.take(rows), whole[rows] if rows else whole[:0])
+    for row in rows:
+        np.testing.assert_array_equal(array[row], whole[row])
+        layout, shard = array.locate(row)
+        first = [0, 6, 6, 7][layouts.index(layout)]
+        assert row - first in layout.rows_of(shard)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_flip_of_any_bit_of_the_index_is_found(codec: str, tmp_path: Path) -> None:
+    layout = small_array(codec, rows=3)
+    write_array(tmp_path, layout, array_values(layout))
+    path = tmp_path / layout.shard_path(0)
+    good = path.read_bytes()
+    for position in range(len(good) - SHARD_ROWS * 16 - 4, len(good)):
+        bad = bytearray(good)
+        bad[position] ^= 1 << position % 8
+        path.write_bytes(bad)
+        with pytest.raises(DamageError, match="index") as caught:
+            ShardFile(path, layout, 3)
+        assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("keep", ["0", "1", "3", "4", "67", "size - 1", "size // 2"])
+def test_a_cut_shard_is_found(codec: str, keep: str, tmp_path: Path) -> None:
+    layout = small_array(codec, rows=4)
+    write_array(tmp_path, layout, array_values(layout))
+    path = tmp_path / layout.shard_path(0)
+    content = path.read_bytes()
+    path.write_bytes(content[: eval(keep, {"size": len(content)})])
+    with pytest.raises(DamageError, match=r"shard .*/a/c/0"):
+        ShardFile(path, layout, 4)
+
+
+def test_a_shard_of_another_length_is_found(tmp_path: Path) -> None:
+    layout = small_array(rows=4)
+    write_array(tmp_path, layout, array_values(layout))
+    path = tmp_path / layout.shard_path(0)
+    content = path.read_bytes()
+    path.write_bytes(content[12:])  # a row is gone in front, the index at the end is whole
+    with pytest.raises(DamageError, match="not there"):
+        ShardFile(path, layout, 4)
+
+
+@pytest.mark.parametrize("codec", COMPRESSED)
+def test_a_flip_of_any_byte_of_a_compressed_chunk_is_found(codec: str, tmp_path: Path) -> None:
+    layout = small_array(codec, rows=4)
+    values = array_values(layout)
+    write_array(tmp_path, layout, values)
+    path = tmp_path / layout.shard_path(0)
+    good = path.read_bytes()
+    index = np.frombuffer(good[-SHARD_ROWS * 16 - 4 : -4], "<u8").reshape(-1, 2).astype(int)
+    for position in range(index[2, 0], index[2].sum()):
+        bad = bytearray(good)
+        bad[position] ^= 0x10
+        path.write_bytes(bad)
+        array = ShardedArray(ShardFolder(tmp_path), [layout])
+        with pytest.raises(DamageError, match="chunk 2 "):
+            array[2]
+        with pytest.raises(DamageError, match="chunk 2 "):
+            array.take([0, 2])
+        np.testing.assert_array_equal(array[1], values[1])  # the neighbours are whole
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("empty", [0, 1, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_shard_with_a_dropped_chunk_is_read_right(
+    codec: str, empty: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = small_array(codec, rows=4)
+    values = np.ones(layout.shape, np.float16)
+    values[empty] = np.nan  # the fill value: zarr-python drops the chunk by default, and all later ones move up
+    values[[i for i in range(4) if i != empty]] = np.arange(3, dtype=np.float16)[:, None, None]
+    write_array_with_zarr(tmp_path, layout, values, write_empty_chunks=False)
+    array = open_array(tmp_path, [layout], way, monkeypatch)
+    np.testing.assert_array_equal(array.read(0, 4), values)
+    np.testing.assert_array_equal(array.take([3, 0, 1, 3, 2]), values[[3, 0, 1, 3, 2]])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_chunks_in_another_order_are_read_right(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = small_array(rows=4)
+    values = array_values(layout)
+    write_array(tmp_path, layout, values)
+    path = tmp_path / layout.shard_path(0)
+    *_, tail = pack_shard(layout, values)
+    swapped = np.frombuffer(bytes(tail)[:-4], "<u8").reshape(-1, 2)[[1, 0, 2, 3]].tobytes()
+    path.write_bytes(path.read_bytes()[: -len(tail)] + swapped + crc32c(swapped))
+    array = open_array(tmp_path, [layout], way, monkeypatch)
+    np.testing.assert_array_equal(array.read(0, 4), values[[1, 0, 2, 3]])
+    np.testing.assert_array_equal(array.take([0, 3]), values[[1, 3]])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), st.sampled_from(WAYS), st.sampled_from([(2, 3), (1,), (4, 26, 38), (17,)]))
+def test_rows_of_any_size_are_gathered_right_in_every_way(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, way: str, shape: tuple[int, ...]
+) -> None:
+    # In the window the rows of all shards share one grid, whatever a row measures; 17 and 2 bytes share little.
+    layout = ArrayLayout("a", (29, *shape), "float16", 5)
+    root, values = tmp_path_factory.getbasetemp() / f"sizes-{shape}", array_values(layout)
+    if not root.exists():
+        write_array(root, layout, values)
+    with pytest.MonkeyPatch.context() as patch:
+        array = open_array(root, [layout], way, patch)
+        starts = data.draw(st.lists(st.integers(0, 28), min_size=1, max_size=9))
+        lengths = [data.draw(st.integers(1, 29 - start)) for start in starts]
+        out = np.empty((sum(lengths), *shape), np.float16)
+        assert array.take_ranges(np.array(starts), np.array(lengths), out=out) is out
+    ranges = [values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    np.testing.assert_array_equal(out, np.concatenate(ranges))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [[-1], [10], [0, 2**40], [3, -(2**62)]])
+def test_a_row_out_of_bounds_is_an_error_in_every_way(
+    way: str, rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = small_array()
+    write_array(tmp_path, layout, array_values(layout))
+    with pytest.raises(IndexError, match=r"there are 10"):
+        open_array(tmp_path, [layout], way, monkeypatch).take(rows)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", ["truncate", "shorten to a page", "overwrite"])
+def test_a_shard_that_is_changed_under_a_running_reader_is_an_error_that_names_it(
+    way: str, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = ArrayLayout("a", (40, 2, 512), "float16", 10)  # 2 KiB a row, so a shard has several pages
+    values = array_values(layout)
+    write_array(tmp_path, layout, values)
+    array, path = open_array(tmp_path, [layout], way, monkeypatch), tmp_path / layout.shard_path(2)
+    everything = np.arange(40)
+    np.testing.assert_array_equal(array.take(everything), values)
+    if change == "overwrite":
+        with path.open("r+b") as file:
+            file.write(b"other")
+    else:
+        os.truncate(path, 0 if change == "truncate" else 4096)
+    for _ in range(2):
+        with pytest.raises(DamageError, match=r"a/c/2/0/0'.*wrote to it.*verify --repair"):
+            array.take(everything)
+        with pytest.raises(DamageError, match=r"a/c/2/0/0'.*wrote to it.*verify --repair"):
+            array.read(20, 30)
+
+
+def test_views_that_were_read_are_checked_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = small_array()
+    write_array(tmp_path, layout, array_values(layout))
+    array = open_array(tmp_path, [layout], "window", monkeypatch)
+    array.read(0, 1)
+    array.check_unchanged()
+    with (tmp_path / layout.shard_path(0)).open("r+b") as file:
+        file.write(b"other")
+    with pytest.raises(DamageError, match=r"a/c/0/0/0'.*wrote to it"):
+        array.check_unchanged()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_shard_that_is_replaced_whole_or_removed_is_read_on(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a repair or a compaction does: the file that is open stays what it was.
+    layout = small_array()
+    values = array_values(layout)
+    write_array(tmp_path, layout, values)
+    array = open_array(tmp_path, [layout], way, monkeypatch)
+    array.take(np.arange(10))
+    write_array(tmp_path, layout, values + 1)
+    (tmp_path / layout.shard_path(1)).unlink()
+    np.testing.assert_array_equal(array.take(np.arange(10)), values)
+
+
+def test_without_inotify_a_change_is_found_by_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(change_watch._queue, "add", lambda path, watch: False)
+    monkeypatch.setattr(change_watch, "POLL_SECONDS", 0)
+    layout = small_array()
+    array = write_array(tmp_path, layout, array_values(layout))
+    array.take([0, 4])
+    write_array(tmp_path, layout, array_values(layout))  # replaced whole: what is mapped stays as it was
+    array.take([0, 4])
+    array = open_array(tmp_path, [layout], "window", monkeypatch)
+    array.take([0, 4])
+    os.truncate(tmp_path / layout.shard_path(1), 100)
+    with pytest.raises(DamageError, match=r"a/c/1/0/0'.*it has 100 bytes now"):
+        array.take([0])
+
+
+def test_many_stores_need_one_queue_and_forget_what_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A user may have 128 queues on most systems.
+    layout = small_array()
+    write_array(tmp_path, layout, array_values(layout))
+    gc.collect()
+    before, known = len(os.listdir("/proc/self/fd")), len(change_watch._queue._watches)
+    opened = [open_array(tmp_path, [layout], "window", monkeypatch) for _ in range(200)]
+    for array in opened:
+        array.take([0, 4])
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    with (tmp_path / layout.shard_path(0)).open("r+b") as file:
+        file.write(b"other")
+    for array in opened:
+        with pytest.raises(DamageError, match="wrote to it"):
+            array.take([0])
+    del array, opened
+    gc.collect()
+    assert len(change_watch._queue._watches) == known
+
+
+def test_a_system_that_watches_no_more_files_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def inotify_init1(self, flags: int) -> int:
+            return -1
+
+    queue = change_watch._Queue()
+    monkeypatch.setattr(change_watch, "_libc", Full)
+    with pytest.warns(RuntimeWarning, match="max_user_instances"):
+        assert not queue.add("/some/file", change_watch.ChangeWatch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not queue.add("/some/other", change_watch.ChangeWatch())
+
+
+def test_rows_are_views_of_one_window_that_outlives_the_array(tmp_path: Path) -> None:
+    layout = small_array()
+    values = array_values(layout)
+    array = write_array(tmp_path, layout, values)
+    rows = [array[i] for i in range(10)]
+    del array
+    gc.collect()
+    np.testing.assert_array_equal(np.array(rows), values)
+
+
+def test_files_are_let_go_when_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_array, "MAX_OPEN_SHARDS", 3)
+    layout = ArrayLayout("a", (40, 5), "float16", 1)
+    values = array_values(layout)
+    write_array(tmp_path, layout, values)
+    for way in ("alone", "pread"):
+        before = len(os.listdir("/proc/self/fd"))
+        array = open_array(tmp_path, [layout], way, monkeypatch)
+        np.testing.assert_array_equal(array.take(np.arange(40)[::-1]), values[::-1])
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) - before <= 3 + 2  # and the queue of changes, and what asks it
+        assert Path("/proc/self/maps").read_text().count(str(tmp_path)) <= 3
+
+
+def test_windows_give_their_maps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address_window._maps, "left", 5)
+    layout = small_array()  # of three shards
+    write_array(tmp_path, layout, array_values(layout))
+    kept = []
+    for left in (2, 2, 2):
+        kept.append(ShardedArray(ShardFolder(tmp_path), [layout]))
+        kept[-1].take(np.arange(10))
+        assert address_window._maps.left == left  # the second and third found too few, and map file by file
+    kept.clear()
+    gc.collect()
+    assert address_window._maps.left == 5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fork_reads_what_its_parent_has_open(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = small_array()
+    values = array_values(layout)
+    write_array(tmp_path, layout, values)
+    array = open_array(tmp_path, [layout], way, monkeypatch)
+    array.take(np.arange(10))
+    child = os.fork()
+    if not child:
+        os._exit(0 if np.array_equal(array.take(np.arange(10)), values, equal_nan=True) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fork_notices_a_change_of_any_array_that_its_parent_had_open(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = [replace(small_array(), path=path) for path in ("a", "b")]
+    for layout in layouts:
+        write_array(tmp_path, layout, array_values(layout))
+    first = open_array(tmp_path, [layouts[0]], way, monkeypatch)
+    second = ShardedArray(first._folder, [layouts[1]])
+    for array in (first, second):
+        array.take(np.arange(10))
+
+    def change_and_read() -> int:
+        first.take(np.arange(10))
+        second.take(np.arange(10))
+        with (tmp_path / layouts[1].shard_path(0)).open("r+b") as file:
+            file.write(b"other")
+        with pytest.raises(DamageError, match=r"b/c/0/0/0'.*wrote to it"):
+            second.take(np.arange(10))
+        return 0
+
+    assert in_child(change_and_read) == 0
+
+
+def test_a_fork_does_not_wait_for_what_a_thread_of_its_parent_holds(tmp_path: Path) -> None:
+    layout = small_array()
+    write_array(tmp_path, layout, array_values(layout))
+    array, pool = ShardedArray(ShardFolder(tmp_path), [layout]), BufferPool()
+    lent = pool.take((10, *layout.shape[1:]), layout.dtype)
+    array.take(np.arange(10), out=lent)
+
+    def read() -> int:
+        nonlocal lent
+        del lent
+        other = ShardedArray(ShardFolder(tmp_path), [layout])
+        for one in (array, other):
+            one.take(np.arange(10), out=pool.take((10, *layout.shape[1:]), layout.dtype))
+        return 0
+
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with array._folder.lock, pool._lock, address_window._maps._lock:
+            held.set()
+            release.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(60)
+    try:
+        assert in_child(read) == 0
+    finally:
+        release.set()
+        holder.join()
+
+
+def test_views_can_be_read_while_the_process_ends(tmp_path: Path) -> None:
+    layout = small_array()
+    write_array(tmp_path, layout, array_values(layout))
+    program = f"""
+import atexit, numpy as np
+from pathlib import Path
+from leandit.datasets.arrays.sharded_array import ShardFolder, ShardedArray
+from leandit.datasets.format.zarr_shard import ArrayLayout
+views = []
+atexit.register(lambda: print(float(views[0].sum()) == float(views[0].sum())))
+layout = ArrayLayout({layout.path!r}, {layout.shape}, {layout.dtype!r}, {layout.shard_rows})
+array = ShardedArray(ShardFolder(Path({str(tmp_path)!r})), [layout])
+views.append(array.read(0, 1))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
+
+
+def test_a_range_that_cannot_be_mapped_gives_its_maps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError("no")
+
+    left = address_window._maps.left
+    monkeypatch.setattr(address_window, "_map", refuse)
+    with pytest.raises(OSError, match="no"):
+        address_window.AddressWindow(100, 8, 4096)
+    assert address_window._maps.left == left
+
+
+def test_a_shard_that_cannot_be_mapped_is_read_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = small_array()
+    values = array_values(layout)
+    write_array(tmp_path, layout, values)
+    map_file = address_window.AddressWindow.map_file
+
+    def refuse_one(self: address_window.AddressWindow, slot: int, file: int, size: int) -> None:
+        if slot == 1:
+            raise OSError("too many maps")
+        map_file(self, slot, file, size)
+
+    monkeypatch.setattr(address_window.AddressWindow, "map_file", refuse_one)
+    array = ShardedArray(ShardFolder(tmp_path), [layout])
+    np.testing.assert_array_equal(array.take(np.arange(10)), values)
+
+
+def test_no_thread_writes_on_after_an_error(tmp_path: Path) -> None:
+    folder, done = ShardFolder(tmp_path), list[int]()
+
+    def fail() -> None:
+        raise DamageError("one")
+
+    def finish() -> None:
+        time.sleep(0.2)
+        done.append(1)
+
+    with pytest.raises(DamageError, match="one"):
+        folder.run([fail, finish])
+    assert done == [1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_many_threads_open_and_read_one_array(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_array, "MAX_OPEN_SHARDS", 4)
+    layout = ArrayLayout("a", (400, 5), "float16", 10)
+    values = array_values(layout)
+    write_array(tmp_path, layout, values)
+    array = open_array(tmp_path, [layout], way, monkeypatch)
+
+    def read(seed: int) -> bool:
+        rows = np.random.default_rng(seed).integers(0, 400, 100)
+        return np.array_equal(array.take(rows), values[rows], equal_nan=True)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(100)))

@@ -1,0 +1,107 @@
+"""A store names the folders of its encoders so that they are found from any directory, and after a move."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from making import CPU, TRAIN_RECIPE, label_recipe, no_progress
+from typer.testing import CliRunner, Result
+
+from leandit.datasets.errors import EncoderError
+from leandit.datasets.format.encoder_places import encoder_section, with_encoder_places
+from leandit.datasets.maintenance.compact import compact
+from leandit.datasets.store import LatentStore
+from leandit.precompute.encoders.model_files import local_folder
+from leandit.precompute.pipeline import precompute
+from leandit.tools.cli.main import app
+from leandit.train.parallel.stop import StopRequest
+
+TINY = ["model.name=DiT-S/4", "model.num_classes=0", "run.compile=false", *TRAIN_RECIPE, "run.steps=1"]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a VAE, models/vae, in which the test stands."""
+    shipped = local_folder("shipped:vae")
+    assert shipped
+    shutil.copytree(shipped, tmp_path / "home/models/vae")
+    monkeypatch.chdir(tmp_path / "home")
+    return tmp_path / "home"
+
+
+def make_store(store: Path, source: Path, vae: str = "models/vae") -> LatentStore:
+    recipe = label_recipe(f"vae.model={vae}")
+    precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+    return LatentStore(store)
+
+
+def leandit(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], obj=StopRequest())
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_store_and_its_encoder_may_move_together_and_the_fingerprint_stays(
+    home: Path, class_folder: Path, label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(Path("a"), class_folder)
+    assert store.spec.recipe["vae"]["model"] == store.spec.vae.model == "../models/vae"
+    assert store.spec.fingerprint == label_store.spec.fingerprint  # that of shipped:vae, the same weights
+    assert make_store(Path("a"), class_folder).revision == 1  # again, by the same path
+    moved = home.rename(home.with_name("elsewhere"))
+    monkeypatch.chdir(moved.parent)
+    assert leandit("inspect", moved / "a", "--sheet", "sheet.png").exit_code == 0
+    shutil.rmtree(moved / "models")
+    failed = leandit("inspect", moved / "a", "--sheet", "sheet.png")
+    assert isinstance(failed.exception, EncoderError)
+    assert "give its folder with --vae" in str(failed.exception)
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_encoder_far_from_the_store_is_named_absolutely(home: Path, class_folder: Path) -> None:
+    store = make_store(home / "stores/a", class_folder)
+    assert store.spec.recipe["vae"]["model"] == store.spec.vae.model == str(home / "models/vae")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_compacted_store_finds_the_encoders_of_the_old_one(home: Path, class_folder: Path) -> None:
+    make_store(Path("a"), class_folder)
+    compact(Path("a"), Path("stores/new"), progress=no_progress)
+    store = LatentStore("stores/new")
+    assert store.spec.recipe["vae"]["model"] == store.spec.vae.model == str(home / "models/vae")
+    assert make_store(Path("stores/new"), class_folder).manifest == store.manifest  # nothing to be done
+
+
+def test_hub_ids_and_the_relative_paths_of_earlier_releases_are_found_as_before(
+    home: Path, label_store: LatentStore
+) -> None:
+    def placed(model: str) -> str:
+        recipe = label_store.spec.recipe | {"vae": label_store.spec.recipe["vae"] | {"model": model}}
+        return encoder_section(label_store.spec.model_copy(update={"recipe": recipe}), "vae", label_store.path)["model"]
+
+    assert placed("models/vae") == str(home / "models/vae")  # from where the user stands
+    assert placed("shipped:vae") == "shipped:vae"
+    assert placed("stabilityai/sd-vae-ft-ema") == "stabilityai/sd-vae-ft-ema"
+    assert with_encoder_places(label_store.spec, home / "store") == label_store.spec  # shipped:vae
+
+
+@pytest.mark.usefixtures("quick", "tiny_models")
+def test_sample_and_export_find_the_vae_from_any_directory(
+    home: Path, class_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_store(Path("a"), class_folder)
+    settings = [word for value in TINY for word in ("--set", value)]
+    assert leandit("train", "dit-s-2-256", "--store", "a", "--run", "run", "--device", "cpu", *settings).exit_code == 0
+    elsewhere = home.parent / "there"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    drawn = ("sample", home / "run", "--num", 1, "--steps", 1, "--device", "cpu", "--out")
+    assert leandit(*drawn, "drawn").exit_code == 0
+    assert leandit("export", home / "run", "--out", "exported", "--encoders").exit_code == 0
+    assert Path("exported/vae/config.json").is_file()
+    (home / "models").rename(elsewhere / "models")
+    assert "give its folder with --vae" in str(leandit(*drawn, "again").exception)
+    failed = leandit("export", home / "run", "--out", "again", "--encoders")
+    assert "give its folder with --vae" in str(failed.exception)
+    assert leandit("export", home / "run", "--out", "again", "--encoders", "--vae", "models/vae").exit_code == 0

@@ -1,0 +1,101 @@
+"""Caption tokens in the dtype that is stored: rounding as FORMAT.md says, and back."""
+
+from __future__ import annotations
+
+import hypothesis.extra.numpy as hnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leandit.datasets.batches.captions import final_captions
+from leandit.datasets.format.token_dtypes import ON_DISK, is_storable, narrow, quality, token_bytes, widen
+
+FINITE = st.floats(-(2.0**127), 2.0**127, width=32)  # subnormal numbers too
+TOKENS = hnp.arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 9)), elements=FINITE)
+SMALL = hnp.arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 9)), elements=st.floats(-99, 99, width=32))
+
+
+@given(TOKENS)
+def test_bfloat16_rounds_as_torch_does(tokens: np.ndarray) -> None:
+    stored = narrow(tokens, "bfloat16")
+    assert stored.rows.dtype == np.uint16
+    ours = torch.from_numpy(stored.rows).view(torch.bfloat16)
+    assert torch.equal(ours, torch.from_numpy(tokens).bfloat16())
+    np.testing.assert_array_equal(widen(stored, "bfloat16"), ours.float().numpy())
+
+
+@given(TOKENS)
+def test_int8_is_within_half_a_step_and_keeps_the_largest_value(tokens: np.ndarray) -> None:
+    stored = narrow(tokens, "int8")
+    assert stored.scales is not None
+    assert (stored.rows.dtype, stored.scales.dtype) == (np.int8, np.float32)
+    assert np.abs(stored.rows.astype(int)).max() <= 127
+    largest = np.abs(tokens).max(axis=1)
+    normal = largest > 1e-35  # below, the scale itself is a subnormal number
+    assert (np.abs(stored.rows[normal].astype(int)).max(axis=1) == 127).all()
+    error = np.abs(widen(stored, "int8").astype(np.float64) - tokens)
+    assert (error[normal] <= 0.5001 * largest[normal, None].astype(np.float64) / 127).all()
+    assert not widen(stored, "int8")[largest == 0].any()  # zero stays zero
+
+
+def test_int8_ties_go_to_even() -> None:
+    tokens = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]], np.float32)
+    assert narrow(tokens, "int8").rows.tolist() == [[127, 0, 2, 2, 0, -2, -2]]
+
+
+@given(SMALL, st.sampled_from(["float16", "float32"]))
+def test_plain_floats_come_back_as_they_are(tokens: np.ndarray, dtype: str) -> None:
+    stored = narrow(tokens, dtype)
+    assert stored.scales is None
+    assert widen(stored, dtype) is stored.rows
+    np.testing.assert_array_equal(stored.rows, tokens.astype(dtype))
+
+
+@given(SMALL, st.sampled_from(list(ON_DISK)))
+def test_narrowing_what_was_narrowed_changes_nothing(tokens: np.ndarray, dtype: str) -> None:
+    once = widen(narrow(tokens, dtype), dtype).astype(np.float32)
+    again = widen(narrow(once, dtype), dtype).astype(np.float32)
+    np.testing.assert_allclose(again, once, rtol=1e-6 if dtype == "int8" else 0)
+
+
+@given(SMALL)
+def test_a_batch_is_widened_like_a_caption(tokens: np.ndarray) -> None:
+    stored = narrow(tokens, "int8")
+    assert stored.scales is not None
+    ours = final_captions(torch.from_numpy(stored.rows), torch.from_numpy(stored.scales))
+    np.testing.assert_array_equal(ours.numpy(), widen(stored, "int8"))
+
+
+@pytest.mark.parametrize("dtype", ON_DISK)
+def test_what_a_dtype_cannot_hold_is_seen(dtype: str) -> None:
+    assert is_storable(narrow(np.array([[1e5, 0]], np.float32), dtype), dtype) == (dtype != "float16")
+    assert is_storable(narrow(np.array([[1.0, 0]], np.float32), dtype), dtype)
+
+
+def test_the_quality_is_the_worst_token() -> None:
+    tokens = np.array([[3, 4], [1, 0], [0, 0]], np.float32)
+    same = narrow(tokens, "float32")
+    assert quality(tokens, same, "float32") == (1.0, 0.0)
+    turned = same._replace(rows=np.array([[3, 4], [0.6, 0.8], [0, 0]], np.float32))
+    cosine, error = quality(tokens, turned, "float32")
+    assert (cosine, error) == (pytest.approx(0.6), pytest.approx(0.8))
+    lost = same._replace(rows=np.array([[3, 4], [0, 0], [0, 0]], np.float32))
+    assert quality(tokens, lost, "float32") == (0.0, 1.0)
+
+
+@given(TOKENS, st.sampled_from(["float32", "bfloat16", "int8"]))
+def test_the_quality_is_that_of_exact_arithmetic(tokens: np.ndarray, dtype: str) -> None:
+    tokens = np.where(np.abs(tokens) > 1e-30, tokens, 0)  # of subnormal numbers int8 keeps nothing
+    stored = narrow(tokens, dtype)
+    before, after = tokens.astype(np.longdouble), widen(stored, dtype).astype(np.longdouble)
+    norms = np.sqrt((before**2).sum(axis=1) * (after**2).sum(axis=1))
+    wanted = np.where(norms > 0, (before * after).sum(axis=1) / np.where(norms > 0, norms, 1), 1)
+    cosine, error = quality(tokens, stored, dtype)
+    assert cosine == pytest.approx(float(wanted.min()), abs=2e-6)
+    assert error == pytest.approx(float(np.abs(before - after).max()), rel=1e-5)
+
+
+def test_bytes_of_a_token() -> None:
+    assert [token_bytes(4096, dtype) for dtype in ("float32", "bfloat16", "int8")] == [16384, 8192, 4100]

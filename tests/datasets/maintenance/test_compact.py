@@ -1,0 +1,249 @@
+"""``compact``: a new store with the same records and fewer bytes, or nothing at all; the old one stays as it is."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from faults import (
+    Pictures,
+    content,
+    copy_of,
+    dies_at,
+    encode,
+    files_of,
+    flip,
+    make_grown,
+    num_operations,
+    read_all,
+    small_shards,
+)
+from making import caption_recipe, label_recipe, make_class_folder, no_progress, picture, tree_digest
+
+from leandit.datasets.errors import DamageError, ResourceError, StoreError, StoreIncomplete
+from leandit.datasets.format.schema import Manifest
+from leandit.datasets.maintenance.compact import compact, plan_compaction
+from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.revisions.plan import write_plan
+from leandit.datasets.store import LatentStore
+
+RECIPES = {"plain": (), "packed": ("vae.flip=true", "store.codec=zstd")}
+LITTER = ".leandit-tmp-"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small() -> Iterator[None]:
+    with small_shards():
+        yield
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pictures, Path, str]:
+    return *make_grown(tmp_path_factory.mktemp("grown"), *RECIPES[request.param]), request.param
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pictures, Path]:
+    return make_grown(tmp_path_factory.mktemp("plain"))
+
+
+def run(store: Path, out: Path) -> Manifest:
+    return compact(store, out, progress=no_progress)
+
+
+def size_of(root: Path) -> int:
+    return sum((root / path).stat().st_size for path in files_of(root))
+
+
+def test_a_compacted_store_holds_the_same_and_nothing_else(grown: tuple[Pictures, Path, str], tmp_path: Path) -> None:
+    pictures, store, name = grown
+    root, old = tmp_path / "new", tree_digest(store)
+    before, null = content(LatentStore(store)), LatentStore(store).null_caption.tobytes()
+    assert any(said["reason"] == "truncated" for said, _, _ in before.values())  # rejected at decode: it had a row
+    manifest = run(store, root)
+    after = LatentStore(root)
+    assert tree_digest(store) == old
+    assert content(after) == before
+    assert after.null_caption.tobytes() == null
+    assert verify_store(root).findings == []
+    assert (after.revision, after.manifest and after.manifest.stack) == (4, [4])
+    assert manifest == after.manifest
+    assert size_of(root) < size_of(store)
+    outside = {path for path in files_of(root) if not path.startswith("revisions/000004/")}
+    assert outside == {"zarr.json", "revisions/zarr.json"}
+    texts = {text for _, _, captions in before.values() for text in captions}
+    assert set(after.captions["text"].to_pylist()) == texts
+    assert sum(after.buckets.values()) == sum(said["status"] == "stored" for said, _, _ in before.values())
+    assert read_all(root)["content"] == before
+
+    whole = tree_digest(root)
+    assert run(store, root) == manifest  # it is there
+    assert tree_digest(root) == whole
+
+    report = encode(caption_recipe(*RECIPES[name]), pictures.root, root)
+    assert (report.num_encoded, report.manifest) == (0, manifest)
+    with pytest.raises(StoreError, match=r"no complete revision 3. There are: 4"):
+        LatentStore(root, revision=3)
+
+
+def test_a_compacted_store_grows_and_is_compacted_again(tmp_path: Path) -> None:
+    pictures, store = make_grown(tmp_path)
+    root = tmp_path / "new"
+    run(store, root)
+    pictures.put(40, words=" and a pink star")
+    pictures.drop(5)
+    pictures.write()
+    report = encode(caption_recipe(), pictures.root, root, drop_gone=True)
+    assert (report.num_encoded, report.manifest.stack, report.manifest.revision) == (1, [4, 5], 5)
+    assert verify_store(root).findings == []
+    before = content(LatentStore(root))
+    assert "images/40.png" in before
+    assert "images/5.png" not in before
+    assert run(root, tmp_path / "newer").revision == 6
+    assert content(LatentStore(tmp_path / "newer")) == before
+    assert verify_store(tmp_path / "newer").findings == []
+
+
+def test_shards_of_which_nothing_has_changed_are_the_same_bytes(tmp_path: Path) -> None:
+    source, store = make_class_folder(tmp_path / "train", classes=2, per_class=3), tmp_path / "store"
+    encode(label_recipe("vae.flip=true"), source, store)
+    run(store, tmp_path / "new")
+    shards = [path for path in files_of(store) if re.search("^buckets/.*/c/", path)]
+    assert len(shards) == 6
+    for path in shards:
+        assert (tmp_path / "new/revisions/000002" / path).read_bytes() == (store / path).read_bytes()
+
+
+def test_a_store_that_was_made_anew_loses_what_it_had_before(tmp_path: Path) -> None:
+    source, root = make_class_folder(tmp_path / "train", classes=2, per_class=3), tmp_path / "store"
+    encode(label_recipe(), source, root)
+    encode(label_recipe("vae.keep=mean"), source, root, new_revision=True)
+    before = content(LatentStore(root))
+    assert LatentStore(root).manifest.stack == [2]  # pyright: ignore[reportOptionalMemberAccess]
+    assert verify_store(root).findings == []
+    run(root, tmp_path / "new")
+    assert content(LatentStore(tmp_path / "new")) == before
+    assert verify_store(tmp_path / "new").findings == []
+    (source / "n000/0.png").unlink()
+    encode(label_recipe("vae.keep=mean"), source, root, drop_gone=True)
+    left = content(LatentStore(root))
+    assert left.keys() == before.keys() - {"n000/0.png"}
+    run(root, tmp_path / "newer")
+    assert content(LatentStore(tmp_path / "newer")) == left
+    assert verify_store(tmp_path / "newer").findings == []
+    assert size_of(tmp_path / "newer") < size_of(root) / 2
+
+
+def check_kills(store: Path, work: Path, step: int) -> None:
+    """Kill a compaction at every so many operations: nothing is taken for a store, and the next call makes it."""
+    old, call = tree_digest(store), functools.partial(run, store, work / "new")
+    work.mkdir()
+    total = num_operations(call)
+    whole = tree_digest(work)
+    assert total > 50
+    for at in range(0, total, step):
+        shutil.rmtree(work / "new")
+        assert dies_at(at, call), at
+        left = [path.name for path in work.iterdir()]
+        assert all(name.startswith(LITTER) for name in left) or (left == ["new"] and tree_digest(work) == whole), at
+        call()
+        assert tree_digest(work) == whole, at
+    assert tree_digest(store) == old
+
+
+def test_a_compaction_that_is_killed_begins_again(tmp_path: Path) -> None:
+    source, store = make_class_folder(tmp_path / "train", classes=2, per_class=2), tmp_path / "store"
+    encode(label_recipe(), source, store)
+    (source / "n000/1.png").unlink()
+    picture(7).save(source / "n001/9.png")
+    encode(label_recipe(), source, store, drop_gone=True)
+    check_kills(store, tmp_path / "work", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_compaction_that_is_killed_at_any_operation_begins_again(
+    grown: tuple[Pictures, Path, str], tmp_path: Path
+) -> None:
+    check_kills(grown[1], tmp_path / "work", 1)
+
+
+@pytest.mark.parametrize("kind", ["latents", "captions", "null"])
+def test_a_damaged_row_is_refused_and_nothing_is_left(kind: str, plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+    root = copy_of(plain[1], tmp_path / "store")
+    path = {
+        "latents": "revisions/000002/buckets/80x48/moments/c/0/0/0/0",
+        "captions": "captions/embeddings/c/0/0",
+        "null": "captions/null/c/0/0",
+    }[kind]
+    flip(root / path, 100)
+    with pytest.raises(DamageError, match="verify --repair"):
+        run(root, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == [root]
+    (root / path).write_bytes((plain[1] / path).read_bytes())
+    run(root, tmp_path / "new")
+    assert verify_store(tmp_path / "new").findings == []
+
+
+def test_an_unfinished_revision_is_finished_first(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+    root = copy_of(plain[1], tmp_path / "store")
+    for name in ("manifest.json", "records.parquet", "captions.parquet"):
+        (root / "revisions/000003" / name).unlink()
+    before = tree_digest(root)
+    with pytest.raises(StoreError, match="revision 3 is unfinished"):
+        run(root, tmp_path / "new")
+    assert (tree_digest(root), list(tmp_path.iterdir())) == (before, [root])
+
+
+def test_a_store_without_its_plan_is_an_error_that_says_so(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+    root = copy_of(plain[1], tmp_path / "store")
+    for path in list(root.rglob("plan")):
+        shutil.rmtree(path)
+    with pytest.raises(StoreIncomplete, match="its plan"):
+        run(root, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == [root]
+
+
+def test_a_place_that_is_taken_or_lies_in_the_store_is_refused(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+    store = plain[1]
+    before = tree_digest(store)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    other = copy_of(store, tmp_path / "other")
+    for out in (tmp_path / "file", tmp_path / "folder", other):
+        with pytest.raises(StoreError, match="something is there"):
+            run(store, out)
+    for out in (store, store / "new"):
+        with pytest.raises(StoreError, match="would lie in store"):
+            run(store, out)
+    assert (tree_digest(store), tree_digest(other)) == (before, before)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_a_release_before_was_compacting_in_place_is_compacted_elsewhere(
+    plain: tuple[Pictures, Path], tmp_path: Path
+) -> None:
+    root = copy_of(plain[1], tmp_path / "store")
+    before = content(LatentStore(root))
+    write_plan(root, plan_compaction(LatentStore(root), root), replace=False)  # with this it began
+    with pytest.raises(StoreError, match="leandit compact"):
+        encode(caption_recipe(), plain[0].root, root)
+    assert not verify_store(root).damaged
+    run(root, tmp_path / "new")
+    assert content(LatentStore(tmp_path / "new")) == before
+
+
+def test_a_disk_that_is_too_small_is_refused(
+    plain: tuple[Pictures, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "leandit.datasets.maintenance.compact.shutil.disk_usage", lambda path: SimpleNamespace(free=1000)
+    )
+    with pytest.raises(ResourceError, match="--out on another disk"):
+        run(plain[1], tmp_path / "new")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,288 @@
+"""Filters: exactly the records that fulfil every condition train, and all others are counted by reason."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from leandit.datasets.errors import RecipeError
+from leandit.datasets.format.class_names import ClassNames
+from leandit.datasets.order.batch_plan import BatchPlan
+from leandit.datasets.order.filters import RecordFilter, ScoreTable, Selection
+from leandit.datasets.order.order import changed_fields
+from leandit.datasets.store import LatentStore
+
+few = settings(deadline=None, max_examples=60)  # no deadline: the machine may be busy
+
+
+def made_up_store(records: list[dict[str, Any]], classes: list[str] | None = None) -> LatentStore:
+    """What a filter reads of a store: the table, the buckets, and the records of each in some order."""
+    table = pa.table(
+        {
+            "key": [record.get("key", f"k{i}") for i, record in enumerate(records)],
+            "label": pa.array([record.get("label", -1) for record in records], pa.int64()),
+            "height_px": pa.array([record.get("height_px", 64) for record in records], pa.int32()),
+            "width_px": pa.array([record.get("width_px", 64) for record in records], pa.int32()),
+        }
+    )
+    buckets: dict[str, list[int]] = {"48x80": [], "64x64": []}
+    for i, record in enumerate(records):
+        if record.get("stored", True):
+            buckets[record.get("bucket", "64x64")].append(i)
+    indexes = {name: SimpleNamespace(records=np.array(rows[::-1], np.int64)) for name, rows in buckets.items()}
+    store = SimpleNamespace(
+        path=Path("made-up"),
+        record_columns=table.select,
+        checksums=np.zeros(len(records), np.uint64),
+        buckets={name: len(rows) for name, rows in buckets.items()},
+        index=lambda bucket: indexes[bucket],
+        class_names=ClassNames(classes),
+        plan_hash="made up",
+    )
+    return cast(LatentStore, store)
+
+
+def kept(selection: Selection, store: LatentStore) -> set[int]:
+    """Positions in the records table of the records that train."""
+    found: list[int] = []
+    for bucket, positions in selection.positions.items():
+        records = store.index(bucket).records
+        found += (records if positions is None else records[positions]).tolist()
+    assert len(found) == len(set(found)) == selection.num_records == sum(selection.counts.values())
+    return set(found)
+
+
+def score_file(path: Path, scores: dict[str, Any], column: str = "score", key: str = "key") -> Path:
+    pq.write_table(pa.table({key: list(scores), column: list(scores.values())}), path)
+    return path
+
+
+records = st.lists(
+    st.fixed_dictionaries(
+        {
+            "label": st.integers(0, 3),
+            "height_px": st.integers(1, 200),
+            "width_px": st.integers(1, 200),
+            "bucket": st.sampled_from(["48x80", "64x64"]),
+            "stored": st.booleans(),
+            "score": st.none() | st.sampled_from([1.0, 4.5, 5.0, 7.0, math.nan]),
+        }
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@few
+@given(
+    records,
+    st.none() | st.sets(st.integers(0, 3), min_size=1),
+    st.none() | st.just(0.5),
+    st.none() | st.just(2.0),
+    st.booleans(),
+)
+def test_the_records_that_fulfil_every_condition_train_and_no_others(
+    tmp_path_factory: pytest.TempPathFactory,
+    records: list[dict[str, Any]],
+    labels: set[int] | None,
+    low: float | None,
+    high: float | None,
+    scored: bool,
+) -> None:
+    store = made_up_store(records, ["a", "b", "c", "d"])
+    scores = {f"k{i}": record["score"] for i, record in enumerate(records)} | {"elsewhere": 9.0}
+    path = score_file(tmp_path_factory.mktemp("scores") / "s.parquet", scores)
+    asked = RecordFilter(
+        sorted(labels) if labels else None, low, high, ScoreTable(path, "score", 5.0) if scored else None
+    )
+
+    def reason(record: dict[str, Any]) -> str | None:
+        aspect = record["height_px"] / record["width_px"]
+        if labels and record["label"] not in labels:
+            return "label"
+        if (low is not None and aspect < low) or (high is not None and aspect > high):
+            return "aspect"
+        if scored and (record["score"] is None or math.isnan(record["score"])):
+            return "no_score"
+        return "score" if scored and record["score"] < 5 else None
+
+    stored = {i: record for i, record in enumerate(records) if record["stored"]}
+    wanted = {i for i, record in stored.items() if reason(record) is None}
+    if not wanted:
+        with pytest.raises(RecipeError, match="no key in common" if not stored and scored else "0 of .* Loosen"):
+            asked.select(store)
+        return
+    selection = asked.select(store)
+    assert kept(selection, store) == wanted
+    reasons = [reason(record) for record in stored.values()]
+    assert {name: count for name, count in selection.num_filtered.items() if count} == {
+        name: reasons.count(name) for name in set(reasons) if name
+    }
+    for bucket, positions in selection.positions.items():
+        assert (positions is None) == (selection.counts[bucket] == store.buckets[bucket])
+        assert positions is None or np.all(np.diff(positions.astype(np.int64)) > 0)
+    assert json.loads(json.dumps(selection.identity)) == selection.identity
+
+
+def test_a_plan_goes_through_what_is_selected_and_nothing_else() -> None:
+    store = made_up_store([{"label": i % 3, "bucket": ["48x80", "64x64"][i % 2]} for i in range(40)], ["a", "b", "c"])
+    selection = RecordFilter(labels=["a", 2]).select(store)
+    plan = BatchPlan(selection.counts, 4, seed=0, selection=selection)
+    seen = [int(r) for b in plan.batches(0, plan.num_batches(0)) for r in store.index(b.bucket).records[b.positions]]
+    assert sorted(seen) == [i for i in range(40) if i % 3 != 1]
+    assert all(batch.positions.dtype == np.int64 for batch in plan.batches(0, 3))
+    assert plan.num_records == selection.num_records
+
+
+def test_a_plan_of_other_counts_than_its_selection_is_refused() -> None:
+    selection = RecordFilter(labels=[0]).select(made_up_store([{"label": 0}, {"label": 1}], ["a", "b"]))
+    with pytest.raises(RecipeError, match=r"selection\.counts"):
+        BatchPlan({"48x80": 0, "64x64": 2}, 1, 0, selection=selection)
+
+
+def test_the_filter_is_part_of_a_plans_identity(tmp_path: Path) -> None:
+    store = made_up_store([{"label": i % 2} for i in range(6)], ["a", "b"])
+
+    def identity(path: Path, minimum: float = 2.0, labels: list[str | int] | None = None) -> dict[str, Any]:
+        selection = RecordFilter(labels, scores=ScoreTable(path, "score", minimum)).select(store)
+        return BatchPlan(selection.counts, 2, 0, selection=selection).identity()
+
+    scores = {f"k{i}": float(i) for i in range(6)}
+    was = json.loads(json.dumps(identity(score_file(tmp_path / "a.parquet", scores))))
+    # The same scores in another file, order, type and company are the same.
+    other = {"elsewhere": 8, **{key: int(value) for key, value in reversed(scores.items())}}
+    assert changed_fields(was, identity(score_file(tmp_path / "b.parquet", other))) == []
+    assert [line.split(":")[0] for line in changed_fields(was, identity(tmp_path / "a.parquet", minimum=1.5))] == [
+        "filter.scores.minimum"
+    ]
+    changed = score_file(tmp_path / "c.parquet", scores | {"k5": 5.5})
+    assert [line.split(":")[0] for line in changed_fields(was, identity(changed))] == ["filter.scores.xxh3_128"]
+    by_name, by_index = (identity(tmp_path / "a.parquet", labels=[label]) for label in ("b", 1))
+    assert changed_fields(by_name, by_index) == []
+    assert [line.split(":")[0] for line in changed_fields(was, by_name)] == ["filter.labels", "buckets.64x64.records"]
+
+
+def test_positions_take_no_more_bytes_than_they_need() -> None:
+    for count, dtype in ((256, np.uint8), (257, np.uint16), (70_000, np.uint32)):
+        store = made_up_store([{"label": int(i == 3)} for i in range(count)], ["a", "b"])
+        positions = RecordFilter(labels=["a"]).select(store).positions
+        assert positions["64x64"].dtype == dtype  # type: ignore[union-attr]
+        assert positions["48x80"] is None  # empty, so all of it is selected
+
+
+def test_a_filter_without_conditions_selects_all() -> None:
+    store = made_up_store([{} for _ in range(9)])
+    selection = RecordFilter().select(store)
+    assert selection.positions == {"48x80": None, "64x64": None}
+    assert selection.describe() == "9 of 9 records train; filtered out: none"
+
+
+def test_what_was_filtered_out_is_said(tmp_path: Path) -> None:
+    store = made_up_store([{"label": i % 2, "height_px": 10 + 20 * i} for i in range(10)], ["a", "b"])
+    path = score_file(tmp_path / "s.parquet", {"k2": 1.0, "k4": 9.0, "k6": 9.0})
+    selection = RecordFilter(["a"], max_aspect=2.5, scores=ScoreTable(path, "score", 5)).select(store)
+    assert (
+        selection.describe()
+        == "2 of 10 records train; filtered out: 5 by label, 1 by aspect, 1 by no_score, 1 by score"
+    )
+
+
+def test_aspects_at_the_limits_are_inside_and_unknown_sizes_are_not() -> None:
+    sizes = [(64, 128), (128, 64), (63, 128), (129, 64), (None, 64), (64, None)]
+    store = made_up_store([{"height_px": h, "width_px": w} for h, w in sizes])
+    selection = RecordFilter(min_aspect=0.5, max_aspect=2.0).select(store)
+    assert kept(selection, store) == {0, 1}
+    assert selection.num_filtered == {"aspect": 4}
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"labels": []}, r"labels \[\]: needed a list of at least one"),
+        ({"min_aspect": 2.0, "max_aspect": 1.0}, "from 2.0 to 1.0"),
+        ({"min_aspect": math.nan}, "from nan"),
+        ({"scores": ScoreTable("s", "score", math.nan)}, "minimum score of nan"),
+    ],
+)
+def test_a_filter_that_keeps_nothing_is_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        RecordFilter(**asked)
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [("tenhc", "'tenhc'.*Did you mean 'tench'.*2 classes, 0 to 1: "), (2, "no class 2"), (-1, "no class -1")],
+)
+def test_an_unknown_label_is_refused(label: str | int, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        RecordFilter(labels=[label]).select(made_up_store([{"label": 0}], ["tench", "goldfish"]))
+
+
+def test_labels_of_a_store_without_classes_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"no class 0.*There are no classes"):
+        RecordFilter(labels=[0]).select(made_up_store([{}]))
+
+
+def test_a_score_table_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    store = made_up_store([{}, {}])
+    (tmp_path / "text.parquet").write_text("no Parquet")
+    score_file(tmp_path / "good.parquet", {"k0": 1.0})
+    score_file(tmp_path / "words.parquet", {"k0": "much"})
+    score_file(tmp_path / "others.parquet", {"x/1.png": 1.0, "x/2.png": 1.0})
+    pq.write_table(pa.table({"key": ["k0", "k1", "k0"], "score": [1.0, 2.0, 1.0]}), tmp_path / "twice.parquet")
+    pq.write_table(
+        pa.table({"key": pa.array([], pa.string()), "score": pa.array([], pa.float32())}), tmp_path / "empty.parquet"
+    )
+    for name, column, said in [
+        ("none", "score", "no such file"),
+        ("text", "score", "not a readable Parquet"),
+        ("good", "aesthetic", "no column 'aesthetic'. There are: key, score"),
+        ("words", "score", "needed text in 'key' and numbers in 'score'"),
+        ("others", "score", r"no key in common with store 'made-up', whose first is 'k0'.*'x/1.png', 'x/2.png'"),
+        ("empty", "score", "no key in common.*Its own are none"),
+        ("twice", "score", "the key 'k0' stands there more than once"),
+    ]:
+        table = ScoreTable(tmp_path / f"{name}.parquet", column, 1.0)
+        with pytest.raises(RecipeError, match=said):
+            RecordFilter(scores=table).select(store)
+    with pytest.raises(RecipeError, match=r"0 of 2 records train; filtered out: 1 by no_score, 1 by score\. Loosen"):
+        RecordFilter(scores=ScoreTable(tmp_path / "good.parquet", "score", 2.0)).select(store)
+
+
+# On a real store.
+
+
+def test_a_real_store_is_filtered_by_class_and_by_score(label_store: LatentStore, tmp_path: Path) -> None:
+    keys = label_store.records["key"].to_pylist()
+    path = score_file(tmp_path / "s.parquet", {key: i for i, key in enumerate(keys)}, "aesthetic", "name")
+    name = label_store.spec.classes[1]  # type: ignore[index]
+    selection = RecordFilter(labels=[name], scores=ScoreTable(path, "aesthetic", 7, key="name")).select(label_store)
+    plan = BatchPlan(selection.counts, 2, seed=0, selection=selection)
+    found = [
+        label_store.record_at(int(record))
+        for batch in plan.batches(0, plan.num_batches(0))
+        for record in label_store.index(batch.bucket).records[batch.positions]
+    ]
+    assert sorted(record.key for record in found) == sorted(keys[7:10])
+    assert {record.label for record in found} == {1}
+
+
+def test_a_real_store_is_filtered_by_aspect(caption_store: LatentStore) -> None:
+    selection = RecordFilter(min_aspect=0.9, max_aspect=1.1).select(caption_store)
+    assert selection.counts == {"48x80": 0, "64x64": caption_store.buckets["64x64"], "80x48": 0}
+    assert {len(p) for b, p in selection.positions.items() if p is not None} == {0}
+    plan = BatchPlan(selection.counts, 2, seed=0, selection=selection)
+    assert {batch.bucket for batch in plan.batches(0, 10)} == {"64x64"}

@@ -1,0 +1,1206 @@
+"""Stores at a URL: shards come whole and checked, the folder keeps to its room, and what goes wrong is named."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import xxhash
+from aiohttp import ClientPayloadError
+from fsspec.implementations.memory import MemoryFileSystem
+from harness import Child, start
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from making import CPU, train_recipe, tree_digest
+from s3_server import s3_server
+from typer.testing import CliRunner
+
+from leandit.datasets.disk.files import TEMPORARY_PREFIX
+from leandit.datasets.disk.hashing import canonical_json
+from leandit.datasets.errors import (
+    DamageError,
+    FormatVersionError,
+    LeanditError,
+    RecipeError,
+    ResourceError,
+    StoreError,
+    StoreIncomplete,
+    StoreNotFound,
+)
+from leandit.datasets.format.schema import FileEntry, Manifest
+from leandit.datasets.loader import make_loader
+from leandit.datasets.maintenance.remote_verify import verify_remote
+from leandit.datasets.maintenance.verify import Verification, verify_store
+from leandit.datasets.remote import cache, mirror
+from leandit.datasets.remote import reader as remote_reader
+from leandit.datasets.remote.cache import RemoteFolder, open_remote
+from leandit.datasets.remote.reader import RemoteReader
+from leandit.datasets.revisions.commits import with_root_hash
+from leandit.datasets.store import LatentStore
+from leandit.tools.cli.main import app
+from leandit.tools.inspection.summary import summarise
+from leandit.train.loop import train
+from leandit.train.metrics.window import StepReport
+from leandit.train.parallel.stop import StopRequest
+
+MOMENTS = "buckets/64x64/moments/c/0/0/0/0"
+SIZES = [700, 900, 1100, 1300, 500, 1500, 800, 1000]  # bytes of the made-up shards
+PATHS = [f"buckets/8x8/moments/c/{i}" for i in range(len(SIZES))]
+CONTENT = {path: random.Random(i).randbytes(SIZES[i]) for i, path in enumerate(PATHS)}
+
+
+# ------------------------------------------------------------ a file system with faults
+
+
+class FaultyFileSystem(MemoryFileSystem):
+    """Files in memory; requests are counted, and fail in turn as a test says."""
+
+    protocol = "faulty"
+    store: dict[str, Any] = {}  # noqa: RUF012 - that of the class above belongs to others
+    pseudo_dirs = [""]  # noqa: RUF012
+    faults: dict[str, list[Any]] = {}  # noqa: RUF012
+    requests: Counter[str] = Counter()  # noqa: RUF012
+    watch: Callable[[], Any] | None = None
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.replace("faulty://", "memory://"))
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        FaultyFileSystem.requests[path] += 1
+        if FaultyFileSystem.watch:
+            FaultyFileSystem.watch()
+        fault = next((faults for name, faults in self.faults.items() if path.endswith(name) and faults), None)
+        what = fault.pop(0) if fault else None
+        if isinstance(what, BaseException):
+            raise what
+        content = super().cat_file(path, start=start, end=end, **kwargs)
+        return what(content) if what else content
+
+
+fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_reader, "FIRST_WAIT_SECONDS", 0.001)
+    FaultyFileSystem.store, FaultyFileSystem.faults, FaultyFileSystem.watch = {}, {}, None
+    FaultyFileSystem.requests.clear()
+
+
+def flip(content: bytes) -> bytes:
+    return bytes([content[0] ^ 1]) + content[1:]
+
+
+def made_up_manifest(content: dict[str, bytes] = CONTENT) -> Manifest:
+    """A manifest over some shards and nothing else."""
+    entries = [
+        FileEntry(path=path, bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data))
+        for path, data in content.items()
+    ]
+    counts = dict.fromkeys(("num_planned", "num_stored", "num_rejected", "num_captions", "num_caption_tokens"), 0)
+    return Manifest(
+        format_version=1,
+        revision=1,
+        base="",
+        stack=[1],
+        copies=False,
+        fingerprint="",
+        plan="",
+        buckets={},
+        files=entries,
+        root_hash="",
+        **counts,
+    )
+
+
+def made_up(local: Path, capacity: int = 10_000, *, url: str = "faulty://made-up", threads: int = 2) -> RemoteFolder:
+    """A folder over the made-up shards."""
+    reader = RemoteReader(url)
+    for path, data in CONTENT.items():
+        put(reader._fs, f"{reader._root}/{path}", data)
+    local.mkdir(exist_ok=True)
+    return RemoteFolder(reader, local, made_up_manifest(), capacity=capacity, threads=threads)
+
+
+def bytes_in(local: Path) -> int:
+    """Bytes of all that lies in the folder's room, temporaries too."""
+    total = 0
+    for path in (local / "shards").iterdir():
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:  # gone since
+            continue
+    return total
+
+
+def here(folder: RemoteFolder) -> set[str]:
+    """The made-up shards that are in the folder."""
+    names = {path.name for path in folder._room.path("x").parent.iterdir()}
+    return {path for path in PATHS if mirror.name_of(folder._entry(path)) in names}
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+# ------------------------------------------------------------ s3
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """A server of the S3 protocol, with the bucket "latents"."""
+    with s3_server("latents") as url:
+        yield url
+
+
+def put(fs: Any, path: str, content: bytes) -> None:
+    if fs.protocol[0] == "file":
+        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    fs.pipe_file(path, content)
+
+
+def upload(store: Path, url: str) -> Any:
+    """Copy a store to a URL; returns the file system."""
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.invalidate_cache()
+    files = {f"{root}/{name}": content for name, content in tree_digest(store).items()}
+    if url.startswith("s3"):
+        fs.pipe(files)  # several at a time
+    else:
+        for path, content in files.items():
+            put(fs, path, content)
+    return fs
+
+
+def shards_of(store: LatentStore) -> list[FileEntry]:
+    assert store.manifest
+    found = [entry for entry in store.manifest.files if mirror.is_shard(entry)]
+    assert len(found) > 5
+    return found
+
+
+def test_a_store_on_s3_comes_bit_for_bit(s3: str, caption_store: LatentStore, tmp_path: Path) -> None:
+    upload(caption_store.path, f"{s3}/whole")
+    with open_remote(f"{s3}/whole", folder=tmp_path / "local") as folder:
+        assert folder.manifest == caption_store.manifest
+        mirrored = tree_digest(folder.store)
+        assert not [name for name in mirrored if "/c/" in name]
+        original = tree_digest(caption_store.path)
+        assert all(original[name] == content for name, content in mirrored.items())
+        for entry in shards_of(caption_store):
+            assert folder.fetch(entry.path).read_bytes() == original[entry.path]
+        assert folder.num_brought == len({entry.xxh3_128 for entry in shards_of(caption_store)})
+
+
+@pytest.mark.parametrize("url", ["s3", "faulty", "file"])
+def test_all_but_the_shards_is_a_store_that_opens(
+    url: str, s3: str, caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = {"s3": f"{s3}/opens", "faulty": "faulty://opens", "file": f"file://{tmp_path}/origin"}[url]
+    upload(caption_store.path, where)
+    folder = open_remote(where, folder=tmp_path / "local")
+    # open_remote has checked these files and the sizes of the shards; this would look for the shards themselves.
+    monkeypatch.setattr(LatentStore, "_check_files", lambda self, manifest: None)
+    opened = LatentStore(folder.store)
+    assert (opened.root_hash, opened.unfinished_revision) == (caption_store.root_hash, None)
+    assert opened.records.equals(caption_store.records)
+    assert opened.captions.equals(caption_store.captions)
+    assert opened.index("64x64").rows.tolist() == caption_store.index("64x64").rows.tolist()
+    assert opened._stack.layouts("captions/embeddings") == caption_store._stack.layouts("captions/embeddings")
+
+
+def test_eight_threads_bring_a_shard_from_s3_once(s3: str, caption_store: LatentStore, tmp_path: Path) -> None:
+    upload(caption_store.path, f"{s3}/threads")
+    folder = open_remote(f"{s3}/threads", folder=tmp_path / "local")
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(folder.fetch, [MOMENTS] * 8))
+    assert {path.read_bytes() for path in paths} == {(caption_store.path / MOMENTS).read_bytes()}
+    assert folder.num_brought == 1
+
+
+def set_object(change: Callable[[bytes], bytes] | None, path: str = MOMENTS) -> Callable[[Any, str], None]:
+    def spoil(fs: Any, root: str) -> None:
+        if change is None:
+            fs.rm_file(f"{root}/{path}")
+        else:
+            fs.pipe_file(f"{root}/{path}", change(fs.cat_file(f"{root}/{path}")))
+
+    return spoil
+
+
+def remove_all(*keep: str) -> Callable[[Any, str], None]:
+    def spoil(fs: Any, root: str) -> None:
+        for path in fs.find(root):
+            if not path.endswith(keep or "\0"):
+                fs.rm_file(path)
+
+    return spoil
+
+
+def other_version(content: bytes) -> bytes:
+    return content.replace(b'"format_version": 1', b'"format_version": 2')
+
+
+NOT_OPENED: dict[str, tuple[Callable[[Any, str], None], type[LeanditError], list[str]]] = {
+    "nothing there": (remove_all(), StoreNotFound, ["manifest.json", "Check the URL"]),
+    "not sealed": (set_object(None, "manifest.json"), StoreIncomplete, ["no complete revision", "precompute"]),
+    "only a plan": (remove_all("plan/plan.json"), StoreIncomplete, ["no complete revision"]),
+    "missing shard": (set_object(None), DamageError, [MOMENTS, "is missing", "leandit verify"]),
+    "cut shard": (set_object(lambda c: c[:-1]), DamageError, [MOMENTS, "bytes, the manifest says"]),
+    "longer shard": (set_object(lambda c: c + b"x"), DamageError, [MOMENTS, "bytes, the manifest says"]),
+    "missing table": (set_object(None, "records.parquet"), DamageError, ["records.parquet", "is missing"]),
+    "damaged table": (set_object(flip, "records.parquet"), DamageError, ["records.parquet", "hash", "manifest says"]),
+    "cut table": (set_object(lambda c: c[:-9], "records.parquet"), DamageError, ["records.parquet", "bytes, the"]),
+    "longer table": (set_object(lambda c: c + b"x", "records.parquet"), DamageError, ["records.parquet", "more than"]),
+    "empty table": (set_object(lambda c: b"", "records.parquet"), DamageError, ["records.parquet", "has 0 bytes"]),
+    "damaged manifest": (set_object(flip, "manifest.json"), DamageError, ["manifest.json", "JSON"]),
+    "edited manifest": (
+        set_object(lambda c: c.replace(b'"num_rejected": 0', b'"num_rejected": 1'), "manifest.json"),
+        DamageError,
+        ["manifest.json", "root hash"],
+    ),
+    "newer version": (set_object(other_version, "zarr.json"), FormatVersionError, ["version 2", "reads 1"]),
+}
+
+
+@pytest.mark.parametrize("case", NOT_OPENED)
+def test_a_remote_store_that_is_not_whole_is_named_when_opened(
+    case: str, s3: str, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    spoil, error, words = NOT_OPENED[case]
+    url = f"{s3}/{case.replace(' ', '-')}"
+    spoil(upload(caption_store.path, url), url.removeprefix("s3://"))
+    with pytest.raises(error) as caught:
+        open_remote(url, folder=tmp_path / "local")
+    message = str(caught.value)
+    assert all(word in message for word in [url, *words]), message
+    assert str(tmp_path) not in message
+    assert "\n" not in message
+
+
+def test_a_damaged_object_on_s3_is_tried_again_then_named(s3: str, caption_store: LatentStore, tmp_path: Path) -> None:
+    fs = upload(caption_store.path, f"{s3}/damaged")
+    set_object(flip)(fs, "latents/damaged")
+    folder = open_remote(f"{s3}/damaged", folder=tmp_path / "local")
+    with pytest.raises(DamageError, match=f"{s3}/damaged.*{MOMENTS}.*hash .*the manifest says.*changed"):
+        folder.fetch(MOMENTS)
+    assert bytes_in(tmp_path / "local") == 0
+    set_object(flip)(fs, "latents/damaged")
+    assert folder.fetch(MOMENTS).read_bytes() == (caption_store.path / MOMENTS).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(lambda c: c + b"x", "more than"), (lambda c: c[:-9], "bytes, the manifest"), (lambda c: b"", "has 0 bytes")],
+)
+def test_a_shard_that_changes_after_the_store_was_opened_is_named(
+    change: Callable[[bytes], bytes], words: str, s3: str, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    fs = upload(caption_store.path, f"{s3}/changes")
+    folder = open_remote(f"{s3}/changes", folder=tmp_path / "local")
+    set_object(change)(fs, "latents/changes")
+    with pytest.raises(DamageError, match=f"{MOMENTS}.*{words}"):
+        folder.fetch(MOMENTS)
+
+
+def test_a_bucket_that_is_not_there_and_credentials_that_are_not_are_one_line(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StoreNotFound, match=r"s3://no-such-bucket/store.*Check the URL"):
+        open_remote("s3://no-such-bucket/store", folder=tmp_path / "a")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    with pytest.raises(StoreError, match=r"may not be read.*credentials.*AWS_") as caught:
+        open_remote(f"{s3}/whole", folder=tmp_path / "b", options={"skip_instance_cache": True})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_url_that_cannot_be_read_here_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"no-such-protocol.*Check the URL"):
+        open_remote("no-such-protocol://x/y", folder=tmp_path / "a")
+    with pytest.raises(RecipeError, match=r"its extra .remote."):
+        open_remote("gs://bucket/store", folder=tmp_path / "b")  # gcsfs is not among our dependencies
+    assert remote_reader.shown("s3://key:secret@bucket/x?token=secret") == "s3://bucket/x"
+
+
+def test_a_folder_of_another_store_or_with_other_files_is_refused(caption_store: LatentStore, tmp_path: Path) -> None:
+    upload(caption_store.path, "faulty://one")
+    upload(caption_store.path, "faulty://two")
+    open_remote("faulty://one", folder=tmp_path / "local")
+    open_remote("faulty://one/", folder=tmp_path / "local")
+    with pytest.raises(StoreError, match=r"belongs to store 'faulty://one'"):
+        open_remote("faulty://two", folder=tmp_path / "local")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    with pytest.raises(StoreError, match=r"holds other files"):
+        open_remote("faulty://two", folder=tmp_path / "mine")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match=r"cannot be used"):
+        open_remote("faulty://two", folder=tmp_path / "file")
+
+
+def test_the_folder_of_a_url_is_not_taken_for_a_whole_store(caption_store: LatentStore, tmp_path: Path) -> None:
+    upload(caption_store.path, "faulty://one")
+    folder = open_remote("faulty://one", folder=tmp_path / "local")
+    with pytest.raises(StoreError, match=r"local folder of a store at a URL.*Open the URL itself"):
+        LatentStore(folder.store)
+
+
+def test_what_a_process_left_that_was_killed_while_it_claimed_a_folder_is_removed(
+    caption_store: LatentStore, tmp_path: Path
+) -> None:
+    url, local = f"file://{tmp_path}/origin", tmp_path / "local"
+    upload(caption_store.path, url)
+
+    def work() -> None:
+        def dies(*_: object) -> None:
+            os.kill(os.getpid(), 9)
+
+        os.replace = os.rename = dies  # type: ignore[assignment]  # of this child alone: before the first rename
+        open_remote(url, folder=local)
+
+    assert start(work).wait().died
+    assert [path.name for path in local.iterdir() if path.name.startswith(TEMPORARY_PREFIX)]
+    assert open_remote(url, folder=local).manifest.root_hash == caption_store.root_hash
+    assert not [path.name for path in local.iterdir() if path.name.startswith(TEMPORARY_PREFIX)]
+
+
+def test_ranks_that_open_a_url_at_once_share_its_new_folder(caption_store: LatentStore, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/origin"
+    upload(caption_store.path, url)
+    for trial in range(3):
+
+        def work(trial: int = trial) -> str:
+            return open_remote(url, folder=tmp_path / f"local-{trial}").manifest.root_hash
+
+        outcomes = [child.wait() for child in [start(work) for _ in range(6)]]
+        assert [(outcome.value, outcome.message) for outcome in outcomes] == [(caption_store.root_hash, "")] * 6
+
+
+def test_a_store_stays_at_the_revision_that_was_brought(
+    caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another rank may bring a newer one into the folder before this one has looked at it.
+    upload(caption_store.path, "faulty://one")
+    monkeypatch.setattr("leandit.datasets.store.sealed_revisions", lambda path: [1, 2])
+    assert LatentStore("faulty://one", remote={"folder": tmp_path / "local"}).revision == 1
+
+
+@pytest.mark.parametrize("access", ["map", "pread"])
+def test_a_shard_that_is_changed_in_the_local_folder_is_named(
+    access: Any, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    upload(caption_store.path, "faulty://one")
+    store = LatentStore("faulty://one", access=access, remote={"folder": tmp_path / "local"})
+    bucket = next(iter(store.buckets))
+    store.latents(bucket).take([0])
+    (shard,) = (path for path in store.latents(bucket).shard_paths(np.array([0])))
+    assert store.remote is not None
+    os.truncate(store.remote.fetch(shard), 10)
+    with pytest.raises(DamageError, match=r"local/shards/.*Remove this file: it comes again"):
+        store.latents(bucket).take([0])
+
+
+def test_a_loader_that_is_closed_or_dropped_brings_no_more_shards(caption_store: LatentStore, tmp_path: Path) -> None:
+    upload(caption_store.path, "faulty://one")
+    store = LatentStore("faulty://one", remote={"folder": tmp_path / "local"})
+    lists: list[int] = []
+    assert store.remote is not None
+    store.remote.prefetch = lambda paths: lists.append(len(list(paths)))  # type: ignore[method-assign]
+    for end in ("close", "drop"):
+        loader = make_loader(store, global_batch=2)
+        next(iter(loader))
+        assert lists.pop() > 0
+        if end == "close":
+            loader.dataset.close()
+        del loader
+        gc.collect()
+        ends = time.monotonic() + 10
+        while not lists and time.monotonic() < ends:  # a thread that reads ahead holds it until its batch is there
+            time.sleep(0.01)
+            gc.collect()
+        assert lists == [0], end
+        lists.clear()
+
+
+def test_the_default_folder_is_one_for_each_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert mirror.default_folder("s3://a/b") == mirror.default_folder("s3://a/b/") != mirror.default_folder("s3://a/c")
+    assert mirror.default_folder("s3://a/b").parent == tmp_path / "leandit"
+
+
+def test_manifests_that_are_gone_are_forgotten_and_those_that_came_are_seen(
+    caption_store: LatentStore, tmp_path: Path
+) -> None:
+    fs = upload(caption_store.path, "faulty://grows")
+    assert caption_store.manifest
+    second = with_root_hash(caption_store.manifest.model_copy(update={"revision": 2, "stack": [1, 2]}))
+    fs.pipe_file("/grows/revisions/000002/plan/plan.json", b"{}")
+    assert open_remote("faulty://grows", folder=tmp_path / "local").manifest.revision == 1
+    assert (tmp_path / "local/store/revisions/000002/plan/plan.json").exists()  # so it is known as unfinished
+    fs.pipe_file("/grows/revisions/000002/manifest.json", canonical_json(second.model_dump()))
+    fs.pipe_file("/grows/revisions/000002/zarr.json", (caption_store.path / "zarr.json").read_bytes())
+    assert open_remote("faulty://grows", folder=tmp_path / "local").manifest == second
+    assert open_remote("faulty://grows", folder=tmp_path / "local", revision=1).manifest.revision == 1
+    with pytest.raises(StoreError, match=r"no complete revision 3. There are: 1, 2"):
+        open_remote("faulty://grows", folder=tmp_path / "local", revision=3)
+    fs.rm_file("/grows/revisions/000002/manifest.json")
+    fs.rm_file("/grows/revisions/000002/plan/plan.json")
+    assert open_remote("faulty://grows", folder=tmp_path / "local").manifest.revision == 1
+    assert {path.name for path in (tmp_path / "local/store/revisions").rglob("*.json")} == {"zarr.json"}
+
+
+def test_small_files_come_once_and_again_where_they_are_damaged(caption_store: LatentStore, tmp_path: Path) -> None:
+    upload(caption_store.path, "faulty://small")
+    folder = open_remote("faulty://small", folder=tmp_path / "local")
+    table = folder.store / "records.parquet"
+    FaultyFileSystem.requests.clear()
+    open_remote("faulty://small", folder=tmp_path / "local")
+    assert {path.rpartition("/")[2] for path in FaultyFileSystem.requests} == {"manifest.json", "zarr.json"}
+    assert len(FaultyFileSystem.requests) == 2
+    table.write_bytes(flip(table.read_bytes()))
+    open_remote("faulty://small", folder=tmp_path / "local")
+    assert table.read_bytes() == (caption_store.path / "records.parquet").read_bytes()
+
+
+def test_a_large_store_is_opened_without_a_listing(
+    caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = upload(caption_store.path, "faulty://large")
+    fs.rm_file(f"/large/{MOMENTS}")
+    monkeypatch.setattr(cache, "MAX_LISTED", 3)
+    folder = open_remote("faulty://large", folder=tmp_path / "local")
+    with pytest.raises(DamageError, match=f"{MOMENTS}' is missing"):
+        folder.fetch(MOMENTS)
+
+
+# ------------------------------------------------------------ faults
+
+
+class Throttled(Exception):
+    """As libraries raise it that know no OSError: with a status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+PASSING = [
+    OSError(16, "SlowDown"),
+    ConnectionResetError("reset by peer"),
+    TimeoutError("no answer"),
+    ClientPayloadError("connection closed"),
+]
+
+
+def test_what_passes_is_tried_again(tmp_path: Path) -> None:
+    FaultyFileSystem.faults = {PATHS[0]: list(PASSING)}
+    assert made_up(tmp_path / "local").fetch(PATHS[0]).read_bytes() == CONTENT[PATHS[0]]
+    assert FaultyFileSystem.requests.total() == len(PASSING) + 1
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=lambda fault: type(fault).__name__)
+def test_what_does_not_pass_is_named_after_a_bounded_number_of_attempts(fault: Exception, tmp_path: Path) -> None:
+    FaultyFileSystem.faults = {PATHS[0]: [fault] * 100}
+    folder = made_up(tmp_path / "local")
+    with pytest.raises(StoreError, match=rf"faulty://made-up.*{PATHS[0]}.*{remote_reader.ATTEMPTS} attempts.*network"):
+        folder.fetch(PATHS[0])
+    assert FaultyFileSystem.requests.total() == remote_reader.ATTEMPTS
+    assert bytes_in(tmp_path / "local") == 0
+    assert not list((tmp_path / "local/coming").iterdir())
+
+
+def test_the_pauses_between_attempts_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(remote_reader, "FIRST_WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(remote_reader.time, "sleep", pauses.append)
+    monkeypatch.setattr(remote_reader.random, "uniform", lambda low, high: high)
+    FaultyFileSystem.faults = {PATHS[0]: [TimeoutError()] * 5}
+    made_up(tmp_path / "local").fetch(PATHS[0])
+    assert pauses == [0.5, 1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        (PermissionError("Access Denied"), StoreError, "may not be read.*Access Denied.*credentials"),
+        (FileNotFoundError("gone"), DamageError, "is missing"),
+        (OSError(22, "bucket name"), StoreError, "cannot be read.*bucket name"),
+    ],
+)
+def test_what_lasts_is_named_at_once(fault: Exception, error: type[Exception], words: str, tmp_path: Path) -> None:
+    FaultyFileSystem.faults = {PATHS[0]: [fault] * 9}
+    with pytest.raises(error, match=words):
+        made_up(tmp_path / "local").fetch(PATHS[0])
+    assert FaultyFileSystem.requests.total() == 1
+
+
+@pytest.mark.parametrize(("status", "passes"), [(503, True), (500, True), (429, True), (404, False), (400, False)])
+def test_errors_of_libraries_are_told_apart_by_their_status(
+    status: int, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(remote_reader._ERRORS, __name__, ("Throttled",))
+    monkeypatch.setitem(remote_reader.sys.modules, __name__, type("Module", (), {"Throttled": Throttled}))
+    FaultyFileSystem.faults = {PATHS[0]: [Throttled(status)] * 2}
+    folder = made_up(tmp_path / "local")
+    if passes:
+        assert folder.fetch(PATHS[0]).read_bytes() == CONTENT[PATHS[0]]
+    else:
+        with pytest.raises(StoreError, match=f"status {status}"):
+            folder.fetch(PATHS[0])
+
+
+@pytest.mark.parametrize("wrong", [flip, lambda c: c[:-1], lambda c: c + b"x"], ids=["flipped", "short", "long"])
+def test_wrong_bytes_are_tried_again_once(wrong: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    FaultyFileSystem.faults = {PATHS[0]: [wrong], PATHS[1]: [wrong, wrong]}
+    folder = made_up(tmp_path / "local")
+    assert folder.fetch(PATHS[0]).read_bytes() == CONTENT[PATHS[0]]
+    with pytest.raises(
+        DamageError, match=f"faulty://made-up.*{PATHS[1]}.*the manifest says {SIZES[1]} bytes with hash"
+    ):
+        folder.fetch(PATHS[1])
+    assert folder.fetch(PATHS[1]).read_bytes() == CONTENT[PATHS[1]]
+
+
+def test_a_shard_comes_in_pieces_and_a_broken_one_alone_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_reader, "PIECE_BYTES", 100)
+    FaultyFileSystem.faults = {PATHS[0]: [lambda c: c, lambda c: c, ConnectionResetError()]}
+    assert made_up(tmp_path / "local").fetch(PATHS[0]).read_bytes() == CONTENT[PATHS[0]]
+    assert FaultyFileSystem.requests.total() == 7 + 1
+
+
+def test_a_path_that_is_no_shard_and_a_hash_that_is_no_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DamageError, match=r"\.\./zarr.json' is no shard"):
+        made_up(tmp_path / "local").fetch("../zarr.json")
+    manifest = made_up_manifest()
+    evil = manifest.files[0].model_copy(update={"xxh3_128": "../../evil"})
+    with pytest.raises(DamageError, match="no valid hash"):
+        RemoteFolder(
+            RemoteReader("faulty://x"), tmp_path / "b", manifest.model_copy(update={"files": [evil]}), capacity=10**6
+        )
+
+
+# ------------------------------------------------------------ the bound
+
+
+def test_a_shard_that_is_larger_than_the_room_is_refused_before_anything_comes(
+    caption_store: LatentStore, tmp_path: Path
+) -> None:
+    upload(caption_store.path, "faulty://narrow")
+    with pytest.raises(ResourceError, match=r"shard '.*' has .* MiB, the local folder may hold .* MiB.*capacity_gib"):
+        open_remote("faulty://narrow", folder=tmp_path / "local", capacity_gib=1e-7)
+    assert not [path for path in FaultyFileSystem.requests if path.endswith("parquet") or "/c/" in path]
+
+
+def test_the_shard_that_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
+    folder = made_up(tmp_path / "local", sum(SIZES[:4]))
+    gone: list[str] = []
+    folder.on_evict(gone.append)
+    for path in PATHS[:4]:
+        folder.fetch(path)
+    folder.fetch(PATHS[0])
+    assert folder.use(PATHS[1])
+    folder.fetch(PATHS[4])  # 500 bytes
+    assert gone == [PATHS[2]]
+    folder.fetch(PATHS[5])  # 1500 bytes
+    assert gone == [PATHS[2], PATHS[3]]
+    assert not folder.use(PATHS[3])
+    assert folder.num_evicted == 2
+
+
+def test_a_map_outlives_its_file(tmp_path: Path) -> None:
+    folder = made_up(tmp_path / "local", 1500)
+    with folder.held(PATHS[0]) as local:
+        mapped = np.memmap(local, np.uint8, mode="r")
+    folder.fetch(PATHS[5])
+    assert not folder.use(PATHS[0])
+    assert mapped.tobytes() == CONTENT[PATHS[0]]
+
+
+def test_what_is_pinned_stays_and_what_cannot_fit_beside_it_is_refused(tmp_path: Path) -> None:
+    folder = made_up(tmp_path / "local", 2700, threads=1)
+    with folder.pin(PATHS[:2]):  # 700 + 900: 1100 are left
+        for i in (0, 1, 2, 4, 6, 7):
+            folder.fetch(PATHS[i])
+            assert set(PATHS[: min(i + 1, 2)]) <= here(folder)
+        with pytest.raises(ResourceError, match=rf"{PATHS[5]}.*pinned.*more room"):
+            folder.fetch(PATHS[5])
+        folder.prefetch([PATHS[5], PATHS[4]])  # nor is it brought ahead
+        wait_until(lambda: not folder._ahead._running)
+        assert set(PATHS[:2]) <= here(folder) <= {*PATHS[:2], PATHS[6], PATHS[7]}
+    assert folder.fetch(PATHS[5]).stat().st_size == 1500
+
+
+def assert_waits_for_what_is_held(holder: RemoteFolder, asker: RemoteFolder) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with holder.held(PATHS[0]) as local:
+            other = pool.submit(asker.fetch, PATHS[5])
+            time.sleep(0.1)
+            assert not other.done()
+            assert local.read_bytes() == CONTENT[PATHS[0]]
+        assert other.result(20).stat().st_size == 1500
+
+
+def test_what_is_held_by_another_thread_is_waited_for(tmp_path: Path) -> None:
+    folder = made_up(tmp_path / "local", 1500)
+    assert_waits_for_what_is_held(folder, folder)
+
+
+def test_what_another_process_holds_stays(tmp_path: Path) -> None:
+    # A second folder over the same files knows as little of the first one's holds as another process.
+    first, second = made_up(tmp_path / "local", 1500), made_up(tmp_path / "local", 1500)
+    assert_waits_for_what_is_held(first, second)
+    assert not first.use(PATHS[0])
+
+
+def test_waiting_for_room_comes_to_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "PATIENCE_SECONDS", 0.1)
+    folder = made_up(tmp_path / "local", 1500)
+    with folder.held(PATHS[0]), pytest.raises(ResourceError, match="held by others"):
+        folder.fetch(PATHS[5])
+
+
+def test_prefetch_brings_in_order_and_no_more_than_fits(tmp_path: Path) -> None:
+    folder = made_up(tmp_path / "local", sum(SIZES[:3]), threads=1)
+    folder.fetch(PATHS[7])
+    folder.prefetch(PATHS)
+    wait_until(lambda: not folder._ahead._running)
+    assert here(folder) == set(PATHS[:3])
+    came = [path.removeprefix("/made-up/") for path in FaultyFileSystem.requests]
+    assert came == [PATHS[7], *PATHS[:3]]
+    folder.prefetch([*PATHS[1:3], PATHS[4]])  # what is not wished for any more makes room
+    wait_until(lambda: not folder._ahead._running)
+    assert here(folder) == {*PATHS[1:3], PATHS[4]}
+    folder.fetch(PATHS[0])  # needed now: the last wish goes, where what nobody wishes for is not enough
+    assert here(folder) == {*PATHS[:3]}
+
+
+def test_a_new_list_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    gate, entered = threading.Event(), threading.Event()
+    folder = made_up(tmp_path / "local", threads=1)
+    FaultyFileSystem.watch = lambda: (entered.set(), gate.wait(20))
+    folder.prefetch(PATHS[:4])
+    assert entered.wait(20)
+    folder.prefetch([PATHS[6], PATHS[6], PATHS[5]])
+    gate.set()
+    wait_until(lambda: not folder._ahead._running)
+    assert here(folder) == {PATHS[0], PATHS[5], PATHS[6]}  # the first was coming already
+    folder.prefetch(PATHS)
+    folder.close()
+    assert not folder._ahead._running
+
+
+def test_what_goes_wrong_ahead_is_told_by_the_fetch(tmp_path: Path) -> None:
+    FaultyFileSystem.faults = {PATHS[0]: [PermissionError("no")] * 2, PATHS[1]: [PermissionError("no")]}
+    folder = made_up(tmp_path / "local", threads=1)
+    folder.prefetch(PATHS[:3])
+    wait_until(lambda: PATHS[2] in here(folder))
+    with pytest.raises(StoreError, match=rf"{PATHS[0]}.*may not be read"):
+        folder.fetch(PATHS[0])
+    assert folder.fetch(PATHS[1]).read_bytes() == CONTENT[PATHS[1]]
+
+
+def test_eight_threads_bring_each_shard_once(tmp_path: Path) -> None:
+    FaultyFileSystem.watch = lambda: time.sleep(0.005)
+    folder = made_up(tmp_path / "local", threads=4)
+    folder.prefetch(PATHS)
+    with ThreadPoolExecutor(8) as pool:
+        wanted = PATHS * 8
+        for path, local in zip(wanted, pool.map(folder.fetch, wanted), strict=True):
+            assert local.read_bytes() == CONTENT[path]
+    assert folder.num_brought == len(PATHS) == FaultyFileSystem.requests.total()
+
+
+def test_threads_in_a_narrow_folder_read_right_bytes_and_never_exceed_it(tmp_path: Path) -> None:
+    local, capacity = tmp_path / "local", 5000  # at least three shards, so that two threads never wait for each other
+    seen: list[int] = []
+    folder = made_up(local, capacity, threads=2)
+    FaultyFileSystem.watch = lambda: seen.append(bytes_in(local))
+
+    def read(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(40):
+            path = rng.choice(PATHS)
+            with folder.held(path) as file:
+                assert file.read_bytes() == CONTENT[path]
+            if rng.random() < 0.2:
+                folder.prefetch(rng.sample(PATHS, 5))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, range(4)))
+    folder.close()
+    assert max(seen) <= capacity
+    assert bytes_in(local) <= capacity
+    assert not list((local / "coming").iterdir())
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("fetch"), st.integers(0, 7)),
+        st.tuples(st.just("pin"), st.integers(0, 7)),
+        st.tuples(st.just("unpin"), st.integers(0, 7)),
+        st.tuples(st.just("prefetch"), st.lists(st.integers(0, 7), max_size=8)),
+        st.tuples(st.just("reopen"), st.sampled_from([1500, 2500, 4000, 10_000])),
+    ),
+    min_size=1,
+    max_size=14,
+)
+counter = itertools.count()
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(capacity=st.sampled_from([1500, 2500, 4000]), steps=steps)
+def test_whatever_is_done_the_bytes_stay_within_the_room(
+    capacity: int, steps: list[tuple[str, Any]], tmp_path: Path
+) -> None:
+    local = tmp_path / str(next(counter))
+    folder = made_up(local, capacity)
+    room = [capacity]
+    exceeded: list[int] = []
+    FaultyFileSystem.watch = lambda: exceeded.append(bytes_in(local)) if bytes_in(local) > room[0] else None
+    pins: dict[int, Any] = {}
+    for what, value in steps:
+        if what == "fetch":
+            others = {i for i in pins if i != value}
+            stays = sum(SIZES[i] for i in others if PATHS[i] in here(folder))
+            is_here = PATHS[value] in here(folder)
+            try:
+                with folder.held(PATHS[value]) as file:
+                    assert file.read_bytes() == CONTENT[PATHS[value]]
+                assert is_here or stays + SIZES[value] <= room[0] or folder._wishes
+            except ResourceError:
+                assert sum(SIZES[i] for i in others) + SIZES[value] > room[0]
+        elif what == "pin" and value not in pins:
+            pins[value] = folder.pin([PATHS[value]])
+            pins[value].__enter__()
+        elif what == "unpin" and value in pins:
+            pins.pop(value).__exit__(None, None, None)
+        elif what == "prefetch":
+            folder.prefetch([PATHS[i] for i in value])
+        elif what == "reopen":
+            folder.close()
+            room[0], pins = value, {}
+            folder = made_up(local, value)
+        assert bytes_in(local) <= room[0]
+    folder.close()
+    assert not exceeded
+    assert bytes_in(local) <= room[0]
+    assert not list((local / "coming").iterdir())
+    shutil.rmtree(local)
+
+
+# ------------------------------------------------------------ earlier runs, other processes
+
+
+def test_shards_of_an_earlier_run_are_used_again_and_count(tmp_path: Path) -> None:
+    with made_up(tmp_path / "local") as folder:
+        for path in PATHS[:4]:
+            folder.fetch(path)
+    FaultyFileSystem.requests.clear()
+    folder = made_up(tmp_path / "local", sum(SIZES[:4]))
+    assert [folder.fetch(path).read_bytes() for path in PATHS[:4]] == [CONTENT[path] for path in PATHS[:4]]
+    assert not FaultyFileSystem.requests
+    folder.fetch(PATHS[4])
+    assert here(folder) == set(PATHS[1:5])
+    made_up(tmp_path / "local", 1500)
+    assert bytes_in(tmp_path / "local") <= 1500  # it had more room before
+
+
+@pytest.mark.parametrize("change", [flip, lambda c: c[:-1], lambda c: b""], ids=["flipped", "cut", "empty"])
+def test_a_shard_that_was_damaged_on_this_disk_comes_again(change: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    local = made_up(tmp_path / "local").fetch(PATHS[0])
+    local.write_bytes(change(local.read_bytes()))
+    folder = made_up(tmp_path / "local")
+    assert folder.fetch(PATHS[0]).read_bytes() == CONTENT[PATHS[0]]
+    assert folder.num_brought == 1
+
+
+def test_a_shard_of_an_earlier_run_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up(tmp_path / "local").fetch(PATHS[0])
+    hashed: list[Path] = []
+    whole = cache.xxh3_file
+    monkeypatch.setattr(cache, "xxh3_file", lambda path: (hashed.append(path), whole(path))[1])
+    folder = made_up(tmp_path / "local")
+    for _ in range(3):
+        folder.fetch(PATHS[0])
+    folder.fetch(PATHS[1])
+    assert len(hashed) == 1  # what this process has brought was hashed as it came
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> str:
+    """The made-up shards as files, which processes can share."""
+    folder = made_up(tmp_path / "unused", url=f"file://{tmp_path}/origin")
+    return folder.url
+
+
+def opened(origin: str, local: Path, capacity: int = 10_000) -> RemoteFolder:
+    return RemoteFolder(RemoteReader(origin), local, made_up_manifest(), capacity=capacity)
+
+
+def test_a_download_that_was_killed_leaves_nothing_that_is_believed(
+    origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, signal = tmp_path / "local", tmp_path / "half"
+    local.mkdir()
+    monkeypatch.setattr(remote_reader, "PIECE_BYTES", 100)
+    read = RemoteReader._request
+
+    def slow(self: RemoteReader, path: str, start: int, end: int) -> bytes:
+        if start >= 300:
+            signal.touch()
+            time.sleep(60)
+        return read(self, path, start, end)
+
+    def work() -> None:
+        RemoteReader._request = slow  # type: ignore[method-assign]  # of this child alone
+        opened(origin, local).fetch(PATHS[5])
+
+    child = start(work)
+    wait_until(signal.exists)
+    assert bytes_in(local) == 300
+    other = opened(origin, local, 2000)  # 1500 are coming, so there is no room for 700 as long as it lives
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.fetch, PATHS[0])
+        time.sleep(0.2)
+        assert not waiting.done()
+        child.signal(9)
+        assert child.wait().died
+        assert waiting.result(20).read_bytes() == CONTENT[PATHS[0]]
+    assert bytes_in(local) == 700
+    assert not list((local / "coming").iterdir())
+    assert other.fetch(PATHS[5]).read_bytes() == CONTENT[PATHS[5]]
+
+
+def test_who_waits_for_a_process_that_is_killed_brings_the_shard_itself(
+    origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, signal = tmp_path / "local", tmp_path / "half"
+    local.mkdir()
+
+    def work() -> None:
+        def stuck(self: RemoteReader, path: str, start: int, end: int) -> bytes:
+            signal.touch()
+            time.sleep(60)
+            return b""
+
+        RemoteReader._request = stuck  # type: ignore[method-assign]
+        opened(origin, local).fetch(PATHS[5])
+
+    child = start(work)
+    wait_until(signal.exists)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(opened(origin, local).fetch, PATHS[5])
+        time.sleep(0.1)
+        assert not waiting.done()
+        child.signal(9)
+        child.wait()
+        assert waiting.result(20).read_bytes() == CONTENT[PATHS[5]]
+
+
+def test_processes_that_share_a_narrow_folder_read_right_bytes(origin: str, tmp_path: Path) -> None:
+    local, capacity = tmp_path / "local", 4000
+    local.mkdir()
+
+    def work(seed: int) -> list[int]:
+        folder, rng = opened(origin, local, capacity), random.Random(seed)
+        most = 0
+        for _ in range(60):
+            path = rng.choice(PATHS)
+            with folder.held(path) as file:
+                mapped = np.memmap(file, np.uint8, mode="r")
+            assert mapped.tobytes() == CONTENT[path]
+            most = max(most, bytes_in(local))
+        return [most, folder.num_brought]
+
+    children: list[Child] = [start(lambda seed=seed: work(seed)) for seed in range(3)]
+    outcomes = [child.wait() for child in children]
+    assert [outcome.message for outcome in outcomes] == [""] * 3
+    assert max(outcome.value[0] for outcome in outcomes) <= capacity
+    assert bytes_in(local) <= capacity
+
+
+def test_processes_that_want_the_same_shards_bring_them_once(origin: str, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+
+    def work() -> int:
+        folder = opened(origin, local)
+        assert [folder.fetch(path).read_bytes() for path in PATHS] == list(CONTENT.values())
+        return folder.num_brought
+
+    children = [start(work) for _ in range(3)]
+    outcomes = [child.wait() for child in children]
+    assert [outcome.message for outcome in outcomes] == [""] * 3
+    assert sum(outcome.value for outcome in outcomes) == len(PATHS)
+
+
+def test_processes_that_open_a_store_at_once_bring_its_tables_once(caption_store: LatentStore, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/origin"
+    upload(caption_store.path, url)
+
+    def work() -> str:
+        return open_remote(url, folder=tmp_path / "local").manifest.root_hash
+
+    outcomes = [child.wait() for child in [start(work) for _ in range(3)]]
+    assert [outcome.value for outcome in outcomes] == [caption_store.root_hash] * 3
+    renamed = [op for outcome in outcomes for op in outcome.operations if op == "rename records.parquet"]
+    assert len(renamed) == 1
+
+
+@pytest.mark.parametrize("url", ["s3", "file"])
+def test_a_fork_reads_on(url: str, s3: str, caption_store: LatentStore, tmp_path: Path) -> None:
+    where = f"{s3}/fork" if url == "s3" else f"file://{tmp_path}/origin"
+    upload(caption_store.path, where)
+    folder = open_remote(where, folder=tmp_path / "local")
+    paths = [entry.path for entry in shards_of(caption_store)]
+    folder.fetch(paths[0])
+
+    def work() -> bool:
+        folder.prefetch(paths[3:])
+        with folder._changed:
+            folder._changed.wait_for(lambda: folder.num_brought, 20)
+        return all(folder.fetch(path).read_bytes() == (caption_store.path / path).read_bytes() for path in paths)
+
+    def close() -> bool:
+        with folder.pin([]):
+            folder.prefetch([])
+        folder.close()
+        return True
+
+    with folder._room.mutex:  # as if another thread had it at this moment
+        child, closes = start(work), start(close)
+    assert closes.wait().value is True
+    outcome = child.wait()
+    assert (outcome.value, outcome.message) == (True, "")
+    assert folder.fetch(paths[2]).read_bytes() == (caption_store.path / paths[2]).read_bytes()
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(origin: str, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    opened(origin, local).fetch(PATHS[0])
+
+    def work() -> None:
+        folder = opened(origin, local)
+        from leandit.datasets.disk import files
+
+        assert files.failpoint
+        files.failpoint.kind, files.failpoint.at = "enospc", 0
+        folder.fetch(PATHS[1])
+
+    outcome = start(work).wait()
+    assert "ResourceError" in outcome.error
+    assert "No space left" in outcome.message
+    assert {path.name for path in (local / "shards").iterdir()} == {mirror.name_of(made_up_manifest().files[0])}
+    assert not list((local / "coming").iterdir())
+
+
+# ------------------------------------------------------------ what it costs
+
+
+@pytest.mark.slow
+def test_what_a_fetch_costs_beside_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prints the table of docs/remote.md. The server is a process of its own, as it would be elsewhere."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "made-up")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "made-up")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, 60)
+        content = {f"a/c/{i}": np.random.default_rng(i).bytes(64 << 20) for i in range(8)}
+        manifest, options = made_up_manifest(content), {"endpoint_url": f"http://127.0.0.1:{port}"}
+        fsspec.filesystem("s3", **options).mkdir("latents")
+        origins = {"file": RemoteReader(f"file://{tmp_path}/origin"), "s3": RemoteReader("s3://latents/x", options)}
+        for reader, (path, data) in itertools.product(origins.values(), content.items()):
+            put(reader._fs, f"{reader._root}/{path}", data)
+
+        def copy() -> None:
+            for path in content:
+                target = tmp_path / "copy" / path.replace("/", "-")
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(tmp_path / "origin" / path, target)
+                with open(target, "rb") as file:
+                    os.fsync(file.fileno())
+
+        def fetch(kind: str, ahead: bool) -> None:
+            local = tmp_path / "local"
+            local.mkdir()
+            with RemoteFolder(origins[kind], local, manifest, capacity=1 << 30) as folder:
+                if ahead:
+                    folder.prefetch(content)
+                for path in content:
+                    folder.fetch(path)
+
+        def read_alone() -> None:
+            reader = origins["s3"]
+            for entry in manifest.files:
+                for start in range(0, entry.bytes, remote_reader.PIECE_BYTES):
+                    end = start + remote_reader.PIECE_BYTES
+                    reader._fs.cat_file(f"{reader._root}/{entry.path}", start=start, end=end)
+
+        works: dict[str, Callable[[], None]] = {"copy and sync": copy, "s3fs alone, one": read_alone}
+        works |= {
+            f"{k}, {'4 threads' if a else 'one'}": functools.partial(fetch, k, a) for k in origins for a in (0, 1)
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in works}
+        for _, (name, work) in itertools.product(range(3), works.items()):
+            shutil.rmtree(tmp_path / "local", ignore_errors=True)
+            shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+            os.sync()
+            begin = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - begin)
+        base = np.median(seconds["copy and sync"])
+        for name, taken in seconds.items():
+            print(f"{name:16} {512 / np.median(taken):6.0f} MiB/s  {np.median(taken) / base:5.2f}")
+        assert np.median(seconds["s3, one"]) < 4 * np.median(seconds["s3fs alone, one"])
+    finally:
+        server.terminate()
+        server.wait()
+
+
+# ------------------------------------------------------------ a store at a URL, read as any other
+
+
+@pytest.mark.parametrize("access", ["map", "pread"])
+@pytest.mark.parametrize("is_tight", [False, True], ids=["roomy", "tight"])
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_the_batches_of_a_store_at_a_url_are_those_of_the_local_one(
+    kind: str, is_tight: bool, access: Any, s3: str, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    url = f"{s3}/batches" if kind == "s3" else f"file://{tmp_path}/origin"
+    upload(caption_store.path, url)
+    assert caption_store.manifest is not None
+    sizes = [entry.bytes for entry in caption_store.manifest.files if mirror.is_shard(entry)]
+    capacity = int(max(sizes) * 1.4) if is_tight else 10**9
+    store = LatentStore(url, access=access, remote={"folder": tmp_path / "l", "capacity_gib": capacity / 2**30})
+    assert store.remote is not None
+    for seed in range(2):
+        local, away = (make_loader(one, global_batch=4, seed=seed) for one in (caption_store, store))
+        for batch, wanted in zip(away, local, strict=True):
+            assert (batch.bucket, batch.records.tolist()) == (wanted.bucket, wanted.records.tolist())
+            np.testing.assert_array_equal(batch.stored, wanted.stored)
+            np.testing.assert_array_equal(batch.captions, wanted.captions)  # pyright: ignore[reportArgumentType]
+        assert bytes_in(tmp_path / "l") <= capacity
+    assert bool(store.remote.num_evicted) == is_tight
+    store.remote.close()
+
+
+def test_a_run_trains_on_a_store_at_a_url_as_on_the_local_one(
+    caption_store: LatentStore, tmp_path: Path, tiny_models: None
+) -> None:
+    upload(caption_store.path, f"file://{tmp_path}/origin")
+    away = [f"run.remote_folder={tmp_path}/folder", "run.remote_gib=0.1"]
+    recipe = train_recipe("pixart-tiny", "schedule.kind=constant", "schedule.warmup_steps=1", *away)
+    losses = {}
+    for name, path in (("local", caption_store.path), ("away", f"file://{tmp_path}/origin")):
+        for steps in (2, 3):  # the second goes on with the first
+            seen: list[StepReport] = []
+            now = recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": steps})})
+            train(now, store_path=path, run=tmp_path / name, device=CPU, report=seen.append, stop=StopRequest())
+            losses.setdefault(name, []).extend(figures.loss for figures in seen)
+    assert losses["away"] == losses["local"]
+    assert len(losses["away"]) == 3
+
+
+# ------------------------------------------------------------ inspect and verify at a URL
+
+
+def spoilt(store: LatentStore, url: str, change: Callable[[Any, str], None]) -> Verification:
+    fs = upload(store.path, url)
+    change(fs, url.partition("://")[2])
+    return verify_remote(url)
+
+
+def test_a_store_at_a_url_is_verified_there(caption_store: LatentStore, tmp_path: Path) -> None:
+    upload(caption_store.path, "faulty://sound")
+    found, there = verify_remote("faulty://sound"), verify_store(caption_store.path)
+    assert (found.store, found.findings, found.complete) == ("faulty://sound", [], True)
+    assert (found.num_files, found.num_bytes, found.num_records) == (there.num_files, there.num_bytes, 14)
+    FaultyFileSystem.requests.clear()
+    assert verify_remote("faulty://sound", quick=True).findings == []
+    assert not any("/moments/c/" in path for path in FaultyFileSystem.requests)  # sizes come from the listing
+
+
+SPOILT: dict[str, tuple[Callable[[Any, str], None], str, str]] = {
+    "flipped shard": (set_object(flip), MOMENTS, "content"),
+    "cut shard": (set_object(lambda c: c[:-1]), MOMENTS, "size"),
+    "missing shard": (set_object(None), MOMENTS, "missing"),
+    "flipped table": (set_object(flip, "records.parquet"), "records.parquet", "content"),
+    "flipped plan": (set_object(flip, "plan/records.parquet"), "plan/records.parquet", "content"),
+    "flipped manifest": (set_object(flip, "manifest.json"), "manifest.json", "content"),
+    "a file more": (lambda fs, root: put(fs, f"{root}/notes.txt", b"x"), "notes.txt", "stray"),
+    "a name that leads out": (
+        lambda fs, root: put(fs, f"{root}/a/../../plan.json", b"x"),
+        "a/../../plan.json",
+        "stray",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_what_is_wrong_at_a_url_is_found(case: str, caption_store: LatentStore) -> None:
+    change, path, cause = SPOILT[case]
+    found = spoilt(caption_store, f"faulty://{case.replace(' ', '-')}", change)
+    assert [(finding.path, finding.cause) for finding in found.findings] == [(path, cause)]
+    assert found.damaged
+
+
+def test_inspect_and_verify_read_a_url(
+    s3: str, caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(caption_store.path, f"{s3}/shown")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runner = CliRunner()
+    told = runner.invoke(app, ["inspect", f"{s3}/shown", "--json"])
+    values, there = json.loads(told.stdout), summarise(caption_store)
+    assert values == there | {"store": f"{s3}/shown"}
+    key = caption_store.records["key"][0].as_py()
+    assert f"key                 {key}" in runner.invoke(app, ["inspect", f"{s3}/shown", key]).stdout
+    checked = runner.invoke(app, ["verify", f"{s3}/shown"])
+    assert (checked.exit_code, checked.stdout.splitlines()[-1].split()) == (0, ["state", "whole"])
+    refused = runner.invoke(app, ["verify", f"{s3}/shown", "--deep", "--source", "x"])
+    assert "need the store in a folder" in str(refused.exception)
+
+
+def test_of_a_large_store_at_a_url_some_whole_shards_are_inspected(
+    caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(caption_store.path, "faulty://large")
+    monkeypatch.setattr("leandit.tools.inspection.summary.SCAN_BYTES_AT_URL", 1 << 13)
+    store = LatentStore("faulty://large", remote={"folder": tmp_path / "local"})
+    assert store.remote
+    values = summarise(store)["latent_statistics"]
+    assert 0 < values["num_rows_read"] < 14
+    brought = [path for path in FaultyFileSystem.requests if "/moments/c/" in path]
+    assert 0 < len(brought) < len([entry for entry in shards_of(caption_store) if "/moments/" in entry.path])

@@ -1,0 +1,834 @@
+"""The loader: what it hands out is what lies in the store, and a resumed one hands out exactly the rest."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import pickle
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from faults import in_child
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from making import CPU, label_recipe, no_progress, picture
+from torch.utils.data import DataLoader
+
+from leandit.datasets.batches import buffer_pool
+from leandit.datasets.batches.buffer_pool import SPARE_BUFFERS, BufferPool, CopiesInFlight
+from leandit.datasets.batches.captions import read_padded
+from leandit.datasets.batches.latents import draw_keys, final_latents
+from leandit.datasets.batches.reader import Batch, BatchReader, TextForm
+from leandit.datasets.disk.cached import cached_property
+from leandit.datasets.errors import DamageError, RecipeError, RunError
+from leandit.datasets.format.schema import Decoding
+from leandit.datasets.loader import BatchStream, make_loader
+from leandit.datasets.order.batch_plan import BatchPlan
+from leandit.datasets.order.filters import RecordFilter
+from leandit.datasets.order.mixture import Mixture, Stages
+from leandit.datasets.order.shuffle import ShardWindow
+from leandit.datasets.order.slices import microbatches
+from leandit.datasets.store import LatentStore
+from leandit.precompute.pipeline import precompute
+
+GLOBAL_BATCH = 4
+
+
+@pytest.fixture(scope="module")
+def flip_store(class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    path = tmp_path_factory.mktemp("flip-store") / "store"
+    recipe = label_recipe("vae.flip=true")
+    precompute(recipe, source_path=class_folder, store_path=path, device=CPU, progress=no_progress)
+    return LatentStore(path)
+
+
+@pytest.fixture(params=["label_store", "caption_store", "flip_store"])
+def store(request: pytest.FixtureRequest) -> LatentStore:
+    return request.getfixturevalue(request.param)
+
+
+def endless(loader: Any) -> Iterator[Batch]:
+    """Epoch after epoch, as training reads."""
+    while True:
+        batches = iter(loader)
+        first = next(batches, None)
+        assert first is not None, "an epoch without batches"
+        yield first
+        yield from batches
+
+
+def take(loader: Any, count: int) -> list[Batch]:
+    return list(itertools.islice(endless(loader), count))
+
+
+def resume(loader: Any, state: dict[str, Any]) -> Batch:
+    """Load a state and read the next batch."""
+    loader.load_state_dict(state)
+    return next(iter(loader))
+
+
+def assert_same(found: Batch, wanted: Batch) -> None:
+    for name in (*(entry.name for entry in fields(Batch) if entry.init), "latents"):
+        value, other = getattr(wanted, name), getattr(found, name)
+        if isinstance(value, torch.Tensor):
+            assert other.dtype == value.dtype
+            np.testing.assert_array_equal(other.numpy(), value.numpy(), err_msg=name)
+        else:
+            assert other == value, name
+
+
+def assert_all_same(found: list[Batch], wanted: list[Batch]) -> None:
+    assert [(batch.epoch, batch.number) for batch in found] == [(batch.epoch, batch.number) for batch in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert_same(one, other)
+
+
+def test_a_batch_is_what_the_store_holds_drawn_and_normalised(label_store: LatentStore) -> None:
+    spec = label_store.spec.latent
+    for batch in take(make_loader(label_store, global_batch=GLOBAL_BATCH, seed=3), 8):
+        records = [label_store.record_at(int(i)) for i in batch.records]
+        assert {record.bucket for record in records} == {batch.bucket}
+        stored = np.stack([label_store.latents(batch.bucket)[record.row] for record in records])
+        np.testing.assert_array_equal(batch.stored.numpy(), stored)
+        keys = draw_keys(3, np.full(len(batch), batch.epoch), batch.records.numpy())
+        np.testing.assert_array_equal(batch.latents, final_latents(torch.from_numpy(stored), spec, keys))
+        assert batch.latents.dtype == torch.float32
+        assert batch.labels.tolist() == [record.label for record in records]
+        assert [f"n{record.label:03d}" for record in records] == [record.key.split("/")[0] for record in records]
+        assert (batch.captions, batch.caption_lengths) == (None, None)
+        assert len(batch) == len(records)
+
+
+def test_captions_are_padded_with_zeros_to_the_longest(caption_store: LatentStore) -> None:
+    lengths = set()
+    for batch in take(make_loader(caption_store, global_batch=5), 12):
+        assert batch.captions is not None
+        assert batch.caption_lengths is not None
+        assert batch.captions.dtype == torch.float16
+        assert batch.captions.shape[:2] == (len(batch), int(batch.caption_lengths.max()))
+        assert batch.labels.tolist() == [-1] * len(batch)
+        for index, padded, length in zip(batch.records, batch.captions, batch.caption_lengths, strict=True):
+            record = caption_store.record_at(int(index))
+            own = [caption_store.caption(record, which) for which in range(len(record.caption_ids))]
+            valid, rest = padded[: int(length)].numpy(), padded[int(length) :]
+            assert any(np.array_equal(valid, embedding) for embedding in own)
+            assert torch.count_nonzero(rest) == 0
+            lengths.add(int(length))
+    assert len(lengths) > 1  # else nothing was padded
+
+
+def test_padding_keeps_the_order_asked_for(caption_store: LatentStore) -> None:
+    ids = np.array([8, 0, 8, 3])
+    padded, lengths, _ = read_padded(caption_store, ids, BufferPool())
+    assert lengths.tolist() == [caption_store.captions["num_tokens"][int(i)].as_py() for i in ids]
+    assert lengths.dtype == torch.int64
+    for row, length, caption_id in zip(padded, lengths, ids, strict=True):
+        np.testing.assert_array_equal(row[: int(length)].numpy(), caption_store.caption_embedding(int(caption_id)))
+
+
+@pytest.mark.parametrize("global_batch", [1, 4, 100])
+def test_an_epoch_covers_every_record_once_and_the_next_in_another_order(store: LatentStore, global_batch: int) -> None:
+    loader = make_loader(store, global_batch=global_batch)
+    orders = []
+    for epoch in range(2):
+        batches = list(loader)
+        assert [(batch.epoch, batch.number) for batch in batches] == [
+            (epoch, epoch * len(loader) + i) for i in range(len(loader))
+        ]
+        seen = [int(record) for batch in batches for record in batch.records]
+        assert Counter(seen) == Counter(range(store.records.num_rows))
+        orders.append(seen)
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 7])
+def test_batches_do_not_depend_on_how_far_is_read_ahead(store: LatentStore, prefetch: int) -> None:
+    count = 2 * len(make_loader(store, global_batch=GLOBAL_BATCH))
+    wanted = take(make_loader(store, global_batch=GLOBAL_BATCH), count)
+    assert_all_same(take(make_loader(store, global_batch=GLOBAL_BATCH, prefetch=prefetch), count), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+def test_a_resume_at_any_batch_gives_exactly_the_rest(store: LatentStore) -> None:
+    loader = make_loader(store, global_batch=GLOBAL_BATCH, seed=1)
+    count = 2 * len(loader) + 2  # over two ends of an epoch
+    states, wanted = [loader.state_dict()], []
+    for batch in itertools.islice(endless(loader), count):
+        wanted.append(batch)
+        states.append(loader.state_dict())
+    for k, state in enumerate(states):
+        resumed = make_loader(store, global_batch=GLOBAL_BATCH, seed=1)
+        resumed.load_state_dict(state)
+        assert_all_same(take(resumed, count - k), wanted[k:])
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_resume_at_the_end_of_an_epoch_warns_of_nothing(label_store: LatentStore) -> None:
+    loader = make_loader(label_store, global_batch=GLOBAL_BATCH)
+    take(loader, len(loader))
+    resumed = make_loader(label_store, global_batch=GLOBAL_BATCH)
+    resumed.load_state_dict(loader.state_dict())
+    assert [(batch.epoch, batch.number) for batch in take(resumed, 2)] == [(1, len(loader)), (1, len(loader) + 1)]
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+def test_a_resume_of_a_resume_gives_exactly_the_rest(caption_store: LatentStore) -> None:
+    def new() -> Any:
+        return make_loader(caption_store, global_batch=GLOBAL_BATCH, seed=1)
+
+    wanted = take(new(), 3 * len(new()))
+    for step in (1, 2, len(new())):  # a run that is interrupted every so many batches
+        found: list[Batch] = []
+        state = None
+        while len(found) < len(wanted):
+            loader = new()
+            if state is not None:
+                loader.load_state_dict(state)
+            for batch in itertools.islice(endless(loader), min(step, len(wanted) - len(found))):
+                found.append(batch)
+            state = loader.state_dict()
+        assert_all_same(found, wanted)
+
+
+def test_a_state_that_is_loaded_and_saved_again_is_the_same(label_store: LatentStore) -> None:
+    loader = make_loader(label_store, global_batch=GLOBAL_BATCH)
+    take(loader, 3)
+    resumed = make_loader(label_store, global_batch=GLOBAL_BATCH)
+    resumed.load_state_dict(loader.state_dict())
+    rest = take(resumed, 1)
+    again = make_loader(label_store, global_batch=GLOBAL_BATCH)
+    again.load_state_dict(loader.state_dict())
+    third = make_loader(label_store, global_batch=GLOBAL_BATCH)
+    third.load_state_dict(again.state_dict())
+    assert_all_same(take(third, 1), rest)
+
+
+def test_a_state_counts_what_was_handed_out_not_what_was_read_ahead(label_store: LatentStore) -> None:
+    stream = BatchStream(BatchReader([label_store], BatchPlan(label_store.buckets, 2, 0)), prefetch=6)
+    batches = iter(stream)
+    next(batches)
+    next(batches)
+    assert stream.state_dict()["number"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"seed": 2}, "seed"),
+        ({"global_batch": 5}, "order.buckets.32x32.batch_size"),
+        ({"store": "flip"}, "root_hashes"),
+        ({"leftovers": "carry"}, "order.leftovers"),
+        ({"window": ShardWindow(2, 4)}, "order.window_shards"),
+    ],
+)
+def test_a_state_of_another_order_is_refused(
+    changed: dict[str, Any], word: str, label_store: LatentStore, flip_store: LatentStore
+) -> None:
+    loader = make_loader(label_store, global_batch=GLOBAL_BATCH, seed=1)
+    take(loader, 2)
+    other = flip_store if changed.pop("store", None) else label_store
+    resumed = make_loader(other, **{"global_batch": GLOBAL_BATCH, "seed": 1, **changed})
+    with pytest.raises(RunError, match=rf"{word}.*: was .*here it is"):
+        resume(resumed, loader.state_dict())
+
+
+def test_a_state_of_an_incomplete_store_that_has_grown_is_refused(caption_store: LatentStore, tmp_path: Path) -> None:
+    # Its records are others than before, so the same position means another batch.
+    path = tmp_path / "store"
+    shutil.copytree(caption_store.path, path)
+    (path / "manifest.json").unlink()
+    commit = path / "commits/buckets/64x64/000000.json"
+    content = commit.read_bytes()
+    commit.unlink()
+
+    def new() -> tuple[LatentStore, Any]:
+        opened = LatentStore(path, allow_incomplete=True)
+        return opened, make_loader(opened, global_batch=GLOBAL_BATCH)
+
+    before, loader = new()
+    take(loader, 2)
+    commit.write_bytes(content)
+    after, resumed = new()
+    assert after.buckets != before.buckets
+    with pytest.raises(RunError, match="order of records"):
+        resume(resumed, loader.state_dict())
+
+
+def test_an_incomplete_store_hands_out_what_is_committed(caption_store: LatentStore, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(caption_store.path, path)
+    (path / "manifest.json").unlink()
+    (path / "commits/buckets/64x64/000000.json").unlink()
+    seen: Counter[str] = Counter()
+    for batch in make_loader(LatentStore(path, allow_incomplete=True), global_batch=2):
+        seen[batch.bucket] += len(batch)
+    assert seen == {bucket: count for bucket, count in caption_store.buckets.items() if bucket != "64x64"}
+
+
+def test_flipped_rows_come_about_half_of_the_time_and_the_same_each_run(flip_store: LatentStore) -> None:
+    bucket = "32x32"
+    count = 8 * len(make_loader(flip_store, global_batch=GLOBAL_BATCH))
+    flips: list[tuple[int, int, bool]] = []
+    for batch in take(make_loader(flip_store, global_batch=GLOBAL_BATCH, seed=2), count):
+        for i, record in enumerate(batch.records.tolist()):
+            row = flip_store.record_at(record).row
+            both = [array[row] for array in (flip_store.latents(bucket), flip_store.flipped_latents(bucket))]
+            assert not np.array_equal(*both)
+            which = [np.array_equal(batch.stored[i].numpy(), stored) for stored in both]
+            assert sum(which) == 1
+            flips.append((record, batch.epoch, which[1]))
+    share = np.mean([flipped for *_, flipped in flips])
+    assert 0.3 < share < 0.7  # of 120
+    # A record is flipped in some epochs and not in others; each record decides for itself.
+    by_record = {record: [flipped for r, _, flipped in flips if r == record] for record in range(15)}
+    assert sum(0 < sum(seen) < 8 for seen in by_record.values()) >= 13
+    assert len({tuple(seen) for seen in by_record.values()}) >= 13
+
+
+def test_every_caption_of_a_record_is_chosen_over_the_epochs(caption_store: LatentStore) -> None:
+    loader = make_loader(caption_store, global_batch=5)
+    chosen: dict[int, Counter[int]] = {}
+    for batch in take(loader, 12 * len(loader)):
+        assert batch.captions is not None
+        assert batch.caption_lengths is not None
+        for record, embedding, length in zip(
+            batch.records.tolist(), batch.captions, batch.caption_lengths, strict=True
+        ):
+            ids = caption_store.record_at(record).caption_ids
+            found = embedding[: int(length)].numpy()
+            which = [i for i in ids if np.array_equal(caption_store.caption_embedding(i), found)]
+            chosen.setdefault(record, Counter())[which[0]] += 1
+    for record, counts in chosen.items():
+        assert counts.total() == 12
+        assert set(counts) == set(caption_store.record_at(record).caption_ids)
+    assert len({tuple(sorted(counts.items())) for counts in chosen.values()}) > 3
+
+
+def test_another_seed_gives_another_order_and_other_draws(label_store: LatentStore) -> None:
+    one, two = (next(iter(make_loader(label_store, global_batch=100, seed=seed))) for seed in (0, 1))
+    assert one.records.tolist() != two.records.tolist()
+    order_one, order_two = np.argsort(one.records.numpy()), np.argsort(two.records.numpy())
+    assert not np.isclose(one.latents.numpy()[order_one], two.latents.numpy()[order_two]).all(axis=(1, 2, 3)).any()
+
+
+def test_a_store_without_records_is_refused(label_store: LatentStore, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(label_store.path, path)
+    (path / "manifest.json").unlink()
+    shutil.rmtree(path / "commits")
+    with pytest.raises(RunError, match="no records"):
+        make_loader(LatentStore(path, allow_incomplete=True), global_batch=4)
+
+
+def reader_of(store: LatentStore, **settings: Any) -> BatchReader:
+    plan = BatchPlan(store.buckets, GLOBAL_BATCH, 1, leftovers=settings.pop("leftovers", "short"))
+    return BatchReader([store], plan, **settings)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_stock_dataloader_with_workers_gives_the_same_batches_from_any_step(
+    method: str, caption_store: LatentStore
+) -> None:
+    reader = reader_of(caption_store)
+    next(iter(BatchStream(reader)))  # what the parent has open, a fork must not use
+    wanted = [reader[number] for number in range(17)]
+    for first, workers in ((0, 2), (5, 3)) if method == "fork" else ((3, 1),):
+        loader = DataLoader(
+            reader,
+            batch_size=None,
+            sampler=range(first, 17),
+            num_workers=workers,
+            multiprocessing_context=method,
+        )
+        assert_all_same(list(loader), wanted[first:])
+
+
+def test_a_stream_goes_on_in_a_fork(label_store: LatentStore) -> None:
+    stream = BatchStream(reader_of(label_store), prefetch=2)
+    batches = iter(stream)
+    next(batches)
+    wanted = reader_of(label_store)[1].stored
+    assert in_child(lambda: int(not torch.equal(next(batches).stored, wanted))) == 0
+    assert torch.equal(next(batches).stored, wanted)
+
+
+def test_a_batch_that_is_changed_is_whole_when_it_is_read_again(store: LatentStore) -> None:
+    reader = reader_of(store)
+    first, second = reader[0], reader[0]
+    for entry in fields(first):
+        value = getattr(first, entry.name)
+        if isinstance(value, torch.Tensor):
+            value.fill_(7)
+    assert_all_same([reader[0]], [second])
+
+
+@pytest.mark.parametrize("change", ["fewer", "more", "another bucket", "no bucket"])
+def test_a_plan_of_another_store_is_refused(change: str, caption_store: LatentStore) -> None:
+    buckets = dict(caption_store.buckets)
+    bucket = next(iter(buckets))
+    buckets |= {"fewer": {bucket: 1}, "more": {bucket: 100}, "another bucket": {"8x8": 3}, "no bucket": {}}[change]
+    if change == "no bucket":
+        del buckets[bucket]
+    with pytest.raises(RecipeError, match=r"Make the plan from store\.buckets"):
+        BatchReader([caption_store], BatchPlan(buckets, 2, 0))
+
+
+def test_a_selection_of_another_store_is_refused(label_store: LatentStore, caption_store: LatentStore) -> None:
+    selection = RecordFilter(labels=[0]).select(label_store)
+    with pytest.raises(RecipeError, match="selection was made from another store"):
+        make_loader(caption_store, global_batch=2, selection=selection)
+
+
+def test_ranks_and_forms_of_captions_that_are_none_are_refused(label_store: LatentStore) -> None:
+    with pytest.raises(IndexError, match="needed 0 to 1"):
+        make_loader(label_store, global_batch=2, rank=2, world_size=2)
+    with pytest.raises(RecipeError, match="'pakced': needed one of padded, packed, none"):
+        make_loader(label_store, global_batch=2, text="pakced")  # type: ignore[arg-type]
+
+
+def test_buffers_used_last_stay_where_too_many_come_back() -> None:
+    pool = BufferPool()
+    large = [pool.take((1 << 20,), "uint8") for _ in range(SPARE_BUFFERS)]
+    large.clear()
+    first = pool.take((1 << 10,), "uint8").ctypes.data
+    assert pool.take((1 << 10,), "uint8").ctypes.data == first
+
+
+def test_a_stream_in_a_worker_says_what_to_do(label_store: LatentStore) -> None:
+    with pytest.raises(RunError, match=r"num_workers=0, or DataLoader\(stream.reader"):
+        next(iter(DataLoader(BatchStream(reader_of(label_store)), batch_size=None, num_workers=1)))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 8), st.integers(1, 4), st.sampled_from(["short", "carry", "drop"]), st.integers(0, 200))
+def test_the_slices_of_all_ranks_are_the_global_batch(
+    caption_store: LatentStore, world_size: int, accumulation: int, leftovers: str, number: int
+) -> None:
+    whole = reader_of(caption_store, leftovers=leftovers)[number]
+    ranks = [
+        reader_of(caption_store, leftovers=leftovers, rank=rank, world_size=world_size)[number]
+        for rank in range(world_size)
+    ]
+    assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+    assert {(rank.bucket, rank.number, rank.epoch) for rank in ranks} == {(whole.bucket, whole.number, whole.epoch)}
+    for name in ("stored", "labels", "records", "latents", "caption_lengths"):
+        parts = [getattr(rank, name)[part] for rank in ranks for part in microbatches(len(rank), accumulation)]
+        np.testing.assert_array_equal(torch.cat(parts), getattr(whole, name))
+    assert whole.captions is not None
+    start = 0
+    for rank in ranks:  # each is padded to its own longest
+        assert rank.captions is not None
+        longest = rank.captions.shape[1]
+        np.testing.assert_array_equal(rank.captions, whole.captions[start : start + len(rank), :longest])
+        assert torch.count_nonzero(whole.captions[start : start + len(rank), longest:]) == 0
+        start += len(rank)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(caption_store: LatentStore) -> None:
+    def records(world_size: int, state: dict[str, Any] | None, count: int) -> tuple[list[list[int]], dict[str, Any]]:
+        loaders = [
+            make_loader(caption_store, global_batch=GLOBAL_BATCH, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        batches = zip(*(take(loader, count) for loader in loaders), strict=True)
+        seen = [[int(record) for part in parts for record in part.records] for parts in batches]
+        states = [loader.state_dict() for loader in loaders]
+        assert all(other == states[0] for other in states)  # whoever saves it
+        return seen, states[0]
+
+    wanted, _ = records(1, None, 14)
+    found, state = records(3, None, 5)
+    for world_size in (2, 4, 1):
+        more, state = records(world_size, state, 3)
+        found += more
+    assert found == wanted
+
+
+def test_packed_captions_are_the_padded_ones_without_the_padding(caption_store: LatentStore) -> None:
+    for number in range(8):
+        padded, packed = (reader_of(caption_store, text=text)[number] for text in ("padded", "packed"))
+        assert padded.captions is not None
+        assert packed.captions is not None
+        assert packed.caption_lengths is not None
+        assert packed.caption_lengths.tolist() == padded.caption_lengths.tolist()  # pyright: ignore
+        offsets = packed.caption_offsets
+        assert (offsets.dtype, int(offsets[-1])) == (torch.int32, len(packed.captions))
+        for row, start, stop in zip(padded.captions, offsets, offsets[1:], strict=False):
+            np.testing.assert_array_equal(packed.captions[start:stop], row[: stop - start])
+    without = reader_of(caption_store, text="none")[0]
+    assert (without.captions, without.caption_lengths) == (None, None)
+
+
+def test_a_batch_that_is_kept_is_never_overwritten(caption_store: LatentStore) -> None:
+    kept = take(make_loader(caption_store, global_batch=2, prefetch=4), 60)
+    copies = [batch.stored.clone() for batch in kept]
+    part = kept[7].stored[0, :1]  # a view keeps its buffer too
+    wanted = part.clone()
+    del kept[7]
+    kept += take(make_loader(caption_store, global_batch=2, prefetch=4), 60)
+    del copies[7]
+    for batch, kept_copy in zip(kept, copies, strict=False):
+        np.testing.assert_array_equal(batch.stored, kept_copy)
+    np.testing.assert_array_equal(part, wanted)
+
+
+def test_memory_is_used_again(label_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated: list[int] = []
+    allocate = BufferPool._allocate
+    monkeypatch.setattr(BufferPool, "_allocate", lambda *a: allocated.append(a[1]) or allocate(*a))
+    loader = make_loader(label_store, global_batch=2, prefetch=3)
+    for _ in range(10):
+        for _batch in loader:
+            pass
+    assert len(allocated) <= 3 + 3  # read ahead, handed out, and on the way between
+
+
+class FakeEvent:
+    """Stands for ``torch.cuda.Event`` where there is no GPU."""
+
+    made: ClassVar[list[FakeEvent]] = []
+
+    def __init__(self) -> None:
+        self.done, self.waits, self.stream = False, 0, None
+        FakeEvent.made.append(self)
+
+    def record(self, stream: Any) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.waits, self.done = self.waits + 1, True
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
+    """Copies to "cuda" that go on after the call, from memory that says that it is page-locked."""
+    monkeypatch.setattr(FakeEvent, "made", [])
+    monkeypatch.setattr(buffer_pool, "COPIES", CopiesInFlight())
+    monkeypatch.setattr("torch.cuda.Event", FakeEvent)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: self.clone())
+    return FakeEvent.made
+
+
+def test_a_buffer_is_not_used_again_while_a_gpu_copies_from_it(
+    label_store: LatentStore, fake_gpu: list[FakeEvent]
+) -> None:
+    reader = reader_of(label_store, leftovers="drop")
+
+    def address_of_moved(number: int) -> int:
+        batch = reader[number]
+        address = batch.stored.data_ptr()
+        moved = batch.to("cuda")  # and the batch is dropped, as in 'reader[n].to("cuda")'
+        assert torch.equal(moved.stored, batch.stored)
+        return address
+
+    first, second = address_of_moved(0), address_of_moved(1)
+    assert first != second
+    assert [event.stream for event in fake_gpu] == ["stream of cuda"] * 2
+    fake_gpu[1].done = True  # on another stream a later copy may be done first
+    assert address_of_moved(2) == second
+    fake_gpu[0].done = True
+    assert address_of_moved(3) == first
+
+
+def test_copies_that_pile_up_are_waited_for(label_store: LatentStore, fake_gpu: list[FakeEvent]) -> None:
+    reader = reader_of(label_store, leftovers="drop")
+    addresses = set()
+    for number in range(20):  # a GPU that is slower than the reader: nothing is ever done by itself
+        batch = reader[number % 5]
+        addresses.add(batch.stored.data_ptr())
+        batch.to("cuda")
+    assert len(addresses) <= buffer_pool.MAX_COPIES + 2
+    assert [event.waits for event in fake_gpu] == [1] * (20 - buffer_pool.MAX_COPIES) + [0] * buffer_pool.MAX_COPIES
+
+
+def test_copies_are_held_for_gpus_and_page_locked_memory_only(
+    label_store: LatentStore, fake_gpu: list[FakeEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader_of(label_store)[0].to("cpu")
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    reader_of(label_store)[0].to("cuda")
+    assert not fake_gpu
+
+
+def test_buffers_are_aligned_and_fit(caption_store: LatentStore) -> None:
+    pool = BufferPool()
+    for size in (1, 7, 1000, 3, 10**6, 10**6 + 5, 0, 40):
+        array = pool.take((size, 2), "float16")
+        assert (array.shape, array.dtype, array.flags.c_contiguous) == ((size, 2), np.float16, True)
+        assert array.ctypes.data % 64 == 0
+
+
+def test_an_epoch_is_read_ahead_over_its_end(label_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = BatchStream(reader_of(label_store), prefetch=2)
+    for epoch in range(3):
+        assert {batch.epoch for batch in stream} == {epoch}
+        assert [number for number, _ in stream._ahead] == [stream.number, stream.number + 1]
+    stream.close()
+    assert not stream._ahead
+
+
+def test_a_mixture_of_stores_has_the_batches_of_each(label_store: LatentStore, flip_store: LatentStore) -> None:
+    plans = [BatchPlan(store.buckets, 4, seed) for seed, store in enumerate((label_store, flip_store))]
+    mixture = Mixture([(plans[0], 0.75), (plans[1], 0.25)], seed=5)
+    stores = [label_store, flip_store]
+    stream = BatchStream(BatchReader(stores, mixture), prefetch=2)
+    batches = list(itertools.islice(stream, 16))
+    assert Counter(batch.store for batch in batches) == {0: 12, 1: 4}
+    for which, plan in enumerate(plans):
+        own = [batch for batch in batches if batch.store == which]
+        for ordinal, batch in enumerate(own):
+            planned = plan.batch_at(ordinal)
+            index = stores[which].index(planned.bucket)
+            assert batch.records.tolist() == index.records[planned.positions].tolist()
+            rows = stores[which].latents(planned.bucket).take(index.rows[planned.positions])
+            assert which == 1 or np.array_equal(batch.stored, rows)
+    resumed = BatchStream(BatchReader(stores, mixture))
+    resumed.load_state_dict(stream.state_dict() | {"number": 9})
+    assert_all_same(list(itertools.islice(resumed, 7)), batches[9:])
+    with pytest.raises(TypeError, match="no epochs"):
+        _ = resumed.num_batches
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"channels": 16, "stored_channels": 32, "shift": [0.0] * 16, "scale": [1.0] * 16}, "latent channels 4 and 16"),
+        ({"downscale": 32}, "pixels a latent place 8 and 32"),
+        ({"scale": [0.13025] * 4}, r": scale [0-9., ]+ and 0\.13025\."),
+        ({"shift": [0.0, 0.1, 0.0, 0.0]}, r": shift [-0-9., ]+ and 0\.0, 0\.1, \.\.\."),
+    ],
+)
+def test_stores_of_other_latents_are_not_mixed(
+    changes: dict[str, Any], said: str, label_store: LatentStore, flip_store: LatentStore
+) -> None:
+    other = LatentStore(flip_store.path)
+    other.spec = other.spec.model_copy(update={"latent": other.spec.latent.model_copy(update=changes)})
+    plans = [BatchPlan(store.buckets, 4, 0) for store in (label_store, other)]
+    for order in (Mixture([(plans[0], 1), (plans[1], 1)], seed=0), Stages([(plans[0], 5), (plans[1], None)])):
+        with pytest.raises(RecipeError, match=said) as caught:
+            BatchReader([label_store, other], order)
+        assert str(label_store.path) in str(caught.value)
+        assert str(other.path) in str(caught.value)
+
+
+def test_imported_rows_that_are_normalised_already_mix_with_raw_ones(
+    label_store: LatentStore, flip_store: LatentStore
+) -> None:
+    other = LatentStore(flip_store.path)
+    latent = other.spec.latent
+    decoding = Decoding(shift=latent.shift, scale=latent.scale, zero_to_one=False)
+    normalised = {"shift": [0.0] * 4, "scale": [1.0] * 4, "decoding": decoding}
+    other.spec = other.spec.model_copy(update={"latent": latent.model_copy(update=normalised)})
+    plans = [BatchPlan(store.buckets, 4, 0) for store in (label_store, other)]
+    BatchReader([label_store, other], Mixture([(plans[0], 1), (plans[1], 1)], seed=0))
+
+
+@pytest.mark.parametrize("width", [4096, None])
+def test_stores_of_other_captions_are_not_mixed(width: int | None, caption_store: LatentStore) -> None:
+    other = LatentStore(caption_store.path)
+    assert other.spec.text is not None
+    text = other.spec.text.model_copy(update={"width": width}) if width else None
+    other.spec = other.spec.model_copy(update={"text": text})
+    plans = [BatchPlan(store.buckets, 4, 0) for store in (caption_store, other)]
+    mixture = Mixture([(plans[0], 1), (plans[1], 1)], seed=0)
+    with pytest.raises(RecipeError, match=rf"caption width \d+ and {width or 'no captions'}.*text='none'"):
+        BatchReader([caption_store, other], mixture)
+    BatchReader([caption_store, other], mixture, text="none")
+
+
+def test_records_of_a_filter_alone_are_read(label_store: LatentStore) -> None:
+    selection = RecordFilter(labels=["n001"]).select(label_store)
+    plan = BatchPlan(selection.counts, 2, 0, selection=selection)
+    batches = list(BatchStream(BatchReader([label_store], plan)))
+    assert Counter(label for batch in batches for label in batch.labels.tolist()) == {1: 5}
+    stream = BatchStream(BatchReader([label_store], BatchPlan(label_store.buckets, 2, 0)))
+    with pytest.raises(RunError, match=r"order\..*: was .*here it is"):
+        stream.load_state_dict(BatchStream(BatchReader([label_store], plan)).state_dict())
+
+
+@pytest.mark.parametrize("text", ["padded", "packed"])
+def test_captions_that_change_under_a_running_reader_are_an_error(
+    text: TextForm, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(caption_store.path, path)
+    batches = iter(make_loader(LatentStore(path), global_batch=2, prefetch=0, text=text))
+    next(batches)
+    for shard in (path / "captions").glob("embeddings/c/*/0"):
+        with shard.open("r+b") as file:
+            file.write(file.read(1))
+    with pytest.raises(DamageError, match=r"embeddings/c/.*wrote to it"):
+        list(itertools.islice(batches, 10))
+
+
+def test_a_damaged_shard_ends_the_loop_with_its_name(label_store: LatentStore, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(label_store.path, path)
+    loader = make_loader(LatentStore(path), global_batch=2, prefetch=2)
+    batches = endless(loader)
+    next(batches)
+    shard = next(path.glob("buckets/*/moments/c/0/0/0/0"))
+    os.truncate(shard, 100)
+    with pytest.raises(DamageError, match=r"moments/c/0/0/0/0'.*wrote to it"):
+        list(itertools.islice(batches, 10))
+
+
+def test_a_selection_of_an_earlier_revision_is_refused(class_folder: Path, tmp_path: Path) -> None:
+    source, path = tmp_path / "source", tmp_path / "store"
+    shutil.copytree(class_folder, source)
+    for _ in range(2):
+        precompute(label_recipe(), source_path=source, store_path=path, device=CPU, progress=no_progress)
+        picture(99).save(source / "n000" / "new.png")
+    selection = RecordFilter(labels=[0]).select(LatentStore(path, revision=1))
+    make_loader(LatentStore(path, revision=1), global_batch=2, selection=selection)
+    with pytest.raises(RecipeError, match="another revision"):
+        make_loader(LatentStore(path), global_batch=2, selection=selection)
+
+
+@pytest.mark.parametrize("place", [0, 5, 40])
+def test_a_state_that_is_loaded_while_batches_are_read_is_gone_on_from(place: int, label_store: LatentStore) -> None:
+    loader = make_loader(label_store, global_batch=2, seed=1)
+    length = len(loader)
+    batches = iter(loader)
+    next(batches), next(batches)
+    loader.load_state_dict({**loader.state_dict(), "number": place})
+    end = (place // length + 1) * length
+    assert [batch.number for batch in batches] == list(range(place, end))
+
+
+def test_a_state_of_another_incomplete_store_is_refused(class_folder: Path, tmp_path: Path) -> None:
+    def incomplete(name: str, *overrides: str) -> LatentStore:
+        path = tmp_path / name
+        precompute(
+            label_recipe(*overrides), source_path=class_folder, store_path=path, device=CPU, progress=no_progress
+        )
+        (path / "manifest.json").unlink()
+        return LatentStore(path, allow_incomplete=True)
+
+    first, second = incomplete("first"), incomplete("second", "vae.keep=mean")
+    assert first.buckets == second.buckets
+    state = make_loader(first, global_batch=2).state_dict()
+    make_loader(first, global_batch=2).load_state_dict(state)
+    with pytest.raises(RunError, match="root_hashes"):
+        make_loader(second, global_batch=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [None, [], {}, "number"])
+def test_what_is_no_state_is_refused(state: Any, label_store: LatentStore) -> None:
+    with pytest.raises(RunError, match="no state of a loader"):
+        make_loader(label_store, global_batch=2).load_state_dict(state)
+
+
+def test_a_loader_that_is_read_from_can_be_pickled(label_store: LatentStore) -> None:
+    loader = make_loader(label_store, global_batch=2, seed=1)
+    batches = iter(loader)
+    next(batches)
+    copies = [pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)]
+    wanted = next(batches)
+    for other in copies:
+        assert_same(next(iter(other)), wanted)
+
+
+def test_a_store_that_was_opened_by_a_relative_path_is_read_from_anywhere(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(label_store.path.parent)
+    opened = LatentStore(label_store.path.name)
+    monkeypatch.chdir(tmp_path)
+    assert sum(map(len, make_loader(opened, global_batch=4))) == sum(opened.buckets.values())
+
+
+def test_a_fork_does_not_wait_for_what_a_thread_computes(label_store: LatentStore) -> None:
+    # The functools.cached_property of Python 3.11 has one lock for all objects.
+    computing, done = threading.Event(), threading.Event()
+
+    class Slow:
+        @cached_property
+        def value(self) -> int:
+            if os.getpid() == parent and threading.current_thread() is not threading.main_thread():
+                computing.set()
+                done.wait(20)
+            return 1
+
+    parent, thread = os.getpid(), threading.Thread(target=lambda: Slow().value)
+    thread.start()
+    assert computing.wait(20)
+    try:
+        assert in_child(lambda: Slow().value - 1) == 0
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_threads_that_read_captions_in_both_ways_do_not_wait_for_each_other(caption_store: LatentStore) -> None:
+    for _ in range(20):
+        opened = LatentStore(caption_store.path)
+        with ThreadPoolExecutor(2) as pool:
+            both = [
+                pool.submit(lambda: opened.tokens.arrays[0].read(0, 2)),  # noqa: B023
+                pool.submit(lambda: opened.caption_embedding(1)),  # noqa: B023
+            ]
+            for one in both:
+                one.result(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"prefetch": -1}, "prefetch of -1"),
+        ({"prefetch": 2.5}, "prefetch of 2.5"),
+        ({"seed": 1.5}, "seed of 1.5"),
+        ({"global_batch": {"32x32": 2.0}}, "needed a whole number"),
+        ({"device": "cuda"}, "sees no GPU"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused(
+    arguments: dict[str, Any], words: str, label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RecipeError, match=words):
+        make_loader(label_store, **{"global_batch": 2, **arguments})
+    with pytest.raises(RecipeError, match="needed one of map, pread"):
+        LatentStore(label_store.path, access="mmap")  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_taken_and_make_a_state_of_json(label_store: LatentStore) -> None:
+    first = make_loader(label_store, global_batch=np.int64(2), seed=np.uint64(3), device="cpu")  # type: ignore[arg-type]
+    state = json.loads(json.dumps(first.state_dict()))
+    make_loader(label_store, global_batch=2, seed=3).load_state_dict(state)
+
+
+def test_a_batch_without_captions_says_so(caption_store: LatentStore) -> None:
+    batch = next(iter(make_loader(caption_store, global_batch=2, text="none")))
+    with pytest.raises(RecipeError, match="asked for none"):
+        _ = batch.caption_offsets
+    assert repr(batch) == f"Batch(number=0, epoch=0, bucket='{batch.bucket}', records=2)"
+
+
+def test_stores_that_are_not_those_of_the_plans_are_refused(label_store: LatentStore) -> None:
+    plan = BatchPlan(label_store.buckets, 2, 0)
+    for stores in (label_store, [], [label_store, label_store]):
+        with pytest.raises(RecipeError, match="needed a list of 1"):
+            BatchReader(stores, plan)  # type: ignore[arg-type]
+    with pytest.raises(IndexError, match="batch -1"):
+        _ = BatchReader([label_store], plan)[-1]

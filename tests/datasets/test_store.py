@@ -1,0 +1,464 @@
+"""The store: whole, it gives every record by every way; damaged, foreign or incomplete, it says so when opened."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import xxhash
+import zarr
+from making import caption_recipe, label_recipe, make_caption_folder, tree_digest
+
+from leandit.datasets.errors import (
+    DamageError,
+    FormatVersionError,
+    LeanditError,
+    StoreError,
+    StoreIncomplete,
+    StoreNotFound,
+    UnknownKey,
+)
+from leandit.datasets.format.buckets import bucket_size
+from leandit.datasets.format.schema import CAPTIONS_SCHEMA, RECORDS_SCHEMA, CommitRecord
+from leandit.datasets.loader import make_loader
+from leandit.datasets.revisions.merge import merge_captions
+from leandit.datasets.revisions.plan import read_plan
+from leandit.datasets.store import MOST_COMPARED, LatentStore, near_keys
+
+MOMENTS = "buckets/64x64/moments/c/0/0/0/0"
+
+
+@pytest.fixture
+def copied(caption_store: LatentStore, tmp_path: Path) -> Path:
+    """A copy of the caption store that a test may damage."""
+    return Path(shutil.copytree(caption_store.path, tmp_path / "copied"))
+
+
+def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
+    value = json.loads(path.read_bytes())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def make_foreign_group(path: Path) -> None:
+    shutil.rmtree(path)
+    zarr.create_group(path).create_array("x", data=np.zeros(3))
+
+
+def empty(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def uncommit(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    (path / "commits/buckets/64x64/000000.json").unlink()
+
+
+def set_attribute(name: str, value: Any) -> Callable[[Path], None]:
+    return lambda path: edit_json(path / "zarr.json", lambda v: v["attributes"]["leandit"].__setitem__(name, value))
+
+
+def set_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    return lambda path: edit_json(path / "manifest.json", change)
+
+
+SAME_COMMAND = "same precompute command again"
+REPAIR = "verify --repair"
+SPOILED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] = [
+    ("missing folder", shutil.rmtree, StoreNotFound, ["no such folder", "leandit precompute"]),
+    ("file", lambda p: (shutil.rmtree(p), p.write_text("")), StoreNotFound, ["no such folder"]),
+    ("empty folder", empty, StoreError, ["no 'zarr.json'", "no leandit store"]),
+    ("foreign group", make_foreign_group, StoreError, ["zarr.json", "not that of a leandit store"]),
+    ("no attributes", lambda p: (p / "zarr.json").write_text("{}"), StoreError, ["not that of a leandit store"]),
+    ("null attributes", lambda p: (p / "zarr.json").write_text('{"attributes": null}'), StoreError, ["zarr.json"]),
+    ("other JSON", lambda p: (p / "zarr.json").write_text("[]"), StoreError, ["zarr.json"]),
+    ("no JSON", lambda p: cut(p / "zarr.json") or cut(p / "zarr.json"), DamageError, ["zarr.json", "not valid JSON"]),
+    ("newer version", set_attribute("format_version", 2), FormatVersionError, ["version 2", "reads 1"]),
+    ("no version", set_attribute("format_version", None), FormatVersionError, ["version None", "reads 1"]),
+    ("spoiled spec", set_attribute("latent", {"kind": "mean"}), DamageError, ["attributes are not valid"]),
+    ("incomplete", uncommit, StoreIncomplete, ["not complete", "1 of 5 shards", SAME_COMMAND]),
+    (
+        "no manifest",
+        lambda p: (p / "manifest.json").unlink(),
+        StoreIncomplete,
+        ["all shards are there, but not sealed", SAME_COMMAND],
+    ),
+    (
+        "unfinished plan",
+        lambda p: ((p / "manifest.json").unlink(), (p / "plan/plan.json").unlink()),
+        StoreIncomplete,
+        ["plan is not finished", SAME_COMMAND],
+    ),
+    ("missing shard", lambda p: (p / MOMENTS).unlink(), DamageError, [MOMENTS, "is missing", REPAIR]),
+    ("cut shard", lambda p: cut(p / MOMENTS), DamageError, [MOMENTS, "bytes, the manifest says", REPAIR]),
+    (
+        "empty shard",
+        lambda p: (p / "captions/embeddings/c/0/0").write_bytes(b""),
+        DamageError,
+        ["captions/embeddings/c/0/0", "has 0 bytes"],
+    ),
+    ("missing table", lambda p: (p / "records.parquet").unlink(), DamageError, ["records.parquet", "is missing"]),
+    (
+        "missing array",
+        lambda p: (p / "captions/null/zarr.json").unlink(),
+        DamageError,
+        ["captions/null/zarr.json", "is missing"],
+    ),
+    (
+        "edited manifest",
+        set_manifest(lambda v: v["buckets"].__setitem__("64x64", 4)),
+        DamageError,
+        ["manifest.json", "root hash", "made anew"],
+    ),
+    (
+        "edited file entry",
+        set_manifest(lambda v: v["files"][0].__setitem__("bytes", 1)),
+        DamageError,
+        ["manifest.json", "root hash"],
+    ),
+    ("edited root hash", set_manifest(lambda v: v.__setitem__("root_hash", "0" * 64)), DamageError, ["root hash"]),
+    ("key gone", set_manifest(lambda v: v.pop("num_stored")), DamageError, ["manifest.json", "not valid"]),
+    ("cut manifest", lambda p: cut(p / "manifest.json") or cut(p / "manifest.json"), DamageError, ["manifest.json"]),
+]
+
+
+@pytest.mark.parametrize(("spoil", "error", "words"), [case[1:] for case in SPOILED], ids=[case[0] for case in SPOILED])
+def test_a_store_that_is_not_whole_is_refused_when_opened(
+    spoil: Callable[[Path], Any], error: type[LeanditError], words: list[str], copied: Path
+) -> None:
+    spoil(copied)
+    with pytest.raises(LeanditError) as caught:
+        LatentStore(copied)
+    assert type(caught.value) is error
+    message = str(caught.value)
+    assert [word for word in [str(copied), *words] if word not in message] == []
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(("name", "attribute"), [("records.parquet", "records"), ("captions.parquet", "captions")])
+def test_an_edited_table_is_refused_when_read(name: str, attribute: str, copied: Path) -> None:
+    flip_byte(copied / name)
+    store = LatentStore(copied)  # its size is right
+    with pytest.raises(DamageError, match=rf"'{re.escape(name)}' differs from the manifest.*{REPAIR}"):
+        getattr(store, attribute)
+
+
+def test_edited_attributes_of_the_same_size_are_refused(copied: Path) -> None:
+    # Another scale makes other latents under the same root hash, and nothing would say so.
+    path = copied / "zarr.json"
+    content = path.read_text()
+    scale = json.loads(content)["attributes"]["leandit"]["latent"]["scale"][0]
+    changed = content.replace(str(scale), str(scale)[:-1] + ("1" if str(scale)[-1] != "1" else "2"))
+    assert (len(changed), changed == content) == (len(content), False)
+    path.write_text(changed)
+    with pytest.raises(DamageError, match=r"zarr\.json|fingerprint"):
+        LatentStore(copied)
+
+
+def test_an_edited_index_of_a_shard_is_refused_when_read(copied: Path) -> None:
+    path = copied / MOMENTS
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1
+    path.write_bytes(content)
+    store = LatentStore(copied)
+    with pytest.raises(DamageError, match="64x64/moments"):
+        store.latents("64x64")[0]
+    assert np.isfinite(store.latents("48x80")[0]).all()
+
+
+def test_an_incomplete_store_lists_only_what_is_committed(caption_store: LatentStore, copied: Path) -> None:
+    uncommit(copied)
+    store = LatentStore(copied, allow_incomplete=True)
+    assert (store.complete, store.root_hash) == (False, None)
+    assert store.buckets == {"48x80": 5, "64x64": 0, "80x48": 4}
+    assert len(store.index("64x64").rows) == 0
+    whole = caption_store.records.to_pylist()
+    for found, wanted in zip(store.records.to_pylist(), whole, strict=True):
+        missing = wanted["bucket"] == "64x64"
+        assert found == (
+            wanted | {"status": "planned", "checksum": None, "source_checksum": None} if missing else wanted
+        )
+    assert store.captions.equals(caption_store.captions)
+
+
+def test_the_checksums_of_an_incomplete_store_stand_beside_their_captions(
+    caption_store: LatentStore, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Shards of one caption at full length, of which the first is not committed (any more): the others must not move up.
+    monkeypatch.setattr("leandit.datasets.format.layout.TOKEN_CHUNK_BYTES", 1)
+    text = caption_store.spec.text
+    assert text is not None
+    spec = caption_store.spec.model_copy(update={"shard_mib": 0})
+    plan = replace(read_plan(copied, 1), spec=spec)
+    shard_of = plan.layout.offsets // text.max_tokens
+    assert shard_of.max() >= 2
+    commits = {
+        ("captions", shard): CommitRecord(
+            format_version=1,
+            fingerprint=spec.fingerprint,
+            plan=plan.hash,
+            part="captions",
+            shard=shard,
+            files=[],
+            checksums=[f"{i:016x}" for i in np.flatnonzero(shard_of == shard)],
+            source_checksums=[],
+            rejects=[],
+            fallbacks=[],
+            record_hash="",
+        )
+        for shard in range(1, int(shard_of.max()) + 1)
+    }
+    found = merge_captions(plan, commits)["checksum"].to_pylist()
+    assert found == [None if shard == 0 else i for i, shard in enumerate(shard_of.tolist())]
+
+
+def test_the_sizes_of_a_batch_s_pictures_and_crops_are_found_by_its_records(caption_store: LatentStore) -> None:
+    names = ("height_px", "width_px", "resized_height_px", "resized_width_px", "crop_top_px", "crop_left_px")
+    assert caption_store.sizes.shape == (14, 6)
+    assert caption_store.sizes.dtype == np.int32
+    for bucket in caption_store.buckets:
+        height_px, width_px = bucket_size(bucket)
+        records = caption_store.index(bucket).records
+        sizes = caption_store.sizes[records]
+        table = caption_store.records.take(pa.array(records)).to_pylist()
+        assert sizes.tolist() == [[row[name] for name in names] for row in table]
+        # PixArt's crop: one side fits, half of what stands over is cut off at the other's start.
+        assert ((sizes[:, 2] == height_px) | (sizes[:, 3] == width_px)).all()
+        np.testing.assert_array_equal(sizes[:, 4], np.round((sizes[:, 2] - height_px) / 2))
+        np.testing.assert_array_equal(sizes[:, 5], np.round((sizes[:, 3] - width_px) / 2))
+
+
+def test_a_record_that_was_rejected_at_scan_has_no_size(
+    encode: Callable[..., Any], class_folder: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(class_folder, tmp_path / "train"))
+    (source / "n000/0.png").write_bytes(b"no picture")
+    encode(label_recipe(), source, tmp_path / "store")
+    sizes = LatentStore(tmp_path / "store").sizes
+    assert sizes[0].tolist() == [0] * 6
+    assert sizes[1:].tolist() == [[40, 56, 32, 45, 0, 6]] * 14
+
+
+def test_every_record_is_found_by_its_key_and_its_position(caption_store: LatentStore) -> None:
+    table = caption_store.records
+    for index, row in enumerate(table.to_pylist()):
+        record = caption_store.record(row["key"])
+        assert record == caption_store.record_at(index)
+        assert record.caption_ids == tuple(row["caption_ids"])
+        assert (record.key, record.bucket, record.row, record.status) == (
+            f"images/{index}.png",
+            row["bucket"],
+            row["row"],
+            "stored",
+        )
+        assert (record.height_px, record.width_px) == ((64, 64), (60, 100), (100, 60))[index % 3]
+        assert record.bucket == ("64x64", "48x80", "80x48")[index % 3]
+
+
+def test_an_unknown_key_names_those_that_contain_it(caption_store: LatentStore) -> None:
+    with pytest.raises(StoreError, match=r"'7\.png'.*images/7\.png") as caught:
+        caption_store.record("7.png")
+    assert "images/8.png" not in str(caught.value)
+    with pytest.raises(StoreError, match="'nothing-like-it'") as caught:
+        caption_store.record("nothing-like-it")
+    assert "contain" not in str(caught.value)
+    assert isinstance(caught.value, KeyError)
+
+
+def test_a_misspelt_key_is_answered_with_the_nearest(caption_store: LatentStore) -> None:
+    with pytest.raises(UnknownKey, match=r"no record has the key 'image/4.png'\. The nearest keys: images/4.png, "):
+        caption_store.record("image/4.png")
+
+
+def test_of_many_keys_those_that_begin_alike_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    keys = pa.chunked_array([[f"n{folder:03d}/{number:04d}.JPEG" for folder in range(40) for number in range(300)]])
+    nearest = difflib.get_close_matches
+
+    def counted(word: str, those: list[str], n: int) -> list[str]:
+        compared.append(len(those))
+        return nearest(word, those, n=n)
+
+    monkeypatch.setattr(difflib, "get_close_matches", counted)
+    assert near_keys(keys, "n017/0123.jpg").startswith(" The nearest keys: n017/0123.JPEG, ")
+    assert near_keys(keys, "quite another") == ""
+    assert max(compared) <= MOST_COMPARED
+
+
+def test_an_unknown_bucket_names_those_that_are_there(caption_store: LatentStore) -> None:
+    for read in (caption_store.latents, caption_store.index):
+        with pytest.raises(StoreError, match=r"^store .*32x32.*48x80, 64x64, 80x48") as caught:
+            read("32x32")
+        assert isinstance(caught.value, KeyError)  # what one who knows mappings catches
+
+
+def test_a_store_has_the_length_of_its_stored_records(caption_store: LatentStore) -> None:
+    assert len(caption_store) == sum(caption_store.buckets.values()) > 0
+    assert caption_store
+
+
+def test_captions_are_found_by_the_number_of_their_record(caption_store: LatentStore) -> None:
+    for record in map(caption_store.record_at, range(caption_store.records.num_rows)):
+        for which in range(len(record.caption_ids)):
+            wanted = caption_store.caption(record, which)
+            np.testing.assert_array_equal(caption_store.caption(record.index, which), wanted)
+            np.testing.assert_array_equal(caption_store.caption(np.int64(record.index), which), wanted)  # of a batch
+    last = caption_store.records.num_rows - 1
+    for index, which in ((last + 1, 0), (-1, 0), (last, 99), (last, -1)):
+        with pytest.raises(StoreError, match=r"record -?\d+, there are|caption -?\d+ of record") as caught:
+            caption_store.caption(index, which)
+        assert isinstance(caught.value, IndexError)
+    with pytest.raises(StoreError, match="there are") as caught:
+        caption_store.caption_embedding(10**6)
+    assert isinstance(caught.value, IndexError)
+
+
+def test_flipped_latents_that_were_not_asked_for_are_refused(caption_store: LatentStore) -> None:
+    with pytest.raises(StoreError, match=r"no flipped latents.*vae\.flip"):
+        caption_store.flipped_latents("64x64")
+
+
+def test_a_caption_is_its_valid_tokens_and_nothing_else(caption_store: LatentStore) -> None:
+    table = caption_store.captions.to_pylist()
+    width = caption_store.spec.text.width if caption_store.spec.text else 0
+    seen = set()
+    for caption_id, row in enumerate(table):
+        embedding = caption_store.caption_embedding(caption_id)
+        assert embedding.shape == (row["num_tokens"], width)
+        assert np.isfinite(embedding).all()
+        assert xxhash.xxh3_64_intdigest(np.ascontiguousarray(embedding).tobytes()) == row["checksum"]
+        assert not embedding.flags.owndata
+        seen.add(embedding.tobytes())
+    assert len(seen) == len(table) == len({row["text"] for row in table})  # each text once
+    record = caption_store.record("images/4.png")
+    texts = [table[i]["text"] for i in record.caption_ids]
+    assert texts == ["a red square", "a big blue square above a tiny green circle"]
+    for which, caption_id in enumerate(record.caption_ids):
+        np.testing.assert_array_equal(caption_store.caption(record, which), caption_store.caption_embedding(caption_id))
+
+
+def test_captions_are_found_by_their_exact_text(caption_store: LatentStore) -> None:
+    texts = caption_store.captions["text"].to_pylist()
+    assert caption_store.find_captions(texts) == list(range(len(texts)))
+    assert caption_store.find_captions(["A red square", "", texts[3]]) == [None, None, 3]
+
+
+def test_the_null_caption_has_the_full_length(caption_store: LatentStore) -> None:
+    text = caption_store.spec.text
+    assert text is not None
+    assert caption_store.null_caption.shape == (text.max_tokens, text.width) == (16, 64)
+    assert caption_store.null_caption.dtype == np.dtype(text.dtype)
+    assert np.isfinite(caption_store.null_caption).all()
+
+
+@pytest.mark.parametrize("name", ["label_store", "caption_store"])
+def test_each_row_has_the_checksum_of_its_bytes(name: str, request: pytest.FixtureRequest) -> None:
+    store: LatentStore = request.getfixturevalue(name)
+    for row in store.records.to_pylist():
+        moments = store.latents(row["bucket"])[row["row"]]
+        assert xxhash.xxh3_64_intdigest(moments.tobytes()) == row["checksum"]
+
+
+@pytest.mark.parametrize("name", ["label_store", "caption_store"])
+def test_zarr_reads_the_same_numbers_from_the_whole_group(name: str, request: pytest.FixtureRequest) -> None:
+    store: LatentStore = request.getfixturevalue(name)
+    group: Any = zarr.open(store.path, mode="r")
+    for bucket in store.buckets:
+        ours, theirs = store.latents(bucket), group[f"buckets/{bucket}/moments"]
+        np.testing.assert_array_equal(np.asarray(theirs[:]), ours.read(0, len(ours)))
+        assert np.isfinite(theirs[:]).all()
+    assert sorted(group["buckets"].group_keys()) == sorted(store.buckets)
+    assert ("captions" in group) == (store.spec.text is not None)
+    if store.spec.text:
+        offsets, lengths = group["captions/offsets"][:], group["captions/lengths"][:]
+        for i, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+            theirs = group["captions/embeddings"][offset : offset + length]
+            np.testing.assert_array_equal(theirs, store.caption_embedding(i))
+        np.testing.assert_array_equal(group["captions/null"][:], store.null_caption)
+    assert group.attrs["leandit"]["fingerprint"] == store.spec.fingerprint
+
+
+def test_the_tables_have_the_columns_of_the_format(caption_store: LatentStore) -> None:
+    assert pq.read_schema(caption_store.path / "records.parquet").equals(RECORDS_SCHEMA)
+    assert pq.read_schema(caption_store.path / "captions.parquet").equals(CAPTIONS_SCHEMA)
+
+
+def test_the_index_of_a_bucket_fits_the_records(caption_store: LatentStore) -> None:
+    seen = []
+    for bucket, count in caption_store.buckets.items():
+        index = caption_store.index(bucket)
+        assert index.rows.tolist() == list(range(count)) == sorted(index.rows.tolist())
+        for i, position in enumerate(index.records.tolist()):
+            record = caption_store.record_at(position)
+            assert (record.bucket, record.row, record.label) == (bucket, index.rows[i], index.labels[i])
+            ids = index.caption_ids[index.caption_starts[i] : index.caption_starts[i + 1]]
+            assert tuple(ids.tolist()) == record.caption_ids
+            seen.append(position)
+    assert sorted(seen) == list(range(14))
+
+
+def test_planned_is_stored_and_rejected_each_exactly_once(encode: Callable[..., Any], tmp_path: Path) -> None:
+    source = make_caption_folder(tmp_path / "source", count=7)
+    (source / "images/2.png").write_bytes(b"no picture")
+    content = (source / "images/3.png").read_bytes()
+    (source / "images/3.png").write_bytes(content[: len(content) // 2])  # its header is whole: found when decoded
+    (source / "images/5.png").unlink()
+    manifest = encode(caption_recipe(), source, tmp_path / "store").manifest
+    store = LatentStore(tmp_path / "store")
+    assert (manifest.num_planned, manifest.num_stored, manifest.num_rejected) == (7, 4, 3)
+    rows = store.records.to_pylist()
+    assert [row["key"] for row in rows] == [f"images/{i}.png" for i in range(7)]
+    assert [row["status"] == "rejected" for row in rows] == [i in (2, 3, 5) for i in range(7)]
+    assert [rows[i]["stage"] for i in (2, 3, 5)] == ["scan", "decode", "scan"]
+    assert all((row["reason"] is None) == (row["checksum"] is not None) for row in rows)
+    assert sum(store.buckets.values()) == 4
+    assert np.isnan(store.latents("64x64")[rows[3]["row"]]).all()  # the place of what failed after the plan
+    loaded = [int(i) for batch in make_loader(store, global_batch=2) for i in batch.records]
+    assert sorted(loaded) == [0, 1, 4, 6]
+
+
+def test_a_store_can_be_moved_and_outlives_its_source(encode: Callable[..., Any], tmp_path: Path) -> None:
+    source = make_caption_folder(tmp_path / "source", count=4)
+    first, second = tmp_path / "first", tmp_path / "other/place"
+    encode(caption_recipe(), source, first)
+    wanted = list(make_loader(LatentStore(first), global_batch=2))
+    digest = tree_digest(first)
+    assert not [name for name, content in digest.items() if str(tmp_path).encode() in content]
+    shutil.rmtree(source)
+    second.parent.mkdir()
+    first.rename(second)
+    store = LatentStore(str(second))  # a plain text is a path, too
+    assert store.record("images/3.png").bucket == "64x64"
+    for found, batch in zip(make_loader(store, global_batch=2), wanted, strict=True):
+        np.testing.assert_array_equal(found.latents, batch.latents)
+        assert found.captions is not None
+        assert batch.captions is not None
+        np.testing.assert_array_equal(found.captions, batch.captions)
+    assert tree_digest(second) == digest  # reading writes nothing
+
+
+def test_the_class_names_come_in_order_of_their_index(label_store: LatentStore, caption_store: LatentStore) -> None:
+    assert label_store.spec.classes == ["n000", "n001", "n002"]
+    assert (label_store.num_classes, caption_store.num_classes) == (3, 0)
+    assert label_store.record("n001/3.png").label == 1

@@ -1,0 +1,322 @@
+"""Stage 1 survives: death, I/O errors and a full disk at any operation, kill -9 at any time, company, a lying disk.
+
+Each test holds one promise: the same command again gives the tree of an undisturbed run, to the byte, and nothing
+beside it. The default forms take every so manieth operation; ``pytest -m slow`` takes all.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import (
+    Scenario,
+    assert_true_so_far,
+    assert_whole,
+    check_dies,
+    check_fails,
+    check_lost_files,
+    check_order,
+    check_short_writes,
+    compact_command,
+    list_pictures,
+    make_small,
+    make_source,
+    precompute_command,
+    processes_of_session,
+    save_picture,
+    start,
+)
+
+from leandit.datasets.disk.files import Failpoint
+from leandit.datasets.disk.strays import sweep_strays
+from leandit.datasets.store import LatentStore
+from leandit.precompute.planning import opening
+from leandit.precompute.planning.compare import Options
+from leandit.precompute.sharing import leases
+
+LONG = pytest.mark.slow
+BOTH_ARE_FORKED_SECONDS = 0.3
+START = int(time.time() / 86400)  # the sample rotates: another one every day, the same all day
+
+
+def every(step: int) -> Any:
+    """Every so manieth operation by default, all of them in the long form."""
+    return pytest.mark.parametrize("step", [pytest.param(step, id="sample"), pytest.param(1, id="all", marks=LONG)])
+
+
+def points(scenario: Scenario, step: int) -> range:
+    return range(START % step, len(scenario.operations), step)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        make_small(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+    """A first precompute."""
+    place = tmp_path_factory.mktemp("first")
+    return Scenario(place, precompute_command(make_source(place / "source"))).undisturbed()
+
+
+@pytest.fixture(scope="module")
+def growth(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+    """A second revision: two records new, one changed, one gone and dropped, one with another caption."""
+    place = tmp_path_factory.mktemp("growth")
+    source = make_source(place / "source")
+    outcome = Scenario(place, precompute_command(source)).run(place / "before")
+    assert outcome.code == 0, outcome.message
+    for number, seed in ((8, 8), (9, 9), (1, 101)):
+        save_picture(source, number, seed=seed)
+    captions = {i: f"a picture of number {i % 4}" for i in range(10) if i != 3}
+    list_pictures(source, captions | {0: "a picture described anew"})
+    command = precompute_command(source, options=Options(drop_gone=True))
+    return Scenario(place, command, place / "before").undisturbed()
+
+
+@pytest.fixture(scope="module")
+def compaction(growth: Scenario, tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+    """The compaction of a store with two revisions, into another one."""
+    place = tmp_path_factory.mktemp("compaction")
+    shutil.copytree(growth.before, place / "before")  # pyright: ignore[reportArgumentType]
+    outcome = growth.run(place / "before")
+    assert outcome.code == 0, outcome.message
+    return Scenario(place, compact_command, place / "before").undisturbed()
+
+
+def test_the_undisturbed_runs_are_worth_disturbing(first: Scenario, growth: Scenario, tmp_path: Path) -> None:
+    """Several shards of each kind, both kinds of reject; and every operation of the I/O layer occurs."""
+    with first.store() as path:
+        committed = first.run(path).value["committed"]
+        parts = collections.Counter(part for part, _ in committed)
+        assert parts["buckets/32x32"] >= 3
+        assert parts["captions"] >= 2
+        store = LatentStore(path)
+        assert set(store.records["stage"].to_pylist()) == {None, "scan", "decode"}
+    with growth.store() as path:
+        assert growth.run(path).code == 0
+        store = LatentStore(path)
+        assert (store.revision, len(store.records)) == (2, 9)
+        assert set(store.records["revision"].to_pylist()) == {1, 2}
+    verbs = {operation.split()[0] for operation in first.operations}
+    assert verbs == {"folder", "create", "write", "sync", "rename"}
+
+
+@every(16)
+def test_a_first_precompute_that_dies_at_any_operation_comes_out_the_same(first: Scenario, step: int) -> None:
+    assert check_dies(first, points(first, step)) == len(points(first, step))
+
+
+@every(60)
+def test_a_resume_that_dies_too_comes_out_the_same(first: Scenario, step: int) -> None:
+    """The second death comes soon after the start of the resume, at another place each time."""
+    check_dies(first, points(first, step), again_at=lambda at: at * 7 % 40)
+
+
+@every(60)
+@pytest.mark.parametrize("kind", ["eio", "enospc"])
+def test_an_io_error_at_any_operation_ends_cleanly_and_the_next_run_comes_out_the_same(
+    first: Scenario, kind: str, step: int
+) -> None:
+    assert check_fails(first, kind, points(first, step)) > 0
+
+
+def test_writes_that_the_system_takes_in_pieces_come_out_the_same(first: Scenario) -> None:
+    assert check_short_writes(first) > 30
+
+
+def test_every_file_is_durable_before_the_next_is_begun(first: Scenario, growth: Scenario) -> None:
+    assert check_order(first) > 30
+    assert check_order(growth) > 20
+
+
+@every(24)
+def test_a_growth_that_dies_at_any_operation_comes_out_the_same(growth: Scenario, step: int) -> None:
+    check_dies(growth, points(growth, step))
+
+
+@every(80)
+@pytest.mark.parametrize("kind", ["eio", "enospc"])
+def test_a_growth_with_an_io_error_at_any_operation_comes_out_the_same(growth: Scenario, kind: str, step: int) -> None:
+    assert check_fails(growth, kind, points(growth, step)) > 0
+
+
+@every(24)
+def test_a_compaction_that_dies_at_any_operation_comes_out_the_same(compaction: Scenario, step: int) -> None:
+    check_dies(compaction, points(compaction, step))
+
+
+@every(80)
+@pytest.mark.parametrize("kind", ["eio", "enospc"])
+def test_a_compaction_with_an_io_error_at_any_operation_comes_out_the_same(
+    compaction: Scenario, kind: str, step: int
+) -> None:
+    assert check_fails(compaction, kind, points(compaction, step)) > 0
+
+
+# --- kill -9 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kills", [pytest.param(5, id="5 kills"), pytest.param(200, id="200 kills", marks=LONG)])
+def test_a_process_group_killed_at_any_time_loses_and_doubles_nothing(first: Scenario, kills: int) -> None:
+    """With the real decoder children, which must not outlive their parent."""
+    rng = random.Random(START)
+    scenario = Scenario(first.place, precompute_command(first.place / "source", real_decoders=True), whole=first.whole)
+    began = time.monotonic()
+    with scenario.store() as store:
+        assert scenario.run(store).code == 0
+    seconds = time.monotonic() - began
+    killed = stores = 0
+    sessions: list[int] = []
+    while killed < kills:
+        with scenario.store() as store:
+            while True:
+                child = scenario.start(store, own_session=True)
+                if killed < kills:
+                    time.sleep(rng.uniform(0, seconds))
+                    # It may not have made its session yet: then it has no children either.
+                    child.signal(signal.SIGKILL, group=os.getsid(child.pid) == child.pid)
+                outcome = child.wait()
+                sessions.append(child.pid)
+                killed += outcome.died
+                said = f"after kill {killed}"
+                if outcome.code == 0:
+                    break
+                assert outcome.died, outcome.message
+                assert_true_so_far(store, scenario, said)
+            assert_whole(store, scenario, said)
+            keys = LatentStore(store).records["key"].to_pylist()
+            assert sorted(keys) == sorted({f"images/{i}.png" for i in range(8)})
+        stores += 1
+    for session in sessions:
+        assert_gone(session)
+    print(f"{killed} kills over {stores} stores")
+
+
+def assert_gone(session: int) -> None:
+    """No process of a session is left; a decoder child notices within seconds that its parent is gone."""
+    deadline = time.monotonic() + 10
+    while left := processes_of_session(session):
+        assert time.monotonic() < deadline, f"processes {left} outlive their parent"
+        time.sleep(0.01)
+
+
+# --- Company ----------------------------------------------------------------------------------------------------------
+
+
+def run_two(scenario: Scenario, store: Path) -> list[list[list[Any]]]:
+    """Two coordinators on one store; returns what each committed."""
+    begin = time.monotonic() + BOTH_ARE_FORKED_SECONDS
+    pair = [scenario.start(store, begin=begin) for _ in range(2)]
+    outcomes = [child.wait() for child in pair]
+    for outcome in outcomes:
+        assert outcome.code == 0, outcome.message
+    assert len({outcome.value["root_hash"] for outcome in outcomes}) == 1
+    return [outcome.value["committed"] for outcome in outcomes]
+
+
+@pytest.mark.parametrize("trials", [pytest.param(2, id="2 trials"), pytest.param(50, id="50 trials", marks=LONG)])
+@pytest.mark.parametrize("kind", ["first", "growth"])
+def test_two_coordinators_make_one_store(kind: str, trials: int, request: pytest.FixtureRequest) -> None:
+    """Whether they begin together or at what a dead one left; that a shard is made twice is allowed, and rare."""
+    scenario: Scenario = request.getfixturevalue(kind)
+    made = twice = 0
+    rng = random.Random(START)
+    for trial in range(trials):
+        with scenario.store() as store:
+            if trial % 2:
+                at = rng.randrange(len(scenario.operations))
+                assert scenario.run(store, Failpoint("die", at)).died
+            tasks = collections.Counter(tuple(task) for committed in run_two(scenario, store) for task in committed)
+            made += len(tasks)
+            twice += sum(number - 1 for number in tasks.values())
+            assert_whole(store, scenario, f"trial {trial}")
+    print(f"{made} shards made by two, {twice} of them twice")
+    assert twice <= made // 4, f"{twice} of {made}"
+
+
+@pytest.mark.parametrize("trials", [pytest.param(2, id="2 trials"), pytest.param(50, id="50 trials", marks=LONG)])
+def test_when_one_of_two_coordinators_is_killed_the_other_finishes(first: Scenario, trials: int) -> None:
+    rng = random.Random(START)
+    for trial in range(trials):
+        with first.store() as store:
+            begin = time.monotonic() + BOTH_ARE_FORKED_SECONDS
+            doomed, other = (first.start(store, begin=begin) for _ in range(2))
+            time.sleep(max(0.0, begin - time.monotonic()) + rng.uniform(0, 0.15))
+            doomed.signal(signal.SIGKILL)
+            doomed.wait()
+            outcome = other.wait()
+            assert outcome.code == 0, outcome.message
+            assert first.run(store).code == 0  # sweeps what was half written when the other had already looked
+            assert_whole(store, first, f"trial {trial}")
+
+
+@pytest.mark.parametrize("ending", [signal.SIGCONT, signal.SIGKILL], ids=["goes on", "killed"])
+def test_a_coordinator_that_stands_still_is_not_waited_for(
+    first: Scenario, ending: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 1.0)  # it may stand still while it plans
+    monkeypatch.setattr(leases, "TOUCH_SECONDS", 0.2)
+    with first.store() as store:
+        stuck = first.start(store)
+        deadline = time.monotonic() + 30
+        while not list(store.glob("leases/*.lock")):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        stuck.signal(signal.SIGSTOP)
+        outcome = first.run(store)
+        assert outcome.code == 0, outcome.message
+        stuck.signal(ending)
+        outcome = stuck.wait()
+        assert outcome.code == (0 if ending == signal.SIGCONT else -signal.SIGKILL), outcome.message
+        assert first.run(store).code == 0
+        assert_whole(store, first, "after the other woke up")
+
+
+def test_a_sweep_survives_what_others_remove_meanwhile(tmp_path: Path) -> None:
+    def come_and_go() -> None:
+        while True:
+            for verb in (Path.mkdir, Path.rmdir):
+                for i in range(20):
+                    verb(tmp_path / f"leases-{i}")
+
+    other = start(come_and_go)
+    try:
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline:
+            assert sweep_strays(tmp_path) == []
+    finally:
+        other.signal(signal.SIGKILL)
+        other.wait()
+
+
+def test_a_plan_that_others_finish_between_two_looks_is_found(first: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
+    look, looks = opening.planned_revisions, iter([[]])
+    monkeypatch.setattr(opening, "planned_revisions", lambda root: next(looks, None) or look(root))
+    with first.store() as store:
+        assert first.run(store, Failpoint("die", len(first.operations) // 2)).died
+        plan = opening.newest_plan(store)
+        assert plan is not None
+        assert plan.revision == 1
+
+
+# --- A lying disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [pytest.param(10, id="sample"), pytest.param(1, id="all", marks=LONG)])
+def test_whatever_file_an_unfinished_store_loses_the_next_run_comes_out_the_same(first: Scenario, step: int) -> None:
+    """As after a loss of power on a disk that does not keep its word: empty, full of zeros, or gone."""
+    assert check_lost_files(first, step=step, start=START) > 0

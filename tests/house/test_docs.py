@@ -1,0 +1,103 @@
+"""The documentation is complete and true: commands, options, recipe keys, files, and the commands that it shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from making import all_commands
+
+from leandit.datasets.recipe import Section, shipped_recipes
+from leandit.datasets.store import LatentStore
+from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.importing.formats.recipe import ImportRecipe
+from leandit.tools.cli.main import app
+from leandit.train.config import TrainRecipe
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = (ROOT / "docs/commands.md").read_text()
+IMPORTING = (ROOT / "docs/importing.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALL = all_commands(typer.main.get_command(app))
+
+
+def shown_commands() -> list[tuple[str, list[str]]]:
+    """Every ``leandit ...`` line in a code block of the documentation."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL):
+            joined = block.replace("\\\n", " ")
+            lines = re.findall(r"^(?:\$ )?(leandit .*)$", joined, re.MULTILINE)
+            found += [(page.name, shlex.split(line, comments=True)[1:]) for line in lines]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_every_command_has_help_and_is_documented(name: str) -> None:
+    command = ALL[name]
+    assert command.help
+    assert "Example: leandit" in command.help
+    assert f"`leandit {name}" in COMMANDS
+    for parameter in command.params:
+        for option in parameter.opts:
+            if option.startswith("--") and option != "--help":
+                assert f"`{option}" in COMMANDS, f"{name} {option}"
+
+
+@pytest.mark.parametrize(
+    ("model", "page"), [(PrecomputeRecipe, COMMANDS), (TrainRecipe, COMMANDS), (ImportRecipe, IMPORTING)]
+)
+def test_every_recipe_key_is_documented_with_its_default(model: type[Section], page: str) -> None:
+    for section, field in model.model_fields.items():
+        inner = field.annotation
+        assert isinstance(inner, type)
+        assert issubclass(inner, Section)
+        for key in inner.model_fields:
+            assert f"| `{section}.{key}` |" in page
+
+
+@pytest.mark.parametrize("package", ["leandit.precompute", "leandit.train"])
+def test_every_shipped_recipe_is_documented_and_says_its_command_and_hardware(package: str) -> None:
+    for name, text in shipped_recipes(package).items():
+        assert f"`{name}`" in COMMANDS
+        head = text.split("\n\n")[0] + text.split("\n\n")[1] if "\n\n" in text else text
+        assert f"leandit {package.split('.')[1]} {name}" in head, name
+
+
+def test_the_commands_shown_exist_with_their_options() -> None:
+    shown = shown_commands()
+    assert len(shown) > 5
+    for page, words in shown:
+        command = ALL.get(" ".join(words[:2])) or ALL[words[0]]
+        known = {option for it in command.params for option in (*it.opts, *it.secondary_opts)} | {"--help"}
+        used = {word.split("=")[0] for word in words[1:] if word.startswith("--")}
+        assert used <= known, f"{page}: {words}"
+
+
+def test_the_code_about_batches_runs(
+    caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "S2").symlink_to(caption_store.path)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/batches.md").read_text(), re.DOTALL):
+        exec(block.replace("global_batch=16", "global_batch=4"), names)
+    assert names["batch"].number == 5
+    assert names["again"].dataset.number == 2
+
+
+def test_the_tree_in_the_readme_names_every_folder_of_the_house() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for room in ("datasets", "precompute", "train", "tools"):
+        for path in (ROOT / room).rglob("__init__.py"):
+            assert re.search(rf"^ +{path.parent.name}/ ", readme, re.MULTILINE), path.parent
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_in_the_documentation_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target

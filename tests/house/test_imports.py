@@ -1,0 +1,167 @@
+"""Who may import whom, and what a process has loaded afterwards."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import leandit
+from leandit.datasets.store import LatentStore
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("datasets", "precompute", "train", "tools")
+MODULES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def imported(path: Path) -> list[tuple[int, str]]:
+    """(level, dotted name) of every import of a module, inside functions too."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names += [(node.level, f"{module}.{alias.name}".strip(".")) for alias in node.names]
+    return names
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
+
+
+def rooms_of(path: Path) -> set[str]:
+    """Our other rooms that a module imports from."""
+    depth = len(path.relative_to(ROOT).parts)  # so many dots lead to the root
+    return {name.split(".")[0] for level, name in imported(path) if level == depth} & set(FOLDERS)
+
+
+@pytest.mark.parametrize(
+    ("folder", "allowed"),
+    [
+        ("datasets", set()),
+        ("precompute", {"datasets"}),
+        ("train", {"datasets"}),
+        ("tools", {"datasets", "precompute", "train"}),
+    ],
+)
+def test_each_folder_imports_only_those_below_it(folder: str, allowed: set[str]) -> None:
+    found = {str(path.relative_to(ROOT)): rooms_of(path) for path in MODULES if room_of(path) == folder}
+    assert {name: folders for name, folders in found.items() if folders - allowed} == {}
+    assert not allowed or set().union(*found.values()) == allowed  # so that an empty scan is no success
+
+
+def test_torch_is_imported_in_datasets_by_the_torch_side_only() -> None:
+    users = {
+        path.relative_to(ROOT / "datasets").as_posix()
+        for path in (ROOT / "datasets").rglob("*.py")
+        if any(name.split(".")[0] in ("torch", "torchdata") for _, name in imported(path))
+    }
+    assert "loader.py" in users
+    assert users <= {"loader.py", *(f"batches/{name}.py" for name in ("buffer_pool", "captions", "latents", "reader"))}
+
+
+def test_imports_of_our_own_are_relative() -> None:
+    ours = {"leandit", *FOLDERS}
+    absolute = [(path.name, name) for path in MODULES for level, name in imported(path) if level == 0]
+    assert [(path, name) for path, name in absolute if name.split(".")[0] in ours] == []
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, "tests"])
+def test_a_room_has_no_init_and_nothing_in_it_hides_the_standard_library(folder: str) -> None:
+    names = {path.stem for path in (ROOT / folder).rglob("*.py")}
+    assert names
+    assert not (ROOT / folder / "__init__.py").exists()
+    folders = {path.parent.name for path in (ROOT / folder).rglob("*/*.py")}
+    assert (names | folders) & set(sys.stdlib_module_names) == set()
+
+
+def loaded_after(code: str, *arguments: str, cwd: Path) -> set[str]:
+    """Names of all modules in a fresh interpreter after some code."""
+    tail = "\nimport json, sys\nprint('\\n' + json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code + tail, *arguments], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+TRAIN = """
+import sys
+from pathlib import Path
+import torch
+from leandit.train.config import load
+from leandit.train.loop import StopRequest, train
+from leandit.train.models.dit import SIZES
+from leandit.train.models.diffusers_models import PIXART_SIZES
+SIZES["S"], PIXART_SIZES["pixart-tiny"] = (1, 32, 2), (1, 2, 16, 2)
+torch.set_num_threads(1)
+recipe = load(sys.argv[1], ["run.steps=1", "run.global_batch=2", "run.precision=fp32", "model.num_classes=0",
+                            "run.compile=false", "schedule.warmup_steps=0"])
+outcome = train(recipe, store_path=Path(sys.argv[2]), run=Path(sys.argv[3]), device=torch.device("cpu"),
+                report=lambda figures: None, stop=StopRequest())
+assert outcome.finished
+"""
+
+
+def encoders_in(modules: set[str]) -> list[str]:
+    return sorted(name for name in modules if "autoencoder" in name or name.startswith("leandit.precompute"))
+
+
+def test_training_on_labels_loads_no_encoder(label_store: LatentStore, tmp_path: Path) -> None:
+    modules = loaded_after(TRAIN, "dit-s-2-256", str(label_store.path), str(tmp_path / "run"), cwd=tmp_path)
+    assert "leandit.train.loop" in modules
+    assert encoders_in(modules) == []
+    assert [name for name in modules if name.split(".")[0] in ("transformers", "diffusers", "PIL")] == []
+
+
+def test_training_on_captions_loads_no_encoder(caption_store: LatentStore, tmp_path: Path) -> None:
+    modules = loaded_after(TRAIN, "demo", str(caption_store.path), str(tmp_path / "run"), cwd=tmp_path)
+    assert "diffusers.models.transformers.pixart_transformer_2d" in modules
+    assert encoders_in(modules) == []
+
+
+def test_inspect_runs_without_torch(label_store: LatentStore, tmp_path: Path) -> None:
+    code = """
+import sys
+from leandit.tools.cli.main import main
+sys.argv = ["leandit", "inspect", sys.argv[1], "--json"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+    modules = loaded_after(code, str(label_store.path), cwd=tmp_path)
+    assert "leandit.tools.inspection.summary" in modules
+    assert [name for name in modules if name.split(".")[0] in ("torch", "diffusers", "transformers")] == []
+
+
+def test_the_name_datasets_at_the_repository_root_is_not_ours() -> None:
+    code = "import importlib.util as u; s = u.find_spec('datasets'); print(s.origin if s else None)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    # Hugging Face's library where it is installed, else an empty namespace: never a module of this folder.
+    origin = done.stdout.strip()
+    assert origin == "None" or ROOT / "datasets" not in Path(origin).parents
+
+
+def test_the_public_names_are_loaded_when_they_are_first_used(tmp_path: Path) -> None:
+    modules = loaded_after("import leandit; dir(leandit)", cwd=tmp_path)
+    assert {name for name in modules if name.split(".")[0] == "leandit"} == {"leandit"}
+    assert [name for name in modules if name.split(".")[0] in ("torch", "pyarrow", "numpy")] == []
+    code = """
+import leandit
+store = leandit.LatentStore
+import sys
+assert "torch" not in sys.modules and "pyarrow" in sys.modules
+from leandit import Batch, BatchReader, LatentStore, load_snapshot, make_loader
+assert LatentStore is store and store.__module__ == "leandit.datasets.store"
+assert all(map(callable, (Batch, BatchReader, load_snapshot, make_loader)))
+assert set(leandit.__all__) <= set(dir(leandit))
+"""
+    assert "torch" in loaded_after(code, cwd=tmp_path)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        leandit.nothing  # noqa: B018

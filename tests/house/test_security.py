@@ -1,0 +1,1234 @@
+"""Files of others: hostile stores, tars, lists, models and checkpoints end in one clear error, or in right numbers.
+
+What is trusted and what is not stands in ``docs/security.md``.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import hashlib
+import inspect
+import io
+import itertools
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from making import CPU, make_class_folder, picture, train_recipe, tree_digest
+
+from leandit.datasets.arrays.shard_file import ShardFile
+from leandit.datasets.disk.hashing import canonical_json, read_json, sha256_of
+from leandit.datasets.errors import DamageError, EncoderError, LeanditError, RunError, SourceError, StoreError
+from leandit.datasets.format.schema import CommitRecord, Manifest
+from leandit.datasets.format.tables import read_table
+from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, pack_shard
+from leandit.datasets.revisions.commits import file_entry, read_commit, with_root_hash
+from leandit.datasets.revisions.plan import read_plan
+from leandit.datasets.store import LatentStore
+from leandit.precompute.config import TextSection, VaeSection
+from leandit.precompute.encoders.model_files import local_folder
+from leandit.precompute.encoders.text import CaptionEncoder, CaptionTokenizer
+from leandit.precompute.encoders.vae import ImageEncoder
+from leandit.precompute.sources.files.record import MAX_CAPTION_CHARS, MAX_CAPTIONS, MAX_TEXT_BYTES, SourceRecord
+from leandit.precompute.sources.source import list_source
+from leandit.precompute.sources.tables.json_rows import MAX_LINE_BYTES
+from leandit.tools.inspection.summary import describe_record, ledger, summarise
+from leandit.tools.sample.sampler import Request, sample
+from leandit.train.loop import StopRequest, train
+from leandit.train.weights.checkpoint import find
+
+ROOT = Path(__file__).parents[2]
+ROOM_BYTES = 4 << 30  # of address space beyond what the libraries take
+MAX_SECONDS = 5.0
+Spoil = Callable[[Path], Any]
+
+
+@pytest.fixture
+def copied(caption_store: LatentStore, tmp_path: Path) -> Path:
+    """A copy of the caption store that a test may forge."""
+    return Path(shutil.copytree(caption_store.path, tmp_path / "copied"))
+
+
+@pytest.fixture(autouse=True)
+def little_memory() -> Iterator[None]:
+    """No test may be given much more memory than it has: what would fill it ends in an error instead."""
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    if pages:
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM_BYTES, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def peak_mib() -> float:
+    """Memory that this process had at most since ``forget_peak``, in MiB."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def forge(root: Path) -> None:
+    """Fit the manifest to what is in the store now, so that every hash is right and only validation stands."""
+    value = json.loads((root / "manifest.json").read_text())
+    for entry in value["files"]:
+        if (root / entry["path"]).is_file():
+            entry |= file_entry(entry["path"], (root / entry["path"]).read_bytes()).model_dump()
+    write_manifest(root, value)
+
+
+def write_manifest(root: Path, value: Any) -> None:
+    """Write a manifest with the hash that a reader computes, where it can be computed."""
+    try:
+        value["root_hash"] = with_root_hash(Manifest.model_validate(value)).root_hash
+    except (ValueError, TypeError):
+        if isinstance(value, dict):
+            value["root_hash"] = "0" * 64
+    (root / "manifest.json").write_text(json.dumps(value))
+
+
+def change_json(root: Path, name: str, change: Callable[[Any], Any]) -> None:
+    """Change a JSON file of a store and fit the manifest to it."""
+    value = json.loads((root / name).read_text())
+    change(value)
+    (root / name).write_text(json.dumps(value))
+    forge(root)
+
+
+def change_manifest(root: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    value = json.loads((root / "manifest.json").read_text())
+    change(value)
+    write_manifest(root, value)
+
+
+def change_table(root: Path, name: str, column: str, change: Callable[[list[Any]], Any]) -> None:
+    """Change a column of a table in place and fit the manifest to it."""
+    table = pq.read_table(root / name)
+    values = table[column].to_pylist()
+    change(values)
+    at = table.schema.get_field_index(column)
+    pq.write_table(
+        table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type)), root / name
+    )
+    forge(root)
+
+
+def read_all(path: Path, *, allow_incomplete: bool = False) -> dict[str, Any]:
+    """Read all of a store by every way that there is; a digest of its numbers."""
+    store = LatentStore(path, allow_incomplete=allow_incomplete)
+    digest = hashlib.sha256()
+    for bucket in store.buckets:
+        index = store.index(bucket)
+        digest.update(store.latents(bucket).take(index.rows).tobytes())
+        digest.update(index.labels.tobytes())
+    for i in range(store.captions.num_rows):
+        digest.update(store.caption_embedding(i).tobytes())
+    digest.update(store.null_caption.tobytes())
+    for i in range(store.records.num_rows):
+        record = store.record_at(i)
+        if store.complete:
+            describe_record(store, record)
+    ledger(store)
+    if store.complete:
+        summarise(store)
+    return {"numbers": digest.hexdigest()}
+
+
+def refused_or_right(path: Path, wanted: dict[str, Any], **options: Any) -> str:
+    """Read a forged store: the error's class, or "right" where the numbers are those of the store as it was."""
+    start = time.perf_counter()
+    try:
+        found = "right" if read_all(path, **options) == wanted else "other numbers"
+    except LeanditError as error:
+        found = type(error).__name__
+        assert "\n" not in str(error)  # noqa: PT017 - either outcome is right
+    assert time.perf_counter() - start < MAX_SECONDS
+    return found
+
+
+# ------------------------------------------------------------ stores
+
+MOMENTS = "buckets/64x64/moments"
+
+
+def in_array(name: str, *keys: Any, value: Any) -> Spoil:
+    def change(document: Any) -> None:
+        for key in keys[:-1]:
+            document = document[key]
+        document[keys[-1]] = value
+
+    return lambda root: change_json(root, f"{name}/zarr.json", change)
+
+
+def everywhere(name: str, key: str, value: int) -> Spoil:
+    """Another row count in shape and chunk grid, so that the document is consistent in itself."""
+
+    def change(document: Any) -> None:
+        document["shape"][0] = value
+        if key == "shard":
+            document["chunk_grid"]["configuration"]["chunk_shape"][0] = value
+        if key == "chunk":
+            document["chunk_grid"]["configuration"]["chunk_shape"][0] = value
+            document["codecs"][0]["configuration"]["chunk_shape"][0] = value
+        if key == "one":
+            document["chunk_grid"]["configuration"]["chunk_shape"][0] = 1
+
+    return lambda root: change_json(root, f"{name}/zarr.json", change)
+
+
+SHARDING = ("codecs", 0, "configuration")
+PICKLE_CODEC = [
+    {"name": "bytes", "configuration": {"endian": "little"}},
+    {"name": "numcodecs.pickle"},
+    {"name": "crc32c"},
+]
+ARRAYS: dict[str, Spoil] = {
+    "10^12 rows": everywhere(MOMENTS, "rows", 10**12),
+    "10^12 rows in one shard": everywhere(MOMENTS, "shard", 10**12),
+    "10^12 rows in one chunk": everywhere(MOMENTS, "chunk", 10**12),
+    "10^12 shards": everywhere(MOMENTS, "one", 10**12),
+    "10^12 offsets": everywhere("captions/offsets", "chunk", 10**12),
+    "10^30 rows": everywhere(MOMENTS, "chunk", 10**30),
+    "negative rows": everywhere(MOMENTS, "rows", -5),
+    "negative shape": in_array(MOMENTS, "shape", value=[-5, -8, 8, 8]),
+    "shape of text": in_array(MOMENTS, "shape", value="5888"),
+    "shape of floats": in_array(MOMENTS, "shape", value=[5.0, 8.0, 8.0, 8.0]),
+    "no shape": in_array(MOMENTS, "shape", value=[]),
+    "other row": in_array(MOMENTS, "shape", value=[5, 8, 64]),
+    "object dtype": in_array(MOMENTS, "data_type", value="object"),
+    "numpy object dtype": in_array(MOMENTS, "data_type", value="|O"),
+    "other dtype": in_array(MOMENTS, "data_type", value="float32"),
+    "offsets of floats": in_array("captions/offsets", "data_type", value="float32"),
+    "pickle codec": in_array(MOMENTS, *SHARDING, "codecs", value=PICKLE_CODEC),
+    "unknown codec": in_array(MOMENTS, "codecs", value=[{"name": "evil", "configuration": {}}]),
+    "Zarr v2": lambda root: (
+        (root / MOMENTS / "zarr.json").write_text(
+            json.dumps({"zarr_format": 2, "filters": [{"id": "pickle"}], "dtype": "|O", "shape": [1], "chunks": [1]})
+        ),
+        forge(root),
+    ),
+    "deep JSON": lambda root: ((root / MOMENTS / "zarr.json").write_text("[" * 10_000 + "]" * 10_000), forge(root)),
+    "900 deep": lambda root: ((root / MOMENTS / "zarr.json").write_text("[" * 900 + "]" * 900), forge(root)),
+    "a long JSON": lambda root: ((root / MOMENTS / "zarr.json").write_text(f'"{"x" * (2 << 20)}"'), forge(root)),
+}
+
+
+@pytest.mark.parametrize("spoil", ARRAYS.values(), ids=ARRAYS.keys())
+def test_an_array_that_cannot_be_is_refused_with_all_hashes_right(spoil: Spoil, copied: Path) -> None:
+    spoil(copied)
+    forget_peak()
+    before = peak_mib()
+    with pytest.raises(DamageError):
+        read_all(copied)
+    assert peak_mib() - before < 200
+
+
+def in_manifest(key: str, value: Any) -> Spoil:
+    return lambda root: change_manifest(root, lambda manifest: manifest.__setitem__(key, value))
+
+
+def in_entry(path: str) -> Spoil:
+    return lambda root: change_manifest(root, lambda manifest: manifest["files"][0].__setitem__("path", path))
+
+
+def in_spec(section: str, key: str, value: Any) -> Spoil:
+    return lambda root: change_json(
+        root, "zarr.json", lambda group: group["attributes"]["leandit"][section].__setitem__(key, value)
+    )
+
+
+def at(name: str, column: str, value: Any) -> Spoil:
+    return lambda root: change_table(root, name, column, lambda values: values.__setitem__(0, value))
+
+
+def put_rows(name: str, values: Callable[[np.ndarray], np.ndarray]) -> Spoil:
+    """Another content of an uncompressed array of one shard."""
+
+    def spoil(root: Path) -> None:
+        layout = ArrayLayout.from_metadata(name, read_json(root / name / "zarr.json"))
+        path = root / layout.shard_path(0)
+        rows = np.array(ShardFile(path, layout, layout.shape[0]).read(0, layout.shape[0]))
+        path.write_bytes(b"".join(pack_shard(layout, values(rows))))
+        forge(root)
+
+    return spoil
+
+
+CLAIMS: dict[str, Spoil] = {
+    "a path above": in_entry("../../x"),
+    "an absolute path": in_entry("/etc/passwd"),
+    "a path with NUL": in_entry("a\0b"),
+    "a long path": in_entry("a" * 5000),
+    "half a surrogate": in_entry("\ud800"),
+    "bucket with slashes": in_manifest("buckets", {"../x": 1}),
+    "bucket of 10^14 pixels": in_manifest("buckets", {"9999999x9999999": 1}),
+    "bucket that is not there": in_manifest("buckets", {"999999x999999": 14}),
+    "negative bucket": in_manifest("buckets", {"64x64": -1}),
+    "empty stack": in_manifest("stack", []),
+    "absurd stack": in_manifest("stack", [10**9]),
+    "negative stack": in_manifest("stack", [-1, 1]),
+    "stack twice": in_manifest("stack", [1, 1]),
+    "absurd revision": in_manifest("revision", 10**12),
+    "other number of captions": in_manifest("num_captions", 10**9),
+    "no channels": in_spec("latent", "channels", 0),
+    "10^9 channels": in_spec("latent", "channels", 10**9),
+    "no downscale": in_spec("latent", "downscale", 0),
+    "downscale of the picture": in_spec("latent", "downscale", 1000),
+    "object latents": in_spec("latent", "dtype", "object"),
+    "one scale": in_spec("latent", "scale", [1.0]),
+    "absurd width": in_spec("text", "width", 10**12),
+    "absurd max_tokens": in_spec("text", "max_tokens", 10**12),
+    "caption id beyond": at("records.parquet", "caption_ids", [10**6]),
+    "caption id below": at("records.parquet", "caption_ids", [-1]),
+    "caption id null": at("records.parquet", "caption_ids", [None]),
+    "row beyond": at("records.parquet", "row", 10**6),
+    "row beyond all": at("records.parquet", "row", 2**62),
+    "row below": at("records.parquet", "row", -7),
+    "revision beyond": at("records.parquet", "revision", 2**31 - 1),
+    "revision below": at("records.parquet", "revision", -1),
+    "label below": at("records.parquet", "label", -(2**63)),
+    "bucket above": at("records.parquet", "bucket", "../x"),
+    "bucket beyond": at("records.parquet", "bucket", "9999999x9999999"),
+    "no key": at("records.parquet", "key", None),
+    "no row": at("records.parquet", "row", None),
+    "offset beyond": put_rows("captions/offsets", lambda v: v + 10**6),
+    "offset below": put_rows("captions/offsets", lambda v: v - 10**6),
+    "offset at the end": put_rows("captions/offsets", lambda v: np.full_like(v, 2**63 - 1)),
+    "length beyond": put_rows("captions/lengths", lambda v: np.full_like(v, 2**62)),
+    "length below": put_rows("captions/lengths", lambda v: np.full_like(v, -1)),
+}
+
+
+@pytest.mark.parametrize("spoil", CLAIMS.values(), ids=CLAIMS.keys())
+def test_a_claim_that_cannot_be_is_refused_with_all_hashes_right(spoil: Spoil, copied: Path) -> None:
+    spoil(copied)
+    forget_peak()
+    before = peak_mib()
+    start = time.perf_counter()
+    with pytest.raises((DamageError, StoreError)):
+        read_all(copied)
+    assert time.perf_counter() - start < MAX_SECONDS
+    assert peak_mib() - before < 200
+
+
+@pytest.mark.parametrize("name", ["999999999", "7", "²", "-00002", "00000002", "0" * 200])
+def test_folders_that_are_no_revisions_are_not_read_as_such(name: str, copied: Path) -> None:
+    wanted = read_all(copied)
+    folder = copied / "revisions" / name
+    folder.mkdir(parents=True)
+    shutil.copy(copied / "manifest.json", folder)
+    shutil.copy(copied / "zarr.json", folder)
+    assert refused_or_right(copied, wanted) in ("right", "DamageError", "StoreError")
+
+
+def test_a_fifo_or_device_is_never_opened(copied: Path) -> None:
+    for name in ("captions.parquet", "zarr.json", "manifest.json"):
+        (copied / name).unlink()
+        os.mkfifo(copied / name)
+        with pytest.raises(StoreError if name != "captions.parquet" else DamageError):
+            LatentStore(copied)
+    (copied / "captions.parquet").unlink()
+    (copied / "captions.parquet").symlink_to("/dev/zero")
+    with pytest.raises(LeanditError):
+        read_json(copied / "captions.parquet")
+
+
+def test_a_link_is_followed_and_read_as_numbers_of_the_right_hash_only(copied: Path, tmp_path: Path) -> None:
+    """Download caches keep the files of a folder elsewhere and link to them, so a link is no attack by itself."""
+    wanted = read_all(copied)
+    shard = copied / MOMENTS / "c/0/0/0/0"
+    shard.rename(tmp_path / "blob")
+    shard.symlink_to(tmp_path / "blob")
+    assert refused_or_right(copied, wanted) == "right"
+    shard.unlink()
+    shard.symlink_to("/etc/passwd")
+    assert refused_or_right(copied, wanted) == "DamageError"
+    forge(copied)
+    assert refused_or_right(copied, wanted) == "DamageError"
+
+
+OTHER_VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    10**12,
+    10**400,
+    1e300,
+    "",
+    "x" * 3000,
+    "../../x",
+    [],
+    [[]],
+    {},
+    {"a": {}},
+    "\ud800",
+]
+
+
+def fuzzed(document: Any, rng: random.Random, count: int) -> Iterator[Any]:
+    """The document with one value of it replaced by one of another type, at each place in turn."""
+
+    def places(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, child in items:
+            yield (*path, key)
+            yield from places(child, (*path, key))
+
+    found = list(itertools.product(places(document, ()), OTHER_VALUES))
+    for path, other in rng.sample(found, min(count, len(found))):
+        changed = copy.deepcopy(document)
+        parent = changed
+        for key in path[:-1]:
+            parent = parent[key]
+        parent[path[-1]] = other
+        yield changed
+
+
+def write_plan_head(root: Path, head: Any) -> None:
+    head.pop("sha256", None)
+    try:
+        head["sha256"] = sha256_of(head)
+    except ValueError:
+        head["sha256"] = "0" * 64
+    (root / "plan/plan.json").write_text(json.dumps(head))
+
+
+def write_commit(root: Path, name: str, record: Any) -> None:
+    try:
+        record["record_hash"] = CommitRecord.model_validate(record).with_hash().record_hash
+    except ValueError:
+        record["record_hash"] = "0" * 64
+    (root / name).write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zarr.json",
+        f"{MOMENTS}/zarr.json",
+        "captions/offsets/zarr.json",
+        "captions/embeddings/zarr.json",
+        "manifest.json",
+    ],
+)
+def test_any_json_of_a_sealed_store_with_wrong_types_is_refused_or_harmless(name: str, copied: Path) -> None:
+    wanted = read_all(copied)
+    document, intact = json.loads((copied / name).read_text()), (copied / "manifest.json").read_bytes()
+    outcomes = set()
+    forget_peak()
+    before = peak_mib()
+    for changed in fuzzed(document, random.Random(name), 30):
+        (copied / "manifest.json").write_bytes(intact)
+        if name == "manifest.json":
+            write_manifest(copied, changed)
+        else:
+            (copied / name).write_text(json.dumps(changed))
+            forge(copied)
+        outcomes.add(refused_or_right(copied, wanted))
+    assert peak_mib() - before < 200
+    assert "other numbers" not in outcomes
+    assert "DamageError" in outcomes
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["plan/plan.json", "commits/buckets/64x64/000000.json", "commits/captions/000000.json", f"{MOMENTS}/zarr.json"],
+)
+def test_any_json_of_an_unfinished_store_with_wrong_types_is_refused_or_harmless(name: str, copied: Path) -> None:
+    (copied / "manifest.json").unlink()
+    wanted = read_all(copied, allow_incomplete=True)
+    document = json.loads((copied / name).read_text())
+    outcomes = set()
+    for changed in fuzzed(document, random.Random(name), 30):
+        if name.startswith("plan"):
+            write_plan_head(copied, changed)
+        elif name.startswith("commits"):
+            write_commit(copied, name, changed)
+        else:
+            (copied / name).write_text(json.dumps(changed))
+        outcomes.add(refused_or_right(copied, wanted, allow_incomplete=True))
+    assert outcomes
+    # A record that does not hold is as one that is not there: its rows are not stored, then.
+    assert "other numbers" not in outcomes or name.startswith("commits")
+
+
+@pytest.mark.parametrize("name", ["min_cosines", "max_errors"])
+@pytest.mark.parametrize("value", [1e300, -1e300, float("1e999")])
+def test_a_commit_record_of_a_number_that_no_table_holds_does_not_hold(name: str, value: float, copied: Path) -> None:
+    path, plan = "commits/captions/000000.json", read_plan(copied, 1)
+    record = json.loads((copied / path).read_text())
+    count = len(record["checksums"])
+    record |= {"min_cosines": [0.5] * count, "max_errors": [0.25] * count}
+    write_commit(copied, path, copy.deepcopy(record))
+    assert read_commit(copied, plan, "captions", 0)
+    record[name][0] = value
+    write_commit(copied, path, record)
+    assert read_commit(copied, plan, "captions", 0) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "value"),
+    [
+        ("records.parquet", "row", 10**12),
+        ("records.parquet", "bucket", "../x"),
+        ("records.parquet", "bucket", "1x1"),
+        ("records.parquet", "bucket", None),
+        ("records.parquet", "caption_ids", [99]),
+        ("captions.parquet", "num_tokens", 2**31 - 1),
+        ("captions.parquet", "num_tokens", -1),
+        ("captions.parquet", "revision", 5),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(name: str, column: str, value: Any, copied: Path) -> None:
+    (copied / "manifest.json").unlink()
+    table = pq.read_table(copied / "plan" / name)
+    values = table[column].to_pylist()
+    values[0] = value
+    place = table.schema.get_field_index(column)
+    field = table.schema.field(place)
+    pq.write_table(table.set_column(place, field, pa.array(values, field.type)), copied / "plan" / name)
+    head = json.loads((copied / "plan/plan.json").read_text())
+    for entry in head["files"]:
+        entry |= file_entry(entry["path"], (copied / "plan" / entry["path"]).read_bytes()).model_dump()
+    write_plan_head(copied, head)
+    with pytest.raises(DamageError, match="plan"):
+        read_all(copied, allow_incomplete=True)
+
+
+LAYOUT = ArrayLayout("a", (6, 16, 8, 8), "float16", 6, 1, "zstd")
+
+
+def shard_file(path: Path, chunks: list[bytes], index: Callable[[np.ndarray], Any] = lambda index: None) -> Path:
+    """A shard of given chunks, each with its right checksum, and an index that may be changed; all checksums fit."""
+    parts = [chunk + google_crc32c.value(chunk).to_bytes(4, "little") for chunk in chunks]
+    lengths = np.array([len(part) for part in parts], np.uint64)
+    places = np.stack([np.cumsum(lengths) - lengths, lengths], axis=1).astype("<u8")
+    index(places)
+    path.write_bytes(b"".join(parts) + places.tobytes() + google_crc32c.value(places.tobytes()).to_bytes(4, "little"))
+    return path
+
+
+def put(row: int, offset: int, length: int) -> Callable[[np.ndarray], Any]:
+    return lambda index: index.__setitem__(row, (offset, length))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        put(0, 10**6, 100),
+        put(0, 0, 10**6),
+        put(3, 2**64 - 8, 16),  # their sum wraps around to 8
+        put(3, 2**63, 2**63 + 8),
+        put(5, 2**64 - 1, 24),
+        put(2, 10, 3),
+    ],
+    ids=[
+        "offset beyond",
+        "length beyond",
+        "wrapped",
+        "wrapped amid",
+        "half absent",
+        "shorter than a checksum",
+    ],
+)
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_shard_index_that_leads_outside_is_refused(
+    index: Callable[[np.ndarray], Any], codec: str, tmp_path: Path
+) -> None:
+    layout = ArrayLayout("a", LAYOUT.shape, "float16", 6, 1, codec)
+    chunk = np.zeros(LAYOUT.shape[1:], np.float16)
+    encode = CODECS[codec]
+    encoded = bytes(encode[1].encode(chunk)) if encode else chunk.tobytes()
+    with pytest.raises(DamageError):
+        ShardFile(shard_file(tmp_path / "s", [encoded] * 6, index), layout, 6).read(0, 6)
+
+
+@pytest.mark.parametrize("codec", [name for name, known in CODECS.items() if known])
+def test_a_chunk_that_claims_gigabytes_is_refused_without_them(codec: str, tmp_path: Path) -> None:
+    known = CODECS[codec]
+    assert known
+    big = np.zeros(64 << 20, np.uint8)
+    bomb = bytes(known[1].encode(big))
+    if (
+        codec == "zstd"
+    ):  # blocks of one repeated byte, each claiming 128 KiB, in a frame that does not say how long it is
+        block = (((128 << 10) - 1) << 3 | 1 << 1).to_bytes(3, "little") + b"\0"
+        bomb = b"\x28\xb5\x2f\xfd\x00\x58" + block * 30_000 + b"\x03\x00\x00\0"
+    layout = ArrayLayout("a", LAYOUT.shape, "float16", 6, 1, codec)
+    shard = ShardFile(shard_file(tmp_path / "s", [bomb] * 6), layout, 6)
+    del big
+    forget_peak()
+    before = peak_mib()
+    with pytest.raises(DamageError):
+        shard.read(0, 6)
+    assert peak_mib() - before < 60
+
+
+MUTANTS = """
+import random, resource, sys
+import google_crc32c
+import numpy as np
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from leandit.datasets.arrays.shard_file import ShardFile
+from leandit.datasets.errors import DamageError
+from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout
+resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+rng, refused = random.Random(0), 0
+for codec, known in CODECS.items():
+    if not known:
+        continue
+    layout = ArrayLayout("a", (1, 16, 8, 8), "float16", 1, 1, codec)
+    rows = np.random.default_rng(0).standard_normal(layout.shape[1:]).astype(np.float16)
+    intact = bytes(known[1].encode(rows))
+    for _ in range(250):
+        mutant = bytearray(intact)
+        for _ in range(rng.choice([1, 1, 4, 30])):
+            mutant[rng.randrange(rng.choice([24, 64, len(mutant)]))] = rng.randrange(256)
+        if rng.random() < 0.3:
+            del mutant[rng.randrange(len(mutant)):]
+        try:
+            ShardFile(shard_file(Path(sys.argv[1]), [bytes(mutant)]), layout, 1).read(0, 1)
+        except DamageError:
+            refused += 1
+print("refused", refused)
+"""
+
+
+def test_damaged_chunks_with_right_checksums_kill_no_process(tmp_path: Path) -> None:
+    head, tail = MUTANTS.split("resource.setrlimit", 1)
+    code = f"{head}{inspect.getsource(shard_file)}\nresource.setrlimit{tail}"
+    command = [sys.executable, "-c", code, str(tmp_path / "shard")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[-1]) > 300
+
+
+def test_a_blosc_chunk_that_claims_to_be_longer_than_it_is_is_refused(tmp_path: Path) -> None:
+    known = CODECS["blosc-lz4"]
+    assert known
+    chunk = bytearray(known[1].encode(np.arange(1024, dtype=np.float16)))
+    chunk[12:16] = (1 << 30).to_bytes(4, "little")
+    layout = ArrayLayout("a", LAYOUT.shape, "float16", 6, 1, "blosc-lz4")
+    with pytest.raises(DamageError, match="Blosc"):
+        ShardFile(shard_file(tmp_path / "s", [bytes(chunk)] * 6), layout, 6).read(0, 1)
+
+
+def wide_rows(table: pa.Table) -> pa.Table:
+    return table.take(pa.array(np.zeros(600_000, np.int64)))
+
+
+def one_long_text(table: pa.Table) -> pa.Table:
+    repeated = table.take(pa.array(np.zeros(20_000, np.int64)))
+    column = pa.DictionaryArray.from_arrays(np.zeros(20_000, np.int32), [os.urandom(9000).hex()])
+    at = repeated.schema.get_field_index("detail")
+    return repeated.set_column(at, "detail", column)
+
+
+def one_long_list(table: pa.Table) -> pa.Table:
+    at = table.schema.get_field_index("caption_ids")
+    lists = pa.array([np.zeros(20_000_000, np.int32), *[[]] * (table.num_rows - 1)], pa.list_(pa.int32()))
+    return table.set_column(at, table.schema.field(at), lists)
+
+
+@pytest.mark.parametrize("bomb", [wide_rows, one_long_text, one_long_list])
+def test_a_table_that_would_fill_the_memory_is_refused(bomb: Callable[[pa.Table], pa.Table], copied: Path) -> None:
+    path = copied / "records.parquet"
+    pq.write_table(bomb(pq.read_table(path)), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 200_000
+    forge(copied)
+    forget_peak()
+    before = peak_mib()
+    with pytest.raises(DamageError, match="Parquet"):
+        LatentStore(copied).records  # noqa: B018
+    assert peak_mib() - before < 200
+
+
+def test_a_damaged_table_with_a_right_hash_is_refused_or_read(copied: Path) -> None:
+    rng, intact = random.Random(0), (copied / "records.parquet").read_bytes()
+    path = copied / "records.parquet"
+    for _ in range(150):
+        mutant = bytearray(intact)
+        start = rng.choice([0, len(mutant) * 2 // 3])
+        for _ in range(rng.choice([1, 3, 20])):
+            mutant[rng.randrange(start, len(mutant))] = rng.randrange(256)
+        path.write_bytes(bytes(mutant))
+        try:
+            read_table(path)
+        except DamageError as error:
+            assert "records.parquet" in str(error)  # noqa: PT017 - either outcome is right
+
+
+@pytest.mark.parametrize("columns", [{}, {"key": ["a"]}, {"key": [1], "revision": [1]}])
+def test_a_table_of_other_columns_is_refused(columns: dict[str, list[Any]], copied: Path) -> None:
+    pq.write_table(pa.table(columns), copied / "records.parquet")
+    forge(copied)
+    with pytest.raises(DamageError, match="columns"):
+        LatentStore(copied).records  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 10_000,
+        "[" * 100 + "]" * 100,
+        '{"a": NaN}',
+        "1e999",
+        "9" * 5000,
+        '"\\ud800"',
+        "\xff",
+        '{"a": -Infinity}',
+        "",
+    ],
+)
+def test_json_that_could_not_be_written_again_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DamageError, match=r"x\.json"):
+        read_json(tmp_path / "x.json")
+
+
+def test_json_with_every_character_is_read_again(tmp_path: Path) -> None:
+    value = {
+        "path": "C:\\udir\\uDEAD",
+        "text": "".join(map(chr, [*range(0xD800), *range(0xE000, 0x10000)])),
+        "pair": "😀",
+    }
+    (tmp_path / "x.json").write_bytes(canonical_json(value))
+    assert read_json(tmp_path / "x.json") == value
+    (tmp_path / "x.json").write_text(json.dumps(value))
+    assert read_json(tmp_path / "x.json") == value
+
+
+# ------------------------------------------------------------ sources
+
+Member = tuple[str, bytes | int, bytes]  # name, content or a claimed size, type
+FILE = tarfile.REGTYPE
+
+
+def png(seed: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    picture(seed, 8, 8).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class Payload:
+    """A pickle that leaves a mark when it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> Any:
+        return (open, (str(self._marker), "w"))
+
+
+def make_tar(path: Path, *members: Member, kind: int = tarfile.PAX_FORMAT) -> Path:
+    """A tar with a good record "good" at its end."""
+    with tarfile.open(path, "w", format=kind) as tar:
+        for name, content, member_type in [*members, ("good.png", png(), FILE)]:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = member_type, "/etc/passwd"
+            if isinstance(content, bytes):
+                info.size = len(content) if member_type == FILE else 0
+                tar.addfile(info, io.BytesIO(content))
+            else:
+                info.size = content
+                tar.fileobj.write(info.tobuf(kind))  # type: ignore[union-attr]
+    return path
+
+
+def listed(path: Path) -> dict[str, SourceRecord]:
+    return {record.key: record for record in list_source(path).records}
+
+
+def reasons(path: Path) -> dict[str, str]:
+    return {key: record.problem[0] if record.problem else "" for key, record in listed(path).items()}
+
+
+BAD = {"t/a": "bad_metadata"}
+
+
+@pytest.mark.parametrize(
+    ("members", "found"),
+    [
+        ([("../../evil.png", png(), FILE)], {"t/../../evil": ""}),
+        ([("/etc/evil.png", png(), FILE)], {"t//etc/evil": ""}),
+        ([("a.png", b"", tarfile.SYMTYPE), ("b.png", b"", tarfile.LNKTYPE)], {**BAD, "t/b": "bad_metadata"}),
+        ([("a.png", png(), FILE), ("a.txt", b"", tarfile.LNKTYPE)], BAD),
+        ([("a", b"", tarfile.SYMTYPE)], {}),
+        ([("a.png", b"", tarfile.CHRTYPE), ("b.png", b"", tarfile.FIFOTYPE), ("c.png", b"", tarfile.BLKTYPE)], {}),
+        ([("a.pyd", b"x", FILE), ("a.pkl", b"x", FILE), ("a.pth", b"x", FILE)], {}),
+        ([("a.png", png(), FILE), ("a.txt", b"x" * (MAX_TEXT_BYTES + 1), FILE)], BAD),
+        ([("a.png", png(), FILE), ("a.json", b"[" * 10_000, FILE)], BAD),
+        ([("a.png", png(), FILE), ("a.json", b'{"label": NaN}', FILE)], BAD),
+        ([("a.png", png(), FILE), ("a.cls", b"9" * 5000, FILE)], BAD),
+        ([("a.png", png(), FILE), ("a.txt", b"x" * (MAX_CAPTION_CHARS + 1), FILE)], BAD),
+        ([("a.png", png(), FILE)] * 3, BAD),
+        ([(f"a.{i}.png", b"", FILE) for i in range(3000)], BAD),
+        ([("a.png", png(), FILE), ("a.cls", b"1", FILE), ("a.cls", b"2", FILE)], BAD),
+        ([("caf\udce9.png", png(), FILE)], {"t/caf\\udce9": "bad_metadata"}),
+        ([("a" * 200_000 + ".png", png(), FILE)], {}),
+        ([("e.png", b"", FILE)], {"t/e": ""}),  # no picture: rejected when it is looked at
+    ],
+)
+def test_a_member_of_a_tar_is_a_name_and_a_place_and_nothing_else(
+    members: list[Member], found: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    tar = make_tar(tmp_path / "t.tar", *members)
+    before = tree_digest(tmp_path)
+    assert reasons(tar) == {"t/good": "", **found}
+    assert tree_digest(tmp_path) == before  # nothing is unpacked
+
+
+def test_a_sparse_member_is_rejected_and_those_after_it_are_found(tmp_path: Path) -> None:
+    with open(tmp_path / "sparse.png", "wb") as file:
+        for i in range(30):  # so many parts that their list needs blocks of its own
+            file.seek(i * 200_000)
+            file.write(b"x" * 4096)
+    (tmp_path / "good.png").write_bytes(png())
+    for form in ("gnu", "posix"):
+        tar = tmp_path / f"{form}.tar"
+        command = [
+            "tar",
+            "--sparse",
+            f"--format={form}",
+            "-cf",
+            str(tar),
+            "-C",
+            str(tmp_path),
+            "sparse.png",
+            "good.png",
+        ]
+        subprocess.run(command, check=True)
+        assert reasons(tar) == {f"{form}/sparse": "bad_metadata", f"{form}/good": ""}
+        good = listed(tar)[f"{form}/good"]
+        assert tar.read_bytes()[good.offset : good.offset + good.num_bytes] == png()
+
+
+@pytest.mark.parametrize("size", [10**9, 8**11 - 1, 2**62])
+@pytest.mark.parametrize("name", ["a.png", "a.txt", "a.pkl"])
+def test_a_member_that_claims_more_than_its_tar_has_is_refused(size: int, name: str, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"t\.tar.*are left"):
+        list_source(make_tar(tmp_path / "t.tar", (name, size, FILE), kind=tarfile.GNU_FORMAT))
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_an_extended_header_of_a_gigabyte_is_refused_without_reading_it(kind: bytes, tmp_path: Path) -> None:
+    header = tarfile.TarInfo("x")
+    header.type, header.size = kind, 1 << 30
+    with open(tmp_path / "t.tar", "wb") as file:
+        file.write(header.tobuf(tarfile.GNU_FORMAT))
+        file.truncate((1 << 30) + 4096)  # a hole: the bytes are there, and take no disk
+    forget_peak()
+    before = peak_mib()
+    with pytest.raises(SourceError, match="extended header"):
+        list_source(tmp_path / "t.tar")
+    assert peak_mib() - before < 20
+
+
+@pytest.mark.parametrize("content", [b"99999999 path=x\n", b"x path=y\n", b"30 path\n", b"0 a=b\n", b"12 size=-5x\n"])
+def test_a_damaged_pax_header_is_refused(content: bytes, tmp_path: Path) -> None:
+    header = tarfile.TarInfo("x")
+    header.type, header.size = tarfile.XHDTYPE, len(content)
+    rest = make_tar(tmp_path / "rest.tar").read_bytes()
+    (tmp_path / "t.tar").write_bytes(header.tobuf() + content.ljust(512, b"\0") + rest)
+    with pytest.raises(SourceError, match=r"t\.tar"):
+        list_source(tmp_path / "t.tar")
+
+
+def test_any_tar_with_changed_bytes_is_listed_or_refused(tmp_path: Path) -> None:
+    intact = make_tar(tmp_path / "t.tar", ("a.png", png(), FILE), ("a.json", b'{"label": 1}', FILE)).read_bytes()
+    rng = random.Random(0)
+    for _ in range(400):
+        mutant = bytearray(intact)
+        for _ in range(rng.choice([1, 5, 40])):
+            mutant[rng.randrange(5) * 512 + rng.choice([rng.randrange(512), rng.randrange(124, 157)])] = rng.randrange(
+                256
+            )
+        if rng.random() < 0.5:  # half of them with a checksum that fits
+            mutant[148:156] = b" " * 8
+            mutant[148:156] = b"%06o\0 " % sum(mutant[:512])
+        (tmp_path / "t.tar").write_bytes(mutant[: rng.choice([len(mutant), rng.randrange(len(mutant))])])
+        try:
+            list_source(tmp_path / "t.tar")
+        except SourceError as error:
+            assert "t.tar" in str(error)  # noqa: PT017 - either outcome is right
+
+
+def test_a_damaged_header_in_the_middle_is_no_end_of_the_archive(tmp_path: Path) -> None:
+    tar = make_tar(tmp_path / "t.tar", ("a.png", png(), FILE))
+    content = bytearray(tar.read_bytes())
+    content[content.index(b"good.png")] ^= 1
+    tar.write_bytes(bytes(content))
+    with pytest.raises(SourceError, match="checksum"):
+        list_source(tar)
+
+
+def write_lines(root: Path, *lines: bytes) -> Path:
+    root.mkdir(exist_ok=True)
+    (root / "a.png").write_bytes(png())
+    (root / "metadata.jsonl").write_bytes(b"\n".join([*lines, b'{"file_name": "a.png", "caption": "fine"}', b""]))
+    return root
+
+
+LINES = {
+    "long": b'{"file_name": "' + b"x" * MAX_LINE_BYTES + b'"}',
+    "deep": b"[" * 100_000,
+    "900 deep": b'{"file_name": ' + b"[" * 900 + b"]" * 900 + b"}",
+    "number": b'{"file_name": 7}',
+    "huge number": b'{"file_name": "a.png", "label": ' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
+def test_a_line_that_cannot_be_read_is_named(line: bytes, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"metadata\.jsonl', line 1") as caught:
+        list_source(write_lines(tmp_path / "s", line))
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"file_name": "../x.png"}, "bad_metadata"),
+        ({"file_name": "/etc/passwd"}, "bad_metadata"),
+        ({"file_name": "a\0.png"}, "missing_file"),
+        ({"file_name": "\ud800.png"}, "bad_metadata"),
+        ({"file_name": "x" * 100_000}, "bad_metadata"),
+        ({"file_name": "b.png", "label": float("nan")}, "bad_metadata"),
+        ({"file_name": "b.png", "label": 10**4000}, "bad_metadata"),
+        ({"file_name": "b.png", "captions": ["x"] * (MAX_CAPTIONS + 1)}, "bad_metadata"),
+        ({"file_name": "b.png", "captions": ["x"] * 10**6}, "bad_metadata"),
+        ({"file_name": "b.png", "caption": "x" * (MAX_CAPTION_CHARS + 1)}, "bad_metadata"),
+        ({"file_name": "b.png", "captions": {"a": [[[1]]]}}, "bad_metadata"),
+        ({"file_name": "fifo.png"}, "unreadable"),
+        ({"file_name": "zero.png"}, "unreadable"),
+        ({"file_name": "loop.png"}, "missing_file"),
+        ({"file_name": ""}, "unreadable"),
+    ],
+    ids=lambda value: str(value)[:40].encode("ascii", "replace").decode(),
+)
+def test_a_row_of_a_list_is_rejected_and_the_rest_is_listed(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    root = write_lines(tmp_path / "s", json.dumps(row).encode())
+    (root / "b.png").write_bytes(png())
+    os.mkfifo(root / "fifo.png")
+    (root / "zero.png").symlink_to("/dev/zero")
+    (root / "loop.png").symlink_to("loop.png")
+    records = list_source(root).records
+    assert [r.problem and r.problem[0] for r in records] == [reason, None]
+    assert records[0].problem
+    assert len(records[0].key) + len(records[0].problem[1]) < 3000
+    pa.table({"key": [r.key for r in records]}).validate(full=True)
+
+
+# ------------------------------------------------------------ models, checkpoints, runs
+
+
+def model(kind: str, folder: Path) -> Path:
+    found = local_folder(f"shipped:{kind}")
+    assert found
+    return Path(shutil.copytree(found, folder))
+
+
+def load_model(kind: str, folder: Path) -> None:
+    if kind == "vae":
+        ImageEncoder(VaeSection(model=str(folder)), CPU).latent_spec(VaeSection(model=str(folder)), "float16")
+    else:
+        section = TextSection(kind="t5", model=str(folder))
+        CaptionEncoder(section, CaptionTokenizer(section), CPU)
+
+
+def set_in(file: str, key: str, value: Any) -> Spoil:
+    return lambda f: (f / file).write_text(json.dumps(json.loads((f / file).read_text()) | {key: value}))
+
+
+def weights_as(name: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        next(folder.glob("*.safetensors")).unlink()
+        (folder / name).write_bytes(pickle.dumps(Payload(folder.parent / "marker")))
+
+    return spoil
+
+
+def an_index(name: str) -> Spoil:
+    """The libraries load the files that an index names."""
+
+    def spoil(folder: Path) -> None:
+        stem = next(folder.glob("*.safetensors")).stem
+        (folder / "evil.bin").write_bytes(pickle.dumps(Payload(folder.parent / "marker")))
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"x": name}}))
+
+    return spoil
+
+
+def header(length: int, text: bytes = b"") -> Spoil:
+    return lambda folder: next(folder.glob("*.safetensors")).write_bytes(length.to_bytes(8, "little") + text)
+
+
+WRONG_OFFSETS = b'{"x": {"dtype": "F32", "shape": [1000000000], "data_offsets": [0, 4000000000]}}'
+OF_ANY: dict[str, Spoil] = {
+    "bin": weights_as("pytorch_model.bin"),
+    "ckpt": weights_as("model.ckpt"),
+    "pt": weights_as("model.pt"),
+    "index of a pickle": an_index("evil.bin"),
+    "index that leaves": an_index("../../evil.safetensors"),
+    "header of 2^60": header(1 << 60),
+    "header of 2^64": header((1 << 64) - 1, b"{}"),
+    "wrong offsets": header(len(WRONG_OFFSETS), WRONG_OFFSETS),
+    "deep header": header(50_000, b"[" * 50_000),
+    "deep config": lambda folder: (folder / "config.json").write_text("[" * 100_000),
+    "config of a list": lambda folder: (folder / "config.json").write_text("[]"),
+    "NaN in config": lambda folder: (folder / "config.json").write_text('{"a": NaN}'),
+}
+OF_VAE: dict[str, Spoil] = {
+    f"{key} {value}": set_in("config.json", key, value)
+    for key, value in [
+        ("_class_name", "UNet2DModel"),
+        ("_class_name", "AutoencoderMixin"),
+        ("_class_name", ["AutoencoderKL"]),
+        ("block_out_channels", "x"),
+        ("latent_channels", -1),
+        ("down_block_types", 7),
+        ("act_fn", "evil"),
+        ("scaling_factor", "x"),
+        ("scaling_factor", {"a": 1}),
+        ("latents_mean", [1]),
+        ("latents_std", [0, 0, 0, 0]),
+    ]
+}
+OF_T5: dict[str, Spoil] = {
+    "tokenizer code": set_in("tokenizer_config.json", "auto_map", {"AutoTokenizer": ["evil.Evil", None]}),
+    "other tokenizer": set_in("tokenizer_config.json", "tokenizer_class", "TransfoXLTokenizer"),
+    "deep tokenizer": lambda folder: (folder / "tokenizer.json").write_text("[" * 100_000),
+    "empty tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+    "wrong tokenizer": set_in("tokenizer.json", "model", 7),
+    "long tokenizer": lambda folder: os.truncate(folder / "tokenizer.json", 1 << 30),
+    "d_model": set_in("config.json", "d_model", "x"),
+    "num_layers": set_in("config.json", "num_layers", None),
+    "num_heads": set_in("config.json", "num_heads", 0),
+    "vocab_size": set_in("config.json", "vocab_size", 1.5),
+    "model_type": set_in("config.json", "model_type", "evil"),
+}
+MODELS = {f"vae, {name}": ("vae", spoil) for name, spoil in (OF_ANY | OF_VAE).items()}
+MODELS |= {f"t5, {name}": ("t5", spoil) for name, spoil in (OF_ANY | OF_T5).items()}
+
+
+@pytest.mark.parametrize(("kind", "spoil"), MODELS.values(), ids=MODELS.keys())
+def test_a_hostile_model_is_one_clear_error_and_runs_no_code(kind: str, spoil: Spoil, tmp_path: Path) -> None:
+    folder = model(kind, tmp_path / "model")
+    spoil(folder)
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    with pytest.raises(EncoderError):
+        load_model(kind, folder)
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("kind", ["vae", "t5"])
+def test_code_and_pickles_beside_a_model_are_not_run(kind: str, tmp_path: Path) -> None:
+    folder = model(kind, tmp_path / "model")
+    set_in("config.json", "auto_map", {"AutoModel": "evil.Evil", "AutoConfig": "evil.Evil"})(folder)
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    for name in ("pytorch_model.bin", "diffusion_pytorch_model.bin"):
+        (folder / name).write_bytes(pickle.dumps(Payload(tmp_path / "marker")))
+    load_model(kind, folder)
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_pickles_in_a_run_are_never_loaded(label_store: LatentStore, tmp_path: Path) -> None:
+    run, marker = tmp_path / "run", tmp_path / "marker"
+    pickle.loads(pickle.dumps(Payload(marker))).close()
+    assert marker.exists()  # the payload works
+    marker.unlink()
+
+    def go_on(steps: int) -> None:
+        recipe = train_recipe("dit-s-4", f"run.steps={steps}")
+        train(recipe, store_path=label_store.path, run=run, device=CPU, report=lambda figures: None, stop=StopRequest())
+
+    go_on(3)
+    for folder in (run, *find("checkpoint", run), *find("snapshot", run)):
+        for name in ("state.pt", ".metadata", "pytorch_model.bin", "optimizer.bin", "model.pt", "state.pkl"):
+            (folder / name).write_bytes(pickle.dumps(Payload(marker)))
+    # A reader may refuse a folder with files that are none of its own.
+    with contextlib.suppress(RunError, DamageError):
+        go_on(6)
+    with contextlib.suppress(RunError, DamageError):
+        sample(run, Request(count=1, steps=1), out=tmp_path / "o", device=CPU, store=None, vae="shipped:vae", text=None)
+    assert not marker.exists()
+
+
+def test_a_token_of_the_environment_is_in_no_file_and_no_output(tmp_path: Path) -> None:
+    canary = "hf_CANARYcanary0123456789"
+    source, store = make_class_folder(tmp_path / "source", classes=2, per_class=2), str(tmp_path / "store")
+    secrets = dict.fromkeys(["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"], canary)
+    small = ["--set", "images.resolution=32", "--set", "vae.model=shipped:vae", "--set", "vae.batch_size=4"]
+    command = ["precompute", "imagenet-256", "--source", str(source), "--store", store, "--device", "cpu", *small]
+    done = subprocess.run(
+        [sys.executable, "-c", "from leandit.tools.cli.main import main; main()", *command],
+        env=os.environ | secrets | {"HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert canary not in done.stdout + done.stderr
+    assert [name for name, content in tree_digest(tmp_path).items() if canary.encode() in content] == []
+
+
+# ------------------------------------------------------------ lint
+
+MODULES = [
+    path for folder in ("datasets", "precompute", "train", "tools") for path in sorted((ROOT / folder).rglob("*.py"))
+]
+FORBIDDEN_IMPORTS = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load", "yaml.load"}
+FORBIDDEN_METHODS = {"extractall", "extract", "extractfile", "mktemp", "unpack_archive"}
+# Checkpoints of others have statistics and null captions of theirs; "weights_only" makes tensors of them, or refuses.
+ALLOWED_PICKLES = {
+    "precompute/importing/formats/torch_files.py": ["import pickle", "torch.load"],
+    "train/weights/dit_checkpoints.py": ["import pickle", "torch.load"],
+    "precompute/engines/process_line.py": ["import pickle"],  # of its parent's messages, and of nothing else
+}
+# What writes beside datasets/disk/files.py, and why it may.
+ALLOWED_WRITES = {
+    ("train/metrics/window.py", "open"),  # metrics.jsonl grows by a line at a time
+    ("train/weights/dit_checkpoints.py", "save"),  # into memory, from where datasets/disk/files.py writes it
+    ("tools/sample/sample_set.py", "save"),  # likewise
+    ("tools/inspection/contact_sheet.py", "save"),  # pictures for people to look at, which nothing reads again
+    ("tools/demo/demo.py", "save"),
+    ("tools/sample/sampler.py", "save"),
+}
+
+
+def dotted(node: ast.expr) -> str:
+    """os.path.join of the call os.path.join(...); "" where it is no plain name."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def constant(call: ast.Call, name: str, position: int) -> Any:
+    """A literal argument of a call, by name or position; None where there is none."""
+    found = [keyword.value for keyword in call.keywords if keyword.arg == name] or call.args[position : position + 1]
+    return found[0].value if found and isinstance(found[0], ast.Constant) else None
+
+
+def forbidden(tree: ast.AST) -> Iterator[str]:
+    """What no module may do."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            yield from (f"import {name}" for name in names if name.split(".")[0] in FORBIDDEN_IMPORTS)
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        if name in FORBIDDEN_CALLS or name.split(".")[-1] in FORBIDDEN_METHODS:
+            yield name
+        if name.endswith("torch.load") and not any(keyword.arg == "weights_only" for keyword in node.keywords):
+            yield f"{name} that may run code"
+        for keyword in node.keywords:
+            value = keyword.value.value if isinstance(keyword.value, ast.Constant) else "not a literal"
+            if keyword.arg in ("shell", "allow_pickle", "trust_remote_code") and value is not False:
+                yield f"{name}({keyword.arg}=)"
+            if keyword.arg == "weights_only" and value is not True:
+                yield f"{name}({keyword.arg}=)"
+        if name.split(".")[-1] in ("memmap", "open_memmap") and constant(node, "mode", 2) != "r":
+            yield f"{name} that is not read-only"
+
+
+def writes(tree: ast.AST) -> Iterator[str]:
+    """Calls that write a file."""
+    methods = ("write_text", "write_bytes", "save", "save_file", "tofile", "savez", "copyfile", "copytree", "touch")
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        last = node.func.attr if isinstance(node.func, ast.Attribute) else name
+        mode = constant(node, "mode", 0 if isinstance(node.func, ast.Attribute) else 1)
+        if last == "open" and isinstance(mode, str) and set(mode) & set("wax+"):
+            yield "open"
+        if last in methods and name not in (
+            "save",
+            "checkpoint.save",
+            "safetensors.torch.save",
+        ):  # ours, held to this themselves
+            yield last
+        if name in ("os.replace", "os.rename", "shutil.move", "shutil.copy", "np.save"):
+            yield name
+
+
+def test_no_module_can_run_what_a_file_says() -> None:
+    found = {path.relative_to(ROOT).as_posix(): list(forbidden(ast.parse(path.read_text()))) for path in MODULES}
+    assert len(found) > 30  # so that an empty scan is no success
+    assert {name: calls for name, calls in found.items() if calls} == ALLOWED_PICKLES
+
+
+def test_bytes_reach_the_disk_through_one_module() -> None:
+    # The benchmark writes the files of its peers, as they are written by those.
+    one = ROOT / "datasets/disk/files.py"
+    others = [path for path in MODULES if path != one and not path.is_relative_to(ROOT / "tools/bench")]
+    found = {
+        (path.relative_to(ROOT).as_posix(), call) for path in others for call in writes(ast.parse(path.read_text()))
+    }
+    assert found - ALLOWED_WRITES == set()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "torch.load(x, weights_only=True)",
+        "np.load(x, allow_pickle=True)",
+        "np.load(x, allow_pickle=flag)",
+        "eval(x)",
+        "exec(x)",
+        "subprocess.run(x, shell=True)",
+        "tar.extractall(x)",
+        "os.system(x)",
+        "m.from_pretrained(x, trust_remote_code=True)",
+        "tempfile.mktemp()",
+        "np.memmap(x, np.uint8, mode='r+')",
+        "np.memmap(x)",
+        "yaml.load(x)",
+    ],
+)
+def test_the_lint_sees_what_is_forbidden(code: str) -> None:
+    assert list(forbidden(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code", ["'never eval(x) or pickle'", "model.eval()", "f(trust_remote_code=False)", "np.memmap(x, mode='r')"]
+)
+def test_the_lint_gives_no_false_alarm(code: str) -> None:
+    assert not list(forbidden(ast.parse(code)))
+    assert not list(writes(ast.parse(code)))
+
+
+@pytest.mark.parametrize("code", ["open(p, 'w')", "p.open('ab')", "p.write_text(x)", "os.replace(a, b)", "i.save(p)"])
+def test_the_lint_sees_what_writes(code: str) -> None:
+    assert list(writes(ast.parse(code)))

@@ -1,0 +1,704 @@
+"""Encoders: the same numbers as the libraries give directly, and one clear error for each thing that can be wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
+from making import CPU, picture
+from safetensors.torch import load_file, save_file
+
+from leandit.datasets.errors import EncoderError, RecipeError
+from leandit.precompute.config import TextSection, VaeSection
+from leandit.precompute.encoders.model_files import local_folder
+from leandit.precompute.encoders.text import CaptionEncoder, CaptionTokenizer
+from leandit.precompute.encoders.vae import ImageEncoder
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+KL = {
+    "block_out_channels": (8, 16),
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "latent_channels": 3,
+    "mid_block_add_attention": False,
+}
+TINY = {
+    "encoder_block_out_channels": (8, 8, 8),
+    "decoder_block_out_channels": (8, 8, 8),
+    "num_encoder_blocks": (1, 1, 1),
+    "num_decoder_blocks": (1, 1, 1),
+    "latent_channels": 5,
+}
+DC = {
+    "latent_channels": 8,
+    "attention_head_dim": 4,
+    "encoder_block_types": ("ResBlock",) * 4,
+    "decoder_block_types": ("ResBlock",) * 4,
+    "encoder_block_out_channels": (8, 8, 16, 16),
+    "decoder_block_out_channels": (8, 8, 16, 16),
+    "encoder_layers_per_block": (1, 1, 1, 1),
+    "decoder_layers_per_block": (1, 1, 1, 1),
+    "encoder_qkv_multiscales": ((), (), (), ()),
+    "decoder_qkv_multiscales": ((), (), (), ()),
+}
+FAMILIES: dict[str, tuple[Any, dict[str, Any], int]] = {  # class, config, downscale
+    "kl": (diffusers.AutoencoderKL, KL, 2),
+    "tiny": (diffusers.AutoencoderTiny, TINY, 4),
+    "dc": (diffusers.AutoencoderDC, DC, 8),
+}
+Save = Callable[..., Path]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """Save a random autoencoder of a family."""
+
+    def run(family: str, **config: Any) -> Path:
+        torch.manual_seed(0)
+        model_class, base, _ = FAMILIES[family]
+        model_class(**base | config).save_pretrained(tmp_path / family)
+        return tmp_path / family
+
+    return run
+
+
+@pytest.fixture
+def vae(tmp_path: Path) -> Path:
+    """A copy of the shipped VAE that a test may break."""
+    return copied("shipped:vae", tmp_path / "vae")
+
+
+@pytest.fixture
+def t5(tmp_path: Path) -> Path:
+    """A copy of the shipped T5 that a test may break."""
+    return copied("shipped:t5", tmp_path / "t5")
+
+
+def copied(model: str, to: Path) -> Path:
+    folder = local_folder(model)
+    assert folder
+    return Path(shutil.copytree(folder, to))
+
+
+def image_encoder(model: str | Path, **more: Any) -> tuple[ImageEncoder, VaeSection]:
+    section = VaeSection(model=str(model), **more)
+    return ImageEncoder(section, CPU), section
+
+
+def caption_encoder(model: str | Path = "shipped:t5", **more: Any) -> CaptionEncoder:
+    section = TextSection(**({"kind": "t5", "model": str(model), "max_tokens": 16, "dtype": "float32"} | more))
+    return CaptionEncoder(section, CaptionTokenizer(section), CPU)
+
+
+def pixels(count: int = 3, side_px: int = 64) -> np.ndarray:
+    return np.stack([np.asarray(picture(i, side_px, side_px)) for i in range(count)])
+
+
+def test_a_config_key_that_diffusers_does_not_use_is_no_warning_and_others_are(
+    save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, said = save("tiny"), list[str]()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"block_out_channels": [64]}))
+    logger = logging.getLogger("diffusers.configuration_utils")
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    monkeypatch.setattr(logger, "handlers", [handler])
+    original = diffusers.AutoencoderTiny.from_config
+
+    def warns(*arguments: Any, **more: Any) -> Any:
+        logger.warning("another")
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(diffusers.AutoencoderTiny, "from_config", warns)
+    image_encoder(folder)
+    assert said == ["another"]
+    diffusers.AutoencoderTiny.from_pretrained(folder)
+    assert said[1] == "another"
+    assert said[2].startswith("The config attributes {'block_out_channels': [64]} were passed to AutoencoderTiny")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_encoding_equals_diffusers_called_directly(family: str, save: Save) -> None:
+    folder = save(family)
+    encoder, section = image_encoder(folder)
+    model_class, config, downscale = FAMILIES[family]
+    model = model_class.from_pretrained(folder).eval()
+    batch = torch.from_numpy(pixels()).permute(0, 3, 1, 2).float() / 127.5 - 1
+    with torch.no_grad():
+        output = model.encode(batch)
+    wanted = {
+        "kl": lambda: torch.cat([output.latent_dist.mean, output.latent_dist.logvar], 1),
+        "tiny": lambda: output.latents,
+        "dc": lambda: output.latent,
+    }[family]()
+    assert np.array_equal(encoder.encode(pixels()), wanted.numpy())
+    assert wanted.shape[2] == 64 // downscale
+
+    spec = encoder.latent_spec(section, "float16")
+    channels = config["latent_channels"]
+    assert encoder.has_posterior == (family == "kl")
+    assert (spec.kind, spec.array) == (("mean_logvar", "moments") if family == "kl" else ("latent", "latents"))
+    assert (spec.channels, spec.stored_channels) == (channels, wanted.shape[1])
+    assert (spec.downscale, spec.dtype, spec.flip, spec.batch_size) == (downscale, "float16", False, 32)
+    assert (len(spec.shift), len(spec.scale)) == (channels, channels)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "shift", "scale"),
+    [
+        ("kl", {"scaling_factor": 0.5, "shift_factor": 0.25}, [0.25] * 3, [0.5] * 3),
+        ("kl", {"scaling_factor": 0.5}, [0.0] * 3, [0.5] * 3),
+        (
+            "kl",
+            {"scaling_factor": 0.5, "latents_mean": [1.0, 2.0, 3.0], "latents_std": [2.0, 4.0, 0.5]},
+            [1.0, 2.0, 3.0],
+            [0.25, 0.125, 1.0],
+        ),
+        ("tiny", {}, [0.0] * 5, [1.0] * 5),
+        ("tiny", {"scaling_factor": 2.0, "shift_factor": 0.5}, [0.5] * 5, [2.0] * 5),
+        ("dc", {"scaling_factor": 0.41407}, [0.0] * 8, [0.41407] * 8),
+    ],
+)
+def test_shift_and_scale_come_from_the_models_config(
+    family: str, config: dict[str, Any], shift: list[float], scale: list[float], save: Save
+) -> None:
+    encoder, section = image_encoder(save(family, **config))
+    spec = encoder.latent_spec(section, "float32")
+    assert spec.shift == pytest.approx(shift)
+    assert spec.scale == pytest.approx(scale)
+
+
+@pytest.mark.parametrize(
+    ("keep", "kind", "array", "stored"),
+    [
+        ("auto", "mean_logvar", "moments", 6),
+        ("moments", "mean_logvar", "moments", 6),
+        ("mean", "mean", "latents", 3),
+        ("sample", "sample", "latents", 3),
+    ],
+)
+def test_a_posterior_can_be_kept_whole_or_in_part(keep: str, kind: str, array: str, stored: int, save: Save) -> None:
+    encoder, section = image_encoder(save("kl"), keep=keep)
+    spec = encoder.latent_spec(section, "float16")
+    assert (spec.kind, spec.array, spec.channels, spec.stored_channels) == (kind, array, 3, stored)
+
+
+@pytest.mark.parametrize("family", ["tiny", "dc"])
+@pytest.mark.parametrize("keep", ["moments", "sample"])
+def test_a_deterministic_encoder_has_no_posterior_to_keep(family: str, keep: str, save: Save) -> None:
+    encoder, section = image_encoder(save(family), keep=keep)
+    with pytest.raises(RecipeError, match=rf'{keep}.*no posterior.*keep = "auto"'):
+        encoder.latent_spec(section, "float16")
+
+
+def test_encoding_in_float32_leaves_the_arithmetic_as_it_was(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leandit.precompute.encoders.vae.arithmetic", lambda dtype, device: dtype)  # as on a GPU
+    folder = save("kl")
+    low, _ = image_encoder(folder, dtype="bfloat16")
+    high, _ = image_encoder(folder)
+    before = low.encode(pixels())
+    assert not np.array_equal(before, high.encode(pixels()))
+    one_by_one = np.concatenate([high.encode(pixels()[i : i + 1]) for i in range(3)])
+    again = low.encode_in_float32(pixels())
+    assert again.dtype == np.float32
+    assert np.abs(again - one_by_one).max() < 0.05 * np.abs(one_by_one).max()
+    assert np.array_equal(low.encode(pixels()), before)
+
+
+@pytest.mark.parametrize(("family", "tile_px"), [("kl", 48), ("kl", 64), ("dc", 64)])
+def test_tiles_give_nearly_what_the_whole_picture_gives(family: str, tile_px: int, save: Save) -> None:
+    folder = save(family)
+    whole, _ = image_encoder(folder)
+    tiled, section = image_encoder(folder, tile_px=tile_px)
+    assert tiled.latent_spec(section, "float16").tile_px == tile_px
+    small = pixels(2, tile_px)
+    np.testing.assert_array_equal(tiled.encode(small), whole.encode(small))  # what fits a tile is not cut
+    batch = np.random.default_rng(0).integers(0, 256, (2, 96, 128, 3), np.uint8)  # everywhere alike, as norms need it
+    found, wanted = tiled.encode(batch), whole.encode(batch)
+    assert found.shape == wanted.shape
+    assert not np.array_equal(found, wanted)
+
+    def likeness(other: np.ndarray) -> float:
+        return float(np.corrcoef(found.ravel(), other.ravel())[0, 1])
+
+    # A norm over a tile is not that over the picture, and a tile has borders: they are near each other, not equal.
+    assert likeness(wanted) > 0.95
+    assert likeness(np.roll(wanted, 1, 3)) < 0.9  # a place further they are not
+    np.testing.assert_array_equal(found, tiled.encode(batch))
+
+
+@pytest.mark.parametrize(
+    ("family", "tile_px", "words"),
+    [("tiny", 64, "AutoencoderTiny cannot encode in tiles"), ("kl", 36, "multiple of 8"), ("dc", 48, "multiple of 32")],
+)
+def test_tiles_that_cannot_be_are_refused(family: str, tile_px: int, words: str, save: Save) -> None:
+    with pytest.raises(RecipeError, match=rf"vae\.tile_px {tile_px}: .*{words}"):
+        image_encoder(save(family), tile_px=tile_px)
+
+
+def test_a_batch_of_another_size_gives_latents_of_another_size(save: Save) -> None:
+    encoder, _ = image_encoder(save("tiny"))
+    wide = np.zeros((2, 32, 96, 3), np.uint8)
+    assert encoder.encode(wide).shape == (2, 5, 8, 24)
+
+
+def test_a_subfolder_is_found(vae: Path, tmp_path: Path) -> None:
+    shutil.move(vae, tmp_path / "pipeline/vae")
+    encoder, _ = image_encoder(tmp_path / "pipeline", subfolder="vae")
+    assert encoder.identity.model.endswith("pipeline/vae")
+    with pytest.raises(EncoderError, match=r"no such folder.*pipeline/va2"):
+        image_encoder(tmp_path / "pipeline", subfolder="va2")
+
+
+def without_weights(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def only_bin(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "diffusion_pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def torn_weights(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:1000])
+
+
+def some_weights(folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    save_file({k: v for k, v in weights.items() if k != "encoder.conv_in.weight"}, folder / WEIGHTS)
+
+
+def wrong_shape(folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    save_file(weights | {"encoder.conv_in.weight": torch.zeros(4, 3, 3, 3)}, folder / WEIGHTS)
+
+
+def config_with(**values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | values))
+
+    return change
+
+
+def torn_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"_class_name": ')
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (without_weights, r"no weights 'diffusion_pytorch_model.*found: config.json"),
+        (without_config, r"no 'config.json'"),
+        (only_bin, r"no weights.*diffusion_pytorch_model\.bin.*[Oo]nly safetensors"),
+        (torn_weights, "cannot be loaded"),
+        (some_weights, r"cannot be loaded|weights|conv_in"),
+        (wrong_shape, "cannot be loaded"),
+        (torn_config, "not valid JSON"),
+        (config_with(_class_name="UNet2DModel"), r"says 'UNet2DModel', needed AutoencoderKL, "),
+        (config_with(_class_name="AutoencoderThatIsNot"), r"says 'AutoencoderThatIsNot'"),
+        (config_with(_class_name=None), r"needed AutoencoderKL, "),
+        (config_with(in_channels=4), r"encodes 4 channels, needed 3"),
+        (config_with(scaling_factor=None), r"no 'scaling_factor'"),
+        (config_with(scaling_factor=0), r"not above 0"),
+        (config_with(scaling_factor="1"), r"not a number each"),
+        (config_with(latents_std=[1.0, 2.0], latents_mean=[0.0, 0.0]), r"one for each of 4 channels"),
+        (config_with(latents_std=None), r"one of 'latents_mean' and 'latents_std'"),
+        (config_with(latents_mean=None), r"one of 'latents_mean' and 'latents_std'"),
+        (config_with(shift_factor=0.1), r"'latents_mean' and 'shift_factor', needed one"),
+        (config_with(use_quant_conv=False), r"hold 'quant_conv\.bias', which its config\.json has no place for"),
+    ],
+)
+def test_an_unusable_vae_is_one_clear_error(spoil: Callable[[Path], None], words: str, vae: Path) -> None:
+    spoil(vae)
+    with pytest.raises(EncoderError, match=rf"(?s)vae.*({words})"):
+        image_encoder(vae)
+
+
+def without(key: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        del config[key]
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+OTHER_AUTOENCODERS = sorted(
+    name
+    for name in dir(diffusers)
+    if re.search("Autoencoder|VAE$|VQModel", name) and name not in ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
+)
+
+
+def test_every_other_autoencoder_of_diffusers_is_refused_by_name_before_its_weights_are_read(vae: Path) -> None:
+    assert {"AutoencoderKLFlux2", "AutoencoderRAE", "AutoencoderKLQwenImage", "AutoencoderKLWan"} <= {
+        *OTHER_AUTOENCODERS
+    }
+    (vae / WEIGHTS).unlink()
+    for name in OTHER_AUTOENCODERS:
+        config_with(_class_name=name)(vae)
+        with pytest.raises(EncoderError, match=rf"says '{name}', needed AutoencoderKL.*normalises its latents"):
+            image_encoder(vae)
+
+
+def test_a_scale_that_the_config_leaves_out_is_taken_from_the_class_only_where_it_is_right(save: Save) -> None:
+    four = save("kl", latent_channels=4)  # as the first Stable Diffusion's, whose config says nothing
+    without("scaling_factor")(four)
+    encoder, section = image_encoder(four)
+    assert encoder.latent_spec(section, "float16").scale == [0.18215] * 4
+    for family, config in (("kl", {"latent_channels": 16}), ("dc", {})):
+        folder = save(family, **config)
+        without("scaling_factor")(folder)
+        with pytest.raises(EncoderError, match=r"no 'scaling_factor'\. Add the one"):
+            image_encoder(folder)
+
+
+def test_weights_with_the_old_names_of_attention_are_loaded(save: Save) -> None:
+    folder = save("kl", mid_block_add_attention=True)
+    before, _ = image_encoder(folder)
+    weights, old = (
+        load_file(folder / WEIGHTS),
+        {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"},
+    )
+    for new, name in old.items():
+        weights = {key.replace(f"attentions.0.{new}.", f"attentions.0.{name}."): v for key, v in weights.items()}
+    assert "encoder.mid_block.attentions.0.query.weight" in weights
+    save_file(weights, folder / WEIGHTS)
+    after, _ = image_encoder(folder)
+    assert np.array_equal(before.encode(pixels(1)), after.encode(pixels(1)))
+
+
+@pytest.mark.parametrize(
+    "model", ["/no/such/folder", "./nowhere", "nowhere", "~/no/such/vae", "shipped:vea", "shipped:"]
+)
+def test_a_missing_folder_is_an_encoder_error(model: str) -> None:
+    with pytest.raises(EncoderError, match="no such"):
+        image_encoder(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("vae.safetensors", "a single file, needed a folder with config.json. Load it with from_single_file"),
+        ("weights/vae.safetensors", "a single file, needed a folder"),
+        ("gone/away/vae.ckpt", "a single file, needed a folder"),
+        ("t5-small", "there is no such folder as 't5-small', and on the hub a name has its owner, as OWNER/t5-small"),
+    ],
+)
+def test_names_that_are_no_folder_are_told_apart_in_a_line(
+    model: str, words: str, vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights").mkdir()
+    for name in ("vae.safetensors", "weights/vae.safetensors"):
+        shutil.copyfile(vae / WEIGHTS, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EncoderError) as caught:
+        image_encoder(model)
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"vae.model '{model}': ")
+    assert_is_one_short_line(caught.value)
+
+
+def assert_is_one_short_line(error: BaseException) -> None:
+    assert str(error).isprintable()
+    assert len(str(error).replace(os.path.dirname(__file__), "")) < 600
+
+
+def test_a_tokenizer_of_another_kind_and_weights_of_another_model_are_one_short_line(
+    vae: Path, t5: Path, save: Save, tmp_path: Path
+) -> None:
+    shutil.copyfile(save("kl", layers_per_block=2) / WEIGHTS, vae / WEIGHTS)
+    with pytest.raises(EncoderError, match="cannot be loaded as AutoencoderKL: ") as caught:
+        image_encoder(vae)
+    assert_is_one_short_line(caught.value)
+    (t5 / "tokenizer_config.json").write_text('{"tokenizer_class": "CLIPTokenizer"}')
+    with pytest.raises(EncoderError, match=r"asks for the tokenizer 'CLIPTokenizer'.*needed a T5's") as caught:
+        caption_encoder(t5)
+    assert_is_one_short_line(caught.value)
+    (t5 / "tokenizer_config.json").unlink()
+    (t5 / "tokenizer.json").write_text('{"model": {"type": "WordPiece", "vocab": {' + ", " * 5000)
+    with pytest.raises(EncoderError, match="text") as caught:
+        caption_encoder(t5)
+    assert_is_one_short_line(caught.value)
+
+
+@pytest.mark.parametrize("load", [image_encoder, caption_encoder])
+def test_a_hub_id_without_network_is_an_error_with_advice(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(*_: Any, **__: Any) -> str:
+        raise LocalEntryNotFoundError("Cannot reach the hub: offline mode is enabled.")
+
+    monkeypatch.setattr("leandit.precompute.encoders.model_files.snapshot_download", offline)
+    with pytest.raises(EncoderError, match=r"some/model.*offline.*hf auth login.*--set (vae|text)\.model=PATH"):
+        load("some/model")
+
+
+def test_the_revision_of_a_hub_model_is_recorded(vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "0123abcd"
+    vae.rename(snapshot)
+    asked: list[Any] = []
+
+    def download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((model, revision))
+        return str(snapshot)
+
+    monkeypatch.setattr("leandit.precompute.encoders.model_files.snapshot_download", download)
+    encoder, _ = image_encoder("some/model", revision="main")
+    assert asked == [("some/model", "main"), ("some/model", "0123abcd")]  # weights of the config's own commit
+    assert (encoder.identity.model, encoder.identity.revision) == ("some/model", "0123abcd")
+
+
+# What published repositories hold, as they name it; what is not a real model here is never to be fetched.
+PIPELINE = """model_index.json README.md .gitattributes scheduler/scheduler_config.json transformer/config.json
+transformer/diffusion_pytorch_model.safetensors transformer/diffusion_pytorch_model-00001-of-00002.safetensors
+transformer/diffusion_pytorch_model.safetensors.index.json text_encoder_2/config.json text_encoder_2/model.safetensors
+tokenizer_2/tokenizer.json safety_checker/model.safetensors unet/diffusion_pytorch_model.fp16.safetensors
+sd3_medium.safetensors sd3_medium_incl_clips_t5xxlfp16.safetensors flux1-dev.safetensors ae.safetensors
+vae/diffusion_pytorch_model.fp16.safetensors vae/diffusion_pytorch_model.bin vae/diffusion_flax_model.msgpack
+vae/onnx/config.json vae/onnx/diffusion_pytorch_model.safetensors vae_1_0/diffusion_pytorch_model.safetensors
+vae_decoder/model.onnx vae_encoder/config.json text_encoder/model.fp16.safetensors text_encoder/pytorch_model.bin
+text_encoder/model.safetensors.index.fp16.json text_encoder/model.fp16-00001-of-00002.safetensors
+text_encoder/pytorch_model.bin.index.json text_encoder/flax_model.msgpack text_encoder/onnx/model.safetensors
+text_encoder/openvino_model.xml tokenizer/onnx/tokenizer.json tokenizer/vocab.json.bak"""
+ALONE = """README.md diffusion_pytorch_model.bin diffusion_pytorch_model.fp16.safetensors sd-vae.ckpt
+sdxl_vae.safetensors model.safetensors.bak pytorch_model.bin pytorch_model-00001-of-00002.bin tf_model.h5
+flax_model.msgpack rust_model.ot onnx/config.json onnx/tokenizer.json onnx/model.safetensors generation_config.json
+model.fp16.safetensors 1_Pooling/config.json 2_Dense/model.safetensors"""
+
+
+def hub_with(folder: Path, models: dict[str, Path], others: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """A hub that gives what its own filter lets through; returns the names of what was asked for, as they come."""
+    listing = {f"{place}{path.name}": path for place, model in models.items() for path in model.iterdir()}
+    listing |= dict.fromkeys(others.split(), folder / "decoy")
+    (folder / "decoy").write_bytes(b"not to be fetched")
+    fetched: set[str] = set()
+
+    def download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        for name in filter_repo_objects(list(listing), allow_patterns=allow_patterns):
+            target = folder / "snapshots/0123abcd" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(listing[name], target)
+            fetched.add(name)
+        return str(folder / "snapshots/0123abcd")
+
+    monkeypatch.setattr("leandit.precompute.encoders.model_files.snapshot_download", download)
+    return fetched
+
+
+def test_of_a_pipeline_only_what_is_loaded_is_fetched(
+    vae: Path, t5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformers.T5EncoderModel.from_pretrained(t5)
+    (t5 / "model.safetensors").unlink()
+    model.save_pretrained(t5, max_shard_size="200KB")
+    names = {path.name for path in t5.iterdir()}
+    parts = sorted(name for name in names if name.startswith("model-"))
+    assert len(parts) > 1
+    tokenizer = names - {*parts, "config.json", "model.safetensors.index.json", "generation_config.json"}
+    fetched = hub_with(tmp_path, {"vae/": vae, "text_encoder/": t5, "tokenizer/": t5}, PIPELINE, monkeypatch)
+    image_encoder("some/pipeline", subfolder="vae")
+    assert fetched == {"vae/config.json", f"vae/{WEIGHTS}"}
+    fetched.clear()
+    encoder = caption_encoder("some/pipeline", subfolder="text_encoder", tokenizer_subfolder="tokenizer")
+    wanted = {f"text_encoder/{name}" for name in (*parts, "config.json", "model.safetensors.index.json")}
+    assert fetched == wanted | {f"tokenizer/{name}" for name in (*tokenizer, "config.json")}
+    assert np.array_equal(encoder.encode(["a circle"]), caption_encoder().encode(["a circle"]))
+
+
+def test_of_a_model_alone_only_what_is_loaded_is_fetched(
+    vae: Path, t5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = hub_with(tmp_path, {"": vae}, ALONE, monkeypatch)
+    image_encoder("stabilityai/sd-vae-ft-ema")
+    assert fetched == {"config.json", WEIGHTS}
+    fetched = hub_with(tmp_path, {"": t5}, ALONE, monkeypatch)
+    caption_encoder("google/t5")
+    assert fetched == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_a_model_that_is_refused_by_its_config_is_not_fetched(
+    vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config_with(_class_name="AutoencoderKLFlux2")(vae)
+    fetched = hub_with(tmp_path, {"vae/": vae}, PIPELINE, monkeypatch)
+    with pytest.raises(EncoderError, match="AutoencoderKLFlux2"):
+        image_encoder("some/pipeline", subfolder="vae")
+    assert fetched == {"vae/config.json"}
+
+
+def test_the_identity_follows_the_weights_not_the_folder(vae: Path, tmp_path: Path) -> None:
+    def what(folder: Path) -> dict[str, Any]:
+        return image_encoder(folder)[0].identity.model_dump(exclude={"model", "revision"})
+
+    before = what(vae)
+    moved = vae.rename(tmp_path / "elsewhere")
+    assert what(moved) == before == image_encoder("shipped:vae")[0].identity.model_dump(exclude={"model", "revision"})
+
+    config_with(_diffusers_version="9.9", _name_or_path="/somewhere")(moved)
+    assert what(moved) == before
+    weights = load_file(moved / WEIGHTS)
+    weights["encoder.conv_in.bias"][0] += 1e-3
+    save_file(weights, moved / WEIGHTS)
+    changed = what(moved)
+    assert changed.pop("weights_sha256") != before["weights_sha256"]
+    assert changed == {k: v for k, v in before.items() if k != "weights_sha256"}
+    config_with(scaling_factor=0.7)(moved)
+    assert what(moved)["config"]["scaling_factor"] == 0.7
+
+
+CAPTIONS = ["a red circle", "a tiny blue square above a big green triangle", "a circle"]
+
+
+def shipped_t5() -> tuple[Any, Any]:
+    folder = local_folder("shipped:t5")
+    return transformers.AutoTokenizer.from_pretrained(folder), transformers.T5EncoderModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("caption", CAPTIONS)
+def test_a_caption_alone_equals_transformers_called_directly(caption: str) -> None:
+    tokenizer, model = shipped_t5()
+    with torch.no_grad():
+        wanted = model.eval()(**tokenizer(caption, return_tensors="pt")).last_hidden_state.numpy()
+    assert np.array_equal(caption_encoder().encode([caption]), wanted)
+
+
+def test_tokens_are_counted_as_the_tokenizer_counts_them() -> None:
+    tokenizer, _ = shipped_t5()
+    texts = [*CAPTIONS, "unknown wörds 123", "a " * 40]
+    encoder = caption_encoder()
+    assert encoder.tokenizer.count(texts) == [len(tokenizer(text)["input_ids"]) for text in texts]
+    assert encoder.tokenizer.count([]) == []
+    encoder.encode(["a " * 40])  # a cut must not stay switched on
+    assert encoder.tokenizer.count(["a " * 40])[0] > 16
+
+
+def test_a_long_caption_is_cut_and_still_ends_with_the_end_mark() -> None:
+    tokenizer, _ = shipped_t5()
+    ids = caption_encoder(max_tokens=6).tokenizer.ids(["a red circle above a blue square"])
+    assert ids.shape == (1, 6)
+    assert ids[0, -1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5, 16])
+def test_the_null_caption_has_full_length_and_equals_transformers(max_tokens: int) -> None:
+    tokenizer, model = shipped_t5()
+    inputs = tokenizer("", padding="max_length", max_length=max_tokens, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        wanted = model.eval()(**inputs).last_hidden_state[0].numpy()
+    null = caption_encoder(max_tokens=max_tokens).encode_null()
+    assert null.shape == (max_tokens, 64)
+    assert np.array_equal(null, wanted)
+
+
+def test_the_text_spec_says_what_the_store_will_hold() -> None:
+    encoder = caption_encoder()
+    section = TextSection(kind="t5", model="shipped:t5", max_tokens=16, batch_size=3)
+    spec = encoder.text_spec(section, "float16")
+    assert (spec.kind, spec.width, spec.max_tokens, spec.dtype, spec.batch_size) == ("t5", 64, 16, "float16", 3)
+    assert encoder.identity.tokenizer_sha256
+    assert encoder.identity.class_name == "T5EncoderModel"
+
+
+def test_a_tokenizer_that_does_not_fit_the_encoder_is_refused(t5: Path) -> None:
+    config_with(vocab_size=32128)(t5)
+    with pytest.raises(EncoderError, match=r"tokenizer knows 2\d tokens, the encoder 32128.*do not belong together"):
+        caption_encoder(t5)
+
+
+def drop(*names: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return change
+
+
+def torn_t5(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+
+
+def some_t5(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = "encoder.block.0.layer.0.SelfAttention.q.weight"
+    assert name in weights
+    save_file({k: v for k, v in weights.items() if k != name}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (drop("model.safetensors"), "no weights"),
+        (drop("config.json"), "no 'config.json'"),
+        (drop("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
+        (config_with(model_type="bert"), r"says 'bert', needed 't5'"),
+        (torn_t5, "cannot be loaded"),
+        (some_t5, "cannot be loaded|weights|SelfAttention"),
+    ],
+)
+def test_an_unusable_t5_is_one_clear_error(spoil: Callable[[Path], None], words: str, t5: Path) -> None:
+    spoil(t5)
+    with pytest.raises(EncoderError, match=rf"(?s)text.*({words})"):
+        caption_encoder(t5)
+
+
+def test_nonfinite_caption_embeddings_are_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = caption_encoder()
+    monkeypatch.setattr(encoder, "_forward", lambda ids, mask, kept: np.full((*ids.shape, 64), np.nan, np.float32))
+    with pytest.raises(EncoderError, match=r'NaN or infinity.*text\.dtype = "bfloat16" or "float32"'):
+        encoder.encode(["a circle"])
+
+
+def test_the_identity_of_a_t5_follows_weights_and_tokenizer(t5: Path) -> None:
+    before = caption_encoder(t5).identity
+    assert before.model_dump(exclude={"model"}) == caption_encoder().identity.model_dump(exclude={"model"})
+    tokenizer = json.loads((t5 / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Lowercase"} if tokenizer["normalizer"] is None else None
+    (t5 / "tokenizer.json").write_text(json.dumps(tokenizer))
+    weights = load_file(t5 / "model.safetensors")
+    weights["encoder.final_layer_norm.weight"][0] += 1e-3
+    save_file(weights, t5 / "model.safetensors", {"format": "pt"})
+    after = caption_encoder(t5).identity
+    assert after.weights_sha256 != before.weights_sha256
+    assert after.tokenizer_sha256 != before.tokenizer_sha256
+
+
+def test_a_cpu_computes_in_float32_and_the_identity_says_so(save: Save) -> None:
+    encoder, _ = image_encoder(save("kl"), dtype="bfloat16")
+    assert encoder.identity.dtype == "float32"
+
+
+def test_a_folder_that_is_the_model_itself_needs_no_subfolder(save: Save) -> None:
+    folder = save("kl")
+    inside, _ = image_encoder(folder.parent, subfolder=folder.name)
+    itself, _ = image_encoder(folder, subfolder="vae")
+    assert inside.identity.weights_sha256 == itself.identity.weights_sha256
+    assert itself.identity.model == str(folder)  # the store does not name a subfolder that was not used
+    assert inside.identity.model == str(folder)
+
+
+def test_the_identity_has_the_arithmetic_of_the_recipe_on_a_gpu(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leandit.precompute.encoders.vae.arithmetic", lambda dtype, device: dtype)
+    dtypes = {image_encoder(save("kl"), dtype=dtype)[0].identity.dtype for dtype in ("float32", "bfloat16")}
+    assert dtypes == {"float32", "bfloat16"}

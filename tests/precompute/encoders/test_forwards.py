@@ -1,0 +1,313 @@
+"""Forwards: a batch that does not fit is halved, a latent that is not finite made again, and each row tells it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from making import CPU, label_recipe, loaded_encoders, make_class_folder, picture, tree_digest
+from PIL import Image
+
+from leandit.datasets.errors import ResourceError, SourceError
+from leandit.datasets.format.schema import Fallback
+from leandit.datasets.format.tables import table_problem
+from leandit.datasets.maintenance.compact import compact
+from leandit.datasets.store import LatentStore
+from leandit.precompute.encoders.forwards import encode_batch, largest_batch, rows_of_a_forward
+from leandit.precompute.encoders.vae import ImageEncoder
+from leandit.tools.inspection.summary import render, summarise
+from leandit.tools.inspection.verify import check
+
+pytestmark = pytest.mark.usefixtures("quick")
+Encode = Callable[..., object]
+Forward = Callable[[ImageEncoder, np.ndarray], np.ndarray]
+FORWARD: Forward = ImageEncoder._forward
+
+
+@pytest.fixture(autouse=True)
+def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 9)  # of 15 pictures: shards of 9 and 6
+    load = "leandit.precompute.encoders.vae.load_encoders"  # of a verification
+    monkeypatch.setattr(load, lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
+    loaded_encoders(label_recipe().vae, label_recipe().text)  # which encodes one picture
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Give the encoder a memory for so many pictures, and tell the forwards that were tried."""
+
+    def limit(most: int, *, without: np.ndarray | None = None) -> list[int]:
+        tried: list[int] = []
+
+        def forward(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
+            tried.append(len(pixels))
+            if len(pixels) > most or (without is not None and any(np.array_equal(one, without) for one in pixels)):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return FORWARD(self, pixels)
+
+        monkeypatch.setattr(ImageEncoder, "_forward", forward)
+        return tried
+
+    return limit
+
+
+def crop(path: Path) -> np.ndarray:
+    """A picture of 40x56 px as ADM's crop to 32 px has it."""
+    return np.asarray(Image.open(path).resize((45, 32), Image.Resampling.BICUBIC))[:, 6:38]
+
+
+def fallbacks(store: Path) -> list[str | None]:
+    return LatentStore(store).records["fallback"].to_pylist()
+
+
+def latents(store: Path) -> np.ndarray:
+    return LatentStore(store).latents("32x32").read(0, 15)
+
+
+def verified(store: Path, source: Path | None, *, deep: bool = False) -> tuple[list, dict]:
+    found, done = check(
+        store,
+        quick=False,
+        deep=deep,
+        repair=not deep,
+        source=source,
+        device=lambda: CPU,
+        overrides=[],
+        progress=lambda *_: None,
+    )
+    return found.findings, done
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_each_row_tells_it(
+    encode: Encode, class_folder: Path, tmp_path: Path, sizes: Callable[..., list[int]]
+) -> None:
+    tried = sizes(2)
+    encode(label_recipe(), class_folder, tmp_path / "store")
+    # Shards of 9 and 6 in batches of 8: 8 and 4 fail, then twos; the shard goes on with twos, the next tries anew.
+    assert sorted(tried) == sorted([8, 4, 2, 2, 2, 2, 1, 6, 3, 2, 2, 2])
+    assert fallbacks(tmp_path / "store") == ["batch:2"] * 8 + [None] + ["batch:2"] * 6
+    encode(label_recipe("vae.batch_size=2"), class_folder, tmp_path / "twos")
+    np.testing.assert_array_equal(latents(tmp_path / "store"), latents(tmp_path / "twos"))
+    encode(label_recipe(), class_folder, tmp_path / "again")
+    assert tree_digest(tmp_path / "again") == tree_digest(tmp_path / "store")
+    assert "14 stored as batch:2: the batch ran out of memory" in render(summarise(LatentStore(tmp_path / "store")))
+
+
+def test_a_batch_that_was_begun_too_large_is_what_waiting_would_have_made_it(
+    encode: Encode,
+    class_folder: Path,
+    tmp_path: Path,
+    sizes: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 15)
+    sizes(3)
+    # Elevens end in threes; the four behind them were begun as four, which would end in twos.
+    encode(label_recipe("vae.batch_size=11"), class_folder, tmp_path / "store")
+    assert fallbacks(tmp_path / "store") == ["batch:3"] * 15
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_halving_ends_at_the_first_half_that_fits(rows: int, most: int, sizes: Callable[..., list[int]]) -> None:
+    recipe = label_recipe()
+    encoder = loaded_encoders(recipe.vae, recipe.text).image
+    spec = encoder.latent_spec(recipe.vae, "float32")
+    pixels = np.stack([np.asarray(picture(i, 32, 32)) for i in range(rows)])
+    wanted, size = [FORWARD(encoder, pixels[i : i + 1])[0] for i in range(rows)], rows
+    while size > most:
+        size = math.ceil(size / 2)
+    tried = sizes(most)
+    found, fitted = encode_batch([pixels], np.arange(rows), encoder, spec, most=8)
+    assert fitted == size
+    assert sum(n for n in tried if n <= most) == rows  # what fits is encoded once
+    assert {row.fallback for row in found} == {f"batch:{size}" if size < rows else ""}
+    assert {rows_of_a_forward(row.fallback, rows) for row in found} == {size}
+    np.testing.assert_allclose(np.stack([row.arrays[0] for row in found]), wanted, atol=1e-4)
+
+
+def test_a_picture_that_does_not_fit_alone_is_rejected_and_its_neighbours_are_stored(
+    encode: Encode, class_folder: Path, tmp_path: Path, sizes: Callable[..., list[int]]
+) -> None:
+    sizes(8, without=crop(class_folder / "n001/1.png"))
+    encode(label_recipe("source.max_reject_share=0.5"), class_folder, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    record = store.record("n001/1.png")
+    assert (record.status, record.stage, record.reason) == ("rejected", "encode", "out_of_memory")
+    assert "vae.tile_px" in str(record.detail)
+    assert np.isnan(store.latents("32x32")[6]).all()
+    assert fallbacks(tmp_path / "store") == ["batch:1"] * 6 + [None] + ["batch:1"] + [None] * 7
+    assert store.buckets == {"32x32": 14}
+
+
+def test_where_nothing_fits_the_run_stops_and_says_why(
+    encode: Encode, tmp_path: Path, sizes: Callable[..., list[int]]
+) -> None:
+    source = make_class_folder(tmp_path / "train", classes=1, per_class=12)
+    sizes(0)
+    with pytest.raises(SourceError, match=r"7 of 12.*7 x out_of_memory"):
+        encode(label_recipe(), source, tmp_path / "store")
+
+
+def test_a_latent_that_is_not_finite_is_made_again_and_told(
+    encode: Encode, class_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked = [crop(class_folder / f"n00{i}/2.png") for i in range(3)]
+
+    def forward(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
+        moments = FORWARD(self, pixels)
+        for i, one in enumerate(pixels):
+            if len(pixels) > 1 and any(np.array_equal(one, other) for other in marked):
+                moments[i] = np.nan
+        return moments
+
+    monkeypatch.setattr(ImageEncoder, "_forward", forward)
+    for name in ("store", "again"):
+        encode(label_recipe("vae.flip=true"), class_folder, tmp_path / name)
+    assert tree_digest(tmp_path / "again") == tree_digest(tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert store.buckets == {"32x32": 15}
+    assert np.isfinite(latents(tmp_path / "store").astype(float)).all()
+    assert np.flatnonzero([how == "float32" for how in fallbacks(tmp_path / "store")]).tolist() == [2, 7, 12]
+    assert summarise(store)["fallbacks"] == {"float32": 3}
+    assert store.record("n000/2.png").fallback == "float32"
+
+
+def test_both_at_once_are_both_told(class_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
+        if len(pixels) > 2:
+            raise torch.OutOfMemoryError
+        return np.full((len(pixels), 8, 4, 4), np.nan if len(pixels) > 1 else 0.5, np.float32)
+
+    recipe = label_recipe()
+    encoder = loaded_encoders(recipe.vae, recipe.text).image
+    spec = encoder.latent_spec(recipe.vae, "float16")
+    monkeypatch.setattr(ImageEncoder, "_forward", forward)
+    found, _ = encode_batch([np.zeros((3, 32, 32, 3), np.uint8)], np.arange(3), encoder, spec, most=8)
+    assert [row.fallback for row in found] == ["batch:2,float32"] * 2 + ["batch:2"]
+    assert all(Fallback(row=0, how=row.fallback) for row in found)
+
+
+def test_what_is_encoded_again_is_halved_as_it_was(
+    encode: Encode, class_folder: Path, tmp_path: Path, sizes: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "store"
+    sizes(3)
+    encode(label_recipe(), class_folder, root)
+    whole = tree_digest(root)
+    assert set(fallbacks(root)) == {"batch:2", "batch:3", None}
+    tried = sizes(100)  # now all fits
+    assert verified(root, class_folder, deep=True)[1]["deep"]["num_exact"] == 15
+    assert max(tried) == 3
+    tried.clear()
+    shutil.rmtree(root / "buckets/32x32/moments/c")
+    assert verified(root, class_folder)[0] == []
+    assert tree_digest(root) == whole
+    assert max(tried) == 3
+    shutil.rmtree(root / "commits")  # they are made anew from the tables
+    tried.clear()
+    assert verified(root, None)[0] == []
+    assert (tree_digest(root), tried) == (whole, [])
+
+
+def test_what_is_told_stays_with_the_record_when_the_store_grows_and_is_compacted(
+    encode: Encode, tmp_path: Path, sizes: Callable[..., list[int]]
+) -> None:
+    source, root = make_class_folder(tmp_path / "train", classes=1, per_class=4), tmp_path / "store"
+    sizes(2)
+    encode(label_recipe(), source, root)
+    sizes(8)
+    picture(77).save(source / "n000/9.png")
+    encode(label_recipe(), source, root)
+    assert fallbacks(root) == ["batch:2"] * 4 + [None]
+    compact(root, tmp_path / "new", progress=lambda *_: None)
+    assert LatentStore(tmp_path / "new").revision == 3
+    assert fallbacks(tmp_path / "new") == ["batch:2"] * 4 + [None]
+    assert verified(tmp_path / "new", None)[0] == []
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder says that it stands on a GPU; it computes where it is."""
+    monkeypatch.setattr(ImageEncoder, "device", torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("memory", "side_px", "found"), [(1, 32, 1), (5, 32, 4), (64, 32, 64), (9, 2048, 8)])
+def test_the_largest_batch_is_the_last_doubling_that_fits(
+    memory: int, side_px: int, found: int, sizes: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = loaded_encoders(label_recipe().vae, label_recipe().text).image
+    tried = sizes(memory)
+    limited = ImageEncoder._forward
+    small = np.zeros((1, 32, 32, 3), np.uint8)
+    monkeypatch.setattr(
+        ImageEncoder, "_forward", lambda self, pixels: limited(self, small.repeat(len(pixels), 0))
+    )  # of large pictures only the number counts here
+    assert largest_batch(encoder, side_px, side_px) == found
+    assert tried == [2**i for i in range(len(tried))]
+    assert tried[-1] in (found, 2 * found)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_largest_batch_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = loaded_encoders(label_recipe().vae, label_recipe().text).image
+    monkeypatch.setattr(ImageEncoder, "_forward", lambda self, pixels: np.zeros(1))
+    found = {side_px: largest_batch(encoder, side_px, side_px) for side_px in (32, 512, 1024, 4096)}
+    assert found == {32: 256, 512: 128, 1024: 32, 4096: 2}
+    assert all(size * side_px**2 * 3 <= 96 << 20 for side_px, size in found.items())
+
+
+@pytest.mark.usefixtures("gpu")
+def test_where_not_one_picture_fits_nothing_is_planned(
+    encode: Encode, class_folder: Path, tmp_path: Path, sizes: Callable[..., list[int]]
+) -> None:
+    recipe = label_recipe("vae.batch_size=0")
+    loaded_encoders(recipe.vae, recipe.text)
+    sizes(0)
+    with pytest.raises(ResourceError, match=r"vae\.batch_size 0: one picture of 32x32 px.*vae\.tile_px"):
+        encode(recipe, class_folder, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_found_batch_is_kept_by_the_store_whatever_fits_later(
+    encode: Encode,
+    class_folder: Path,
+    tmp_path: Path,
+    sizes: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe, root = label_recipe("vae.batch_size=0"), tmp_path / "store"
+    source = Path(shutil.copytree(class_folder, tmp_path / "train"))
+    loaded_encoders(recipe.vae, recipe.text)
+    monkeypatch.setattr(ImageEncoder, "device", torch.device("cuda"))
+    tried = sizes(5)
+    encode(recipe, source, root)
+    assert (tried[:4], sorted(tried[4:])) == ([1, 2, 4, 8], [1, 2, 4, 4, 4])
+    assert LatentStore(root).spec.latent.batch_size == 4
+    tried = sizes(100)
+    encode(recipe, source, root)
+    picture(77).save(source / "n000/9.png")
+    encode(recipe, source, root)
+    assert (tried, LatentStore(root).revision, LatentStore(root).spec.latent.batch_size) == ([1], 2, 4)
+    assert verified(root, source, deep=True)[1]["deep"]["num_exact"] == 16
+    encode(label_recipe("vae.batch_size=4"), source, root)  # the same as with the number said
+
+
+def test_on_a_cpu_the_batch_is_a_fixed_one(encode: Encode, class_folder: Path, tmp_path: Path) -> None:
+    encode(label_recipe("vae.batch_size=0"), class_folder, tmp_path / "store")
+    assert LatentStore(tmp_path / "store").spec.latent.batch_size == 32
+
+
+def test_a_table_of_others_cannot_say_what_makes_no_sense(label_store: LatentStore) -> None:
+    for how in ("batch:0", "batch:99999999", "float16", "float32,batch:2", "batch:2\n", "\x1b[2J"):
+        table = label_store.records.set_column(
+            label_store.records.column_names.index("fallback"), "fallback", pa.array([how] * 15)
+        )
+        assert "a record encoded as" in table_problem(label_store.spec, 1, table, 0), how

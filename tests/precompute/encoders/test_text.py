@@ -1,0 +1,219 @@
+"""Text encoders: Gemma-2 equals Sana's padded computation, the instruction is Sana's, T5 keeps its own dtypes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import SanaPipeline
+from hypothesis import given
+from hypothesis import strategies as st
+from making import CPU, SHIPPED, caption_recipe, make_caption_folder, train_recipe, tree_digest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, Gemma2Model, PreTrainedTokenizerFast
+
+from leandit.datasets.errors import EncoderError, FingerprintMismatch, RecipeError
+from leandit.datasets.store import LatentStore
+from leandit.precompute.config import TextSection, load
+from leandit.precompute.encoders.instructions import INSTRUCTIONS
+from leandit.precompute.encoders.text import CaptionEncoder, CaptionTokenizer, TokenCount
+from leandit.precompute.pipeline import Report
+from leandit.precompute.shards.caption_shard import equal_length_batches
+from leandit.tools.terminal.outcome import precompute_rows
+from leandit.train.loop import StopRequest, train
+from leandit.train.metrics.window import StepReport
+from leandit.train.sampling.sample import load_snapshot
+
+Encode = Callable[..., Report]
+MAX_TOKENS = 10
+TEXTS = ["a red circle", "a cat", "two cats sleep on a big red sofa near the window of a house by the sea", "a dog"]
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma2ForCausalLM of random weights and the real architecture, saved as the hub's, with a small tokenizer."""
+    folder = tmp_path_factory.mktemp("gemma")
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    trainer: Any = trainers.BpeTrainer(vocab_size=400, special_tokens=special)  # pyright: ignore
+    tokenizer.train_from_iterator([*INSTRUCTIONS.values(), *TEXTS], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", unk_token="<unk>", padding_side="left"
+    )
+    wrapped.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=len(wrapped),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=64,  # smaller than the instruction, so that it matters
+        attn_logit_softcapping=1.0,
+        initializer_range=0.5,
+    )
+    Gemma2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def encoder_of(folder: Path, **more: Any) -> CaptionEncoder:
+    values = {"kind": "gemma2", "model": str(folder), "max_tokens": MAX_TOKENS, "dtype": "float32"} | more
+    section = TextSection(**values)
+    return CaptionEncoder(section, CaptionTokenizer(section), CPU)
+
+
+@torch.no_grad()
+def as_sana_pads(folder: Path, texts: list[str], instruction: str) -> list[np.ndarray]:
+    """Sana's computation as it is written: all padded to one length, some places selected; the valid ones of each."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), Gemma2Model.from_pretrained(folder).eval()
+    tokenizer.padding_side = "right"
+    longest = len(tokenizer.encode(instruction)) + MAX_TOKENS - 2 if instruction else MAX_TOKENS
+    tokens = tokenizer(
+        [instruction + text for text in texts],
+        padding="max_length",
+        max_length=longest,
+        truncation=True,
+        return_tensors="pt",
+    )
+    selected = [0, *range(-MAX_TOKENS + 1, 0)]
+    output = model(tokens.input_ids, tokens.attention_mask).last_hidden_state[:, selected]
+    mask = tokens.attention_mask[:, selected].bool()
+    return [row[valid].numpy() for row, valid in zip(output, mask, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["", "sana", "sana-diffusers", "Say it in other words: "])
+def test_gemma_equals_the_padded_computation_at_every_valid_place(name: str, gemma: Path) -> None:
+    encoder = encoder_of(gemma, instruction=name)
+    counts = encoder.tokenizer.count(TEXTS)
+    assert min(counts) < MAX_TOKENS < max(counts)  # one is padded, one is cut
+    padded = as_sana_pads(gemma, TEXTS, INSTRUCTIONS.get(name, name))
+    for text, count, wanted in zip(TEXTS, counts, padded, strict=True):
+        found = encoder.encode([text])[0]
+        assert len(found) == len(wanted) == min(count, MAX_TOKENS)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert (encoder.tokenizer.num_shared > 64) == name.startswith("sana")
+    spec = encoder.text_spec(TextSection(kind="gemma2", max_tokens=MAX_TOKENS), "float16")
+    assert (spec.kind, spec.instruction, spec.width) == ("gemma2", INSTRUCTIONS.get(name, name), 32)
+    assert spec.template == ("{instruction}{caption}" if name else "{caption}")
+
+
+def test_the_empty_caption_has_no_instruction_and_full_length(gemma: Path) -> None:
+    encoder = encoder_of(gemma, instruction="sana")
+    tokenizer, model = AutoTokenizer.from_pretrained(gemma), Gemma2Model.from_pretrained(gemma).eval()
+    tokenizer.padding_side = "right"
+    tokens = tokenizer("", padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt")
+    assert tokens.attention_mask.tolist() == [[1] + [0] * (MAX_TOKENS - 1)]
+    with torch.no_grad():
+        wanted = model(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
+    np.testing.assert_allclose(encoder.encode_null(), wanted.numpy(), rtol=1e-4, atol=1e-5)
+    assert encoder.computed == TokenCount(MAX_TOKENS, MAX_TOKENS - 1, 1)
+    # A record without a caption has what of it is not padding.
+    assert encoder.tokenizer.count(["", "a cat"])[0] == 1
+    np.testing.assert_array_equal(encoder.encode([""])[0], encoder.encode_null()[:1])
+
+
+def test_the_instructions_are_those_of_sana_and_of_diffusers() -> None:
+    lines = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+    assert "\n".join(lines) == INSTRUCTIONS["sana-diffusers"]
+    assert r"generate an \"Enhanced prompt\" that" in INSTRUCTIONS["sana"]  # with the backslashes of the configuration
+    assert INSTRUCTIONS["sana"].replace(r"\"", "'") == INSTRUCTIONS["sana-diffusers"]
+    assert INSTRUCTIONS["sana"].endswith("\nUser Prompt: ")
+    assert INSTRUCTIONS["sana"].count("\n") == 7
+
+
+def test_an_instruction_that_swallows_a_caption_is_refused(gemma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = encoder_of(gemma, instruction="sana")
+    monkeypatch.setattr(encoder.tokenizer, "num_shared", 10_000)
+    with pytest.raises(EncoderError, match=r"text\.instruction.*End it with a space"):
+        encoder.tokenizer.count(["a cat"])
+
+
+def test_another_kind_of_model_is_refused(gemma: Path) -> None:
+    with pytest.raises(EncoderError, match="says 'gemma2', needed 't5'"):
+        encoder_of(gemma, kind="t5")
+
+
+def test_an_instruction_needs_a_language_model() -> None:
+    with pytest.raises(RecipeError, match="instruction is for a language model"):
+        load("pixart-256", ["text.instruction=sana"])
+    for name in ("sana-512", "sana-1024"):
+        text = load(name, []).text
+        assert (text.kind, text.instruction, text.max_tokens) == ("gemma2", "sana", 300)
+
+
+def test_a_store_of_gemma_says_its_instruction_and_refuses_another(gemma: Path, tmp_path: Path, encode: Encode) -> None:
+    source = make_caption_folder(tmp_path / "source", count=6)
+    recipe = ["text.kind=gemma2", f"text.model={gemma}", "text.max_tokens=12", "text.batch_tokens=256", *SHIPPED]
+    report = encode(caption_recipe(*recipe, "text.instruction=sana"), source, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert store.spec.text is not None
+    assert store.spec.text.instruction == INSTRUCTIONS["sana"]
+    encoder = encoder_of(gemma, instruction="sana", max_tokens=12)
+    for i, text in enumerate(store.captions["text"].to_pylist()):
+        np.testing.assert_allclose(store.caption_embedding(i), encoder.encode([text])[0], rtol=2e-3, atol=2e-3)
+    shared = encoder.tokenizer.num_shared
+    count = store.captions.num_rows
+    computed = int(store.tokens.lengths.sum()) + shared * count + 12  # and the empty caption
+    assert report.tokens == TokenCount(computed, 11, count + 1)
+    said = dict(precompute_rows(report, store.path))["encoded"]
+    assert said == f"{computed} tokens of {count + 1} captions, {11 / computed:.1%} padding"
+    encode(caption_recipe(*recipe, "text.instruction=sana"), source, tmp_path / "again")
+    assert tree_digest(tmp_path / "again") == tree_digest(tmp_path / "store")
+    with pytest.raises(FingerprintMismatch, match=r"text\.instruction is "):
+        encode(caption_recipe(*recipe, "text.instruction=sana-diffusers"), source, tmp_path / "store")
+    smaller = caption_recipe(*recipe, "text.instruction=sana", "text.batch_tokens=128")
+    with pytest.raises(FingerprintMismatch, match=r"text\.batch_tokens is 256 in the store, 128 now"):
+        encode(smaller, source, tmp_path / "store")
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_a_sana_trains_on_a_store_of_gemma(gemma: Path, tmp_path: Path, encode: Encode) -> None:
+    source, run = make_caption_folder(tmp_path / "source", count=6), tmp_path / "run"
+    recipe = ["text.kind=gemma2", f"text.model={gemma}", "text.max_tokens=12", "text.instruction=sana", *SHIPPED]
+    encode(caption_recipe(*recipe), source, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    seen: list[StepReport] = []
+    recipe = train_recipe("sana-tiny", "run.steps=3", "conditioning.drop=0.5")
+    train(recipe, store_path=store.path, run=run, device=CPU, report=seen.append, stop=StopRequest())
+    assert all(np.isfinite(figures.loss) for figures in seen)
+    snapshot = load_snapshot(run, CPU)
+    assert snapshot.spec.caption_width == 32
+    null = snapshot.conditioner.null_caption
+    assert null is not None
+    assert null.shape == (12, 32)  # of no instruction, at full length
+    np.testing.assert_array_equal(null.numpy(), np.asarray(store.null_caption, np.float32))
+
+
+def test_a_t5_in_float16_keeps_its_output_projections_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leandit.precompute.encoders.text.arithmetic", lambda dtype, device: dtype)  # as on a GPU
+    encoder = encoder_of(Path("shipped:t5"), kind="t5", model="shipped:t5", dtype="float16")
+    dtypes = {name: tensor.dtype for name, tensor in encoder._model.named_parameters()}
+    kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert kept == {name for name in dtypes if name.endswith(".wo.weight")} != set()
+    assert {dtypes[name] for name in dtypes.keys() - kept} == {torch.float16}
+
+
+@given(st.lists(st.integers(1, 20), max_size=40), st.integers(1, 7), st.integers(1, 60), st.integers(0, 9))
+def test_batches_by_tokens_cover_all_and_keep_to_their_size(
+    lengths: list[int], batch_size: int, batch_tokens: int, num_shared: int
+) -> None:
+    array = np.sort(np.array(lengths, np.int64))
+    batches = equal_length_batches(array, batch_size, batch_tokens=batch_tokens, num_shared=num_shared)
+    assert [i for batch in batches for i in batch] == list(range(len(array)))
+    for batch, following in zip_longest(batches, batches[1:]):
+        each = int(array[batch.start]) + num_shared
+        assert (array[batch.start : batch.stop] + num_shared == each).all()
+        assert len(batch) * each <= batch_tokens or len(batch) == 1
+        if following is not None and array[following.start] + num_shared == each:  # full, since more would have fitted
+            assert (len(batch) + 1) * each > batch_tokens

@@ -1,0 +1,263 @@
+"""Several processes by one command make the bytes of one process, whoever dies; errors and stops are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from harness import start
+from making import CAPTION_RECIPE, CPU, caption_recipe, make_caption_folder, no_progress, tree_digest
+
+from leandit.datasets.errors import RecipeError, ResourceError, SourceError
+from leandit.precompute.engines import processes
+from leandit.precompute.engines.processes import Processes
+from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.sources.source import list_source, open_source
+from leandit.tools.cli.options import torch_devices
+
+COMMAND = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+from leandit.tools.cli.main import main
+main()
+"""
+BROKEN_CHILD = """
+from pathlib import Path
+from leandit.precompute import process_child, shard_encoder
+from leandit.precompute.encoders.vae import ImageEncoder
+
+encode, calls = ImageEncoder.encode, []
+
+def breaks(self, pixels):
+    calls.append(1)
+    if len(calls) > 1 and not (marker := Path(__file__).with_name("broken")).exists():
+        marker.touch()
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return encode(self, pixels)
+
+ImageEncoder.encode = breaks
+shard_encoder.BATCHES_IN_WORK = 1  # so the first batch of a shard is told of before the second breaks
+process_child.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_caption_folder(tmp_path_factory.mktemp("engines") / "pictures", count=36)
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The tree that one process makes."""
+    store = tmp_path_factory.mktemp("whole") / "store"
+    precompute(caption_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
+    return tree_digest(store)
+
+
+def with_processes(
+    source: Path,
+    store: Path,
+    *,
+    progress: Callable[[Processes, str, int, int], None],
+    said: list[str],
+    count: int = 2,
+) -> Report:
+    recipe, threads = caption_recipe(), torch.get_num_threads()
+    with Processes(recipe, store, str(source), ["cpu"] * count, num_threads=threads, say=said.append) as engine:
+        return precompute(
+            recipe,
+            source_path=source,
+            store_path=store,
+            device=CPU,
+            progress=lambda *what: progress(engine, *what),
+            engine=engine,
+        )
+
+
+def kill(engine: Processes, count: int) -> None:
+    for child in engine._children[:count]:
+        os.kill(child._process.pid, signal.SIGKILL)
+
+
+def test_two_processes_of_which_one_is_killed_make_the_bytes_of_one_and_list_nothing(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, quick: None
+) -> None:
+    hidden, said, seen = source / "metadata.jsonl.away", [], []
+
+    def progress(engine: Processes, stage: str, done: int, total: int) -> None:
+        seen.append((stage, done, total))
+        if (stage, done) == ("scan", total):
+            (source / "metadata.jsonl").rename(hidden)  # whoever lists the source now finds none
+        if stage == "pictures" and not said and len(engine._children) == 2:
+            kill(engine, 1)
+
+    try:
+        report = with_processes(source, tmp_path / "store", progress=progress, said=said)
+    finally:
+        hidden.rename(source / "metadata.jsonl")
+    assert tree_digest(tmp_path / "store") == whole
+    assert len(said) == 1
+    assert "cpu (process 1) is gone: it was ended by signal 9 (Killed)" in said[0]
+    assert [(done, total) for stage, done, total in seen if stage == "pictures"][-1] == (36, 36)
+    assert report.num_encoded == 36
+    assert report.seconds["encode"] > 0
+
+
+def test_of_two_processes_one_may_end_by_an_error_of_its_device(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    (tmp_path / "broken_child.py").write_text(BROKEN_CHILD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(processes, "CHILD_MODULE", "broken_child")
+    said, seen = [], []
+    report = with_processes(source, tmp_path / "store", progress=lambda _, *what: seen.append(what), said=said)
+    assert tree_digest(tmp_path / "store") == whole
+    (line,) = said
+    assert "is gone: RuntimeError: CUDA error" in line
+    assert re.search(r"it held shard 0 of 'buckets/\d+x\d+'", line)
+    counts = [(done, total) for stage, done, total in seen if stage == "pictures"]
+    assert counts[-1] == (36, 36)
+    assert all(done <= total for done, total in counts)
+    assert any(later <= sooner for sooner, later in pairwise(counts))  # what it had not committed was taken back
+    assert report.num_encoded == 36
+
+
+def test_an_error_of_the_stores_folder_is_that_of_one_process(source: Path, tmp_path: Path, quick: None) -> None:
+    store, recipe = tmp_path / "store", caption_recipe()
+
+    def in_the_way(_: object, stage: str, done: int, total: int) -> None:
+        if (stage, done) == ("scan", total):
+            (store / "buckets/64x64/moments/c/0/0/0/0/in the way").mkdir(parents=True)
+
+    with pytest.raises(IsADirectoryError) as several:
+        with_processes(source, store, progress=in_the_way, said=[], count=1)
+    with pytest.raises(IsADirectoryError) as one:
+        precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+    assert several.value.filename2 == one.value.filename2
+    assert several.value.filename2.startswith(str(store / "buckets/64x64"))
+    assert not (store / "leases").exists()
+
+
+@pytest.mark.slow
+def test_where_every_process_dies_the_command_fails_and_the_next_one_goes_on(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, quick: None
+) -> None:
+    def progress(engine: Processes, stage: str, done: int, total: int) -> None:
+        if stage == "pictures":
+            kill(engine, 2)
+
+    with pytest.raises(ResourceError, match=r"signal 9 \(Killed\).*No other is left.*the same command goes on"):
+        with_processes(source, tmp_path / "store", progress=progress, said=[])
+    precompute(caption_recipe(), source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    assert tree_digest(tmp_path / "store") == whole
+
+
+@pytest.mark.slow
+def test_the_share_of_rejects_holds_for_all_processes_together(tmp_path: Path) -> None:
+    root = make_caption_folder(tmp_path / "pictures", count=36)
+    for number in range(0, 36, 2):  # in every bucket some, in none more than ten
+        path = root / f"images/{number}.png"
+        path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(SourceError, match=r"11 of 36 records are rejected, more than source\.max_reject_share"):
+        with_processes(root, tmp_path / "store", progress=lambda *_: None, said=[])
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def started_by(pid: int, store: Path, has_ended: Callable[[], bool]) -> list[int]:
+    """Processes that a precompute has started when its plan is there."""
+    started: list[int] = []
+    while len(started) < 2 or not (store / "plan").exists():
+        assert not has_ended(), "it ended before it was stopped"
+        with contextlib.suppress(OSError):
+            started = list({*started, *children_of(pid)})
+        time.sleep(0.01)
+    return started
+
+
+def assert_they_end(started: list[int]) -> None:
+    end = time.monotonic() + 30
+    while any(map(is_alive, started)):
+        assert time.monotonic() < end, "a process outlives its parent"
+        time.sleep(0.1)
+
+
+def test_no_process_outlives_its_parent(source: Path, tmp_path: Path) -> None:
+    """Decoders and what encodes; the parent is forked, which costs no imports."""
+    store = tmp_path / "store"
+    parent = start(lambda: with_processes(source, store, progress=lambda *_: None, said=[], count=1) and None)
+    started = started_by(parent.pid, store, lambda: not is_alive(parent.pid))
+    parent.signal(signal.SIGKILL)
+    assert parent.wait().died
+    assert_they_end(started)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.7])
+def test_a_process_whose_parent_is_gone_while_it_loads_ends_at_once_and_says_nothing(seconds: float) -> None:
+    ours, its = socket.socketpair()
+    with ours, its:
+        command = [sys.executable, "-m", processes.CHILD_MODULE, str(its.fileno())]
+        child = subprocess.Popen(command, pass_fds=[its.fileno()], stderr=subprocess.PIPE)
+        its.close()
+        time.sleep(seconds)
+        ours.close()
+        _, said = child.communicate(timeout=30)
+    # By the signal itself: one that has loaded its encoders would unwind.
+    assert (child.returncode, said) == (-signal.SIGTERM, b"")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_no_process_outlives_the_command(number: int, code: int, source: Path, tmp_path: Path) -> None:
+    settings = [word for override in CAPTION_RECIPE for word in ("--set", override)]
+    store = ["--source", str(source), "--store", str(tmp_path / "store"), "--device", "cpu,cpu"]
+    command = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "precompute", "demo", *store, *settings], stderr=subprocess.PIPE, text=True
+    )
+    started = started_by(command.pid, tmp_path / "store", lambda: command.poll() is not None)
+    command.send_signal(number)
+    command.communicate(timeout=60)
+    assert command.returncode == code
+    assert_they_end(started)
+
+
+def test_a_source_that_is_opened_reads_what_one_that_is_listed_reads(source: Path) -> None:
+    listed = list_source(source)
+    opened = open_source(source, listed.kind)
+    for record in listed.records:
+        place = record.path, record.offset, record.num_bytes
+        assert opened.place(*place, stage="decode") == listed.place(*place, stage="decode")
+
+
+def test_devices_are_named_with_commas_and_of_one_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert [str(device) for device in torch_devices("cpu, cpu")] == ["cpu", "cpu"]
+    with pytest.raises(RecipeError, match="of one kind"):
+        Processes(caption_recipe(), tmp_path, "", ["cuda:0", "cpu"], num_threads=1, say=print)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    for name in ("auto", "cuda"):
+        assert [str(device) for device in torch_devices(name)] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [str(device) for device in torch_devices("cuda:1")] == ["cuda:1"]
+    assert [str(device) for device in torch_devices("cuda:2,cuda:0")] == ["cuda:2", "cuda:0"]
+    with pytest.raises(RecipeError, match="sees 3 GPUs"):
+        torch_devices("cuda:0,cuda:3")

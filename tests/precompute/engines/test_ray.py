@@ -1,0 +1,280 @@
+"""A Ray cluster of two local nodes: the bytes of one process, while decoders, actors and the command are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from making import CPU, caption_recipe, make_caption_folder, no_progress, picture, tree_digest
+
+from leandit.datasets.errors import ResourceError
+from leandit.datasets.format.layout import commit_path
+from leandit.datasets.store import LatentStore
+from leandit.precompute.engines.cluster import Cluster
+from leandit.precompute.images.decoders import Decoders
+from leandit.precompute.pipeline import precompute
+from leandit.tools.cli.main import main
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+cluster_utils: Any = pytest.importorskip("ray.cluster_utils")
+
+pytestmark = pytest.mark.timeout(900)
+LEANDIT = [sys.executable, "-c", "from leandit.tools.cli.main import main; main()"]
+SIDES = range(32, 96, 8)
+BUCKETS = [f"{height}x{width}" for height in SIDES for width in SIDES if height == 64 or width == 64]
+# A bucket is a shard at least, so many buckets make many shards of few pictures.
+SETTINGS = [f"images.buckets={BUCKETS}".replace("'", '"'), "vae.batch_size=4", "text.batch_size=8"]
+POISON = "images/7.png"  # whoever decodes it is killed
+POISONED_CHILD = f"""
+import os, signal
+from leandit.precompute import decoder_child
+
+def answer(job):
+    if job["stage"] == "decode" and job["path"].endswith("{POISON}"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return decoder_child.answer(job)
+
+decoder_child.main(answer)
+"""
+EXCHANGE = """
+import os, sys
+words = sys.orig_argv
+if "leandit.precompute.images.decoder_child" in words:
+    at = words.index("leandit.precompute.images.decoder_child")
+    os.execv(sys.executable, [*words[:at], "poisoned_child", *words[at + 1 :]])
+"""
+
+
+@pytest.fixture(scope="module")
+def poison(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Decoders here, and those of processes started while this holds, die of the poisoned picture."""
+    folder = tmp_path_factory.mktemp("poison")
+    (folder / "poisoned_child.py").write_text(POISONED_CHILD)
+    (folder / "sitecustomize.py").write_text(EXCHANGE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
+        patch.setitem(Decoders.__init__.__kwdefaults__, "_child_module", "poisoned_child")
+        yield
+
+
+@pytest.fixture(scope="module")
+def address(poison: None) -> Iterator[str]:
+    """Two nodes of one CPU each."""
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    yield cluster.address
+    cluster.shutdown()
+
+
+def make_source(root: Path, count: int) -> Path:
+    """Pictures of all shapes; one ends too early, and is rejected when it is decoded."""
+    make_caption_folder(root, count=count)
+    for number in range(count):
+        height_px, width_px = map(int, BUCKETS[number % len(BUCKETS)].split("x"))
+        picture(number, height_px, width_px).save(root / f"images/{number}.png")
+    whole = (root / "images/5.png").read_bytes()
+    (root / "images/5.png").write_bytes(whole[: len(whole) * 2 // 3])
+    return root
+
+
+def whole_tree(source: Path, store: Path) -> dict[str, bytes]:
+    recipe = caption_recipe(*SETTINGS)
+    precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+    return tree_digest(store)
+
+
+def start(address: str, source: Path, store: Path) -> subprocess.Popen[str]:
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    where = ["--source", str(source), "--store", str(store)]
+    engine = ["--engine", "ray", "--address", address, "--device", "cpu,cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as the tests' own process, for the same bits on a CPU
+    return subprocess.Popen(
+        [*LEANDIT, "precompute", "demo", *where, *engine, *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Processes that a process has started, and those that they have."""
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(word) for word in path.read_text().split()]
+        except OSError:  # it has ended
+            continue
+        for child in children:
+            yield child
+            yield from descendants(child)
+
+
+def busy_actors() -> list[int]:
+    """Processes of actors of this test's cluster that are encoding; Ray names its processes after what they do."""
+    found = []
+    for pid in descendants(os.getpid()):
+        try:
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::EncodingActor.encode"):
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+def num_commits(store: Path) -> int:
+    return len(list((store / "commits").rglob("*.json")))
+
+
+def wait_for_progress(command: subprocess.Popen[str], store: Path, more_than: int) -> bool:
+    """Wait until more shards are committed and actors work on; False where the command ends first."""
+    while command.poll() is None:
+        if num_commits(store) > more_than and busy_actors():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def disturb(address: str, source: Path, store: Path, plan: str) -> tuple[str, int]:
+    """Run the command to its end, killing actors and the command as often and in the order that letters say.
+
+    Args:
+      plan: "a" kills an actor, "d" the driver, each after another commit; "A" an actor as soon as one encodes.
+    Returns: what the last command said, and the number of kills.
+    """
+    command, kills = start(address, source, store), 0
+    for what in plan:
+        if not wait_for_progress(command, store, -1 if what == "A" else num_commits(store)):
+            break
+        if what == "d":
+            command.kill()
+            command.communicate()
+            while busy_actors():  # they end with their driver
+                time.sleep(0.05)
+            command = start(address, source, store)
+        else:
+            for pid in busy_actors()[:1]:
+                os.kill(pid, signal.SIGKILL)
+        kills += 1
+    out, err = command.communicate(timeout=600)
+    assert command.returncode == 0, err
+    return out + err, kills
+
+
+@pytest.mark.parametrize("plan", ["a", pytest.param("da", marks=pytest.mark.slow)])
+def test_killed_decoders_actors_and_drivers_leave_the_bytes_of_one_process(
+    plan: str, address: str, tmp_path: Path
+) -> None:
+    source = make_source(tmp_path / "pictures", 45)
+    whole = whole_tree(source, tmp_path / "whole")
+    said, kills = disturb(address, source, tmp_path / "store", plan)
+    assert kills == len(plan)
+    assert tree_digest(tmp_path / "store") == whole
+    assert re.search(r"actor \d+ is gone: .*Another is started", said)
+    assert "RayTaskError" not in said
+    assert "Traceback" not in said
+    assert re.search(r"45 planned = 43 stored \+ 2 rejected", said)
+    records = LatentStore(tmp_path / "store").records
+    reasons = dict(zip(records["key"].to_pylist(), records["reason"].to_pylist(), strict=True))
+    assert {key: reason for key, reason in reasons.items() if reason} == {
+        "images/5.png": "truncated",
+        POISON: "decoder_crash",
+    }
+
+
+@pytest.mark.slow
+def test_a_shard_that_no_actor_can_write_is_named_and_ends_the_command(address: str, tmp_path: Path) -> None:
+    source, store = make_source(tmp_path / "pictures", 30), tmp_path / "store"
+    whole_tree(source, store)
+    (store / "manifest.json").unlink()
+    (store / commit_path(1, "buckets/64x64", 0)).unlink()
+    path = store / "buckets/64x64/moments/c/0/0/0/0"
+    path.unlink()
+    (path / "in the way").mkdir(parents=True)
+    command = start(address, source, store)
+    out, err = command.communicate(timeout=600)
+    assert command.returncode == 5
+    assert err.count("It held shard 0 of 'buckets/64x64'. Another is started") == 4
+    assert "shard 0 of 'buckets/64x64': 5 actors were lost while they held it; the last: IsADirectoryError" in err
+    assert not re.search(r"pictures: ([3-9]|\d\d) of 2", out + err)
+
+
+@pytest.mark.slow
+def test_errors_are_those_of_one_process(address: str, tmp_path: Path) -> None:
+    source = make_source(tmp_path / "pictures", 15)
+    for path in (source / "images").iterdir():
+        path.write_bytes(path.read_bytes()[:-200])
+    command = start(address, source, tmp_path / "store")
+    _, err = command.communicate(timeout=300)
+    assert command.returncode == 3
+    assert err.splitlines()[-1].startswith("leandit: 11 of 15 records are rejected, more than source.max_reject_share")
+    assert "Ray" not in err
+    assert "Traceback" not in err
+
+
+def test_where_no_cluster_is_the_command_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_source(tmp_path / "pictures", 6)
+    words = ["--source", str(source), "--store", str(tmp_path / "store"), "--engine", "ray", "--address", "127.0.0.1:9"]
+    monkeypatch.setattr(sys, "argv", ["leandit", "precompute", "demo", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 5
+    assert "no cluster answers at '127.0.0.1:9'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "reserved"),
+    [
+        ("cpu", [(2, 0)], 1),
+        ("cpu,cpu", [(2, 0)], 0),
+        ("cpu,cpu", [(8, 0)], 2),
+        ("cpu", [(1, 0), (16, 0)], 0),
+        ("cpu,cpu,cpu", [(8, 0), (16, 0)], 2),
+        ("auto", [(8, 4)], 1),
+        ("cuda", [(4, 4), (1, 0)], 1),
+        ("cuda", [(4, 4)], None),
+        ("cpu", [(0, 0)], None),
+    ],
+)
+def test_at_least_one_cpu_is_left_to_decode(
+    devices: str, nodes: list[tuple[int, int]], reserved: int | None, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {}
+    cluster: Any = Cluster(
+        caption_recipe(), tmp_path, "pictures", address="auto", devices=devices, num_threads=1, say=print
+    )
+    actor = SimpleNamespace(options=lambda **given: options.update(given) or SimpleNamespace(remote=None))
+    cluster._ray = SimpleNamespace(
+        cluster_resources=lambda: {"CPU": sum(cpus for cpus, _ in nodes), "GPU": sum(gpus for _, gpus in nodes)},
+        nodes=lambda: [{"Alive": True, "Resources": {"CPU": cpus}} for cpus, _ in nodes],
+        remote=lambda kind: actor,
+    )
+    if reserved is None:
+        with pytest.raises(ResourceError, match="none is left to decode"):
+            cluster._plan_actors()
+    else:
+        _, _, count, _ = cluster._plan_actors()
+        assert options["num_cpus"] == reserved
+        assert count * reserved < sum(cpus for cpus, _ in nodes)
+
+
+@pytest.mark.slow
+def test_twenty_kills_leave_the_bytes_of_one_process(address: str, tmp_path: Path) -> None:
+    source = make_source(tmp_path / "pictures", 900)
+    whole = whole_tree(source, tmp_path / "whole")
+    store = tmp_path / "store"
+    said, total = disturb(address, source, store, "aAd" * 6 + "ad")  # of 17 shards
+    assert total == 20, said
+    assert tree_digest(store) == whole

@@ -1,0 +1,461 @@
+"""Decoding in children: a picture costs a child at worst, never the run, and nothing is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from making import SUPPORT
+from pictures import encoded, exif, noise
+
+from leandit.datasets.errors import RecordRejected, ResourceError
+from leandit.datasets.format.schema import REJECT_REASONS
+from leandit.precompute.images.decoders import Decoded, Decoders, PicturePlace
+from leandit.precompute.images.pixels import decode_picture, read_size
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at processes through /proc")
+
+STUB = "decoder_stub"
+BUCKET = (32, 48)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Decoders]:
+    """Two children that misbehave when asked to."""
+    with Decoders(2, timeout_seconds=5, _child_module=STUB) as decoders:
+        yield decoders
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    """A good picture."""
+    path = tmp_path / "photo.png"
+    path.write_bytes(encoded(noise(40, 60), "PNG", exif=exif(6)))
+    return path
+
+
+def decode(decoders: Decoders, path: Path) -> Decoded:
+    return decoders.picture(path, 0, path.stat().st_size, bucket=BUCKET, crop="bucket")
+
+
+def named(folder: Path, name: str) -> Path:
+    path = folder / name
+    path.write_bytes(b"\0")
+    return path
+
+
+def rejected(work: Callable[[], object]) -> RecordRejected:
+    with pytest.raises(RecordRejected) as caught:
+        work()
+    assert caught.value.reason in REJECT_REASONS
+    return caught.value
+
+
+def children() -> set[int]:
+    """Process ids of this process's children, dead ones that nobody waited for too."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(fields[1]) == os.getpid():
+            found.add(int(entry.parent.name))
+    return found
+
+
+def open_files() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return True
+        if state == "Z":  # dead; its new parent has not asked yet
+            return True
+        time.sleep(0.02)
+    return False
+
+
+# -- the same as in one process --
+
+
+def test_a_child_gives_the_pixels_the_size_and_the_checksum(shared: Decoders, photo: Path) -> None:
+    data = photo.read_bytes()
+    found = decode(shared, photo)
+    assert np.array_equal(found.pixels, decode_picture(data, bucket=BUCKET, crop="bucket")[0])
+    assert found.pixels.dtype == np.uint8
+    assert (found.height_px, found.width_px) == (60, 40) == read_size(data)
+    assert found.source_checksum == xxhash.xxh3_64_intdigest(data)
+    assert shared.size(photo, 0, len(data)) == (60, 40)
+
+
+def test_a_picture_inside_of_a_larger_file_is_read_from_its_place(shared: Decoders, photo: Path) -> None:
+    data = photo.read_bytes()
+    tar = photo.with_name("tar")
+    tar.write_bytes(b"x" * 1000 + data + b"y" * 77)
+    assert shared.size(tar, 1000, len(data)) == (60, 40)
+    found = shared.picture(tar, 1000, len(data), bucket=(32, 32), crop="adm")
+    assert np.array_equal(found.pixels, decode_picture(data, bucket=(32, 32), crop="adm")[0])
+
+
+def test_a_name_that_is_no_utf8_is_read(shared: Decoders, photo: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(photo.parent) + b"/\xff\xfe \n.png"))
+    path.write_bytes(photo.read_bytes())
+    assert np.array_equal(decode(shared, path).pixels, decode(shared, photo).pixels)
+
+
+@pytest.mark.parametrize("data", [b"", b"no picture", encoded(noise(8, 8), "PNG")[:90]], ids=["empty", "text", "cut"])
+def test_a_reject_is_the_one_of_the_function_in_this_process(shared: Decoders, tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "broken"
+    path.write_bytes(data)
+    here = rejected(lambda: decode_picture(data, bucket=BUCKET, crop="bucket"))
+    there = rejected(lambda: decode(shared, path))
+    assert (there.stage, there.reason, there.detail) == (here.stage, here.reason, here.detail)
+    if here.reason == "not_an_image":
+        here, there = rejected(lambda: read_size(data)), rejected(lambda: shared.size(path, 0, len(data)))
+        assert (there.stage, there.reason, there.detail) == (here.stage, here.reason, here.detail)
+
+
+def test_many_threads_share_the_children(tmp_path: Path) -> None:
+    paths = []
+    for i in range(25):
+        paths.append(tmp_path / f"{i}.jpg")
+        paths[-1].write_bytes(encoded(noise(24 + i, 40 - i, i), "JPEG"))
+    expected = [decode_picture(path.read_bytes(), bucket=BUCKET, crop="bucket")[0] for path in paths]
+    with Decoders(3) as decoders, ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda path: decode(decoders, path), paths * 64))
+        assert len(children()) >= 2
+    assert all(np.array_equal(f.pixels, e) for f, e in zip(found, expected * 64, strict=True))
+
+
+# -- a picture that takes its child with it --
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "detail"),
+    [
+        ("kill", "decoder_crash", "signal 9"),
+        ("segfault", "decoder_crash", "signal 11"),
+        ("exit", "decoder_crash", "status 3"),
+        ("nonsense", "decoder_crash", "makes no sense"),
+        ("memory", "too_large", "memory"),
+    ],
+)
+@pytest.mark.parametrize("stage", ["scan", "decode"])
+def test_a_child_that_dies_costs_one_picture(
+    shared: Decoders, tmp_path: Path, photo: Path, name: str, reason: str, detail: str, stage: str
+) -> None:
+    path = named(tmp_path, name)
+    for _ in range(1 if name == "nonsense" else 3):  # more often than there are children; nonsense is slow to judge
+        found = rejected(lambda: shared.size(path, 0, 1) if stage == "scan" else decode(shared, path))
+        assert (found.stage, found.reason) == (stage, reason)
+        assert detail in found.detail
+    assert (decode(shared, photo).height_px, decode(shared, photo).width_px) == (60, 40)
+
+
+def test_a_picture_whose_child_was_killed_from_outside_is_not_rejected(tmp_path: Path, photo: Path) -> None:
+    path = tmp_path / "kill once"
+    path.write_bytes(photo.read_bytes())
+    with Decoders(1, _child_module=STUB) as decoders:
+        assert decode(decoders, path).pixels.shape == (*BUCKET, 3)
+    assert (tmp_path / "killed").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("kill", "decoder_crash"), ("exit", "decoder_crash"), ("sleep", "decoder_timeout")]
+)
+def test_of_many_sizes_only_that_of_the_culprit_is_lost(tmp_path: Path, photo: Path, name: str, reason: str) -> None:
+    good = PicturePlace(photo, 0, photo.stat().st_size)
+    broken, gone = named(tmp_path, "broken"), tmp_path / "gone"
+    places = [good, PicturePlace(named(tmp_path, name), 0, 1), good, PicturePlace(broken, 0, 1)]
+    with Decoders(1, timeout_seconds=0.5, _child_module=STUB) as decoders:
+        found = decoders.sizes([*places, PicturePlace(gone, 0, 1), good])
+        assert decoders.sizes([good, good]) == [(60, 40)] * 2
+        assert decoders.sizes([]) == []
+    reasons = [one.reason if isinstance(one, RecordRejected) else one for one in found]
+    assert reasons == [(60, 40), reason, (60, 40), rejected(lambda: read_size(b"x")).reason, "unreadable", (60, 40)]
+
+
+@pytest.mark.parametrize("name", ["sleep", "stop"])
+def test_a_child_that_does_not_end_costs_one_picture_and_its_time(tmp_path: Path, photo: Path, name: str) -> None:
+    path = named(tmp_path, name)
+    processes = children()
+    with Decoders(1, timeout_seconds=0.5, _child_module=STUB) as decoders:
+        decode(decoders, photo)
+        (first,) = children() - processes
+        start = time.monotonic()
+        found = rejected(lambda: decode(decoders, path))
+        assert time.monotonic() - start < 6  # two tries
+        assert (found.stage, found.reason, found.detail) == ("decode", "decoder_timeout", "no answer in 2 s")
+        assert first not in children()
+        assert decode(decoders, photo).height_px == 60
+
+
+def test_a_child_that_was_killed_while_it_was_idle_costs_nothing(photo: Path) -> None:
+    processes = children()
+    with Decoders(1) as decoders:
+        decode(decoders, photo)
+        (child,) = children() - processes
+        os.kill(child, signal.SIGKILL)
+        assert gone_within(child, 5)
+        assert decode(decoders, photo).height_px == 60
+
+
+def test_crashes_among_many_pictures_hit_only_their_own(tmp_path: Path, photo: Path) -> None:
+    bad = named(tmp_path, "kill")
+    expected = decode_picture(photo.read_bytes(), bucket=BUCKET, crop="bucket")[0]
+
+    def work(i: int) -> str:
+        try:
+            return "right" if np.array_equal(decode(decoders, bad if i % 10 == 7 else photo).pixels, expected) else ""
+        except RecordRejected as reject:
+            return reject.reason
+
+    with Decoders(2, _child_module=STUB) as decoders, ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(work, range(60)))
+    assert found == ["decoder_crash" if i % 10 == 7 else "right" for i in range(60)]
+
+
+def test_a_mistake_in_the_code_is_no_reject(shared: Decoders, tmp_path: Path, photo: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)mistake.*Traceback.*NameError.*undefined_name"):
+        decode(shared, named(tmp_path, "name error"))
+    assert decode(shared, photo).height_px == 60
+
+
+# -- what is no file --
+
+
+def test_what_is_no_regular_file_never_blocks(shared: Decoders, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.jpg")
+    (tmp_path / "folder.jpg").mkdir()
+    (tmp_path / "loop.jpg").symlink_to(tmp_path / "loop.jpg")
+    paths = [tmp_path / name for name in ("fifo.jpg", "folder.jpg", "loop.jpg", "missing.jpg")]
+    with socket.socket(socket.AF_UNIX) as listening:
+        short = os.path.relpath(tmp_path / "socket.jpg")  # the name of a socket has 108 bytes at most
+        if len(short) < 100:
+            listening.bind(short)
+            paths.append(tmp_path / "socket.jpg")
+        for path in [*paths, Path("/dev/zero"), Path("/dev/null"), Path("a\0b.jpg")]:
+            start = time.monotonic()
+            for stage, work in (
+                ("scan", lambda path=path: shared.size(path, 0, 9)),
+                ("decode", lambda path=path: shared.picture(path, 0, 9, bucket=BUCKET, crop="bucket")),
+            ):
+                found = rejected(work)
+                assert (found.stage, found.reason) == (stage, "unreadable"), path
+            assert time.monotonic() - start < 2
+
+
+def test_a_file_that_has_become_shorter_is_rejected(shared: Decoders, photo: Path) -> None:
+    size = photo.stat().st_size
+    for offset, num_bytes in ((0, size + 1), (size + 5, 1), (0, 10**15)):
+        found = rejected(lambda: shared.picture(photo, offset, num_bytes, bucket=BUCKET, crop="adm"))  # noqa: B023
+        assert (found.stage, found.reason) == ("decode", "source_changed")
+
+
+def test_a_file_that_is_larger_than_the_memory_is_rejected(shared: Decoders, tmp_path: Path) -> None:
+    path = tmp_path / "sparse.png"
+    with open(path, "wb") as file:
+        file.truncate(8 << 30)
+    assert rejected(lambda: shared.size(path, 0, 8 << 30)).reason == "too_large"
+
+
+# -- the children themselves --
+
+
+def test_a_child_imports_no_more_than_it_needs() -> None:
+    code = "import sys, leandit.precompute.images.decoder_child; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"torch", "transformers", "diffusers", "pyarrow", "pydantic", "webdataset", "zarr"}
+    assert heavy & {name.split(".")[0] for name in done.stdout.split()} == set()
+
+
+def test_a_child_has_one_thread_a_library_and_one_socket(tmp_path: Path, photo: Path) -> None:
+    with Decoders(3, _child_module=STUB) as decoders, ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: decode(decoders, photo), range(30)))
+        with pytest.raises(RuntimeError, match="AssertionError: 1 fds=") as caught:
+            decode(decoders, named(tmp_path, "environment"))
+        # stdin, stdout, stderr, its socket, and the listing of the folder
+        assert str(caught.value).rsplit("fds=", 1)[1].count(",") == 4, caught.value
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_request_is_left_to_the_parent(photo: Path, number: int) -> None:
+    processes = children()
+    with Decoders(1) as decoders:
+        decode(decoders, photo)
+        (child,) = children() - processes
+        os.kill(child, number)
+        time.sleep(0.1)
+        assert decode(decoders, photo).height_px == 60
+        assert children() - processes == {child}
+
+
+PARENT = """
+import sys, threading, time
+from pathlib import Path
+from leandit.precompute.images.decoders import Decoders
+decoders = Decoders(1, timeout_seconds=1, _child_module="decoder_stub")
+decoders.size(Path(sys.argv[1]), 0, int(sys.argv[2]))
+print(decoders._children[0]._process.pid, flush=True)
+if sys.argv[3]:
+    threading.Thread(target=decoders.size, args=(Path(sys.argv[3]), 0, 1)).start()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_child_does_not_outlive_a_parent_that_is_killed(tmp_path: Path, photo: Path, busy: bool) -> None:
+    arguments = [str(photo), str(photo.stat().st_size), str(named(tmp_path, "sleep")) if busy else ""]
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            child = int(parent.stdout.readline())
+            time.sleep(0.2 if busy else 0)
+        finally:
+            parent.kill()
+    assert gone_within(child, 10)  # an idle one by the end of its socket, a busy one by its alarm
+
+
+@pytest.mark.parametrize("how", ["end", "error", "crash"])
+def test_nothing_is_left_behind(tmp_path: Path, photo: Path, how: str) -> None:
+    files, processes = open_files(), children()
+
+    class Stop(Exception):
+        pass
+
+    for _ in range(2):
+        try:
+            with Decoders(3, timeout_seconds=1, _child_module=STUB) as decoders, ThreadPoolExecutor(3) as pool:
+                list(pool.map(lambda _: decode(decoders, photo), range(12)))
+                assert children() - processes
+                if how == "crash":
+                    for name in ("kill", "sleep", "exit"):
+                        rejected(lambda name=name: decode(decoders, named(tmp_path, name)))
+                if how == "error":
+                    raise Stop
+        except Stop:
+            pass
+        assert open_files() == files
+        assert children() == processes
+
+
+def test_closing_wakes_threads_that_wait(tmp_path: Path) -> None:
+    files, processes = open_files(), children()
+    path = named(tmp_path, "sleep")
+    found: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            decoders.size(path, 0, 1)
+        except (RecordRejected, RuntimeError) as error:
+            found.append(error)
+
+    decoders = Decoders(2, timeout_seconds=60, _child_module=STUB)
+    threads = [threading.Thread(target=work) for _ in range(5)]  # two of them have a child, three wait for one
+    for thread in threads:
+        thread.start()
+    time.sleep(1)
+    start = time.monotonic()
+    decoders.close()
+    for thread in threads:
+        thread.join(10)
+    assert time.monotonic() - start < 5
+    assert [type(error) for error in found] == [RuntimeError] * 5
+    assert all("closed" in str(error) for error in found)
+    decoders.close()  # twice is no mistake
+    with pytest.raises(RuntimeError, match="closed"):
+        decoders.size(path, 0, 1)
+    assert open_files() == files
+    assert children() == processes
+
+
+@pytest.mark.parametrize("when", ["while it starts", "while it works"])
+def test_an_interrupted_question_does_not_answer_the_next_one(
+    tmp_path: Path, photo: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    other = tmp_path / "other.png"
+    other.write_bytes(encoded(noise(8, 9), "PNG"))
+    with Decoders(1) as decoders:
+        if when == "while it works":
+            decode(decoders, photo)
+        with monkeypatch.context() as patch:
+            patch.setattr("multiprocessing.connection.Connection.recv_bytes", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                decoders.size(photo, 0, photo.stat().st_size)
+        assert decoders.size(other, 0, other.stat().st_size) == (8, 9)
+
+
+def interrupt(*_: object) -> bytes:
+    raise KeyboardInterrupt
+
+
+def test_too_few_free_files_are_an_error_of_resources(photo: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Decoders(1) as decoders:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those below are open already
+        try:
+            with pytest.raises(ResourceError, match="Too many open files"):
+                decoders.size(photo, 0, 9)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert decode(decoders, photo).height_px == 60
+
+
+def test_a_child_that_cannot_start_is_an_error_of_resources(photo: Path) -> None:
+    files = open_files()
+    with (
+        Decoders(1, _child_module="leandit.precompute.no_such_module") as decoders,
+        pytest.raises(ResourceError, match=r"does not start \(the decoder ended with status 1\).*Needed"),
+    ):
+        decode(decoders, photo)
+    assert open_files() == files
+
+
+def test_decoders_belong_to_the_process_that_made_them(photo: Path) -> None:
+    def use(send: object) -> None:
+        try:
+            decode(decoders, photo)
+        except RuntimeError as error:
+            send.send(str(error))  # type: ignore[attr-defined]
+        decoders.close()  # does nothing here
+
+    with Decoders(1) as decoders:
+        decode(decoders, photo)
+        context = multiprocessing.get_context("fork")
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=use, args=(send,))
+        process.start()
+        assert receive.poll(10)
+        assert "make new ones there" in receive.recv()
+        process.join()
+        receive.close()
+        send.close()
+        assert decode(decoders, photo).height_px == 60
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_no_children_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match="num_children"):
+        Decoders(count)

@@ -1,0 +1,708 @@
+"""A store that grows: exactly what changed is encoded, nothing is touched, and every revision still opens."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from making import (
+    CPU,
+    caption_recipe,
+    label_recipe,
+    make_caption_folder,
+    make_class_folder,
+    no_progress,
+    picture,
+    tree_digest,
+)
+
+from leandit.datasets.errors import FingerprintMismatch, RecordRejected, SourceError, StoreError
+from leandit.datasets.loader import Batch, make_loader
+from leandit.datasets.revisions.writer import StoreWriter
+from leandit.datasets.store import LatentStore
+from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.encoders.text import CaptionEncoder
+from leandit.precompute.encoders.vae import ImageEncoder
+from leandit.precompute.images.decoders import Decoders
+from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.planning import opening
+from leandit.precompute.planning.compare import Options
+
+pytestmark = pytest.mark.usefixtures("quick")
+SIZES = ((64, 64), (60, 100), (100, 60))
+BUCKETS = ("64x64", "48x80", "80x48")
+
+
+class Crash(Exception):
+    """Stands for the death of the process."""
+
+
+@dataclass
+class Seen:
+    """What reached the encoders."""
+
+    pictures: int = 0
+    texts: list[str] = field(default_factory=list)
+
+    def forget(self) -> None:
+        self.pictures, self.texts = 0, []
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """A spy on both encoders."""
+    spy, encode_pictures, encode_texts = Seen(), ImageEncoder.encode, CaptionEncoder.encode
+
+    def pictures(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
+        spy.pictures += len(pixels) if hasattr(self, "identity") else 0  # it looks at one picture while it is loaded
+        return encode_pictures(self, pixels)
+
+    def texts(self: CaptionEncoder, captions: list[str]) -> np.ndarray:
+        spy.texts += captions
+        return encode_texts(self, captions)
+
+    monkeypatch.setattr(ImageEncoder, "encode", pictures)
+    monkeypatch.setattr(CaptionEncoder, "encode", texts)
+    return spy
+
+
+def run(
+    source: Path, store: Path, recipe: PrecomputeRecipe | None = None, *, new_revision: bool = False, **options: bool
+) -> Report:
+    return precompute(
+        recipe or (caption_recipe() if (source / "metadata.jsonl").exists() else label_recipe()),
+        source_path=source,
+        store_path=store,
+        device=CPU,
+        progress=no_progress,
+        options=Options(**options),
+        new_revision=new_revision,
+    )
+
+
+@pytest.fixture(scope="module")
+def captioned(caption_folder: Path, caption_store: LatentStore) -> tuple[Path, Path]:
+    return caption_folder, caption_store.path
+
+
+@pytest.fixture(scope="module")
+def labelled(class_folder: Path, label_store: LatentStore) -> tuple[Path, Path]:
+    return class_folder, label_store.path
+
+
+def copies(of: tuple[Path, Path], folder: Path) -> tuple[Path, Path]:
+    """A source and its complete store, to be changed; copying keeps the times."""
+    return shutil.copytree(of[0], folder / "source"), shutil.copytree(of[1], folder / "store")
+
+
+@pytest.fixture
+def pair(captioned: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """14 captioned pictures and their store."""
+    return copies(captioned, tmp_path)
+
+
+@pytest.fixture
+def label_pair(labelled: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """3 classes of 5 pictures and their store."""
+    return copies(labelled, tmp_path)
+
+
+def rewrite(source: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
+    """Change the rows of a ``metadata.jsonl``."""
+    path = source / "metadata.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    change(rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def add_pictures(source: Path, start: int, stop: int) -> None:
+    """Go on where ``make_caption_folder`` stopped."""
+    for i in range(start, stop):
+        picture(i, *SIZES[i % 3]).save(source / f"images/{i}.png")
+    rows = [
+        {"file_name": f"images/{i}.png", "captions": [f"a red {i % 5}", f"picture {i}"]} for i in range(start, stop)
+    ]
+    rewrite(source, lambda old: old.extend(rows))
+
+
+def row_of(store: LatentStore, key: str) -> np.ndarray:
+    record = store.record(key)
+    assert record.bucket
+    return np.array(store.latents(record.bucket)[record.row])
+
+
+def batches(store: LatentStore, epochs: int = 1) -> list[Batch]:
+    loader = make_loader(store, global_batch=4, seed=3)
+    return [batch for _ in range(epochs) for batch in loader]
+
+
+def assert_same_batches(found: list[Batch], wanted: list[Batch]) -> None:
+    for here, there in zip(found, wanted, strict=True):
+        for name, value in vars(there).items():
+            np.testing.assert_array_equal(getattr(here, name), value)
+
+
+def assert_covers_once(store: LatentStore) -> None:
+    """An epoch of training sees every stored record once, with its own latent and one of its own captions."""
+    statuses, seen = store.records["status"].to_pylist(), []
+    for batch in batches(store):
+        for i, index in enumerate(batch.records.tolist()):
+            record = store.record_at(index)
+            assert record.bucket == batch.bucket
+            assert int(batch.labels[i]) == record.label
+            mean = row_of_record(store, index)[: store.spec.latent.channels].astype(np.float32)
+            scale = np.array(store.spec.latent.scale)[:, None, None]
+            shift = np.array(store.spec.latent.shift)[:, None, None]
+            logvar = row_of_record(store, index)[store.spec.latent.channels :].astype(np.float32)
+            far = np.abs(batch.latents[i].numpy() / scale + shift - mean) / np.exp(0.5 * logvar.clip(-30, 20))
+            assert far.max() < 6  # a draw lies within six deviations of its own mean
+            if batch.captions is not None and batch.caption_lengths is not None:
+                text = batch.captions[i, : batch.caption_lengths[i]].numpy()
+                assert any(np.array_equal(text, store.caption_embedding(c)) for c in record.caption_ids)
+            seen.append(index)
+    assert sorted(seen) == [i for i, status in enumerate(statuses) if status == "stored"]
+
+
+def row_of_record(store: LatentStore, index: int) -> np.ndarray:
+    record = store.record_at(index)
+    assert record.bucket
+    return store.latents(record.bucket)[record.row]
+
+
+@pytest.fixture(autouse=True)
+def _revision_1_is_never_touched(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Holds for every test of this file that starts with a complete store."""
+    name = next((name for name in ("pair", "label_pair") if name in request.fixturenames), None)
+    if name is None:
+        yield
+        return
+    _, store = request.getfixturevalue(name)
+    before, batches_before = tree_digest(store), batches(LatentStore(store))
+    yield
+    after = tree_digest(store)
+    assert [path for path, content in before.items() if after.get(path) != content] == []
+    assert {path.split("/")[0] for path in after.keys() - before} <= {"revisions"}
+    assert_same_batches(batches(LatentStore(store, revision=1)), batches_before)
+
+
+def test_adding_four_to_fourteen_encodes_exactly_four(pair: tuple[Path, Path], seen: Seen, tmp_path: Path) -> None:
+    source, path = pair
+    old = LatentStore(path)
+    add_pictures(source, 14, 18)
+    report = run(source, path)
+    assert (seen.pictures, report.num_encoded, report.manifest.num_planned, report.manifest.num_stored) == (
+        4,
+        4,
+        18,
+        18,
+    )
+    assert sorted(seen.texts) == sorted(
+        [*(f"a red {i % 5}" for i in range(14, 18)), *(f"picture {i}" for i in range(14, 18))]
+    )
+    assert report.changes is not None
+    assert (report.changes.num_added, report.changes.num_changed, len(report.changes.kept)) == (4, 0, 14)
+    store = LatentStore(path)
+    assert (store.revision, report.manifest.stack, report.manifest.base) == (2, [1, 2], old.root_hash)
+    assert store.records["revision"].to_pylist() == [1] * 14 + [2] * 4
+    assert store.buckets == {"48x80": 6, "64x64": 6, "80x48": 6}
+    for i in range(14):
+        assert np.array_equal(row_of(store, f"images/{i}.png"), row_of(old, f"images/{i}.png"))
+    # The same bits as a store of these four alone.
+    alone = make_caption_folder(tmp_path / "alone", count=0)
+    add_pictures(alone, 14, 18)
+    run(alone, tmp_path / "alone-store")
+    four = LatentStore(tmp_path / "alone-store")
+    for i in range(14, 18):
+        assert np.array_equal(row_of(store, f"images/{i}.png"), row_of(four, f"images/{i}.png"))
+        for which in (0, 1):
+            here, there = store.record(f"images/{i}.png"), four.record(f"images/{i}.png")
+            assert np.array_equal(store.caption(here, which), four.caption(there, which))
+    assert np.array_equal(store.null_caption, old.null_caption)
+    assert_covers_once(store)
+    seen.forget()
+    assert run(source, path).manifest == report.manifest  # and now it is complete
+    assert (seen.pictures, seen.texts) == (0, [])
+
+
+def test_a_changed_picture_alone_is_encoded_again(pair: tuple[Path, Path], seen: Seen) -> None:
+    source, path = pair
+    old = LatentStore(path)
+    picture(77, 64, 64).save(source / "images/3.png")
+    run(source, path)
+    store, record = LatentStore(path), LatentStore(path).record("images/3.png")
+    assert (seen.pictures, seen.texts) == (1, [])
+    assert (record.revision, record.row, record.attempts) == (2, 5, 1)  # behind the five rows of revision 1
+    assert not np.array_equal(row_of(store, "images/3.png"), row_of(old, "images/3.png"))
+    others = [key for key in store.records["key"].to_pylist() if key != "images/3.png"]
+    assert len(others) == 13
+    for key in others:
+        assert np.array_equal(row_of(store, key), row_of(old, key))
+        assert store.record(key).revision == 1
+    assert store.buckets == old.buckets
+    assert_covers_once(store)
+
+
+def test_a_picture_that_moves_to_another_bucket_leaves_its_old_one(pair: tuple[Path, Path], seen: Seen) -> None:
+    source, path = pair
+    picture(77, 60, 100).save(source / "images/3.png")
+    run(source, path)
+    store = LatentStore(path)
+    assert (seen.pictures, store.buckets) == (1, {"48x80": 6, "64x64": 4, "80x48": 4})
+    assert_covers_once(store)
+
+
+def test_a_touched_file_encodes_nothing_and_writes_nothing(pair: tuple[Path, Path], seen: Seen) -> None:
+    source, path = pair
+    before = tree_digest(path)
+    for file in (source / "images").iterdir():
+        os.utime(file, ns=(1, 1))
+    report = run(source, path)
+    assert (seen.pictures, report.num_encoded, tree_digest(path)) == (0, 0, before)
+    assert report.changes is not None
+    assert not report.changes.changes_anything
+
+
+def test_other_content_of_the_same_size_and_time_is_found_when_content_is_checked(tmp_path: Path, seen: Seen) -> None:
+    source, path = make_class_folder(tmp_path / "source", classes=1, per_class=2), tmp_path / "store"
+    changing = source / "n000/x.bmp"  # as many bytes whatever the picture
+    picture(1).save(changing)
+    run(source, path)
+    before, times = tree_digest(path), changing.stat()
+    picture(2).save(changing)
+    assert changing.stat().st_size == times.st_size
+    os.utime(changing, ns=(times.st_atime_ns, times.st_mtime_ns))
+    seen.forget()
+    run(source, path)
+    assert (seen.pictures, tree_digest(path)) == (0, before)
+    run(source, path, label_recipe("source.check=content"))
+    assert (seen.pictures, LatentStore(path).record("n000/x.bmp").revision) == (1, 2)
+
+
+def test_of_changed_captions_only_the_new_texts_are_encoded(pair: tuple[Path, Path], seen: Seen) -> None:
+    source, path = pair
+    old = LatentStore(path)
+
+    def change(rows: list[dict[str, Any]]) -> None:
+        rows[2]["captions"][0] = "a green thing"  # changed
+        rows[5]["captions"].append("a third caption")  # added
+        rows[7]["captions"] = rows[7]["captions"][:1]  # removed
+        rows[8]["captions"] = ["a red circle"]  # one that others have
+
+    rewrite(source, change)
+    report = run(source, path)
+    assert (seen.pictures, sorted(seen.texts)) == (0, ["a green thing", "a third caption"])
+    assert report.changes is not None
+    assert (report.changes.num_described, report.num_encoded) == (4, 0)
+    store = LatentStore(path)
+    texts = store.captions["text"].to_pylist()
+    assert texts[: old.captions.num_rows] == old.captions["text"].to_pylist()  # ids stay
+    wanted = [json.loads(line)["captions"] for line in (source / "metadata.jsonl").read_text().splitlines()]
+    found = [[texts[c] for c in ids] for ids in store.records["caption_ids"].to_pylist()]
+    assert found == wanted
+    for i, text in enumerate(old.captions["text"].to_pylist()):
+        assert texts[i] == text
+        assert np.array_equal(store.caption_embedding(i), old.caption_embedding(i))
+    assert store.captions["revision"].to_pylist()[-2:] == [2, 2]
+    assert not list(path.glob("revisions/000002/buckets*"))
+    assert_covers_once(store)
+
+
+def test_captions_that_are_gone_and_come_back_take_the_record_with_them(pair: tuple[Path, Path], seen: Seen) -> None:
+    source, path = pair
+    rewrite(source, lambda rows: rows[4].update(captions=[" "]))
+    run(source, path)
+    record = LatentStore(path).record("images/4.png")
+    assert (record.status, record.reason, seen.pictures) == ("rejected", "no_caption", 0)
+    assert_covers_once(LatentStore(path))
+    rewrite(source, lambda rows: rows[4].update(captions=["it is back"]))
+    run(source, path)
+    store = LatentStore(path)
+    assert (store.record("images/4.png").status, seen.pictures, seen.texts) == ("stored", 1, ["it is back"])
+    assert np.array_equal(row_of(store, "images/4.png"), row_of(LatentStore(path, revision=1), "images/4.png"))
+
+
+def test_a_new_class_folder_moves_labels_and_encodes_only_its_own(label_pair: tuple[Path, Path], seen: Seen) -> None:
+    source, path = label_pair
+    (source / "n0005").mkdir()
+    picture(500).save(source / "n0005/0.png")
+    report = run(source, path)
+    store = LatentStore(path)
+    assert (seen.pictures, report.num_encoded) == (1, 1)
+    assert store.spec.classes == ["n000", "n0005", "n001", "n002"]
+    assert LatentStore(path, revision=1).spec.classes == ["n000", "n001", "n002"]
+    for row in store.records.to_pylist():
+        assert store.spec.classes[row["label"]] == row["key"].split("/")[0]
+    assert report.changes is not None
+    assert report.changes.num_described == 10
+    assert_covers_once(store)
+
+
+def test_a_record_that_is_gone_stays_until_it_is_dropped(pair: tuple[Path, Path], seen: Seen) -> None:
+    source, path = pair
+    (source / "images/2.png").unlink()  # still listed
+    rewrite(source, lambda rows: rows.pop(6))  # not even that
+    before = tree_digest(path)
+    report = run(source, path)
+    assert report.changes is not None
+    assert (report.changes.num_gone, report.changes.num_dropped, tree_digest(path)) == (2, 0, before)
+    add_pictures(source, 14, 15)
+    run(source, path)
+    assert LatentStore(path).manifest.num_stored == 15  # pyright: ignore[reportOptionalMemberAccess]
+
+    report = run(source, path, drop_gone=True)
+    store = LatentStore(path)
+    assert report.changes is not None
+    assert (seen.pictures, report.changes.num_dropped, store.revision) == (1, 2, 3)
+    assert report.manifest.num_stored == 13
+    assert store.record("images/2.png").reason == "missing_file"
+    with pytest.raises(StoreError, match=r"images/6\.png"):
+        store.record("images/6.png")
+    assert not [name for name in tree_digest(path) if name.startswith("revisions/000003/") and "/c/" in name]
+    assert_covers_once(store)
+    assert LatentStore(path, revision=2).record("images/6.png").status == "stored"
+
+
+def test_a_class_that_is_gone_keeps_its_name(label_pair: tuple[Path, Path]) -> None:
+    # The source's own classes move up; what is kept must not take over the label of another class.
+    source, path = label_pair
+    shutil.rmtree(source / "n000")
+    run(source, path)
+    store = LatentStore(path)
+    assert store.spec.classes == ["n001", "n002", "n000"]
+    for row in store.records.to_pylist():
+        assert store.spec.classes[row["label"]] == row["key"].split("/")[0]
+    before = tree_digest(path)
+    run(source, path)
+    assert tree_digest(path) == before
+    run(source, path, drop_gone=True)
+    assert (LatentStore(path).spec.classes, LatentStore(path).records.num_rows) == (["n001", "n002"], 10)
+
+
+def test_a_label_whose_records_are_gone_is_still_a_class(tmp_path: Path) -> None:
+    source, path = make_caption_folder(tmp_path / "source", count=4), tmp_path / "store"
+    rewrite(source, lambda rows: [row.update(label=i) for i, row in enumerate(rows)])
+    run(source, path)
+    rewrite(source, lambda rows: (rows.pop(), rows[0].update(label=1)))
+    run(source, path)
+    store = LatentStore(path)
+    assert (store.spec.classes, store.records["label"].to_pylist()) == (["0", "1", "2", "3"], [1, 1, 2, 3])
+
+
+def test_a_key_that_is_listed_twice_is_one_record_and_one_reject_for_ever(tmp_path: Path, seen: Seen) -> None:
+    source, path = make_caption_folder(tmp_path / "source", count=4), tmp_path / "store"
+    rewrite(source, lambda rows: rows.append(rows[1] | {"label": 7}))  # of the same label it would join the first
+    for seed in (None, 71, 72):  # the record is changed, so it stands behind its repetition; then again
+        seen.forget()
+        if seed:
+            picture(seed, 60, 100).save(source / "images/1.png")
+        manifest = run(source, path).manifest
+        rows = [row for row in LatentStore(path).records.to_pylist() if row["key"] == "images/1.png"]
+        assert sorted((row["status"], row["reason"]) for row in rows) == [
+            ("rejected", "duplicate_key"),
+            ("stored", None),
+        ]
+        assert LatentStore(path).record("images/1.png").status == "stored"
+        assert (manifest.num_planned, manifest.num_stored, seen.pictures) == (5, 4, 1 if seed else 4)
+        assert_covers_once(LatentStore(path))
+    seen.forget()
+    add_pictures(source, 4, 5)
+    run(source, path)
+    assert seen.pictures == 1
+
+
+def test_a_mended_file_is_taken_up_without_asking_and_others_when_asked(tmp_path: Path, seen: Seen) -> None:
+    source, path = make_class_folder(tmp_path / "source", classes=2, per_class=3), tmp_path / "store"
+    (source / "n000/1.png").write_text("no picture")
+    cut = source / "n001/2.png"
+    cut.write_bytes(cut.read_bytes()[:-200])
+    run(source, path)
+    before = tree_digest(path)
+    run(source, path)
+    assert tree_digest(path) == before
+
+    picture(5).save(source / "n000/1.png")
+    seen.forget()
+    run(source, path)
+    store = LatentStore(path)
+    mended, broken = store.record("n000/1.png"), store.record("n001/2.png")
+    assert (mended.status, mended.attempts, mended.revision, seen.pictures) == ("stored", 1, 2, 1)
+    assert (broken.status, broken.reason, broken.attempts, broken.revision) == ("rejected", "truncated", 1, 1)
+
+    run(source, path, retry_rejected=True)
+    broken = LatentStore(path).record("n001/2.png")
+    assert (broken.status, broken.reason, broken.attempts, broken.revision) == ("rejected", "truncated", 2, 3)
+    assert_covers_once(LatentStore(path))
+    picture(6).save(cut)
+    run(source, path)
+    assert (LatentStore(path).record("n001/2.png").status, LatentStore(path).buckets) == ("stored", {"32x32": 6})
+
+
+def test_what_was_rejected_for_the_machine_s_sake_is_stored_at_the_second_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, path = make_class_folder(tmp_path / "source", classes=1, per_class=3), tmp_path / "store"
+    decode = Decoders.picture
+
+    def slow(self: Decoders, file: Path, *args: Any, **kwargs: Any) -> Any:
+        if file.name == "1.png":
+            raise RecordRejected("decode", "decoder_timeout", "no answer in 5 s")
+        return decode(self, file, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoders, "picture", slow)
+        run(source, path)
+    assert LatentStore(path).record("n000/1.png").reason == "decoder_timeout"
+    report = run(source, path, retry_rejected=True)
+    record = LatentStore(path).record("n000/1.png")
+    assert (record.status, record.attempts, record.revision, report.num_encoded) == ("stored", 2, 2, 1)
+    before = tree_digest(path)
+    run(source, path, retry_rejected=True)  # nothing is left to retry
+    assert tree_digest(path) == before
+
+
+def test_a_repacked_tar_encodes_nothing(tmp_path: Path, seen: Seen) -> None:
+    def pack(samples: list[dict[str, Any]]) -> None:
+        with webdataset.TarWriter(str(source / "one.tar")) as tar:
+            for sample in samples:
+                tar.write(sample)
+
+    source, path = tmp_path / "source", tmp_path / "store"
+    source.mkdir()
+    files = [path.read_bytes() for path in sorted(make_class_folder(tmp_path / "p", classes=1).rglob("*.png"))]
+    samples = [{"__key__": f"{i}", "png": content, "cls": i % 2} for i, content in enumerate(files)]
+    pack(samples)
+    run(source, path)
+    before = tree_digest(path)
+    seen.forget()
+    pack(samples[::-1])  # other offsets, another time
+    run(source, path)
+    assert (seen.pictures, tree_digest(path)) == (0, before)
+    other = tmp_path / "other.png"
+    picture(50).save(other)
+    pack(
+        [
+            *samples[:2],
+            {"__key__": "new", "png": files[0], "cls": 0},
+            samples[2] | {"png": other.read_bytes()},
+            *samples[3:],
+        ]
+    )
+    run(source, path)
+    assert (seen.pictures, LatentStore(path).buckets) == (2, {"32x32": 6})
+    assert_covers_once(LatentStore(path))
+
+
+def change_much(source: Path) -> None:
+    """New, changed, gone, captions: something of everything."""
+    add_pictures(source, 14, 20)
+    picture(77, 64, 64).save(source / "images/3.png")
+    rewrite(source, lambda rows: (rows[5]["captions"].append("another caption"), rows.pop(7)))
+
+
+def test_growth_that_is_killed_at_any_commit_gives_the_bytes_of_an_undisturbed_one(
+    captioned: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: Seen
+) -> None:
+    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 2)
+    source, whole = shutil.copytree(captioned[0], tmp_path / "source"), tmp_path / "whole"
+    run(source, whole)
+    base = shutil.copytree(whole, tmp_path / "base")
+    change_much(source)
+    run(source, whole)
+    wanted, commit = tree_digest(whole), StoreWriter.commit
+    num_commits = len([name for name in wanted if name.startswith("revisions/000002/commits/")])
+    assert num_commits == 5
+    for after in range(num_commits):
+        path = shutil.copytree(base, tmp_path / f"killed-{after}")
+        left = iter(range(after))
+
+        def dies(*args: Any, left: Iterator[int] = left, **kwargs: Any) -> int:
+            if next(left, None) is None:
+                raise Crash
+            return commit(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StoreWriter, "commit", dies)
+            with pytest.raises(Crash):
+                run(source, path)
+        assert LatentStore(path).revision == 1  # the grown one is not there before it is complete
+        assert LatentStore(path).unfinished_revision == 2
+        with pytest.raises(StoreError, match="no complete revision 2"):
+            LatentStore(path, revision=2)
+        run(source, path)
+        assert tree_digest(path) == wanted
+
+
+def test_a_source_that_changes_amid_growth_is_finished_first_and_grown_then(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, seen: Seen
+) -> None:
+    source, path = pair
+    add_pictures(source, 14, 16)
+    seal = StoreWriter.seal
+
+    def dies(self: StoreWriter) -> Any:
+        if self.plan.revision == 2:
+            raise Crash
+        return seal(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreWriter, "seal", dies)
+        with pytest.raises(Crash):
+            run(source, path)
+    add_pictures(source, 16, 17)
+    report = run(source, path)
+    assert (report.manifest.revision, report.manifest.stack) == (3, [1, 2, 3])
+    assert LatentStore(path).records["revision"].to_pylist() == [1] * 14 + [2] * 2 + [3]
+    assert_covers_once(LatentStore(path))
+
+
+def test_a_source_that_changes_before_revision_1_is_finished_makes_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: Seen
+) -> None:
+    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 2)
+    source, path = make_class_folder(tmp_path / "source", classes=2, per_class=4), tmp_path / "store"
+    commit = StoreWriter.commit
+    with monkeypatch.context() as patch:
+
+        def dies(self: StoreWriter, part: str, shard: int, *args: Any, **kwargs: Any) -> int:
+            if shard >= 1:
+                raise Crash
+            return commit(self, part, shard, *args, **kwargs)
+
+        patch.setattr(StoreWriter, "commit", dies)
+        with pytest.raises(Crash):
+            run(source, path)
+    picture(90).save(source / "n000/new.png")
+    picture(91).save(source / "n000/0.png")  # committed already, as what it was
+    picture(92, 64, 64).save(source / "n001/3.png")  # planned, with another size
+    (source / "n001/2.png").unlink()  # planned
+    report = run(source, path)
+    assert (report.manifest.revision, report.manifest.num_planned, report.manifest.num_stored) == (2, 9, 8)
+    first, store = LatentStore(path, revision=1), LatentStore(path)
+    why = {row["key"]: row["reason"] for row in first.records.to_pylist() if row["status"] == "rejected"}
+    assert why == {"n001/3.png": "source_changed", "n001/2.png": "unreadable"}
+    assert {row["key"] for row in store.records.to_pylist() if row["revision"] == 2} == {
+        *("n000/new.png", "n000/0.png", "n001/3.png"),
+    }
+    assert not np.array_equal(row_of(store, "n000/0.png"), row_of(first, "n000/0.png"))
+    assert_covers_once(store)
+
+
+def test_a_picture_that_changes_behind_the_plan_is_encoded_by_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, path = make_class_folder(tmp_path / "source", classes=1, per_class=3), tmp_path / "store"
+    freeze = opening.freeze_plan
+
+    def change_then_freeze(*args: Any, **kwargs: Any) -> Any:
+        picture(8, 90, 90).save(source / "n000/1.png")
+        return freeze(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opening, "freeze_plan", change_then_freeze)
+        run(source, path)
+    assert LatentStore(path).record("n000/1.png").reason == "source_changed"
+    run(source, path)
+    record = LatentStore(path).record("n000/1.png")
+    assert (record.status, record.revision, record.height_px) == ("stored", 2, 90)
+
+
+def test_a_store_grows_step_by_step_and_every_step_still_opens(tmp_path: Path, seen: Seen) -> None:
+    source, path = make_caption_folder(tmp_path / "source", count=12), tmp_path / "store"
+    before: list[list[Batch]] = []
+    digest: dict[str, bytes] = {}
+    for revision, stop in enumerate((12, 18, 24), start=1):
+        if revision > 1:
+            add_pictures(source, stop - 6, stop)
+        seen.forget()
+        manifest = run(source, path).manifest
+        assert seen.pictures == (12 if revision == 1 else 6)
+        assert (manifest.revision, manifest.stack) == (revision, list(range(1, revision + 1)))
+        assert (manifest.num_planned, manifest.num_stored) == (stop, stop)
+        now = tree_digest(path)
+        assert {name: now[name] for name in digest} == digest
+        digest = now
+        store = LatentStore(path)
+        assert store.buckets == dict.fromkeys(("48x80", "64x64", "80x48"), stop // 3)
+        assert_covers_once(store)
+        before.append(batches(store, epochs=2))
+        for earlier, wanted in enumerate(before, start=1):
+            assert_same_batches(batches(LatentStore(path, revision=earlier), epochs=2), wanted)
+    store = LatentStore(path)
+    for i in range(24):
+        record = store.record(f"images/{i}.png")
+        assert (record.bucket, record.row) == (BUCKETS[i % 3], i // 3)  # rows count over all revisions
+
+
+def test_changed_encoders_are_refused_with_both_ways_on_and_encode_anew_when_asked(
+    pair: tuple[Path, Path], seen: Seen
+) -> None:
+    source, path = pair
+    old, before = LatentStore(path), tree_digest(path)
+    with pytest.raises(FingerprintMismatch) as caught:
+        run(source, path, caption_recipe("vae.keep=mean"))
+    for words in ("latent.kind is 'mean_logvar' in the store, 'mean' now", "--store", "--new-revision", str(path)):
+        assert words in str(caught.value)
+    assert (tree_digest(path), seen.pictures) == (before, 0)
+
+    report = run(source, path, caption_recipe("vae.keep=mean"), new_revision=True)
+    store = LatentStore(path)
+    assert (report.manifest.revision, report.manifest.stack, report.manifest.base) == (2, [2], old.root_hash)
+    assert (seen.pictures, report.num_encoded, store.spec.latent.kind) == (14, 14, "mean")
+    for i in range(14):
+        key = f"images/{i}.png"
+        assert np.array_equal(row_of(store, key), row_of(old, key)[:4])
+    assert np.array_equal(store.null_caption, old.null_caption)
+    assert LatentStore(path, revision=1).spec.latent.kind == "mean_logvar"
+    seen.forget()
+    assert run(source, path, caption_recipe("vae.keep=mean")).manifest == report.manifest
+    assert run(source, path, caption_recipe("vae.keep=mean"), new_revision=True).manifest == report.manifest
+    assert seen.pictures == 0
+    with pytest.raises(FingerprintMismatch, match=r"latent\.kind is 'mean' in the store"):
+        run(source, path)
+    add_pictures(source, 14, 15)
+    assert run(source, path, caption_recipe("vae.keep=mean")).manifest.stack == [2, 3]
+    assert seen.pictures == 1
+
+
+def test_encoding_anew_without_a_picture_that_is_gone_must_be_asked_for(pair: tuple[Path, Path], seen: Seen) -> None:
+    source, path = pair
+    before = tree_digest(path)
+    rewrite(source, lambda rows: rows.pop(3))
+    with pytest.raises(SourceError, match=r"1 records .* are gone.*--drop-gone"):
+        run(source, path, caption_recipe("vae.keep=mean"), new_revision=True)
+    assert (tree_digest(path), seen.pictures) == (before, 0)
+    run(source, path, caption_recipe("vae.keep=mean"), new_revision=True, drop_gone=True)
+    assert (LatentStore(path).records.num_rows, seen.pictures) == (13, 13)
+
+
+def test_an_unfinished_store_of_other_settings_says_that_it_must_be_finished_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, path = make_class_folder(tmp_path / "source", classes=1, per_class=3), tmp_path / "store"
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreWriter, "seal", lambda _: (_ for _ in ()).throw(Crash()))
+        with pytest.raises(Crash):
+            run(source, path)
+    before = tree_digest(path)
+    for new_revision in (False, True):
+        with pytest.raises(FingerprintMismatch, match=r"first finish this one.*then give --new-revision"):
+            run(source, path, label_recipe("vae.keep=mean"), new_revision=new_revision)
+    assert tree_digest(path) == before
+
+
+def test_a_source_of_which_too_much_is_broken_grows_nothing(label_pair: tuple[Path, Path]) -> None:
+    source, path = label_pair
+    before = tree_digest(path)
+    for i in range(11):
+        (source / f"n000/broken-{i}.png").write_text("no picture")
+    with pytest.raises(SourceError, match=r"11 of 26 records are rejected.*not_an_image.*max_reject_share"):
+        run(source, path)
+    assert tree_digest(path) == before

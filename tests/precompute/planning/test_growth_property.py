@@ -1,0 +1,209 @@
+"""Growth gives what a fresh store gives: random edits of pictures, captions, labels, sidecars and tables in between."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from making import CPU, caption_recipe, label_recipe, no_progress, picture
+
+from leandit.datasets.store import LatentStore
+from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.pipeline import precompute
+from leandit.precompute.planning.compare import Options
+
+pytestmark = pytest.mark.usefixtures("quick")
+# One picture, one caption a forward: how many there are changes the bits.
+RECIPE = ("source.max_reject_share=1", "source.max_rejects_in_a_row=999", "vae.batch_size=1", "text.batch_size=1")
+LONG = "long " * 14_000  # 70,000 characters
+BROKEN_TEXT = b"caf\xe9"  # not UTF-8
+SIZES = [(64, 64), (60, 100), (100, 60)]
+CAPTIONS: list[Any] = ["a circle", "a square ", ["a circle", "two"], " ", [], None, 7, LONG, "\ud800", [3], "new"]
+LABELS: list[Any] = [None, 0, 1, 3, "x", -5]
+PICTURES = ["same", "touched", "other", "other size", "no picture", "cut", "gone"]
+NUM_EDITED = 8  # pictures that every round of edits changes; one more stays as it is
+
+
+def edit_picture(path: Path, how: str, seed: int) -> None:
+    """Change the file of a picture, or do nothing."""
+    if how == "touched" and path.exists():
+        path.write_bytes(path.read_bytes())
+    elif how == "other":
+        picture(seed, *SIZES[0]).save(path)
+    elif how == "other size":
+        picture(seed, *SIZES[seed % 3]).save(path)
+    elif how == "no picture":
+        path.write_text("no picture")
+    elif how == "cut":
+        picture(seed, *SIZES[0]).save(path)
+        path.write_bytes(path.read_bytes()[:-200])
+    elif how == "gone":
+        path.unlink(missing_ok=True)
+
+
+def each_picture(**choices: list[Any]) -> st.SearchStrategy[list[dict[str, Any]]]:
+    """A round of edits: one of each picture."""
+    values = {name: st.sampled_from(some) for name, some in choices.items()} | {"seed": st.integers(0, 50)}
+    return st.lists(st.fixed_dictionaries(values), min_size=NUM_EDITED, max_size=NUM_EDITED)
+
+
+class TableSource:
+    """Pictures that a ``metadata.jsonl`` names."""
+
+    edits = each_picture(picture=PICTURES, captions=CAPTIONS, label=LABELS, listed=[1, 1, 1, 1, 0, 2])
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir()
+        for i in range(NUM_EDITED + 1):
+            picture(i, *SIZES[i % 3]).save(root / f"{i}.png")
+
+    def edit(self, edits: list[dict[str, Any]]) -> None:
+        rows: list[dict[str, Any]] = [{"file_name": f"{NUM_EDITED}.png", "captions": "a circle"}]
+        for at, edit in enumerate(edits):
+            edit_picture(self.root / f"{at}.png", edit["picture"], edit["seed"])
+            row = {"file_name": f"{at}.png", "captions": edit["captions"], "label": edit["label"]}
+            rows += [row, {**row, "captions": "again"}][: edit["listed"]]
+        (self.root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+class SidecarSource:
+    """Pictures with a text, or a JSON, beside each."""
+
+    edits = each_picture(
+        picture=PICTURES,
+        txt=[b"a circle", b"a square\na square\n", b" ", BROKEN_TEXT, LONG.encode(), None],
+        json=[None, b'{"label": 1}', b'{"label": "x"}', b"{", b'{"caption": 5}'],
+    )
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir()
+        for i in range(NUM_EDITED + 1):
+            picture(i, *SIZES[i % 3]).save(root / f"{i}.png")
+            (root / f"{i}.txt").write_text("a circle")
+
+    def edit(self, edits: list[dict[str, Any]]) -> None:
+        for at, edit in enumerate(edits):
+            edit_picture(self.root / f"{at}.png", edit["picture"], edit["seed"])
+            for suffix in ("txt", "json"):
+                path = self.root / f"{at}.{suffix}"
+                path.unlink(missing_ok=True)
+                if edit[suffix] is not None:
+                    path.write_bytes(edit[suffix])
+
+
+class ClassSource:
+    """Pictures in class folders."""
+
+    edits = each_picture(folder=list("abcde"), picture=PICTURES)
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for i in range(NUM_EDITED + 1):
+            (root / "ace"[i % 3]).mkdir(parents=True, exist_ok=True)
+            picture(i).save(root / "ace"[i % 3] / f"{i}.png")
+
+    def edit(self, edits: list[dict[str, Any]]) -> None:
+        for at, edit in enumerate(edits):
+            (self.root / edit["folder"]).mkdir(exist_ok=True)
+            edit_picture(self.root / edit["folder"] / f"{at}.png", edit["picture"], edit["seed"])
+
+
+Rounds = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+AnySource = TableSource | SidecarSource | ClassSource
+
+
+def contents(store: LatentStore) -> list[tuple[Any, ...]]:
+    """What a store says of each record, and the bytes that it holds of it; in the order of the keys."""
+    texts, found = store.captions["text"].to_pylist() if store.spec.text else [], []
+    for i, row in enumerate(store.records.to_pylist()):
+        record, latents, captions = store.record_at(i), b"", ()
+        if record.status == "stored":
+            assert record.bucket
+            latents = store.latents(record.bucket)[record.row].tobytes()
+            captions = tuple((texts[c], store.caption_embedding(c).tobytes()) for c in record.caption_ids)
+        detail = "" if record.reason == "duplicate_key" else row["detail"]  # where the first one stands, which moves
+        name = store.spec.classes[record.label] if store.spec.classes and record.label >= 0 else ""
+        found.append((record.key, record.status, record.reason, detail, record.label, name, captions, latents))
+    return sorted(found, key=lambda one: (one[0], one[1], one[2] or ""))
+
+
+def grow(source: AnySource, store: Path, recipe: PrecomputeRecipe, *, drop_gone: bool = True) -> LatentStore:
+    precompute(
+        recipe,
+        source_path=source.root,
+        store_path=store,
+        device=CPU,
+        progress=no_progress,
+        options=Options(drop_gone=drop_gone),
+    )
+    return LatentStore(store)
+
+
+def check(kind: Callable[[Path], AnySource], recipe: PrecomputeRecipe, rounds: Rounds, tmp: Path) -> None:
+    """Grow a store after each round of edits, then compare it with a fresh one."""
+    shutil.rmtree(tmp / "trial", ignore_errors=True)
+    (tmp / "trial").mkdir()
+    source, grown = kind(tmp / "trial/source"), None
+    for edits in rounds:
+        source.edit(edits)
+        grown = grow(source, tmp / "trial/grown", recipe)
+    assert grown is not None
+    assert contents(grown) == contents(grow(source, tmp / "trial/fresh", recipe))
+
+
+QUICK = settings(
+    max_examples=2,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@pytest.mark.parametrize("missing", ["reject", "null"])
+@given(rounds=st.tuples(TableSource.edits, TableSource.edits))
+@QUICK
+def test_of_a_table(missing: str, rounds: Rounds, tmp_path: Path) -> None:
+    check(TableSource, caption_recipe(f"source.missing_caption={missing}", *RECIPE), rounds, tmp_path)
+
+
+@pytest.mark.parametrize("with_text", [True, False])
+@given(rounds=st.tuples(SidecarSource.edits, SidecarSource.edits))
+@QUICK
+def test_of_sidecars(with_text: bool, rounds: Rounds, tmp_path: Path) -> None:
+    recipe = caption_recipe(*RECIPE) if with_text else label_recipe(*RECIPE[:-1])
+    check(SidecarSource, recipe, rounds, tmp_path)
+
+
+@given(rounds=st.tuples(ClassSource.edits, ClassSource.edits))
+@QUICK
+def test_of_class_folders(rounds: Rounds, tmp_path: Path) -> None:
+    check(ClassSource, label_recipe(*RECIPE[:-1]), rounds, tmp_path)
+
+
+@pytest.mark.parametrize(("before", "after"), [("header", "manifest"), ("manifest", "header")])
+def test_of_a_table_whose_sizes_are_believed_from_now_on_or_no_longer(tmp_path: Path, before: str, after: str) -> None:
+    real = {"right": (64, 64), "lies": (64, 64), "short": (64, 64), "long": (20, 200), "unsaid": (64, 64)}
+    said = {"right": (64, 64), "lies": (60, 100), "short": (10, 200), "long": (64, 64), "broken": (64, 64)}
+    rows = [{"file_name": f"{name}.png", "captions": "a circle"} for name in [*real, "broken"]]
+    for row in rows:
+        name = row["file_name"].removesuffix(".png")
+        row |= dict(zip(("height", "width"), said.get(name, ()), strict=False))
+    source = TableSource(tmp_path / "source")
+    for name, size in real.items():
+        picture(3, *size).save(source.root / f"{name}.png")
+    (source.root / "broken.png").write_text("no picture")
+    (source.root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    first, then = (caption_recipe(f"source.sizes={sizes}", *RECIPE) for sizes in (before, after))
+    old = contents(grow(source, tmp_path / "grown", first))
+    grown = grow(source, tmp_path / "grown", then)
+    assert contents(grown) == contents(grow(source, tmp_path / "fresh", then)) != old
+    assert grow(source, tmp_path / "grown", then).revision == grown.revision == 2

@@ -1,0 +1,257 @@
+"""The plan: every record has its place, every distinct caption is listed once, and batches follow fixed rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from making import caption_recipe, picture
+
+from leandit.datasets.errors import SourceError
+from leandit.datasets.format.layout import place_captions
+from leandit.datasets.format.schema import CAPTIONS_SCHEMA, RECORDS_SCHEMA
+from leandit.precompute.config import PrecomputeRecipe, SourceSection
+from leandit.precompute.encoders.text import CaptionTokenizer
+from leandit.precompute.images.decoders import Decoders
+from leandit.precompute.planning.captions import plan_captions
+from leandit.precompute.planning.compare import Comparison, Kept, all_fresh
+from leandit.precompute.planning.pictures import PlannedPicture, PlannedPictures, picture_table, plan_pictures
+from leandit.precompute.planning.records import plan_records
+from leandit.precompute.progress.rejects import RejectLimit
+from leandit.precompute.shards.caption_shard import equal_length_batches
+from leandit.precompute.sources.files.files import LocalFiles
+from leandit.precompute.sources.files.record import SourceRecord, caption_texts
+from leandit.precompute.sources.listing.listing import record_batches, spool
+from leandit.precompute.sources.source import Source
+
+Planned = Callable[..., list[PlannedPicture]]
+MAX_TOKENS = 8
+LONG = "a big red circle above a tiny green square left of a blue triangle"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> CaptionTokenizer:
+    return CaptionTokenizer(caption_recipe(f"text.max_tokens={MAX_TOKENS}").text)
+
+
+def made_source(root: Path, shapes: Sequence[tuple[int, int]], captions: Sequence[tuple[str, ...]]) -> Source:
+    records = []
+    for i, (size, texts) in enumerate(zip(shapes, captions, strict=True)):
+        path = root / f"{i}.png"
+        picture(i, *size).save(path)
+        records.append(SourceRecord(f"key-{i}", path.name, 0, path.stat().st_size, label=i % 3, captions=texts))
+    listed = spool(record_batches(records), lambda done: None)
+    return Source(SourceSection(kind="metadata"), LocalFiles(root), listed, None, 0)
+
+
+@pytest.fixture(scope="module")
+def planned(decoders: Decoders) -> Planned:
+    """Pictures of a source as its first revision plans them."""
+
+    def plan(source: Source, recipe: PrecomputeRecipe, *, stops: bool = False) -> list[PlannedPicture]:
+        limit = None if stops else RejectLimit(recipe.source, None)
+        found = plan_pictures(source, source.records, recipe, decoders, limit, progress=lambda done: None)
+        return list(chain.from_iterable(found))
+
+    return plan
+
+
+def as_table(pictures: list[PlannedPicture]) -> pa.Table:
+    return picture_table([PlannedPictures(pictures, np.arange(len(pictures)))])
+
+
+def table_of(source: Source, pictures: Sequence[PlannedPicture], caption_ids: Sequence[Sequence[int]]) -> pa.Table:
+    ids = pa.chunked_array([list(caption_ids)], pa.list_(pa.int32()))
+    return plan_records(all_fresh(source.records), as_table(pictures), ids, revision=1)
+
+
+def texts_of(source: Source, pictures: Sequence[PlannedPicture]) -> list[pa.ListArray]:
+    return lists([[] if p.reject else caption_texts(r) for r, p in zip(source.records, pictures, strict=True)])
+
+
+def lists(texts: Sequence[Sequence[str]]) -> list[pa.ListArray]:
+    return [pa.array(texts, pa.list_(pa.string()))]
+
+
+def test_rows_of_a_bucket_follow_the_source_and_rejects_have_none(tmp_path: Path, planned: Planned) -> None:
+    shapes = [(64, 64), (60, 100), (64, 64), (100, 60), (10, 90), (60, 100), (64, 64)]
+    source = made_source(tmp_path, shapes, [("a red circle",)] * 7)
+    pictures = planned(source, caption_recipe())
+    table = table_of(source, pictures, [[i] for i in range(7)])
+    assert table["key"].to_pylist() == [f"key-{i}" for i in range(7)]
+    names = {(64, 64): "64x64", (60, 100): "48x80", (100, 60): "80x48", (10, 90): None}
+    assert table["bucket"].to_pylist() == [names[shape] for shape in shapes]
+    assert table["row"].to_pylist() == [0, 0, 1, 0, -1, 1, 2]
+    assert table["label"].to_pylist() == [0, 1, 2, 0, 1, 2, 0]
+    assert table["caption_ids"].to_pylist() == [[i] for i in range(7)]
+    assert table["status"].to_pylist() == [*["planned"] * 4, "rejected", "planned", "planned"]
+    assert (table["stage"][4].as_py(), table["reason"][4].as_py()) == ("scan", "aspect")
+    assert table["source_path"].to_pylist() == [f"{i}.png" for i in range(7)]
+
+
+def test_the_plan_tells_the_sizes_and_the_crop(tmp_path: Path, planned: Planned) -> None:
+    source = made_source(tmp_path, [(60, 100), (100, 60)], [("x",), ("y",)])
+    rows = table_of(source, planned(source, caption_recipe()), [[], []]).to_pylist()
+    columns = ("height_px", "width_px", "resized_height_px", "resized_width_px", "crop_top_px", "crop_left_px")
+    assert [tuple(row[c] for c in columns) for row in rows] == [(60, 100, 48, 80, 0, 0), (100, 60, 80, 48, 0, 0)]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_plan_does_not_depend_on_threads(
+    tmp_path: Path, planned: Planned, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = made_source(tmp_path, [(20 + 3 * i, 40) for i in range(12)], [("x",)] * 12)
+    wanted = planned(source, caption_recipe())
+    monkeypatch.setattr("leandit.precompute.planning.pictures.num_threads", lambda: threads)
+    assert planned(source, caption_recipe()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [((10, 45), None), ((10, 46), "aspect"), ((45, 10), None), ((46, 10), "aspect"), ((1, 200), "aspect")],
+)
+def test_a_ratio_beyond_four_and_a_half_is_rejected(
+    tmp_path: Path, planned: Planned, size: tuple[int, int], reason: str | None
+) -> None:
+    (found,) = planned(made_source(tmp_path, [size], [("x",)]), caption_recipe())
+    assert (found.reject and found.reject.reason) == reason
+
+
+def test_a_square_takes_every_ratio(tmp_path: Path, planned: Planned) -> None:
+    source = made_source(tmp_path, [(10, 100)], [("x",)])
+    (found,) = planned(source, caption_recipe('images.buckets="square"', "images.resolution=64"))
+    assert (found.bucket, found.reject) == ((64, 64), None)
+
+
+@pytest.mark.parametrize("captions", [(), ("",), (" \t\n", "")])
+def test_a_record_without_a_caption_is_rejected_only_where_text_is_wanted(
+    tmp_path: Path, planned: Planned, captions: tuple[str, ...]
+) -> None:
+    source = made_source(tmp_path, [(64, 64)], [captions])
+    (with_text,) = planned(source, caption_recipe())
+    (without,) = planned(source, caption_recipe("text.kind=none"))
+    assert with_text.reject
+    assert (with_text.reject.reason, without.reject) == ("no_caption", None)
+
+
+def test_captions_are_listed_once_sorted_by_length_and_named_by_their_records(
+    tmp_path: Path, planned: Planned, tokenizer: CaptionTokenizer
+) -> None:
+    captions = [
+        ("a tiny red square above a big circle", "a circle"),
+        ("  a circle\n", "a red square", "a circle"),
+        ("", "a blue square", LONG),
+        ("a square",),
+        ("never planned",),
+    ]
+    source = made_source(tmp_path, [*[(64, 64)] * 4, (1, 99)], captions)
+    table, ids = plan_captions(texts_of(source, planned(source, caption_recipe())), tokenizer, MAX_TOKENS)
+    texts = table["text"].to_pylist()
+    assert sorted(texts) == sorted({c.strip() for texts in captions[:4] for c in texts} - {""})
+    counts = tokenizer.count(texts)
+    assert table["num_tokens"].to_pylist() == [min(n, MAX_TOKENS) for n in counts]
+    assert table["truncated"].to_pylist() == [n > MAX_TOKENS for n in counts]
+    assert any(table["truncated"].to_pylist())
+    # By length, then by first appearance.
+    seen = [c.strip() for texts in captions for c in texts]
+    assert texts == sorted(texts, key=lambda t: (min(tokenizer.count([t])[0], MAX_TOKENS), seen.index(t)))
+    wanted = [list(dict.fromkeys(c.strip() for c in texts if c.strip())) for texts in captions[:4]]
+    assert [[texts[i] for i in record] for record in ids.to_pylist()] == [*wanted, []]
+
+
+def test_more_captions_than_a_tokenizer_batch_are_counted_alike(
+    tmp_path: Path, planned: Planned, tokenizer: CaptionTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("red", "blue", "green square", "big circle", "tiny blue circle")
+    source = made_source(tmp_path, [(64, 64)] * 5, [(f"a {word}", f"a {word} above a square") for word in words])
+    pictures = planned(source, caption_recipe())
+    whole, ids = plan_captions(texts_of(source, pictures), tokenizer, MAX_TOKENS)
+    monkeypatch.setattr("leandit.precompute.planning.captions.TOKENIZE_BATCH", 3)
+    assert plan_captions(texts_of(source, pictures), tokenizer, MAX_TOKENS) == (whole, ids)
+
+
+def test_without_a_tokenizer_there_are_no_captions(tmp_path: Path, planned: Planned) -> None:
+    source = made_source(tmp_path, [(64, 64)], [("a circle",)])
+    table, ids = plan_captions(texts_of(source, planned(source, caption_recipe("text.kind=none"))), None, MAX_TOKENS)
+    assert (table.num_rows, ids.to_pylist()) == (0, [[]])
+    assert table.schema.types == CAPTIONS_SCHEMA.types
+
+
+lengths_and_rows = st.integers(1, 40).flatmap(
+    lambda rows: st.tuples(st.lists(st.integers(1, rows), max_size=60), st.just(rows))
+)
+
+
+@given(lengths_and_rows)
+def test_no_caption_straddles_two_shards(case: tuple[list[int], int]) -> None:
+    lengths, shard_rows = case
+    shards: list[list[int]] = [[]]
+    for length in lengths:
+        if sum(shards[-1]) + length > shard_rows:
+            shards.append([])
+        shards[-1].append(length)
+    naive = [shard_rows * i + sum(shard[:j]) for i, shard in enumerate(shards) for j in range(len(shard))]
+    offsets = place_captions(lengths, shard_rows)
+    assert offsets.tolist() == naive
+    assert all(o // shard_rows == (o + n - 1) // shard_rows for o, n in zip(naive, lengths, strict=True))
+
+
+@given(st.lists(st.integers(1, 6), max_size=60).map(sorted), st.integers(1, 9))
+def test_batches_have_one_length_and_cover_everything_once(lengths: list[int], batch_size: int) -> None:
+    batches = equal_length_batches(np.array(lengths, np.int64), batch_size)
+    assert [i for batch in batches for i in batch] == list(range(len(lengths)))
+    assert all(0 < len(batch) <= batch_size and len({lengths[i] for i in batch}) == 1 for batch in batches)
+    fewest = sum(-(-lengths.count(n) // batch_size) for n in set(lengths))
+    assert len(batches) == fewest
+
+
+def test_a_later_revision_counts_its_rows_and_captions_on_its_own(
+    tmp_path: Path, planned: Planned, tokenizer: CaptionTokenizer
+) -> None:
+    # What is carried over keeps its revision and row; only the ids of captions count over all revisions.
+    first = made_source(tmp_path, [(64, 64), (60, 100)], [("a red circle",), ("a blue square",)])
+    known, ids = plan_captions(lists([["a red circle"], ["a blue square"]]), tokenizer, MAX_TOKENS)
+    before = table_of(first, planned(first, caption_recipe()), ids.to_pylist())
+    source = made_source(tmp_path, [(64, 64), (64, 64)], [("a blue square",), ("a circle",)])
+    renamed = (replace(record, key=f"new-{i}") for i, record in enumerate(source.records))
+    fresh = spool(record_batches(renamed), lambda done: None)
+    kept = [Kept(i, record) for i, record in enumerate(first.records)]
+    comparison = Comparison(kept, fresh, before.select(RECORDS_SCHEMA.names), {1: 2})
+    texts = [*comparison.texts, ["a blue square"], ["a circle"]]
+    captions, ids = plan_captions(lists(texts), tokenizer, MAX_TOKENS, revision=2, known=known)
+    table = plan_records(comparison, as_table(planned(source, caption_recipe())), ids, revision=2)
+    assert table["key"].to_pylist() == ["key-0", "key-1", "new-0", "new-1"]
+    assert table["revision"].to_pylist() == [1, 1, 2, 2]
+    assert table["row"].to_pylist() == [0, 0, 0, 1]
+    assert table["attempts"].to_pylist() == [1, 1, 1, 2]
+    assert captions["text"].to_pylist() == [*known["text"].to_pylist(), "a circle"]
+    assert captions["revision"].to_pylist() == [1, 1, 2]
+    words = captions["text"].to_pylist()
+    assert [[words[i] for i in one] for one in table["caption_ids"].to_pylist()] == texts
+
+
+@pytest.mark.parametrize(
+    ("broken", "share", "in_a_row", "stops"),
+    [(10, 0.01, 100, None), (11, 0.01, 100, "max_reject_share"), (11, 0.95, 100, None), (5, 1.0, 5, "in_a_row")],
+    ids=["ten are never too many", "a large share", "allowed", "in a row"],
+)
+def test_too_many_rejects_stop_the_scan_and_say_why(
+    broken: int, share: float, in_a_row: int, stops: str | None, tmp_path: Path, planned: Planned
+) -> None:
+    source = made_source(tmp_path, [(8, 8)] * 24, [("x",)] * 24)
+    for record in source.records[:broken]:
+        (tmp_path / record.path).write_bytes(b"x" * record.num_bytes)
+    recipe = caption_recipe(f"source.max_reject_share={share}", f"source.max_rejects_in_a_row={in_a_row}")
+    if stops is None:
+        assert sum(picture.reject is not None for picture in planned(source, recipe, stops=True)) == broken
+        return
+    with pytest.raises(SourceError, match=rf"{broken} .*rejected.*{stops}.*{broken} x not_an_image") as caught:
+        planned(source, recipe, stops=True)
+    assert "encoded" not in str(caught.value)  # nothing is, yet

@@ -1,0 +1,636 @@
+"""Plans that go by in batches: the same bytes as a plan made in one piece, in memory that does not grow with it."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from making import CPU, SUPPORT, caption_recipe, no_progress, picture
+
+from leandit.datasets.disk.hashing import sha256_of, xxh3_parts
+from leandit.datasets.disk.spill import map_array, map_table, one_chunk, rebatched
+from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
+from leandit.datasets.format import tables
+from leandit.datasets.format.layout import CAPTION_PART, NULL_PART
+from leandit.datasets.format.schema import (
+    CAPTION_RESULTS,
+    CAPTIONS_SCHEMA,
+    PLAN_SCHEMA,
+    RECORDS_SCHEMA,
+    CommitRecord,
+    Fallback,
+    Reject,
+)
+from leandit.datasets.format.tables import parquet_file
+from leandit.datasets.revisions import merge
+from leandit.datasets.revisions.plan import FrozenPlan, first_plan, read_plan, write_plan
+from leandit.datasets.store import LatentStore
+from leandit.precompute.config import PrecomputeRecipe, SourceSection
+from leandit.precompute.encoders.text import CaptionTokenizer
+from leandit.precompute.images import decoder_child
+from leandit.precompute.images.decoders import Decoders
+from leandit.precompute.pipeline import precompute
+from leandit.precompute.planning import captions as caption_plan
+from leandit.precompute.planning import pictures as picture_plan
+from leandit.precompute.planning import records as plan
+from leandit.precompute.planning.compare import all_fresh
+from leandit.precompute.sources.files.files import LocalFiles
+from leandit.precompute.sources.files.record import SourceRecord, caption_texts
+from leandit.precompute.sources.listing import distinct, listing
+from leandit.precompute.sources.source import Source
+from leandit.tools.synthetic.store import noise_spec
+
+MAX_TOKENS = 6
+WORDS = st.sampled_from(
+    ["red", "a circle", " a circle ", "a big blue square", "", " ", "green triangle above a square"]
+)
+SIZES = [(64, 64), (60, 100), (100, 60), (10, 90)]  # the last is rejected
+
+
+def table_bytes(table: pa.Table) -> bytes:
+    """A table as the bytes of a Parquet file, as pyarrow writes it in one go."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", write_statistics=True)
+    return sink.getvalue().to_pybytes()
+
+
+@contextmanager
+def batches_of(rows: int) -> Iterator[None]:
+    """All that is done in batches is done in very small ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (listing, plan, picture_plan, caption_plan, tables):
+            patch.setattr(module, "BATCH_ROWS", rows)
+        patch.setattr(distinct, "SPREAD", rows + 1)
+        patch.setattr(caption_plan, "SORTED_BYTES", 10 * rows)
+        patch.setattr(caption_plan, "NUMBERED", 2 * rows)
+        patch.setattr(caption_plan, "TOKENIZE_BATCH", rows)
+        patch.setattr(picture_plan, "ASKED", rows)
+        patch.setattr(picture_plan, "PLANNED", 2)
+        yield
+
+
+@pytest.fixture(scope="module")
+def recipe() -> PrecomputeRecipe:
+    return caption_recipe(f"text.max_tokens={MAX_TOKENS}", "source.sizes=manifest", "source.max_reject_share=1")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(recipe: PrecomputeRecipe) -> CaptionTokenizer:
+    return CaptionTokenizer(recipe.text)
+
+
+def planned(
+    records: Sequence[SourceRecord], recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer, known: pa.Table | None
+) -> tuple[pa.Table, pa.Table]:
+    """The tables of a plan, as the real planner makes them."""
+    listed = listing.spool(listing.record_batches(records), lambda done: None)
+    source = Source(SourceSection(kind="manifest"), LocalFiles(Path()), listed, None, 0)
+    comparison = all_fresh(source.records)
+    with Decoders(1) as decoders:  # none is started: nothing is opened
+        found = picture_plan.plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
+        pictures = picture_plan.picture_table(found)
+    texts = plan.PlannedTexts(comparison, pictures)
+    captions, ids = caption_plan.plan_captions(texts, tokenizer, MAX_TOKENS, revision=2, known=known)
+    return plan.plan_records(comparison, pictures, ids, revision=2), captions
+
+
+def planned_in_one_piece(
+    records: Sequence[SourceRecord], recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer, known: pa.Table | None
+) -> tuple[pa.Table, pa.Table]:
+    """The same by its definition, with everything in Python's memory."""
+    seen: dict[str, int] = {}
+    next_row: dict[str, int] = {}
+    rows, texts = [], []
+    for i, record in enumerate(records):
+        first = seen.setdefault(record.key, i)
+        reject, one = record.problem, dict.fromkeys(PLAN_SCHEMA.names)
+        if first != i:
+            record = SourceRecord(record.key, record.path)
+            reject = ("duplicate_key", f"record {first + 1} of the source has the same key")
+        if not reject and not caption_texts(record):
+            reject = ("no_caption", "no caption, or only white space")
+        if not reject and (record.height_px, record.width_px) == (10, 90):
+            reject = ("aspect", "10x90 px is outside the bucket table")
+        one |= {"key": record.key, "revision": 2, "label": record.label, "attempts": 1, "row": -1}
+        one |= {"source_path": record.path, "source_offset": record.offset, "source_bytes": record.num_bytes}
+        one |= {"source_mtime_ns": record.mtime_ns, "status": "rejected" if reject else "planned"}
+        if reject:
+            one |= {"stage": "scan", "reason": reject[0], "detail": reject[1]}
+        else:
+            crop = picture_plan.place_picture(record.height_px, record.width_px, recipe.images)
+            assert crop.bucket
+            assert crop.resized
+            name = "{}x{}".format(*crop.bucket)
+            one |= {
+                "bucket": name,
+                "row": (row := next_row.get(name, 0)),
+                "height_px": crop.height_px,
+                "width_px": crop.width_px,
+            }
+            one |= {"resized_height_px": crop.resized[0], "resized_width_px": crop.resized[1]}
+            one |= {"crop_top_px": crop.crop_top_px, "crop_left_px": crop.crop_left_px}
+            next_row[name] = row + 1
+        rows.append(one)
+        texts.append([] if reject else caption_texts(record))
+    before = known if known is not None else CAPTIONS_SCHEMA.empty_table()
+    ids = {text: i for i, text in enumerate(before["text"].to_pylist())}
+    new = list(dict.fromkeys(text for some in texts for text in some if text not in ids))
+    counts = tokenizer.count(new)
+    lengths = [min(count, MAX_TOKENS) for count in counts]
+    order = sorted(range(len(new)), key=lambda i: (lengths[i], i))
+    added = {
+        "text": [new[i] for i in order],
+        "revision": [2] * len(new),
+        "num_tokens": [lengths[i] for i in order],
+        "truncated": [counts[i] > MAX_TOKENS for i in order],
+        **dict.fromkeys(CAPTION_RESULTS, [None] * len(new)),
+    }
+    ids |= {text: before.num_rows + i for i, text in enumerate(added["text"])}
+    for one, some in zip(rows, texts, strict=True):
+        one["caption_ids"] = [ids[text] for text in some]
+    captions = pa.concat_tables([before, pa.table(added, schema=CAPTIONS_SCHEMA)])
+    return pa.Table.from_pylist(rows, schema=PLAN_SCHEMA), captions
+
+
+records_of = st.lists(
+    st.tuples(
+        st.integers(0, 15),
+        st.lists(WORDS, max_size=3),
+        st.sampled_from(SIZES),
+        st.sampled_from([None, None, None, ("missing_file", "there is no such")]),
+    ),
+    min_size=1,
+    max_size=24,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(made=records_of, rows=st.integers(1, 9), num_known=st.integers(0, 4))
+def test_a_plan_in_batches_is_the_plan_in_one_piece_to_the_byte(
+    made: list, rows: int, num_known: int, recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer
+) -> None:
+    records = [
+        SourceRecord(f"key-{key}", f"{i}.jpg", i, i + 9, i, key % 3, tuple(texts), problem, *size)
+        for i, (key, texts, size, problem) in enumerate(made)
+    ]
+    texts = ["a circle", "nobody says this", "red", "nor this"][:num_known]
+    known = {
+        "text": texts,
+        "revision": [1] * num_known,
+        "num_tokens": [3] * num_known,
+        "truncated": [False] * num_known,
+    }
+    nothing = dict.fromkeys(CAPTION_RESULTS, [None] * num_known)
+    before = pa.table(known | nothing, schema=CAPTIONS_SCHEMA)
+    whole = planned_in_one_piece(records, recipe, tokenizer, before)
+    with batches_of(rows):
+        batched = planned(records, recipe, tokenizer, before)
+    for found, wanted in zip(batched, whole, strict=True):
+        assert found.to_pylist() == wanted.to_pylist()
+        assert bytes(parquet_file(found)) == table_bytes(wanted.combine_chunks())
+
+
+def frozen_plan(records: pa.Table, captions: pa.Table) -> FrozenPlan:
+    spec = noise_spec({"64x64": 1, "48x80": 1, "80x48": 1}, 4, 0, MAX_TOKENS, 8, 64, "none")
+    return FrozenPlan(spec, 2, "", (1,), (), False, "", records, captions)
+
+
+def some_plan(recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer, count: int = 50) -> FrozenPlan:
+    records = [
+        SourceRecord(f"{i}", f"{i}.jpg", captions=(f"a circle {i % 7}",), height_px=size[0], width_px=size[1])
+        for i, size in ((i, SIZES[i * i % 4]) for i in range(count))
+    ]
+    return frozen_plan(*planned(records, recipe, tokenizer, None))
+
+
+def test_the_hash_of_a_plan_is_that_of_its_tables_in_one_piece(
+    recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer
+) -> None:
+    # It stands in every commit record: if it changes, no unfinished store can be gone on with.
+    made = some_plan(recipe, tokenizer)
+    whole = [made.records.drop_columns(["source_mtime_ns"]).combine_chunks(), made.captions.combine_chunks()]
+    tables = [xxh3_parts([table_bytes(table)])[1] for table in whole]
+    assert made.hash == sha256_of([made.spec.fingerprint, 2, "", (1,), False, *tables])
+
+
+@pytest.mark.parametrize("rows", [3, 1 << 14])
+def test_a_plan_is_read_back_as_it_was_with_every_row_in_its_place(
+    rows: int, tmp_path: Path, recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer
+) -> None:
+    made = some_plan(recipe, tokenizer)
+    with batches_of(rows):
+        write_plan(tmp_path, made, replace=False)
+        found = read_plan(tmp_path, 2)
+        assert found.records.to_pylist() == made.records.to_pylist()
+        assert found.captions.to_pylist() == made.captions.to_pylist()
+        assert found.hash == made.hash
+        positions = {name: at.tolist() for name, at in found.bucket_positions.items()}
+    naive: dict[str, list[int]] = {}
+    for i, row in enumerate(made.records.to_pylist()):
+        if row["bucket"]:
+            naive.setdefault(row["bucket"], []).append(i)
+    assert positions == naive
+    assert list(positions) == sorted(positions, key=lambda name: [int(side) for side in name.split("x")])
+    assert found.first_caption == 0
+
+
+def test_the_bytes_of_a_table_do_not_depend_on_its_chunks() -> None:
+    # More than a Parquet page of each kind of column, with nulls, and chunks that do not fit its write batches.
+    count, rng = 60_000, np.random.default_rng(0)
+    columns = {
+        "text": [None if i % 11 == 0 else f"{'é' * (i % 40)}{rng.integers(1 << 40)}" for i in range(count)],
+        "ids": pa.array([[i] * (i % 4) for i in range(count)], pa.list_(pa.int32())),
+        "number": rng.integers(0, 1 << 40, count),
+        "nothing": pa.nulls(count, pa.string()),
+    }
+    whole = pa.table(columns)
+    cut = pa.concat_tables([whole.slice(start, 777) for start in range(0, count, 777)])
+    assert cut["text"].num_chunks > 1
+    assert bytes(parquet_file(cut)) == table_bytes(whole)
+    assert one_chunk(cut["text"]).equals(whole["text"])
+    empty = whole.slice(0, 0)
+    assert bytes(parquet_file(empty)) == table_bytes(empty)
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 7))
+def test_rebatched_rows_stay_in_order(lengths: list[int], rows: int) -> None:
+    numbers = iter(range(sum(lengths)))
+    batches = [pa.RecordBatch.from_pydict({"n": pa.array([next(numbers) for _ in range(n)], "int64")}) for n in lengths]
+    found = list(rebatched(batches, rows))
+    assert [n for batch in found for n in batch["n"].to_pylist()] == list(range(sum(lengths)))
+    assert all(batch.num_rows == rows for batch in found[:-1])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 5), max_size=40), st.integers(1, 9))
+def test_first_positions_are_those_of_a_dictionary(things: list[int], spread: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distinct, "SPREAD", spread)
+        some = [
+            distinct.digests(pa.array([str(n) for n in things[start : start + 4]], "str"))
+            for start in range(0, len(things), 4)
+        ]
+        assert distinct.first_positions(some, "x").tolist() == [things.index(n) for n in things]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: map_array(10, "int64", "the plan"),
+        lambda: map_table(pa.schema([("n", pa.int64())]), [pa.RecordBatch.from_pydict({"n": [1]})], "the plan"),
+    ],
+    ids=["array", "table"],
+)
+def test_a_full_disk_is_said_before_a_page_is_missed(
+    make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("leandit.datasets.disk.spill.os.posix_fallocate", full)
+    monkeypatch.setattr("leandit.datasets.disk.spill.pa.OSFile", full)
+    with pytest.raises(ResourceError, match=r"the plan.*No space left.*TMPDIR"):
+        make()
+
+
+def write(path: Path, content: bytes) -> tuple[Path, int, int]:
+    path.write_bytes(content)
+    return path, 0, len(content)
+
+
+def encoded(kind: str, height_px: int, width_px: int, **options: object) -> bytes:
+    stream = io.BytesIO()
+    picture(3, height_px, width_px).save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def turned(image_format: str, height_px: int, width_px: int, **options: object) -> bytes:
+    exif = picture(0).getexif()
+    exif[0x0112] = 6
+    return encoded(image_format, height_px, width_px, exif=exif.tobytes(), **options)
+
+
+def test_the_size_of_a_large_file_is_that_of_all_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = 4096
+    late = turned("JPEG", 90, 120)
+    pad = b"".join(b"\xff\xed" + (60_000).to_bytes(2, "big") + bytes(59_998) for _ in range(2))
+    cases = {
+        "plain": encoded("JPEG", 300, 200, quality=95),
+        "turned": turned("JPEG", 300, 200, quality=95),
+        "late": late[:2] + pad + late[2:],
+        "png": encoded("PNG", 300, 200),
+        "turned png": turned("PNG", 300, 200),
+        "noise": b"\xff\xd8\xff" + bytes(9999),
+    }
+    monkeypatch.setattr(decoder_child, "HEADER_BYTES", head)
+    for name, content in cases.items():
+        assert len(content) > head
+        place = write(tmp_path / name, content)
+        try:
+            wanted: object = decoder_child.read_size(content)
+        except RecordRejected as reject:
+            wanted = str(reject)
+        try:
+            found: object = decoder_child.size_in_file(str(place[0]), 0, len(content), exif_orientation=True)
+        except RecordRejected as reject:
+            found = str(reject)
+        assert found == wanted, name
+
+
+def test_a_manifest_that_lies_of_a_size_costs_that_record_alone(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    lines = []
+    for i in range(6):
+        picture(i, 64, 64).save(source / f"{i}.png")
+        lines.append({"file_name": f"{i}.png", "height": 60 if i == 2 else 64, "width": 64})
+    del lines[4]["height"]  # not said: then its header is read
+    (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = caption_recipe("text.kind=none", "source.sizes=manifest")
+    precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    rows = LatentStore(tmp_path / "store").records.to_pylist()
+    assert [(row["key"], row["reason"]) for row in rows if row["status"] != "stored"] == [("2.png", "wrong_size")]
+    assert [row["height_px"] for row in rows] == [64, 64, 60, 64, 64, 64]
+    lines[2]["height"] = 64  # mended: it is tried again
+    (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    assert LatentStore(tmp_path / "store").records["status"].to_pylist() == ["stored"] * 6
+
+
+def test_a_manifest_that_lies_of_many_sizes_ends_the_run(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for i in range(12):
+        picture(i, 64, 64).save(source / f"{i}.png")
+    lines = [{"file_name": f"{i}.png", "height": 60, "width": 64} for i in range(12)]
+    (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = caption_recipe("text.kind=none", "source.sizes=manifest")
+    with pytest.raises(SourceError, match="7 x wrong_size"):
+        precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+
+
+def test_with_the_sizes_of_a_manifest_no_picture_is_opened_to_plan_it(
+    recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer
+) -> None:
+    records = [SourceRecord("a", "no/such/file.jpg", captions=("a circle",), height_px=60, width_px=100)]
+    (row,) = planned(records, recipe, tokenizer, None)[0].to_pylist()
+    assert (row["bucket"], row["height_px"], row["status"]) == ("48x80", 60, "planned")
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import pyarrow as pa
+from making import caption_recipe
+from test_plan_scale import frozen_plan
+from leandit.precompute.config import SourceSection
+from leandit.datasets.revisions.plan import read_plan, write_plan
+from leandit.precompute import caption_plan, picture_plan, plan
+from leandit.precompute.images.decoders import Decoders
+from leandit.precompute.planning.compare import all_fresh
+from leandit.precompute.sources.files.files import LocalFiles
+from leandit.precompute.sources.listing.listing import record_batches, spool
+from leandit.precompute.sources.files.record import SourceRecord
+from leandit.precompute.sources.source import Source
+
+class Words:
+    def count(self, texts):
+        return [len(text.split()) for text in texts]
+
+def anonymous_mb():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+def make(count, store):
+    records = (
+        SourceRecord(f"folder/{i:09d}.jpg", f"folder/{i:09d}.jpg", 0, i, i, height_px=64, width_px=64,
+                     captions=("a caption of some words " + "x " * (i % 5) + str(i),))
+        for i in range(count)
+    )
+    listed = spool(record_batches(records), lambda done: None)
+    source = Source(SourceSection(kind="manifest"), LocalFiles(Path()), listed, None, 0)
+    comparison, recipe = all_fresh(source.records), caption_recipe("source.sizes=manifest")
+    with Decoders(1) as decoders:
+        found = picture_plan.plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
+        pictures = picture_plan.picture_table(found)
+    captions, ids = caption_plan.plan_captions(plan.PlannedTexts(comparison, pictures), Words(), 6)
+    made = frozen_plan(plan.plan_records(comparison, pictures, ids, revision=2), captions)
+    write_plan(store, made, replace=False)
+    found = read_plan(store, 2)
+    assert len(found.bucket_positions["64x64"]) == count
+    return source, made, found  # all of it is held
+
+store = Path(sys.argv[1])
+small = make(10_000, store / "small")
+before, allocated = anonymous_mb(), pa.total_allocated_bytes()
+large = make(60_000, store / "large")
+print(pa.total_allocated_bytes() - allocated, anonymous_mb() - before)
+"""
+
+
+def test_the_memory_of_a_plan_does_not_grow_with_its_records(tmp_path: Path) -> None:
+    tests = SUPPORT
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tests)!r})\n" + MEMORY, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    # 50,000 records more are 12 MB of tables, each held twice. They are mapped: Arrow has next to nothing of them in
+    # memory of its own; what else there is are the buffers of one batch, and what allocators keep.
+    allocated, anonymous_mb = ran.stdout.split()
+    assert int(allocated) < 1 << 20
+    assert float(anonymous_mb) < 100
+
+
+# Seals: the tables of a revision and its commit records, joined a few rows at a time.
+
+
+def digits(rng: np.random.Generator, count: int, keep: np.ndarray) -> list[str]:
+    return [f"{number:016x}" if kept else "" for number, kept in zip(rng.integers(0, 2**63, count), keep, strict=True)]
+
+
+def committed(plan: FrozenPlan, seed: int) -> dict[tuple[str, int], CommitRecord]:
+    """Commit records of some tasks of a plan, with rejects, fallbacks and qualities."""
+    rng, found = np.random.default_rng(seed), {}
+    for part, shard in plan.layout.tasks():
+        if rng.random() < 0.2 or part == NULL_PART:
+            continue
+        rejects, fallbacks, source, more = list[Reject](), list[Fallback](), list[str](), {}
+        if part == CAPTION_PART:
+            count = len(plan.layout.captions_of(shard))
+            checksums = digits(rng, count, np.ones(count, bool))
+            if rng.random() < 0.5:
+                more = {"min_cosines": rng.random(count).tolist(), "max_errors": rng.random(count).tolist()}
+        else:
+            rows = plan.layout.rows_of(part, shard)
+            kept = rng.random(len(rows)) < 0.6
+            checksums, source = digits(rng, len(rows), kept), digits(rng, len(rows), kept)
+            for row in rows:
+                if not kept[row - rows.start]:
+                    rejects.append(Reject(row=row, key="k", stage="encode", reason="nonfinite", detail=f"row {row}"))
+                if rng.random() < 0.3:
+                    fallbacks.append(Fallback(row=row, how="float32"))
+        found[part, shard] = CommitRecord(
+            format_version=1,
+            fingerprint=plan.spec.fingerprint,
+            plan=plan.hash,
+            part=part,
+            shard=shard,
+            files=[],
+            checksums=checksums,
+            source_checksums=source,
+            rejects=rejects,
+            fallbacks=fallbacks,
+            record_hash="",
+            **more,
+        )
+    return found
+
+
+def merged_in_one_piece(plan: FrozenPlan, commits: dict[tuple[str, int], CommitRecord]) -> tuple[pa.Table, pa.Table]:
+    """Both tables by their definition, with everything in Python's memory."""
+    records = plan.records.select(RECORDS_SCHEMA.names).to_pylist()
+    captions = plan.captions.to_pylist()
+    for (part, shard), commit in commits.items():
+        if part == CAPTION_PART:
+            for i, number in enumerate(plan.layout.captions_of(shard)):
+                row = captions[plan.first_caption + number]
+                row["checksum"] = int(commit.checksums[i], 16)
+                row["min_cosine"] = commit.min_cosines[i] if commit.min_cosines else None
+                row["max_error"] = commit.max_errors[i] if commit.max_errors else None
+            continue
+        rows, positions = plan.layout.rows_of(part, shard), plan.bucket_positions[part.removeprefix("buckets/")]
+        for i, row in enumerate(rows):
+            record = records[positions[row]] | {"status": "stored"}
+            record["checksum"] = int(commit.checksums[i], 16) if commit.checksums[i] else None
+            record["source_checksum"] = int(commit.source_checksums[i], 16) if commit.source_checksums[i] else None
+            records[positions[row]] = record
+        for fallback in commit.fallbacks:
+            records[positions[fallback.row]]["fallback"] = fallback.how
+        for reject in commit.rejects:
+            records[positions[reject.row]] |= {"status": "rejected", "checksum": None, "source_checksum": None}
+            records[positions[reject.row]] |= {name: getattr(reject, name) for name in ("stage", "reason", "detail")}
+    return pa.Table.from_pylist(records, RECORDS_SCHEMA), pa.Table.from_pylist(captions, CAPTIONS_SCHEMA)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_merge_in_batches_is_the_one_of_all_rows_in_memory_to_the_byte(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 3)
+    monkeypatch.setattr(merge, "BATCH_ROWS", 4)
+    rng = np.random.default_rng(seed)
+    plan = noise_plan(rng, records=40, captions=12)
+    commits = committed(plan, seed)
+    wanted = merged_in_one_piece(plan, commits)
+    found = merge.merge_records(plan, commits), merge.merge_captions(plan, commits)
+    for table, expected in zip(found, wanted, strict=True):
+        assert table.to_pylist() == expected.to_pylist()
+    done = merge.Merge(plan)
+    for task in rng.permutation(np.array(list(commits), object)).tolist():  # in whatever order they come
+        done.add((task[0], int(task[1])), commits[task[0], int(task[1])])
+    for module in (tables, merge):
+        monkeypatch.setattr(module, "ROW_GROUP", 15)
+    files = [
+        tables.parquet_of_groups(RECORDS_SCHEMA, done.record_groups()),
+        tables.parquet_of_groups(CAPTIONS_SCHEMA, done.caption_groups()),
+    ]
+    for content, expected in zip(files, wanted, strict=True):
+        sink = pa.BufferOutputStream()
+        pq.write_table(expected.combine_chunks(), sink, compression="zstd", write_statistics=True, row_group_size=15)
+        assert bytes(content) == sink.getvalue().to_pybytes()
+
+
+def noise_plan(rng: np.random.Generator, *, records: int, captions: int) -> FrozenPlan:
+    """A second revision: a third of the records and two captions are carried over, some were rejected at scan."""
+    names = ["32x64", "64x32"]
+    rows, next_row = [], dict.fromkeys(names, 0)
+    for i in range(records):
+        one: dict[str, Any] = dict.fromkeys(PLAN_SCHEMA.names)
+        one |= {"key": f"{i}", "revision": 2, "label": -1, "attempts": 1, "row": -1, "caption_ids": [i % captions]}
+        kind = rng.integers(0, 6)
+        if kind < 2:
+            one |= {
+                "revision": 1,
+                "bucket": names[0],
+                "row": i,
+                "status": "stored",
+                "checksum": i,
+                "fallback": "float32",
+            }
+        elif kind == 2:
+            one |= {"status": "rejected", "stage": "scan", "reason": "aspect", "detail": "too long"}
+        else:
+            bucket = names[kind % 2]
+            one |= {"status": "planned", "bucket": bucket, "row": next_row[bucket]}
+            next_row[bucket] += 1
+        rows.append(one)
+    texts: list[dict[str, Any]] = [
+        {"text": f"text {i}", "revision": 1 + (i > 1), "num_tokens": 1 + i // 4, "truncated": False}
+        for i in range(captions)
+    ]
+    for text in texts[:2]:
+        text |= {"checksum": 7, "min_cosine": 0.5, "max_error": 0.25}
+    return FrozenPlan(
+        spec=noise_spec(dict.fromkeys(names, 1), 4, 0, MAX_TOKENS, 8, 1, "none"),
+        revision=2,
+        base="",
+        stack=(1,),
+        carried=(),
+        copies=False,
+        listing="",
+        records=pa.Table.from_pylist(rows, PLAN_SCHEMA),
+        captions=pa.Table.from_pylist(texts, CAPTIONS_SCHEMA),
+    )
+
+
+def test_a_large_merge_takes_no_memory_for_each_record_and_keeps_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, count = np.random.default_rng(0), 150_000  # more than a page of numbers
+    rows = pa.table(
+        {
+            "key": [f"{i}" for i in range(count)],
+            **{name: pa.nulls(count, PLAN_SCHEMA.field(name).type) for name in PLAN_SCHEMA.names if name != "key"},
+        }
+    )
+    for name, value in (("revision", 1), ("label", -1), ("attempts", 1), ("status", "planned"), ("bucket", "32x32")):
+        rows = rows.set_column(rows.column_names.index(name), name, pa.array([value] * count))
+    rows = rows.set_column(rows.column_names.index("row"), "row", pa.array(np.arange(count)))
+    spec = noise_spec({"32x32": 1}, 4, 0, 0, 8, 1, "none")
+    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 1000)
+    rows = rows.select(PLAN_SCHEMA.names).cast(PLAN_SCHEMA).combine_chunks()
+    rows = pa.Table.from_batches(rows.to_batches(max_chunksize=merge.BATCH_ROWS))  # as the plan of a store comes
+    plan = first_plan(spec, "", rows, texts=[], num_tokens=[])
+    tasks = plan.layout.tasks()
+    tracemalloc.start()
+    done = merge.Merge(plan)
+    for part, shard in tasks:
+        size = len(plan.layout.rows_of(part, shard))
+        found = digits(rng, size, np.ones(size, bool))
+        done.add(
+            (part, shard),
+            CommitRecord.model_construct(checksums=found, source_checksums=found, rejects=[], fallbacks=[]),
+        )
+    content = tables.parquet_of_groups(RECORDS_SCHEMA, done.record_groups())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 60 * count  # what a shard and a batch take; with all rows in memory it was more than 200 B a record
+    (whole,) = done.record_groups()
+    columns = {name: whole[name].combine_chunks() for name in merge.RECORD_RESULTS}
+    planned = {name: plan.records[name] for name in RECORDS_SCHEMA.names}
+    assert bytes(content) == table_bytes(pa.table(planned | columns, schema=RECORDS_SCHEMA))  # of the first release
+    assert plan.records["row"].num_chunks > 1

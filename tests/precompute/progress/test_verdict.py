@@ -1,0 +1,82 @@
+"""The verdict over a precompute: which stage bounds it, and what to change."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from making import CPU, caption_recipe, no_progress
+
+from leandit.precompute.pipeline import precompute
+from leandit.precompute.progress.verdict import Power, advice, bound_by, stage_times
+from leandit.tools.terminal.outcome import NOTHING_TO_DO, precompute_rows
+
+POWER = Power("cpu", 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bound", "words"),
+    [
+        ({"read": 1, "decode": 90, "encode": 20, "write": 1}, "decode", ["4 threads decode 44.4 images/s", "cores"]),
+        ({"read": 90, "decode": 1, "encode": 20, "write": 1}, "read", ["4 threads read 44.4 images/s", "disk"]),
+        ({"read": 1, "decode": 40, "encode": 20, "write": 1}, "encode", ["50.0 images/s", "GPU"]),
+        ({"read": 1, "decode": 40, "encode": 20, "write": 50}, "write", ["20.0 images/s", "store.codec"]),
+        ({"read": 1, "decode": 40, "encode": 20, "write": 1, "text": 99}, "text", ["99.0 s"]),
+    ],
+)
+def test_the_stage_that_is_busy_longest_bounds_the_run(seconds: dict[str, float], bound: str, words: list[str]) -> None:
+    times = stage_times(seconds | {"plan": 500.0, "wait_decode": 100.0}, 1000, POWER)
+    assert bound_by(times) == bound
+    for on_cpu in (True, False):
+        said = advice(times, on_cpu=on_cpu, codec="zstd")
+        assert [word for word in words if word not in said] == []
+
+
+def test_a_codec_that_is_none_is_not_advised() -> None:
+    times = stage_times({"decode": 4, "write": 50}, 1000, POWER)
+    said = [advice(times, on_cpu=True, codec=codec) for codec in ("none", "zstd")]
+    assert ["set store.codec 'none'" in words for words in said] == [False, True]
+    assert ["put the store on a faster or a local disk" in words for words in said] == [True, True]
+
+
+def test_a_run_that_encodes_captions_alone_or_only_rejects_does_not_say_that_all_was_there(
+    caption_folder: Path, tmp_path: Path
+) -> None:
+    source, lines = Path(shutil.copytree(caption_folder, tmp_path / "source")), caption_folder / "metadata.jsonl"
+
+    def said() -> tuple[str, str]:
+        where = {"source_path": source, "store_path": tmp_path / "store"}
+        report = precompute(caption_recipe(), **where, device=CPU, progress=no_progress)
+        rows = precompute_rows(report, tmp_path / "store")
+        assert report.num_encoded == 0
+        return rows[-1]
+
+    def write(old: str, new: str, more: str = "") -> None:
+        (source / "metadata.jsonl").write_text(lines.read_text().replace(old, new) + more)
+
+    precompute(caption_recipe(), source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
+    assert said() == ("this run", NOTHING_TO_DO)
+    write("circle", "ring")
+    assert said() == ("this run", "no picture was encoded")
+    write("circle", "ring", '{"file_name": "images/none.png", "captions": ["a red ring"]}\n')
+    assert said() == ("this run", "no picture was encoded")
+    assert said() == ("this run", NOTHING_TO_DO)
+
+
+def test_a_stage_that_took_no_time_has_no_rate() -> None:
+    assert [time.images_per_second for time in stage_times({"read": 0.0, "write": 2.0}, 10, POWER)] == [None, 5.0]
+
+
+def test_a_run_tells_reading_from_decoding_and_what_to_change(caption_folder: Path, tmp_path: Path) -> None:
+    report = precompute(
+        caption_recipe(), source_path=caption_folder, store_path=tmp_path / "store", device=CPU, progress=no_progress
+    )
+    times = {time.name: time for time in report.times}
+    assert list(times) == ["read", "decode", "text", "encode", "write"]
+    assert 0 < times["read"].seconds < times["decode"].seconds
+    assert times["decode"].threads == report.power.num_decoders
+    rows = precompute_rows(report, tmp_path / "store")
+    assert [row[1].split()[0] for row in rows if not row[0]] == list(times)
+    assert rows[-1][0] == "bound by"
+    assert rows[-1][1].startswith(bound_by(report.times))

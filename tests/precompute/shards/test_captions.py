@@ -1,0 +1,229 @@
+"""Stores whose captions are bfloat16, int8 or float32: read, trained on, resumed, grown, compacted, repaired."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from faults import content, copy_of, dies_at, encode, flip, make_grown, small_shards
+from making import CPU, caption_recipe, loaded_encoders, no_progress, train_recipe, tree_digest
+
+from leandit.datasets.errors import DamageError, EncoderError
+from leandit.datasets.format.layout import RevisionLayout
+from leandit.datasets.format.token_dtypes import ON_DISK, narrow, widen
+from leandit.datasets.loader import make_loader
+from leandit.datasets.maintenance.compact import compact
+from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.store import LatentStore
+from leandit.precompute.deep_check import deep_check
+from leandit.precompute.encoders.text import CaptionEncoder
+from leandit.tools.inspection.verify import check, loaded_tools
+from leandit.train.loop import StopRequest, train
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+DTYPES = ("float32", "bfloat16", "int8")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _several_shards_of_captions() -> Iterator[None]:
+    with small_shards(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RevisionLayout, "_embedding_rows", lambda _: (16, 8))
+        yield
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, str]:
+    """Three revisions."""
+    return *make_grown(tmp_path_factory.mktemp("grown"), f"store.text_dtype={request.param}"), request.param
+
+
+def encoded(text: str) -> np.ndarray:
+    """What the encoder gives of a caption, float32, in a batch of its own."""
+    recipe = caption_recipe()
+    encoder = loaded_encoders(recipe.vae, recipe.text).caption
+    assert encoder is not None
+    return encoder.encode([text])[0]
+
+
+def test_a_caption_is_what_the_encoder_gave_narrowed_once(grown: tuple[Any, Path, str]) -> None:
+    _, root, dtype = grown
+    store = LatentStore(root)
+    assert (store.spec.text and store.spec.text.dtype) == dtype
+    assert store.tokens.arrays[0].dtype == ON_DISK[dtype]
+    for i, row in enumerate(store.captions.to_pylist()):
+        wanted = encoded(row["text"])
+        found = store.caption_embedding(i)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, widen(narrow(wanted, dtype), dtype), atol=2e-2 if dtype == "int8" else 1e-2)
+
+
+def test_the_quality_is_that_of_what_is_stored(grown: tuple[Any, Path, str]) -> None:
+    _, root, dtype = grown
+    store = LatentStore(root)
+    assert store.captions.num_rows >= 5
+    for i, row in enumerate(store.captions.to_pylist()):
+        if dtype == "float32":
+            assert (row["min_cosine"], row["max_error"]) == (None, None)
+            continue
+        before, after = torch.from_numpy(encoded(row["text"])), torch.from_numpy(store.caption_embedding(i))
+        cosine = torch.nn.functional.cosine_similarity(before.double(), after.double()).min()
+        assert row["min_cosine"] == pytest.approx(float(cosine), abs=1e-6)
+        assert row["max_error"] == pytest.approx(float((before - after).abs().max()), rel=1e-3, abs=1e-6)
+        assert 0 < row["max_error"] < 0.1
+
+
+def test_zarr_opens_every_caption_array(grown: tuple[Any, Path, str]) -> None:
+    _, root, dtype = grown
+    store, group = LatentStore(root), zarr.open_group(root, mode="r")
+    array: Any = group["captions/embeddings"]
+    parts = [np.asarray(array[:])]
+    assert dict(array.attrs) == ({"bits_of": "bfloat16"} if dtype == "bfloat16" else {})
+    if dtype == "int8":
+        scales: Any = group["captions/scales"]
+        parts.append(np.asarray(scales[:]))
+    for i in range(len(np.asarray(group["captions/offsets"]))):
+        start, stop = int(store.tokens.offsets[i]), int(store.tokens.offsets[i] + store.tokens.lengths[i])
+        for ours, part in zip(store.tokens.stored(i).parts, parts, strict=True):
+            np.testing.assert_array_equal(ours, part[start:stop])
+    gaps = np.ones(len(parts[0]), bool)
+    for start, length in zip(store.tokens.offsets, store.tokens.lengths, strict=True):
+        gaps[start : start + length] = False
+    assert gaps.any()  # between two shards, and nobody's
+    values = parts[-1] if dtype != "bfloat16" else (parts[0].astype(np.uint32) << 16).view(np.float32)
+    assert np.isnan(values[gaps]).all()
+
+
+def test_zarr_cannot_open_the_data_type_that_is_avoided(tmp_path: Path) -> None:
+    """Where this fails, zarr-python knows bfloat16, and FORMAT.md may be told so."""
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        zarr.create_array(tmp_path / "array", shape=(2,), dtype="bfloat16")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("text", ["padded", "packed"])
+def test_a_batch_travels_as_stored_and_is_widened_where_it_arrives(grown: tuple[Any, Path, str], text: Any) -> None:
+    _, root, dtype = grown
+    store = LatentStore(root)
+    for access in ("map", "pread"):
+        opened = LatentStore(root, access=access)
+        for batch in make_loader(opened, global_batch=4, text=text, prefetch=0):
+            assert batch.stored_captions is not None
+            assert batch.captions is not None
+            assert batch.caption_lengths is not None
+            assert batch.stored_captions.dtype == getattr(torch, dtype)
+            assert batch.captions.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+            assert (batch.caption_scales is None) == (dtype != "int8")
+            rows = batch.captions.float().numpy()
+            if text == "packed":
+                ends = batch.caption_lengths.cumsum(0).tolist()
+                rows = [rows[end - n : end] for end, n in zip(ends, batch.caption_lengths.tolist(), strict=True)]
+            for index, row, length in zip(batch.records, rows, batch.caption_lengths.tolist(), strict=True):
+                record = store.record_at(int(index))
+                own = [store.caption(record, which) for which in range(len(record.caption_ids))]
+                assert any(np.array_equal(row[:length], one) for one in own)
+                assert not np.any(row[length:])
+
+
+def test_a_store_trains(grown: tuple[Any, Path, str], tmp_path: Path) -> None:
+    _, root, _ = grown
+    recipe, said = train_recipe("pixart-tiny", "run.steps=2", "run.global_batch=4"), []
+    outcome = train(
+        recipe, store_path=root, run=tmp_path / "run", device=CPU, report=said.append, stop=StopRequest(), warn=print
+    )
+    assert outcome.step == 2
+    assert all(np.isfinite(figures.loss) for figures in said)
+
+
+def test_a_compacted_store_keeps_captions_and_quality(grown: tuple[Any, Path, str], tmp_path: Path) -> None:
+    _, root, _ = grown
+    before, opened = content(LatentStore(root)), LatentStore(root)
+    null = opened.null_caption
+    quality = {row["text"]: (row["min_cosine"], row["max_error"]) for row in opened.captions.to_pylist()}
+    compact(root, tmp_path / "new", progress=no_progress)
+    after = LatentStore(tmp_path / "new")
+    assert content(after) == before
+    np.testing.assert_array_equal(after.null_caption, null)
+    assert {row["text"]: (row["min_cosine"], row["max_error"]) for row in after.captions.to_pylist()}.items() <= (
+        quality.items()
+    )
+    assert verify_store(tmp_path / "new").findings == []
+
+
+@pytest.mark.parametrize("kind", ["shards", "commits", "tables"])
+def test_damage_to_captions_is_found_and_mended_to_the_byte(
+    kind: str, grown: tuple[Any, Path, str], tmp_path: Path
+) -> None:
+    pictures, store, dtype = grown
+    root, whole = copy_of(store, tmp_path / "store"), tree_digest(store)
+    damaged = {
+        "shards": [p for p in whole if re.search(r"captions/(embeddings|scales|null|null_scales)/c/", p)],
+        "commits": [p for p in whole if re.search("commits/(captions|null_caption)/", p)],
+        "tables": [p for p in whole if p.endswith("captions.parquet") and "plan/" not in p],
+    }[kind]
+    assert len(damaged) >= (8 if kind == "shards" and dtype == "int8" else 3)
+    for number, path in enumerate(damaged):
+        if number % 2:
+            (root / path).unlink()
+        else:
+            flip(root / path, 8 * (root / path).stat().st_size // 3)
+    assert {finding.path for finding in verify_store(root).findings} >= set(damaged)
+    found, _ = check(
+        root,
+        quick=False,
+        deep=False,
+        repair=True,
+        source=pictures.root,
+        device=lambda: CPU,
+        overrides=[],
+        progress=no_progress,
+    )
+    assert found.findings == []
+    assert tree_digest(root) == whole
+
+
+def test_a_flipped_bit_is_seen_when_the_shard_is_opened_and_names_the_caption(
+    grown: tuple[Any, Path, str], tmp_path: Path
+) -> None:
+    _, store, dtype = grown
+    for name in ("embeddings", "scales") if dtype == "int8" else ("embeddings",):
+        root = copy_of(store, tmp_path / name)
+        path = f"captions/{name}/c/0" + ("/0" if name == "embeddings" else "")
+        flip(root / path, 5)
+        (finding,) = verify_store(root).findings
+        assert (finding.path, finding.cause, finding.num_records) == (path, "content", 1)
+        opened = LatentStore(root)
+        assert finding.records == [opened.captions["text"][0].as_py()]
+        with pytest.raises(DamageError, match="other rows than were written"):
+            opened.caption_embedding(0)
+
+
+def test_a_deep_check_finds_all_captions_equal(grown: tuple[Any, Path, str]) -> None:
+    pictures, root, _ = grown
+    with loaded_tools(root, pictures.root, CPU, []) as tools:
+        deep = deep_check(root, tools, num_records=50, seed=0)
+    assert deep.findings == []
+    assert deep.num_captions == LatentStore(root).captions.num_rows
+    assert deep.num_exact == deep.num_records + deep.num_captions
+
+
+@pytest.mark.parametrize("dtype", ["int8"])
+def test_a_run_that_was_killed_gives_the_same_bytes(dtype: str, caption_folder: Path, tmp_path: Path) -> None:
+    recipe = caption_recipe(f"store.text_dtype={dtype}")
+    encode(recipe, caption_folder, tmp_path / "whole")
+    assert dies_at(25, lambda: encode(recipe, caption_folder, tmp_path / "killed"))
+    encode(recipe, caption_folder, tmp_path / "killed")
+    assert tree_digest(tmp_path / "killed") == tree_digest(tmp_path / "whole")
+
+
+def test_what_float16_cannot_hold_stops_the_run(
+    caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = CaptionEncoder.encode
+    monkeypatch.setattr(CaptionEncoder, "encode", lambda self, captions: real(self, captions) * 1e6)
+    with pytest.raises(EncoderError, match=r"text_dtype 'float16'.*cannot hold.*bfloat16"):
+        encode(caption_recipe(), caption_folder, tmp_path / "store")

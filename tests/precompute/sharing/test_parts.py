@@ -1,0 +1,471 @@
+"""Many processes on one store: parts in any order, leases that end with their owner; always the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from faults import in_child
+from harness import InProcessDecoders
+from making import CPU, caption_recipe, loaded_encoders, make_caption_folder, no_progress, tree_digest
+
+from leandit.datasets.errors import FingerprintMismatch, ResourceError
+from leandit.datasets.format.layout import LEASES, NULL_PART
+from leandit.datasets.revisions import commits
+from leandit.datasets.revisions.commits import Task
+from leandit.datasets.revisions.plan import read_plan
+from leandit.datasets.revisions.writer import StoreWriter
+from leandit.precompute import pipeline
+from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.planning import opening
+from leandit.precompute.progress.clock import StageClock
+from leandit.precompute.shards import stages
+from leandit.precompute.shards.latent_shard import PackedShard, ShardBuilder
+from leandit.precompute.shards.stages import Background
+from leandit.precompute.sharing import leases
+from leandit.precompute.sharing.leases import Lease, Leases, alone, seal_alone
+from leandit.precompute.sharing.part import Part, part_of
+
+
+@pytest.fixture(autouse=True)
+def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 2)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoders are loaded once, pictures decoded in the process itself: a forked child shares no decoder either."""
+    monkeypatch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
+    monkeypatch.setattr(pipeline, "Decoders", InProcessDecoders)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_caption_folder(tmp_path_factory.mktemp("parts") / "pictures", count=9)
+
+
+def run(source: Path, store: Path, part: str = "") -> Report:
+    return precompute(
+        caption_recipe(),
+        source_path=source,
+        store_path=store,
+        device=CPU,
+        progress=no_progress,
+        part=part_of(part) if part else None,
+    )
+
+
+def test_a_shard_that_two_made_at_once_is_made_again(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "whole")
+    store, whole = tmp_path / "store", tmp_path / "whole"
+    meddled: list[Path] = []
+
+    def meddle(stage: str, done: int, total: int) -> None:
+        """Another process commits a shard, over whose file a third one writes that had begun it too."""
+        plan = read_plan(whole, 1)
+        part, shard = plan.layout.tasks()[-1]
+        path = plan.layout.part_arrays(part)[0].shard_path(shard)
+        if stage == "pictures" and not meddled and not (store / path).exists():
+            content = bytearray((whole / path).read_bytes())
+            content[10] ^= 1
+            (store / path).parent.mkdir(parents=True, exist_ok=True)
+            (store / path).write_bytes(content)
+            record = commits.commit_path(1, part, shard)
+            (store / record).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(whole / record, store / record)
+            meddled.append(store / path)
+
+    recipe = caption_recipe()
+    precompute(recipe, source_path=source, store_path=store, device=CPU, progress=meddle)
+    assert meddled
+    assert tree_digest(store) == tree_digest(whole)
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Shards whose bytes are hashed to see whether they are as recorded, from here on."""
+    found, hash_file = list[str](), commits.xxh3_file
+
+    def count(path: Path) -> str:
+        found.append(str(path))
+        return hash_file(path)
+
+    monkeypatch.setattr(commits, "xxh3_file", count)
+    return found
+
+
+def shards_of(store: Path, tasks: list[Task]) -> list[str]:
+    layout = read_plan(store, 1).layout
+    return sorted(str(store / array.shard_path(task[1])) for task in tasks for array in layout.part_arrays(task[0]))
+
+
+def unseal(store: Path) -> None:
+    for name in ("manifest.json", "records.parquet", "captions.parquet"):
+        (store / name).unlink()
+
+
+def test_a_disk_that_cannot_hold_what_is_missing_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    run(source, store, "99/99")  # planned, and nothing else
+    layout = read_plan(store, 1).layout
+    arrays = {array for part, _ in layout.tasks() for array in layout.part_arrays(part)}
+    needed = sum(array.shape[0] * array.row_bytes for array in arrays)
+    for free, is_enough in ((needed - 1, False), (needed, True)):
+        monkeypatch.setattr(opening.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        with contextlib.nullcontext() if is_enough else pytest.raises(ResourceError, match=r"/store'.*GiB free"):
+            run(source, store)
+
+
+def test_a_resumed_part_reads_its_own_shards_and_only_the_last_reads_all(
+    source: Path, tmp_path: Path, hashed: list[str]
+) -> None:
+    run(source, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "store")
+    unseal(tmp_path / "store")
+    store, count = tmp_path / "store", 4
+    tasks = read_plan(store, 1).layout.tasks()
+    shares = [Part(number + 1, count).of(tasks) for number in range(count)]
+    for share in shares:  # each was interrupted before its last shard
+        (store / commits.commit_path(1, *share[-1])).unlink()
+    for number, share in enumerate(shares):
+        hashed.clear()
+        report = run(source, store, f"{number + 1}/{count}")
+        own = shards_of(store, share[:-1])
+        is_last = number == count - 1
+        assert sorted(hashed) == sorted(own + shards_of(store, tasks) * is_last)
+        assert bool(report.manifest) == is_last
+    hashed.clear()
+    run(source, store, "1/4")
+    assert not hashed  # sealed
+    assert tree_digest(store) == tree_digest(tmp_path / "whole")
+
+
+def test_a_process_without_a_part_reads_the_shards_once_before_the_seal(
+    source: Path, tmp_path: Path, hashed: list[str]
+) -> None:
+    store = tmp_path / "store"
+    run(source, store)
+    before = tree_digest(store)
+    unseal(store)
+    layout = read_plan(store, 1).layout
+    tasks = layout.tasks()
+    (store / commits.commit_path(1, *tasks[-1])).unlink()  # it was interrupted there
+    damaged = store / layout.part_arrays(tasks[0][0])[0].shard_path(tasks[0][1])
+    damaged.write_bytes(bytes(damaged.stat().st_size))  # as after a loss of power
+    hashed.clear()
+    assert run(source, store).manifest
+    assert sorted(path for path in hashed if path != str(damaged)) == [
+        path for path in shards_of(store, tasks) if path != str(damaged)
+    ]
+    assert tree_digest(store) == before
+
+
+def test_of_many_that_end_together_one_reads_the_shards_again(source: Path, tmp_path: Path, hashed: list[str]) -> None:
+    store = tmp_path / "store"
+    run(source, store)
+    before = tree_digest(store)
+    unseal(store)
+    writers = [StoreWriter(store, read_plan(store, 1), own=()) for _ in range(4)]
+    hashed.clear()
+    threads = [
+        threading.Thread(target=seal_alone, args=(writer, lambda damaged: None, lambda: None)) for writer in writers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(hashed) == shards_of(store, writers[0].plan.layout.tasks())
+    assert tree_digest(store) == before
+
+
+def test_the_last_part_makes_a_damaged_shard_of_another_again(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "whole")
+    store = tmp_path / "store"
+    assert run(source, store, "1/2").manifest is None
+    first = Path(shards_of(store, Part(1, 2).of(read_plan(store, 1).layout.tasks()))[0])
+    first.write_bytes(bytes(first.stat().st_size))  # as a disk that lost power leaves it
+    assert run(source, store, "2/2").manifest
+    assert tree_digest(store) == tree_digest(tmp_path / "whole")
+
+
+def test_parts_cover_all_tasks_once() -> None:
+    tasks: list[Any] = [("buckets/8x8", shard) for shard in range(17)]
+    for count in range(1, 20):
+        shares = [Part(number + 1, count).of(tasks) for number in range(count)]
+        assert sorted(task for share in shares for task in share) == tasks
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/0", "-1/2", "a/b", "1/2/3", ""])
+def test_what_is_no_part_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="needed I/N"):
+        part_of(text)
+
+
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2)])
+def test_parts_in_any_order_make_the_store_of_one_process(order: tuple[int, ...], source: Path, tmp_path: Path) -> None:
+    whole = run(source, tmp_path / "whole")
+    assert whole.manifest is not None
+    for i, number in enumerate(order):
+        report = run(source, tmp_path / "parts", f"{number}/3")
+        assert (report.manifest is None) == (i < 2)
+        assert (report.num_left > 0) == (i < 2)
+        assert 0 < report.num_encoded < whole.num_encoded
+    assert tree_digest(tmp_path / "parts") == tree_digest(tmp_path / "whole")
+    assert run(source, tmp_path / "parts", "2/3").num_encoded == 0  # again: nothing is to be done
+
+
+def test_parts_at_the_same_time_make_the_store_of_one_process(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "whole")
+    children = []
+    for number in (2, 3):
+        thread = threading.Thread(
+            target=lambda number=number: codes.append(
+                in_child(lambda: run(source, tmp_path / "parts", f"{number}/3") and 0)
+            )
+        )
+        children.append(thread)
+    codes: list[int] = []
+    for thread in children:
+        thread.start()
+    run(source, tmp_path / "parts", "1/3")
+    for thread in children:
+        thread.join()
+    assert codes == [0, 0]
+    assert run(source, tmp_path / "parts").manifest is not None
+    assert tree_digest(tmp_path / "parts") == tree_digest(tmp_path / "whole")
+
+
+def test_two_processes_at_the_same_time_encode_no_shard_twice(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, finish, text_shard = tmp_path / "log", ShardBuilder.finish, stages.encode_caption_shard
+
+    def note(shard: PackedShard) -> PackedShard:
+        """Write down who encoded what; the first of each process waits for that of the other."""
+        with open(log, "a") as file:
+            file.write(f"{shard.part} {shard.shard} {os.getpid()}\n")
+        end = time.monotonic() + 60
+        while len({line.split()[2] for line in log.read_text().splitlines()}) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        return shard
+
+    monkeypatch.setattr(ShardBuilder, "finish", lambda self: note(finish(self)))
+    monkeypatch.setattr(stages, "encode_caption_shard", lambda *what: note(text_shard(*what)))
+    codes: list[int] = []
+    other = threading.Thread(target=lambda: codes.append(in_child(lambda: run(source, tmp_path / "store") and 0)))
+    other.start()
+    report = run(source, tmp_path / "store")
+    other.join()
+    assert codes == [0]
+    assert report.manifest is not None
+    encoded = [line.split() for line in log.read_text().splitlines()]
+    shards = [(part, int(shard)) for part, shard, _ in encoded]
+    tasks = [task for task in read_plan(tmp_path / "store", 1).layout.tasks() if task[0] != NULL_PART]
+    assert sorted(shards) == sorted(tasks)  # each once, by whomever
+    assert len({pid for _, _, pid in encoded}) == 2
+
+
+def test_a_part_of_a_store_that_is_complete_adds_what_is_new(source: Path, tmp_path: Path) -> None:
+    grown = tmp_path / "grown"
+    make_caption_folder(grown, count=9)
+    lines = (grown / "metadata.jsonl").read_text().splitlines()
+    (grown / "metadata.jsonl").write_text("\n".join(lines[:6]))
+    run(grown, tmp_path / "store")
+    (grown / "metadata.jsonl").write_text("\n".join(lines))
+    assert json.loads(lines[8])
+    left = [run(grown, tmp_path / "store", f"{number}/2") for number in (2, 1)]
+    assert left[0].manifest is None
+    assert left[1].manifest is not None
+    assert left[1].manifest.revision == 2
+    assert left[1].manifest.num_stored == 9
+
+
+def die_with(path: Path) -> None:
+    """Let a process take a lease, and die at once."""
+
+    def take_and_die() -> None:
+        lease = Lease(path)
+        os._exit(not lease.take())
+
+    assert in_child(take_and_die) == 0
+    assert path.exists()
+
+
+def test_a_lease_is_held_by_one_and_free_when_it_is_given_back_or_its_owner_died(tmp_path: Path) -> None:
+    first, second = Lease(tmp_path / "a.lock"), Lease(tmp_path / "a.lock")
+    assert first.take()
+    assert not second.take()
+    assert in_child(lambda: int(Lease(tmp_path / "a.lock").take())) == 0  # nor by another process
+    first.release()
+    assert not list(tmp_path.iterdir())
+    die_with(tmp_path / "a.lock")
+    assert second.take()
+    second.release()
+
+
+def test_a_lease_of_another_machine_ends_when_it_is_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(leases, "TOUCH_SECONDS", 0.2)
+    path = tmp_path / "a.lock"
+    die_with(path)
+    lines = [("host=elsewhere" if line.startswith("host=") else line) for line in path.read_text().splitlines()]
+    path.write_text("\n".join(lines) + "\n")
+    lease, start = Lease(path), time.monotonic()
+    while not lease.take():
+        assert time.monotonic() - start < 20
+        time.sleep(0.05)
+    assert time.monotonic() - start >= 0.5
+    lease.release()
+
+
+def test_a_live_lease_is_touched_and_never_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(leases, "TOUCH_SECONDS", 0.1)
+    first, second = Lease(tmp_path / "a.lock"), Lease(tmp_path / "a.lock")
+    assert first.take()
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        assert not second.take()
+        time.sleep(0.05)
+    first.release()
+
+
+def test_the_file_of_an_owner_that_never_wrote_its_name_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "EMPTY_SECONDS", 0.3)
+    (tmp_path / "a.lock").touch()
+    lease, start = Lease(tmp_path / "a.lock"), time.monotonic()
+    while not lease.take():
+        assert time.monotonic() - start < 20
+        time.sleep(0.05)
+    assert time.monotonic() - start >= 0.3
+    lease.release()
+
+
+def test_the_lease_of_another_container_is_not_taken_for_one_of_the_dead(tmp_path: Path) -> None:
+    # Both containers of a pod have the host's name; the number of a process in one is nobody, or another, in the other.
+    path, dead = tmp_path / "a.lock", 2**22 + 1  # beyond the kernel's largest process id
+    written = Lease(path)
+    assert written.take()
+    content = path.read_text()
+    written.release()
+    own, host = content.replace(str(os.getpid()), str(dead)), re.escape(socket.gethostname())
+    assert own != content
+    elsewhere = re.sub(rf"{host}(\?pidns-[0-9a-f]+)?", f"{socket.gethostname()}?pidns-f0000001", own)
+    assert elsewhere != own
+    for text, is_free in ((own, True), (elsewhere, False)):
+        path.write_text(text)
+        later = Lease(path)
+        assert later.take() == is_free
+        later.release()
+
+
+def test_who_comes_second_waits_and_is_told(tmp_path: Path) -> None:
+    root, waits, order = tmp_path / "store", [], []
+
+    def second() -> None:
+        with alone(root, "plan", lambda: waits.append(1)):
+            order.append("second")
+
+    with alone(root, "plan", lambda: None):
+        other = threading.Thread(target=second)
+        other.start()
+        while not waits:
+            time.sleep(0.01)
+        order.append("first")
+    other.join()
+    assert order == ["first", "second"]
+    assert not root.exists()  # nothing is left where nothing was made
+
+
+def test_where_no_lease_can_be_had_the_work_is_done_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("a file")
+    done = []
+    with alone(tmp_path / "store", "plan", lambda: None):
+        done.append(os.getpid())
+    assert done
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("number", "raised"), [(errno.EACCES, OSError), (errno.EROFS, OSError), (errno.ENOSPC, ResourceError)]
+)
+def test_where_no_shard_may_be_written_nobody_waits_for_its_lease(
+    number: int, raised: type[Exception], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(source, tmp_path / "store", part="99/99")  # planned only
+    make = Path.mkdir
+
+    def refuse(self: Path, *args: Any, **how: Any) -> None:
+        if self.name == LEASES:
+            raise OSError(number, os.strerror(number), str(self))
+        make(self, *args, **how)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(raised, match=LEASES):
+        run(source, tmp_path / "store", part="1/2")
+    monkeypatch.setattr(Path, "mkdir", make)
+    assert run(source, tmp_path / "store").manifest
+
+
+def test_a_plan_of_other_settings_that_came_first_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_first = opening.Planner.plan_first
+
+    def others_first(self: opening.Planner) -> Any:
+        monkeypatch.undo()
+        monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 2)
+        other = caption_recipe("vae.flip=true")
+        precompute(other, source_path=source, store_path=tmp_path / "other", device=CPU, progress=no_progress)
+        shutil.copytree(tmp_path / "other" / "plan", tmp_path / "store" / "plan")
+        return plan_first(self)
+
+    monkeypatch.setattr(opening.Planner, "plan_first", others_first)
+    with pytest.raises(FingerprintMismatch, match=r"latent\.flip"):
+        run(source, tmp_path / "store")
+
+
+def test_who_stood_still_does_not_touch_what_others_have_committed(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "store")
+    before = tree_digest(tmp_path / "store")
+    writer = StoreWriter(tmp_path / "store", read_plan(tmp_path / "store", 1))
+    part, shard = next(task for task in writer.plan.layout.tasks() if task[0].startswith("buckets/"))
+    arrays = {
+        layout.path: np.zeros((len(layout.rows_of(shard)), *layout.shape[1:]), layout.dtype)
+        for layout in writer.plan.layout.part_arrays(part)
+    }
+    with Leases(writer) as held, Background(writer, held, StageClock()) as background:
+        background.commit(PackedShard(part, shard, arrays, ["0" * 16] * len(next(iter(arrays.values())))))
+    assert tree_digest(tmp_path / "store") == before
+
+
+def test_a_sealed_store_stays_as_it_is_where_a_library_would_write_other_tables(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(source, tmp_path / "store")
+    before = tree_digest(tmp_path / "store")
+    as_before = commits.parquet_of_groups
+
+    def other_bytes(schema: Any, groups: Any) -> memoryview:
+        return as_before(schema.with_metadata({"written by": "a later release"}), groups)
+
+    monkeypatch.setattr(commits, "parquet_of_groups", other_bytes)
+    run(source, tmp_path / "store")
+    assert tree_digest(tmp_path / "store") == before

@@ -1,0 +1,661 @@
+"""Every kind of source, read natively and as the folder that it stands for: the same records, the same bytes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from making import caption_recipe, label_recipe, picture, tree_digest
+from s3_server import s3_server
+
+from leandit.datasets.errors import RecordRejected, SourceError
+from leandit.datasets.store import LatentStore
+from leandit.precompute.pipeline import Report
+from leandit.precompute.planning.reject_hint import reject_hint
+from leandit.precompute.sources.files.files import LocalFiles
+from leandit.precompute.sources.files.record import SourceRecord
+from leandit.precompute.sources.source import Source, list_source
+from leandit.precompute.sources.tables import json_rows, parquet
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+Encode = Callable[..., Report]
+WNIDS = ("n01440764", "n01443537", "n02084071")
+PER_CLASS = 3
+SIZES = ((64, 64), (60, 100), (100, 60))
+
+
+def jpeg(seed: int, height_px: int = 40, width_px: int = 56) -> bytes:
+    buffer = io.BytesIO()
+    picture(seed, height_px, width_px).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+LABELLED = [(f"{wnid}/{wnid}_{i}.JPEG", c, jpeg(10 * c + i)) for c, wnid in enumerate(WNIDS) for i in range(PER_CLASS)]
+CAPTIONED = [(f"images/{i}.jpg", f"a red thing of kind {i % 4}", jpeg(i, *SIZES[i % 3])) for i in range(9)]
+
+
+def put(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def tar_of(members: list[tuple[str, bytes]]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def write_parquet(
+    path: Path, columns: dict[str, Any], *, features: dict[str, Any] | None = None, rows: int = 2
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table(columns)
+    if features:
+        said = json.dumps({"info": {"features": features}})
+        table = table.replace_schema_metadata({"huggingface": said})
+    pq.write_table(table, path, row_group_size=rows)
+
+
+def struct_column(contents: list[bytes | None]) -> pa.Array:
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    return pa.array([{"bytes": content, "path": f"{i}.jpg"} for i, content in enumerate(contents)], kind)
+
+
+# ------------------------------------------------------------ labelled pictures, in every way to hand them over
+
+
+def class_tars() -> list[tuple[str, bytes]]:
+    """In another order than the folder's, as the archive may have them."""
+    inner = [[(key.split("/")[1], data) for key, c, data in reversed(LABELLED) if c == i] for i in range(len(WNIDS))]
+    return [(f"{wnid}.tar", tar_of(members)) for wnid, members in zip(WNIDS, inner, strict=True)][::-1]
+
+
+def as_class_folder(root: Path) -> Path:
+    for key, _, data in LABELLED:
+        put(root / key, data)
+    return root
+
+
+def as_imagenet_tar(root: Path) -> Path:
+    return put(root / "ILSVRC2012_img_train.tar", tar_of(class_tars()))
+
+
+def as_class_tars(root: Path) -> Path:
+    for name, content in class_tars():
+        put(root / name, content)
+    return root
+
+
+def as_labelled_webdataset(root: Path) -> Path:
+    for start in (0, 5):
+        members = []
+        for i, (_, label, data) in enumerate(LABELLED[start : start + 5], start):
+            members += [(f"{i:04d}.jpg", data), (f"{i:04d}.cls", str(label).encode())]
+        put(root / f"shard-{start}.tar", tar_of(members))
+    return root
+
+
+def as_hub_parquet(root: Path) -> Path:
+    features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": list(WNIDS)}}
+    for number, start in enumerate((0, 5)):
+        part = LABELLED[start : start + 5]
+        columns = {"image": struct_column([data for _, _, data in part]), "label": [label for _, label, _ in part]}
+        write_parquet(root / f"train-0000{number}-of-00002.parquet", columns, features=features)
+    return root
+
+
+def as_binary_parquet(root: Path) -> Path:
+    write_parquet(root / "all.parquet", {"jpg": [data for *_, data in LABELLED], "cls": [c for _, c, _ in LABELLED]})
+    return root / "all.parquet"
+
+
+def as_labelled_manifest(root: Path) -> Path:
+    as_class_folder(root)
+    rows = [{"path": key, "label": label} for key, label, _ in LABELLED]
+    return put(root / "list.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def as_labelled_parquet_manifest(root: Path) -> Path:
+    as_class_folder(root)
+    columns = {"file_name": [key for key, *_ in LABELLED], "label": [label for _, label, _ in LABELLED]}
+    write_parquet(root / "list.parquet", columns)
+    return root / "list.parquet"
+
+
+FOLDER_KEYS = [key for key, *_ in LABELLED]
+LABEL_KINDS: dict[str, tuple[Callable[[Path], Path], str, list[str], bool]] = {  # maker, kind, keys, classes have names
+    "class folders": (as_class_folder, "imagefolder", FOLDER_KEYS, True),
+    "train tar": (as_imagenet_tar, "imagenet", FOLDER_KEYS, True),
+    "class tars": (as_class_tars, "imagenet", FOLDER_KEYS, True),
+    "tars": (as_labelled_webdataset, "webdataset", [f"shard-{i // 5 * 5}/{i:04d}" for i in range(9)], False),
+    "hub parquet": (as_hub_parquet, "parquet", [f"train-0000{i // 5}-of-00002/{i % 5}" for i in range(9)], True),
+    "binary parquet": (as_binary_parquet, "parquet", [f"all/{i}" for i in range(9)], False),
+    "jsonl": (as_labelled_manifest, "manifest", FOLDER_KEYS, False),
+    "parquet list": (as_labelled_parquet_manifest, "manifest", FOLDER_KEYS, False),
+}
+
+
+# ------------------------------------------------------------ captioned pictures, in every way to hand them over
+
+
+def as_metadata(root: Path) -> Path:
+    rows = [{"file_name": key, "caption": caption} for key, caption, _ in CAPTIONED]
+    put(root / "metadata.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    for key, _, data in CAPTIONED:
+        put(root / key, data)
+    return root
+
+
+def as_txt(root: Path) -> Path:
+    for key, caption, data in CAPTIONED:
+        put((root / key).with_suffix(".txt"), f"\n {caption}\n\n".encode())
+        put(root / key, data)
+    return root
+
+
+def as_json(root: Path) -> Path:
+    for key, caption, data in CAPTIONED:
+        put((root / key).with_suffix(".json"), json.dumps({"captions": [caption], "size": 7}).encode())
+        put(root / key, data)
+    return root
+
+
+def as_pixart(root: Path) -> Path:
+    rows = [
+        {"width": 64, "height": 64, "ratio": 1.0, "path": key, "prompt": caption, "sharegpt4v": ""}
+        for key, caption, _ in CAPTIONED
+    ]
+    put(root / "InternData/data_info.json", json.dumps(rows, indent=2).encode())
+    for key, _, data in CAPTIONED:
+        put(root / "InternImgs" / key, data)
+    return root
+
+
+def as_captioned_webdataset(root: Path) -> Path:
+    members = []
+    for key, caption, data in CAPTIONED:
+        name = key.split("/")[1].removesuffix(".jpg")
+        members += [(f"{name}.jpg", data), (f"{name}.txt", caption.encode())]
+    return put(root / "images.tar", tar_of(members))
+
+
+def as_captioned_parquet(root: Path) -> Path:
+    columns = {"text": [caption for _, caption, _ in CAPTIONED], "image": struct_column([d for *_, d in CAPTIONED])}
+    write_parquet(root / "images.parquet", columns)
+    return root
+
+
+def as_caption_lists_in_parquet(root: Path) -> Path:
+    columns = {"image": struct_column([d for *_, d in CAPTIONED]), "captions": [[text] for _, text, _ in CAPTIONED]}
+    write_parquet(root / "images.parquet", columns)
+    return root
+
+
+PICTURE_KEYS = [key for key, *_ in CAPTIONED]
+NUMBERED_KEYS = [f"images/{i}" for i in range(len(CAPTIONED))]
+CAPTION_KINDS: dict[str, tuple[Callable[[Path], Path], str, list[str]]] = {
+    "metadata": (as_metadata, "metadata", PICTURE_KEYS),
+    "txt": (as_txt, "sidecars", PICTURE_KEYS),
+    "json": (as_json, "sidecars", PICTURE_KEYS),
+    "pixart": (as_pixart, "manifest", PICTURE_KEYS),
+    "tar": (as_captioned_webdataset, "webdataset", NUMBERED_KEYS),
+    "parquet": (as_captioned_parquet, "parquet", NUMBERED_KEYS),
+    "lists in parquet": (as_caption_lists_in_parquet, "parquet", NUMBERED_KEYS),
+}
+
+
+def arrays_of(store: Path) -> dict[str, bytes]:
+    """The bytes of all latents and embeddings."""
+    found = {name: content for name, content in tree_digest(store).items() if "/c/" in name}
+    assert found
+    return found
+
+
+def columns_of(store: Path, *names: str) -> list[tuple[Any, ...]]:
+    records = LatentStore(store).records
+    return list(zip(*(records[name].to_pylist() for name in names), strict=True))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder for the stores of the folders that the other kinds stand for."""
+    return tmp_path_factory.mktemp("reference")
+
+
+@pytest.fixture
+def label_reference(reference: Path, encode: Encode) -> Path:
+    if not (reference / "labels").exists():
+        encode(label_recipe(), as_class_folder(reference / "folder"), reference / "labels")
+    return reference / "labels"
+
+
+@pytest.fixture
+def caption_reference(reference: Path, encode: Encode) -> Path:
+    if not (reference / "captions").exists():
+        encode(caption_recipe(), as_metadata(reference / "metadata"), reference / "captions")
+    return reference / "captions"
+
+
+@pytest.mark.parametrize("case", LABEL_KINDS)
+def test_labelled_pictures_give_the_same_bytes_however_they_come(
+    case: str, label_reference: Path, encode: Encode, tmp_path: Path
+) -> None:
+    make, kind, keys, has_names = LABEL_KINDS[case]
+    source = make(tmp_path / "source")
+    listed = list_source(source)
+    assert (listed.kind, listed.classes) == (kind, list(WNIDS) if has_names else ["0", "1", "2"])
+    encode(label_recipe(), source, tmp_path / "store")
+    assert [key for (key,) in columns_of(tmp_path / "store", "key")] == keys
+    values = ("bucket", "row", "label", "height_px", "width_px", "status", "checksum", "source_checksum")
+    assert columns_of(tmp_path / "store", *values) == columns_of(label_reference, *values)
+    assert arrays_of(tmp_path / "store") == arrays_of(label_reference)
+
+
+@pytest.mark.parametrize("case", CAPTION_KINDS)
+def test_captioned_pictures_give_the_same_bytes_however_they_come(
+    case: str, caption_reference: Path, encode: Encode, tmp_path: Path
+) -> None:
+    make, kind, keys = CAPTION_KINDS[case]
+    source = make(tmp_path / "source")
+    listed = list_source(source)
+    assert (listed.kind, listed.classes, listed.num_ignored) == (kind, None, 0)
+    encode(caption_recipe(), source, tmp_path / "store")
+    assert [key for (key,) in columns_of(tmp_path / "store", "key")] == keys
+    values = ("bucket", "row", "caption_ids", "height_px", "width_px", "status", "checksum", "source_checksum")
+    assert columns_of(tmp_path / "store", *values) == columns_of(caption_reference, *values)
+    assert arrays_of(tmp_path / "store") == arrays_of(caption_reference)
+
+
+# ------------------------------------------------------------ what is odd about a kind
+
+
+def bytes_of(source: Source, record: SourceRecord) -> bytes:
+    return source.read(record.path, record.offset, record.num_bytes, stage="decode")
+
+
+def reasons(path: Path | str, kind: str = "auto") -> dict[str, str]:
+    return {r.key: r.problem[0] if r.problem else "" for r in list_source(path, kind).records}
+
+
+def test_all_of_pixarts_ways_to_name_a_list_are_one_source(tmp_path: Path) -> None:
+    as_pixart(tmp_path)
+    hashes = {list_source(tmp_path / name).listing_hash() for name in ("", "InternData", "InternData/data_info.json")}
+    assert len(hashes) == 1
+    shutil.copytree(tmp_path / "InternImgs", tmp_path / "flat")
+    shutil.copy(tmp_path / "InternData/data_info.json", tmp_path / "flat")
+    found = list_source(tmp_path / "flat")
+    assert [r.problem for r in found.records] == [None] * len(CAPTIONED)
+
+
+def test_a_long_json_list_is_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_rows, "READ_BYTES", 7)  # rows and characters come in parts
+    rows = [{"path": f"{i}.png", "prompt": 'ein roter Würfel [,]{}"\\ 🙂'} for i in range(20)]
+    for row in rows:
+        put(tmp_path / row["path"], b"")
+    for text in (json.dumps(rows, ensure_ascii=False), json.dumps(rows, indent=4) + "\n"):
+        put(tmp_path / "data_info.json", text.encode())
+        records = list_source(tmp_path).records
+        assert [(r.key, r.captions, r.problem and r.problem[0]) for r in records] == [
+            (row["path"], (row["prompt"],), None) for row in rows
+        ]
+
+
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("", 1),
+        ('[{"path": "a.png"}', 2),
+        ('[{"path": "a.png"} {"path": "b.png"}]', 2),
+        ('[{"path": "a.png"},', 2),
+        ('[{"path": "a.png"}, {"path": ', 2),
+        ('[{"path": "a.png"}, 7]', 2),
+        ('[{"path": "a.png"}, {"prompt": "x"}]', 2),
+        ('[{"path": "a.png"}, {"path": 7}]', 2),
+        ("[" * 100_000, 1),
+        ('[{"path": "a.png"}, {"path": "' + "x" * (json_rows.MAX_LINE_BYTES + (2 << 20)), 2),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_damaged_json_list_is_an_error_that_names_the_row(tmp_path: Path, text: str, row: int) -> None:
+    put(tmp_path / "data_info.json", text.encode())
+    with pytest.raises(SourceError, match=rf"data_info\.json', row {row}") as caught:
+        list_source(tmp_path)
+    assert len(str(caught.value)) < 600
+
+
+def test_a_json_object_that_is_no_list_of_coco_says_what_was_needed(tmp_path: Path) -> None:
+    put(tmp_path / "data_info.json", b'{"path": "a.png"}')
+    with pytest.raises(
+        SourceError, match=r"data_info\.json': a JSON object without 'images'; needed .* a list of rows"
+    ):
+        list_source(tmp_path)
+
+
+def test_a_path_of_a_list_stays_inside_of_the_source(tmp_path: Path) -> None:
+    put(tmp_path / "outside.jpg", jpeg(1))
+    rows = [{"path": name} for name in ("a.jpg", "../outside.jpg", "/etc/hostname", "x/../../outside.jpg", "a.jpg")]
+    put(tmp_path / "source/a.jpg", jpeg(0))
+    put(tmp_path / "source/list.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    found = [r.problem and r.problem[0] for r in list_source(tmp_path / "source/list.jsonl").records]
+    assert found == [None, "bad_metadata", "bad_metadata", "bad_metadata", "duplicate_key"]
+
+
+def test_sidecars_are_those_of_the_same_name(tmp_path: Path) -> None:
+    for name in ("a.png", "a.b.png", "a-b.png", "b.png", "a.d/a.png"):
+        put(tmp_path / name, jpeg(0))
+    put(tmp_path / "a.txt", b"one\n\n  two \r\nthree")
+    put(tmp_path / "a.json", b'{"label": 2, "caption": "not this one"}')
+    put(tmp_path / "a.b.txt", b"\xef\xbb\xbfwith a mark")
+    put(tmp_path / "b.json", b'{"caption": "from json"}')
+    put(tmp_path / "notes.txt", b"of nothing")
+    source = list_source(tmp_path)
+    found = {r.key: (r.label, r.captions) for r in source.records}
+    assert found == {
+        "a.png": (2, ("one", "two", "three")),
+        "a.b.png": (-1, ("with a mark",)),
+        "a-b.png": (-1, ()),
+        "b.png": (-1, ("from json",)),
+        "a.d/a.png": (-1, ()),
+    }
+    assert (source.kind, source.num_ignored, source.classes) == ("sidecars", 1, ["0", "1", "2"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.json", b"{", "bad_metadata"),
+        ("a.json", b"[" * 100_000, "bad_metadata"),
+        ("a.json", b'{"label": "cat"}', "bad_metadata"),
+        ("a.txt", b"\xff\xfe", "bad_metadata"),
+        ("a.txt", b"x\n" * 300, "bad_metadata"),
+        ("a.txt", b"x" * (1 << 20) + b"x", "bad_metadata"),
+        ("a.txt", None, "bad_metadata"),
+    ],
+)
+def test_a_bad_sidecar_rejects_its_picture(tmp_path: Path, name: str, content: bytes | None, reason: str) -> None:
+    for stem in ("a", "b"):
+        put(tmp_path / f"{stem}.png", jpeg(0))
+    put(tmp_path / "b.txt", b"fine")
+    if content is None:
+        os.mkfifo(tmp_path / name)
+    else:
+        put(tmp_path / name, content)
+    assert reasons(tmp_path) == {"a.png": reason, "b.png": ""}
+
+
+# ------------------------------------------------------------ ImageNet's tars
+
+
+def test_a_damaged_class_tar_costs_what_comes_after_the_damage(tmp_path: Path) -> None:
+    tars = class_tars()
+    whole, contents = dict(tars), {key: data for key, _, data in LABELLED}
+    damaged = bytearray(whole["n01443537.tar"])
+    damaged[damaged.index(b"n01443537_1")] ^= 1  # the second of three headers
+    for content in (bytes(damaged), whole["n01443537.tar"][:700], b"", b"no tar at all" * 100):
+        tars = [(name, content if name == "n01443537.tar" else one) for name, one in whole.items()]
+        source = list_source(put(tmp_path / "train.tar", tar_of(tars)))
+        found = {r.key: r.problem[0] if r.problem else "" for r in source.records}
+        assert found["n01443537.tar"] == "unreadable"
+        if content == bytes(damaged):  # the archive holds them in the opposite order
+            assert [key for key in found if "n01443537" in key] == ["n01443537/n01443537_2.JPEG", "n01443537.tar"]
+        others = {key: "" for key in FOLDER_KEYS if "n01443537" not in key}
+        assert {key: reason for key, reason in found.items() if "n01443537" not in key} == others
+        assert source.classes == list(WNIDS)
+        for record in source.records:
+            if not record.problem:
+                assert bytes_of(source, record) == contents[record.key]
+
+
+def test_a_picture_that_a_class_tar_names_twice_counts_once(tmp_path: Path) -> None:
+    inner = tar_of([("n01440764_1.JPEG", jpeg(1)), ("n01440764_1.JPEG", jpeg(2)), ("notes.html", b"x")])
+    source = list_source(put(tmp_path / "t.tar", tar_of([("n01440764.tar", inner), ("readme", b"x")])), "imagenet")
+    assert [r.problem and r.problem[0] for r in source.records] == [None, "duplicate_key"]
+    assert bytes_of(source, source.records[0]) == jpeg(1)
+    assert source.num_ignored == 1
+
+
+def test_the_validation_tar_takes_its_labels_from_the_list_beside_it(tmp_path: Path) -> None:
+    members = [(f"ILSVRC2012_val_{i:08d}.JPEG", jpeg(i)) for i in (2, 1, 3, 4)]
+    tar = put(tmp_path / "ILSVRC2012_img_val.tar", tar_of(members))
+    source = list_source(tar)
+    assert (source.kind, source.classes) == ("imagenet", None)
+    assert [(r.key[-6], r.label, r.problem) for r in source.records] == [(str(i), -1, None) for i in (1, 2, 3, 4)]
+
+    put(tmp_path / "imagenet_2012_validation_synset_labels.txt", "\n".join((WNIDS[2], *WNIDS[:2])).encode())
+    source = list_source(tar)
+    assert source.classes == list(WNIDS)
+    assert [r.label for r in source.records] == [2, 0, 1, -1]
+    assert source.records[3].problem
+    assert bytes_of(source, source.records[0]) == jpeg(1)
+
+    put(tmp_path / "imagenet_2012_validation_synset_labels.txt", b"490\n361\n")  # the devkit's numbers
+    with pytest.raises(SourceError, match="needed wnids"):
+        list_source(tar)
+
+
+# ------------------------------------------------------------ Parquet
+
+
+def test_rows_without_bytes_are_rejected_when_they_are_read(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", {"image": struct_column([jpeg(0), None, jpeg(2)])})
+    source = list_source(tmp_path)
+    assert bytes_of(source, source.records[2]) == jpeg(2)
+    with pytest.raises(RecordRejected, match=r"unreadable: a\.parquet, row 1 holds no bytes"):
+        bytes_of(source, source.records[1])
+
+
+def test_a_parquet_file_that_changed_rejects_what_is_not_there_any_more(tmp_path: Path) -> None:
+    columns = {"image": struct_column([jpeg(i) for i in range(4)])}
+    for change, reason in (("shorter", "source_changed"), ("gone", "unreadable"), ("torn", "unreadable")):
+        write_parquet(tmp_path / "a.parquet", columns)
+        source = list_source(tmp_path)
+        if change == "shorter":
+            write_parquet(tmp_path / "a.parquet", {"image": struct_column([jpeg(0)])})
+        elif change == "gone":
+            (tmp_path / "a.parquet").unlink()
+        else:
+            content = (tmp_path / "a.parquet").read_bytes()
+            (tmp_path / "a.parquet").write_bytes(b"\0" * 3000 + content[3000:])
+        with pytest.raises(RecordRejected) as caught:
+            bytes_of(source, source.records[3 if change == "shorter" else 0])
+        assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1" * 100, os.urandom(4096)], ids=["empty", "magic", "random"])
+def test_a_damaged_parquet_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
+    put(tmp_path / "odd.parquet", content)
+    with pytest.raises(SourceError, match=r"odd\.parquet.*not a readable Parquet"):
+        list_source(tmp_path)
+
+
+def test_a_parquet_file_without_pictures_says_its_columns(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", {"words": ["x"], "pixels": [[1, 2]]})
+    with pytest.raises(SourceError, match=r"no column of pictures.*'words', 'pixels'"):
+        list_source(tmp_path)
+
+
+def test_files_with_other_classes_are_no_one_source(tmp_path: Path) -> None:
+    for name, classes in (("a", ["x", "y"]), ("b", ["y", "x"])):
+        features = {"label": {"_type": "ClassLabel", "names": classes}}
+        write_parquet(
+            tmp_path / f"{name}.parquet", {"image": struct_column([jpeg(0)]), "label": [0]}, features=features
+        )
+    with pytest.raises(SourceError, match=r"b\.parquet.*other classes"):
+        list_source(tmp_path)
+
+
+def test_the_row_groups_in_memory_are_few_and_each_is_read_once_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = [os.urandom(1000) for _ in range(40)]
+    write_parquet(tmp_path / "a.parquet", {"image": contents}, rows=4)
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 9000)
+    read: list[int] = []
+    original = parquet._read_group
+    monkeypatch.setattr(parquet, "_read_group", lambda *args: read.append(args[2]) or original(*args))
+    source = list_source(tmp_path)
+    assert [bytes_of(source, record) for record in source.records] == contents
+    assert read == list(range(10))
+    assert sum(future.result().nbytes for future in source._rows._groups.values()) <= 9000
+    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 3000)
+    with pytest.raises(SourceError, match=r"row group 0.*smaller row groups"):
+        list_source(tmp_path)
+
+
+# ------------------------------------------------------------ at a URL
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """A server of the S3 protocol, with the bucket "pictures"."""
+    with s3_server("pictures") as url:
+        yield url
+
+
+def upload(root: Path, url: str) -> None:
+    fs, top = fsspec.core.url_to_fs(url)
+    for name, content in tree_digest(root).items():
+        fs.pipe_file(f"{top}/{name}", content)
+
+
+def at_url(base: str, root: Path, source: Path) -> str:
+    """Upload what lies below a folder; returns the URL of the source in it."""
+    upload(root, base)
+    relative = source.relative_to(root).as_posix()
+    return base if relative == "." else f"{base}/{relative}"
+
+
+@pytest.mark.parametrize("case", LABEL_KINDS)
+def test_labelled_pictures_at_a_url_give_the_same_bytes(
+    case: str, label_reference: Path, encode: Encode, tmp_path: Path
+) -> None:
+    make, kind, keys, _ = LABEL_KINDS[case]
+    root = tmp_path / "source"
+    url = at_url(f"memory://{case.replace(' ', '-')}-{tmp_path.name}/x", root, make(root))
+    assert list_source(url).kind == kind
+    encode(label_recipe(), url, tmp_path / "store")
+    assert [key for (key,) in columns_of(tmp_path / "store", "key")] == keys
+    assert arrays_of(tmp_path / "store") == arrays_of(label_reference)
+
+
+@pytest.mark.parametrize("where", ["s3", "memory"])
+def test_every_kind_at_a_url_lists_and_reads_as_here(where: str, s3: str, tmp_path: Path) -> None:
+    makers = {case: make for case, (make, *_) in (LABEL_KINDS | CAPTION_KINDS).items()}
+    for case, make in makers.items():
+        root = tmp_path / case.replace(" ", "-")
+        source = make(root)
+        base = f"{s3 if where == 's3' else 'memory://every'}/{tmp_path.name}/{root.name}"
+        here, there = list_source(source), list_source(at_url(base, root, source))
+        assert (there.kind, there.classes, there.num_ignored) == (here.kind, here.classes, here.num_ignored), case
+        same = ("key", "path", "offset", "num_bytes", "label", "captions", "problem")
+        for ours, theirs in zip(here.records, there.records, strict=True):
+            assert [getattr(ours, name) for name in same] == [getattr(theirs, name) for name in same]
+            assert bytes_of(there, theirs) == bytes_of(here, ours)
+
+
+@pytest.mark.parametrize("where", ["s3", "memory"])
+def test_an_object_that_changed_or_went_is_rejected_with_its_reason(where: str, s3: str, tmp_path: Path) -> None:
+    root = as_class_folder(tmp_path / "source")
+    base = f"{s3 if where == 's3' else 'memory://changes'}/{tmp_path.name}"
+    source = list_source(at_url(base, root, root))
+    fs, top = fsspec.core.url_to_fs(base)
+    before = source.listing_hash()
+    longer, shorter, gone = (source.records[i] for i in range(3))
+    fs.pipe_file(f"{top}/{longer.path}", jpeg(77, 90, 90))
+    fs.pipe_file(f"{top}/{shorter.path}", b"x")
+    fs.rm_file(f"{top}/{gone.path}")
+    for record, reason in ((longer, "source_changed"), (shorter, "source_changed"), (gone, "unreadable")):
+        with pytest.raises(RecordRejected) as caught:
+            bytes_of(source, record)
+        assert caught.value.reason == reason
+    assert list_source(base).listing_hash() != before
+
+
+def test_a_url_with_nothing_or_no_file_system_is_an_error_that_names_it(s3: str) -> None:
+    with pytest.raises(SourceError, match=r"s3://pictures/nowhere'.*no pictures found"):
+        list_source(f"{s3}/nowhere")
+    with pytest.raises(SourceError, match=r"source 's3://no-such-bucket/x'"):
+        list_source("s3://no-such-bucket/x")
+    with pytest.raises(ValueError, match=r"source 'nothing://x/y'.*Check the URL"):
+        list_source("nothing://x/y")
+
+
+def test_tars_beside_a_table_of_what_was_fetched_are_tars(tmp_path: Path) -> None:
+    # As img2dataset leaves a folder.
+    picture(1).save(tmp_path / "one.png")
+    put(tmp_path / "00000.tar", tar_of([("0.png", (tmp_path / "one.png").read_bytes()), ("0.txt", b"a thing")]))
+    (tmp_path / "one.png").unlink()
+    pq.write_table(pa.table({"url": ["http://x"], "caption": ["a thing"], "key": ["0"]}), tmp_path / "00000.parquet")
+    put(tmp_path / "00000_stats.json", b"{}")
+    source = list_source(tmp_path)
+    assert source.kind == "webdataset"
+    assert [record.captions for record in source.records] == [("a thing",)]
+
+
+def test_a_folder_that_is_only_called_as_pixarts_stays_itself(tmp_path: Path) -> None:
+    for folder in ("InternData", "other"):
+        (tmp_path / folder).mkdir()
+        picture(1).save(tmp_path / folder / "a.png")
+    assert [record.key for record in list_source(tmp_path / "InternData").records] == ["a.png"]
+
+
+def test_few_row_groups_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture(1).save(tmp_path / "one.png")
+    content = (tmp_path / "one.png").read_bytes()
+    (tmp_path / "one.png").unlink()
+    rows = pa.table({"image": [{"bytes": content, "path": ""}] * 12})
+    pq.write_table(rows, tmp_path / "a.parquet", row_group_size=1)
+    source, reading, most = list_source(tmp_path), [], []
+    read_group = parquet._read_group
+
+    def slow(*place: Any) -> Any:
+        reading.append(1)
+        most.append(len(reading))
+        time.sleep(0.02)
+        try:
+            return read_group(*place)
+        finally:
+            reading.pop()
+
+    monkeypatch.setattr(parquet, "_read_group", slow)
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda r: source.place(r.path, r.offset, r.num_bytes, stage="decode").data, source.records)
+        assert list(found) == [content] * 12
+    assert max(most) == parquet.GROUPS_AT_ONCE
+
+
+def test_the_hint_on_rejects_never_takes_the_place_of_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, looked = LocalFiles(tmp_path), []
+    for i in range(4):
+        (tmp_path / f"{i}.csv").touch()
+    look = files.look
+    monkeypatch.setattr(files, "look", lambda path: looked.append(path) or look(path))
+    assert "'0.csv', '1.csv', '2.csv', '3.csv'" in reject_hint(files, {"no_caption": 20})
+    assert len(looked) == len(set(looked))  # at a URL each look is a message
+
+    def no_network() -> Iterator[str]:
+        raise SourceError("no network")
+
+    monkeypatch.setattr(files, "names", no_network)
+    assert reject_hint(files, {"no_caption": 20}).startswith("To store pictures without a caption")
+    assert reject_hint(files, {"missing_file": 20}) == ""

@@ -1,0 +1,325 @@
+"""Folders as people have them: COCO's, kohya's, a detector's; and files that are no source, named for what they are."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from test_source_text_tables import pictures, put, said
+from test_sources import write_tar
+
+from leandit.datasets.errors import RecordRejected, SourceError
+from leandit.precompute.config import SourceSection
+from leandit.precompute.sources.source import list_source, open_source
+from leandit.precompute.sources.tables import arrow, parquet
+
+COCO = {
+    "info": {"year": 2017},
+    "images": [
+        {"license": 3, "file_name": "a.jpg", "height": 8, "width": 8, "id": 9},
+        {"license": 3, "file_name": "b.jpg", "height": 8, "width": 8, "id": 7},
+        {"license": 3, "file_name": "gone.jpg", "height": 8, "width": 8, "id": 8},
+    ],
+    "licenses": [{"id": 3, "name": "CC"}],
+    "annotations": [
+        {"image_id": 7, "id": 1, "caption": "a boat"},
+        {"image_id": 9, "id": 2, "caption": "a cat "},
+        {"image_id": 7, "id": 3, "caption": "the boat"},
+        {"image_id": 5, "id": 4, "caption": "of nothing"},
+    ],
+}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["folder", "file"])
+@pytest.mark.parametrize("turned", [False, True], ids=["images first", "captions first"])
+def test_captions_of_coco_are_brought_to_their_images(whole: bool, turned: bool, tmp_path: Path) -> None:
+    pictures(tmp_path / "train2017", "a.jpg", "b.jpg")
+    pictures(tmp_path / "val2017", "c.jpg")
+    content = dict(reversed(COCO.items())) if turned else COCO
+    path = put(tmp_path / "annotations/captions_train2017.json", json.dumps(content, indent=2))
+    put(tmp_path / "annotations/instances_train2017.json", "{}")
+    source = list_source(tmp_path if whole else path)
+    assert said(source) == [
+        ("a.jpg", "train2017/a.jpg", -1, ("a cat",)),
+        ("b.jpg", "train2017/b.jpg", -1, ("a boat", "the boat")),
+        ("gone.jpg", "missing_file", -1, ()),
+    ]
+    assert any("1 captions name no image" in note for note in source.notes)
+    record = source.records[1]
+    assert source.read(record.path, 0, record.num_bytes, stage="scan") == (tmp_path / "train2017/b.jpg").read_bytes()
+    if whole:
+        put(tmp_path / "annotations/captions_val2017.json", json.dumps(COCO))
+        with pytest.raises(
+            SourceError, match=r"captions_train2017\.json, .*captions_val2017\.json.*source\.split=.*--source"
+        ):
+            list_source(tmp_path)
+
+
+@pytest.mark.parametrize(("split", "name"), [("train", "a.jpg"), ("validation", "c.jpg")])
+def test_source_split_picks_one_of_cocos_lists(split: str, name: str, tmp_path: Path) -> None:
+    for year, picture in (("train2017", "a.jpg"), ("val2017", "c.jpg")):
+        pictures(tmp_path / year, picture)
+        content = {"images": [{"id": 1, "file_name": picture}], "annotations": [{"image_id": 1, "caption": year}]}
+        put(tmp_path / f"annotations/captions_{year}.json", json.dumps(content))
+    source = list_source(tmp_path, SourceSection(split=split))
+    assert [r.key for r in source.records] == [name]
+    record, opened = source.records[0], open_source(tmp_path, source.settings)  # as a worker does
+    assert opened.read(record.path, record.offset, record.num_bytes, stage="decode")
+    with pytest.raises(SourceError, match=r"no split 'test'. It holds: train \(1 file\), val \(1 file\)"):
+        list_source(tmp_path, SourceSection(split="test"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"images": [], "categories": []}, "without 'annotations'"),
+        (
+            {"images": COCO["images"], "annotations": [{"image_id": 7, "bbox": [1]}]},
+            "no 'caption' but 'image_id'",
+        ),
+        ({"images": [{"id": "x", "file_name": "a.jpg"}], "annotations": []}, "whole numbers"),
+        ({"images": [7], "annotations": []}, "'images', item 1"),
+        ({"rows": []}, "a list of rows"),
+    ],
+)
+def test_another_json_object_is_an_error_that_says_what_is_needed(
+    content: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SourceError, match=message):
+        list_source(put(tmp_path / "list.json", json.dumps(content)))
+
+
+def test_captions_of_kohya_lie_beside_the_pictures(tmp_path: Path) -> None:
+    pictures(tmp_path / "10_cat")
+    put(tmp_path / "10_cat/a.caption", "a cat\n")
+    put(tmp_path / "10_cat/b.caption", "a dog")
+    put(tmp_path / "10_cat/b.txt", "tags, of, a, dog")
+    put(tmp_path / "10_cat/c.txt", "a bird")
+    source = list_source(tmp_path)
+    assert (source.kind, [r.captions for r in source.records]) == ("sidecars", [("a cat",), ("a dog",), ("a bird",)])
+    assert source.num_ignored == 0
+
+
+@pytest.mark.parametrize("folder", ["labels", "captions"])
+def test_texts_in_a_folder_beside_the_pictures_are_their_captions(folder: str, tmp_path: Path) -> None:
+    pictures(tmp_path / "images/train")
+    put(tmp_path / folder / "train/a.txt", "a cat\nthe cat")
+    put(tmp_path / folder / "train/b.txt", "0 0.5 0.5 0.25 0.125\n")
+    source = list_source(tmp_path)
+    assert said(source) == [
+        ("images/train/a.jpg", "images/train/a.jpg", -1, ("a cat", "the cat")),
+        ("images/train/b.jpg", "bad_metadata", -1, ()),
+        ("images/train/c.jpg", "images/train/c.jpg", -1, ()),
+    ]
+    assert any(folder in note for note in source.notes)
+
+
+def test_boxes_of_a_detector_are_no_captions(tmp_path: Path) -> None:
+    pictures(tmp_path / "images")
+    put(tmp_path / "labels/a.txt", "0 0.5 0.5 0.25 0.125\n1 0.5 0.5 0.25 0.125\n")
+    assert list_source(tmp_path).kind == "imagefolder"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.xyz", b"hello", r"text of no known kind, by its name \.xyz"),
+        ("photos.zip", b"PK\x03\x04....", r"a ZIP archive. Unpack it"),
+        ("a.jpg", b"\xff\xd8\xff\xe0", r"a JPEG picture. Give the folder"),
+        (
+            "photos.tar.gz",
+            gzip.compress(b"\0" * 2048, mtime=0),
+            r"compressed with gzip.*gunzip --keep photos.*tar -xzf",
+        ),
+        ("photos.tgz", gzip.compress(b"\0" * 2048, mtime=0), r"compressed with gzip.*tar -xzf"),
+        ("photos.tar", gzip.compress(b"\0" * 2048, mtime=0), r"compressed with gzip"),
+        ("model.pkl", b"\x80\x04", r"a pickle. It is never opened"),
+        ("data.bin", b"", r"an empty file"),
+        ("data.h5", b"\x89HDF\r\n\x1a\n", r"an HDF5 file"),
+        ("data.tar", b"version https://git-lfs.github.com", r"pointer of Git LFS.*git lfs pull"),
+        ("a.heic", b"\0\0\0\x18ftypheic", r"a HEIF or AVIF picture"),
+        ("list", b"PAR1....", r"a Parquet file by another name"),
+    ],
+)
+def test_a_file_that_is_no_source_is_named_for_what_it_is(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SourceError, match=message) as raised:
+        list_source(put(tmp_path / name, content))
+    assert "Sources are a folder of pictures" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+# ------------------------------------------------------------ save_to_disk
+
+
+def save_to_disk(
+    folder: Path, rows: list[dict[str, Any]], *, features: dict[str, Any], codec: str | None = None
+) -> Path:
+    """Write what ``Dataset.save_to_disk`` writes: two Arrow streams of small batches, and JSON that lists them."""
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    kinds = {"image": image, "text": pa.string(), "label": pa.int64()}
+    schema = pa.schema([(name, kinds[name]) for name in rows[0]])
+    schema = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    folder.mkdir(parents=True, exist_ok=True)
+    names = []
+    for number in range(2):
+        names.append(f"data-0000{number}-of-00002.arrow")
+        part = pa.Table.from_pylist(rows[number * 3 : number * 3 + 3], schema)
+        options = pa.ipc.IpcWriteOptions(compression=codec)
+        with pa.ipc.new_stream(folder / names[-1], schema, options=options) as writer:
+            writer.write_table(part, max_chunksize=2)
+    put(folder / "state.json", json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}))
+    put(folder / "dataset_info.json", json.dumps({"features": features}))
+    return folder
+
+
+FEATURES = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
+SAVED = [{"image": {"bytes": b"picture %d" % i, "path": None}, "text": f"text {i}", "label": i % 2} for i in range(5)]
+
+
+def test_datasets_saved_to_disk_are_read_row_by_row(tmp_path: Path) -> None:
+    source = list_source(save_to_disk(tmp_path / "train", SAVED, features=FEATURES))
+    assert (source.kind, source.classes) == ("arrow", ["cat", "dog"])
+    keys = [f"data-00000-of-00002/{i}" for i in range(3)] + [f"data-00001-of-00002/{i}" for i in range(2)]
+    assert [(r.key, r.label, r.captions) for r in source.records] == [
+        (key, i % 2, (f"text {i}",)) for i, key in enumerate(keys)
+    ]
+    for i in (4, 0, 2, 1, 3):
+        record = source.records[i]
+        assert source.read(record.path, record.offset, record.num_bytes, stage="decode") == b"picture %d" % i
+    with pytest.raises(RecordRejected, match="has 3 rows"):
+        source.read(source.records[0].path, 3, 0, stage="decode")
+
+
+@pytest.mark.parametrize("second", [["dog", "cat"], None])
+def test_files_of_a_saved_dataset_that_name_other_classes_are_refused(second: list[str] | None, tmp_path: Path) -> None:
+    root = save_to_disk(tmp_path / "train", SAVED, features=FEATURES)
+    other = FEATURES | {"label": {"_type": "ClassLabel", "names": second}} if second else {}
+    odd = save_to_disk(tmp_path / "odd", SAVED, features=other) / "data-00001-of-00002.arrow"
+    odd.replace(root / odd.name)
+    with pytest.raises(SourceError, match=r"data-00001-of-00002\.arrow': it names other classes.*source\.labels=none"):
+        list_source(root)
+    listed = list_source(root, SourceSection(labels="none")).records
+    assert [record.label for record in listed] == [-1] * 5
+
+
+def test_the_heads_of_an_arrow_stream_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = list_source(save_to_disk(tmp_path, SAVED, features=FEATURES))
+    read_heads, paths = arrow._messages, []
+    monkeypatch.setattr(arrow, "_messages", lambda file, where: paths.append(where) or read_heads(file, where))
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 0)  # every batch is read again
+    for i in (0, 2, 4) * 3:
+        record = source.records[i]
+        assert source.read(record.path, record.offset, record.num_bytes, stage="decode") == b"picture %d" % i
+    assert paths == [source.records[0].path, source.records[4].path]
+
+
+@pytest.mark.parametrize("names", [("train", "validation"), ("easy", "hard")])
+def test_source_split_picks_a_split_of_a_saved_dataset_dict(names: tuple[str, str], tmp_path: Path) -> None:
+    for number, name in enumerate(names):
+        rows = [row | {"text": f"{name} {row['text']}"} for row in SAVED[number:]]
+        save_to_disk(tmp_path / name, rows, features=FEATURES)
+    put(tmp_path / "dataset_dict.json", json.dumps({"splits": names}))
+    for split in ("", "all"):
+        with pytest.raises(SourceError, match=rf"several splits.*: {', '.join(names)}\. .*source\.split={names[0]}"):
+            list_source(tmp_path, SourceSection(split=split))
+    with pytest.raises(SourceError, match=f"no split 'test'. It holds: {names[0]}"):
+        list_source(tmp_path, SourceSection(split="test"))
+    source = list_source(tmp_path, SourceSection(split=names[1]))
+    assert (source.kind, source.records[0].captions) == ("arrow", (f"{names[1]} text 1",))
+    record = source.records[3]
+    opened = open_source(tmp_path, source.settings)  # as a worker does
+    assert opened.read(record.path, record.offset, record.num_bytes, stage="decode") == b"picture 4"
+    put(tmp_path / "dataset_dict.json", json.dumps({"splits": names[:1]}))
+    assert len(list_source(tmp_path).records) == len(SAVED)
+    put(tmp_path / "dataset_dict.json", json.dumps({"splits": ["../x"]}))
+    with pytest.raises(SourceError, match="needed 'splits'"):
+        list_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda root: put(root / "state.json", "{}"), "_data_files"),
+        (lambda root: put(root / "state.json", '{"_data_files": [{"filename": "../x.arrow"}]}'), "_data_files"),
+        (lambda root: put(root / "state.json", '{"_indices_data_files": [{"filename": "i"}]}'), "flatten_indices"),
+        (lambda root: put(root / "data-00001-of-00002.arrow", b"\xff\xff\xff\xff" * 40), "not a readable Arrow stream"),
+        (lambda root: put(root / "data-00001-of-00002.arrow", b""), "not a readable Arrow stream"),
+        (lambda root: save_to_disk(root, SAVED, features=FEATURES, codec="zstd"), "compressed"),
+        (lambda root: save_to_disk(root, [{"text": "x"}] * 5, features={}), "no column of pictures.*'text'"),
+    ],
+)
+def test_a_damaged_dataset_is_one_line(damage: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    root = save_to_disk(tmp_path, SAVED, features=FEATURES)
+    damage(root)
+    with pytest.raises(SourceError, match=message):
+        list_source(root)
+
+
+def test_no_change_of_one_byte_of_an_arrow_stream_is_more_than_an_error(tmp_path: Path) -> None:
+    root = save_to_disk(tmp_path, SAVED, features=FEATURES)
+    path = root / "data-00000-of-00002.arrow"
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        damaged = bytearray(whole)
+        damaged[rng.integers(len(whole))] ^= 1 << rng.integers(8)
+        path.write_bytes(damaged[: rng.integers(len(whole)) if rng.random() < 0.2 else None])
+        try:
+            source = list_source(root)
+            for record in source.records:
+                source.read(record.path, record.offset, 0, stage="decode")
+        except (SourceError, RecordRejected):
+            pass
+
+
+# ------------------------------------------------------------ patterns
+
+
+def test_braces_and_stars_choose_files_of_a_folder(tmp_path: Path) -> None:
+    for i in range(5):
+        write_tar(tmp_path / f"{i:03d}.tar", {"__key__": "x", "jpg": b"picture %d" % i, "txt": f"text {i}"})
+    put(tmp_path / "notes.txt", "of no use")
+    every = [r.key for r in list_source(tmp_path).records]
+    assert every == [f"00{i}/x" for i in range(5)]
+    for pattern, numbers in {
+        "{000..002}.tar": [0, 1, 2],
+        "00[13].tar": [1, 3],
+        "00{1,4}*": [1, 4],
+        "00?.tar": range(5),
+    }.items():
+        source = list_source(f"{tmp_path}/{pattern}")
+        assert source.kind == "webdataset"
+        assert [r.key for r in source.records] == [every[i] for i in numbers]  # as of the whole folder
+        record = source.records[-1]
+        assert source.is_read_by_decoders
+        assert (
+            source.read(record.path, record.offset, record.num_bytes, stage="scan") == b"picture %d" % list(numbers)[-1]
+        )
+    pictures(tmp_path / "p")
+    assert [r.key for r in list_source(f"{tmp_path}/p/[ab].jpg").records] == ["a.jpg", "b.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("{000..007}.tar", r"no file '001\.tar'"),
+        ("*.zip", "leads to no file"),
+        ("?", r"matches the folder 'a'; needed files.*--source of its own"),
+        ("*/?.jpg", "files of 2 folders"),
+        ("{000.tar", "no such file|braces"),
+    ],
+)
+def test_a_pattern_that_does_not_fit_is_one_line(pattern: str, message: str, tmp_path: Path) -> None:
+    put(tmp_path / "000.tar", b"")
+    for folder in ("a", "b"):
+        pictures(tmp_path / folder)
+    with pytest.raises(SourceError, match=message):
+        list_source(f"{tmp_path}/{pattern}")

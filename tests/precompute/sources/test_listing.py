@@ -1,0 +1,187 @@
+"""The list of a source: the order of folders, keys that come again, and memory that does not grow with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from leandit.datasets.errors import ResourceError, SourceError
+from leandit.precompute.sources.files import files as source_files
+from leandit.precompute.sources.files.files import FoundFile, LocalFiles, _depth_first
+from leandit.precompute.sources.files.record import SourceRecord
+from leandit.precompute.sources.listing import distinct
+from leandit.precompute.sources.listing import listing as source_listing
+from leandit.precompute.sources.listing.listing import Listing, record_batches, spool
+from leandit.precompute.sources.source import list_source
+
+NAMES = st.sampled_from(["a", "a-b", "a.b", "a b", "b", "B", "é", "🙂", "10", "9", "a.jpg", "~"])
+PATHS = st.lists(NAMES, min_size=1, max_size=4).map("/".join)
+KEYS = st.lists(st.sampled_from(["a", "b", "c", "d", "e", "f"]), max_size=30)
+
+
+def nothing(done: int) -> None:
+    """Progress that nobody watches."""
+
+
+def usable(paths: set[str]) -> list[str]:
+    """Paths of which none is a folder of another."""
+    return [path for path in paths if not any(other.startswith(path + "/") for other in paths)]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(paths=st.sets(PATHS, max_size=12), at_once=st.sampled_from([2, 1 << 16]))
+def test_a_walk_comes_in_the_order_of_sorted_paths(
+    paths: set[str], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch:
+        patch.setattr(source_files, "NAMES_AT_ONCE", at_once)  # small: names are sorted outside of Python
+        made = usable(paths)
+        for path in made:
+            (Path(folder) / path).parent.mkdir(parents=True, exist_ok=True)
+            (Path(folder) / path).touch()
+        files = LocalFiles(Path(folder))
+        assert [found.path for found in files.walk()] == sorted(made, key=lambda path: path.split("/"))
+        first = [(found.path.rpartition("/")[0], found.path) for found in files.walk(files_first=True)]
+        assert sorted(path for _, path in first) == sorted(made)
+        assert [folder for i, (folder, _) in enumerate(first) if not i or first[i - 1][0] != folder] == list(
+            dict.fromkeys(folder for folder, _ in first)
+        )  # the files of a folder come together
+
+
+@settings(max_examples=60, deadline=None)
+@given(keys=KEYS, rows=st.integers(1, 7), few=st.booleans())
+def test_a_listing_holds_what_came_and_rejects_what_comes_again(keys: list[str], rows: int, few: bool) -> None:
+    records = [
+        SourceRecord(
+            key, f"{key}.jpg", i, i + 1, i + 2, i % 3, ("x", "y")[: i % 3], ("aspect", "wide") if i % 5 else None
+        )
+        for i, key in enumerate(keys)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source_listing, "BATCH_ROWS", rows)
+        if few:  # spread in many goes
+            patch.setattr(distinct, "SPREAD", 3)
+        told: list[int] = []
+        listing = spool(record_batches(records), told.append)
+        expected, seen = [], {}
+        for i, record in enumerate(records):
+            first = seen.setdefault(record.key, i)
+            problem = ("duplicate_key", f"record {first + 1} of the source has the same key")
+            expected.append(record if first == i else SourceRecord(record.key, record.path, problem=problem))
+        assert list(listing) == expected == [listing[i] for i in range(len(listing))]
+        assert listing[1:-1] == expected[1:-1]
+        assert listing.largest_label() == max((record.label for record in expected), default=-1)
+        assert told == sorted(told)
+        assert (told or [0])[-1] == len(records)
+        for outside in (len(records), -len(records) - 1):
+            with pytest.raises(IndexError):
+                listing[outside]
+
+
+def test_nothing_is_left_of_a_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    listing = spool(record_batches(SourceRecord(str(i), "x") for i in range(40_000)), nothing)
+    assert list(tmp_path.iterdir()) == []
+    assert listing[39_999].key == "39999"
+
+
+def test_nothing_is_left_of_a_listing_that_is_killed(tmp_path: Path) -> None:
+    code = """
+import os, sys, tempfile
+tempfile.tempdir = sys.argv[1]
+from leandit.precompute.sources.listing.listing import record_batches, spool
+from leandit.precompute.sources.files.record import SourceRecord
+records = (os._exit(9) if i == 40_000 else SourceRecord(str(i), "x") for i in range(50_000))
+spool(record_batches(records), lambda done: None)
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 9
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_for_temporary_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(source_listing.pa, "OSFile", full)
+    with pytest.raises(ResourceError, match=r"No space left.*TMPDIR"):
+        spool(record_batches([SourceRecord("a", "a")]), nothing)
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_and_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").touch()
+    original = os.scandir
+
+    def refuse(path: Path) -> object:  # the tests may run as root, to whom all is allowed
+        if Path(path).name == "b":
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(SourceError, match=r"folder 'b' cannot be read \(Permission denied\)"):
+        list_source(tmp_path)
+
+
+def test_folders_within_folders_need_no_stack_of_calls() -> None:
+    depth = 5000
+
+    def entries_of(folder: str) -> Iterator[FoundFile | str]:
+        yield FoundFile(folder + "/0.png")
+        if len(folder) < depth:
+            yield folder + "d"
+
+    assert sum(1 for _ in _depth_first(entries_of)) == depth + 1
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from leandit.precompute.sources.source import list_source
+
+def own_mib():
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1024
+
+list_source(sys.argv[1])  # what a first listing loads
+before, peak = own_mib(), []
+source = list_source(sys.argv[2], progress=lambda done: peak.append(own_mib()))
+print(len(source.records), len(source.listing_hash()), max([*peak, own_mib()]) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory of a process is read from Linux")
+def test_a_long_list_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    count = 80_000
+    for name, rows in (("short", 2), ("long", count)):
+        with open(tmp_path / f"{name}.jsonl", "w") as lines:
+            for i in range(rows):
+                row = {"path": f"folder/{i:09d}/no-such-picture.jpg", "label": 7 if i else "cat"}
+                lines.write(json.dumps(row) + "\n")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "short.jsonl"), str(tmp_path / "long.jsonl")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    length, _, grown_mib = done.stdout.split()
+    assert int(length) == count
+    assert float(grown_mib) < 35  # as objects of Python these records take 57 MiB
+
+
+def test_listing_a_listing_is_the_same_records(tmp_path: Path) -> None:
+    for i in range(5):
+        (tmp_path / f"{i}.png").write_bytes(b"x" * i)
+    records = list_source(tmp_path).records
+    assert isinstance(records, Listing)
+    assert list(records) == list(list_source(tmp_path).records)

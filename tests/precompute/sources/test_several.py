@@ -1,0 +1,194 @@
+"""Several sources in one store: keys, classes and pictures of each; a store of one grows by another."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from making import CPU, label_recipe, make_class_folder, no_progress, picture
+from test_sources import write_tar
+from typer.testing import CliRunner, Result
+
+from leandit.datasets.errors import RecipeError, SourceError
+from leandit.datasets.maintenance.verify import Verification
+from leandit.datasets.revisions.plan import read_plan
+from leandit.datasets.store import LatentStore
+from leandit.precompute.config import SourceSection
+from leandit.precompute.engines.processes import Processes
+from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.sources.several import list_sources, open_sources, source_names
+from leandit.precompute.sources.source import list_source
+from leandit.tools.cli.main import app
+from leandit.tools.inspection.contact_sheet import read_originals
+from leandit.tools.inspection.verify import check
+from leandit.train.parallel.stop import StopRequest
+
+Encode = Callable[..., Report]
+AUTO = SourceSection()
+
+
+def deep(store: Path, sources: list[Path]) -> tuple[Verification, dict[str, Any]]:
+    how = {"quick": False, "repair": False, "device": lambda: CPU, "overrides": [], "progress": no_progress}
+    return check(store, deep=True, source=sources, **how)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Two folders of classes, one of which both have."""
+    first = make_class_folder(tmp_path / "first", classes=2, per_class=3)
+    second = make_class_folder(tmp_path / "more/second", classes=2, per_class=2)
+    names = sorted(path.name for path in first.iterdir())
+    shutil.move(second / names[0], second / "aaa")  # stands before the classes of the first
+    for number, path in enumerate(sorted(second.rglob("*.*"))):
+        picture(100 + number).save(path)
+    return [first, second]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_store_of_one_source_grows_by_another_and_encodes_only_that(
+    folders: list[Path], tmp_path: Path, encode: Encode
+) -> None:
+    alone = encode(label_recipe(), folders[0], tmp_path / "alone").manifest
+    one = encode(label_recipe(), folders[:1], tmp_path / "store").manifest
+    assert alone
+    assert one
+    assert one.root_hash == alone.root_hash
+    before = LatentStore(tmp_path / "store")
+    report = encode(label_recipe(), folders, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert (report.num_encoded, report.changes and report.changes.num_added) == (4, 4)
+    assert report.changes
+    assert (report.changes.num_changed, report.changes.num_gone) == (0, 0)
+    assert len(report.changes.kept) == 6
+    rows = store.records.to_pylist()
+    assert before.spec.classes
+    assert store.spec.classes == [*before.spec.classes, "aaa"]
+    names = ["aaa", before.spec.classes[1]]
+    assert [(row["key"].split("/")[0], row["label"]) for row in rows[6:]] == [("second", 2)] * 2 + [("second", 1)] * 2
+    assert [row["key"].split("/")[1] for row in rows[6:]] == [names[0]] * 2 + [names[1]] * 2
+    encode(label_recipe(), folders, tmp_path / "both")
+    fresh = LatentStore(tmp_path / "both")
+    assert fresh.spec.classes == store.spec.classes
+    for row, other in zip(rows, fresh.records.to_pylist(), strict=True):
+        assert (row["key"], row["label"], row["source_checksum"]) == (
+            other["key"],
+            other["label"],
+            other["source_checksum"],
+        )
+        mine, theirs = (s.latents(row["bucket"])[s.record(row["key"]).row] for s in (store, fresh))
+        assert np.allclose(mine, theirs, atol=1e-2)
+    assert encode(label_recipe(), folders, tmp_path / "store").num_encoded == 0  # nothing has changed
+    found, done = deep(tmp_path / "store", folders)
+    assert not found.damaged
+    assert done["deep"]["num_records"] == 10
+    with pytest.raises(SourceError, match=r"another source too, 'second'.*Give every --source"):
+        deep(tmp_path / "store", folders[:1])
+
+
+@pytest.mark.usefixtures("quick")
+def test_damage_of_either_source_is_repaired(folders: list[Path], tmp_path: Path, encode: Encode) -> None:
+    encode(label_recipe(), folders, tmp_path / "store")
+    shard = tmp_path / "store" / read_plan(tmp_path / "store", 1).layout.latents["32x32"][0].shard_path(0)
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:40] + b"?" * 9 + whole[49:])
+    how = {"quick": False, "deep": False, "repair": True, "device": lambda: CPU, "overrides": []}
+    found, _ = check(tmp_path / "store", source=folders, progress=no_progress, **how)  # type: ignore[arg-type]
+    assert not found.damaged
+    assert shard.read_bytes() == whole
+
+
+def test_kinds_may_differ_and_each_picture_is_read_from_its_own_source(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    picture(0).save(texts / "a.jpg")
+    (texts / "a.txt").write_text("a cat")
+    write_tar(tmp_path / "b.tar", {"__key__": "x", "jpg": b"of a tar", "txt": "a dog"})
+    tar = tmp_path / "b.tar"
+    source = list_sources([texts, tar], AUTO)
+    assert [(r.key, r.path, r.captions) for r in source.records] == [
+        ("a.jpg", "a.jpg", ("a cat",)),
+        ("b/b/x", "//b//b.tar", ("a dog",)),
+    ]
+    assert source.lines() == [f"sidecars '{texts}', 1 records", f"webdataset '{tar}', 1 records"]
+    assert source.is_read_by_decoders
+    opened = open_sources([str(texts), str(tar)], [part.settings for part in source.parts])  # as a worker does
+    for one in (source, opened):
+        found = [one.read(r.path, r.offset, r.num_bytes, stage="decode") for r in source.records]
+        assert found == [(texts / "a.jpg").read_bytes(), b"of a tar"]
+    with pytest.raises(SourceError, match=r"another source too, 'b'.*Give every --source"):
+        list_source(texts).read(source.records[1].path, 0, 1, stage="decode")
+    assert list_sources([texts], AUTO).listing_hash() == list_source(texts).listing_hash()
+    assert source.listing_hash() != list_sources([tar, texts], AUTO).listing_hash()
+
+
+def test_labels_without_names_are_the_same_numbers_and_are_not_joined_with_names(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    tars = [tmp_path / "a.tar", tmp_path / "b.tar"]
+    for tar, labels in zip(tars, [(0, 4), (3, 7)], strict=True):
+        write_tar(tar, *({"__key__": f"k{label}", "jpg": b"x", "cls": str(label)} for label in labels))
+    source = list_sources(tars, AUTO)
+    assert [r.label for r in source.records] == [0, 4, 3, 7]
+    assert source.classes == [str(i) for i in range(8)]
+    assert not source.has_class_names
+    with pytest.raises(SourceError, match=r"by names of classes.*by numbers.*source\.labels=none"):
+        list_sources([folders[0], tars[0]], AUTO)
+    unlabelled = list_sources([folders[0], tars[0]], SourceSection(labels="none"))
+    assert {r.label for r in unlabelled.records} == {-1}
+
+
+def test_a_source_is_given_once_and_names_do_not_depend_on_those_behind(tmp_path: Path) -> None:
+    paths = ["s3://b/train", "x/train", "s3://c/train/", "x.y/{0..3}.tar", "d/list.csv", "e/list.json", "/"]
+    names = source_names(paths)
+    assert names[1:] == ["train", "c-train", "0..3", "list", "e-list", "source"]
+    assert [source_names(paths[:n]) for n in range(1, 8)] == [names[:n] for n in range(1, 8)]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to("a")
+    for again in ("a", "a/", "b", "b/../a"):
+        with pytest.raises(RecipeError, match="the same source as"):
+            source_names([f"{tmp_path}/a", f"{tmp_path}/{again}"])
+
+
+def test_a_key_that_both_have_is_a_reject(tmp_path: Path) -> None:
+    for name in ("one/two/a.jpg", "two/a.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        picture(0).save(tmp_path / name)
+    records = list_sources([tmp_path / "one", tmp_path / "two"], AUTO).records
+    assert [(r.key, r.problem and r.problem[0]) for r in records] == [
+        ("two/a.jpg", None),
+        ("two/a.jpg", "duplicate_key"),
+    ]
+
+
+def test_processes_read_all_sources(folders: list[Path], tmp_path: Path) -> None:
+    store, sources = tmp_path / "store", [str(folder) for folder in folders]
+    recipe = label_recipe()
+    with Processes(recipe, store, sources, ["cpu"], num_threads=torch.get_num_threads(), say=print) as engine:
+        precompute(
+            recipe, source_path=sources, store_path=store, device=CPU, progress=no_progress, engine=engine, say=print
+        )
+    assert LatentStore(store).records["status"].to_pylist() == ["stored"] * 10
+
+
+def test_the_commands_take_several_sources(folders: list[Path], tmp_path: Path) -> None:
+    def leandit(*arguments: object) -> Result:
+        return CliRunner().invoke(app, [str(argument) for argument in arguments], obj=StopRequest())
+
+    sources = [word for folder in folders for word in ("--source", folder)]
+    command = ["precompute", "demo", *sources, "--set", "text.kind=none", "--device", "cpu"]
+    said = leandit(*command, "--dry-run").stdout
+    assert f"imagefolder '{folders[0]}', 6 records\n" in said
+    assert f"imagefolder '{folders[1]}', 4 records\n" in said
+    assert "its keys begin with 'second/'" in said
+    assert isinstance(leandit(*command, *sources[:2], "--store", tmp_path / "s").exception, RecipeError)
+    assert not (tmp_path / "s").exists()
+    assert leandit(*command, "--store", tmp_path / "s").exit_code == 0
+    assert "10" in leandit("inspect", tmp_path / "s").stdout
+    assert "10 records and 0 captions" in leandit("verify", tmp_path / "s", "--deep", *sources).stdout
+    originals = read_originals(LatentStore(tmp_path / "s"), folders, ["n000/0.png", "second/aaa/0.png"])
+    assert len(originals) == 2

@@ -1,0 +1,344 @@
+"""Sources: image folders, metadata.jsonl and WebDataset tars are listed completely, and broken ones are named."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import webdataset
+from making import caption_recipe, make_class_folder, picture
+
+from leandit.datasets.errors import SourceError
+from leandit.precompute.images.decoders import Decoders
+from leandit.precompute.planning.compare import all_fresh
+from leandit.precompute.planning.pictures import picture_table, plan_pictures
+from leandit.precompute.planning.records import plan_records
+from leandit.precompute.sources.files.record import SourceRecord
+from leandit.precompute.sources.source import Source, list_source
+
+
+def png(seed: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    picture(seed, 8, 8).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def put(path: Path, content: bytes = b"") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def by_key(source: Source) -> dict[str, SourceRecord]:
+    found = {record.key: record for record in source.records}
+    assert len(found) == len(source.records) or any(r.problem for r in source.records)
+    return found
+
+
+def bytes_of(source: Source, record: SourceRecord) -> bytes:
+    return source.read(record.path, record.offset, record.num_bytes, stage="decode")
+
+
+def write_metadata(root: Path, *rows: Any) -> Path:
+    for name in ("a.png", "b.png"):
+        put(root / name, png())
+    (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def write_tar(path: Path, *samples: dict[str, Any]) -> Path:
+    with webdataset.TarWriter(str(path)) as tar:
+        for sample in samples:
+            tar.write(sample)
+    return path
+
+
+def test_labels_follow_the_sorted_class_folders(tmp_path: Path) -> None:
+    for name in ("zebra", "Ant", "bee", "a-b", "a"):
+        put(tmp_path / name / "0.png", png())
+    source = list_source(tmp_path)
+    assert (source.kind, source.classes) == ("imagefolder", sorted(["zebra", "Ant", "bee", "a-b", "a"]))
+    assert source.classes
+    assert {r.key: r.label for r in source.records} == {f"{c}/0.png": i for i, c in enumerate(source.classes)}
+
+
+def test_a_class_folder_without_pictures_keeps_its_label(tmp_path: Path) -> None:
+    for name in ("a", "c"):
+        put(tmp_path / name / "0.png", png())
+    (tmp_path / "b").mkdir()
+    put(tmp_path / "d" / "notes.txt", b"none yet")
+    (tmp_path / ".git").mkdir()
+    source = list_source(tmp_path)
+    assert source.classes == ["a", "b", "c", "d"]
+    assert {r.key: r.label for r in source.records} == {"a/0.png": 0, "c/0.png": 2}
+
+
+def test_nested_folders_belong_to_their_first_folder_and_names_may_repeat(tmp_path: Path) -> None:
+    files = ["a/0.png", "a/x/0.png", "a/x/y/0.png", "b/0.png", "b/1.JPEG"]
+    for i, name in enumerate(files):
+        put(tmp_path / name, png(i))
+    source = list_source(tmp_path)
+    assert {r.key: r.label for r in source.records} == {name: int(name[0] == "b") for name in files}
+    for i, name in enumerate(files):
+        record = by_key(source)[name]
+        assert bytes_of(source, record) == png(i)
+
+
+def test_hidden_files_are_not_seen_and_others_are_counted(tmp_path: Path) -> None:
+    for name in ("a/0.png", "a/.hidden.png", ".git/1.png", "a/notes.txt", "README", "a/.DS_Store"):
+        put(tmp_path / name, png())
+    source = list_source(tmp_path)
+    assert [r.key for r in source.records] == ["a/0.png"]
+    assert source.num_ignored == 2  # notes.txt and README
+
+
+def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
+    for name in ("b.png", "a.png"):
+        put(tmp_path / name, png())
+    source = list_source(tmp_path)
+    assert source.classes is None
+    assert [(r.key, r.label, r.problem) for r in source.records] == [("a.png", -1, None), ("b.png", -1, None)]
+
+
+def test_a_picture_beside_the_class_folders_is_rejected(tmp_path: Path) -> None:
+    for name in ("a/0.png", "stray.png"):
+        put(tmp_path / name, png())
+    records = by_key(list_source(tmp_path))
+    assert records["a/0.png"].problem is None
+    assert records["stray.png"].problem
+    assert records["stray.png"].problem[0] == "bad_metadata"
+
+
+def test_linked_class_folders_are_followed_and_a_circle_ends(tmp_path: Path) -> None:
+    put(tmp_path / "elsewhere/0.png", png())
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "class").symlink_to(tmp_path / "elsewhere")
+    (root / "class/again").symlink_to(root)
+    assert [r.key for r in list_source(root).records] == ["class/0.png"]
+
+
+def test_a_missing_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"nowhere.*no such file or folder.*--source"):
+        list_source(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("kind", ["auto", "imagefolder", "webdataset"])
+def test_an_empty_folder_is_an_error_that_says_what_is_needed(tmp_path: Path, kind: str) -> None:
+    put(tmp_path / "notes.txt")
+    with pytest.raises(SourceError, match=r"no pictures found.*metadata\.jsonl.*\.jpeg"):
+        list_source(tmp_path, kind)
+
+
+@pytest.mark.parametrize("content", [b"plain text", b"", os.urandom(2048)], ids=["text", "empty", "random"])
+def test_a_file_that_is_no_tar_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(SourceError, match=r"odd\.bin"):
+        list_source(put(tmp_path / "odd.bin", content))
+
+
+def test_a_file_as_image_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"a\.png.*a file; needed a folder"):
+        list_source(put(tmp_path / "a.png", png()), "imagefolder")
+
+
+def test_metadata_asked_for_but_absent_is_a_source_error(tmp_path: Path) -> None:
+    put(tmp_path / "a.png", png())
+    with pytest.raises(SourceError, match=r"metadata\.jsonl"):
+        list_source(tmp_path, "metadata")
+
+
+@pytest.mark.parametrize(
+    ("row", "captions", "label"),
+    [
+        ({"captions": ["one", "two"]}, ("one", "two"), -1),
+        ({"caption": "one"}, ("one",), -1),
+        ({"text": "one", "label": 3}, ("one",), 3),
+        ({"captions": None, "text": "one"}, ("one",), -1),
+        ({"captions": ["list"], "caption": "single"}, ("list",), -1),
+        ({"label": 0}, (), 0),
+        ({}, (), -1),
+    ],
+)
+def test_metadata_gives_captions_and_labels(
+    tmp_path: Path, row: dict[str, Any], captions: tuple[str, ...], label: int
+) -> None:
+    source = list_source(write_metadata(tmp_path, {"file_name": "a.png", **row}))
+    assert source.kind == "metadata"
+    (record,) = source.records
+    assert (record.key, record.captions, record.label, record.problem) == ("a.png", captions, label, None)
+    assert bytes_of(source, record) == png()
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"file_name": "gone.png"}, "missing_file"),
+        ({"file_name": "x" * 300 + ".png"}, "missing_file"),
+        ({"file_name": "../outside.png"}, "bad_metadata"),
+        ({"file_name": "x/../../outside.png"}, "bad_metadata"),
+        ({"file_name": "/etc/hostname"}, "bad_metadata"),
+        ({"file_name": "b.png", "label": "cat"}, "bad_metadata"),
+        ({"file_name": "b.png", "label": True}, "bad_metadata"),
+        ({"file_name": "b.png", "label": -2}, "bad_metadata"),
+        ({"file_name": "b.png", "label": 1.5}, "bad_metadata"),
+        ({"file_name": "b.png", "caption": 7}, "bad_metadata"),
+        ({"file_name": "b.png", "captions": ["fine", None]}, "bad_metadata"),
+        ({"file_name": "b.png", "caption": "half an emoji \ud83d"}, "bad_metadata"),
+        ({"file_name": "a.png"}, "duplicate_key"),
+    ],
+)
+def test_a_bad_metadata_row_is_rejected_and_the_others_stay(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    put(tmp_path / "outside.png", png())
+    source = list_source(write_metadata(tmp_path / "source", {"file_name": "a.png"}, row))
+    assert [r.problem and r.problem[0] for r in source.records] == [None, reason]
+
+
+def test_a_file_name_that_begins_with_two_dots_stays_inside(tmp_path: Path) -> None:
+    put(tmp_path / "..a.png", png())
+    source = list_source(write_metadata(tmp_path, {"file_name": "..a.png"}))
+    assert source.records[0].problem is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"file_name": ', b'"a.png"', b"[1]", b"{}", b"null", '{"file_name": "café.png"}'.encode("latin-1")],
+    ids=["torn", "text", "list", "empty", "null", "latin-1"],
+)
+def test_an_invalid_metadata_line_is_an_error_that_names_the_line(tmp_path: Path, line: bytes) -> None:
+    write_metadata(tmp_path, {"file_name": "a.png"})
+    with open(tmp_path / "metadata.jsonl", "ab") as file:
+        file.write(b"\n" + line + b"\n")
+    with pytest.raises(SourceError, match=r"metadata\.jsonl.*line 3"):
+        list_source(tmp_path)
+
+
+def test_a_name_that_is_no_utf8_is_planned_or_rejected_but_never_a_crash(tmp_path: Path) -> None:
+    put(tmp_path / "a/0.png", png())
+    with open(os.path.join(os.fsencode(tmp_path), b"a", b"caf\xe9.png"), "wb") as file:
+        file.write(png())
+    source = list_source(tmp_path)
+    recipe = caption_recipe("text.kind=none")
+    comparison = all_fresh(source.records)
+    with Decoders(1) as decoders:
+        found = plan_pictures(source, comparison.fresh, recipe, decoders, progress=lambda done: None)
+        pictures = picture_table(found)
+    ids = pa.chunked_array([[[], []]], pa.list_(pa.int32()))
+    assert plan_records(comparison, pictures, ids, revision=1).num_rows == 2
+
+
+def test_a_tar_gives_the_keys_bytes_labels_and_captions_that_webdataset_gives(tmp_path: Path) -> None:
+    samples = [
+        {"__key__": "0001", "png": png(1), "cls": 2, "txt": "a red square"},
+        {"__key__": "deep/er/0001", "png": png(2), "cls": 0, "txt": "ein roter Würfel"},
+        {"__key__": "0003", "jpg": png(3), "json": {"label": 1, "captions": ["x", "y"]}},
+        {"__key__": "0004", "seg.png": png(4), "txt": "dots in the extension"},
+        {"__key__": "0005", "jpg": png(5), "json": {"caption": "z"}, "npy": b"ignored"},
+    ]
+    for name in ("one", "two"):
+        write_tar(tmp_path / f"{name}.tar", *samples)
+    source = list_source(tmp_path)
+    assert (source.kind, source.classes, source.num_ignored) == ("webdataset", ["0", "1", "2"], 2)
+    records = by_key(source)
+    assert len(records) == 10
+    for name in ("one", "two"):
+        for sample in webdataset.WebDataset(str(tmp_path / f"{name}.tar"), shardshuffle=False, empty_check=False):
+            record = records[f"{name}/{sample['__key__']}"]
+            image = next(sample[e] for e in ("png", "jpg", "seg.png") if e in sample)
+            assert bytes_of(source, record) == image
+            said = json.loads(sample.get("json", b"{}"))
+            assert record.label == (int(sample["cls"]) if "cls" in sample else said.get("label", -1))
+            text = [sample["txt"].decode()] if "txt" in sample else said.get("captions", [said.get("caption")])
+            assert list(record.captions) == text
+            assert record.problem is None
+
+
+def test_one_tar_alone_is_a_source_too(tmp_path: Path) -> None:
+    source = list_source(write_tar(tmp_path / "one.tar", {"__key__": "a", "png": png()}))
+    assert [(r.key, r.path, r.label) for r in source.records] == [("one/a", "one.tar", -1)]
+
+
+@pytest.mark.parametrize(
+    ("members", "word"),
+    [
+        ({"cls": b"cat"}, "cat"),
+        ({"cls": b""}, "invalid"),
+        ({"cls": b"-3"}, "-3"),
+        ({"json": b"{"}, ""),
+        ({"json": b"[]"}, "not an object"),
+        ({"json": b'{"label": "x"}'}, "class index"),
+        ({"txt": b"\xff\xfe"}, "utf-8"),
+        ({"jpg": png()}, "several pictures"),
+    ],
+)
+def test_bad_texts_in_a_tar_reject_only_their_record(tmp_path: Path, members: dict[str, bytes], word: str) -> None:
+    tar = write_tar(tmp_path / "t.tar", {"__key__": "a", "png": png(), **members}, {"__key__": "b", "png": png()})
+    records = by_key(list_source(tar))
+    problem = records["t/a"].problem
+    assert problem
+    assert problem[0] == "bad_metadata"
+    assert word in problem[1]
+    assert records["t/b"].problem is None
+
+
+@pytest.mark.parametrize("cut", [700, 1030])
+def test_a_broken_tar_is_an_error_that_names_it(tmp_path: Path, cut: int) -> None:
+    write_tar(tmp_path / "fine.tar", {"__key__": "a", "png": png()})
+    tar = write_tar(tmp_path / "torn.tar", *({"__key__": str(i), "png": os.urandom(3000)} for i in range(3)))
+    tar.write_bytes(tar.read_bytes()[:cut])
+    with pytest.raises(SourceError, match=r"torn\.tar"):
+        list_source(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut between members", "two in one"])
+def test_a_tar_that_loses_members_without_a_torn_one_is_an_error_too(damage: str, tmp_path: Path) -> None:
+    tar = write_tar(tmp_path / "odd.tar", *({"__key__": str(i), "png": os.urandom(1000)} for i in range(3)))
+    with tarfile.open(tar) as opened:
+        third = opened.getmembers()[2].offset
+    content = tar.read_bytes()
+    tar.write_bytes(content + content if damage == "two in one" else content[:third])
+    with pytest.raises(SourceError, match=r"odd\.tar.*(more follows its end|without the zeros)"):
+        list_source(tmp_path)
+
+
+def test_a_compressed_tar_is_an_error_that_names_it(tmp_path: Path) -> None:
+    import gzip
+
+    tar = write_tar(tmp_path / "t.tar", {"__key__": "a", "png": png()})
+    tar.write_bytes(gzip.compress(tar.read_bytes()))
+    with pytest.raises(SourceError, match=r"t\.tar.*uncompressed"):
+        list_source(tmp_path)
+
+
+def test_the_listing_hash_changes_when_a_file_is_added_changed_or_gone(tmp_path: Path) -> None:
+    root = make_class_folder(tmp_path / "train", classes=2, per_class=2)
+    before = list_source(root).listing_hash()
+    assert list_source(root).listing_hash() == before
+
+    extra = put(root / "n000/new.png", png())
+    added = list_source(root).listing_hash()
+    extra.unlink()
+    assert list_source(root).listing_hash() == before
+
+    changed = root / "n001/0.png"
+    content, times = changed.read_bytes(), changed.stat()
+    os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    touched = list_source(root).listing_hash()
+    changed.write_bytes(content + b"\0")
+    os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))
+    longer = list_source(root).listing_hash()
+
+    changed.unlink()
+    gone = list_source(root).listing_hash()
+    assert len({before, added, touched, longer, gone}) == 5
+
+
+def test_the_listing_hash_changes_when_a_caption_or_label_changes(tmp_path: Path) -> None:
+    rows = [{"caption": "x"}, {"caption": "y"}, {"caption": "x", "label": 1}]
+    hashes = {list_source(write_metadata(tmp_path, {"file_name": "a.png", **row})).listing_hash() for row in rows}
+    assert len(hashes) >= 3

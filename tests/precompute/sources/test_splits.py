@@ -1,0 +1,232 @@
+"""One split is stored, never several by accident; what no person made is no class; classes have names for people."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import webdataset
+from making import CPU, label_recipe, no_progress, picture
+
+from leandit.datasets.errors import RecipeError, SourceError
+from leandit.datasets.format.class_names import imagenet_names
+from leandit.datasets.store import LatentStore
+from leandit.precompute import pipeline
+from leandit.precompute.config import SourceSection
+from leandit.precompute.sources.source import Source, list_source, open_source
+from leandit.tools.terminal.outcome import precompute_rows
+
+
+def png(seed: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    picture(seed, 40, 40).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def fill(root: Path, *names: str) -> Path:
+    """A file for each name: a picture, a Parquet file or a tar of one, or text."""
+    for seed, name in enumerate(names):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".parquet"):
+            pq.write_table(pa.table({"image": [png(seed)], "label": [seed % 2]}), path)
+        elif name.endswith(".tar"):
+            with webdataset.TarWriter(str(path)) as tar:
+                tar.write({"__key__": "0", "png": png(seed)})
+        else:
+            path.write_bytes(png(seed) if name.endswith(".png") else b"text")
+    return root
+
+
+def listed(root: Path, **settings: Any) -> Source:
+    return list_source(root, SourceSection(**settings))
+
+
+def keys(root: Path, **settings: Any) -> list[str]:
+    return [record.key for record in listed(root, **settings).records]
+
+
+HUB = ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "validation-00000-of-00001.parquet")
+TRAIN = ["train-00000-of-00002/0", "train-00001-of-00002/0"]
+
+
+@pytest.mark.parametrize("folder", ["", "data/", "my-config/"])
+def test_several_splits_of_parquet_are_refused_and_listed_and_one_is_taken_by_name(tmp_path: Path, folder: str) -> None:
+    root = fill(tmp_path, "README.md", *(folder + name for name in HUB))
+    with pytest.raises(SourceError, match=r"train \(2 files\), validation \(1 file\).*source\.split=train"):
+        listed(root)
+    assert keys(root, split="train") == TRAIN
+    assert keys(root, split="validation") == keys(root, split="val") == ["validation-00000-of-00001/0"]
+    assert len(keys(root, split="all")) == 3
+    with pytest.raises(SourceError, match=r"no split 'test'.*train \(2 files\)"):
+        listed(root, split="test")
+
+
+def test_shards_in_folders_of_splits_and_configurations(tmp_path: Path) -> None:
+    root = fill(tmp_path / "a", "train/0000.parquet", "train/0001.parquet", "test/0000.parquet")
+    with pytest.raises(SourceError, match=r"test \(1 entry\), train \(2 entries\)"):
+        listed(root)
+    assert keys(root, split="train") == keys(root / "train", split="train") == ["0000/0", "0001/0"]
+    with pytest.raises(SourceError, match=r"folders of shards, which make one store each"):
+        listed(root, split="all")
+    root = fill(tmp_path / "b", "plain/train/0000.parquet", "plain/test/0000.parquet")
+    assert keys(root, split="test") == ["0000/0"]
+    with pytest.raises(SourceError, match=r"several configurations: a, b"):
+        listed(fill(tmp_path / "c", "a/train-0.parquet", "b/train-0.parquet"))
+
+
+def test_shards_whose_names_tell_no_split_are_all_taken(tmp_path: Path) -> None:
+    assert keys(fill(tmp_path, "0.parquet", "trains.parquet", "latest.parquet")) == ["0/0", "latest/0", "trains/0"]
+    with pytest.raises(SourceError, match="no split 'train'"):
+        listed(tmp_path, split="train")
+
+
+def test_splits_of_tars(tmp_path: Path) -> None:
+    root = fill(tmp_path, "im-train-000.tar", "im-train-001.tar", "im-val-000.tar", "im-test-000.tar")
+    with pytest.raises(SourceError, match=r"test \(1 file\), train \(2 files\), val \(1 file\).*source\.split=train;"):
+        listed(root)
+    assert keys(root, split="train") == ["im-train-000/0", "im-train-001/0"]
+
+
+FOLDERS = ("train/cat/0.png", "train/dog/1.png", "val/cat/2.png", "val/dog/3.png", "annotations/a.json")
+
+
+def test_folders_of_splits_are_no_classes_unless_the_user_says_so(tmp_path: Path) -> None:
+    root = fill(tmp_path, *FOLDERS)
+    with pytest.raises(SourceError, match=r"several splits: train \(2 entries\), val \(2 entries\)"):
+        listed(root)
+    source = listed(root, split="train")
+    assert ([record.key for record in source.records], source.classes) == (["cat/0.png", "dog/1.png"], ["cat", "dog"])
+    assert source.notes == ["split 'train' of train, val"]
+    assert listed(root, split="all").classes == ["annotations", "train", "val"]
+    opened = open_source(root, source.settings)  # as a worker does
+    assert opened.read(source.records[0].path, 0, source.records[0].num_bytes, stage="decode") == png(0)
+
+
+def test_loose_pictures_in_folders_of_splits(tmp_path: Path) -> None:
+    root = fill(tmp_path, "train2017/0.png", "val2017/1.png")
+    with pytest.raises(SourceError, match=r"train2017.*val2017"):
+        listed(root)
+    assert listed(root, split="validation").classes is None
+    assert keys(root, split="train") == ["0.png"]
+
+
+def test_a_class_that_is_called_like_a_split_stays_a_class(tmp_path: Path) -> None:
+    root = fill(tmp_path, "train/0.png", "test/1.png", "bus/2.png")
+    assert listed(root).classes == ["bus", "test", "train"]
+    with pytest.raises(SourceError, match="no split 'train'"):
+        listed(root, split="train")
+
+
+SYSTEM = (
+    "__MACOSX",
+    ".ipynb_checkpoints",
+    "@eaDir",
+    "$RECYCLE.BIN",
+    "lost+found",
+    ".hidden",
+    "System Volume Information",
+)
+
+
+def test_what_a_system_made_is_no_class_and_is_counted(tmp_path: Path) -> None:
+    root = fill(tmp_path, "b/0.png", "a/0.png", "a/notes.txt", "a/@eaDir/0.png", *(f"{name}/0.png" for name in SYSTEM))
+    source = listed(root)
+    assert source.classes == ["a", "b"]
+    assert [(record.key, record.label) for record in source.records] == [("a/0.png", 0), ("b/0.png", 1)]
+    assert source.ignored.folders == dict.fromkeys(SYSTEM, 1) | {"@eaDir": 2}
+    files, folders = source.ignored.lines()
+    assert files == "1 file, no pictures by name: 1 .txt"
+    assert folders.startswith("8 folders, hidden or of a system: 2 @eaDir, 1 ")
+
+
+def test_loose_pictures_beside_folders_are_taken_without_labels(tmp_path: Path) -> None:
+    root = fill(tmp_path, "a/0.png", "loose.png")
+    problem = next(record.problem for record in listed(root).records if record.key == "loose.png")
+    assert problem
+    assert 'source.labels = "none"' in problem[1]
+    source = listed(root, labels="none")
+    assert [(record.key, record.label, record.problem) for record in source.records] == [
+        ("a/0.png", -1, None),
+        ("loose.png", -1, None),
+    ]
+    assert source.classes is None
+    root = fill(tmp_path / "parquet", "0.parquet", "1.parquet")
+    assert listed(root).classes == ["0", "1"]
+    assert ({record.label for record in listed(root, labels="none").records}, listed(root, labels="none").classes) == (
+        {-1},
+        None,
+    )
+
+
+NAMES = {
+    "names.txt": "Cat\n\nDog\n",
+    "mapping.txt": "n1 Cat, Felis\nn2 Dog\n",
+    "names.tsv": "n2\tDog\nn1\tCat\n",
+    "labels.tsv": "0\tn1\tCat\n1\tn2\tDog\n",
+    "names.json": json.dumps(["Cat", "Dog"]),
+    "by_class.json": json.dumps({"n2": "Dog", "n1": "Cat"}),
+    "keras.json": json.dumps({"0": ["n1", "Cat"], "1": ["n2", "Dog"]}),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_classes_are_read_from_a_file(tmp_path: Path, name: str) -> None:
+    root = fill(tmp_path / "source", "n1/0.png", "n2/0.png")
+    (tmp_path / name).write_text(NAMES[name])
+    found = listed(root, class_names=str(tmp_path / name)).class_names
+    assert found
+    assert (found[0].split(",")[0], found[1]) == ("Cat", "Dog")
+
+
+def test_imagenets_names_fit_wnids_and_numbers_and_nothing_else(tmp_path: Path) -> None:
+    wnids = list(imagenet_names())
+    root = fill(tmp_path / "wnids", f"{wnids[207]}/0.png", f"{wnids[388]}/0.png")
+    assert listed(root, class_names="imagenet").class_names == ["golden retriever", "giant panda"]
+    numbers = fill(tmp_path / "numbers", "0.parquet", "1.parquet")
+    assert listed(numbers, class_names="imagenet").class_names == ["tench", "goldfish"]
+    with pytest.raises(SourceError, match="no name for 2 of 2 classes: cat, dog"):
+        listed(fill(tmp_path / "others", "cat/0.png", "dog/0.png"), class_names="imagenet")
+
+
+def test_names_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    root = fill(tmp_path / "source", "n1/0.png", "n2/0.png")
+    with pytest.raises(RecipeError, match=r"nowhere.*No such file"):
+        listed(root, class_names=str(tmp_path / "nowhere"))
+    (tmp_path / "one.txt").write_text("Cat\n")
+    with pytest.raises(SourceError, match="no name for 1 of 2 classes: n2"):
+        listed(root, class_names=str(tmp_path / "one.txt"))
+    (tmp_path / "odd.json").write_text('{"n1": 7}')
+    with pytest.raises(RecipeError, match=r"odd\.json.*must be text"):
+        listed(root, class_names=str(tmp_path / "odd.json"))
+    with pytest.raises(SourceError, match="no classes to name"):
+        listed(fill(tmp_path / "flat", "0.png"), class_names="imagenet")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_store_gets_names_later_without_encoding_and_keeps_them(tmp_path: Path) -> None:
+    root, store = fill(tmp_path / "source", "n1/0.png", "n2/0.png", "__MACOSX/0.png"), tmp_path / "store"
+    (tmp_path / "names.txt").write_text("Cat\nDog\n")
+
+    def make(*overrides: str) -> pipeline.Report:
+        recipe = label_recipe(*overrides)
+        return pipeline.precompute(recipe, source_path=root, store_path=store, device=CPU, progress=no_progress)
+
+    rows = dict(precompute_rows(make(), store))
+    assert rows["classes"] == "2: n1 ... n2"
+    assert rows["ignored"] == "1 folder, hidden or of a system: 1 __MACOSX"
+    first = LatentStore(store)
+    assert "class_names" not in json.loads((store / "zarr.json").read_bytes())["attributes"]["leandit"]
+    report = make(f"source.class_names={tmp_path / 'names.txt'}")
+    named = LatentStore(store)
+    assert (report.num_encoded, named.revision, named.spec.fingerprint) == (0, 2, first.spec.fingerprint)
+    assert (named.class_names.find("dog"), named.class_names.describe(0)) == (1, "Cat (n1)")
+    fill(root, "n0/0.png")
+    make()
+    grown = LatentStore(store)
+    assert (grown.spec.classes, grown.class_names.names) == (["n0", "n1", "n2"], ["n0", "Cat", "Dog"])

@@ -1,0 +1,321 @@
+"""Tables of text: the lists of captions that people have, read as they are, in bounded memory."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from making import picture
+
+from leandit.datasets.disk import spill
+from leandit.datasets.errors import SourceError
+from leandit.precompute.config import SourceSection
+from leandit.precompute.sources.files.record import MAX_CAPTIONS, SourceRecord
+from leandit.precompute.sources.listing import listing
+from leandit.precompute.sources.listing.listing import record_batches, spool
+from leandit.precompute.sources.source import Source, list_source
+from leandit.precompute.sources.tables import csv_rows
+
+NAMES = ("a.jpg", "b.jpg", "c.jpg")
+
+
+def put(path: Path, content: bytes | str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def pictures(folder: Path, *names: str) -> Path:
+    for i, name in enumerate(names or NAMES):
+        buffer = io.BytesIO()
+        picture(i, 8, 8).save(buffer, "JPEG")
+        put(folder / name, buffer.getvalue())
+    return folder
+
+
+def said(source: Source) -> list[tuple[str, str, int, tuple[str, ...]]]:
+    """Key, path, label and captions of the good records, or the reason of a reject."""
+    return [
+        (r.key, r.problem[0], -1, ()) if r.problem else (r.key, r.path, r.label, r.captions) for r in source.records
+    ]
+
+
+FLICKR = {
+    "captions.txt": 'image,caption\na.jpg,"Two dogs , one ""big"" ."\na.jpg,A dog .\nb.jpg,A boat .\n',
+    "captions.csv": '\ufeffimage,caption\r\na.jpg,"Two dogs , one ""big"" ."\r\na.jpg,A dog .\r\nb.jpg,A boat .\r\n',
+    "results.csv": 'image_name| comment_number| comment\na.jpg| 0| Two dogs , one "big" .\na.jpg| 1| A dog .\n'
+    "b.jpg| 0| A boat .\n",
+    "Flickr8k.token.txt": 'a.jpg#0\tTwo dogs , one "big" .\na.jpg#1\tA dog .\nb.jpg#0\tA boat .\n',
+    "list.tsv": 'filename\ttext\na.jpg\tTwo dogs , one "big" .\na.jpg\tA dog .\nb.jpg\tA boat .\n',
+    "quoted.tsv": 'filename\ttext\na.jpg\t"Two dogs , one ""big"" ."\na.jpg\t"A dog ."\nb.jpg\tA boat .\n',
+}
+
+
+@pytest.mark.parametrize("name", FLICKR)
+@pytest.mark.parametrize("whole", [True, False], ids=["folder", "file"])
+def test_lists_of_captions_are_read_as_they_are(name: str, whole: bool, tmp_path: Path) -> None:
+    pictures(tmp_path / "Images")
+    put(tmp_path / name, FLICKR[name])
+    source = list_source(tmp_path if whole else tmp_path / name)
+    assert said(source) == [
+        ("a.jpg", "Images/a.jpg", -1, ('Two dogs , one "big" .', "A dog .")),
+        ("b.jpg", "Images/b.jpg", -1, ("A boat .",)),
+    ]
+    assert source.kind == "manifest"
+    assert any("Images" in note for note in source.notes)
+    assert any("captions" in note for note in source.notes)
+    record = source.records[1]
+    assert source.read(record.path, 0, record.num_bytes, stage="scan") == (tmp_path / "Images/b.jpg").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "metadata.parquet", "metadata.jsonl"])
+def test_metadata_of_a_folder_may_be_of_any_kind(name: str, tmp_path: Path) -> None:
+    pictures(tmp_path)
+    rows = [{"file_name": "a.jpg", "text": "a cat", "label": 1}, {"file_name": "b.jpg", "text": "a dog", "label": 0}]
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    elif name.endswith("csv"):
+        put(tmp_path / name, "file_name,text,label\na.jpg,a cat,1\nb.jpg,a dog,0\n")
+    else:
+        put(tmp_path / name, "\n".join(map(json.dumps, rows)))
+    source = list_source(tmp_path)
+    assert source.kind == "metadata"
+    assert said(source) == [("a.jpg", "a.jpg", 1, ("a cat",)), ("b.jpg", "b.jpg", 0, ("a dog",))]
+
+
+@pytest.mark.parametrize("name", ["list.csv", "list.parquet", "list.jsonl", "list.json"])
+def test_columns_are_named_by_the_recipe_and_an_error_lists_those_that_are_there(name: str, tmp_path: Path) -> None:
+    pictures(tmp_path)
+    rows = [{"photo": "a.jpg", "title": "a cat", "caption": "no", "kind": 3}]
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    else:
+        texts = {"csv": "photo,title,caption,kind\na.jpg,a cat,no,3\n", "json": json.dumps(rows)}
+        put(tmp_path / name, texts.get(name.partition(".")[2], json.dumps(rows[0])))
+    asked = SourceSection(image="photo", caption="title", label="kind")
+    assert said(list_source(tmp_path / name, asked)) == [("a.jpg", "a.jpg", 3, ("a cat",))]
+    with pytest.raises(SourceError, match=r"no column 'heading'.*'photo', 'title', 'caption', 'kind'"):
+        list_source(tmp_path / name, SourceSection(image="photo", caption="heading"))
+    with pytest.raises(SourceError, match=r"'photo'"):
+        list_source(tmp_path / name)
+
+
+def test_pictures_that_a_parquet_file_holds_are_named_by_the_recipe_too(tmp_path: Path) -> None:
+    rows = [{"thumb": b"small", "full": b"large", "title": "a cat", "alt_text": "no"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "list.parquet")
+    source = list_source(tmp_path / "list.parquet", SourceSection(kind="parquet", image="full", caption="title"))
+    record = source.records[0]
+    assert (record.captions, source.read(record.path, 0, 0, stage="scan")) == (("a cat",), b"large")
+
+
+@pytest.mark.parametrize(
+    ("row", "root"),
+    [
+        ("/home/other/photos/x/a.jpg", ""),  # of another machine
+        ("{here}/photos/x/a.jpg", ""),
+        ("x/a.jpg", "photos"),
+        ("x/a.jpg", "{here}/photos"),
+        ("/home/other/x/a.jpg", "{here}/photos"),
+        ("x/a.jpg", "../source/photos"),
+        ("x/a", "photos"),
+        ("photos/x/a", ""),
+    ],
+)
+def test_pictures_lie_where_the_root_says_or_where_the_first_names_are_found(
+    row: str, root: str, tmp_path: Path
+) -> None:
+    here = tmp_path / "source"
+    pictures(here / "photos/x")
+    rows = [row, row.replace("a.jpg", "b.jpg") if "." in row else f"{row[:-1]}b", "../../source/photos/x/c.jpg"]
+    put(here / "list.csv", "image,caption\n" + "".join(f"{one.format(here=here)},text\n" for one in rows))
+    source = list_source(here / "list.csv", SourceSection(root=root.format(here=here)))
+    records = list(source.records)
+    read = [source.read(r.path, 0, r.num_bytes, stage="scan") for r in records[:2]]
+    assert read == [(here / f"photos/x/{name}.jpg").read_bytes() for name in "ab"]
+    assert not any(r.key.startswith("/") for r in records)
+    assert records[2].problem
+    assert records[2].problem[0] == "bad_metadata"  # no path leaves the folder
+
+
+def test_labels_of_text_are_numbers_or_names_of_classes(tmp_path: Path) -> None:
+    pictures(tmp_path)
+    put(tmp_path / "list.csv", "id,class\na,zebra\nb,ant\nc,\n")
+    source = list_source(tmp_path)
+    assert source.classes == ["ant", "zebra"]
+    assert source.has_class_names
+    assert [(key, path, label) for key, path, label, _ in said(source)] == [
+        ("a", "a.jpg", 1),
+        ("b", "b.jpg", 0),
+        ("c", "c.jpg", -1),
+    ]
+    put(tmp_path / "list.csv", "id,class\na,2\nb,0.0\nc,\n")
+    source = list_source(tmp_path)
+    assert (source.classes, source.has_class_names) == (["0", "1", "2"], False)
+    assert [label for _, _, label, _ in said(source)] == [2, 0, -1]
+
+
+@pytest.mark.parametrize(
+    ("cells", "classes"), [(("cat\xa0", "dog", "cat"), ["cat", "dog"]), (("\u30000", "1", "0"), ["0", "1"])]
+)
+def test_white_space_of_any_kind_around_a_label_counts_for_nothing(
+    cells: tuple[str, ...], classes: list[str], tmp_path: Path
+) -> None:
+    pictures(tmp_path)
+    rows = "".join(f"{name},{cell}\n" for name, cell in zip(NAMES, cells, strict=True))
+    put(tmp_path / "list.csv", f"image,label\n{rows}")
+    source = list_source(tmp_path)
+    assert source.classes == classes
+    assert [label for _, _, label, _ in said(source)] == [0, 1, 0]
+
+
+def test_cells_may_hold_lists_of_texts(tmp_path: Path) -> None:
+    pictures(tmp_path)
+    cells = ['["one, two", "it\'s"]', "['one', 'it\\'s']", "['one'\n 'two']"]
+    lines = [f'{name},"{cell.replace(chr(34), chr(34) * 2)}"' for name, cell in zip(NAMES, cells, strict=True)]
+    put(tmp_path / "list.csv", "image,raw\n" + "\n".join(lines))
+    assert [texts for _, _, _, texts in said(list_source(tmp_path))] == [
+        ("one, two", "it's"),
+        ("one", "it's"),
+        ("one", "two"),
+    ]
+
+
+@pytest.mark.parametrize("texts", [["a\xa0b", "it's\na \\d", 'say "no"\t'], ["Gr\u00fc\u00dfe", "it's \u200b"]])
+def test_lists_as_python_writes_them_keep_every_letter(texts: list[str]) -> None:
+    assert csv_rows.cell_texts(repr(texts)) == texts
+    assert csv_rows.cell_texts(str(np.array(texts, object))) == texts
+
+
+def test_an_escape_that_is_none_loses_its_backslash_and_nothing_else() -> None:
+    assert csv_rows.cell_texts(r"['a\dog' 'half \x']") == ["adog", "half x"]
+
+
+def test_broken_rows_are_rejects_with_their_names(tmp_path: Path) -> None:
+    pictures(tmp_path)
+    rows = [b"image,caption", b"a.jpg,fine", b"b.jpg", b"c.jpg,\xff\xfe", b"gone.jpg,one", b"gone.jpg,two"]
+    put(tmp_path / "list.csv", b"\n".join(rows))
+    reasons = [(r.key, r.problem and r.problem[0]) for r in list_source(tmp_path / "list.csv").records]
+    assert reasons == [
+        ("a.jpg", None),
+        ("c.jpg", "bad_metadata"),
+        ("gone.jpg", "missing_file"),  # once
+        ("b.jpg (row 3)", "bad_metadata"),
+    ]
+
+
+def test_an_open_quote_does_not_swallow_rows_in_silence(tmp_path: Path) -> None:
+    pictures(tmp_path)
+    put(tmp_path / "list.csv", 'image,caption\na.jpg,fine\nb.jpg,"not closed\nc.jpg,lost\n')
+    reasons = [(r.key, r.problem and r.problem[1]) for r in list_source(tmp_path).records]
+    assert reasons[0] == ("a.jpg", None)
+    assert reasons[1][0] == "b.jpg"
+    assert "quote" in str(reasons[1][1])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text,score\nhello,1\n", r"no column is known to name the pictures.*'text', 'score'.*source\.image"),
+        ("", "empty"),
+        ("image,caption\n".encode("utf-16"), "UTF-8"),
+        ("a.jpg,7,a cat\n", r"source\.caption=N.*'a\.jpg', '7', 'a cat'"),
+        ("image,caption,caption\na.jpg,x,y\n", "two columns are called 'caption'"),
+        ("image,caption\na.jpg," + "x" * 50_000, "longer than"),
+        (",".join(map(str, range(5000))) + "\n", "5000 columns"),
+    ],
+)
+def test_what_is_no_such_table_is_one_line(
+    content: str | bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(csv_rows, "BLOCK_BYTES", 4096)
+    pictures(tmp_path)
+    with pytest.raises(SourceError, match=message):
+        list_source(put(tmp_path / "list.csv", content))
+
+
+def test_several_tables_of_one_folder_are_an_error_that_names_them(tmp_path: Path) -> None:
+    pictures(tmp_path)
+    put(tmp_path / "other.csv", "image,score\nx.jpg,1\n")  # of something else
+    for name in ("train.csv", "val.csv"):
+        put(tmp_path / name, "image,caption\na.jpg,a cat\n")
+    with pytest.raises(SourceError, match=r"several tables name its pictures: train\.csv, val\.csv"):
+        list_source(tmp_path)
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from("abcde"), st.sampled_from([-1, 0, 1]), st.sampled_from(["", "x", "y", "z"]), st.booleans()
+    ),
+    max_size=30,
+)
+
+
+def joined(rows: list[SourceRecord]) -> list[tuple[Any, ...]]:
+    """By definition."""
+    records: dict[Any, tuple[SourceRecord, list[str]]] = {}
+    for i, row in enumerate(rows):
+        first = records.get(row.key)
+        if first is None:
+            records[row.key] = row, list(row.captions)
+        elif (row.captions or row.problem) and row.label in (-1, first[0].label):
+            better = (
+                first[0] if first[0].problem else SourceRecord(row.key, "", label=first[0].label, problem=row.problem)
+            )
+            records[row.key] = better, first[1] + [text for text in row.captions if text not in first[1]]
+        else:
+            records[i] = SourceRecord(row.key, "", problem=("duplicate_key", "")), []
+    found = [(r.key, r.problem and r.problem[0], r.label, tuple(texts)) for r, texts in records.values()]
+    return [one[:2] if one[1] == "duplicate_key" else one for one in found]
+
+
+@settings(max_examples=150, deadline=None)
+@given(ROWS)
+def test_rows_of_one_picture_are_joined_wherever_they_stand(rows: list[tuple[str, int, str, bool]]) -> None:
+    records = [
+        SourceRecord(
+            key, key, label=label, captions=(text,) * bool(text), problem=("missing_file", "") if bad else None
+        )
+        for key, label, text, bad in rows
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (spill, listing):
+            patch.setattr(module, "BATCH_ROWS", 4)
+        found = list(spool(record_batches(records), lambda _: None, merge_rows=True))
+    said = [(r.key, r.problem and r.problem[0], r.label, r.captions) for r in found]
+    said = [one[:2] if one[1] == "duplicate_key" else one for one in said]
+    assert sorted(map(repr, said)) == sorted(map(repr, joined(records)))
+
+
+def test_a_record_of_too_many_rows_is_a_reject_and_takes_no_memory() -> None:
+    rng = np.random.default_rng(0)
+    keys = ["many"] * 40_000 + [f"{i}" for i in range(20_000)] * 2
+    records = [SourceRecord(keys[i], "x", captions=(f"caption {i}",)) for i in rng.permutation(len(keys))]
+    found = spool(record_batches(records), lambda _: None, merge_rows=True)
+    reasons: dict[Any, int] = {}
+    for record in found:
+        reason = record.problem and record.problem[0]
+        reasons[reason] = reasons.get(reason, 0) + 1
+        assert reason or len(record.captions) == 2
+    assert reasons == {None: 20_000, "bad_metadata": 1, "duplicate_key": 40_000 - MAX_CAPTIONS - 1}
+
+
+def test_names_that_lack_their_extensions_may_each_lack_another(tmp_path: Path) -> None:
+    pictures(tmp_path, "a.jpg", "b.png", "c.png", "d", "e.jpg")
+    (tmp_path / "b").mkdir()
+    names = ["a", "b", "c.png", "d", "e", "gone"]
+    put(tmp_path / "metadata.jsonl", "".join(json.dumps({"file_name": name, "text": name}) + "\n" for name in names))
+    source = list_source(tmp_path)
+    paths = ["a.jpg", "b.png", "c.png", "d", "e.jpg"]
+    assert said(source) == [
+        *((name, path, -1, (name,)) for name, path in zip(names, paths, strict=False)),
+        ("gone", "missing_file", -1, ()),
+    ]
+    assert list(source.records)[-1].problem == ("missing_file", "there is no 'gone.jpg'")

@@ -1,0 +1,73 @@
+"""``source.missing_caption = "null"``: a picture without a caption is stored, and trains as the null caption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from making import CPU, caption_recipe, make_caption_folder, no_progress, train_recipe
+
+from leandit.datasets.loader import make_loader
+from leandit.datasets.store import LatentStore
+from leandit.precompute.pipeline import precompute
+from leandit.precompute.planning.compare import Options
+from leandit.train.loop import StopRequest, train
+from leandit.train.models.conditioning import Conditioner
+from leandit.train.run.model_for_store import model_spec
+
+pytestmark = pytest.mark.usefixtures("quick", "tiny_models")
+WITHOUT = ("images/2.png", "images/5.png")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """12 pictures, two of them without a caption."""
+    root = make_caption_folder(tmp_path / "source", count=12)
+    rows = [json.loads(line) for line in (root / "metadata.jsonl").read_text().splitlines()]
+    rows[2].pop("captions")
+    rows[5]["captions"] = [" "]
+    (root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return root
+
+
+def encode(source: Path, store: Path, missing: str) -> LatentStore:
+    recipe = caption_recipe(f"source.missing_caption={missing}")
+    precompute(
+        recipe, source_path=source, store_path=store, device=CPU, progress=no_progress, options=Options(drop_gone=True)
+    )
+    return LatentStore(store)
+
+
+def test_a_batch_holds_the_null_caption_and_a_model_trains_on_it(source: Path, tmp_path: Path) -> None:
+    store = encode(source, tmp_path / "store", "null")
+    assert {store.record(key).status for key in WITHOUT} == {"stored"}
+    without = {store.record(key).index for key in WITHOUT}
+    recipe = train_recipe("pixart-tiny", "run.steps=2", "run.checkpoint_every=2")
+    spec = model_spec(recipe, store.spec, str(store.path))
+    null = torch.from_numpy(store.null_caption).float()
+    conditioner, seen = Conditioner(spec, null), set()
+    for batch in make_loader(store, global_batch=4, seed=0):
+        given = conditioner(batch.labels, batch.captions, batch.caption_lengths)
+        dropped = conditioner.drop(given, torch.ones(len(batch), dtype=torch.bool))
+        assert given.captions is not None
+        assert given.caption_mask is not None
+        for i, index in enumerate(batch.records.tolist()):
+            valid = given.caption_mask[i].bool()
+            is_null = torch.equal(given.captions[i][valid], dropped.captions[i][valid])  # pyright: ignore
+            assert is_null == (index in without)
+            seen |= {index} & without
+    assert seen == without
+    train(recipe, store_path=store.path, run=tmp_path / "run", device=CPU, report=lambda _: None, stop=StopRequest())
+
+
+def test_the_setting_may_change_and_the_store_follows(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = encode(source, path, "reject")
+    assert {store.record(key).reason for key in WITHOUT} == {"no_caption"}
+    store = encode(source, path, "null")
+    assert (store.revision, {store.record(key).status for key in WITHOUT}) == (2, {"stored"})
+    assert encode(source, path, "null").revision == 2
+    store = encode(source, path, "reject")
+    assert (store.revision, {store.record(key).reason for key in WITHOUT}) == (3, {"no_caption"})

@@ -1,0 +1,95 @@
+"""EXIF orientation is a choice, HEIC is read where its library is, tiny pictures are rejected by request."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from making import CPU, label_recipe, no_progress, picture
+from PIL import Image
+
+from leandit.datasets.errors import RecordRejected
+from leandit.datasets.store import LatentStore
+from leandit.precompute import pipeline
+from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.images.decoders import Decoders
+from leandit.precompute.images.pixels import decode_picture, describe_colour, read_size
+from leandit.precompute.sources.files import record as source_record
+from leandit.precompute.sources.source import list_source
+
+pillow_heif = pytest.importorskip("pillow_heif")
+
+
+def encoded(format_name: str, *, orientation: int = 1) -> bytes:
+    """A picture of 40x80 px in landscape, that EXIF may turn."""
+    pillow_heif.register_heif_opener()
+    exif, buffer = Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    picture(0, 40, 80).save(buffer, format_name, exif=exif.tobytes(), quality=95)
+    return buffer.getvalue()
+
+
+def make(recipe: PrecomputeRecipe, source: Path, store: Path) -> LatentStore:
+    pipeline.precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+    return LatentStore(store)
+
+
+def test_a_picture_is_left_as_it_is_stored_where_exif_is_ignored(tmp_path: Path, decoders: Decoders) -> None:
+    turned, plain = encoded("JPEG", orientation=6), encoded("JPEG")
+    assert (read_size(turned), read_size(turned, exif_orientation=False)) == ((80, 40), (40, 80))
+    stored = decode_picture(plain, bucket=(32, 64), crop="bucket")[0]
+    found = decode_picture(turned, bucket=(32, 64), crop="bucket", exif_orientation=False)[0]
+    assert np.array_equal(found, stored)
+    assert not np.array_equal(found, decode_picture(turned, bucket=(32, 64), crop="bucket")[0])
+    (tmp_path / "0.jpg").write_bytes(turned)
+    place = tmp_path / "0.jpg", 0, len(turned)
+    assert (decoders.size(*place), decoders.size(*place, exif_orientation=False)) == ((80, 40), (40, 80))
+    decoded = decoders.picture(*place, bucket=(32, 64), crop="bucket", exif_orientation=False)
+    assert np.array_equal(decoded.pixels, stored)
+
+
+def test_the_fingerprint_with_exif_is_that_of_stores_before() -> None:
+    before = "exif orientation; white under alpha; 16-bit grey scaled; no colour profile"  # else no old store resumes
+    assert describe_colour(exif_orientation=True) == before
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_store_is_made_without_exif_and_without_tiny_pictures(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "a").mkdir(parents=True)
+    (source / "a/0.jpg").write_bytes(encoded("JPEG", orientation=6))
+    (source / "a/1.heic").write_bytes(encoded("HEIF"))
+    picture(1, 4, 200).save(source / "a/2.png")
+    upright = make(label_recipe("source.max_reject_share=1", "images.min_px=8"), source, tmp_path / "upright")
+    records = upright.records.select(["key", "height_px", "reason"]).to_pylist()
+    assert [tuple(record.values()) for record in records] == [
+        ("a/0.jpg", 80, None),
+        ("a/1.heic", 40, None),
+        ("a/2.png", None, "too_small"),
+    ]
+    stored = make(label_recipe("images.exif_orientation=false"), source, tmp_path / "stored")
+    assert stored.records["height_px"].to_pylist()[:2] == [40, 40]
+    assert not stored.spec.images.exif_orientation
+    assert stored.spec.fingerprint != upright.spec.fingerprint
+
+
+def test_heic_without_its_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded("HEIF")
+    assert read_size(data) == (40, 80)
+    picture(0).save(tmp_path / "0.png")
+    (tmp_path / "1.heic").write_bytes(data)
+    assert len(list_source(tmp_path).records) == 2
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(RecordRejected, match=r"not_an_image.*leandit\[heif\]"):
+        read_size(data)
+    known = source_record.IMAGE_EXTENSIONS - source_record.HEIF_EXTENSIONS
+    monkeypatch.setattr(source_record, "IMAGE_EXTENSIONS", known)
+    source = list_source(tmp_path)
+    assert [record.key for record in source.records] == ["0.png"]
+    assert source.ignored.lines() == [
+        "1 file, no pictures by name: 1 .heic",
+        "HEIC and HEIF are read with pillow-heif: pip install 'leandit[heif]'",
+    ]

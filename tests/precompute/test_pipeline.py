@@ -1,0 +1,696 @@
+"""Stage 1 as a whole: the right numbers, the same bytes whatever crashes in between, nothing lost or overwritten."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count, groupby
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+import transformers
+from making import (
+    CPU,
+    SUPPORT,
+    caption_recipe,
+    label_recipe,
+    make_caption_folder,
+    make_class_folder,
+    no_progress,
+    picture,
+    tree_digest,
+)
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from leandit.datasets.disk import files
+from leandit.datasets.disk.files import Failpoint, write_atomic
+from leandit.datasets.disk.owners import TEMPORARY_PREFIX, this_process
+from leandit.datasets.errors import DamageError, FingerprintMismatch, SourceError, StoreError
+from leandit.datasets.format.zarr_shard import CODECS
+from leandit.datasets.revisions import writer as writer_module
+from leandit.datasets.revisions.writer import StoreWriter
+from leandit.datasets.store import LatentStore
+from leandit.precompute import pipeline
+from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.encoders.model_files import local_folder
+from leandit.precompute.encoders.vae import ImageEncoder
+from leandit.precompute.pipeline import Report
+from leandit.precompute.planning import opening
+from leandit.tools.plan.dry_run import describe_precompute
+
+Encode = Callable[[PrecomputeRecipe, Path, Path], Report]
+PLAN_FILES = {"plan.json", "records.parquet", "captions.parquet"}
+
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+class Crash(Exception):
+    """Stands for the death of the process."""
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several shards from few pictures."""
+    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 4)
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """6 captioned pictures in three buckets."""
+    return make_caption_folder(tmp_path_factory.mktemp("few") / "pictures", count=6)
+
+
+@pytest.fixture(scope="module")
+def label_store(class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    """As conftest's, encoded with as many threads as the tests here use."""
+    return made(label_recipe(), class_folder, tmp_path_factory.mktemp("labels") / "store")
+
+
+@pytest.fixture(scope="module")
+def caption_store(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    """As conftest's, encoded with as many threads as the tests here use."""
+    return made(caption_recipe(), caption_folder, tmp_path_factory.mktemp("captions") / "store")
+
+
+def made(recipe: PrecomputeRecipe, source: Path, store: Path) -> LatentStore:
+    pipeline.precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+    return LatentStore(store)
+
+
+def assert_same_tree(found: Path, wanted: Path) -> None:
+    here, there = tree_digest(found), tree_digest(wanted)
+    assert sorted(here) == sorted(there)
+    assert [name for name in there if here[name] != there[name]] == []
+
+
+def strays(root: Path) -> list[Path]:
+    return list(root.rglob(f"{TEMPORARY_PREFIX}*"))
+
+
+def crop_by_hand(path: Path, side: int) -> np.ndarray:
+    image = Image.open(path).convert("RGB")
+    while min(image.size) >= 2 * side:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = side / min(image.size)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+    top, left = (image.height - side) // 2, (image.width - side) // 2
+    return np.asarray(image)[top : top + side, left : left + side]
+
+
+def cover_by_hand(path: Path, height: int, width: int) -> np.ndarray:
+    image = Image.open(path).convert("RGB")
+    by_height = height / image.height > width / image.width
+    size = (image.width * height // image.height, height) if by_height else (width, image.height * width // image.width)
+    image = image.resize(size, Image.Resampling.BICUBIC)
+    left, top = round((size[0] - width) / 2), round((size[1] - height) / 2)
+    return np.asarray(image.crop((left, top, left + width, top + height)))
+
+
+def moments_by_hand(pictures: list[np.ndarray], batch_size: int) -> np.ndarray:
+    vae = diffusers.AutoencoderKL.from_pretrained(local_folder("shipped:vae")).eval()
+    encoded = []
+    for start in range(0, len(pictures), batch_size):
+        batch = torch.from_numpy(np.stack(pictures[start : start + batch_size]))
+        with torch.no_grad():
+            posterior = vae.encode(batch.permute(0, 3, 1, 2).float() / 127.5 - 1).latent_dist
+        encoded.append(torch.cat([posterior.mean, posterior.logvar], 1).numpy().astype(np.float16))
+    return np.concatenate(encoded)
+
+
+def test_the_latents_of_a_label_store_equal_an_independent_computation(
+    label_store: LatentStore, class_folder: Path
+) -> None:
+    files = sorted(class_folder.glob("*/*.png"))
+    wanted = moments_by_hand([crop_by_hand(path, 32) for path in files], 8)
+    assert np.array_equal(label_store.latents("32x32").read(0, 15), wanted)
+    table = label_store.records
+    assert table["key"].to_pylist() == [path.relative_to(class_folder).as_posix() for path in files]
+    assert table["label"].to_pylist() == [int(path.parent.name[1:]) for path in files]
+    assert table["row"].to_pylist() == list(range(15))
+    assert label_store.spec.classes == ["n000", "n001", "n002"]
+
+
+def test_the_latents_of_a_caption_store_equal_an_independent_computation(
+    caption_store: LatentStore, caption_folder: Path
+) -> None:
+    for i, bucket in enumerate(["64x64", "48x80", "80x48"]):
+        files = [caption_folder / f"images/{n}.png" for n in range(i, 14, 3)]
+        height, width = map(int, bucket.split("x"))
+        wanted = moments_by_hand([cover_by_hand(path, height, width) for path in files], 8)
+        assert np.array_equal(caption_store.latents(bucket).read(0, len(files)), wanted)
+
+
+def test_the_caption_embeddings_equal_transformers_called_directly(caption_store: LatentStore) -> None:
+    folder = local_folder("shipped:t5")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.T5EncoderModel.from_pretrained(folder).eval()
+    captions = caption_store.captions.to_pylist()
+    ids = [tokenizer(c["text"])["input_ids"] for c in captions]
+    assert [c["num_tokens"] for c in captions] == sorted(len(tokens) for tokens in ids)
+    for _, same_length in groupby(range(len(ids)), key=lambda i: len(ids[i])):
+        rows = list(same_length)
+        for start in range(0, len(rows), 8):
+            batch = rows[start : start + 8]
+            with torch.no_grad():
+                wanted = model(input_ids=torch.tensor([ids[i] for i in batch])).last_hidden_state.numpy()
+            for i, embedding in zip(batch, wanted.astype(np.float16), strict=True):
+                assert np.array_equal(caption_store.caption_embedding(i), embedding)
+    padded = tokenizer("", padding="max_length", max_length=16, return_tensors="pt")
+    with torch.no_grad():
+        null = model(**padded).last_hidden_state[0].numpy()
+    assert np.array_equal(caption_store.null_caption, null.astype(np.float16))
+
+
+def test_every_record_finds_its_own_captions(caption_store: LatentStore) -> None:
+    texts = caption_store.captions["text"].to_pylist()
+    shapes = ("circle", "square", "triangle")
+    for i, row in enumerate(caption_store.records.to_pylist()):
+        wanted = [f"a red {shapes[i % 3]}", f"a big blue {shapes[i % 3]} above a tiny green {shapes[i % 2]}"]
+        assert [texts[c] for c in row["caption_ids"]] == wanted
+    assert len(set(texts)) == len(texts)
+
+
+def test_the_flipped_latents_are_those_of_the_flipped_pictures(
+    encode: Encode, class_folder: Path, tmp_path: Path
+) -> None:
+    encode(label_recipe("vae.flip=true"), class_folder, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    files = sorted(class_folder.glob("*/*.png"))
+    wanted = moments_by_hand([crop_by_hand(path, 32)[:, ::-1] for path in files], 8)
+    assert np.array_equal(store.flipped_latents("32x32").read(0, 15), wanted)
+
+
+def test_a_kept_mean_is_the_first_half_of_the_moments(
+    encode: Encode, class_folder: Path, tmp_path: Path, label_store: LatentStore
+) -> None:
+    encode(label_recipe("vae.keep=mean"), class_folder, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert store.spec.latent.kind == "mean"
+    assert np.array_equal(store.latents("32x32").read(0, 15), label_store.latents("32x32").read(0, 15)[:, :4])
+
+
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize("kind", ["labels", "captions"])
+def test_two_runs_give_the_same_bytes(
+    kind: str, encode: Encode, class_folder: Path, caption_folder: Path, tmp_path: Path
+) -> None:
+    recipe, source = (label_recipe(), class_folder) if kind == "labels" else (caption_recipe(), caption_folder)
+    for name in "ab":
+        report = encode(recipe, source, tmp_path / name)
+        assert report.num_encoded == report.manifest.num_planned == report.manifest.num_stored
+    assert_same_tree(tmp_path / "a", tmp_path / "b")
+    assert not strays(tmp_path)
+
+
+def test_a_moved_store_and_a_moved_source_are_still_the_same(encode: Encode, few: Path, tmp_path: Path) -> None:
+    encode(caption_recipe(), few, tmp_path / "a")
+    shutil.copytree(few, tmp_path / "moved")  # keeps the times
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert encode(caption_recipe(), tmp_path / "moved", tmp_path / "b").num_encoded == 0
+
+
+def crash_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int) -> None:
+    """Let a function work some times, then fail once and for all."""
+    real, calls = getattr(owner, name), count()
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) >= after:
+            raise Crash
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize(("kind", "shards"), [("labels", 4), ("captions", 7)], ids=["labels", "captions"])
+def test_resume_after_a_crash_at_any_shard_gives_the_same_bytes(
+    kind: str,
+    shards: int,
+    encode: Encode,
+    class_folder: Path,
+    caption_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe, source = (label_recipe(), class_folder) if kind == "labels" else (caption_recipe(), caption_folder)
+    encode(recipe, source, tmp_path / "whole")
+    for after in range(shards):
+        store = tmp_path / f"crashed-{after}"
+        with monkeypatch.context() as patch:
+            crash_at(patch, StoreWriter, "commit", after)
+            with pytest.raises(Crash):
+                encode(recipe, source, store)
+        assert len(list((store / "commits").rglob("*.json"))) == after
+        assert not (store / "manifest.json").exists()
+        report = encode(recipe, source, store)
+        assert report.num_encoded < report.manifest.num_planned or after <= 2
+        assert_same_tree(store, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        crash_at(patch, StoreWriter, "commit", shards)  # never reached
+        encode(recipe, source, tmp_path / "unharmed")
+
+
+def test_resume_after_a_crash_at_any_write_gives_the_same_bytes(
+    encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the static files, between an array and its commit record, in the seal; the plan is there from the start."""
+    encode(caption_recipe(), few, tmp_path / "whole")
+    reached = set()
+    for after in count():
+        store = tmp_path / f"crashed-{after}"
+        with monkeypatch.context() as patch:
+            crash_at(patch, writer_module, "write_atomic", after)
+            try:
+                encode(caption_recipe(), few, store)
+                break
+            except Crash:
+                pass
+        reached |= {path.relative_to(store).as_posix() for path in store.rglob("*") if path.is_file()}
+        assert {path.name for path in (store / "plan").iterdir()} == PLAN_FILES
+        encode(caption_recipe(), few, store)
+        assert_same_tree(store, tmp_path / "whole")
+        shutil.rmtree(store)
+    assert after == len(reached) + 1 - len(PLAN_FILES)  # every file was once the last one; the manifest never
+    assert "manifest.json" not in reached
+    assert {"zarr.json", "captions/offsets/c/0", "records.parquet", "captions.parquet"} <= reached
+
+
+@pytest.mark.parametrize(
+    "operation", ["create plan.json", "write captions.parquet", "sync records.parquet", "rename plan"]
+)
+def test_a_plan_that_fails_half_way_leaves_nothing_and_the_same_command_plans_it(
+    operation: str, encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    with monkeypatch.context() as patch:
+        counting = Failpoint()
+        patch.setattr(files, "failpoint", counting)
+        encode(caption_recipe(), few, tmp_path / "whole")
+        patch.setattr(files, "failpoint", Failpoint("eio", counting.seen.index(operation)))
+        with pytest.raises(OSError, match="Input/output"):
+            encode(caption_recipe(), few, store)
+    assert list(store.rglob("*")) == []
+    encode(caption_recipe(), few, store)
+    assert_same_tree(store, tmp_path / "whole")
+
+
+def test_the_first_plan_stays_when_two_are_written_at_once(
+    encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another coordinator plans while this one does: its temporary is seen at the start, its plan at the end."""
+    encode(caption_recipe(), few, tmp_path / "whole")
+    store, freeze = tmp_path / "store", opening.freeze_plan
+    temporary = store / f"{TEMPORARY_PREFIX}elsewhere@1-1@plan"
+
+    def comes_second(root: Path, plan: Any) -> Any:
+        temporary.rename(store / "plan")
+        return freeze(root, plan)
+
+    store.mkdir()
+    shutil.copytree(tmp_path / "whole/plan", temporary)
+    monkeypatch.setattr(opening, "freeze_plan", comes_second)
+    assert encode(caption_recipe(), few, store).num_encoded == 6
+    assert_same_tree(store, tmp_path / "whole")
+
+
+def test_a_crash_in_the_middle_of_a_file_leaves_no_stray(
+    encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(path: Path, parts: Any) -> None:
+        if path.match("buckets/64x64/moments/c/0/0/0/0"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            dead = replace(this_process(), pid=2**22 + 1)  # beyond the kernel's largest process id
+            (path.parent / f"{TEMPORARY_PREFIX}{dead}@{path.name}").write_bytes(b"half")
+            raise Crash
+        write_atomic(path, parts)
+
+    encode(caption_recipe(), few, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module, "write_atomic", dies)
+        with pytest.raises(Crash):
+            encode(caption_recipe(), few, tmp_path / "store")
+    assert strays(tmp_path / "store")
+    encode(caption_recipe(), few, tmp_path / "store")
+    assert not strays(tmp_path / "store")
+    assert_same_tree(tmp_path / "store", tmp_path / "whole")
+
+
+KILLED = """
+import os, sys, time, torch
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from making import CPU, label_recipe, no_progress
+from leandit.datasets import layout
+from leandit.precompute.pipeline import precompute
+layout.MAX_SHARD_ROWS = 4
+torch.set_num_threads(1)
+rename = os.rename
+def slow(source, target):
+    if str(target).endswith("moments/c/2/0/0/0"):
+        time.sleep(600)  # the temporary file is there, its final name is not
+    rename(source, target)
+os.rename = slow
+precompute(label_recipe(), source_path=Path({source!r}), store_path=Path({store!r}), device=CPU, progress=no_progress)
+"""
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_resume_after_kill_9_gives_the_same_bytes(encode: Encode, class_folder: Path, tmp_path: Path) -> None:
+    encode(label_recipe(), class_folder, tmp_path / "whole")
+    store = tmp_path / "store"
+    code = KILLED.format(tests=str(SUPPORT), source=str(class_folder), store=str(store))
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not (list((store / "commits").rglob("000001.json")) and strays(store)):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert strays(store)
+    assert not (store / "manifest.json").exists()
+    encode(label_recipe(), class_folder, store)
+    assert_same_tree(store, tmp_path / "whole")
+
+
+def test_the_same_command_on_a_complete_store_encodes_nothing(
+    encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = encode(caption_recipe(), few, tmp_path / "store")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")}
+    monkeypatch.setattr(ImageEncoder, "encode", lambda *_: pytest.fail("encoded again"))
+    again = encode(caption_recipe(), few, tmp_path / "store")
+    assert again.num_encoded == 0
+    assert again.manifest == first.manifest
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")} == before
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_broken_pictures_are_rejected_and_their_neighbours_keep_their_bits(encode: Encode, tmp_path: Path) -> None:
+    fine = make_class_folder(tmp_path / "fine", classes=2)
+    broken = Path(shutil.copytree(fine, tmp_path / "broken"))
+    cut = broken / "n000/2.png"
+    cut.write_bytes(cut.read_bytes()[:-200])
+    (broken / "n001/9.png").write_text("not a picture")  # seen when the header is read, so it gets no row
+    report = encode(label_recipe(), broken, tmp_path / "store")
+    manifest = report.manifest
+    assert (manifest.num_planned, manifest.num_stored, manifest.num_rejected) == (11, 9, 2)
+    encode(label_recipe(), fine, tmp_path / "reference")
+    store, reference = LatentStore(tmp_path / "store"), LatentStore(tmp_path / "reference")
+
+    rejected = {row["key"]: row for row in store.records.to_pylist() if row["status"] == "rejected"}
+    why = {key: (row["stage"], row["reason"], row["row"]) for key, row in rejected.items()}
+    assert why == {"n000/2.png": ("decode", "truncated", 2), "n001/9.png": ("scan", "not_an_image", -1)}
+    assert all(row["checksum"] is None and row["detail"] for row in rejected.values())
+
+    found, wanted = store.latents("32x32").read(0, 10), reference.latents("32x32").read(0, 10)
+    assert np.isnan(found[2]).all()
+    others = [i for i in range(10) if i != 2]
+    assert np.array_equal(found[others], wanted[others])
+    sums, wanted_sums = store.records["checksum"].to_pylist(), reference.records["checksum"].to_pylist()
+    assert [sums[i] for i in others] == [wanted_sums[i] for i in others]
+    assert store.index("32x32").rows.tolist() == others
+
+
+@pytest.mark.parametrize("how", ["text", "truncated"])
+def test_a_source_in_which_all_is_broken_is_an_error_and_seals_nothing(
+    how: str, encode: Encode, tmp_path: Path
+) -> None:
+    source = make_class_folder(tmp_path / "train", classes=2, per_class=2)
+    for path in source.rglob("*.png"):
+        path.write_bytes(b"text" if how == "text" else path.read_bytes()[:-200])
+    with pytest.raises(SourceError, match=r"[34] of 4 records are rejected.*max_reject_share"):
+        encode(label_recipe(), source, tmp_path / "store")
+    with pytest.raises(SourceError, match=r"all 4 records are rejected|not one"):
+        encode(label_recipe("source.max_reject_share=1"), source, tmp_path / "store")
+    assert not (tmp_path / "store/manifest.json").exists()
+
+
+@pytest.fixture(scope="module")
+def changed_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped VAE with one weight changed."""
+    shipped = local_folder("shipped:vae")
+    assert shipped
+    folder = Path(shutil.copytree(shipped, tmp_path_factory.mktemp("encoders") / "vae"))
+    weights = load_file(folder / "diffusion_pytorch_model.safetensors")
+    weights["encoder.conv_in.bias"][0] += 1e-3
+    save_file(weights, folder / "diffusion_pytorch_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("images.resolution=96", r"images\.resolution_px is 64 in the store, 96 now"),
+        ('images.buckets=["64x64"]', r"images\.buckets is \['48x80', '64x64', '80x48'\] in the store, \['64x64'\] now"),
+        ("vae.model=CHANGED", r"vae\.weights_sha256 is '[0-9a-f]{64}' in the store, '[0-9a-f]{64}' now"),
+        ("vae.keep=mean", r"latent\.kind is 'mean_logvar' in the store, 'mean' now"),
+        ("vae.flip=true", r"latent\.flip is False in the store, True now"),
+        ("vae.batch_size=4", r"latent\.batch_size is 8 in the store, 4 now"),
+        ("text.max_tokens=12", r"text\.max_tokens is 16 in the store, 12 now"),
+        ("text.batch_size=4", r"text\.batch_size is 8 in the store, 4 now"),
+        ("text.kind=none", r"text\.kind is 't5' in the store, None now"),
+        ("store.dtype=float32", r"latent\.dtype is 'float16' in the store, 'float32' now"),
+        ("store.codec=zstd", r"codec is 'none' in the store, 'zstd' now"),
+        ("store.shard_mib=2", r"shard_mib is 1 in the store, 2 now"),
+    ],
+)
+def test_another_recipe_on_the_same_store_is_refused_and_the_field_is_named(
+    change: str, named: str, encode: Encode, few: Path, changed_vae: Path, tmp_path: Path
+) -> None:
+    encode(caption_recipe(), few, tmp_path / "store")
+    before = tree_digest(tmp_path / "store")
+    recipe = caption_recipe(change.replace("CHANGED", str(changed_vae)))
+    with pytest.raises(FingerprintMismatch, match=named):
+        encode(recipe, few, tmp_path / "store")
+    assert tree_digest(tmp_path / "store") == before
+
+
+@pytest.mark.parametrize(
+    ("change", "added", "gone", "encoded"),
+    [
+        (lambda root: picture(99).save(root / "n000/new.png"), 1, 0, 1),
+        (lambda root: (root / "n000/1.png").unlink(), 0, 1, 0),
+        (lambda root: picture(99).save(root / "n000/1.png"), 0, 0, 1),
+        (lambda root: (root / "n000").rename(root / "n009"), 2, 2, 2),
+    ],
+    ids=["added", "gone", "written anew", "renamed"],
+)
+def test_a_changed_source_makes_a_revision_and_touches_nothing_that_is_there(
+    change: Callable[[Path], Any], added: int, gone: int, encoded: int, encode: Encode, tmp_path: Path
+) -> None:
+    source = make_class_folder(tmp_path / "train", classes=2, per_class=2)
+    encode(label_recipe(), source, tmp_path / "store")
+    before = tree_digest(tmp_path / "store")
+    change(source)
+    report = encode(label_recipe(), source, tmp_path / "store")
+    after = tree_digest(tmp_path / "store")
+    assert {name: after[name] for name in before} == before
+    assert {name.split("/")[0] for name in after.keys() - before} == ({"revisions"} if encoded else set())
+    assert report.changes is not None
+    assert (report.changes.num_added, report.changes.num_gone, report.num_encoded) == (added, gone, encoded)
+    assert encode(label_recipe(), source, tmp_path / "store").num_encoded == 0
+    assert tree_digest(tmp_path / "store") == after
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"notes.txt": "mine"},
+        {"buckets/mine.txt": "mine", "plan/mine.txt": "mine"},
+        {"zarr.json": '{"zarr_format": 3, "node_type": "group", "attributes": {}}', "buckets/x": "mine"},
+        {"zarr.json": '{"attributes": {"leandit": {"format_version": 99}}}', "buckets/x": "mine"},
+    ],
+    ids=["a file", "folders of the same names", "another zarr group", "a later format"],
+)
+def test_a_foreign_folder_is_refused_and_untouched(
+    theirs: dict[str, str], encode: Encode, few: Path, tmp_path: Path
+) -> None:
+    for name, content in theirs.items():
+        path = tmp_path / "store" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    before = tree_digest(tmp_path / "store")
+    with pytest.raises(StoreError, match="store"):
+        encode(caption_recipe(), few, tmp_path / "store")
+    assert tree_digest(tmp_path / "store") == before
+
+
+def test_a_file_in_the_place_of_the_store_is_refused(encode: Encode, few: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("mine")
+    with pytest.raises(StoreError, match="store"):
+        encode(caption_recipe(), few, tmp_path / "store")
+    assert (tmp_path / "store").read_text() == "mine"
+
+
+def test_a_store_among_the_class_folders_is_refused_because_it_would_be_a_class(
+    encode: Encode, class_folder: Path, few: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(class_folder, tmp_path / "source")
+    before = tree_digest(source)
+    for store in (source / "a-store", source / "n000" / "store", source):
+        with pytest.raises(SourceError, match=r"lies inside of source .* Give a --store elsewhere"):
+            encode(label_recipe(), source, store)
+    assert tree_digest(source) == before
+    beside = shutil.copytree(few, tmp_path / "few")  # of a table, only what it names is read
+    for again in (False, True):
+        assert encode(caption_recipe(), beside, beside / "store").manifest.revision == 1, again
+
+
+def test_an_empty_folder_becomes_a_store(encode: Encode, few: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    assert encode(caption_recipe(), few, tmp_path / "store").manifest.num_stored == 6
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_whatever_file_a_sealed_store_loses_the_same_command_makes_it_again(
+    damage: str, encode: Encode, few: Path, tmp_path: Path
+) -> None:
+    encode(caption_recipe(), few, tmp_path / "whole")
+    failed = {}
+    for name in tree_digest(tmp_path / "whole"):
+        if name.startswith("plan/"):
+            continue  # what all else is made from: test_a_damaged_plan_is_refused
+        store = tmp_path / "store"
+        shutil.copytree(tmp_path / "whole", store)
+        if damage == "gone":
+            (store / name).unlink()
+        else:
+            (store / name).write_bytes((store / name).read_bytes()[:-3])
+        try:
+            encode(caption_recipe(), few, store)
+            assert_same_tree(store, tmp_path / "whole")
+        except Exception as error:  # noqa: BLE001 - all files are tried, and all that fail are named
+            failed[name] = f"{type(error).__name__}: {str(error)[:120]}"
+        shutil.rmtree(store)
+    assert failed == {}
+
+
+@pytest.mark.parametrize("name", ["plan.json", "records.parquet", "captions.parquet"])
+def test_a_damaged_plan_is_refused_and_nothing_is_changed(name: str, encode: Encode, few: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    encode(caption_recipe(), few, store)
+    content = bytearray((store / "plan" / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (store / "plan" / name).write_bytes(content)
+    before = tree_digest(store)
+    with pytest.raises(DamageError, match=r"plan.*(damaged|not valid JSON)"):
+        encode(caption_recipe(), few, store)
+    assert tree_digest(store) == before
+
+
+def test_a_sealed_store_without_its_plan_keeps_its_latents(encode: Encode, few: Path, tmp_path: Path) -> None:
+    """Readers of a sealed store do not need the plan, so it may be gone; that must not cost the encoded shards."""
+    encode(caption_recipe(), few, tmp_path / "store")
+    shutil.rmtree(tmp_path / "store/plan")
+    before = tree_digest(tmp_path / "store")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageEncoder, "encode", lambda *_: pytest.fail("encoded again"))
+        with contextlib.suppress(StoreError):
+            encode(caption_recipe("store.codec=zstd"), few, tmp_path / "store")
+    after = tree_digest(tmp_path / "store")
+    assert {name: after.get(name) == content for name, content in before.items()} == dict.fromkeys(before, True)
+
+
+@pytest.mark.parametrize("codec", [name for name in CODECS if name != "none"])
+def test_every_codec_gives_the_same_numbers_through_the_same_calls(
+    codec: str, encode: Encode, few: Path, tmp_path: Path
+) -> None:
+    encode(caption_recipe(), few, tmp_path / "none")
+    encode(caption_recipe(f"store.codec={codec}"), few, tmp_path / codec)
+    plain, packed = LatentStore(tmp_path / "none"), LatentStore(tmp_path / codec)
+    assert packed.buckets == plain.buckets
+    for bucket, rows in plain.buckets.items():
+        assert np.array_equal(packed.latents(bucket).read(0, rows), plain.latents(bucket).read(0, rows))
+        order = np.array([rows - 1, 0, 0])
+        assert np.array_equal(packed.latents(bucket).take(order), plain.latents(bucket).take(order))
+    for i in range(plain.captions.num_rows):
+        assert np.array_equal(packed.caption_embedding(i), plain.caption_embedding(i))
+    assert np.array_equal(packed.null_caption, plain.null_caption)
+    assert packed.records["checksum"] == plain.records["checksum"]
+    assert packed.captions == plain.captions
+
+
+@pytest.mark.parametrize("heals", [True, False], ids=["heals in float32", "never heals"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e6], ids=["nan", "inf", "beyond float16"])
+def test_nonfinite_output_is_tried_again_in_float32_and_then_rejected(
+    bad: float, heals: bool, encode: Encode, class_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, retried = ImageEncoder._forward, []
+    marked = crop_by_hand(class_folder / "n001/2.png", 32)  # row 7
+
+    def failing(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
+        moments = forward(self, pixels).copy()
+        alone = len(pixels) == 1
+        if alone:
+            retried.append(self._dtype)
+        for i, picture_pixels in enumerate(pixels):
+            if np.array_equal(picture_pixels, marked) and not (alone and heals):
+                moments[i, 0, 0, 0] = bad
+        return moments
+
+    encode(label_recipe(), class_folder, tmp_path / "reference")
+    monkeypatch.setattr(ImageEncoder, "_forward", failing)
+    manifest = encode(label_recipe(), class_folder, tmp_path / "store").manifest
+    store, reference = LatentStore(tmp_path / "store"), LatentStore(tmp_path / "reference")
+    assert retried == [torch.float32]
+    assert (manifest.num_stored, manifest.num_rejected) == ((15, 0) if heals else (14, 1))
+    record = store.record("n001/2.png")
+    assert record.row == 7
+    found, wanted = store.latents("32x32").read(0, 15), reference.latents("32x32").read(0, 15)
+    if heals:
+        assert record.status == "stored"
+        assert np.allclose(found[7].astype(float), wanted[7].astype(float), atol=1e-2)
+    else:
+        assert (record.status, record.stage, record.reason) == ("rejected", "encode", "nonfinite")
+        assert np.isnan(found[7]).all()
+    others = [i for i in range(15) if i != 7]
+    assert np.array_equal(found[others], wanted[others])
+
+
+def test_a_picture_that_changes_behind_the_plan_is_rejected(
+    encode: Encode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_class_folder(tmp_path / "train", classes=2, per_class=2)
+    freeze = opening.freeze_plan
+
+    def freeze_then_change(*args: Any, **kwargs: Any) -> Any:
+        plan = freeze(*args, **kwargs)
+        (source / "n000/0.png").write_bytes(b"short")
+        (source / "n001/1.png").unlink()
+        return plan
+
+    monkeypatch.setattr(opening, "freeze_plan", freeze_then_change)
+    encode(label_recipe(), source, tmp_path / "store")
+    rows = LatentStore(tmp_path / "store").records.to_pylist()
+    assert [row["reason"] for row in rows] == ["source_changed", None, None, "unreadable"]
+    assert [row["status"] for row in rows] == ["rejected", "stored", "stored", "rejected"]
+
+
+def test_a_run_and_a_dry_run_warn_once_of_buckets_that_crop_much(tmp_path: Path) -> None:
+    picture(0, 64, 64).save(tmp_path / "a.png")
+    images = ["images.crop=bucket", "images.buckets=area", "images.resolution=64"]
+    few, more = (label_recipe(*images, f"images.step_px={step}") for step in (32, 16))
+    notes: list[str] = []
+    how: dict[str, Any] = {"source_path": tmp_path, "device": CPU, "progress": no_progress, "say": notes.append}
+    pipeline.precompute(few, store_path=tmp_path / ".few", **how)
+    assert notes == [*few.images.warnings()]
+    assert "at 64 px" in notes[0]
+    pipeline.precompute(more, store_path=tmp_path / ".more", **how)
+    assert len(notes) == 1
+    assert describe_precompute(few, None, CPU).text.count(f"warning             {notes[0]}") == 1
+    assert "warning  " not in describe_precompute(more, None, CPU).text

@@ -1,0 +1,464 @@
+"""``verify --repair`` and ``--deep``: what is damaged comes back to the byte, or is named and left as it is."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from faults import (
+    SEAL,
+    Pictures,
+    content,
+    copy_of,
+    dies_at,
+    encode,
+    files_of,
+    flip,
+    make_added,
+    make_grown,
+    make_plain,
+    num_operations,
+    small_shards,
+)
+from making import caption_recipe, no_progress, picture, tree_digest
+
+from leandit.datasets.disk.files import TEMPORARY_PREFIX
+from leandit.datasets.disk.hashing import canonical_json
+from leandit.datasets.errors import FingerprintMismatch, RecipeError, StoreError
+from leandit.datasets.format.layout import CAPTION_PART, NULL_PART, commit_path
+from leandit.datasets.maintenance.findings import part_of
+from leandit.datasets.maintenance.verify import Verification, verify_store
+from leandit.datasets.revisions.commits import read_commit
+from leandit.datasets.revisions.plan import read_plan
+from leandit.datasets.revisions.writer import StoreWriter, row_checksum
+from leandit.datasets.store import LatentStore
+from leandit.precompute import repair as repair_module
+from leandit.precompute.deep_check import deep_check
+from leandit.tools.inspection.verify import check, loaded_tools
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small() -> Iterator[None]:
+    with small_shards():
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pictures, Path]:
+    return make_plain(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pictures, Path]:
+    return make_grown(tmp_path_factory.mktemp("grown"))
+
+
+@pytest.fixture(scope="module")
+def added(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pictures, Path]:
+    return make_added(tmp_path_factory.mktemp("added"))
+
+
+@pytest.fixture(scope="module")
+def flipped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pictures, Path]:
+    return make_plain(tmp_path_factory.mktemp("flipped"), "vae.flip=true", "store.codec=zstd")
+
+
+def mended(root: Path, source: Path | None, *overrides: str, deep: bool = False) -> tuple[Verification, dict[str, Any]]:
+    """``leandit verify --repair``."""
+    return check(
+        root,
+        quick=False,
+        deep=deep,
+        repair=True,
+        source=source,
+        device=lambda: torch.device("cpu"),
+        overrides=list(overrides),
+        progress=no_progress,
+    )
+
+
+@pytest.fixture
+def tasks_encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Spies on the shards that a repair encodes."""
+    seen: list[tuple[str, int]] = []
+    real = repair_module._encode
+
+    def spy(plan: Any, tasks: Any, *more: Any) -> Any:
+        seen.extend(tasks)
+        return real(plan, tasks, *more)
+
+    monkeypatch.setattr(repair_module, "_encode", spy)
+    return seen
+
+
+def is_plan(path: str) -> bool:
+    return "/plan/" in f"/{path}"
+
+
+def damage(file: Path, how: str) -> None:
+    if how == "flip":
+        flip(file, 8 * file.stat().st_size // 3)
+    elif how == "gone":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size // 2)
+
+
+def check_each_file(
+    pictures: Pictures, store: Path, work: Path, seen: list[tuple[str, int]], hows: list[str], step: int = 1
+) -> None:
+    """Damage one file after the other and repair each, with the source."""
+    whole = tree_digest(store)
+    root = copy_of(store, work / "store")
+    for number, path in enumerate(files_of(store)[::step]):
+        how = hows[number % len(hows)]
+        damage(root / path, how)
+        seen.clear()
+        found, done = mended(root, pictures.root)
+        assert (found.findings, found.damaged) == ([], False), (how, path)
+        assert done["before"] >= 1
+        assert seen == ([part_of(path)] if part_of(path) else []), path
+        now = tree_digest(root)
+        assert {name for name in whole if now.get(name) != whole[name]} <= {p for p in whole if is_plan(p)}, path
+        assert now.keys() == whole.keys()
+        if is_plan(path):
+            root = copy_of(store, work / "store")
+
+
+ROTATED = [["flip", "gone", "half"], ["gone", "half", "flip"], ["half", "flip", "gone"]]
+
+
+@pytest.mark.parametrize(("name", "step"), [("plain", 1), ("added", 4), ("flipped", 2)])
+def test_every_file_is_repaired_to_the_byte(
+    name: str, step: int, request: pytest.FixtureRequest, tmp_path: Path, tasks_encoded: list[tuple[str, int]]
+) -> None:
+    check_each_file(*request.getfixturevalue(name), tmp_path, tasks_encoded, ROTATED[0], step)
+
+
+def test_a_row_is_repaired_though_other_pictures_of_its_shard_are_gone(
+    grown: tuple[Pictures, Path], tmp_path: Path
+) -> None:
+    # Of revision 1, picture 4 is gone and picture 1 is another now; they share a shard. Picture 3 is as it was.
+    root, whole = copy_of(grown[1], tmp_path / "store"), tree_digest(grown[1])
+    records = {r["key"]: r for r in LatentStore(root, revision=1).records.to_pylist()}
+    row = {key: records[f"images/{key}.png"] for key in (0, 1, 3, 4)}
+    assert {(r["bucket"], r["row"]) for r in (row[1], row[4])} == {("48x80", 0), ("48x80", 1)}
+    path = root / "buckets/48x80/moments/c/0/0/0/0"
+    for damaged in range(2):
+        flip(path, 8 * damaged * LatentStore(root, revision=1).latents("48x80").row_bytes + 100)
+        found, _ = mended(root, grown[0].root)
+        assert [(f.cause, f.records) for f in found.findings] == [("not_reproduced", [f"images/{(1, 4)[damaged]}.png"])]
+        path.write_bytes(whole["buckets/48x80/moments/c/0/0/0/0"])
+    assert {(r["bucket"], r["row"]) for r in (row[0], row[3])} == {("64x64", 0), ("64x64", 1)}
+    gone = root / "buckets/64x64/moments/c/0/0/0/0"  # of pictures 0, which was dropped, and 3
+    flip(gone, 8 * LatentStore(root, revision=1).latents("64x64").row_bytes + 100)
+    assert verify_store(root).findings[0].records == ["images/3.png"]
+    assert mended(root, grown[0].root)[0].findings == []
+    assert tree_digest(root) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("hows", ROTATED)
+@pytest.mark.parametrize("name", ["plain", "added", "flipped"])
+def test_every_file_is_repaired_to_the_byte_from_any_damage(
+    name: str, hows: list[str], request: pytest.FixtureRequest, tmp_path: Path, tasks_encoded: list[tuple[str, int]]
+) -> None:
+    check_each_file(*request.getfixturevalue(name), tmp_path, tasks_encoded, hows)
+
+
+@pytest.mark.parametrize("name", ["plain", "grown"])
+def test_after_a_plan_was_rebuilt_nothing_is_encoded_again(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    pictures, store = request.getfixturevalue(name)
+    for path in [path for path in files_of(store) if is_plan(path)]:
+        root = copy_of(store, tmp_path / "store")
+        before = LatentStore(root)
+        damage(root / path, "flip")
+        assert mended(root, None)[0].findings == []
+        report = encode(caption_recipe(), pictures.root, root)
+        assert (report.num_encoded, report.manifest.root_hash) == (0, before.root_hash), path
+        found = verify_store(root)
+        assert (found.findings, found.revisions) == ([], list(range(1, before.revision + 1)))
+        assert content(LatentStore(root)) == content(before)
+
+
+def test_without_a_source_all_but_shards_is_mended(
+    plain: tuple[Pictures, Path], tmp_path: Path, tasks_encoded: list[tuple[str, int]]
+) -> None:
+    whole = tree_digest(plain[1])
+    root = copy_of(plain[1], tmp_path / "store")
+    for number, path in enumerate(files_of(plain[1])):
+        damage(root / path, ROTATED[1][number % 3])
+        found, _ = mended(root, None)
+        if part_of(path):
+            assert [finding.path for finding in found.findings] == [path]
+            assert found.damaged
+        else:
+            assert found.findings == [], path
+        (root / path).write_bytes(whole[path])
+        for other in filter(is_plan, whole):
+            (root / other).write_bytes(whole[other])
+    assert tasks_encoded == []
+
+
+def test_a_changed_source_is_never_written_in_the_place_of_what_was_encoded(
+    plain: tuple[Pictures, Path], tmp_path: Path
+) -> None:
+    root, source = copy_of(plain[1], tmp_path / "store"), copy_of(plain[0].root, tmp_path / "source")
+    record = next(r for r in LatentStore(root).records.to_pylist() if r["row"] == 0 and r["bucket"] == "64x64")
+    picture(99, 64, 64).save(source / record["key"])
+    path = "buckets/64x64/moments/c/0/0/0/0"
+    flip(root / path, 100)
+    before = tree_digest(root)
+    found, _ = mended(root, source)
+    assert [(finding.path, finding.cause) for finding in found.findings] == [(path, "not_reproduced")]
+    assert "another picture in the source" in found.findings[0].detail
+    assert (found.damaged, found.findings[0].bucket, found.findings[0].shard) == (True, "64x64", 0)
+    assert tree_digest(root) == before
+    (source / record["key"]).unlink()
+    found, _ = mended(root, source)
+    assert f"unreadable ({record['key']})" in found.findings[0].detail
+    assert tree_digest(root) == before
+    (source / record["key"]).write_bytes((plain[0].root / record["key"]).read_bytes())
+    assert mended(root, source)[0].findings == []
+    assert tree_digest(root) == tree_digest(plain[1])
+
+
+def test_another_encoder_is_refused_and_nothing_is_written(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+    root = copy_of(plain[1], tmp_path / "store")
+    (root / "buckets/64x64/moments/c/0/0/0/0").unlink()
+    before = tree_digest(root)
+    with pytest.raises(FingerprintMismatch, match="batch_size"):
+        mended(root, plain[0].root, "vae.batch_size=2")
+    assert tree_digest(root) == before
+
+
+def test_foreign_files_are_named_and_left(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+    root = copy_of(plain[1], tmp_path / "store")
+    (root / "notes.txt").write_text("mine")
+    (root / f"{TEMPORARY_PREFIX}host@1-2@x").write_text("half")
+    (root / "buckets/64x64/moments/c/0/0/0/0").unlink()
+    found, _ = mended(root, plain[0].root)
+    assert [(finding.path, finding.cause) for finding in found.findings] == [("notes.txt", "stray")]
+    assert (root / "notes.txt").read_text() == "mine"
+    (root / "notes.txt").unlink()
+    assert tree_digest(root) == tree_digest(plain[1])
+
+
+@pytest.mark.parametrize("path", ["manifest.json", "plan/plan.json", "zarr.json", "buckets/64x64/moments/c/0/0/0/0"])
+def test_a_folder_or_link_in_the_place_of_a_file_gives_way(
+    path: str, plain: tuple[Pictures, Path], tmp_path: Path
+) -> None:
+    root = copy_of(plain[1], tmp_path / "store")
+    for elsewhere in ("right", "wrong"):
+        target = tmp_path / elsewhere
+        target.write_bytes((plain[1] / path).read_bytes() if elsewhere == "right" else b"other")
+        (root / path).unlink()
+        (root / path).symlink_to(target)
+        assert verify_store(root).damaged
+        assert mended(root, plain[0].root)[0].findings == []
+        assert not (root / path).is_symlink()
+        assert target.exists()
+    (root / path).unlink()
+    (root / path).mkdir()
+    assert mended(root, plain[0].root)[0].findings == []
+    (root / path).unlink()
+    (root / path).mkdir()
+    (root / path / "notes.txt").write_text("mine")
+    with pytest.raises(StoreError, match="folder with files"):
+        mended(root, plain[0].root)
+    assert (root / path / "notes.txt").read_text() == "mine"
+
+
+def test_a_repair_that_is_killed_goes_on(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+    work = tmp_path / "store"
+
+    def damaged() -> Path:
+        root = copy_of(plain[1], work)
+        for path in ("buckets/64x64/moments/c/0/0/0/0", "captions/null/c/0/0", "zarr.json", "manifest.json"):
+            damage(root / path, "flip")
+        (root / commit_path(1, "buckets/48x80", 1)).unlink()
+        return root
+
+    repair = functools.partial(mended, work, plain[0].root)
+    damaged()
+    total = num_operations(repair)
+    assert total > 20
+    for at in range(0, total, 12):
+        damaged()
+        assert dies_at(at, repair), at
+        found, _ = mended(work, plain[0].root)
+        assert found.findings == [], at
+        assert tree_digest(work) == tree_digest(plain[1])
+
+
+def test_several_faults_at_once_never_make_it_worse(grown: tuple[Pictures, Path], tmp_path: Path) -> None:
+    rng, mended_all = random.Random(4), 0
+    for _ in range(12):
+        root = copy_of(grown[1], tmp_path / "store")
+        for path in rng.sample(files_of(grown[1]), rng.randrange(2, 6)):
+            damage(root / path, rng.choice(ROTATED[0]))
+        before = {finding.path for finding in verify_store(root).findings}
+        intact = {path for path in files_of(grown[1]) if not is_plan(path)} - before
+        left = {finding.path for finding in mended(root, grown[0].root)[0].findings}
+        mended_all += not left
+        for path in intact:
+            assert (root / path).read_bytes() == (grown[1] / path).read_bytes()
+        LatentStore(root, allow_incomplete=True) if not left else None
+    assert mended_all >= 8
+
+
+def test_an_unfinished_store_is_mended_but_not_finished(
+    plain: tuple[Pictures, Path], tmp_path: Path, tasks_encoded: list[tuple[str, int]]
+) -> None:
+    root = copy_of(plain[1], tmp_path / "store")
+    for name in SEAL:
+        (root / name).unlink()
+    open_task = ("buckets/64x64", 1)
+    (root / commit_path(1, *open_task)).unlink()
+    flip(root / "buckets/48x80/moments/c/0/0/0/0", 50)
+    found, _ = mended(root, plain[0].root)
+    assert (found.findings, found.complete) == ([], False)
+    assert tasks_encoded == [("buckets/48x80", 0)]
+    assert encode(caption_recipe(), plain[0].root, root).num_encoded == 2
+    assert tree_digest(root) == tree_digest(plain[1])
+
+
+def test_a_lost_seal_is_made_again_with_the_shard_that_is_lost_too(
+    plain: tuple[Pictures, Path], tmp_path: Path
+) -> None:
+    root = copy_of(plain[1], tmp_path / "store")
+    for name in (*SEAL, "buckets/64x64/moments/c/0/0/0/0"):
+        (root / name).unlink()
+    assert mended(root, plain[0].root)[0].findings == []
+    assert tree_digest(root) == tree_digest(plain[1])
+
+
+def deep(root: Path, source: Path, **options: Any) -> Any:
+    with loaded_tools(root, source, torch.device("cpu"), []) as tools:
+        return deep_check(root, tools, **{"num_records": 64, "seed": 0} | options)
+
+
+@pytest.mark.parametrize("name", ["plain", "grown", "flipped"])
+def test_encoding_again_gives_the_same_bits(name: str, request: pytest.FixtureRequest) -> None:
+    pictures, store = request.getfixturevalue(name)
+    opened, found = LatentStore(store), deep(store, pictures.root)
+    assert opened.manifest is not None
+    num_captions = opened.captions.num_rows
+    assert (found.num_records, found.num_captions) == (opened.manifest.num_stored, num_captions)
+    assert (found.findings, found.num_close, found.num_exact) == ([], 0, found.num_records + num_captions)
+    few = deep(store, pictures.root, num_records=3, seed=5)
+    assert (few.num_records, few.num_captions, few.num_exact) == (3, 3, 6)
+
+
+def test_deep_names_a_changed_picture_and_finds_no_fault_in_the_store(
+    plain: tuple[Pictures, Path], tmp_path: Path
+) -> None:
+    source = copy_of(plain[0].root, tmp_path / "source")
+    picture(77, 64, 64).save(source / "images/0.png")
+    (source / "images/3.png").unlink()
+    found, done = check(
+        plain[1],
+        quick=False,
+        deep=True,
+        repair=False,
+        source=source,
+        device=lambda: torch.device("cpu"),
+        overrides=[],
+        progress=no_progress,
+    )
+    assert sorted((f.cause, *f.records) for f in found.findings) == [
+        ("source_changed", "images/0.png"),
+        ("source_changed", "images/3.png"),
+    ]
+    assert not found.damaged
+    assert done["deep"]["findings"] == 2
+    # Those whose neighbours in the batch changed may differ in their last bits, no more.
+    assert done["deep"]["num_exact"] + done["deep"]["num_close"] == 8 + done["deep"]["num_captions"]
+
+
+def plant(root: Path, part: str, change: Callable[[np.ndarray], None]) -> None:
+    """Commit other rows with matching checksums everywhere: a store that is consistent, and wrong."""
+    for name in SEAL:
+        (root / name).unlink()
+    plan = read_plan(root, 1)
+    writer = StoreWriter(root, plan)
+    commit = read_commit(root, plan, part, 0)
+    assert commit is not None
+    (array,) = plan.layout.part_arrays(part)
+    rows = np.fromfile(root / array.shard_path(0), array.dtype)
+    rows = rows[: len(array.rows_of(0)) * array.row_bytes // 2].reshape(-1, *array.shape[1:])
+    change(rows)
+    if part == CAPTION_PART:
+        captions = plan.layout.captions_of(0)
+        offsets, lengths = plan.layout.offsets, plan.own_captions["num_tokens"].to_pylist()
+        checksums = [row_checksum(rows[offsets[i] : offsets[i] + lengths[i]]) for i in captions]
+    else:
+        checksums = [row_checksum(row) if old else "" for row, old in zip(rows, commit.checksums, strict=True)]
+    writer.commit(
+        part,
+        0,
+        {array.path: rows},
+        checksums=checksums,
+        source_checksums=commit.source_checksums,
+        rejects=commit.rejects,
+    )
+    writer.seal()
+
+
+@pytest.mark.parametrize("part", ["buckets/64x64", CAPTION_PART])
+def test_deep_finds_a_wrong_row_that_fits_all_checksums(
+    part: str, plain: tuple[Pictures, Path], tmp_path: Path
+) -> None:
+    root = copy_of(plain[1], tmp_path / "store")
+
+    def change(rows: np.ndarray) -> None:
+        rows[0] = rows[0] + np.float16(1)
+
+    plant(root, part, change)
+    assert verify_store(root).findings == []
+    found = deep(root, plain[0].root)
+    (finding,) = found.findings
+    assert (finding.cause, finding.num_records) == ("not_reproduced", 1)
+    assert part_of(finding.path) == (part, 0)
+    store = LatentStore(root)
+    if part == CAPTION_PART:
+        assert finding.records == store.captions["text"].to_pylist()[:1]
+    else:
+        index = store.index("64x64")
+        assert finding.records == [store.record_at(int(index.records[0])).key]
+
+
+def test_deep_needs_a_source_and_says_so_first(plain: tuple[Pictures, Path]) -> None:
+    with pytest.raises(RecipeError, match="--source"):
+        check(
+            plain[1],
+            quick=False,
+            deep=True,
+            repair=False,
+            source=None,
+            device=None,
+            overrides=[],
+            progress=no_progress,
+        )
+
+
+def test_a_rebuilt_commit_record_of_the_null_caption_is_the_same(plain: tuple[Pictures, Path], tmp_path: Path) -> None:
+    root = copy_of(plain[1], tmp_path / "store")
+    path = root / commit_path(1, NULL_PART, 0)
+    values = json.loads(path.read_bytes())
+    path.write_bytes(canonical_json(values | {"checksums": ["0" * 16]}))
+    assert mended(root, None)[0].findings == []
+    assert path.read_bytes() == (plain[1] / path.relative_to(root)).read_bytes()
+    shutil.rmtree(root)

@@ -1,0 +1,252 @@
+"""Stores to be damaged, ways to damage them, and a reader in a child process: what a user of a damaged store meets."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from making import CPU, caption_recipe, loaded_encoders, no_progress, picture
+
+from leandit.datasets.disk import files
+from leandit.datasets.disk.files import EXIT_DIED, Failpoint
+from leandit.datasets.errors import LeanditError
+from leandit.datasets.loader import make_loader
+from leandit.datasets.store import LatentStore
+from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.planning.compare import Options
+
+SHARD_ROWS = 2  # so that a store of a dozen pictures has a dozen shards
+SHAPES = ((64, 64), (60, 100), (100, 60))
+EXIT_REFUSED, EXIT_OTHER, EXIT_WRONG = 40, 41, 42  # of a child: an error of ours, any other, wrong numbers
+SEAL = {"manifest.json", "records.parquet", "captions.parquet"}
+
+
+@contextmanager
+def small_shards() -> Iterator[None]:
+    """Shards of two rows, encoders that are loaded once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", SHARD_ROWS)
+        for module in ("pipeline", "encoders"):
+            patch.setattr(f"leandit.precompute.{module}.load_encoders", _cached_encoders)
+        yield
+
+
+def _cached_encoders(recipe: PrecomputeRecipe, _device: object) -> Any:
+    return loaded_encoders(recipe.vae, recipe.text)
+
+
+def encode(
+    recipe: PrecomputeRecipe, source: Path, store: Path, *, new_revision: bool = False, **options: bool
+) -> Report:
+    """Precompute a source into a store, or let it grow."""
+    return precompute(
+        recipe,
+        source_path=source,
+        store_path=store,
+        device=CPU,
+        progress=no_progress,
+        options=Options(**options),
+        new_revision=new_revision,
+    )
+
+
+class Pictures:
+    """A source of captioned pictures that can be changed; two of its records are rejected, at scan and at decode."""
+
+    def __init__(self, root: Path, count: int = 10) -> None:
+        self.root, self._lines = root, {}
+        (root / "images").mkdir(parents=True)
+        for i in range(count):
+            self.put(i)
+        self.put(count)
+        self.put(count + 1)
+        (root / f"images/{count}.png").write_bytes(b"no picture")
+        whole = (root / f"images/{count + 1}.png").read_bytes()
+        (root / f"images/{count + 1}.png").write_bytes(whole[: len(whole) // 2])
+        self.write()
+
+    def put(self, i: int, *, seed: int | None = None, words: str = "") -> None:
+        """Add a picture, or change it or its captions."""
+        picture(i if seed is None else seed, *SHAPES[i % 3]).save(self.root / f"images/{i}.png")
+        self._lines[i] = [f"a red {('circle', 'square')[i % 2]}", f"a big blue circle above a tiny green square{words}"]
+
+    def drop(self, i: int) -> None:
+        """Remove a picture."""
+        (self.root / f"images/{i}.png").unlink()
+        del self._lines[i]
+
+    def write(self) -> None:
+        """Write the metadata."""
+        lines = [{"file_name": f"images/{i}.png", "captions": texts} for i, texts in self._lines.items()]
+        (self.root / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def grow(pictures: Pictures, recipe: PrecomputeRecipe, store: Path) -> None:
+    """Make three revisions: new, changed and dropped pictures, other captions."""
+    encode(recipe, pictures.root, store)
+    pictures.drop(0)
+    pictures.put(1, seed=101)
+    for i in (20, 21, 22):
+        pictures.put(i, words=" and a yellow star")
+    pictures.write()
+    encode(recipe, pictures.root, store, drop_gone=True)
+    pictures.put(3, words=" and a white triangle")
+    pictures.put(23)
+    pictures.drop(4)
+    pictures.write()
+    encode(recipe, pictures.root, store, drop_gone=True)
+
+
+def make_plain(root: Path, *overrides: str) -> tuple[Pictures, Path]:
+    """A source and its store of one revision."""
+    pictures = Pictures(root / "source")
+    encode(caption_recipe(*overrides), pictures.root, root / "store")
+    return pictures, root / "store"
+
+
+def make_grown(root: Path, *overrides: str) -> tuple[Pictures, Path]:
+    """A source and its store of three revisions."""
+    pictures = Pictures(root / "source")
+    grow(pictures, caption_recipe(*overrides), root / "store")
+    return pictures, root / "store"
+
+
+def make_added(root: Path, *overrides: str) -> tuple[Pictures, Path]:
+    """A source and its store of three revisions, of which every picture is still there."""
+    pictures, store = make_plain(root, *overrides)
+    for first in (20, 30):
+        for i in range(first, first + 3):
+            pictures.put(i, words=f" and {first} yellow stars")
+        pictures.write()
+        encode(caption_recipe(*overrides), pictures.root, store)
+    return pictures, store
+
+
+def files_of(root: Path) -> list[str]:
+    """Relative paths of all files, sorted."""
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+def flip(path: Path, bit: int) -> None:
+    """Flip one bit of a file; twice undoes it."""
+    with open(path, "r+b") as file:
+        file.seek(bit // 8)
+        (byte,) = file.read(1)
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def content(store: LatentStore) -> dict[str, Any]:
+    """Everything that a store says of its records, by key; what does not depend on the revision that holds it."""
+    found = {}
+    texts = store.captions["text"].to_pylist()
+    for i, row in enumerate(store.records.to_pylist()):
+        record = store.record_at(i)
+        said = {k: v for k, v in row.items() if k not in ("revision", "row", "caption_ids")}
+        arrays = []
+        if record.status == "stored":
+            assert record.bucket is not None
+            arrays = [np.array(store.latents(record.bucket)[record.row])]
+            if store.spec.latent.flip:
+                arrays.append(np.array(store.flipped_latents(record.bucket)[record.row]))
+        captions = {texts[j]: store.caption_embedding(j).tobytes() for j in record.caption_ids}
+        found[record.key] = (said, [array.tobytes() for array in arrays], captions)
+    return found
+
+
+def read_all(root: Path) -> dict[str, Any]:
+    """Read a store as training does, and as tools do: all records, the null caption, a loader over an epoch."""
+    store = LatentStore(root)
+    batches = [
+        tuple(part.numpy().tobytes() for part in (batch.latents, batch.labels, batch.captions, batch.caption_lengths))
+        for batch in make_loader(store, global_batch=4, seed=1)
+    ]
+    null = store.null_caption.tobytes() if store.spec.text else b""
+    return {"content": content(store), "null": null, "batches": batches, "buckets": store.buckets}
+
+
+def in_child(work: Callable[[], int | None]) -> int:
+    """Run something in a forked child; its exit code, negative where a signal ended it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if not pid:
+        code = EXIT_OTHER
+        try:
+            code = work() or 0
+        except LeanditError:
+            code = EXIT_REFUSED
+        except BaseException:  # noqa: BLE001 - a child of a test must not come back into pytest
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def read_after(faults: Iterable[tuple[str, Callable[[], None], Callable[[], None]]], root: Path, wanted: Any) -> int:
+    """Read a store after each fault, in a child: exactly the right numbers or an error of ours, and never a signal.
+
+    Args:
+      faults: name of each, what brings it about, what undoes it.
+    Returns: how many of them do not hinder a reader.
+    """
+    told = root.parent / "told"
+
+    def work() -> int:
+        rightly = 0
+        for name, make, undo in faults:
+            told.write_text(name)
+            make()
+            try:
+                if read_all(root) != wanted:
+                    return EXIT_WRONG
+                rightly += 1
+            except LeanditError:
+                pass
+            undo()
+        told.write_text(str(rightly))
+        return 0
+
+    code = in_child(work)
+    assert code == 0, f"after '{told.read_text()}' the reader ended with {code}"
+    return int(told.read_text())
+
+
+def dies_at(at: int, work: Callable[[], Any]) -> bool:
+    """Run something in a child that dies at an I/O operation; False where it came to its end before."""
+
+    def run() -> int:
+        files.failpoint = Failpoint("die", at)
+        work()
+        return 0
+
+    code = in_child(run)
+    assert code in (0, EXIT_DIED), f"it ended with {code}"
+    return code == EXIT_DIED
+
+
+def num_operations(work: Callable[[], Any]) -> int:
+    """How many I/O operations something does, in this process."""
+    files.failpoint = Failpoint()
+    try:
+        work()
+        return len(files.failpoint.seen)
+    finally:
+        files.failpoint = None
+
+
+def copy_of(store: Path, to: Path) -> Path:
+    """A copy of a store, in place of what is there."""
+    shutil.rmtree(to, ignore_errors=True)
+    return shutil.copytree(store, to)

@@ -1,0 +1,226 @@
+"""Small features as other programs write them, and what must be found of them in a store."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from making import no_progress
+from safetensors.torch import save_file
+
+from leandit.datasets.store import LatentStore
+from leandit.precompute.importing.formats.recipe import load
+from leandit.precompute.importing.pipeline import ImportReport, import_features
+
+COUNT = 11
+SIDE = 8  # places of a latent
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One record: its arrays in the dtype of the source, its label, its captions' tokens by text."""
+
+    arrays: list[np.ndarray]
+    label: int = -1
+    captions: Mapping[str, np.ndarray] = field(default_factory=dict)
+    size: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """A source: where it lies, its records by key in the order of import, and what the command needs for it."""
+
+    kind: str
+    source: Path
+    records: dict[str, Expected]
+    settings: list[str] = field(default_factory=list)
+    null: str | None = None
+    null_rows: np.ndarray | None = None
+
+
+def noise(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    """Numbers that no two records share."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def make_fast_dit(root: Path) -> Made:
+    """extract_features.py of fast-DiT: two files a record, named by its number, arrays with a batch of one."""
+    for name in ("imagenet256_features", "imagenet256_labels"):
+        (root / name).mkdir(parents=True)
+    records = {}
+    for i in range(COUNT):
+        latent, label = noise(i, 1, 4, SIDE, SIDE), 7 * i % 5
+        np.save(root / f"imagenet256_features/{i}.npy", latent)
+        np.save(root / f"imagenet256_labels/{i}.npy", np.array([label]))
+        records[str(i)] = Expected([latent[0]], label)
+    return Made("fast-dit", root, records)
+
+
+def make_mar(root: Path) -> Made:
+    """main_cache.py of MAR: a tree of the classes, one .npz a picture."""
+    records = {}
+    for i in range(COUNT):
+        label = i * 3 // COUNT
+        key = f"n0{label}/n0{label}_{100 - i}.JPEG"
+        moments = [noise(2 * i + flip, 32, SIDE, SIDE) for flip in (0, 1)]
+        (root / key).parent.mkdir(parents=True, exist_ok=True)
+        np.savez(root / f"{key}.npz", moments=moments[0], moments_flip=moments[1])
+        records[key] = Expected(moments, label)
+    return Made("mar", root, dict(sorted(records.items())))
+
+
+def make_lightningdit(root: Path, dtype: torch.dtype = torch.float32) -> Made:
+    """extract_features.py of LightningDiT: shards of each rank, and the statistics of the channels."""
+    root.mkdir(parents=True)
+    records = {}
+    for rank, start in enumerate(range(0, COUNT, 4)):
+        rows = range(start, min(start + 4, COUNT))
+        arrays = [torch.from_numpy(np.stack([noise(2 * i + f, 32, SIDE, SIDE) for i in rows])) for f in (0, 1)]
+        latents, flipped = (array.to(dtype) for array in arrays)
+        labels, name = torch.tensor([i % 5 for i in rows]), f"latents_rank{rank:02d}_shard000"
+        save_file(
+            {"latents": latents, "latents_flip": flipped, "labels": labels},
+            root / f"{name}.safetensors",
+            {"total_size": str(len(rows)), "dtype": str(dtype)},
+        )
+        for row, i in enumerate(rows):
+            found = [array[row].float().numpy() for array in (latents, flipped)]
+            records[f"{name}/{row}"] = Expected(found, i % 5)
+    mean, std = torch.linspace(-1, 1, 32).view(1, -1, 1, 1), torch.linspace(0.5, 3, 32).view(1, -1, 1, 1)
+    torch.save({"mean": mean, "std": std}, root / "latents_stats.pt")
+    return Made("lightningdit", root, records)
+
+
+def make_edm2(root: Path, *, folder: bool = False) -> Made:
+    """dataset_tool.py encode of EDM2: members of a ZIP that is not compressed, and labels."""
+    root.mkdir(parents=True)
+    records, labels, members = {}, [], {}
+    for i in range(COUNT):
+        mean, std = noise(2 * i, 4, SIDE, SIDE), abs(noise(2 * i + 1, 4, SIDE, SIDE))
+        key, stream = f"{i // 10:05d}/img-mean-std-{i:08d}", io.BytesIO()
+        np.save(stream, np.concatenate([mean, std]))
+        members[f"{key}.npy"] = stream.getvalue()
+        labels.append([f"{key}.npy", i % 4])
+        records[key] = Expected([np.concatenate([mean, std])], i % 4)
+    members["dataset.json"] = json.dumps({"labels": labels}).encode()
+    if folder:
+        for name, content in members.items():
+            (root / name).parent.mkdir(exist_ok=True)
+            (root / name).write_bytes(content)
+        return Made("edm2", root, records)
+    with zipfile.ZipFile(root / "latents.zip", "w", zipfile.ZIP_STORED) as packed:
+        for name, content in members.items():
+            packed.writestr(name, content)
+    return Made("edm2", root / "latents.zip", records)
+
+
+def make_pixart(root: Path, *, padded: int = 12, width: int = 16) -> Made:
+    """PixArt-Sigma's extract_features.py: moments by shape, embeddings padded to one length, data_info.json."""
+    data = root / "InternData"
+    latents, captions = data / "img_sdxl_vae_features_512resolution_ms_new", data / "caption_features_new"
+    for folder in (latents, captions):
+        folder.mkdir(parents=True)
+    records, listed = {}, []
+    for i in range(COUNT):
+        height, width_places = ((8, 8), (4, 12), (12, 4))[i % 3]
+        mean, std = noise(2 * i, 4, height, width_places), abs(noise(2 * i + 1, 4, height, width_places))
+        moments = np.concatenate([mean, std]).astype(np.float16)
+        key, text = f"set{i % 2}/{i:05d}.png", f"a picture of {i % 7} things"
+        feature = noise(100 + i % 7, 1, padded, width, dtype=np.float16)
+        mask = (np.arange(padded) < 2 + i % 7).astype(np.int16)[None]
+        stem = "_".join(key.rsplit("/", 1)).removesuffix(".png")
+        np.save(latents / f"{stem}.npy", moments)
+        np.savez_compressed(captions / f"{stem}.npz", caption_feature=feature, attention_mask=mask)
+        size = (600 + i, 500 - i)
+        listed.append({"path": key, "prompt": text, "height": size[0], "width": size[1], "ratio": size[0] / size[1]})
+        records[key] = Expected([moments], -1, {text: feature[0, : 2 + i % 7]}, size)
+    (data / "data_info.json").write_text(json.dumps(listed))
+    null = noise(99, 1, padded, width)
+    np.save(root / "null.npy", null)
+    return Made("pixart", root, records, [], str(root / "null.npy"), null[0].astype(np.float16))
+
+
+def make_mds(root: Path) -> Made:
+    """mosaicml-streaming 0.13's layout of micro_diffusion's columns, byte by byte; compared by hand with its own."""
+    root.mkdir(parents=True)
+    names, sizes = ["caption", "caption_latents", "label", "latents_256", "mask"], [None, None, 8, None, None]
+    encodings = ["str", "ndarray:float16", "int64", "bytes", "ndarray:int16:12"]
+    shards, records = [], {}
+    for number, start in enumerate(range(0, COUNT, 4)):
+        samples = []
+        for row, i in enumerate(range(start, min(start + 4, COUNT))):
+            latent, feature = noise(i, 4, SIDE, SIDE, dtype=np.float16), noise(100 + i % 7, 12, 16, dtype=np.float16)
+            text, mask = f"a picture of {i % 7} things", (np.arange(12) < 2 + i % 7).astype(np.int16)
+            shape = bytes([2 << 2, *feature.shape])  # two sides, of a byte each
+            values = [text.encode(), shape + feature.tobytes(), np.int64(i % 5).tobytes(), latent.tobytes()]
+            values.append(mask.tobytes())
+            varying = [len(value) for value, size in zip(values, sizes, strict=True) if size is None]
+            samples.append(np.array(varying, np.uint32).tobytes() + b"".join(values))
+            records[f"shard.{number:05d}/{row}"] = Expected([latent], i % 5, {text: feature[: 2 + i % 7]})
+        about = b"whatever the writer says of itself"
+        offsets = 4 * (len(samples) + 2) + len(about) + np.cumsum([0, *map(len, samples)])
+        content = np.uint32(len(samples)).tobytes() + offsets.astype(np.uint32).tobytes() + about + b"".join(samples)
+        name, zipped = f"shard.{number:05d}.mds", None
+        if number == 1:
+            zipped = {"basename": f"{name}.zstd", "bytes": 0, "hashes": {}}
+            (root / f"{name}.zstd").write_bytes(pa.compress(content, "zstd", asbytes=True))
+        else:
+            (root / name).write_bytes(content)
+        said = {"column_names": names, "column_encodings": encodings, "column_sizes": sizes, "format": "mds"}
+        said |= {"compression": zipped and "zstd:3", "samples": len(samples), "version": 2, "zip_data": zipped}
+        shards.append(said | {"raw_data": {"basename": name, "bytes": len(content), "hashes": {}}})
+    (root / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
+    settings = ["vae.scale=[0.13025]", "layout.mask=mask"]
+    return Made("mds", root, records, settings, "zeros", np.zeros((12, 16), np.float16))
+
+
+MAKERS: dict[str, Callable[[Path], Made]] = {
+    "fast-dit": make_fast_dit,
+    "mar": make_mar,
+    "lightningdit": make_lightningdit,
+    "edm2": make_edm2,
+    "pixart": make_pixart,
+    "mds": make_mds,
+}
+
+
+def run_import(made: Made, store: Path, *overrides: str) -> ImportReport:
+    """Import a source."""
+    settings = load([*made.settings, *overrides])
+    return import_features(
+        made.kind, settings, source_path=made.source, store_path=store, progress=no_progress, null=made.null
+    )
+
+
+def assert_holds(store: LatentStore, records: Mapping[str, Expected], dtype: str | None = None) -> None:
+    """A store holds just these records, number for number."""
+    table = store.records.to_pylist()
+    assert [row["key"] for row in table if row["status"] == "stored"] == list(records)
+    for row in table:
+        if row["status"] != "stored":
+            continue
+        wanted = records[row["key"]]
+        found = [store.latents(row["bucket"])[row["row"]]]
+        if store.spec.latent.flip:
+            found.append(store.flipped_latents(row["bucket"])[row["row"]])
+        assert len(found) == len(wanted.arrays)
+        for one, array in zip(found, wanted.arrays, strict=True):
+            assert one.dtype == (dtype or array.dtype)
+            np.testing.assert_array_equal(one, array.astype(one.dtype))
+        assert row["label"] == wanted.label
+        texts = [store.captions["text"][caption].as_py() for caption in row["caption_ids"]]
+        assert texts == list(wanted.captions)
+        for caption, tokens in zip(row["caption_ids"], wanted.captions.values(), strict=True):
+            stored = store.caption_embedding(caption)
+            assert stored.dtype == (dtype or tokens.dtype)
+            np.testing.assert_array_equal(stored, tokens.astype(stored.dtype))
+        if wanted.size:
+            assert (row["height_px"], row["width_px"]) == wanted.size

@@ -1,0 +1,586 @@
+"""Crashes made to order: a small real precompute in a forked child that dies, fails or is killed where a test says.
+
+The child is forked after all imports and with the encoders loaded, so that a run costs a tenth of a second and hundreds
+of crash points are affordable. Everything that a run does is the real code; two things are swapped, and each run says
+which: shards are made small, so that few pictures fill several, and ``InProcessDecoders`` may stand in for the decoder
+children. What a child patches dies with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from making import CPU, caption_recipe, no_progress, picture
+
+from leandit.datasets.disk import files
+from leandit.datasets.disk.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
+from leandit.datasets.disk.hashing import xxh3_file
+from leandit.datasets.errors import RecordRejected
+from leandit.datasets.format import layout
+from leandit.datasets.format.layout import RevisionLayout
+from leandit.datasets.maintenance import compact
+from leandit.precompute import pipeline
+from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
+from leandit.precompute.encoders.vae import Encoders, load_encoders
+from leandit.precompute.images.decoder_child import answer
+from leandit.precompute.images.decoders import Decoded, PicturePlace
+from leandit.precompute.planning.compare import Options
+from leandit.precompute.sharing import leases
+
+SHARD_ROWS = 2
+CAPTION_SHARD_ROWS = 16  # at least max_tokens: no caption straddles two shards
+CHILD_SECONDS = 120.0  # a child that takes longer hangs
+RECIPE = (
+    'images.buckets=["32x32", "32x48"]',
+    "images.resolution=32",
+    "vae.batch_size=2",
+    "vae.keep=sample",  # its noise must not depend on who encodes
+    "vae.flip=true",  # so a shard is two files
+    "text.batch_size=4",
+)
+
+
+# --- A small precompute -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def loaded(vae: VaeSection, text: TextSection) -> Encoders:
+    """The shipped encoders, loaded once in the parent of all children."""
+    return load_encoders(PrecomputeRecipe(vae=vae, text=text), CPU)
+
+
+def make_small(patch: pytest.MonkeyPatch) -> None:
+    """Several shards from few pictures, and encoders that are loaded already; children inherit it."""
+    patch.setattr(layout, "MAX_SHARD_ROWS", SHARD_ROWS)
+    patch.setattr(RevisionLayout, "_embedding_rows", lambda self: (CAPTION_SHARD_ROWS, CAPTION_SHARD_ROWS // 4))
+    patch.setattr(leases, "EMPTY_SECONDS", 0.2)
+    patch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded(recipe.vae, recipe.text))
+    _warm_up()
+
+
+@functools.cache
+def _warm_up() -> None:
+    """One run in the parent: what is imported late is then there for all children."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "Decoders", InProcessDecoders)
+        source = make_source(Path(folder) / "source")
+        run = {"device": CPU, "progress": no_progress, "source_path": source, "store_path": Path(folder) / "store"}
+        pipeline.precompute(recipe(), **run)
+        save_picture(source, 0, seed=77)
+        pipeline.precompute(recipe(), **run)
+        compact_command(Path(folder) / "store")
+    gc.collect()
+    gc.freeze()  # a child that collects garbage would copy every page
+
+
+def recipe(*overrides: str) -> PrecomputeRecipe:
+    """Captions, two buckets, flipped latents, a drawn sample: what can depend on order or process is in it."""
+    return caption_recipe(*RECIPE, *overrides)
+
+
+def make_source(root: Path, count: int = 8) -> Path:
+    """Captioned pictures of two shapes; one file is no picture (rejected at scan), one ends too early (at decode)."""
+    (root / "images").mkdir(parents=True)
+    for i in range(count):
+        save_picture(root, i, seed=i)
+    (root / "images/2.png").write_bytes(b"not a picture")
+    whole = (root / "images/5.png").read_bytes()
+    (root / "images/5.png").write_bytes(whole[: len(whole) * 2 // 3])
+    list_pictures(root, {i: f"a picture of number {i % 4}" for i in range(count)})
+    return root
+
+
+def save_picture(root: Path, number: int, *, seed: int) -> None:
+    """Write one picture of a source; its shape follows from its number."""
+    picture(seed, 32, 48 if number % 3 == 2 else 32).save(root / f"images/{number}.png")
+
+
+def list_pictures(root: Path, captions: dict[int, str]) -> None:
+    """Write the metadata.jsonl of a source."""
+    lines = [{"file_name": f"images/{i}.png", "captions": [text, "a picture"]} for i, text in captions.items()]
+    (root / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+class InProcessDecoders:
+    """Stands in for ``Decoders``: the same function on the same bytes, without a child, which costs time."""
+
+    num_at_once = 2
+
+    def __init__(self, num_children: int) -> None:
+        pass
+
+    def __enter__(self) -> InProcessDecoders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def size(
+        self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, *, exif_orientation: bool = True
+    ) -> tuple[int, int]:
+        """As ``Decoders.size``."""
+        assert data is None
+        return answer({"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes})[0]["size"]
+
+    def sizes(
+        self, places: Sequence[PicturePlace], *, exif_orientation: bool = True
+    ) -> list[tuple[int, int] | RecordRejected]:
+        """As ``Decoders.sizes``."""
+        found = answer({"stage": "scan", "places": [place[:3] for place in places], "seconds": 5.0})[0]["sizes"]
+        return [RecordRejected(*one) if len(one) == 3 else one for one in found]
+
+    def picture(self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, **how: Any) -> Decoded:
+        """As ``Decoders.picture``."""
+        assert data is None
+        job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes}
+        head, pixels = answer({**job, **how})
+        return Decoded(pixels, *head["size"], head["checksum"], *head["seconds"])
+
+
+# --- Children ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a child ended.
+
+    Args:
+      code: its exit status, or minus the signal that ended it.
+      value: what its work returned.
+      operations: of the I/O layer that it did, in order.
+      fsyncs: how often it asked the system to make something durable.
+      error: names of the exception's classes, the nearest first; empty where there was none.
+      message: the exception's text, or its traceback.
+    """
+
+    code: int
+    value: Any = None
+    operations: tuple[str, ...] = ()
+    fsyncs: int = 0
+    error: tuple[str, ...] = ()
+    message: str = ""
+
+    @property
+    def died(self) -> bool:
+        """It ended at its failpoint, or was killed."""
+        return self.code in (EXIT_DIED, -signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Child:
+    """A forked process that works."""
+
+    pid: int
+    pipe: int
+
+    def wait(self) -> Outcome:
+        """Wait for its end; one that hangs is killed, and that is an error."""
+        said = b""
+        deadline = time.monotonic() + CHILD_SECONDS
+        while True:
+            ready, _, _ = select.select([self.pipe], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                raise AssertionError(f"a child did not end in {CHILD_SECONDS} s")
+            if not (block := os.read(self.pipe, 1 << 20)):
+                break
+            said += block
+        os.close(self.pipe)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if not said:
+            return Outcome(code)
+        values = json.loads(said)
+        lists = {name: tuple(values.pop(name)) for name in ("operations", "error")}
+        return Outcome(code, **values, **lists)
+
+    def signal(self, number: int, *, group: bool = False) -> None:
+        """Send a signal to it, or to its whole process group."""
+        (os.killpg if group else os.kill)(self.pid, number)
+
+
+def start(work: Callable[[], Any], *, failpoint: Failpoint | None = None, own_session: bool = False) -> Child:
+    """Fork a child that does some work under a failpoint and says how it ended.
+
+    Args:
+      work: what it does; what it returns must be JSON.
+      own_session: it leads a session and a process group of its own.
+    """
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return Child(pid, reading)
+    code = 1
+    said: dict[str, Any] = {"value": None, "fsyncs": 0, "error": [], "message": ""}
+    try:
+        os.close(reading)
+        if own_session:
+            os.setsid()
+        gc.disable()
+        files.failpoint = failpoint or Failpoint("count")
+        # Counted, not done: what a process wrote before it died is in the kernel. That it is asked for, and when, is
+        # looked at by check_order.
+        fsynced: list[int] = []
+        os.fsync = fsynced.append
+        said["value"] = work()
+        said["fsyncs"] = len(fsynced)
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - the parent looks at it
+        said["error"] = [kind.__name__ for kind in type(error).__mro__]
+        said["message"] = f"{error}\n{''.join(traceback.format_exception(error))}"
+    finally:
+        said["operations"] = files.failpoint.seen if files.failpoint else []
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(json.dumps(said).encode())
+        os._exit(code)
+
+
+def processes_of_session(session: int) -> list[int]:
+    """Processes that still live in a session, whatever their group."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # ended since
+        if int(fields[3]) == session and fields[0] not in "ZX":
+            found.append(int(path.parent.name))
+    return found
+
+
+# --- Scenarios --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One command on one store: what was there before, what it does, and the tree that must come out.
+
+    Args:
+      place: folder in which stores are made and removed.
+      command: called with the store's path.
+      before: a store to start from, or None for nothing.
+      change: called in the child before the command, to patch the code.
+      whole: tree of the undisturbed run.
+      operations, fsyncs: of the undisturbed run.
+    """
+
+    place: Path
+    command: Callable[[Path], Any]
+    before: Path | None = None
+    change: Callable[[], None] | None = None
+    whole: dict[str, bytes] = field(default_factory=dict, repr=False)
+    operations: tuple[str, ...] = field(default=(), repr=False)
+    fsyncs: int = 0
+
+    def start(
+        self, store: Path, failpoint: Failpoint | None = None, *, own_session: bool = False, begin: float = 0.0
+    ) -> Child:
+        """Start the command on a store in a child.
+
+        Args:
+          begin: time of the monotonic clock at which it begins, so that two can at once.
+        """
+
+        def work() -> Any:
+            if self.change:
+                self.change()
+            while time.monotonic() < begin:
+                time.sleep(0.0005)
+            return self.command(store)
+
+        return start(work, failpoint=failpoint, own_session=own_session)
+
+    def run(self, store: Path, failpoint: Failpoint | None = None) -> Outcome:
+        """Run the command on a store in a child, to its end."""
+        return self.start(store, failpoint).wait()
+
+    def undisturbed(self) -> Scenario:
+        """The same scenario, with the tree and the operations of a run that nothing disturbs."""
+        with self.store() as store:
+            outcome = self.run(store)
+            assert outcome.code == 0, outcome.message
+            return replace(self, whole=tree(store), operations=outcome.operations, fsyncs=outcome.fsyncs)
+
+    @contextmanager
+    def store(self) -> Iterator[Path]:
+        """A store as it was before, in a folder of its own: what strays beside the store is seen too."""
+        folder = self.place / "trial"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if self.before:
+            shutil.copytree(self.before, folder / "store")
+        yield folder / "store"
+        shutil.rmtree(folder)
+
+
+def precompute_command(
+    source: Path, *overrides: str, real_decoders: bool = False, options: Options | None = None
+) -> Callable[[Path], Any]:
+    """A precompute of a source; returns the tasks that it committed and the root hash."""
+
+    def command(store: Path) -> dict[str, Any]:
+        committed = []
+        commit = pipeline.StoreWriter.commit
+
+        def counting(self: Any, part: str, shard: int, *args: Any, **kwargs: Any) -> int:
+            committed.append([part, shard])
+            return commit(self, part, shard, *args, **kwargs)
+
+        pipeline.StoreWriter.commit = counting
+        if not real_decoders:
+            pipeline.Decoders = InProcessDecoders
+        report = pipeline.precompute(
+            recipe(*overrides),
+            source_path=source,
+            store_path=store,
+            device=CPU,
+            progress=no_progress,
+            options=options,
+        )
+        return {"committed": committed, "root_hash": report.manifest.root_hash, "num_encoded": report.num_encoded}
+
+    return command
+
+
+def compact_command(store: Path) -> Any:
+    """A compaction, into a store beside it."""
+    return compact.compact(store, store.with_name("compacted"), progress=no_progress).root_hash
+
+
+def tree(store: Path) -> dict[str, bytes]:
+    """Everything in the folder that holds a store: every file with its bytes, every folder; nothing is left out."""
+    root = store.parent
+    return {
+        path.relative_to(root).as_posix() + ("/" if path.is_dir() else ""): b"" if path.is_dir() else path.read_bytes()
+        for path in sorted(root.rglob("*"))
+    }
+
+
+# --- Checks: each raises AssertionError, for the tests of the code and of its mutants ---------------------------------
+
+
+def assert_whole(store: Path, scenario: Scenario, said: str) -> None:
+    """The tree is that of an undisturbed run, to the byte, and nothing else is there."""
+    found = tree(store)
+    differing = sorted(
+        name for name in found.keys() | scenario.whole.keys() if found.get(name) != scenario.whole.get(name)
+    )
+    what = [
+        f"{name}: {'missing' if name not in found else 'stray' if name not in scenario.whole else 'other bytes'}"
+        for name in differing
+    ]
+    assert not differing, f"{said}: {'; '.join(what[:5])} ({len(differing)} in all)"
+
+
+def assert_true_so_far(store: Path, scenario: Scenario, said: str) -> None:
+    """What an interrupted run left under a final name is final, and no record names what is not there.
+
+    A file is whole; a commit record's files are there with its hashes; a manifest's are.
+    """
+    for name, content in tree(store).items():
+        _, _, path = name.partition("/")
+        if TEMPORARY_PREFIX in name or path.startswith("leases/") or name.endswith("/"):
+            continue
+        assert content == scenario.whole.get(name, content), f"{said}: '{path}' is there with other bytes"
+        assert name in scenario.whole, f"{said}: '{path}' is no file of the store"
+        if re.search(r"(^|/)commits/.*\.json$|(^|/)manifest\.json$", path):
+            for entry in json.loads(content)["files"]:
+                file = store.parent / name.partition("/")[0] / entry["path"]
+                there = file.is_file() and xxh3_file(file) == entry["xxh3_128"]
+                assert there, f"{said}: '{path}' names '{entry['path']}', which is not there as it says"
+
+
+def check_dies(scenario: Scenario, points: Iterable[int], *, again_at: Callable[[int], int] | None = None) -> int:
+    """Dying at some operations, then the same command again, gives the undisturbed tree.
+
+    Args:
+      again_at: the operation at which the second run dies too, from that of the first; the third runs through.
+    Returns: number of points that died.
+    """
+    died = 0
+    for at in points:
+        with scenario.store() as store:
+            said = f"died at operation {at} ({scenario.operations[at]})"
+            outcome = scenario.run(store, Failpoint("die", at))
+            assert outcome.died, f"{said}: ended with {outcome.code}: {outcome.message}"
+            died += 1
+            assert_true_so_far(store, scenario, said)
+            if again_at:
+                second = scenario.run(store, Failpoint("die", again_at(at)))
+                assert second.code in (0, EXIT_DIED), f"{said}: the second run failed: {second.message}"
+                assert_true_so_far(store, scenario, f"{said}, then at {again_at(at)}")
+            outcome = scenario.run(store)
+            assert outcome.code == 0, f"{said}: the same command again failed: {outcome.message}"
+            assert_whole(store, scenario, said)
+    return died
+
+
+def check_fails(scenario: Scenario, kind: Any, points: Iterable[int]) -> int:
+    """An I/O error at some operations ends the command cleanly, and the same command again gives the undisturbed tree.
+
+    Returns: number of points at which the command failed.
+    """
+    failed = 0
+    for at in points:
+        with scenario.store() as store:
+            said = f"{kind} at operation {at} ({scenario.operations[at]})"
+            outcome = scenario.run(store, Failpoint(kind, at))
+            if outcome.code == 0:  # nothing was needed after it that a full disk cannot give
+                later = {operation.split()[0] for operation in scenario.operations[at:]}
+                harmless = kind == "enospc" and not later & files.NEEDS_SPACE
+                assert harmless, f"{said}: it was not noticed"
+            else:
+                failed += 1
+                assert outcome.code == 1, f"{said}: ended with {outcome.code}"
+                wanted = {"enospc": "ResourceError", "eio": "OSError"}[kind]
+                assert wanted in outcome.error, f"{said}: {outcome.message}"
+                assert kind != "enospc" or re.search(r"MiB free|GiB free", outcome.message), (
+                    f"{said}: {outcome.message}"
+                )
+                assert_true_so_far(store, scenario, said)
+                left = [name for name in tree(store) if TEMPORARY_PREFIX in name or "leases" in name]
+                assert not left, f"{said}: left behind {left}"
+            outcome = scenario.run(store)
+            assert outcome.code == 0, f"{said}: the same command again failed: {outcome.message}"
+            assert_whole(store, scenario, said)
+    return failed
+
+
+def check_short_writes(scenario: Scenario) -> int:
+    """A system that takes half of what it is given, at every write, changes nothing; returns the number of writes."""
+    with scenario.store() as store:
+        outcome = scenario.run(store, Failpoint("short"))
+        assert outcome.code == 0, outcome.message
+        assert_whole(store, scenario, "short writes")
+    return sum(operation.startswith("write ") for operation in outcome.operations)
+
+
+def check_lost_files(scenario: Scenario, *, step: int = 1, start: int = 0, only: str = "") -> int:
+    """Where an unfinished store lost the content of a file, the next run makes it anew.
+
+    The store lacks only its manifest. Each file in turn is empty, full of zeros, or gone. Of the plan, which is there
+    whole before anything hangs on it, nothing can be made anew: its loss is named, and nothing is overwritten.
+
+    Args:
+      step, start: every so manieth loss, and the first.
+      only: regular expression of the files' paths.
+    Returns: number of losses that were made.
+    """
+    lost = 0
+    last = max(at for at, name in enumerate(scenario.operations) if name == "rename manifest.json")
+    with scenario.store() as store:
+        assert scenario.run(store, Failpoint("die", last)).died
+        unfinished = store.parent.with_name("unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(store, unfinished)
+    cut_off = replace(scenario, before=unfinished)
+    names = sorted(path.relative_to(unfinished).as_posix() for path in unfinished.rglob("*") if path.is_file())
+    names = [name for name in names if TEMPORARY_PREFIX not in name and re.search(only, name)]
+    cases = [(name, loss) for name in names for loss in ("empty", "zeros", "gone")]
+    for name, loss in cases[start % step :: step]:
+        with cut_off.store() as store:
+            file, said = store / name, f"'{name}' {loss}"
+            if loss == "gone":
+                file.unlink()
+            else:
+                file.write_bytes(bytes(file.stat().st_size) if loss == "zeros" else b"")
+            before = tree(store)
+            outcome = cut_off.run(store)
+            lost += 1
+            if name.startswith("plan/"):
+                assert {"StoreError", "DamageError"} & set(outcome.error), f"{said}: {outcome.message}"
+                kept = {path: content for path, content in before.items() if TEMPORARY_PREFIX not in path}
+                assert tree(store) == kept, f"{said}: refused, yet something was changed"
+            else:
+                assert outcome.code == 0, f"{said}: {outcome.message}"
+                assert_whole(store, scenario, said)
+    return lost
+
+
+def check_order(scenario: Scenario) -> int:
+    """The order of operations that a power cut needs: no name before its bytes, no record before its data.
+
+    A file is created, written and synced under a temporary name, renamed, and its folder synced, before another file is
+    begun; the files of a plan are synced in a temporary folder, which is renamed. So a commit record is durable after
+    its shards, and the manifest after all. Returns the number of files.
+    """
+    names: list[str] = []  # of files that have their final name, durably
+    state, in_folder = "idle", False
+    for operation in scenario.operations:
+        verb, _, name = operation.partition(" ")
+        follows = {
+            "idle": {"create", "folder", "sync", "remove"} | ({"rename"} if in_folder else set()),
+            "open": {"write", "sync"},
+            "synced": {"rename"},
+            "renamed": {"sync"},
+        }[state]
+        assert verb in follows, f"'{operation}' while the file before is {state}"
+        if verb == "create":
+            assert in_folder or name.startswith(TEMPORARY_PREFIX), f"'{operation}': under its final name"
+            state = "open"
+        elif verb == "folder":
+            in_folder = name.startswith(TEMPORARY_PREFIX)
+        elif verb == "rename":
+            names.append(name)
+            state, in_folder = "renamed", False
+        elif verb == "sync":
+            state = {"open": "idle" if in_folder else "synced", "renamed": "idle"}.get(state, state)
+    assert state == "idle", f"the last file is {state}"
+    asked = sum(operation.startswith("sync ") for operation in scenario.operations)
+    assert scenario.fsyncs == asked, f"{asked} syncs were counted, {scenario.fsyncs} were asked for"
+    tables = [i for i, name in enumerate(names) if name.endswith(".parquet")]
+    records = [i for i, name in enumerate(names) if re.fullmatch(r"\d{6}\.json", name)]
+    assert names[-1] == "manifest.json", f"the last file is '{names[-1]}'"
+    assert max(records) < min(tables), "a table was written before the last commit record"
+    for start, record in pairwise([names.index("plan"), *records]):
+        assert "0" in names[start:record], "a commit record without its shard before it"
+    return len(names)
+
+
+# --- Changing the code ------------------------------------------------------------------------------------------------
+
+
+def rewrite(owner: Any, name: str, *changes: tuple[str, str]) -> None:
+    """Replace pieces of a function's source by others, in this process, wherever the function is known by its name.
+
+    Raises: AssertionError: a piece is not there, so the mutant would be none.
+    """
+    function = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(function))
+    for old, new in changes:
+        assert old in source, f"'{old}' is not in {name}: the code has changed, so must the mutant"
+        source = source.replace(old, new, 1)
+    names: dict[str, Any] = {}
+    code = compile(f"from __future__ import annotations\n{source}", str(inspect.getsourcefile(function)), "exec")
+    exec(code, function.__globals__, names)
+    replace_function(owner, name, names[name])
+
+
+def replace_function(owner: Any, name: str, new: Callable[..., Any]) -> None:
+    """Put another function in the place of one, wherever it is known by its name, in this process."""
+    old = getattr(owner, name)
+    setattr(owner, name, new)
+    for module in list(sys.modules.values()):  # who imported it by name holds the old one
+        if getattr(module, "__name__", "").startswith("leandit.") and vars(module).get(name) is old:
+            setattr(module, name, new)

@@ -1,0 +1,171 @@
+"""Small sources and stores, made by the real code with the small encoders that ship with leandit."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zarr
+from PIL import Image
+
+from leandit.datasets.arrays.sharded_array import ShardedArray, ShardFolder
+from leandit.datasets.disk.files import write_atomic
+from leandit.datasets.disk.hashing import canonical_json
+from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, pack_shard
+from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
+from leandit.precompute.config import load as load_precompute
+from leandit.precompute.encoders.vae import Encoders, load_encoders
+from leandit.train.config import TrainRecipe
+from leandit.train.config import load as load_train
+
+SUPPORT = Path(__file__).parent
+ROOT = SUPPORT.parents[1]
+CPU = torch.device("cpu")
+SHIPPED = ["vae.model=shipped:vae", "vae.dtype=float32", "vae.batch_size=8"]
+LABEL_RECIPE = ["images.resolution=32", *SHIPPED]
+CAPTION_RECIPE = ['images.buckets=["48x80", "64x64", "80x48"]', "vae.batch_size=8", "text.batch_size=8"]
+TRAIN_RECIPE = [
+    "run.steps=6",
+    "run.global_batch=8",
+    "run.precision=fp32",
+    "run.log_every=1",
+    "run.checkpoint_every=3",
+    "run.ema_decay=0.9",
+    "optimizer.lr=1e-3",
+]
+
+
+def picture(seed: int, height_px: int = 40, width_px: int = 56) -> Image.Image:
+    """A smooth random picture, RGB."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (4, 5, 3), np.uint8))
+    return coarse.resize((width_px, height_px), Image.Resampling.BICUBIC)
+
+
+def make_class_folder(root: Path, *, classes: int = 3, per_class: int = 5) -> Path:
+    """An image folder of PNGs."""
+    for c in range(classes):
+        folder = root / f"n{c:03d}"
+        folder.mkdir(parents=True)
+        for i in range(per_class):
+            picture(100 * c + i).save(folder / f"{i}.png")
+    return root
+
+
+def make_caption_folder(root: Path, *, count: int = 14) -> Path:
+    """Pictures of three aspect ratios with a metadata.jsonl, two captions each, some captions shared."""
+    (root / "images").mkdir(parents=True)
+    shapes = ("circle", "square", "triangle")
+    with open(root / "metadata.jsonl", "w") as lines:
+        for i in range(count):
+            height_px, width_px = ((64, 64), (60, 100), (100, 60))[i % 3]
+            picture(i, height_px, width_px).save(root / f"images/{i}.png")
+            captions = [f"a red {shapes[i % 3]}", f"a big blue {shapes[i % 3]} above a tiny green {shapes[i % 2]}"]
+            lines.write(json.dumps({"file_name": f"images/{i}.png", "captions": captions}) + "\n")
+    return root
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """A progress callback that shows nothing."""
+
+
+def label_recipe(*overrides: str) -> PrecomputeRecipe:
+    """imagenet-256 at 32 px with the shipped VAE."""
+    return load_precompute("imagenet-256", [*LABEL_RECIPE, *overrides])
+
+
+def caption_recipe(*overrides: str) -> PrecomputeRecipe:
+    """The demo's recipe with small batches."""
+    return load_precompute("demo", [*CAPTION_RECIPE, *overrides])
+
+
+@functools.cache
+def loaded_encoders(vae: VaeSection, text: TextSection) -> Encoders:
+    """The encoders of a recipe, loaded once: that is most of a small precompute's second."""
+    return load_encoders(PrecomputeRecipe(vae=vae, text=text), CPU)
+
+
+def train_recipe(name: str = "dit-s-4", *overrides: str) -> TrainRecipe:
+    """A recipe that trains in a second: a DiT with few tokens, or a small model of captions."""
+    base = {
+        "dit-s-4": ("dit-s-2-256", ["model.name=DiT-S/4", "model.num_classes=0", "run.compile=false"]),
+        "pixart-tiny": ("demo", []),
+        "sana-tiny": ("demo", ["model.name=sana-tiny"]),
+        "dit-s-2-text": ("demo", ["model.name=DiT-S/2", "conditioning.kind=caption"]),
+    }[name]
+    return load_train(base[0], [*base[1], *TRAIN_RECIPE, *overrides])
+
+
+def tree_digest(root: Path) -> dict[str, bytes]:
+    """All files below a folder, by relative path."""
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+SHARD_ROWS = 4  # of the arrays below
+ARRAY_LAYOUTS = [
+    ArrayLayout("a/b", (rows, 2, 3, 5), dtype, SHARD_ROWS, chunk_rows, codec)
+    for codec in CODECS
+    for dtype in (["float16", "float32"] if codec in ("none", "blosc-lz4") else ["float16"])
+    for rows in (8, 9, 3)  # full last shard, one row in the last, less than a shard
+    for chunk_rows in (1, 2)
+]
+ARRAY_LAYOUTS += [
+    ArrayLayout("n", (7,), "int64", 7, 7),
+    ArrayLayout("n", (7, 3), "float16", 8, 4),
+    ArrayLayout("n", (0, 3), "float16", 8),
+]
+
+
+def small_array(codec: str = "none", rows: int = 10, chunk_rows: int = 1) -> ArrayLayout:
+    """Layout of an array of three shards of four rows."""
+    return ArrayLayout("a", (rows, 2, 3), "float16", SHARD_ROWS, chunk_rows, codec)
+
+
+def array_values(layout: ArrayLayout) -> np.ndarray:
+    """Numbers with a zero row and a row of the fill value, which a careless writer drops."""
+    values = (100 * np.random.default_rng(0).standard_normal(layout.shape)).astype(layout.dtype)
+    if len(values) > 2 and values.dtype.kind == "f":
+        values[1], values[2] = 0, np.nan
+    return values
+
+
+def write_array(root: Path, layout: ArrayLayout, values: np.ndarray) -> ShardedArray:
+    """Write an array as the store does."""
+    write_atomic(root / layout.path / "zarr.json", canonical_json(layout.metadata()))
+    for shard in range(layout.num_shards):
+        rows = layout.rows_of(shard)
+        write_atomic(root / layout.shard_path(shard), pack_shard(layout, values[rows.start : rows.stop]))
+    return ShardedArray(ShardFolder(root), [layout])
+
+
+def write_array_with_zarr(
+    root: Path, layout: ArrayLayout, values: np.ndarray, *, write_empty_chunks: bool = True
+) -> None:
+    """Let zarr-python write the same array, from the same zarr.json."""
+    write_atomic(root / layout.path / "zarr.json", canonical_json(layout.metadata()))
+    with zarr.config.set({"array.write_empty_chunks": write_empty_chunks}):
+        array: Any = zarr.open_array(root / layout.path, mode="r+")
+        array[:] = values
+
+
+def crc32c(data: bytes) -> bytes:
+    """By its definition (RFC 3720), bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return (crc ^ 0xFFFFFFFF).to_bytes(4, "little")
+
+
+def all_commands(group: Any) -> dict[str, Any]:
+    """Commands of a typer group by name, those of its sub-groups as "GROUP COMMAND"."""
+    found = dict(group.commands)
+    for name, command in group.commands.items():
+        inner = all_commands(command) if hasattr(command, "commands") else {}
+        found |= {f"{name} {inner_name}": each for inner_name, each in inner.items()}
+    return found

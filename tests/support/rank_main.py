@@ -1,0 +1,121 @@
+"""One rank of a training run in a process of its own: a few trainings, one after the other, on tiny models.
+
+RANK=0 WORLD_SIZE=2 ... python rank_main.py '[{"recipe": "dit-s-4", "set": [...], "store": "S", "run": "R"}]'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from leandit.datasets.batches.reader import Batch
+from leandit.datasets.errors import LeanditError
+from leandit.train import loop
+from leandit.train.loop import train
+from leandit.train.metrics.window import StepReport, Trace
+from leandit.train.models.build import PIXART_SIZES
+from leandit.train.models.dit import SIZES
+from leandit.train.parallel import deepspeed_engine, engine
+from leandit.train.parallel.stop import StopRequest
+from leandit.train.run.resume import TrainState
+from leandit.train.step import learner
+
+
+def fail_at(step: int) -> None:
+    """Let this rank fail after a step."""
+
+    def made(state: TrainState, batch: Batch, take: Callable[..., Trace] = loop.train_step) -> Trace:
+        trace = take(state, batch)
+        if state.step == step:
+            raise ValueError("a disk that is full")
+        return trace
+
+    loop.train_step = made
+
+
+def compute_in_bf16() -> None:
+    """From here on, as a GPU does; a CPU is asked for float32 else, because it is slow."""
+    for module in (engine, deepspeed_engine, learner):
+        module.autocast_dtype = lambda *_: torch.bfloat16
+
+
+def claim_fp16() -> None:
+    """Let DeepSpeed take this CPU for a device with float16, which torch computes on any."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    CPU_Accelerator.is_fp16_supported = lambda _: True
+
+
+def compile_nothing() -> None:
+    """Let DeepSpeed sum over ranks by torch: on a CPU it would look for a compiler, and compile C++ for a minute."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__ = {}
+
+
+def begin_with(run: Path, copy: Path, rank: str) -> None:
+    """Go on from step ten of another run."""
+    if rank == "0":
+        copy.mkdir()
+        shutil.copy(run / "run.json", copy)
+        shutil.copytree(run / "checkpoint-10", copy / "checkpoint-10")
+    dist.barrier()
+
+
+def main() -> None:
+    """Train all that the first argument says; what is refused goes to stdout as JSON lines."""
+    from making import train_recipe
+
+    torch.set_num_threads(1)
+    SIZES["S"], PIXART_SIZES["pixart-tiny"] = (2, 32, 2), (2, 2, 16, 2)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        dist.init_process_group("gloo")
+    rank = os.environ.get("RANK", "0")
+    for job in json.loads(sys.argv[1]):
+        overrides = job["set"] + job.get(f"set_{rank}", [])
+        stop = StopRequest()
+
+        def report(figures: StepReport, stop: StopRequest = stop, stop_at: int | None = job.get("stop_at")) -> None:
+            if figures.step == stop_at:
+                stop.set()
+
+        if earlier := job.get("begin_with"):
+            begin_with(Path(earlier), Path(job["run"]), rank)
+        if job.get("bf16"):
+            compute_in_bf16()
+        if any("deepspeed_config" in entry for entry in overrides):
+            compile_nothing()
+        if job.get("has_fp16"):
+            claim_fp16()
+        if at := job.get(f"fail_{rank}"):
+            fail_at(at)
+
+        said = None
+        try:
+            outcome = train(
+                train_recipe(job["recipe"], *overrides),
+                store_path=job.get(f"store_{rank}", job["store"]),
+                run=Path(job["run"]),
+                device=torch.device("cpu"),
+                report=report,
+                stop=stop,
+                warn=lambda line: print(json.dumps({"warn": line}), flush=True),
+            )
+        except LeanditError as error:
+            said = str(error)
+        print(json.dumps({"step": None if said else outcome.step, "error": said}), flush=True)  # pyright: ignore
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()

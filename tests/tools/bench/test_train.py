@@ -1,0 +1,106 @@
+"""The training benchmarks: equal models are compared, and what is told is what was measured."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from making import CPU
+
+from leandit.datasets.errors import RecipeError
+from leandit.tools.bench.encode import caching
+from leandit.tools.bench.training.steps import Request, our_step, plain_dit
+from leandit.tools.bench.training.train import DIFFUSERS, OURS, PLAIN, Inside, render, run
+from leandit.tools.plan.training import Work, work_at_resolution
+from leandit.train.config import load
+from leandit.train.models.build import build_model
+from leandit.train.models.dit import DiT
+from leandit.train.models.spec import ModelSpec
+from leandit.train.parallel.engine import TorchEngine
+from leandit.train.step import train_step as step_module
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+TINY = ["run.global_batch=2", "run.precision=fp32", "run.compile=false", "model.num_classes=3"]
+NAMES = [  # ours, the plain one's
+    ("x_embedder.proj", "to_tokens"),
+    ("t_embedder.mlp", "time_mlp"),
+    ("y_embedder.embedding_table", "label_table"),
+    ("final_layer.linear", "head"),
+    ("final_layer.adaLN_modulation", "modulation"),
+    ("adaLN_modulation", "modulation"),
+    ("attn.qkv", "attention.to_qkv"),
+    ("attn.proj", "attention.to_out"),
+    ("mlp.fc1", "mlp.0"),
+    ("mlp.fc2", "mlp.2"),
+    ("pos_embed", "positions"),
+]
+
+
+def quiet(*_: Any) -> None:
+    """A progress line that shows nothing."""
+
+
+def tiny_work(*overrides: str) -> Work:
+    return work_at_resolution(load("dit-s-2-256", [*TINY, *overrides]), 64)
+
+
+def test_the_plain_dit_is_the_same_function_as_ours() -> None:
+    spec = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
+    ours = build_model(spec, seed=0).net
+    assert isinstance(ours, DiT)
+    torch.manual_seed(0)
+    state = {
+        name: torch.randn_like(tensor) if "pos" not in name else tensor for name, tensor in ours.state_dict().items()
+    }
+    ours.load_state_dict(state)
+    plain = plain_dit(spec)
+    for one, other in NAMES:
+        state = {name.replace(one, other): tensor for name, tensor in state.items()}
+    plain.load_state_dict(state)
+    x, t, y = torch.randn(2, 4, 8, 8), torch.tensor([3.0, 900.0]), torch.tensor([1, 3])
+    torch.testing.assert_close(plain(x, t, y), ours(x, t, y), rtol=1e-3, atol=1e-3)
+
+
+def test_all_cells_are_measured_in_each_round() -> None:
+    result = run(Request(tiny_work(), CPU, 2, 1, "synthetic"), quiet)  # pyright: ignore[reportArgumentType]
+    rates = result["images_per_second"]
+    assert set(rates) == {OURS, DIFFUSERS, PLAIN}
+    assert all(len(found) == 2 and min(found) > 0 for found in rates.values())
+    said = [value for _, value in render(result)]
+    assert sum("goal 1.15" in line for line in said) == 2
+
+
+def test_the_real_loop_on_a_store_is_measured_beside_its_step() -> None:
+    result = run(Request(tiny_work(), CPU, 1, 1, "store"), quiet)  # pyright: ignore[reportArgumentType]
+    assert set(result["images_per_second"]) == {"store", "synthetic"}
+    assert 0 < result["outside_share"][0] < 1
+    assert "goal 2%" in render(result)[-1][1]
+
+
+def test_what_is_watched_is_as_before_afterwards() -> None:
+    before = step_module.image_losses, TorchEngine.backward, TorchEngine.update
+    step = our_step(Request(tiny_work(), CPU, 1, 1, "synthetic"))
+    with Inside() as inside:
+        start = time.perf_counter()
+        step()
+        whole = time.perf_counter() - start
+    assert 0.3 * whole < inside.seconds < whole
+    assert (step_module.image_losses, TorchEngine.backward, TorchEngine.update) == before
+
+
+def test_unknown_data_is_refused() -> None:
+    with pytest.raises(RecipeError, match="needed synthetic or store"):
+        run(Request(tiny_work(), CPU, 1, 1, "none"), quiet)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("recipe", "text"), [("dit-s-2-256", None), ("demo", "shipped:t5")])
+def test_caching_is_measured_with_labels_and_with_captions(recipe: str, text: str | None, tmp_path: Path) -> None:
+    loaded = load(recipe, TINY)
+    request = caching.Request(loaded, 64, "shipped:vae", text, None, tmp_path, CPU, rounds=1, steps=1)
+    result = caching.run(request, quiet)  # pyright: ignore[reportArgumentType]
+    assert (result["caption_tokens"] > 0) == (text is not None)
+    assert all(found[0] > 0 for found in result["images_per_second"].values())
+    assert "caching gains" in caching.render(result)[-1][1]

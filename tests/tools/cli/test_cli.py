@@ -1,0 +1,630 @@
+"""The ``leandit`` command: exit codes, one-line errors, what goes where, and a frozen list of flags."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple, get_args, get_type_hints
+
+import pytest
+import torch
+import typer
+from making import LABEL_RECIPE, TRAIN_RECIPE, all_commands, label_recipe, train_recipe, tree_digest
+
+from leandit import __version__
+from leandit.datasets.recipe import shipped_recipes, to_toml
+from leandit.datasets.store import LatentStore
+from leandit.tools.cli.main import app, main
+from leandit.tools.cli.options import read_path, written_path
+from leandit.train.models.build import build_model
+from leandit.train.models.spec import ModelSpec
+from leandit.train.weights.dit_checkpoints import write_official
+
+SCRIPT = Path(sys.executable).with_name("leandit")
+TINY_LEANDIT = """
+from leandit.tools.cli.main import main
+from leandit.train.models.dit import SIZES
+SIZES["S"] = (2, 32, 2)
+main()
+"""
+SHARD = "buckets/32x32/moments/c/0/0/0/0"
+PRECOMPUTE, TRAIN = sorted(shipped_recipes("leandit.precompute")), sorted(shipped_recipes("leandit.train"))
+
+# Put a new knob in the recipe: a flag is for where things lie, and for how this one call behaves.
+FLAGS = {
+    "precompute": [
+        *("--address", "--device", "--drop-gone", "--dry-run", "--engine", "--new-revision", "--part"),
+        *("--retry-rejected", "--set", "--source", "--store"),
+    ],
+    "import": ["--null", "--set", "--source", "--store"],
+    "train": ["--device", "--dry-run", "--run", "--set", "--store"],
+    "inspect": [
+        *("--bucket", "--class", "--count", "--json", "--originals", "--rejects", "--revision", "--sheet"),
+        *("--source", "--vae"),
+    ],
+    "verify": ["--deep", "--device", "--json", "--quick", "--repair", "--set", "--source"],
+    "compact": ["--out"],
+    "sample": [
+        *("--batch", "--bucket", "--caption", "--compile", "--device", "--encoders", "--guidance"),
+        *("--guidance-channels", "--guidance-interval", "--json", "--label", "--npz", "--num", "--out", "--precision"),
+        *("--recipe", "--sampler", "--seed", "--steps", "--store", "--text", "--vae"),
+    ],
+    "average": ["--length", "--out", "--step"],
+    "export": ["--encoders", "--format", "--json", "--out", "--step", "--text", "--vae"],
+    "demo": ["--out", "--pictures", "--set"],
+    "bench": [],
+    "bench plan": ["--captions", "--json", "--records", "--scratch", "--sizes"],
+    "bench precompute": [
+        *("--device", "--json", "--records", "--rounds", "--scratch", "--seconds", "--set", "--source", "--text"),
+        *("--tokenizer", "--vae"),
+    ],
+    "bench decode": ["--json", "--records", "--resolution", "--rounds", "--source"],
+    "plan": [],
+    "plan train": ["--gpu", "--gpus", "--images", "--json", "--resolution", "--run", "--set", "--store"],
+    "bench train": [
+        *("--data", "--device", "--json", "--resolution", "--rounds", "--set", "--steps", "--store"),
+    ],
+    "bench caching": [
+        *("--device", "--json", "--resolution", "--rounds", "--scratch", "--set", "--steps", "--text", "--tokenizer"),
+        "--vae",
+    ],
+    "bench planner": ["--device", "--json", "--set"],
+    "bench open": ["--json", "--records", "--rounds", "--scratch"],
+    "bench loader": [
+        *("--json", "--peers", "--plot", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),
+    ],
+}
+
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+Leandit = Callable[..., Ended]
+
+
+@pytest.fixture
+def leandit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Leandit:
+    """Run the command in this process, in an empty folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def run(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["leandit", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        return Ended(int(end.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+def settings(overrides: list[str]) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+TINY = settings(["model.name=DiT-S/4", "model.num_classes=0", "run.compile=false", *TRAIN_RECIPE])
+
+
+def test_the_flags_of_every_command_are_frozen() -> None:
+    found = {
+        name: sorted(flag for param in command.params for flag in param.opts if flag.startswith("--"))
+        for name, command in all_commands(typer.main.get_command(app)).items()
+    }
+    assert found == FLAGS
+    everywhere = typer.main.get_command(app).params
+    assert {flag for param in everywhere for flag in param.opts} == {"--traceback", "--version"}
+
+
+def test_every_option_for_a_path_says_what_becomes_of_a_url() -> None:
+    checked = []
+    for name, command in all_commands(typer.main.get_command(app)).items():
+        hints = get_type_hints(command.callback, include_extras=True) if command.callback else {}
+        for param, hint in hints.items():
+            base, *extras = get_args(hint) or (hint,)
+            if base is Path or Path in get_args(base):
+                assert extras[0].parser in (read_path, written_path), f"{name} {param}: use one of options.py"
+                checked.append((name, param))
+    assert len(checked) > 20
+
+
+URL_AS_OUTPUT = {
+    "precompute": ["imagenet-256", "--source", "nope", "--store"],
+    "import": ["mar", "--source", "nope", "--store"],
+    "train": ["dit-s-2-256", "--store", "nope", "--run"],
+    "sample": ["run", "--out"],
+    "export": ["run", "--out"],
+    "average": ["run", "--length", "0.1", "--out"],
+    "inspect": ["nope", "--sheet"],
+    "compact": ["nope", "--out"],
+    "demo": ["--out"],
+    "bench plan": ["--scratch"],
+    "bench loader": ["--scratch", "there", "--plot"],
+}
+
+
+@pytest.mark.parametrize("command", URL_AS_OUTPUT)
+def test_a_url_as_an_output_is_refused_before_anything_is_done(command: str, leandit: Leandit) -> None:
+    ended = leandit(*command.split(), *URL_AS_OUTPUT[command], "s3://bucket/out")
+    assert (ended.code, ended.out, os.listdir()) == (2, "", [])
+    words = " ".join(ended.err.replace("│", "").split())
+    assert "'s3://bucket/out' is a URL" in words
+    assert "Give a folder" in words
+
+
+def test_a_file_url_is_a_path(leandit: Leandit, label_store: LatentStore, tmp_path: Path) -> None:
+    (tmp_path / "a store").symlink_to(label_store.path)
+    ended = leandit("inspect", f"file://{tmp_path}/a%20store", "--json")
+    assert ended.code == 0
+    assert json.loads(ended.out)["store"] == f"{tmp_path}/a store"
+    assert leandit("sample", "file://elsewhere/run", "--out", "there").code == 2
+
+
+MISTAKES = {  # the command, its exit code, and the beginning of its line
+    "precompute imagenet-256 --source nope --store s": (3, "leandit: source 'nope': "),
+    "precompute imagenet-256 --source nope --store s --dry-run": (3, "leandit: source 'nope': "),
+    "precompute imagenet-256 --source . --store s --set vae.model=./nope": (3, "leandit: vae.model './nope': "),
+    "precompute imagenet-256 --source . --store s --set vae.model=./flux2": (
+        3,
+        "leandit: vae.model 'flux2': its config",
+    ),
+    "precompute imagenet-25 --source . --store s": (2, "leandit: recipe 'imagenet-25': "),
+    "precompute imagenet-256 --source . --store s --set vae.dtype=int3": (2, "leandit: recipe 'imagenet-256': "),
+    "import mar --source nope --store s": (3, "leandit: source 'nope': "),
+    "train dit-s-2-256 --store nope --run r": (3, "leandit: store 'nope': "),
+    "train dit-s-2-256 --store nope --run r --set run.stepss=1": (2, "leandit: recipe 'dit-s-2-256': "),
+    "sample nope --out o": (3, "leandit: run 'nope': "),
+    "sample run --out o --label lion": (2, "leandit: --label: no class 'lion'. There are 3 classes, 0 to 2: cat, dog,"),
+    "sample run --out o --label 4": (2, "leandit: --label: no class '4'."),
+    "sample run --out o --caption cat": (2, "leandit: --caption: model 'DiT-S/4' takes class labels. Use --label."),
+    "sample nope --out o --guidance-interval 3,4": (2, "leandit: --guidance-interval '3,4'"),
+    "average nope --length 0.1 --out o": (3, "leandit: run 'nope': "),
+    "export nope --out o": (3, "leandit: run 'nope': "),
+}
+IN_TURN = """
+import contextlib, io, json, sys
+from leandit.tools.cli.main import main
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["leandit", *words]
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+        except SystemExit as end:
+            loaded = [name for name in ("torch", "diffusers", "transformers") if name in sys.modules]
+            print(json.dumps([end.code, err.getvalue(), loaded]))
+"""
+
+
+def test_cheap_mistakes_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "flux2").mkdir()
+    (tmp_path / "flux2/config.json").write_text('{"_class_name": "AutoencoderKLFlux2"}')
+    for step, classes in ((9, ["lion", "dog", "zebra"]), (10, ["cat", "dog", "zebra"])):  # the newest counts
+        (tmp_path / f"run/snapshot-{step}").mkdir(parents=True)
+        spec = {"name": "DiT-S/4", "num_classes": 4, "caption_width": 0}
+        state = json.dumps({"spec": spec, "classes": classes})
+        (tmp_path / f"run/snapshot-{step}/state.json").write_text(state)
+    words = json.dumps([command.split() for command in MISTAKES])
+    ended = subprocess.run(
+        [sys.executable, "-c", IN_TURN, words], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    found = [json.loads(line) for line in ended.stdout.splitlines()]
+    for (command, (code, beginning)), (ended_with, said, loaded) in zip(MISTAKES.items(), found, strict=True):
+        assert (ended_with, loaded) == (code, []), command
+        assert said.startswith(beginning), (command, said)
+        assert said.count("\n") == 1, (command, said)
+    assert sorted(os.listdir(tmp_path)) == ["flux2", "run"]
+
+
+def test_the_installed_command_ends_with_the_code_of_the_error(tmp_path: Path) -> None:
+    ended = subprocess.run([SCRIPT, "inspect", "no-store"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert ended.stderr.startswith("leandit: store 'no-store'")
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_every_command_has_help_with_an_example(command: str, leandit: Leandit) -> None:
+    ended = leandit(*command.split(), "--help")
+    assert ended.code == 0
+    assert f"Example: leandit {command}" in " ".join(ended.out.split())
+
+
+def test_the_version_is_the_packages(leandit: Leandit) -> None:
+    assert leandit("--version") == Ended(0, f"{__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train", "dit-s-2-265", "--dry-run"], 2, ["dit-s-2-265", "Did you mean 'dit-s-2-256'"]),
+        (["train", "dit-s-2-256", "--set", "optimizer.lrr=1", "--dry-run"], 2, ["optimizer.lrr", "optimizer.lr'"]),
+        (["train", "dit-s-2-256", "--set", "run.steps=many", "--dry-run"], 2, ["run.steps", "many"]),
+        (["train", "dit-s-2-256"], 2, ["--store", "--run"]),
+        (["precompute", "imagenet-256"], 2, ["--source", "--store"]),
+        (["train", "dit-s-2-256", "--device", "gpu", "--dry-run"], 2, ["--device 'gpu'"]),
+        (["train", "dit-s-2-256", "--device", "cuda:99", "--dry-run"], 2, ["cuda:99"]),
+        (
+            ["train", "dit-s-2-256", "--set", "run.precision=fp32", "--store", "no-store", "--run", "run"],
+            3,
+            ["no-store", "leandit precompute"],
+        ),
+        (["inspect", "no-store"], 3, ["no-store"]),
+        (["inspect", "no-store", "--originals", "photos"], 2, ["--originals: it takes no value", "--source PATH"]),
+        (["inspect", "no-store", "--sheet", "s.png", "--originals", "photos"], 2, ["'photos'", "--source PATH"]),
+        (["verify", "no-store"], 3, ["no-store"]),
+        (["compact", "no-store", "--out", "new"], 3, ["no-store"]),
+        (["bench", "loader", "--scratch", "bench", "--peers", "nobody"], 2, ["--peers 'nobody'", "leandit"]),
+        (["bench", "loader", "--scratch", "bench", "--workload", "pictures"], 2, ["--workload 'pictures'", "latents"]),
+        (["bench", "loader", "--scratch", "bench", "--python", "nobody=python"], 2, ["--python 'nobody'", "leandit"]),
+        (["verify", "no-store", "--deep"], 2, ["--deep", "--source"]),
+        (["sample", "no-run", "--out", "out"], 3, ["no-run", "Train first"]),
+        (["sample", "no-run", "--out", "out", "--guidance-interval", "1,0"], 2, ["--guidance-interval '1,0'"]),
+        (["export", "no-run", "--out", "out"], 3, ["no-run", "Train first"]),
+        (["precompute", "imagenet-256", "--source", "none", "--store", "store"], 3, ["none"]),
+        (
+            ["precompute", "imagenet-256", "--source", ".", "--store", "a", "--set", "images.resolution=9"],
+            2,
+            ["resolution"],
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_its_exit_code(
+    arguments: list[str], code: int, words: list[str], leandit: Leandit
+) -> None:
+    ended = leandit(*arguments)
+    assert (ended.code, ended.out) == (code, "")
+    assert ended.err.startswith("leandit: ")
+    assert ended.err.count("\n") == 1
+    assert [word for word in words if word not in ended.err] == []
+    assert tree_digest(Path()) == {}  # and nothing was written
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fly"],
+        ["inspect"],
+        ["inspect", "store", "--loud"],
+        ["train", "--steps=4"],
+        ["compact", "store"],
+        ["precompute", "imagenet-256", "--source", ".", "--store", "a", "--also", "512=b"],
+    ],
+)
+def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], leandit: Leandit) -> None:
+    ended = leandit(*arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert "Traceback" not in ended.err
+
+
+def test_damage_has_its_own_exit_code(label_store: LatentStore, tmp_path: Path, leandit: Leandit) -> None:
+    path = shutil.copytree(label_store.path, tmp_path / "store")
+    shard = path / SHARD
+    shard.write_bytes(shard.read_bytes()[:-1])
+    ended = leandit("inspect", path)
+    assert (ended.code, ended.out) == (4, "")
+    assert "bytes" in ended.err
+
+
+def test_an_error_brings_no_control_character_onto_the_terminal(leandit: Leandit) -> None:
+    ended = leandit("inspect", "no\x1b[2J\nstore")
+    assert ended.code == 3
+    assert "no\\x1b[2J\\nstore" in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_verify_says_what_is_whole_damaged_repaired_and_unfinished(
+    label_store: LatentStore, class_folder: Path, tmp_path: Path, leandit: Leandit
+) -> None:
+    path = shutil.copytree(label_store.path, tmp_path / "store")
+    ended = leandit("verify", path)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.splitlines()[-1].split() == ["state", "whole"]
+
+    (path / "notes.txt").write_text("mine")
+    ended = leandit("verify", path, "--quick")
+    assert ended.code == 4
+    assert "remove them yourself" in ended.out
+    (path / "notes.txt").unlink()
+
+    data = bytearray((path / SHARD).read_bytes())
+    data[10] ^= 1
+    (path / SHARD).write_bytes(data)
+    assert leandit("verify", path, "--quick").code == 0
+    ended = leandit("verify", path)
+    assert ended.code == 4
+    assert f"bucket '32x32', shard 0: file '{SHARD}'" in ended.out
+    assert "(1 records: n000/0.png)" in ended.out
+    assert "DAMAGED: run 'leandit verify --repair --source PATH'" in ended.out
+    ended = leandit("verify", path, "--json")
+    assert (ended.code, json.loads(ended.out)["findings"][0]["path"]) == (4, SHARD)
+    assert leandit("verify", path, "--repair").code == 4
+    ended = leandit("verify", path, "--repair", "--source", class_folder, "--set", "vae.batch_size=3")
+    assert (ended.code, ended.out) == (3, "")
+    assert "batch_size" in ended.err
+    ended = leandit("verify", path, "--repair", "--source", class_folder, "--deep", "--device", "cpu")
+    assert ended.code == 0
+    assert "1 findings before, 0 now" in ended.out
+    assert "15 records and 0 captions encoded again: 15 equal bit for bit" in ended.out
+    assert "repair: 1 of 1" in ended.err
+    assert tree_digest(path) == tree_digest(label_store.path)
+
+    (path / "manifest.json").unlink()
+    ended = leandit("verify", path, "--json")
+    assert (ended.code, json.loads(ended.out)["complete"]) == (3, False)
+    assert "incomplete" in leandit("verify", path).out
+    assert leandit("verify", path, "--repair").code == 0
+    assert tree_digest(path) == tree_digest(label_store.path)
+
+
+def test_a_store_grows_and_is_compacted(class_folder: Path, tmp_path: Path, leandit: Leandit) -> None:
+    source, store = shutil.copytree(class_folder, tmp_path / "source"), tmp_path / "store"
+    (source / "n001/1.png").write_bytes(b"no picture")
+    command = ["precompute", "imagenet-256", "--source", source, "--store", store, *settings(LABEL_RECIPE)]
+    assert "inspect" in leandit(*command).out
+
+    ended = leandit(*command, "--retry-rejected")
+    assert ended.code == 0
+    assert "1 tried again" in ended.out
+    ended = leandit("inspect", store, "--rejects")
+    assert (ended.code, ended.out.splitlines()[-1]) == (0, "1 rejected")
+    assert "(tried 2 times)" in ended.out
+    (reject,) = json.loads(leandit("inspect", store, "--rejects", "--json").out)
+    assert (reject["key"], reject["reason"], reject["attempts"]) == ("n001/1.png", "not_an_image", 2)
+    assert json.loads(leandit("inspect", store, "--json", "--revision", 1).out)["revision"] == 1
+
+    (source / "n002/2.png").unlink()
+    assert "(--drop-gone leaves them out)" in leandit(*command).out
+    assert "13 stored" in leandit(*command, "--drop-gone").out
+    ended = leandit(*command, "--set", "vae.keep=mean")
+    assert (ended.code, ended.out) == (3, "")
+    assert "--new-revision" in ended.err
+    assert "revision 4" in leandit(*command, "--set", "vae.keep=mean", "--new-revision").out
+
+    before, new = tree_digest(store), tmp_path / "new"
+    for _ in range(2):  # the second time it is there
+        ended = leandit("compact", store, "--out", new)
+        assert ended.code == 0
+        assert "revision 5, 13 records" in ended.out
+    assert tree_digest(store) == before
+    ended = leandit("inspect", new, "--revision", 1)
+    assert (ended.code, ended.out) == (3, "")
+    assert "There are: 5" in ended.err
+    assert leandit("verify", new).code == 0
+    assert leandit("compact", store, "--out", source).code == 3
+    assert "something is there" in leandit("compact", store, "--out", store.parent).err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (MemoryError(), 5, "out of memory"),
+        (ModuleNotFoundError("no", name="diffusers"), 5, "diffusers is not installed"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (PermissionError(errno.EACCES, "Permission denied", "s/leases"), 5, "'s/leases': Permission denied. Give"),
+        (OSError(errno.EIO, "Input/output error", "s"), 1, "Input/output error"),
+        (ZeroDivisionError("by zero"), 1, "ZeroDivisionError"),
+    ],
+)
+def test_other_errors_have_their_exit_codes(
+    error: BaseException, code: int, words: str, leandit: Leandit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr("leandit.precompute.pipeline.precompute", fail)
+    ended = leandit("precompute", "imagenet-256", "--source", tmp_path, "--store", tmp_path / "store")
+    assert (ended.code, ended.out) == (code, "")
+    assert words in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_the_traceback_is_shown_when_asked_for(leandit: Leandit) -> None:
+    ended = leandit("--traceback", "inspect", "no-store")
+    assert ended.code == 3
+    assert "Traceback (most recent call last)" in ended.err
+    assert ended.err.splitlines()[-1].startswith("leandit: store 'no-store'")
+
+
+def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_path: Path, leandit: Leandit) -> None:
+    store, run, out = tmp_path / "store", tmp_path / "run", tmp_path / "out"
+    command = ["precompute", "imagenet-256", "--source", class_folder, "--store", store, *settings(LABEL_RECIPE)]
+    ended = leandit(*command)
+    assert ended.code == 0
+    assert "15 planned = 15 stored + 0 rejected" in ended.out
+    assert "pictures: 15 of 15" in ended.err
+    assert "pictures: " not in ended.out
+    assert "no picture to encode" in leandit(*command).out
+
+    ended = leandit("inspect", store, "--json", "--sheet", tmp_path / "sheet.png")
+    assert ended.code == 0
+    assert json.loads(ended.out)["num_stored"] == 15
+    assert "sheet.png" in ended.err
+    assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(leandit("inspect", store, "n001/2.png", "--json").out)["class"] == "n001"
+
+    command = ["train", "dit-s-2-256", "--store", store, "--run", run, *TINY]
+    ended = leandit(*command)
+    assert ended.code == 0
+    assert "6 of 6" in ended.out
+    assert "train: 6 of 6" in ended.err
+    assert "train: " not in ended.out
+    assert "finished" in leandit(*command).out
+    assert "6 of 4; the recipe asks for fewer" in leandit(*command, "--set", "run.steps=4").out
+
+    command = ["sample", run, "--out", out, "--label", 1, "--label", 2, "--steps", 2]
+    ended = leandit(*command, "--json")
+    drawn = json.loads(ended.out)
+    assert (drawn["samples"], drawn["sampler"]) == (["1: n001", "2: n002"], "ddim")
+    assert (out / "grid.png").read_bytes().startswith(b"\x89PNG")
+    assert leandit(*command, "--label", 7).code == 2
+    ended = leandit("sample", run, "--out", out, "--label", "n002", "--num", 3, "--steps", 1, "--json")
+    assert json.loads(ended.out)["samples"] == ["2: n002"] * 3
+    command = ["sample", run, "--out", tmp_path / "set", "--num", 3, "--npz", "--steps", 2, "--sampler", "dpm"]
+    ended = leandit(*command, "--guidance-interval", "0.2,0.7", "--precision", "bf16")
+    assert ended.code == 0, ended.err
+    assert "3 of 3, 3 drawn" in ended.out
+    assert "samples_3x32x32x3.npz" in ended.out
+
+    ended = leandit("export", run, "--out", tmp_path / "folder", "--json")
+    assert json.loads(ended.out)["pipeline"] == "DiTPipeline"
+    assert "embeds the time otherwise" in ended.err
+    assert leandit("export", run, "--out", tmp_path / "files", "--format", "official").code == 0
+    assert (tmp_path / "files/DiT-S-4.pt").is_file()
+    assert leandit("export", run, "--out", tmp_path / "files").code == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe"), [("precompute", name) for name in PRECOMPUTE] + [("train", name) for name in TRAIN]
+)
+def test_a_dry_run_of_every_shipped_recipe_shows_it_and_writes_nothing(
+    command: str, recipe: str, leandit: Leandit
+) -> None:
+    ended = leandit(command, recipe, "--dry-run", "--device", "cpu")
+    assert ended.code == 0, ended.err
+    assert "[images]" in ended.out or "[optimizer]" in ended.out
+    assert ended.out.index("give --s" if command == "precompute" else "device ") < ended.out.index("\n[")
+    assert tree_digest(Path()) == {}
+
+
+def test_a_dry_run_counts_the_source_and_checks_the_store(
+    caption_folder: Path, caption_store: LatentStore, leandit: Leandit
+) -> None:
+    before = tree_digest(caption_folder), tree_digest(caption_store.path)
+    ended = leandit("precompute", "demo", "--source", caption_folder, "--store", "new", "--dry-run")
+    assert ended.code == 0
+    assert "14 records" in ended.out
+    assert "9 distinct" in ended.out
+    assert ended.out.index("GiB of this machine") < ended.out.index("\n[source]") < ended.out.index("\n[store]")
+    ended = leandit("train", "demo", "--store", caption_store.path, "--run", "new", "--dry-run", "--device", "cpu")
+    assert ended.code == 0
+    assert "14 records" in ended.out
+    assert "M parameters" in ended.out
+    assert "GiB of weights, gradients, adamw and averages; activations:" in ended.out
+    assert ended.out.index("64x64 ") < ended.out.index("\n[model]")
+    assert leandit("train", "dit-s-2-256", "--store", caption_store.path, "--dry-run").code == 3
+    assert tree_digest(Path()) == {}
+    assert (tree_digest(caption_folder), tree_digest(caption_store.path)) == before
+
+
+def test_a_dry_run_refuses_what_a_precompute_would_and_says_what_is_there(
+    class_folder: Path, label_store: LatentStore, tmp_path: Path, leandit: Leandit
+) -> None:
+    store, plan_only, file, elsewhere = tmp_path / "store", tmp_path / "plan-only", tmp_path / "file", tmp_path / "e"
+    shutil.copytree(label_store.path, store)
+    shutil.copytree(label_store.path / "plan", plan_only / "plan")
+    file.write_text("")
+    (elsewhere / "x").mkdir(parents=True)
+    command = ["precompute", "imagenet-256", "--source", class_folder, "--dry-run", "--device", "cpu"]
+    command += settings(LABEL_RECIPE)
+    before = tree_digest(tmp_path)
+    ended = leandit(*command, "--store", store)
+    assert ended.code == 0, ended.err
+    assert "revision 1 is complete: only what has changed" in ended.out
+    ended = leandit(*command, "--store", store, "--set", "images.resolution=64")
+    assert ended.code == 3
+    assert ended.err.endswith("now\n  images.resolution_px is 32 in the store, 64 now\n")
+    ended = leandit(*command, "--store", store, "--set", "images.resolution=64", "--new-revision")
+    assert (ended.code, "all would be encoded again" in ended.out) == (0, True)
+    assert (
+        "not complete, 1 of 1 shards, with 15 of 15 pictures are missing" in leandit(*command, "--store", plan_only).out
+    )
+    for wrong in (file, elsewhere, class_folder / "a-store"):
+        assert leandit(*command, "--store", wrong).code == 3
+    assert tree_digest(tmp_path) == before
+
+
+def test_a_dry_run_refuses_a_disk_that_is_too_small(
+    class_folder: Path, leandit: Leandit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["precompute", "imagenet-256", "--source", class_folder, "--dry-run", *settings(LABEL_RECIPE)]
+    monkeypatch.setattr("leandit.tools.plan.precompute_cost.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert leandit(*command).code == 0  # it is not known yet where the store will be
+    ended = leandit(*command, "--store", "store")
+    assert ended.code == 5
+    assert "before any codec" in ended.out
+    assert "the disk has 0.0 GiB free" in ended.err
+    assert not Path("store").exists()
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(label_store: LatentStore, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    small = [*TRAIN_RECIPE, "run.steps=100000", "run.global_batch=1", "run.checkpoint_every=100000"]
+    overrides = settings(["model.name=DiT-S/4", "model.num_classes=0", "run.keep_checkpoints=1", *small])
+    command = [
+        sys.executable,
+        "-c",
+        TINY_LEANDIT,
+        "train",
+        "dit-s-2-256",
+        "--store",
+        label_store.path,
+        "--run",
+        run,
+        *overrides,
+    ]
+    reached, env = 0, os.environ | {"OMP_NUM_THREADS": "1"}
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGINT, 130)):
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            deadline = time.monotonic() + 90
+            while last_step(run) < reached + 2 and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == code, err
+        assert "interrupted" in out
+        assert "Traceback" not in err
+        step = last_step(run)
+        assert (run / f"checkpoint-{step}/state.json").is_file()
+        assert f"from step {reached + 1}," in out
+        assert step > reached
+        reached = step
+    lines = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(1, reached + 1))
+
+
+def last_step(run: Path) -> int:
+    """Of the last whole line of the metrics."""
+    path = run / "metrics.jsonl"
+    lines = (
+        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+    )
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def test_the_device_is_named_or_found(leandit: Leandit) -> None:
+    ended = leandit("train", "dit-s-2-256", "--dry-run", "--device", "auto")
+    assert ("cuda" if torch.cuda.is_available() else "cpu") in ended.out
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_a_published_checkpoint_is_no_run_and_drawn_from(tmp_path: Path, leandit: Leandit) -> None:
+    spec = ModelSpec(name="DiT-S/4", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=4)
+    write_official(tmp_path / "DiT.safetensors", build_model(spec, seed=0).state_dict())
+    (tmp_path / "train.toml").write_text(to_toml(train_recipe("dit-s-4", "model.num_classes=3")))
+    (tmp_path / "encoders.toml").write_text(to_toml(label_recipe()))
+    recipes = ["--recipe", tmp_path / "train.toml", "--encoders", tmp_path / "encoders.toml"]
+    ended = leandit("sample", tmp_path / "DiT.safetensors", *recipes, "--out", "out", "--label", 1, "--steps", 2)
+    assert ended.code == 0, ended.err
+    assert Path("out/grid.png").is_file()
+    missing = leandit("sample", "nope.safetensors", *recipes, "--out", "out")
+    assert missing.code != 0
+    assert "nope.safetensors" in missing.err
+    assert "Traceback" not in missing.err

@@ -1,0 +1,277 @@
+"""Exports: diffusers' pipelines load and draw with them; a forward equals the trained model's, or the gap is known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from making import CPU, train_recipe, tree_digest
+from torch import Tensor
+
+from leandit.datasets.errors import RunError
+from leandit.datasets.format.schema import Decoding
+from leandit.datasets.store import LatentStore
+from leandit.tools.export.export import export, index_of, transformer_of
+from leandit.tools.export.export_card import departures
+from leandit.train.loop import StopRequest, train
+from leandit.train.models.conditioning import Conditioning
+from leandit.train.models.layers import time_features
+from leandit.train.sampling.sample import Snapshot, load_snapshot
+from leandit.train.weights.init_from import initial_weights
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+RUNS = {
+    "dit": ("dit-s-4", []),
+    "dit-flow": ("dit-s-4", ["objective.kind=flow", "objective.shift=2.0"]),
+    "dit-rope": ("dit-s-4", ["model.positions=rope"]),
+    "dit-text": ("dit-s-2-text", []),
+    "pixart": ("pixart-tiny", []),
+    "pixart-flow": ("pixart-tiny", ["objective.kind=flow"]),
+    "pixart-ddpm": ("pixart-tiny", ["objective.kind=ddpm"]),
+    "sana": ("sana-tiny", ["objective.kind=flow", "objective.shift=3.0"]),
+    "sana-ddpm": ("sana-tiny", ["objective.kind=ddpm", "objective.variance=fixed"]),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(
+    label_store: LatentStore, caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """A trained run of each kind; a large rate moves all weights from where they began."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, (model, settings) in RUNS.items():
+        store = label_store if model == "dit-s-4" else caption_store
+        more = ["run.steps=6", "run.ema_decay=0.0", "optimizer.lr=3e-2"]
+        recipe = train_recipe(model, *more, *settings)
+        train(recipe, store_path=store.path, run=root / name, device=CPU, report=lambda _: None, stop=StopRequest())
+    return {name: root / name for name in RUNS}
+
+
+def load_pipeline(name: str, folder: Path, **parts: Any) -> Any:
+    import diffusers
+
+    pipeline = getattr(diffusers, name).from_pretrained(folder, low_cpu_mem_usage=False, **parts)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def load_transformer(name: str, folder: Path) -> Any:
+    """The class of diffusers, loaded fresh; no key is missing and none too many."""
+    import diffusers
+
+    model, loading = getattr(diffusers, name).from_pretrained(
+        folder, subfolder="transformer", low_cpu_mem_usage=False, output_loading_info=True
+    )
+    assert {key: value for key, value in loading.items() if value} == {}
+    return model.eval()
+
+
+def captions_of(snapshot: Snapshot) -> Conditioning:
+    generator = torch.Generator().manual_seed(0)
+    captions = torch.randn((3, 6, snapshot.spec.caption_width), generator=generator)
+    return Conditioning(captions=captions, caption_mask=torch.arange(6)[None] < torch.tensor([[6], [1], [4]]))
+
+
+@pytest.mark.parametrize("size", [(8, 8), (6, 10)])
+@pytest.mark.parametrize("name", ["pixart", "pixart-ddpm", "sana", "sana-ddpm"])
+def test_one_forward_of_what_is_exported_equals_the_trained_models(
+    name: str, size: tuple[int, int], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    export(runs[name], tmp_path / "out")
+    snapshot = load_snapshot(runs[name], CPU)
+    theirs = load_transformer(("Sana" if "sana" in name else "PixArt") + "Transformer2DModel", tmp_path / "out")
+    given, t = captions_of(snapshot), torch.tensor([3.0, 500.0, 999.0])
+    x = torch.randn((3, snapshot.spec.channels, *size), generator=torch.Generator().manual_seed(1))
+    more = {} if "sana" in name else {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
+    assert given.captions is not None
+    assert given.caption_mask is not None
+    with torch.no_grad():
+        wanted = snapshot.model(x, t, given)
+        found = theirs(
+            hidden_states=x,
+            encoder_hidden_states=given.captions,
+            encoder_attention_mask=given.caption_mask.float(),
+            timestep=t,
+            **more,
+        ).sample
+    assert wanted.abs().max() > 0.02
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        other = snapshot.model(x, t, given._replace(captions=-given.captions))
+    # So that equality says something of captions too. What PixArt's cross-attention adds begins with zero: six steps.
+    assert (other - wanted).abs().max() > 1e-3
+    weights = transformer_of(snapshot)[1]
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in theirs.state_dict().items())
+
+
+DRAWN = ["dit", "dit-flow", "pixart", "pixart-flow", "pixart-ddpm", "sana", "sana-ddpm"]
+
+
+@pytest.mark.parametrize(
+    ("name", "encoders"),
+    [(name, copied) for name in DRAWN for copied in (False, True) if not (copied and "sana" in name)],
+)
+def test_the_pipeline_loads_the_folder_and_draws(
+    name: str, encoders: bool, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    made = export(runs[name], tmp_path / "out", encoders=encoders)
+    parts: dict[str, Any] = {} if encoders else encoders_of(name)
+    pipeline = load_pipeline(made["pipeline"], tmp_path / "out", **parts)
+    generator = torch.Generator().manual_seed(0)
+    shared = {"num_inference_steps": 2, "guidance_scale": 2.0, "generator": generator, "output_type": "np"}
+    if name.startswith("dit"):
+        assert pipeline.labels == {"n000": 0, "n001": 1, "n002": 2}
+        images = pipeline(class_labels=pipeline.get_label_ids(["n001", "n002"]), **shared).images
+        assert images.shape == (2, 32, 32, 3)
+    else:
+        sizes = {"height": 64, "width": 64, "use_resolution_binning": False, "max_sequence_length": 20}
+        more = {"complex_human_instruction": None} if "sana" in name else {}
+        images = pipeline(prompt="a red circle", **shared, **sizes, **more).images
+        assert images.shape == (1, 64, 64, 3)
+    assert images.std() > 0
+
+
+def encoders_of(name: str) -> dict[str, Any]:
+    """Encoders as a user has them loaded."""
+    from diffusers import AutoencoderDC, AutoencoderKL
+    from transformers import AutoTokenizer, T5EncoderModel
+
+    from leandit.precompute.encoders.model_files import local_folder
+
+    vae = AutoencoderKL.from_pretrained(local_folder("shipped:vae"), low_cpu_mem_usage=False)
+    if name.startswith("dit"):
+        return {"vae": vae}
+    folder = local_folder("shipped:t5")
+    if name.startswith("sana"):  # the pipeline takes no other
+        widths = (4, 4, 4, 4)
+        vae = AutoencoderDC(
+            latent_channels=4,
+            attention_head_dim=2,
+            encoder_block_out_channels=widths,
+            decoder_block_out_channels=widths,
+            encoder_layers_per_block=(1, 1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1, 1),
+            encoder_qkv_multiscales=((), (), (), ()),
+            decoder_qkv_multiscales=((), (), (), ()),
+            encoder_block_types="ResBlock",
+            decoder_block_types="ResBlock",
+        )
+    return {
+        "vae": vae,
+        "text_encoder": T5EncoderModel.from_pretrained(folder),
+        "tokenizer": AutoTokenizer.from_pretrained(folder),
+    }
+
+
+def dit_outputs(model: Any, snapshot: Snapshot) -> tuple[Tensor, Tensor]:
+    """Of our model and of diffusers', at times from data to noise, for labels and null."""
+    x = torch.randn((4, 4, 4, 4), generator=torch.Generator().manual_seed(1))
+    t = torch.tensor([0.0, 100.0, 500.0, 999.0])
+    ours, theirs = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 1000])
+    with torch.no_grad():
+        return snapshot.model(x, t, Conditioning(labels=ours)), model(x, timestep=t.long(), class_labels=theirs).sample
+
+
+def test_diffusers_dit_differs_by_its_time_embedding_and_by_nothing_else(runs: dict[str, Path], tmp_path: Path) -> None:
+    export(runs["dit"], tmp_path / "out")
+    snapshot, theirs = load_snapshot(runs["dit"], CPU), load_transformer("DiTTransformer2DModel", tmp_path / "out")
+    wanted, found = dit_outputs(theirs, snapshot)
+    gap = (found - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+    assert gap[0] < 1e-5  # at time 0 all angles are 0
+    assert gap[1:].min() > 1e-4
+    for block in theirs.transformer_blocks:
+        block.norm1.emb.time_proj.downscale_freq_shift = 0
+    found = dit_outputs(theirs, snapshot)[1]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_time_embeddings_are_as_far_apart_as_the_documentation_says() -> None:
+    from diffusers.models.embeddings import get_timestep_embedding
+
+    t = torch.tensor([100.0, 500.0, 999.0])
+    theirs = get_timestep_embedding(t, 256, flip_sin_to_cos=True, downscale_freq_shift=1)
+    alike = torch.cosine_similarity(time_features(t), theirs)
+    assert alike.tolist() == pytest.approx([0.992, 0.816, 0.489], abs=2e-3)
+
+
+@pytest.mark.parametrize("name", ["dit", "dit-rope", "dit-text"])
+def test_the_official_layout_is_exact(name: str, runs: dict[str, Path], tmp_path: Path) -> None:
+    made = export(runs[name], tmp_path / "out", layout="official")
+    snapshot = load_snapshot(runs[name], CPU)
+    files = [file for file in made["files"] if file != "README.md"]
+    assert len(files) == 2
+    for file in files:
+        weights = initial_weights(str(tmp_path / "out" / file), snapshot.model, snapshot.spec)
+        wanted = snapshot.model.state_dict()
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("dit-rope", {}, "positions = 'rope'.*--format official"),
+        ("dit-text", {}, "captions.*--format official"),
+        ("pixart", {"layout": "official"}, "--format diffusers"),
+        ("dit", {"layout": "official", "encoders": True}, "--format diffusers"),
+        ("dit", {"step": 2}, "no snapshot of step 2.*3"),
+    ],
+)
+def test_what_a_layout_cannot_hold_is_refused(
+    name: str, options: dict[str, Any], words: str, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(RunError, match=words):
+        export(runs[name], tmp_path / "out", **options)
+    assert tree_digest(tmp_path) == {}
+
+
+def test_an_imported_store_names_the_vae_of_the_pipeline_and_the_card_its_shift(runs: dict[str, Path]) -> None:
+    snapshot = load_snapshot(runs["pixart"], CPU)
+    channels = snapshot.latent.channels
+    plain = snapshot.latent.model_copy(update={"shift": [0.0] * channels, "scale": [1.0] * channels})
+    assert not any("shifted" in note for note in departures(replace(snapshot, latent=plain)))
+    for shift, scale in (
+        ([0.1159] * channels, [0.3611] * channels),
+        ([0.0] * channels, [1.0] * (channels - 1) + [2.0]),
+    ):
+        decoding = Decoding(shift=shift, scale=scale, zero_to_one=True)
+        imported = replace(
+            snapshot,
+            latent=plain.model_copy(update={"decoding": decoding}),
+            state=snapshot.state | {"vae": snapshot.state["vae"] | {"class_name": "imported:pixart"}},
+        )
+        assert index_of(imported, "DDIMScheduler", None)["vae"] == ["diffusers", "AutoencoderKL"]
+        assert any("shifted" in note for note in departures(imported))
+        assert any("from 0 to 1" in note for note in departures(imported))
+
+
+@pytest.mark.parametrize(
+    ("instruction", "given"),
+    [("", "None"), ("Describe:\nPrompt: ", '["Describe:", "Prompt: "]'), ("sana-diffusers", '["Given a user prompt')],
+)
+def test_the_card_of_a_sana_spells_its_instruction(instruction: str, given: str, runs: dict[str, Path]) -> None:
+    snapshot = load_snapshot(runs["sana"], CPU)
+    text = snapshot.state["text_encoder"]
+    state = snapshot.state | {"text_encoder": text | {"model": text["model"] | {"instruction": instruction}}}
+    assert any(f"complex_human_instruction={given}" in note for note in departures(replace(snapshot, state=state)))
+
+
+def test_the_card_says_what_is_known_and_a_folder_is_never_overwritten(runs: dict[str, Path], tmp_path: Path) -> None:
+    made = export(runs["dit"], tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    snapshot = load_snapshot(runs["dit"], CPU)
+    for word in (snapshot.state["root_hash"], "snapshot-6", (runs["dit"] / "recipe.toml").read_text().strip()):
+        assert word in card
+    assert made["notes"] == departures(snapshot)
+    assert all(note in card for note in made["notes"])
+    index = json.loads((tmp_path / "out/model_index.json").read_text())
+    assert index["vae"] == ["diffusers", "AutoencoderKL"]
+    before = tree_digest(tmp_path)
+    with pytest.raises(RunError, match="there already"):
+        export(runs["pixart"], tmp_path / "out")
+    assert tree_digest(tmp_path) == before

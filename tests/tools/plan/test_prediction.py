@@ -1,0 +1,186 @@
+"""``--dry-run`` of a precompute: its bytes are those of the store, and a disk that is too small is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from making import CPU, caption_recipe, label_recipe, make_caption_folder, no_progress, tree_digest
+
+from leandit.datasets.errors import ResourceError, SourceError
+from leandit.datasets.format.schema import CAPTIONS_SCHEMA
+from leandit.datasets.store import LatentStore
+from leandit.precompute.encoders.describe import describe_store
+from leandit.precompute.encoders.vae import ImageEncoder, load_encoders
+from leandit.precompute.images.decoders import _Child
+from leandit.precompute.pipeline import precompute
+from leandit.precompute.sources.source import list_source
+from leandit.tools.plan import precompute_cost
+from leandit.tools.plan.dry_run import describe_precompute
+from leandit.tools.plan.precompute_cost import Probe, check_room, run_probe
+
+NO_CAPTIONS = CAPTIONS_SCHEMA.empty_table()
+Usage = namedtuple("Usage", "total used free")
+
+
+SLACK = 4 << 10  # of a store so small that its heads are most of its tables
+
+
+def written_bytes(store: Path, *names: str) -> int:
+    return sum(path.stat().st_size for name in names for path in (store / name).rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ['store.text_dtype="int8"', "store.shard_mib=1", "vae.flip=true"],
+        ['store.text_dtype="bfloat16"', 'store.codec="zstd"'],
+        ['store.dtype="float32"'],
+    ],
+)
+def test_the_predicted_bytes_are_those_of_the_store(settings: list[str], tmp_path: Path) -> None:
+    recipe, store = caption_recipe(*settings), tmp_path / "store"
+    source = make_caption_folder(tmp_path / "source", count=30)
+    shutil.copy(source / "images/0.png", source / "images/more.png")
+    with (source / "metadata.jsonl").open("a") as lines:  # and one with captions enough to fill chunks
+        captions = [f"a green square number {i} beside {'a small red circle ' * (i % 9)}" for i in range(250)]
+        lines.write(json.dumps({"file_name": "images/more.png", "captions": captions}) + "\n")
+    found = describe_precompute(recipe, source, CPU).found
+    assert found is not None
+    precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+    written = written_bytes(store, "")
+    assert written <= found.total
+    if recipe.store.codec == "none":  # the arrays are known to the byte, but for small files of groups
+        assert found.total <= 1.3 * written + SLACK
+        arrays = written_bytes(store, "buckets", "captions")
+        assert 0 <= arrays - (found.latents + found.captions) <= 512
+        assert abs(written_bytes(store, "captions") - found.captions) <= 128
+
+
+def test_the_predicted_bytes_of_labels_and_rejects_are_those_of_the_store(class_folder: Path, tmp_path: Path) -> None:
+    recipe, store = label_recipe("source.max_reject_share=0.5"), tmp_path / "store"
+    source = shutil.copytree(class_folder, tmp_path / "source")  # other tests read the folder too
+    (source / "n000" / "broken.png").write_bytes(b"no picture")
+    dry_run = describe_precompute(recipe, source, CPU)
+    text, found = dry_run.text, dry_run.found
+    assert found is not None
+    assert found.captions == 0
+    assert "1 x not_an_image" in text
+    precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+    written = written_bytes(store, "")
+    assert written <= found.total <= 1.3 * written + SLACK
+
+
+def test_the_text_says_bytes_hours_and_memory(caption_folder: Path) -> None:
+    text = describe_precompute(caption_recipe(), caption_folder, CPU).text
+    for words in ("MiB before any codec", "9 distinct", "from 14 pictures", "GiB of this machine", "h; decoding"):
+        assert words in text
+
+
+def test_what_is_done_once_is_not_timed(caption_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward of each shape takes long, as one that compiles does; so does the first picture of a decoder."""
+    seen, encode, ask = set(), ImageEncoder.encode, _Child.ask
+
+    def slow_at_first(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
+        if pixels.shape not in seen:
+            seen.add(pixels.shape)
+            time.sleep(0.5)
+        return encode(self, pixels)
+
+    def slow_to_start(self: _Child, *job: Any, **how: Any) -> Any:
+        if self._process is None:
+            time.sleep(0.5)
+        return ask(self, *job, **how)
+
+    recipe = caption_recipe()
+    encoders = load_encoders(recipe, CPU)
+    monkeypatch.setattr(ImageEncoder, "encode", slow_at_first)
+    monkeypatch.setattr(_Child, "ask", slow_to_start)
+    source = list_source(caption_folder)
+    chosen = [(record, (64, 64)) for record in source.records]
+    probe = run_probe(recipe, describe_store(recipe, source, encoders), source, chosen, encoders, NO_CAPTIONS)
+    assert (probe.pictures, len(seen)) == (14, 2)  # a full batch, and the rest
+    assert probe.encode_seconds < 0.5
+    assert probe.decode_seconds < 0.5
+
+
+def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompute_cost.shutil, "disk_usage", lambda path: Usage(0, 0, 1000))
+    store = tmp_path / "not" / "there"
+    check_room(store, 1000)
+    with pytest.raises(ResourceError, match=r"the disk has 0\.0 GiB free, .* more are needed"):
+        check_room(store, 1001)
+    store.mkdir(parents=True)
+    (store / "shard").write_bytes(bytes(500))
+    check_room(store, 1500)  # a third of it is written
+    with pytest.raises(ResourceError):
+        check_room(store, 1501)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "num_devices", "seconds"),
+    [(True, 1, 350.0), (False, 1, 250.0), (False, 2, 125.0), (False, 4, 112.5)],  # of four, decoding sets the pace
+)
+def test_on_gpus_decoding_runs_beside_the_encoders(on_cpu: bool, num_devices: int, seconds: float) -> None:
+    probe = Probe(10, decode_seconds=10.0, encode_seconds=20.0, seconds_per_token=0.5, memory_bytes=0)
+    assert probe.seconds_for(100, 100, on_cpu=on_cpu, num_devices=num_devices) == seconds
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_its_own_memory_is_told(caption_folder: Path) -> None:
+    text = describe_precompute(caption_recipe(), caption_folder, torch.device("cuda")).text
+    assert "GiB of the GPU" in text
+
+
+def test_a_store_that_grows_says_what_would_be_encoded(
+    caption_folder: Path, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    source, store = shutil.copytree(caption_folder, tmp_path / "source"), tmp_path / "store"
+    shutil.copytree(caption_store.path, store)
+    assert "nothing would be encoded" in describe_precompute(caption_recipe(), source, CPU, store=store).text
+    shutil.copy(source / "images/4.png", source / "images/3.png")
+    with (source / "metadata.jsonl").open("a") as lines:
+        lines.write(json.dumps({"file_name": "images/none.png", "caption": "no file"}) + "\n")
+        lines.write(json.dumps({"file_name": "images/more.png", "caption": "a new caption"}) + "\n")
+    shutil.copy(source / "images/5.png", source / "images/more.png")
+    before = tree_digest(store)
+    said = describe_precompute(caption_recipe(), source, CPU, store=store)
+    assert tree_digest(store) == before
+    words = [" ".join(line.split()) for line in said.text.splitlines()]
+    for line in (
+        "source since the revision before: 2 new, 1 changed",
+        "would encode 2 pictures",
+        "would reject 1 x missing_file",
+    ):
+        assert line in words
+    assert "1 distinct" in said.text
+    assert said.found is not None
+    assert said.store_bytes == said.found.total + sum(map(len, before.values()))
+    report = precompute(caption_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
+    assert report.num_encoded == 2
+    assert written_bytes(store, "revisions") <= said.found.total
+
+
+def test_what_a_run_would_refuse_a_dry_run_refuses_alike(caption_folder: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(caption_folder, tmp_path / "source")
+    rows = [json.loads(line) for line in (source / "metadata.jsonl").read_text().splitlines()]
+    for row in rows[:8]:
+        row.pop("captions")
+    (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = describe_precompute(caption_recipe(), source, CPU, store=tmp_path / "store")
+    assert "would reject 8 x no_caption" in " ".join(said.text.split())
+    with pytest.raises(SourceError) as caught:
+        precompute(
+            caption_recipe(), source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress
+        )
+    wanted = "8 of 14 records are rejected, more than source.max_reject_share = 0.01: 8 x no_caption."
+    assert str(caught.value).startswith(wanted)
+    assert str(said.refusal).startswith(wanted)

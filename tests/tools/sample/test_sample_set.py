@@ -1,0 +1,232 @@
+"""Sets of pictures: any processes and batches draw the same, nothing is drawn twice, ADM's reader reads them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from making import CPU, no_progress, train_recipe
+from PIL import Image
+
+from leandit.datasets.disk.files import EXIT_DIED, FAILPOINT_VARIABLE, TEMPORARY_PREFIX
+from leandit.datasets.disk.hashing import read_json
+from leandit.datasets.errors import DamageError, LeanditError, RecipeError, RunError
+from leandit.datasets.store import LatentStore
+from leandit.tools.cli.sample import interval_of, place
+from leandit.tools.sample import sample_set as module
+from leandit.tools.sample.sample_set import npz_parts, sample_set
+from leandit.tools.sample.sampler import Request
+from leandit.train.loop import StopRequest, train
+from leandit.train.parallel.ranks import Ranks
+from leandit.train.sampling.sample import load_snapshot
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+COUNT = 11
+TINY_LEANDIT = """
+import torch
+from leandit.tools.cli.main import main
+from leandit.train.models.dit import SIZES
+SIZES["S"] = (2, 32, 2)
+torch.set_num_threads(1)
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def run(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained run on labels."""
+    return trained("dit-s-4", label_store, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def caption_run(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained run on captions."""
+    return trained("pixart-tiny", caption_store, tmp_path_factory)
+
+
+def trained(name: str, store: LatentStore, folders: pytest.TempPathFactory) -> Path:
+    path = folders.mktemp("runs") / name
+    recipe = train_recipe(name, "run.steps=3", "run.ema_decay=0.0", "optimizer.lr=1e-2")
+    train(recipe, store_path=store.path, run=path, device=CPU, report=lambda _: None, stop=StopRequest())
+    return path
+
+
+def request(**options: Any) -> Request:
+    return Request(**({"count": COUNT, "steps": 2, "guidance": 2.0, "batch": 4} | options))
+
+
+def go(run: Path, out: Path, ranks: Ranks | None = None, **options: Any) -> dict:
+    places: dict[str, Any] = {"device": CPU, "store": None, "vae": None, "text": None, "progress": no_progress}
+    return sample_set(run, request(**options), out=out, ranks=ranks or Ranks(), **places)
+
+
+def pictures_of(out: Path, count: int = COUNT) -> np.ndarray:
+    return np.stack([np.asarray(Image.open(out / f"{i:06d}.png")) for i in range(count)]).astype(int)
+
+
+def same_up_to_rounding(one: Path, other: Path, count: int = COUNT) -> None:
+    """Other batches round otherwise, by one of 256 levels at most here."""
+    difference = np.abs(pictures_of(one, count) - pictures_of(other, count))
+    assert difference.max() <= 1
+    assert difference.mean() < 0.01
+
+
+def test_a_set_is_pngs_and_an_npz_as_adms_evaluator_reads_it(run: Path, tmp_path: Path) -> None:
+    made = go(run, tmp_path)
+    assert (made["drawn"], made["there"], made["of"]) == (COUNT, COUNT, COUNT)
+    assert Path(made["npz"]).name == f"samples_{COUNT}x32x32x3.npz"
+    with np.load(made["npz"], allow_pickle=False) as found:
+        assert found.files == ["arr_0", "arr_1"]
+        assert (found["arr_0"].dtype, found["arr_0"].shape) == (np.uint8, (COUNT, 32, 32, 3))
+        assert np.array_equal(found["arr_0"], pictures_of(tmp_path))
+        assert (found["arr_1"].dtype, found["arr_1"].shape) == (np.int64, (COUNT,))
+        labels = found["arr_1"].tolist()
+    assert set(labels) == {0, 1, 2}
+    assert read_json(tmp_path / "samples.json")["samples"] == list(map(str, labels))
+    # The evaluator reads the member by itself: magic, header, then rows as they follow.
+    with zipfile.ZipFile(made["npz"]) as archive, archive.open("arr_0.npy") as member:
+        assert np.lib.format.read_magic(member) == (1, 0)
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
+        assert (shape, fortran, dtype) == ((COUNT, 32, 32, 3), False, np.uint8)
+        assert np.array_equal(
+            np.frombuffer(member.read(32 * 32 * 3), np.uint8).reshape(32, 32, 3), pictures_of(tmp_path)[0]
+        )
+
+
+def test_classes_are_drawn_uniformly_and_by_number(run: Path) -> None:
+    snapshot = load_snapshot(run, CPU)
+    subjects = module.Subjects(snapshot, request(seed=3), run, None, None, CPU)
+    labels = subjects.labels(3000)
+    assert labels is not None
+    assert np.bincount(labels).tolist() == pytest.approx([1000] * 3, abs=100)
+    assert (labels[:-1] == labels[1:]).mean() == pytest.approx(1 / 3, abs=0.05)
+    given = module.Subjects(snapshot, request(labels=(2, 0)), run, None, None, CPU)
+    assert [given.label(i) for i in range(5)] == [2, 0, 2, 0, 2]
+
+
+@pytest.mark.parametrize(("world", "batch"), [(2, 4), (3, 3), (1, 11), (5, 1)])
+def test_any_processes_and_batches_draw_the_same(run: Path, world: int, batch: int, tmp_path: Path) -> None:
+    go(run, tmp_path / "one")
+    made = [go(run, tmp_path / "many", Ranks(rank, world), batch=batch) for rank in reversed(range(world))]
+    assert [it["drawn"] for it in made] == [len(range(rank, COUNT, world)) for rank in reversed(range(world))]
+    assert [bool(it["npz"]) for it in made] == [False] * (world - 1) + [True]
+    same_up_to_rounding(tmp_path / "one", tmp_path / "many")
+
+
+def test_what_is_there_is_not_drawn_again_and_a_set_grows(run: Path, tmp_path: Path) -> None:
+    go(run, tmp_path / "a")
+    times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "a").glob("*.png")}
+    for number in (3, 7):
+        (tmp_path / "a" / f"{number:06d}.png").unlink()
+    (tmp_path / "a" / f"samples_{COUNT}x32x32x3.npz").unlink()
+    assert go(run, tmp_path / "a")["drawn"] == 2
+    now = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "a").glob("*.png")}
+    assert {name for name in now if now[name] != times[name]} == {"000003.png", "000007.png"}
+    assert go(run, tmp_path / "a", count=COUNT + 3)["drawn"] == 3
+    go(run, tmp_path / "b", count=COUNT + 3)
+    same_up_to_rounding(tmp_path / "a", tmp_path / "b", COUNT + 3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("seed", 1), ("steps", 3), ("guidance", 1.0), ("interval", (0.0, 0.5)), ("labels", (1,))]
+)
+def test_another_set_in_the_folder_is_refused(run: Path, key: str, value: Any, tmp_path: Path) -> None:
+    go(run, tmp_path, count=2)
+    with pytest.raises(RunError, match=f"drawn with {key}.*another --out"):
+        go(run, tmp_path, **{"count": 2, key: value})
+
+
+def test_other_pictures_in_the_folder_are_refused_and_a_damaged_one_is_named(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    shutil.copy(Image.__file__, tmp_path / "mine/cat.png")
+    with pytest.raises(RunError, match="no set of leandit"):
+        go(run, tmp_path / "mine")
+    go(run, tmp_path / "set", Ranks(0, 2))
+    (tmp_path / "set/000002.png").write_bytes(b"no picture")
+    with pytest.raises(DamageError, match="000002"):
+        go(run, tmp_path / "set", Ranks(1, 2))
+    (tmp_path / "set/000002.png").unlink()
+    assert go(run, tmp_path / "set")["npz"]
+
+
+def test_captions_of_the_store_or_given_ones_are_drawn(caption_run: Path, tmp_path: Path) -> None:
+    go(caption_run, tmp_path / "one", count=6)
+    for rank in range(2):
+        go(caption_run, tmp_path / "two", Ranks(rank, 2), count=6, batch=2)
+    difference = np.abs(pictures_of(tmp_path / "one", 6) - pictures_of(tmp_path / "two", 6))
+    assert difference.max() <= 1
+    names = read_json(tmp_path / "one/samples.json")["samples"]
+    assert len(set(names)) > 1
+    with np.load(next((tmp_path / "one").glob("*.npz"))) as found:
+        assert found.files == ["arr_0"]
+    go(caption_run, tmp_path / "given", count=2, captions=("a red circle", "a purple triangle"))
+    assert read_json(tmp_path / "given/samples.json")["samples"] == ["a red circle", "a purple triangle"] * 2
+
+
+def test_the_archive_is_made_without_holding_the_pictures(tmp_path: Path) -> None:
+    shape = (300, 64, 64, 3)
+    pictures = (np.full(shape[1:], i % 251, np.uint8) for i in range(shape[0]))
+    parts = list(npz_parts(pictures, shape, None))
+    assert max(map(len, parts)) < 2 * 64 * 64 * 3
+    (tmp_path / "a.npz").write_bytes(b"".join(parts))
+    with np.load(tmp_path / "a.npz") as found:
+        assert (found["arr_0"][:, 5, 5, 1] == np.arange(300) % 251).all()
+
+
+def start(run: Path, out: Path, *, rank: int, **environment: str) -> subprocess.Popen[bytes]:
+    place_of = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    command = ["sample", run, "--out", out, "--num", COUNT, "--steps", 2, "--guidance", 2, "--batch", 2]
+    return subprocess.Popen(
+        [sys.executable, "-c", TINY_LEANDIT, *map(str, command), "--device", "cpu"],
+        env=os.environ | place_of | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_two_processes_of_which_one_is_killed_and_started_again_draw_what_one_draws(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    go(run, out, Ranks(0, 2), count=1)  # so that the set is there, and operation 7 is the sync of the second picture
+    other = start(run, out, rank=1, **{FAILPOINT_VARIABLE: "die@7"})
+    go(run, out, Ranks(0, 2), batch=2)
+    said = other.communicate(timeout=200)
+    assert other.returncode == EXIT_DIED, said
+    assert len(list(out.glob("0*.png"))) == 7
+    (out / "samples_1x32x32x3.npz").unlink()
+    assert any(path.name.startswith(TEMPORARY_PREFIX) for path in out.iterdir())
+    made = go(run, out, Ranks(1, 2), batch=2)
+    assert made["drawn"] == 4
+    assert made["npz"]
+    assert not any(path.name.startswith(TEMPORARY_PREFIX) for path in out.iterdir())
+    go(run, tmp_path / "one")
+    same_up_to_rounding(tmp_path / "one", out)
+    with np.load(next(out.glob("*.npz"))) as found:
+        assert np.array_equal(found["arr_0"], pictures_of(out))
+
+
+def test_under_srun_no_meeting_place_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PROCID", "3"), ("LOCALID", "1"), ("STEP_NUM_TASKS", "4"), ("STEP_TASKS_PER_NODE", "2(x2)")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert place() == Ranks(3, 4, 1, 2)
+
+
+@pytest.mark.parametrize("text", ["1", "a,b", "0.5,0.2", "0,2", "-1,1", "nan,1", "0,,1"])
+def test_an_interval_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(RecipeError, match="--guidance-interval"):
+        interval_of(text)
+    assert interval_of("0.1,0.8") == (0.1, 0.8)
+
+
+def test_a_label_that_the_model_has_not_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:
+    for wrong in ({"labels": (3,)}, {"captions": ("a red circle",)}, {"bucket": "30x32"}):
+        with pytest.raises(LeanditError):
+            go(run, tmp_path / "out", **wrong)
+    assert not (tmp_path / "out").exists()

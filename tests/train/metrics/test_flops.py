@@ -1,0 +1,90 @@
+"""FLOPs counted from the model, and the table of GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from leandit.train.metrics.flops import forward_flops, meta_model, tokens_per_image, train_flops
+from leandit.train.metrics.gpus import GPUS, gpu_named
+from leandit.train.models.spec import ModelSpec
+
+
+def dit(name: str) -> ModelSpec:
+    return ModelSpec(name=name, channels=4, out_channels=8, num_classes=1000, caption_width=0, base_size=32)
+
+
+PIXART = ModelSpec(name="pixart-sigma", channels=4, out_channels=8, num_classes=0, caption_width=4096, base_size=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "gmac"),
+    [("DiT-XL/2", 32, 118.6), ("DiT-XL/2", 64, 524.5), ("DiT-B/2", 32, 23.0), ("DiT-S/2", 32, 6.1)],
+)
+def test_the_flops_of_a_dit_are_twice_the_papers_macs(name: str, side: int, gmac: float) -> None:
+    assert forward_flops(dit(name), (side, side)) / 2e9 == pytest.approx(gmac, abs=0.06)
+
+
+def test_the_flops_of_pixart_count_its_caption() -> None:
+    long, short = (forward_flops(PIXART, (64, 64), tokens) / 2e9 for tokens in (300, 120))
+    assert long == pytest.approx(644.3, rel=0.002)
+    assert short == pytest.approx(618.0, rel=0.002)
+
+
+def test_the_flops_are_what_the_products_of_one_block_say() -> None:
+    tokens, width, depth, out = 16 * 8, 384, 12, 2 * 2 * 8
+    block = tokens * 12 * width**2 + 2 * tokens**2 * width + 6 * width**2
+    ends = tokens * width * (2 * 2 * 4 + out) + 2 * width**2 + 256 * width + width**2
+    assert forward_flops(dit("DiT-S/2"), (32, 16)) == 2 * (depth * block + ends)
+
+
+def test_a_training_step_is_three_forwards_and_tokens_are_patches() -> None:
+    spec = dit("DiT-B/4")
+    assert train_flops(spec, (32, 64)) == 3 * forward_flops(spec, (32, 64))
+    assert tokens_per_image(spec, (32, 64)) == 128
+
+
+def test_counting_takes_no_memory_for_weights() -> None:
+    assert {p.device for p in meta_model(dit("DiT-XL/2")).parameters()} == {torch.device("meta")}
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("NVIDIA A100 80GB PCIe", "A100-80"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("Tesla V100-SXM2-32GB", "V100-32"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("Tesla T4", "T4"),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_that_its_driver_gives(driver: str, name: str) -> None:
+    found = gpu_named(driver)
+    assert found is not None
+    assert found.name == name
+
+
+def test_every_gpu_is_found_by_its_own_name_and_others_are_not() -> None:
+    assert [gpu_named(gpu.name) for gpu in GPUS] == list(GPUS)
+    assert gpu_named("NVIDIA GeForce GTX 1080") is None
+    for other in ("RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 3090 Ti", "H200 MIG 1g.18gb"):
+        assert gpu_named(f"NVIDIA GeForce {other}") is None
+    assert gpu_named("A100-40") != gpu_named("A100-80")
+    assert gpu_named("h200") == gpu_named("NVIDIA H200")
+
+
+def test_a_v100_has_no_bf16() -> None:
+    v100, h200 = gpu_named("V100"), gpu_named("H200")
+    assert v100 is not None
+    assert h200 is not None
+    assert v100.peak_flops("bf16") == 0
+    assert h200.peak_flops("bf16") == 989.4e12

@@ -1,0 +1,209 @@
+"""The figures of a run are what its steps did, and reading them is the one time that the device is waited for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from making import CPU, train_recipe
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from leandit.datasets.errors import RecipeError, RunError
+from leandit.datasets.store import LatentStore
+from leandit.tools.plan.training import Work as Planned
+from leandit.tools.plan.training import work_at_resolution
+from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
+from leandit.tools.terminal.progress import train_note
+from leandit.train.config import load
+from leandit.train.loop import StopRequest, train
+from leandit.train.metrics.device import Gauges, Work, peak_flops
+from leandit.train.metrics.flops import example_conditioning, forward_flops, meta_model
+from leandit.train.metrics.loss_bands import NUM_BANDS, band_means, band_sums
+from leandit.train.metrics.window import StepReport, Window
+from leandit.train.objectives.losses import time_share
+from leandit.train.parallel.ranks import ALONE
+from leandit.train.parallel.watchdog import Meeting
+from leandit.train.step.train_step import train_step
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+TINY = ["run.global_batch=4", "run.precision=fp32", "run.compile=false", "model.num_classes=3"]
+WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "_unique2")
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises where an operation would wait for a device: its result, or its shape, hangs on data."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in WAITING:
+            raise AssertionError(f"{func} waits for the device")
+        if func.overloadpacket.__name__ == "index" and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            raise AssertionError("a mask as an index waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def planned(name: str, *overrides: str) -> Planned:
+    return work_at_resolution(load(name, [*TINY, *overrides]), 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("dit-s-2-256", ()),
+        ("dit-s-2-256", ("objective.kind=flow", "run.microbatch=2", "ema.kind=power")),
+        ("dit-s-2-256", ("conditioning.kind=caption", "objective.predict=v", "objective.min_snr_gamma=5")),
+        ("demo", ("run.activation_checkpointing=blocks",)),
+        ("sana-600m-512", ("model.name=sana-tiny", "optimizer.name=adamw")),
+    ],
+)
+def test_a_step_does_not_wait_for_the_device(name: str, overrides: tuple[str, ...]) -> None:
+    it = planned(name, *overrides)
+    learner = synthetic_learner(it.recipe, it.spec, it.tokens, CPU)
+    batch = synthetic_batch(it.store, it.largest_bucket, 4, it.tokens, CPU)
+    train_step(learner, batch)  # makes tables, once
+    with NoWaiting():
+        trace = train_step(learner, batch)
+    assert torch.isfinite(trace.loss)
+
+
+@pytest.mark.parametrize("act", [lambda x: x.item(), bool, lambda x: x.nonzero(), lambda x: x[x > 0]])
+def test_the_watch_sees_what_waits(act: Any) -> None:
+    with NoWaiting(), pytest.raises(AssertionError, match="waits for the device"):
+        act(torch.ones(1))
+
+
+def test_the_losses_by_time_are_the_means_of_their_images() -> None:
+    it = planned("dit-s-2-256")
+    learner = synthetic_learner(it.recipe, it.spec, 0, CPU)
+    batch = synthetic_batch(it.store, it.largest_bucket, 4, 0, CPU)
+    with Meeting(ALONE, print) as meeting:
+        window = Window(meeting, [], Work(it.spec, it.store.latent, 1e12), Gauges(CPU))
+        traces = []
+        for _ in range(3):
+            with window.step(batch):
+                traces.append(train_step(learner, batch))
+            window.add(traces[-1])
+        figures = window.report(step=3, num_images=12, epoch=0, learning_rate=0.1, scale=None)
+    pairs = [
+        (float(t), float(loss)) for trace in traces for t, loss in zip(trace.time_shares, trace.losses, strict=True)
+    ]
+    for band, mean in enumerate(figures.loss_by_time):
+        inside = [loss for t, loss in pairs if int(t * NUM_BANDS) == band]
+        assert mean == (pytest.approx(sum(inside) / len(inside), rel=1e-5) if inside else None)
+    assert figures.loss == pytest.approx(sum(loss for _, loss in pairs) / 12, rel=1e-5)
+    tokens = (64 // it.store.latent.downscale // 2) ** 2
+    assert figures.tokens_per_second == pytest.approx(tokens * figures.images_per_second)
+    assert figures.mfu == pytest.approx(it.flops * figures.images_per_second / 1e12)
+    assert figures.gpu_busy_share is None
+    assert 0.05 < figures.memory_gib < 100
+    assert "MFU" in train_note(figures)
+
+
+def test_bands_are_equal_parts_and_one_that_is_spoiled_is_alone() -> None:
+    share = torch.tensor([0.0, 0.05, 0.1, 0.999, 1.0])
+    sums = band_sums(share, torch.tensor([1.0, 3.0, 5.0, 7.0, torch.inf]))
+    assert band_means(sums) == [2.0, 5.0, *[None] * 7, torch.inf]
+    section = load("dit-s-2-256", []).objective
+    assert time_share(section, torch.tensor([0.0, 999.0])).tolist() == pytest.approx([0, 0.999])
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 77, 300])
+def test_flops_of_any_caption_length_follow_from_three(tokens: int) -> None:
+    for name in ("pixart-tiny", "sana-tiny"):
+        spec = planned("demo", f"model.name={name}").spec
+        with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device("meta"):
+            meta_model(spec)(torch.empty(1, 4, 16, 8), torch.empty(1), example_conditioning(spec, 1, tokens))
+        assert forward_flops(spec, (16, 8), tokens) == counter.get_total_flops()
+
+
+def test_a_cpu_has_no_peak() -> None:
+    assert peak_flops(CPU, "bf16") == 0.0
+
+
+# ------------------------------------------------------------------------------------------------------ what is written
+
+
+def run_to(recipe: Any, store: Path, run: Path) -> list[StepReport]:
+    seen: list[StepReport] = []
+    train(recipe, store_path=store, run=run, device=CPU, report=seen.append, stop=StopRequest())
+    return seen
+
+
+def test_tensorboard_has_every_figure_that_is_known(label_store: LatentStore, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    seen = run_to(train_recipe("dit-s-4", "run.steps=4", "run.log_every=2"), label_store.path, tmp_path / "run")
+    accumulator = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    accumulator.Reload()
+    tags = set(accumulator.Tags()["scalars"])
+    known = {f"loss_by_time/{band / NUM_BANDS:g}" for line in seen for band, x in enumerate(line.loss_by_time) if x}
+    assert tags == known | {
+        "num_images",
+        "epoch",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "seconds_per_step",
+        "images_per_second",
+        "tokens_per_second",
+        "data_wait_share",
+        "memory_gib",
+        "skipped_steps",
+    }
+    assert [event.value for event in accumulator.Scalars("loss")] == pytest.approx([line.loss for line in seen])
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in (("MODE", "offline"), ("CACHE_DIR", "cache"), ("CONFIG_DIR", "config"), ("DATA_DIR", "data")):
+        monkeypatch.setenv(f"WANDB_{name}", value if name == "MODE" else str(tmp_path / value))
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_is_told_and_goes_on_with_the_run_it_began(label_store: LatentStore, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    run = tmp_path / "run"
+    ids = []
+    for steps in (1, 2):
+        run_to(train_recipe("dit-s-4", f"run.steps={steps}", "run.wandb=lean"), label_store.path, run)
+        ids.append((run / "wandb_id").read_text())
+    assert ids[0] == ids[1]
+    folders = sorted((run / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    assert all(folder.name.endswith(ids[0]) for folder in folders)
+    written = b"".join(path.read_bytes() for folder in folders for path in folder.glob("*.wandb"))
+    assert b"tokens_per_second" in written
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_without_wandb_the_error_says_what_to_do(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
+    with pytest.raises(RecipeError, match="extra 'wandb'"):
+        run_to(train_recipe("dit-s-4", "run.wandb=lean"), label_store.path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("offline")
+def test_what_wandb_refuses_is_an_error_of_the_run(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_: Any) -> None:
+        raise wandb.errors.UsageError("api_key not configured")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    with pytest.raises(RunError, match="wandb login"):
+        run_to(train_recipe("dit-s-4", "run.wandb=lean"), label_store.path, tmp_path / "run")
+
+
+def test_a_line_is_plain_json(label_store: LatentStore, tmp_path: Path) -> None:
+    run_to(train_recipe("dit-s-4", "run.steps=1"), label_store.path, tmp_path / "run")
+    line = json.loads((tmp_path / "run/metrics.jsonl").read_text())
+    assert (line["mfu"], line["gpu_busy_share"], len(line["loss_by_time"])) == (None, None, NUM_BANDS)

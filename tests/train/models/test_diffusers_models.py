@@ -1,0 +1,535 @@
+"""PixArt and Sana: diffusers' function without its dense bias, packed attention, what is kept, and the whole way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from making import CPU, train_recipe
+from safetensors.torch import load_file
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from leandit.datasets.store import LatentStore
+from leandit.train.loop import StopRequest, train
+from leandit.train.models import cross_attention
+from leandit.train.models.build import Denoiser, build_model
+from leandit.train.models.conditioning import Conditioner, Conditioning
+from leandit.train.models.cross_attention import LinearProcessor, attend_packed, attend_padded, pack_captions
+from leandit.train.models.diffusers_models import (
+    CachedPatchEmbed,
+    Family,
+    TextDenoiser,
+    published_config,
+    transformer_class,
+)
+from leandit.train.models.spec import ModelSpec
+from leandit.train.objectives.draws import Draws
+from leandit.train.parallel.build import compile_blocks
+from leandit.train.parallel.engine import MOST_SHAPES
+from leandit.train.run.model_for_store import model_spec
+from leandit.train.run.resume import prepare
+from leandit.train.sampling.sample import Solver, draw_latents, load_snapshot
+from leandit.train.step import train_step as step_module
+from leandit.train.step.learner import Learner
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+PIXART = ModelSpec(name="pixart-tiny", channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
+SPECS = (PIXART, PIXART.model_copy(update={"name": "sana-tiny"}), PIXART.model_copy(update={"name": "DiT-S/2"}))
+IDS = ("pixart", "sana", "text-dit")
+MASK = torch.arange(7)[None] < torch.tensor([4, 1, 7])[:, None]
+
+
+def shake(model: torch.nn.Module) -> Any:
+    """A new model puts out zero; move its weights so that it does not."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def inputs(*, height: int = 8, width: int = 12, sizes: bool = False) -> tuple[Tensor, Tensor, Conditioning]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((3, 4, height, width), generator=generator)
+    captions = torch.randn((3, 7, 6), generator=generator)
+    source_sizes = torch.tensor([[300.0, 500.0], [64.0, 80.0], [1000.0, 1000.0]]) if sizes else None
+    conditioning = Conditioning(captions=captions, caption_mask=MASK, source_sizes=source_sizes)
+    return x, torch.tensor([3.0, 500.0, 999.0]), conditioning
+
+
+CONFIGS: list[tuple[str, Family, dict[str, Any]]] = [
+    ("pixart-tiny", "pixart", {}),
+    ("pixart-tiny", "pixart", {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}),
+    ("sana-tiny", "sana", {}),
+    ("sana-tiny", "sana", {"qk_norm": "rms_norm_across_heads", "interpolation_scale": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "family", "more"), CONFIGS)
+@pytest.mark.parametrize("size", [(8, 8), (8, 12)])
+def test_the_function_is_that_of_diffusers(
+    name: str, family: Family, more: dict[str, Any], size: tuple[int, int]
+) -> None:
+    config = published_config(name, channels=4, out_channels=8, caption_width=6, base_size=8) | more
+    model = shake(TextDenoiser(family, config)).eval()
+    plain = transformer_class(family)(**config).eval()
+    plain.load_state_dict(model.net.state_dict())
+    sizes = bool(more.get("use_additional_conditions"))
+    x, t, given = inputs(height=size[0], width=size[1], sizes=sizes)
+    options: dict[str, Any] = {}
+    if family == "pixart":
+        ratio = torch.full((3, 1), size[0] / size[1])
+        conditions = {"resolution": given.source_sizes, "aspect_ratio": ratio if sizes else None}
+        options = {"added_cond_kwargs": conditions}
+    assert given.captions is not None
+    with torch.no_grad():
+        wanted = plain(
+            hidden_states=x,
+            encoder_hidden_states=given.captions,
+            encoder_attention_mask=MASK.float(),
+            timestep=t,
+            return_dict=False,
+            **options,
+        )[0]
+        found = model(x, t, given)
+    assert wanted.abs().max() > 0.1
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_picture_is_told_of_its_source_matters_and_defaults_to_its_own_size() -> None:
+    more = {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}
+    config = published_config("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8) | more
+    model = shake(TextDenoiser("pixart", config)).eval()
+    x, t, given = inputs(sizes=True)
+    own = given._replace(source_sizes=torch.tensor([[64.0, 96.0]]).expand(3, 2))
+    with torch.no_grad():
+        outputs = [model(x, t, it) for it in (given, own, given._replace(source_sizes=None))]
+    assert (outputs[0] - outputs[1]).abs().max() > 1e-3
+    assert torch.equal(outputs[1], outputs[2])
+
+
+@pytest.mark.parametrize(
+    ("size", "ratio"), [((112, 136), 0.82), ((136, 112), 1.21), ((88, 184), 0.48), ((128, 128), 1.0), ((8, 12), 2 / 3)]
+)
+def test_the_ratio_that_pixart_is_told_is_the_key_of_its_table(size: tuple[int, int], ratio: float) -> None:
+    more = {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}
+    config = published_config("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8) | more
+    told = TextDenoiser("pixart", config).size_conditions(torch.zeros(2, 4, *size), inputs(sizes=False)[2])
+    assert told["aspect_ratio"] is not None
+    assert told["resolution"] is not None
+    assert told["aspect_ratio"].flatten().tolist() == pytest.approx([ratio, ratio])
+    assert told["resolution"].tolist() == [[8 * side for side in size]] * 2
+
+
+def test_the_conditioner_looks_up_the_sizes_of_the_records() -> None:
+    spec = PIXART.model_copy(update={"config": {"use_additional_conditions": True}})
+    assert spec.takes_sizes
+    conditioner = Conditioner(spec, torch.zeros(9, 6), torch.arange(20.0).view(10, 2))
+    records = torch.tensor([7, 0, 3])
+    given = conditioner(None, torch.zeros(3, 7, 6), MASK.sum(1), records)
+    assert given.source_sizes is not None
+    assert given.source_sizes.tolist() == [[14, 15], [0, 1], [6, 7]]
+    dropped = conditioner.drop(given, torch.tensor([True, False, True]))
+    assert dropped.source_sizes is given.source_sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_captions_of_16_bits_stay_so_for_a_forward_under_autocast(dtype: torch.dtype) -> None:
+    conditioner, lengths = Conditioner(PIXART, torch.randn(9, 6)), MASK.sum(1)
+    stored = torch.randn(3, 7, 6).to(dtype)
+    wide, narrow = conditioner(None, stored, lengths), conditioner(None, stored, lengths, widen=False)
+    dropped = torch.tensor([True, False, True])
+    wide, narrow = conditioner.drop(wide, dropped), conditioner.drop(narrow, dropped)
+    assert wide.captions is not None
+    assert narrow.captions is not None
+    assert (wide.captions.dtype, narrow.captions.dtype) == (torch.float32, dtype)
+    model = shake(
+        TextDenoiser(
+            "pixart", published_config("pixart-tiny", channels=4, out_channels=8, caption_width=6, base_size=8)
+        )
+    )
+    x, t, _ = inputs()
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        assert torch.equal(model(x, t, narrow), model(x, t, narrow._replace(captions=narrow.captions.float())))
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16)])
+@pytest.mark.usefixtures("tiny_models")
+def test_a_step_hands_on_captions_in_the_dtype_that_its_precision_wants(
+    precision: str, dtype: torch.dtype, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, image_losses = list[torch.dtype](), step_module.image_losses
+
+    def look(learner: Learner, x: Tensor, draws: Draws, conditioning: Conditioning) -> Tensor:
+        assert conditioning.captions is not None
+        seen.append(conditioning.captions.dtype)
+        return image_losses(learner, x, draws, conditioning)
+
+    monkeypatch.setattr(step_module, "image_losses", look)
+    state = prepare(train_recipe("sana-tiny", f"run.precision={precision}"), caption_store, CPU, print)
+    step_module.train_step(state, next(iter(state.loader)))
+    assert set(seen) == {dtype}
+
+
+@pytest.mark.parametrize(("step", "length"), [(1, 7), (4, 8), (5, 10), (64, 11)])
+def test_captions_are_padded_to_a_multiple_but_never_beyond_null(step: int, length: int) -> None:
+    captions = torch.randn(3, 7, 6)
+    conditioner = Conditioner(PIXART, torch.ones(11, 6), caption_step=step)
+    given = conditioner(None, captions, MASK.sum(1))
+    assert given.captions is not None
+    assert given.caption_mask is not None
+    assert given.captions.shape == (3, length, 6)
+    assert torch.equal(given.captions[:, :7], captions)
+    assert torch.equal(given.caption_mask[:, :7], MASK)
+    assert not given.caption_mask[:, 7:].any()
+    assert not given.captions[:, 7:].any()
+    dropped = conditioner.drop(given, torch.tensor([True, False, True])).captions
+    assert dropped is not None
+    assert (dropped[0] == 1).all()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+def test_a_block_that_recomputes_is_one_graph_which_all_blocks_share(spec: ModelSpec) -> None:
+    torch._dynamo.reset()
+    model = shake(build_model(spec, seed=0)).train()
+    wanted = model(*inputs())
+    wanted.square().sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.checkpoint_activations("selective")
+    graphs = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(backend=graphs, fullgraph=True)
+    found = model(*inputs())
+    found.square().sum().backward()
+    assert graphs.frame_count == 1
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_all_blocks_share_one_graph_too(spec: ModelSpec, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    model, graphs = build_model(spec, seed=0), CompileCounterWithBackend("eager")
+    for block in model.blocks:
+        block.compile(backend=graphs, fullgraph=True)
+    with torch.autocast("cpu", dtype):
+        model(*inputs()).float().square().sum().backward()
+    assert graphs.frame_count == 1
+
+
+def test_positions_are_added_to_tokens_of_16_bits_without_rounding() -> None:
+    embed: Any = build_model(PIXART, seed=0).net.pos_embed
+    x = inputs()[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        tokens = embed.proj(x).flatten(2).transpose(1, 2)
+        assert tokens.dtype == torch.bfloat16
+        assert torch.equal(embed(x), tokens.float() + embed.table(4, 6, CPU))
+
+
+def test_compiled_blocks_are_never_cut_nor_given_up() -> None:
+    config = torch._dynamo.config
+    with config.patch({"recompile_limit": 8, "accumulated_recompile_limit": 256, "optimize_ddp": True}):
+        compile_blocks(build_model(PIXART, seed=0))
+        assert config.recompile_limit == config.accumulated_recompile_limit == MOST_SHAPES
+        assert not config.optimize_ddp
+
+
+@pytest.mark.parametrize(("base_size", "scale"), [(16, None), (32, None), (64, 1.0), (128, 2.0)])
+def test_sana_has_positions_from_2048_px_on(base_size: int, scale: float | None) -> None:
+    config = published_config("sana-1600m", channels=32, out_channels=32, caption_width=6, base_size=base_size)
+    assert config["interpolation_scale"] == scale
+
+
+@pytest.mark.parametrize(("base_size", "scale"), [(32, 0.5), (64, 1), (128, 2), (256, 4)])
+def test_positions_of_pixart_sigma_have_the_published_scale(base_size: int, scale: float) -> None:
+    config = published_config("pixart-sigma", channels=4, out_channels=8, caption_width=6, base_size=base_size)
+    assert config["interpolation_scale"] == scale
+
+
+@pytest.mark.parametrize("scale", [0.5, 1, 2])
+def test_cached_positions_are_those_of_diffusers_to_the_bit(scale: float) -> None:
+    from diffusers.models.embeddings import PatchEmbed
+
+    plain = PatchEmbed(height=16, width=16, patch_size=2, in_channels=4, embed_dim=48, interpolation_scale=scale)
+    cached = CachedPatchEmbed(plain)
+    assert cached.state_dict().keys() == plain.state_dict().keys()
+    for height, width in ((16, 16), (8, 24), (24, 8), (6, 10), (64, 64), (8, 24)):
+        x = torch.randn(2, 4, height, width)
+        assert torch.equal(cached(x), plain(x))
+    assert len(cached._tables) == 5
+    with torch.inference_mode():
+        cached(torch.randn(1, 4, 4, 4))
+    cached(torch.randn(1, 4, 4, 4)).sum().backward()
+
+
+class OwnRows(torch.autograd.Function):
+    """Variable-length attention by its definition; as the kernels, it leaves unset what belongs to no sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
+        ctx.offsets = q_offsets.tolist(), k_offsets.tolist()
+        ctx.save_for_backward(q, k, v)
+        return OwnRows.compute(q, k, v, *ctx.offsets)
+
+    @staticmethod
+    def compute(q: Tensor, k: Tensor, v: Tensor, q_offsets: list[int], k_offsets: list[int]) -> Tensor:
+        out = []
+        for i in range(len(q_offsets) - 1):
+            rows, columns = slice(q_offsets[i], q_offsets[i + 1]), slice(k_offsets[i], k_offsets[i + 1])
+            scores = torch.einsum("thd,lhd->htl", q[rows], k[columns]) / q.shape[-1] ** 0.5
+            out.append(torch.einsum("htl,lhd->thd", scores.softmax(-1), v[columns]))
+        return torch.cat(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = OwnRows.compute(q, k, v, *ctx.offsets)
+        grads = [x.clone() for x in torch.autograd.grad(out, (q, k, v), grad)]
+        for unset in grads[1:]:
+            unset[ctx.offsets[1][-1] :] = float("nan")
+        return *grads, None, None
+
+
+def plain_varlen(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, max_q: int, max_k: int) -> Any:
+    assert (q_offsets.dtype, k_offsets.dtype) == (torch.int32, torch.int32)
+    assert max_q >= int(q_offsets.diff().max())
+    assert max_k >= int(k_offsets.diff().max())
+    return OwnRows.apply(q, k, v, q_offsets, k_offsets)
+
+
+def test_packing_puts_the_real_tokens_first_in_order() -> None:
+    captions = torch.arange(21.0).view(3, 7, 1)
+    packed, offsets = pack_captions(captions, MASK)
+    assert offsets.tolist() == [0, 4, 5, 12]
+    assert packed.flatten()[:12].tolist() == [0, 1, 2, 3, 7, 14, 15, 16, 17, 18, 19, 20]
+    assert packed.shape == captions.shape
+
+
+def test_packed_attention_is_padded_attention() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, 5, 2, 4), (3, 7, 2, 4), (3, 7, 2, 4))
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes)
+    padded = attend_padded(q, k, v, MASK[:, None, None])
+    both = torch.cat([k, v], dim=2).flatten(2)
+    packed_rows, offsets = pack_captions(both, MASK)
+    one, two = packed_rows.unflatten(2, (4, 4)).chunk(2, dim=2)
+    packed = attend_packed(q, one, two, offsets, varlen=plain_varlen)
+    torch.testing.assert_close(packed, padded, rtol=1e-12, atol=1e-12)
+    pull = torch.randn(padded.shape, generator=generator, dtype=torch.float64)
+    wanted, found = (torch.autograd.grad((out * pull).sum(), (q, k, v)) for out in (padded, packed))
+    for one, other in zip(wanted, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+def test_the_packed_form_of_each_model_is_its_padded_form(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shake(build_model(spec, seed=0)).double()
+    x, t, given = inputs()
+    assert given.captions is not None
+    given = given._replace(captions=given.captions.double())
+    results = []
+    for packed in (False, True):
+        if packed:
+            monkeypatch.setattr(cross_attention, "has_varlen", lambda captions, head_width: True)
+            monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
+        output = model(x.double(), t, given)
+        results.append(
+            [output, *torch.autograd.grad(output.square().sum(), list(model.parameters()), allow_unused=True)]
+        )
+    assert results[0][0].abs().max() > 0.1
+    for padded, packed in zip(*results, strict=True):
+        assert (padded is None) == (packed is None)
+        if padded is not None:
+            torch.testing.assert_close(padded, packed, rtol=1e-9, atol=1e-9)
+
+
+def test_cross_attention_makes_no_bias_for_each_head() -> None:
+    model = shake(build_model(SPECS[0], seed=0))
+    seen: list[tuple[torch.dtype, torch.Size]] = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def watch(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+        if attn_mask is not None:
+            seen.append((attn_mask.dtype, attn_mask.shape))
+        return plain(q, k, v, attn_mask=attn_mask, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", watch)
+        model(*inputs())
+    assert seen == [(torch.bool, torch.Size([3, 1, 1, 7]))] * 2
+
+
+def test_linear_attention_sums_in_float32_under_autocast() -> None:
+    model = shake(build_model(SPECS[1], seed=0))
+    attention = model.blocks[0].attn1
+    x = 4 * torch.randn(2, 4096, 32, generator=torch.Generator().manual_seed(0))
+    wanted = attention(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = attention(x)
+        attention.set_processor(type(transformer_class("sana")(**SMALL).transformer_blocks[0].attn1.processor)())
+        theirs = attention(x)
+    attention.set_processor(LinearProcessor())
+    errors = [((found.float() - wanted).norm() / wanted.norm()).item() for found in (ours, theirs)]
+    assert errors[0] < 0.02
+    assert errors[0] < errors[1]
+
+
+SMALL = {
+    "num_layers": 1,
+    "num_attention_heads": 1,
+    "attention_head_dim": 4,
+    "num_cross_attention_heads": 1,
+    "cross_attention_head_dim": 4,
+    "cross_attention_dim": 4,
+    "caption_channels": 4,
+}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+def test_gradients_are_equal_in_all_modes_of_recomputation(spec: ModelSpec) -> None:
+    gradients = []
+    for mode in ("none", "blocks", "selective"):
+        model: Denoiser = shake(build_model(spec, seed=0)).train()
+        names = set(model.state_dict())
+        model.checkpoint_activations(mode)
+        assert set(model.state_dict()) == names
+        model(*inputs()).square().sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        for other in gradients[1:]:
+            assert (gradient is None) == (other[name] is None)
+            assert gradient is None or torch.equal(gradient, other[name]), name
+
+
+@pytest.mark.parametrize("spec", SPECS[:2], ids=IDS[:2])
+def test_queries_keys_and_values_begin_as_parts_of_one_matrix(spec: ModelSpec) -> None:
+    for block in build_model(spec, seed=0).net.transformer_blocks:
+        for matrices, linears in (
+            (3, (block.attn1.to_q, block.attn1.to_k, block.attn1.to_v)),
+            (2, (block.attn2.to_k, block.attn2.to_v)),
+            (1, (block.attn1.to_out[0], block.attn2.to_q)),
+        ):
+            bound = (6 / (32 + 32 * matrices)) ** 0.5  # xavier, uniform
+            for linear in linears:
+                assert bound * 0.95 < linear.weight.abs().max() <= bound
+
+
+def xavier_std(rows: int, columns: int) -> float:
+    return (2 / (rows + columns)) ** 0.5
+
+
+@pytest.mark.parametrize("sizes", [False, True])
+def test_pixart_begins_as_published(sizes: bool) -> None:
+    config = published_config("pixart-tiny", channels=4, out_channels=8, caption_width=40, base_size=8)
+    more = {"attention_head_dim": 96, "cross_attention_dim": 192, "use_additional_conditions": sizes}
+    net: Any = TextDenoiser("pixart", config | more).net
+    deviations = {
+        "adaln_single.linear": 0.02,
+        "adaln_single.emb.timestep_embedder.linear_1": 0.02,
+        "adaln_single.emb.timestep_embedder.linear_2": 0.02,
+        "caption_projection.linear_1": 0.02,
+        "caption_projection.linear_2": 0.02,
+        "transformer_blocks.1.attn1.to_out.0": xavier_std(192, 192),
+        "transformer_blocks.1.attn1.to_q": xavier_std(192, 3 * 192),
+        "transformer_blocks.1.attn2.to_q": xavier_std(192, 192),
+        "transformer_blocks.1.attn2.to_v": xavier_std(192, 2 * 192),
+        "transformer_blocks.1.attn2.to_out.0": 0,
+        "transformer_blocks.0.ff.net.0.proj": xavier_std(192, 4 * 192),
+        "transformer_blocks.0.ff.net.2": xavier_std(192, 4 * 192),
+        "pos_embed.proj": xavier_std(4 * 2 * 2, 192),
+        "proj_out": 0,
+    }
+    if sizes:
+        deviations |= {
+            f"adaln_single.emb.{kind}_embedder.linear_{number}": 0.02
+            for kind in ("resolution", "aspect_ratio")
+            for number in (1, 2)
+        }
+    check_deviations(net, deviations)
+    assert net.scale_shift_table.std().item() == pytest.approx(192**-0.5, rel=0.15)
+
+
+def check_deviations(net: Any, deviations: dict[str, float]) -> None:
+    for name, wanted in deviations.items():
+        module = net.get_submodule(name)
+        assert module.weight.std().item() == pytest.approx(wanted, rel=0.06), name
+        if isinstance(module, torch.nn.Linear) and module.bias is not None:
+            assert module.bias.abs().max() == 0, name
+
+
+def test_sana_begins_as_published() -> None:
+    config = published_config("sana-tiny", channels=32, out_channels=32, caption_width=40, base_size=8)
+    more = {"num_attention_heads": 6, "attention_head_dim": 32, "cross_attention_head_dim": 96}
+    net: Any = TextDenoiser("sana", config | more | {"cross_attention_dim": 192}).net
+    assert net.caption_norm.weight.unique().tolist() == [pytest.approx(0.01)]
+    deviations = {
+        "time_embed.linear": 0.02,
+        "time_embed.emb.timestep_embedder.linear_1": 0.02,
+        "time_embed.emb.timestep_embedder.linear_2": 0.02,
+        "caption_projection.linear_1": 0.02,
+        "caption_projection.linear_2": 0.02,
+        "transformer_blocks.1.attn1.to_k": xavier_std(192, 3 * 192),
+        "transformer_blocks.1.attn1.to_out.0": xavier_std(192, 192),
+        "transformer_blocks.1.attn2.to_k": xavier_std(192, 2 * 192),
+        "transformer_blocks.1.attn2.to_out.0": xavier_std(192, 192),
+        "patch_embed.proj": xavier_std(32, 192),
+        "proj_out": xavier_std(192, 32),
+    }
+    check_deviations(net, deviations)
+
+
+def test_published_sizes_have_their_number_of_parameters() -> None:
+    with torch.device("meta"):
+        sizes = {}
+        for name in ("sana-600m", "sana-1600m", "pixart-sigma"):
+            width = 4096 if name == "pixart-sigma" else 2304
+            channels, out = (4, 8) if name == "pixart-sigma" else (32, 32)
+            spec = ModelSpec(
+                name=name, channels=channels, out_channels=out, num_classes=0, caption_width=width, base_size=32
+            )
+            sizes[name] = sum(p.numel() for p in build_model(spec, seed=0).parameters())
+    assert sizes["sana-1600m"] == pytest.approx(1604e6, rel=0.01)  # 1648.48 M with what only its trainer has
+    assert sizes["sana-600m"] == pytest.approx(592e6, rel=0.01)
+    assert sizes["pixart-sigma"] == pytest.approx(611e6, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["sana-tiny", "dit-s-2-text"])
+def test_a_model_of_captions_trains_resumes_to_the_bit_and_samples(
+    name: str, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    def go(run: str, steps: int, *overrides: str) -> list[float]:
+        losses = []
+        recipe = train_recipe(name, f"run.steps={steps}", "schedule.kind=constant", *overrides)
+        train(
+            recipe,
+            store_path=caption_store.path,
+            run=tmp_path / run,
+            device=CPU,
+            report=lambda figures: losses.append(figures.loss),
+            stop=StopRequest(),
+        )
+        return losses
+
+    whole = go("whole", 4)
+    assert go("parts", 2) + go("parts", 4) == whole
+    for kind in ("checkpoint", "snapshot"):
+        for path in sorted((tmp_path / f"whole/{kind}-4").glob("*.safetensors")):
+            other = load_file(tmp_path / f"parts/{kind}-4/{path.name}")
+            assert all(torch.equal(tensor, other[key]) for key, tensor in load_file(path).items())
+    spec = json.loads((tmp_path / "whole/run.json").read_text())["spec"]
+    assert ModelSpec.model_validate(spec) == model_spec(train_recipe(name), caption_store.spec, "store")
+    snapshot = load_snapshot(tmp_path / "whole", CPU)
+    given = snapshot.conditioner(
+        None, torch.from_numpy(caption_store.caption_embedding(0))[None].float(), torch.tensor([3])
+    )
+    latents = draw_latents(snapshot, given, size=(8, 8), seed=0, solver=Solver(steps=2, guidance=2.0))
+    assert latents.shape == (1, 4, 8, 8)
+    assert latents.isfinite().all()

@@ -1,0 +1,352 @@
+"""Flow and DDPM: directions, schedule and bound against the published formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from leandit.train.config import ObjectiveSection
+from leandit.train.metrics.loss_bands import NUM_BANDS, band_means, band_sums
+from leandit.train.objectives.losses import (
+    ddpm_schedule,
+    draw_times,
+    loss_per_image,
+    min_snr_weight,
+    num_outputs,
+    time_share,
+)
+
+FLOW, DDPM = ObjectiveSection(kind="flow"), ObjectiveSection(kind="ddpm")
+CPU = torch.device("cpu")
+SHAPE = (5, 3, 4, 4)
+
+
+@pytest.fixture
+def data() -> tuple[Tensor, Tensor]:
+    """Latents and noise."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(SHAPE, generator=generator), torch.randn(SHAPE, generator=generator)
+
+
+def numpy_schedule() -> dict[str, np.ndarray]:
+    """Ho et al. 2020, section 2 and 4: betas from 1e-4 to 0.02 in 1000 equal steps."""
+    beta = 1e-4 + np.arange(1000) * (0.02 - 1e-4) / 999
+    alpha_bar = np.array([np.prod(1 - beta[: t + 1]) for t in range(1000)])
+    before = np.concatenate([[1.0], alpha_bar[:-1]])
+    posterior = (1 - before) / (1 - alpha_bar) * beta
+    posterior[0] = posterior[1]
+    return {"beta": beta, "alpha": 1 - beta, "alpha_bar": alpha_bar, "before": before, "posterior": posterior}
+
+
+def test_a_predictor_of_noise_minus_data_has_no_flow_loss(data: tuple[Tensor, Tensor]) -> None:
+    x, noise = data
+    loss = loss_per_image(FLOW, lambda _x_t, _t: noise - x, x, noise, torch.linspace(0, 1, len(x)))
+    assert loss.shape == (len(x),)
+    assert loss.abs().max() == 0
+    other_way = loss_per_image(FLOW, lambda _x_t, _t: x - noise, x, noise, torch.linspace(0, 1, len(x)))
+    assert other_way.min() > 1
+
+
+def test_flow_starts_at_data_and_ends_at_noise(data: tuple[Tensor, Tensor]) -> None:
+    x, noise = data
+    t = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
+    seen: dict[str, Tensor] = {}
+
+    def predict(x_t: Tensor, time: Tensor) -> Tensor:
+        seen.update(x_t=x_t, time=time)
+        return torch.zeros_like(x_t)
+
+    loss = loss_per_image(FLOW, predict, x, noise, t)
+    assert seen["time"].tolist() == [0, 250, 500, 750, 1000]
+    torch.testing.assert_close(seen["x_t"][0], x[0])
+    torch.testing.assert_close(seen["x_t"][4], noise[4])
+    torch.testing.assert_close(seen["x_t"][1], 0.75 * x[1] + 0.25 * noise[1])
+    torch.testing.assert_close(loss, (noise - x).square().mean((1, 2, 3)))
+
+
+def test_true_noise_and_posterior_variance_have_no_ddpm_loss(data: tuple[Tensor, Tensor]) -> None:
+    x, noise = data
+    t = torch.tensor([1.0, 2.0, 500.0, 998.0, 999.0])
+    loss = loss_per_image(DDPM, lambda _x, _t: torch.cat([noise, -torch.ones_like(noise)], 1), x, noise, t)
+    assert loss.abs().max() < 1e-6
+    other = loss_per_image(DDPM, lambda _x, _t: torch.cat([noise, torch.ones_like(noise)], 1), x, noise, t)
+    assert other[0] > 0.1  # at t = 1 beta is about twice the posterior's variance
+
+
+def test_ddpm_noises_with_the_cumulative_schedule(data: tuple[Tensor, Tensor]) -> None:
+    x, noise = data
+    steps = [0, 1, 250, 998, 999]
+    seen: dict[str, Tensor] = {}
+
+    def predict(x_t: Tensor, time: Tensor) -> Tensor:
+        seen.update(x_t=x_t, time=time)
+        return torch.cat([noise, -torch.ones_like(noise)], 1)
+
+    loss_per_image(DDPM, predict, x, noise, torch.tensor(steps).float())
+    assert seen["time"].tolist() == steps
+    alpha_bar = numpy_schedule()["alpha_bar"][steps][:, None, None, None]
+    wanted = np.sqrt(alpha_bar) * x.double().numpy() + np.sqrt(1 - alpha_bar) * noise.double().numpy()
+    np.testing.assert_allclose(seen["x_t"].numpy(), wanted, rtol=0, atol=5e-6)
+
+
+def test_the_ddpm_loss_is_noise_error_plus_the_bound(data: tuple[Tensor, Tensor]) -> None:
+    x, noise = data
+    generator = torch.Generator().manual_seed(1)
+    steps = [0, 1, 20, 500, 999]
+    output = torch.cat(
+        [noise + 0.1 * torch.randn(SHAPE, generator=generator), torch.rand(SHAPE, generator=generator)], 1
+    )
+    got = loss_per_image(DDPM, lambda _x, _t: output, x, noise, torch.tensor(steps).float())
+
+    s, wanted = numpy_schedule(), []
+    for i, t in enumerate(steps):
+        clean, eps = x[i].double().numpy(), noise[i].double().numpy()
+        predicted, v = (part.double().numpy() for part in output[i].chunk(2))
+        a, b, before, beta = s["alpha"][t], s["alpha_bar"][t], s["before"][t], s["beta"][t]
+        x_t = np.sqrt(b) * clean + np.sqrt(1 - b) * eps
+        true_mean = (np.sqrt(before) * beta * clean + np.sqrt(a) * (1 - before) * x_t) / (1 - b)  # equation 7
+        mean = (x_t - beta / np.sqrt(1 - b) * predicted) / np.sqrt(a)  # equation 11
+        share = (v + 1) / 2
+        variance = np.exp(share * np.log(beta) + (1 - share) * np.log(s["posterior"][t]))  # Nichol, Dhariwal: 15
+        if t:
+            true = s["posterior"][t]
+            nats = 0.5 * (np.log(variance / true) + (true + (true_mean - mean) ** 2) / variance - 1)
+        else:
+            cdf = np.vectorize(lambda z: 0.5 * math.erfc(-z / math.sqrt(2)))
+            std = np.sqrt(variance)
+            upper, lower = cdf((clean + 1 / 255 - mean) / std), cdf((clean - 1 / 255 - mean) / std)
+            upper, lower = np.where(clean > 0.999, 1, upper), np.where(clean < -0.999, 0, lower)
+            nats = -np.log(np.maximum(upper - lower, 1e-12))
+        wanted.append(((predicted - eps) ** 2).mean() + nats.mean() / math.log(2))
+    np.testing.assert_allclose(got[1:].numpy(), wanted[1:], rtol=1e-4)
+    np.testing.assert_allclose(got[0].numpy(), wanted[0], rtol=2e-3)  # differences of a float32 distribution function
+
+
+def test_the_bound_does_not_move_the_predicted_noise(data: tuple[Tensor, Tensor]) -> None:
+    x, noise = data
+    output = torch.cat([0.5 * noise, torch.zeros_like(noise)], 1).requires_grad_()
+    loss_per_image(DDPM, lambda _x, _t: output, x, noise, torch.full((len(x),), 3.0)).sum().backward()
+    assert output.grad is not None
+    epsilon, variance = output.grad.chunk(2, dim=1)
+    torch.testing.assert_close(epsilon, 2 * (0.5 * noise - noise) / noise[0].numel())
+    assert variance.abs().min() > 0
+
+
+def test_the_schedule_is_the_published_one() -> None:
+    ours, s = ddpm_schedule(CPU), numpy_schedule()
+    np.testing.assert_allclose(ours["alpha_bar"], s["alpha_bar"], rtol=1e-5)
+    np.testing.assert_allclose(ours["log_beta"], np.log(s["beta"]), rtol=1e-5)
+    np.testing.assert_allclose(ours["log_posterior"], np.log(s["posterior"]), rtol=1e-5)
+    np.testing.assert_allclose(ours["mean_x"], np.sqrt(s["before"]) * s["beta"] / (1 - s["alpha_bar"]), rtol=1e-5)
+    mean_x_t = np.sqrt(s["alpha"]) * (1 - s["before"]) / (1 - s["alpha_bar"])
+    np.testing.assert_allclose(ours["mean_x_t"], mean_x_t, rtol=1e-5, atol=1e-12)
+    assert ours["alpha_bar"][-1] == pytest.approx(4.0358e-5, rel=1e-3)  # Ho et al.: the end is almost pure noise
+
+
+@pytest.mark.parametrize(
+    ("section", "low", "high"),
+    [
+        (DDPM, 0, 999),
+        (ObjectiveSection(kind="flow", time="uniform"), 0, 1),
+        (ObjectiveSection(kind="flow", time="logit_normal"), 0, 1),
+        (ObjectiveSection(kind="flow", time="uniform", shift=3.0), 0, 1),
+    ],
+)
+def test_times_stay_in_range_and_fill_it(section: ObjectiveSection, low: float, high: float) -> None:
+    times = draw_times(section, 50_000, torch.Generator().manual_seed(0))
+    assert times.dtype == torch.float32
+    assert low <= times.min() < low + 0.05 * (high - low)
+    assert high - 0.05 * (high - low) < times.max() <= high
+    if section.kind == "ddpm":
+        assert set(times.tolist()) == set(range(1000))
+
+
+def test_logit_normal_times_have_a_standard_normal_logit() -> None:
+    logits = draw_times(FLOW, 100_000, torch.Generator().manual_seed(0)).logit()
+    assert logits.mean() == pytest.approx(0, abs=0.02)
+    assert logits.std() == pytest.approx(1, abs=0.02)
+    assert (logits < -1).float().mean() == pytest.approx(0.1587, abs=0.01)
+
+
+@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0])
+def test_shift_moves_times_by_its_formula(shift: float) -> None:
+    plain = draw_times(ObjectiveSection(kind="flow", time="uniform"), 1000, torch.Generator().manual_seed(0))
+    shifted = draw_times(
+        ObjectiveSection(kind="flow", time="uniform", shift=shift), 1000, torch.Generator().manual_seed(0)
+    )
+    torch.testing.assert_close(shifted, shift * plain / (1 + (shift - 1) * plain))
+    if shift > 1:
+        assert (shifted > plain).float().mean() > 0.99  # towards noise
+
+
+def test_times_depend_on_the_generator_alone() -> None:
+    torch.manual_seed(1)
+    first = draw_times(FLOW, 10, torch.Generator().manual_seed(7))
+    torch.manual_seed(2)
+    assert torch.equal(first, draw_times(FLOW, 10, torch.Generator().manual_seed(7)))
+
+
+def ddpm_section(predict: str = "epsilon", variance: str = "fixed", gamma: float = 0.0) -> ObjectiveSection:
+    return ObjectiveSection.model_validate({"predict": predict, "variance": variance, "min_snr_gamma": gamma})
+
+
+def fixed_output(output: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda _x, _t: output
+
+
+@pytest.mark.parametrize("predict", ["epsilon", "v"])
+@pytest.mark.parametrize("gamma", [0.0, 5.0])
+def test_error_and_weight_are_those_of_the_papers(data: tuple[Tensor, Tensor], predict: str, gamma: float) -> None:
+    x, noise = data
+    steps = [0, 3, 150, 500, 999]
+    output = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3))
+    got = loss_per_image(
+        ddpm_section(predict, gamma=gamma), fixed_output(output), x, noise, torch.tensor(steps).float()
+    )
+    b = numpy_schedule()["alpha_bar"][steps][:, None, None, None]
+    clean, eps = x.double().numpy(), noise.double().numpy()
+    target = eps if predict == "epsilon" else np.sqrt(b) * eps - np.sqrt(1 - b) * clean  # Salimans, Ho: appendix D
+    error = ((output.double().numpy() - target) ** 2).mean((1, 2, 3))
+    snr = (b / (1 - b)).ravel()
+    weight = np.minimum(snr, gamma) / (snr if predict == "epsilon" else snr + 1) if gamma else 1
+    np.testing.assert_allclose(got.numpy(), error * weight, rtol=2e-6)
+
+
+@hypothesis.settings(deadline=None, max_examples=30)
+@hypothesis.given(st.integers(0, 999), st.integers(0, 2**32))
+def test_v_and_noise_are_the_same_prediction_said_otherwise(step: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, noise, guess, variance = torch.randn((4, 2, 3, 4, 4), generator=generator).unbind()
+    t = torch.full((2,), float(step))
+    b = numpy_schedule()["alpha_bar"][step]
+    signal, share = math.sqrt(b), math.sqrt(1 - b)
+
+    def v_model(x_t: Tensor, _t: Tensor) -> Tensor:  # v = (noise - share * x_t) / signal, from both definitions
+        v = (guess.double() - share * x_t.double()) / signal
+        return torch.cat([v, variance.double()], 1)
+
+    by_noise = loss_per_image(
+        ddpm_section("epsilon", "learned"), fixed_output(torch.cat([guess, variance], 1)), x, noise, t
+    )
+    by_v = loss_per_image(ddpm_section("v", "learned"), v_model, x, noise, t)
+    noise_error = (guess - noise).square().mean((1, 2, 3))
+    # v - v_true = (noise - noise_true) / signal; the bound is of the same mean, so it is the same.
+    torch.testing.assert_close(by_v - noise_error / b, by_noise - noise_error, rtol=1e-3, atol=1e-5 / b)
+
+
+@hypothesis.given(st.floats(1e-6, 1e6), st.floats(0.1, 100))
+def test_min_snr_weights_agree_between_predictions_and_have_a_bound(snr: float, gamma: float) -> None:
+    ratio = torch.tensor([snr], dtype=torch.float64)
+    of_noise = min_snr_weight(ddpm_section("epsilon", gamma=gamma), ratio).item()
+    of_v = min_snr_weight(ddpm_section("v", gamma=gamma), ratio).item()
+    # The error of the data is that of the noise over snr, and that of v over snr + 1 (Hang et al., section 3.4).
+    assert of_noise * snr == pytest.approx(of_v * (snr + 1))
+    assert of_noise * snr == pytest.approx(min(snr, gamma))
+
+
+def test_the_variance_learns_the_same_with_every_prediction_and_weight(data: tuple[Tensor, Tensor]) -> None:
+    x, noise = data
+    t = torch.tensor([1.0, 20.0, 300.0, 700.0, 999.0])
+    signal, share = (ddpm_schedule(CPU)[name][t.long()][:, None, None, None] for name in ("signal", "noise_share"))
+    gradients = []
+    for predict, gamma in (("epsilon", 0.0), ("epsilon", 5.0), ("v", 0.0), ("v", 5.0)):
+        variance = torch.zeros(SHAPE, requires_grad=True)
+        guess = 0.9 * noise if predict == "epsilon" else (0.9 * noise - share * (signal * x + share * noise)) / signal
+        output = torch.cat([guess, variance], 1)
+        loss_per_image(ddpm_section(predict, "learned", gamma), fixed_output(output), x, noise, t).sum().backward()
+        gradients.append(variance.grad)
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=1e-3, atol=1e-6)
+
+
+def test_a_fixed_variance_has_no_channels() -> None:
+    assert num_outputs(DDPM, 4) == 8
+    assert num_outputs(ddpm_section(), 4) == 4
+    assert num_outputs(FLOW, 4) == 4
+
+
+@pytest.mark.parametrize("key", [{"predict": "v"}, {"variance": "fixed"}, {"min_snr_gamma": 5.0}])
+def test_keys_of_ddpm_are_refused_for_flow(key: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="keys of kind"):
+        ObjectiveSection.model_validate({"kind": "flow", **key})
+
+
+def test_logit_normal_times_have_the_mean_and_deviation_of_the_recipe() -> None:
+    section = ObjectiveSection(kind="flow", time_mean=-0.5, time_std=0.7)
+    logits = draw_times(section, 100_000, torch.Generator().manual_seed(0)).logit()
+    assert logits.mean() == pytest.approx(-0.5, abs=0.02)
+    assert logits.std() == pytest.approx(0.7, abs=0.02)
+
+
+def test_the_tables_are_made_once_and_precise() -> None:
+    ours, s = ddpm_schedule(CPU), numpy_schedule()
+    assert ddpm_schedule(torch.device("cpu")) is ours
+    np.testing.assert_allclose(ours["noise_share"], np.sqrt(1 - s["alpha_bar"]), rtol=1e-7)
+    np.testing.assert_allclose(ours["signal"], np.sqrt(s["alpha_bar"]), rtol=1e-7)
+    np.testing.assert_allclose(ours["snr"], s["alpha_bar"] / (1 - s["alpha_bar"]), rtol=1e-7)
+
+
+@pytest.mark.parametrize("section", [FLOW, DDPM, ddpm_section("v", "learned", 5.0)], ids=["flow", "ddpm", "v"])
+def test_the_loss_is_one_graph_without_the_host(data: tuple[Tensor, Tensor], section: ObjectiveSection) -> None:
+    x, noise = data
+    scale = torch.tensor(0.5)
+    repeat = num_outputs(section, 1)
+    seen = []
+
+    def predict(x_t: Tensor, t: Tensor) -> Tensor:
+        return scale * x_t.repeat(1, repeat, 1, 1) + t[:, None, None, None] / 1000
+
+    def loss(x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        return loss_per_image(section, predict, x, noise, t)
+
+    def count(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Tensor]:
+        seen.append(graph)
+        return graph.forward
+
+    t = draw_times(section, len(x), torch.Generator().manual_seed(0))
+    wanted = loss(x, noise, t)
+    compiled = torch.compile(loss, fullgraph=True, backend=count)  # refuses what needs the host
+    torch.testing.assert_close(compiled(x, noise, t), wanted)
+    compiled(x + 1, noise, draw_times(section, len(x), torch.Generator().manual_seed(1)))
+    assert len(seen) == 1
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(st.lists(st.tuples(st.floats(0, 1, width=32), st.floats(-10, 10, width=32)), min_size=1, max_size=50))
+def test_bands_hold_the_mean_of_their_losses(pairs: list[tuple[float, float]]) -> None:
+    share, losses = torch.tensor(pairs).unbind(1)
+    half = len(pairs) // 2
+    sums = band_sums(share[:half], losses[:half]) + band_sums(share[half:], losses[half:])
+    means = band_means(sums)
+    assert len(means) == NUM_BANDS
+    for band, mean in enumerate(means):
+        inside = [loss for place, loss in pairs if min(NUM_BANDS - 1, int(np.float32(place) * np.float32(10))) == band]
+        if inside:
+            assert mean == pytest.approx(sum(inside) / len(inside), rel=1e-4, abs=1e-4)
+        else:
+            assert mean is None
+    assert sums[1].sum() == len(pairs)
+
+
+def test_every_step_of_ddpm_is_in_its_band() -> None:
+    share = time_share(DDPM, torch.arange(1000).float())
+    assert band_sums(share, torch.ones(1000))[1].tolist() == [100.0] * NUM_BANDS
+    for band in range(NUM_BANDS):
+        inside = torch.arange(100 * band, 100 * (band + 1)).float()
+        assert band_sums(time_share(DDPM, inside), torch.ones(100))[1, band] == 100
+    assert band_means(band_sums(time_share(FLOW, torch.tensor([0.0, 1.0])), torch.tensor([2.0, 3.0])))[9] == 3.0
+
+
+def test_a_loss_that_is_not_finite_spoils_its_own_band_alone() -> None:
+    means = band_means(band_sums(torch.tensor([0.05, 0.55]), torch.tensor([float("nan"), 2.0])))
+    assert means[0] is not None
+    assert math.isnan(means[0])
+    assert means[5] == 2.0

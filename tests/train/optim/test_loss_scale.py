@@ -1,0 +1,173 @@
+"""fp16 and its loss scale; and what is not finite: nothing is updated, the run stops and names the records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from making import CPU, train_recipe
+
+from leandit.datasets.batches.latents import final_latents
+from leandit.datasets.batches.reader import Batch
+from leandit.datasets.errors import RunError
+from leandit.datasets.store import LatentStore
+from leandit.train import loop
+from leandit.train.loop import train
+from leandit.train.metrics.window import Trace
+from leandit.train.optim.loss_scale import GROWTH_STEPS, LossScale
+from leandit.train.parallel.stop import StopRequest
+from leandit.train.run.resume import TrainState
+from leandit.train.weights.checkpoint import EMA, MODEL, find
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+SETTINGS = ["run.steps=12", "schedule.kind=constant", "run.checkpoint_every=4", "run.keep_checkpoints=9"]
+
+
+def run_to(store: LatentStore, run: Path, *overrides: str) -> list[dict[str, float]]:
+    """Train, and give the lines of its metrics."""
+    recipe = train_recipe("dit-s-4", *SETTINGS, *overrides)
+    train(recipe, store_path=store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+    return lines(run)
+
+
+def lines(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_scale_halves_at_an_overflow_and_doubles_after_many_good_updates() -> None:
+    scale, good, bad = LossScale(CPU), torch.zeros(()), torch.ones(())
+    first = scale.value()
+    scale.update(bad)
+    assert scale.value() == first / 2
+    for _ in range(GROWTH_STEPS):
+        assert scale.value() == first / 2
+        scale.update(good)
+    assert scale.value() == first
+
+
+def overflow_at(step: int, patch: pytest.MonkeyPatch) -> None:
+    """Lift the loss scale before a step so far that the gradients overflow; then no average may move."""
+    take = loop.train_step
+
+    def made(state: TrainState, batch: Batch) -> Trace:
+        if state.step + 1 == step:
+            assert isinstance(state.engine.loss_scale, LossScale)
+            state.engine.loss_scale.scale.fill_(2.0**26)
+        before = {name: value.clone() for name, value in state.engine.tensors(EMA)}
+        trace = take(state, batch)
+        same = all(torch.equal(value, before[name]) for name, value in state.engine.tensors(EMA))
+        assert same == bool(trace.skipped)
+        return trace
+
+    patch.setattr(loop, "train_step", made)
+
+
+def test_fp16_skips_an_update_that_overflows_recovers_and_goes_on(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overflow_at(5, monkeypatch)
+    found = run_to(label_store, tmp_path / "run", "run.precision=fp16")
+    skipped = [line["skipped_steps"] for line in found]
+    assert skipped[:4] == [0] * 4
+    assert skipped[4] == 1
+    assert skipped[-1] == 0, found
+    scales = [line["loss_scale"] for line in found]
+    assert scales[4] == 2.0**25
+    assert scales[-1] < scales[4]
+    assert all(np.isfinite(line["loss"]) for line in found)
+    assert [line["step"] for line in found] == list(range(1, 13))
+
+
+def test_fp16_resumes_with_its_scale_bit_for_bit(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overflow_at(2, monkeypatch)
+    whole = run_to(label_store, tmp_path / "whole", "run.precision=fp16")
+    monkeypatch.undo()
+    overflow_at(2, monkeypatch)
+    run_to(label_store, tmp_path / "run", "run.precision=fp16", "run.steps=4")
+    found = run_to(label_store, tmp_path / "run", "run.precision=fp16")
+    kept = ("loss", "grad_norm", "loss_scale", "skipped_steps")
+    assert [[line[k] for k in kept] for line in found] == [[line[k] for k in kept] for line in whole]
+
+
+def test_a_run_changes_from_fp16_to_fp32_by_one_key(label_store: LatentStore, tmp_path: Path) -> None:
+    run_to(label_store, tmp_path / "run", "run.precision=fp16", "run.steps=4")
+    found = run_to(label_store, tmp_path / "run", "run.precision=fp32")
+    assert [line["step"] for line in found] == list(range(1, 13))
+    assert [line["loss_scale"] is None for line in found] == [False] * 4 + [True] * 8
+
+
+def test_the_residual_stream_may_change_while_a_run_goes_on_also_one_from_before_it_was_a_key(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_to(label_store, tmp_path / "run", "run.steps=4")
+    head = json.loads((tmp_path / "run/run.json").read_text())
+    del head["recipe"]["run"]["residual"]
+    (tmp_path / "run/run.json").write_text(json.dumps(head))
+    take, seen = loop.train_step, set()
+
+    def made(state: TrainState, batch: Batch) -> Trace:
+        seen.add(state.engine.model.net.residual)
+        return take(state, batch)
+
+    monkeypatch.setattr(loop, "train_step", made)
+    found = run_to(label_store, tmp_path / "run", "run.residual=bf16")
+    assert [line["step"] for line in found] == list(range(1, 13))
+    assert seen == {"bf16"}
+
+
+def test_losses_of_fp16_are_near_those_of_fp32(label_store: LatentStore, tmp_path: Path) -> None:
+    half, full = (run_to(label_store, tmp_path / name, f"run.precision={name}") for name in ("fp16", "fp32"))
+    assert [line["loss"] for line in half] == pytest.approx([line["loss"] for line in full], rel=0.02)
+
+
+@pytest.fixture
+def poison(label_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A record whose latent is not a number when it is read; its key."""
+    victim = 7
+
+    def poisoned(batch: Batch) -> torch.Tensor:
+        latents = final_latents(batch.stored, batch.spec, batch.draw_keys)
+        latents[batch.records == victim] = float("nan")
+        return latents
+
+    monkeypatch.setattr(Batch, "latents", property(poisoned))
+    return label_store.record_at(victim).key
+
+
+@pytest.mark.parametrize("microbatch", [0, 3])
+def test_a_loss_that_is_no_number_stops_before_the_update_and_names_the_record(
+    microbatch: int, poison: str, label_store: LatentStore, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(RunError, match=f"the loss of records '{poison}' is not finite") as error:
+        run_to(label_store, run, f"run.microbatch={microbatch}", "run.log_every=4")
+    assert "leandit inspect STORE KEY" in str(error.value)
+    assert not find("checkpoint", run)
+
+
+def test_nothing_is_updated_by_a_gradient_that_is_no_number(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, seen = loop.train_step, []
+
+    def made(state: TrainState, batch: Batch) -> Trace:
+        if state.step == 2:  # the third: an infinite gradient from a finite loss
+            next(state.engine.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
+        for group in (MODEL, EMA):
+            seen.append([t.detach().clone() for _, t in state.engine.tensors(group)])
+        trace = take(state, batch)
+        for group in (MODEL, EMA):
+            seen.append([t.detach().clone() for _, t in state.engine.tensors(group)])
+        return trace
+
+    monkeypatch.setattr(loop, "train_step", made)
+    with pytest.raises(RunError, match="step 3: the losses are finite, but the gradient is not finite"):
+        run_to(label_store, tmp_path / "run")
+    for before, after in zip(seen[-4:-2], seen[-2:], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))

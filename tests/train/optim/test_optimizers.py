@@ -1,0 +1,337 @@
+"""Every optimizer against its published rule or another implementation, and its state saved and taken up again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from making import CPU, SUPPORT, train_recipe
+from pydantic import ValidationError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from leandit.datasets.errors import RecipeError
+from leandit.datasets.store import LatentStore
+from leandit.train.config import OptimizerSection, ScheduleSection
+from leandit.train.loop import train
+from leandit.train.models.dit import SIZES
+from leandit.train.optim import came
+from leandit.train.optim.build import build_optimizer, learning_rate, parameter_groups
+from leandit.train.optim.came import Came
+from leandit.train.optim.muon import hidden_matrices
+from leandit.train.optim.named_state import expected_tensors, load_optimizer_tensors, optimizer_tensors
+from leandit.train.parallel.stop import StopRequest
+
+NAMES = ["adamw", "adamw8bit", "came", "muon"]
+
+
+class Tiny(nn.Module):
+    """A model with all that the optimizers tell apart; the large matrix has 8-bit moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(5, 16)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "fc": nn.Linear(16, 256),
+                    "proj": nn.Linear(256, 16, bias=False),
+                    "adaLN_modulation": nn.Sequential(nn.SiLU(), nn.Linear(16, 16)),
+                    "norm": nn.LayerNorm(16),
+                }
+            )
+            for _ in range(2)
+        )
+        self.conv = nn.Conv2d(16, 8, 1)
+        self.deep = nn.Conv2d(8, 8, 3, groups=8, padding=1)
+        self.table = nn.Parameter(torch.randn(6, 16))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, index: Tensor) -> Tensor:
+        x = self.embedding(index) + self.table[0]
+        for block in self.blocks:
+            assert isinstance(block, nn.ModuleDict)
+            x = x + block["proj"](block["fc"](block["norm"](x)).relu()) * block["adaLN_modulation"](x + self.table[1])
+        return self.deep(self.conv(x.T[None, :, :, None]))
+
+
+def section(name: str, **keys: object) -> OptimizerSection:
+    return OptimizerSection.model_validate({"name": name, "lr": 1e-2, "weight_decay": 0.1, **keys})
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
+    """Steps whose targets and rates depend on their number alone."""
+    for step in range(first, first + count):
+        target = torch.randn(5, 16, generator=torch.Generator().manual_seed(step))
+        (model(torch.arange(5)).squeeze() * target[None, :, :8].mT.squeeze()).square().mean().backward()
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_three_steps_saved_and_three_more_are_six_to_the_bit(name: str) -> None:
+    whole, begun, resumed = Tiny(), Tiny(), Tiny()
+    optimizer = build_optimizer(section(name), whole)
+    steps(whole, optimizer, 0, 6)
+
+    first = build_optimizer(section(name), begun)
+    steps(begun, first, 0, 3)
+    tensors = load(save({key: t.contiguous() for key, t in optimizer_tensors(first, begun).items()}))
+    resumed.load_state_dict(begun.state_dict())
+    again = build_optimizer(section(name), resumed)
+    load_optimizer_tensors(again, resumed, tensors)
+    at_once = optimizer_tensors(again, resumed)
+    assert all(torch.equal(at_once[key], tensors[key]) for key in tensors.keys() | at_once.keys())
+    steps(resumed, again, 3, 3)
+
+    for (key, one), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(one, other), key
+    ends = optimizer_tensors(optimizer, whole), optimizer_tensors(again, resumed)
+    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0].keys() | ends[1].keys())
+    assert not torch.equal(whole.conv.weight, begun.conv.weight)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("decay_all", [True, False])
+def test_the_expected_tensors_are_those_that_there_are(name: str, decay_all: bool) -> None:
+    model, recipe = Tiny(), section(name, decay_all=decay_all)
+    expected = expected_tensors(recipe, model)
+    optimizer = build_optimizer(recipe, model)
+    steps(model, optimizer, 0, 1)
+    found = optimizer_tensors(optimizer, model)
+    assert {key: (t.shape, t.dtype) for key, t in expected.items()} == {
+        key: (t.shape, t.dtype) for key, t in found.items()
+    }
+    assert {t.device.type for t in expected.values()} == {"meta"}
+    assert not any(key.startswith("frozen") for key in found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_lowers_a_loss(name: str) -> None:
+    model = Tiny()
+    # CAME's first steps are eleven times its rate: 0.1 / sqrt(1 - 0.9999), since nothing corrects its bias.
+    optimizer = build_optimizer(section(name, lr=1e-3 if name == "came" else 1e-2, weight_decay=0.0), model)
+    losses = []
+    for _ in range(30):
+        loss = (model(torch.arange(5)) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_fused_adamw_is_the_papers() -> None:
+    model, plain = Tiny(), Tiny().double()
+    optimizer = build_optimizer(section("adamw"), model)
+    assert optimizer.param_groups[0]["fused"] is True
+    first = {n: torch.zeros_like(p) for n, p in plain.named_parameters()}
+    second = {n: torch.zeros_like(p) for n, p in plain.named_parameters()}
+    for step in range(1, 4):
+        for n, p in plain.named_parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).double()
+            model.get_parameter(n).grad = p.grad.float()
+        optimizer.step()
+        for n, p in plain.named_parameters():
+            if n != "frozen":  # Loshchilov and Hutter 2019, algorithm 2
+                assert p.grad is not None
+                first[n] = 0.9 * first[n] + 0.1 * p.grad
+                second[n] = 0.999 * second[n] + 0.001 * p.grad**2
+                step_of = (first[n] / (1 - 0.9**step)) / ((second[n] / (1 - 0.999**step)).sqrt() + 1e-8)
+                p.data -= 1e-2 * (step_of + 0.1 * p)
+    for n, p in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(n), p.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_eight_bit_adamw_follows_adamw() -> None:
+    models = [Tiny(), Tiny()]
+    for name, model in zip(["adamw", "adamw8bit"], models, strict=True):
+        steps(model, build_optimizer(section(name), model), 0, 5)
+    began = Tiny().blocks[0]["fc"].weight
+    one, other = (model.blocks[0]["fc"].weight - began for model in models)
+    assert (one - other).norm() < 0.1 * one.norm()
+    torch.testing.assert_close(models[0].deep.weight, models[1].deep.weight, rtol=2e-2, atol=1e-3)
+
+
+def test_the_moments_of_eight_bit_adamw_have_eight_bits_and_its_rate_is_a_number() -> None:
+    model = Tiny()
+    optimizer = build_optimizer(section("adamw8bit"), model)
+    steps(model, optimizer, 0, 2)
+    state = optimizer.state[model.blocks[0]["fc"].weight]
+    assert state["exp_avg"].codes.dtype == torch.uint8
+    assert state["exp_avg_sq"].codes.dtype == torch.uint8
+    assert optimizer.param_groups[0]["lr"] == 5e-3
+
+
+@pytest.mark.parametrize("magnitude", [1e-3, 1e-8, 1e-12, 1e-20])
+def test_eight_bit_moments_may_be_written_as_numbers_within_their_rounding(magnitude: float) -> None:
+    model = Tiny()
+    optimizer = build_optimizer(section("adamw8bit"), model)
+    weight = model.blocks[0]["fc"].weight
+    values = magnitude * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    values.view(-1)[:256] = 0
+    for field, value in (("exp_avg", values), ("exp_avg_sq", values.square())):
+        held = optimizer.join(weight, field, {"": value})  # type: ignore
+        again = optimizer.join(weight, field, optimizer.parts(held))  # type: ignore
+        assert torch.equal(held.codes, again.codes)
+        assert torch.equal(held.scale, again.scale)
+        by_numbers = optimizer.join(weight, field, {"": held.dequantize()}).dequantize()  # type: ignore
+        assert (by_numbers - held.dequantize()).abs().max() <= 0.01 * held.dequantize().abs().max()
+
+
+def test_torchao_says_nothing() -> None:
+    code = "import leandit.train.optim.adamw8bit"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("", "")
+
+
+def test_a_missing_package_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.delitem(sys.modules, "torchao.optim", raising=False)
+    monkeypatch.delitem(sys.modules, "leandit.train.optim.adamw8bit", raising=False)
+    with pytest.raises(RecipeError, match=r"torchao.*extra 'optimizers'"):
+        build_optimizer(section("adamw8bit"), Tiny())
+
+
+def test_came_is_the_librarys_where_both_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pytorch_optimizer import CAME
+
+    monkeypatch.setattr(came, "CHUNK", 1000)  # several chunks, of several parameters and of one
+    ours, theirs = Tiny(), Tiny()
+    options = {"lr": 1e-2, "betas": (0.9, 0.999, 0.9999), "weight_decay": 0.1}
+    optimizer = Came([p for p in ours.parameters() if p.ndim < 4], **options)  # type: ignore
+    reference = CAME([p for p in theirs.parameters() if p.ndim < 4], **options, foreach=False)  # type: ignore
+    for step in range(5):
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.grad = (
+                torch.randn(one.shape, generator=torch.Generator().manual_seed(step)) if one.requires_grad else None
+            )
+            other.grad = one.grad.clone() if one.grad is not None else None
+        optimizer.step()
+        reference.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_came_treats_a_small_convolution_as_its_matrix_and_others_whole() -> None:
+    pointwise, deep = nn.Conv2d(6, 4, 1, bias=False), nn.Conv2d(6, 6, 3, groups=6, bias=False)
+    matrix = nn.Linear(6, 4, bias=False)
+    matrix.weight.data = pointwise.weight.data.view(4, 6).clone()
+    flat = nn.Parameter(deep.weight.detach().flatten().clone())
+    optimizer = Came(
+        [pointwise.weight, matrix.weight, deep.weight, flat], lr=0.1, betas=(0.9, 0.99, 0.999), weight_decay=0
+    )
+    for step in range(3):
+        gradients = torch.Generator().manual_seed(step)
+        matrix.weight.grad = torch.randn(4, 6, generator=gradients)
+        flat.grad = torch.randn(54, generator=gradients)
+        pointwise.weight.grad, deep.weight.grad = matrix.weight.grad.view(4, 6, 1, 1), flat.grad.view(6, 1, 3, 3)
+        optimizer.step()
+    torch.testing.assert_close(pointwise.weight.view(4, 6), matrix.weight)
+    torch.testing.assert_close(deep.weight.flatten(), flat)
+    assert optimizer.state[pointwise.weight]["exp_avg_sq_row"].shape == (4,)
+    assert optimizer.state[deep.weight]["exp_avg_sq"].shape == deep.weight.shape
+
+
+def test_muon_takes_the_hidden_matrices_and_adamw_the_rest() -> None:
+    model = Tiny()
+    optimizer = build_optimizer(section("muon"), model)
+    steps(model, optimizer, 0, 1)
+    names = {name for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state.get(p, {})}
+    assert names == {f"blocks.{i}.{layer}.weight" for i in (0, 1) for layer in ("fc", "proj")}
+    rest = {name for name, p in model.named_parameters() if "exp_avg" in optimizer.state.get(p, {})}
+    assert names | rest == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all(group["fused"] for group in optimizer.param_groups if not group["muon"])
+
+
+def test_muons_first_step_is_orthogonal_and_of_the_size_of_adamws() -> None:
+    model = Tiny()
+    before = model.blocks[0]["fc"].weight.detach().clone()
+    optimizer = build_optimizer(section("muon", weight_decay=0.0), model)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    update = (before - model.blocks[0]["fc"].weight) / 1e-2 / (0.2 * 256**0.5)
+    singular = torch.linalg.svdvals(update)
+    assert singular.min() > 0.5  # Jordan et al.: five iterations bring them to 0.7 to 1.2
+    assert singular.max() < 1.3
+
+
+def test_the_matrices_of_the_models_are_those_of_attention_and_mlp() -> None:
+    from leandit.train.models.build import build_model
+    from leandit.train.models.spec import ModelSpec
+
+    spec = ModelSpec(name="DiT-S/4", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
+    model = build_model(spec, seed=0)
+    matrices = hidden_matrices(model)
+    names = {name.split(".", 3)[3] for name, p in model.named_parameters() if id(p) in matrices}
+    assert names == {"attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight"}
+    assert len(matrices) == 4 * 12
+
+
+def test_biases_norms_embeddings_and_tables_decay_unless_they_are_excluded() -> None:
+    model = Tiny()
+    everything = [p for p in model.parameters() if p.requires_grad]
+    (group,) = parameter_groups(section("adamw"), model)
+    assert group["weight_decay"] == 0.1
+    assert [id(p) for p in group["params"]] == [id(p) for p in everything]
+    decays = {
+        name
+        for name, p in model.named_parameters()
+        for group in parameter_groups(section("adamw", decay_all=False), model)
+        if group["weight_decay"] and any(p is it for it in group["params"])
+    }
+    layers = [f"blocks.{i}.{layer}.weight" for i in (0, 1) for layer in ("fc", "proj", "adaLN_modulation.1")]
+    assert decays == {*layers, "conv.weight", "deep.weight"}
+
+
+def test_came_needs_three_betas() -> None:
+    with pytest.raises(ValidationError, match="needs three"):
+        section("came", betas=[0.9, 0.99])
+    assert section("muon", betas=[0.9, 0.99]).betas == [0.9, 0.99]
+
+
+@pytest.mark.parametrize(("step", "share"), [(10, 1.0), (60, 0.55), (110, 0.1)])
+def test_a_cosine_ends_at_its_share(step: int, share: float) -> None:
+    schedule = ScheduleSection(kind="cosine", warmup_steps=10, final_lr_share=0.1)
+    assert learning_rate(2.0, schedule, step, steps=110) == pytest.approx(2.0 * share)
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "came", "muon"])
+def test_a_run_resumes_with_every_optimizer_to_the_bit(
+    name: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "S", (2, 64, 2))
+
+    def go(run: str, steps: int) -> None:
+        recipe = train_recipe("dit-s-4", f"run.steps={steps}", f"optimizer.name={name}", "run.checkpoint_every=2")
+        train(
+            recipe,
+            store_path=label_store.path,
+            run=tmp_path / run,
+            device=CPU,
+            report=lambda _: None,
+            stop=StopRequest(),
+        )
+
+    go("whole", 4)
+    go("parts", 2)
+    go("parts", 4)
+    for file in ("model", "optimizer"):
+        one, other = ((tmp_path / run / f"checkpoint-4/{file}.safetensors").read_bytes() for run in ("whole", "parts"))
+        assert one == other
+
+
+def test_optimizers_and_averages_of_a_sharded_model_are_those_of_a_whole_one(tmp_path: Path) -> None:
+    script = SUPPORT / "sharded_ranks.py"
+    commands = [[sys.executable, script, str(rank), tmp_path / "meeting", *NAMES] for rank in (0, 1)]
+    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    for rank in ranks:
+        _, said = rank.communicate(timeout=200)
+        assert rank.returncode == 0, said

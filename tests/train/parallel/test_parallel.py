@@ -1,0 +1,462 @@
+"""Ranks that train together: whatever the strategy, the run is that of one process; who differs or dies is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from making import CPU, SUPPORT, train_recipe
+from safetensors.torch import load_file
+from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+from leandit.datasets.errors import RecipeError, StoreError
+from leandit.datasets.store import LatentStore
+from leandit.train.config import ParallelSection
+from leandit.train.loop import train
+from leandit.train.parallel.ranks import ALONE, SRUN, TORCHRUN, Ranks, read_ranks
+from leandit.train.parallel.stop import StopRequest, Terminated
+from leandit.train.parallel.strategy import choose_strategy
+from leandit.train.parallel.watchdog import Meeting
+
+MAIN = SUPPORT / "rank_main.py"
+STEPS = 20
+# 15 records in batches of 4, the last of 3: unequal slices, and microbatches of which one rank has fewer.
+SETTINGS = [
+    f"run.steps={STEPS}",
+    "run.global_batch=4",
+    "run.microbatch=1",
+    "optimizer.lr=1e-3",
+    "run.checkpoint_every=10",
+    "run.keep_checkpoints=3",
+    "run.log_every=1",
+    "schedule.kind=constant",
+]
+Job = dict[str, Any]
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+
+def start_ranks(jobs: list[Job], world_size: int, names: tuple[str, ...] = TORCHRUN) -> list[subprocess.Popen[str]]:
+    """Start a process for each rank, with what torchrun says to each, or who has other names for it."""
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    ranks = []
+    for rank in range(world_size):
+        place = dict(zip(names, map(str, (rank, rank, world_size, world_size)), strict=True))
+        command = [sys.executable, str(MAIN), json.dumps(jobs)]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen(command, env=common | place, **pipes))
+    return ranks
+
+
+def run_ranks(jobs: list[Job], world_size: int, names: tuple[str, ...] = TORCHRUN) -> list[list[dict[str, Any]]]:
+    """What each rank said of each job; all must end well."""
+    ranks = start_ranks(jobs, world_size, names)
+    ended = [rank.communicate(timeout=280) for rank in ranks]
+    for rank, (_, errors) in zip(ranks, ended, strict=True):
+        assert rank.returncode == 0, errors[-3000:]
+    return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in ended]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens to."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def job(store: LatentStore, run: Path, *overrides: str, recipe: str = "dit-s-4", **more: Any) -> Job:
+    return {"recipe": recipe, "set": [*SETTINGS, *overrides], "store": str(store.path), "run": str(run), **more}
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def alone(store: LatentStore, run: Path, *overrides: str, recipe: str = "dit-s-4") -> list[float]:
+    """Losses of the same training in this process."""
+    settings = train_recipe(recipe, *SETTINGS, *overrides)
+    train(settings, store_path=store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+    return losses(run)
+
+
+TWO = {
+    "ddp": ["parallel.strategy=ddp"],
+    "fsdp": ["parallel.strategy=fsdp", "run.activation_checkpointing=selective"],
+    "fsdp-gradient": ["parallel.strategy=fsdp", "parallel.shard=gradient"],
+    "fsdp-offload": ["parallel.strategy=fsdp", "parallel.cpu_offload=true"],
+    "zero-1": ["parallel.deepspeed_config={folder}/zero-1.json"],
+    "zero-2": ["parallel.deepspeed_config={folder}/zero-2.json"],
+    "zero-3": ["parallel.deepspeed_config={folder}/zero-3.json"],
+}
+FOUR = {"hsdp": ["parallel.strategy=hsdp", "parallel.replicas=2"]}
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+ZERO: dict[str, dict[str, Any]] = {
+    "zero-1": {"zero_optimization": {"stage": 1}, "train_batch_size": "auto", "gradient_accumulation_steps": 2},
+    "zero-2": {
+        "zero_optimization": {"stage": 2, "stage3_max_reuse_parameters": 1},
+        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+        "optimizer": ADAMW,
+    },
+    "zero-3": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "gradient_clipping": "auto",
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": "auto"}},
+    },
+    "fp16": {
+        "zero_optimization": {"stage": 2},
+        "fp16": {"enabled": True, "initial_scale_power": 28, "hysteresis": 1},
+        "optimizer": ADAMW,
+    },
+}
+# checkpoint of -> resumed with
+CHAIN = [("one", "fsdp"), ("fsdp", "zero-3"), ("zero-3", "ddp")]
+MORE = [("ddp", "zero-1"), ("zero-2", "fsdp-offload"), ("zero-1", "zero-2")]  # in the long form
+
+
+@pytest.fixture(scope="module")
+def one(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 steps in one process."""
+    run = tmp_path_factory.mktemp("one") / "run"
+    alone(label_store, run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a ds_config.json for each stage of ZeRO."""
+    made = tmp_path_factory.mktemp("many")
+    for name, config in ZERO.items():
+        (made / f"{name}.json").write_text(json.dumps(config))
+    return made
+
+
+@pytest.fixture(scope="module")
+def said(one: Path, folder: Path, label_store: LatentStore, caption_store: LatentStore) -> list[list[dict[str, Any]]]:
+    """All that two ranks do, in one pair of processes; what each said of each job."""
+
+    def settings(name: str) -> list[str]:
+        return [entry.format(folder=folder) for entry in TWO[name]]
+
+    jobs = [job(label_store, folder / name, *settings(name)) for name in TWO]
+    for was, now in CHAIN:
+        earlier = {"begin_with": str(one if was == "one" else folder / was)}
+        jobs.append(job(label_store, folder / f"{was} to {now}", *settings(now), **earlier))
+    jobs.append(job(label_store, folder / "stopped", stop_at=5))
+    jobs.append(job(label_store, folder / "stopped"))
+    jobs.append(job(label_store, folder / "other rate", set_1=["optimizer.lr=2e-3"]))
+    jobs.append(job(label_store, folder / "other store", store_1=str(caption_store.path)))
+    fp16 = [f"parallel.deepspeed_config={folder}/fp16.json", "run.checkpoint_every=2"]  # the first before any update
+    for steps in (14, 16):
+        jobs.append(job(label_store, folder / "fp16", *fp16, f"run.steps={steps}", has_fp16=True))
+    return run_ranks(jobs, 2)
+
+
+@pytest.fixture(scope="module")
+def long_form(said: list[Any], folder: Path, label_store: LatentStore) -> None:
+    """What two ranks do in the long form."""
+
+    def settings(name: str) -> list[str]:
+        return [entry.format(folder=folder) for entry in TWO[name]]
+
+    jobs = []
+    for was, now in MORE:
+        more = {"begin_with": str(folder / was)}
+        jobs.append(job(label_store, folder / f"{was} to {now}", *settings(now), **more))
+    for name in ("ddp", "fsdp"):
+        jobs.append(job(label_store, folder / f"fp16 {name}", *settings(name), "run.precision=fp16", "run.steps=6"))
+    for name in ("ddp", "fsdp", "zero-1", "zero-3"):  # the last ones: all that follows is bf16
+        jobs.append(job(label_store, folder / f"bf16 {name}", *settings(name), "run.steps=6", bf16=True))
+    run_ranks(jobs, 2)
+
+
+@pytest.fixture(scope="module")
+def runs(said: list[Any], folder: Path, label_store: LatentStore) -> dict[str, Path]:
+    """20 steps with each strategy."""
+    made = {name: folder / name for name in (*TWO, *FOUR)}
+    for of_rank in run_ranks([job(label_store, made[name], *overrides) for name, overrides in FOUR.items()], 4):
+        assert [line["step"] for line in of_rank] == [STEPS]
+    return made
+
+
+@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def test_the_losses_are_those_of_one_process(name: str, one: Path, runs: dict[str, Path]) -> None:
+    assert len(losses(runs[name])) == STEPS
+    assert losses(runs[name]) == pytest.approx(losses(one), abs=1e-5)
+
+
+def test_fp16_under_deepspeed_has_its_loss_scaler_which_a_checkpoint_holds(
+    said: list[Any], one: Path, folder: Path
+) -> None:
+    lines = [json.loads(line) for line in (folder / "fp16/metrics.jsonl").read_text().splitlines()]
+    scales, skipped = ([line[key] for line in lines] for key in ("loss_scale", "skipped_steps"))
+    first = skipped.index(0)  # from 2^28 on, which is far too large, each overflow halves it
+    assert first >= 2
+    assert skipped[:first] == [1] * first
+    assert scales[:first] == [2.0 ** (27 - step) for step in range(first)]
+    assert [line["step"] for line in lines] == list(range(1, 17))
+    assert scales[14] == scales[13] / 2 ** skipped[14], "resumed with the scale of before"
+    assert np.isfinite([line["loss"] for line in lines]).all()
+    assert lines[-1]["loss"] != pytest.approx(losses(one)[15], abs=1e-7)
+    ema = load_file(folder / "fp16/checkpoint-16/ema.safetensors")
+    assert ema.keys() == load_file(one / "checkpoint-20/ema.safetensors").keys()
+
+
+def test_what_of_the_file_holds_or_is_passed_over_is_said_by_one_rank(said: list[Any]) -> None:
+    warned = [[line["warn"] for line in of_rank if "warn" in line] for of_rank in said]
+    assert any("no key 'zero_optimization.stage3_max_reuse_parameters'" in line for line in warned[0])
+    assert any(line.split() == ["run.activation_checkpointing", "none", "blocks"] for line in warned[0])
+    assert not any("ds_config.json" in line for line in warned[1])
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_deepspeed_starts_without_what_its_launcher_sets(
+    world_size: int, one: Path, folder: Path, label_store: LatentStore, tmp_path: Path
+) -> None:
+    settings = [*(entry.format(folder=folder) for entry in TWO["zero-1"]), "run.steps=4"]
+    run_ranks([job(label_store, tmp_path / "run", *settings)], world_size, SRUN)
+    assert losses(tmp_path / "run") == pytest.approx(losses(one)[:4], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def test_a_checkpoint_has_the_names_and_shapes_of_one_process(name: str, one: Path, runs: dict[str, Path]) -> None:
+    for kind in ("checkpoint-20", "snapshot-20"):
+        for path in sorted((one / kind).glob("*.safetensors")):
+            expected, found = load_file(path), load_file(runs[name] / kind / path.name)
+            assert found.keys() == expected.keys()
+            for key, tensor in expected.items():
+                torch.testing.assert_close(found[key], tensor, atol=2e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "name"), [("fp16", "fsdp"), ("bf16", "fsdp"), ("bf16", "zero-1"), ("bf16", "zero-3")]
+)
+def test_16_bits_compute_the_same_with_every_strategy_but_for_rounding(
+    precision: str, name: str, one: Path, long_form: None, folder: Path
+) -> None:
+    found, wanted = losses(folder / f"{precision} {name}"), losses(folder / f"{precision} ddp")
+    assert len(found) == 6
+    assert found == pytest.approx(wanted, rel=5e-3)
+    assert wanted != losses(one)[:6]
+
+
+@pytest.mark.parametrize(("was", "now"), CHAIN)
+def test_a_checkpoint_of_one_strategy_resumes_in_another(
+    was: str, now: str, one: Path, said: list[Any], folder: Path
+) -> None:
+    assert losses(folder / f"{was} to {now}") == pytest.approx(losses(one)[10:], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("was", "now"), MORE)
+def test_more_checkpoints_resume_in_another_strategy(
+    was: str, now: str, one: Path, long_form: None, folder: Path
+) -> None:
+    assert losses(folder / f"{was} to {now}") == pytest.approx(losses(one)[10:], abs=1e-5)
+
+
+@pytest.mark.parametrize("was", ["fsdp", "hsdp", "zero-3"])
+def test_a_sharded_checkpoint_resumes_in_one_process_bit_for_bit_as_often_as_one_likes(
+    was: str, one: Path, runs: dict[str, Path], label_store: LatentStore, tmp_path: Path
+) -> None:
+    found = [alone(label_store, at_ten(runs[was], tmp_path / str(i))) for i in range(2)]
+    assert found[0] == found[1]
+    assert found[0] == pytest.approx(losses(one)[10:], abs=1e-5)
+
+
+def test_ranks_with_other_settings_or_another_store_are_refused_at_start(said: list[Any], folder: Path) -> None:
+    for of_rank in said:
+        errors = [line["error"] for line in of_rank if line.get("error")]
+        assert "rank 1: optimizer.lr is 0.002, that of rank 0 is 0.001. Start all ranks" in errors[0]
+        assert "rank 1: root hash is" in errors[1]
+        assert len(errors) == 2
+    assert not (folder / "other rate").exists()
+
+
+def test_a_stop_on_one_rank_stops_all_after_the_same_step_and_the_run_goes_on(
+    one: Path, said: list[Any], folder: Path
+) -> None:
+    jobs = len(TWO) + len(CHAIN)
+    for of_rank in said:
+        steps = [line["step"] for line in of_rank if "step" in line]
+        assert steps[jobs : jobs + 2] == [6, STEPS]  # known to all a step later
+    assert losses(folder / "stopped") == pytest.approx(losses(one), abs=1e-5)
+
+
+def test_auto_is_one_process_alone_and_ddp_together() -> None:
+    two = Ranks(0, 2, 0, 2)
+    assert choose_strategy(ParallelSection(), ALONE) == "single"
+    assert choose_strategy(ParallelSection(), two) == "ddp"
+    assert choose_strategy(ParallelSection(deepspeed_config="ds.json"), two) == "deepspeed"
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "message"),
+    [
+        ({"strategy": "single"}, Ranks(0, 2, 0, 2), "2 ranks were started"),
+        ({"strategy": "fsdp"}, ALONE, "there is one rank. Start more"),
+        ({"strategy": "ddp", "cpu_offload": True}, Ranks(0, 2, 0, 2), "keeps all on the GPU"),
+        ({"strategy": "hsdp", "replicas": 3}, Ranks(0, 4, 0, 4), "are not 3 groups"),
+        ({"strategy": "hsdp"}, Ranks(0, 4, 0, 4), "on 1 machines are not 1 groups"),
+        ({"strategy": "deepspeed"}, Ranks(0, 2, 0, 2), "path of a ds_config.json"),
+        ({"strategy": "ddp", "deepspeed_config": "x.json"}, Ranks(0, 2, 0, 2), "or neither"),
+    ],
+)
+def test_a_strategy_that_does_not_fit_is_refused(settings: dict[str, Any], ranks: Ranks, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        choose_strategy(ParallelSection(**settings), ranks)
+
+
+PLACES = {
+    "torchrun": {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
+    "srun": {
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    },
+}
+MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("launcher", PLACES)
+def test_the_place_is_read_from_the_launcher(launcher: str) -> None:
+    ranks = read_ranks(PLACES[launcher] | MEETING)
+    assert ranks == Ranks(rank=5, world_size=8, local_rank=1, local_world_size=4)
+    assert ranks.num_machines == 2
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}]
+)
+def test_without_a_launcher_there_is_one_rank(environment: dict[str, str]) -> None:
+    assert read_ranks(environment) == ALONE
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "8"}, "there is no such rank"),
+        ({"LOCAL_RANK": "4"}, "there is no such rank"),
+        ({"RANK": "one"}, "needed the rank of this process"),
+        ({"MASTER_PORT": None}, "MASTER_PORT is not set"),
+    ],
+)
+def test_an_environment_that_says_nonsense_is_refused(changes: dict[str, str | None], message: str) -> None:
+    environment = {k: v for k, v in (PLACES["torchrun"] | MEETING | changes).items() if v is not None}
+    with pytest.raises(RecipeError, match=message):
+        read_ranks(environment)
+
+
+def at_ten(run: Path, copy: Path) -> Path:
+    """A run as it was after ten steps."""
+    copy.mkdir()
+    shutil.copy(run / "run.json", copy)
+    shutil.copytree(run / "checkpoint-10", copy / "checkpoint-10")
+    return copy
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_dead_rank_ends_the_others_within_a_minute_with_its_name(
+    victim: int, label_store: LatentStore, tmp_path: Path
+) -> None:
+    ranks = start_ranks([job(label_store, tmp_path / "run", "run.steps=100000")], 2)
+    wait_for(tmp_path / "run/metrics.jsonl", ranks)
+    ranks[victim].kill()
+    killed = time.monotonic()
+    out, _ = ranks[1 - victim].communicate(timeout=90)
+    assert time.monotonic() - killed < 60
+    assert ranks[1 - victim].returncode == 5
+    said = [json.loads(line)["warn"] for line in out.splitlines() if "warn" in line]
+    assert f"rank {victim}" in said[-1]
+    assert "start the same command again" in said[-1]
+    ranks[victim].communicate()
+
+
+def test_a_rank_that_fails_alone_ends_the_others_with_its_message(label_store: LatentStore, tmp_path: Path) -> None:
+    ranks = start_ranks([job(label_store, tmp_path / "run", "run.steps=100000", fail_1=5)], 2)
+    ended = [rank.communicate(timeout=90) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [5, 1]
+    said = [[json.loads(line)["warn"] for line in out.splitlines() if "warn" in line] for out, _ in ended]
+    assert [len(lines) for lines in said] == [0, 1]  # on one machine once, by the rank that failed
+    assert said[1][0].startswith("rank 1 (")
+    assert said[1][0].endswith("): a disk that is full")
+
+
+@pytest.mark.parametrize("recipe", ["dit-s-2-256", pytest.param("no-such-recipe", marks=pytest.mark.slow)])
+def test_under_torchrun_an_error_of_all_ranks_is_printed_once(recipe: str, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    train = [
+        "-m",
+        "leandit.tools.cli.main",
+        "train",
+        recipe,
+        "--store",
+        str(tmp_path / "none"),
+        "--run",
+        str(tmp_path / "run"),
+    ]
+    command = [*launch, "--no-python", "--", sys.executable, *train, "--device", "cpu"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode
+    said = [line for line in ended.stderr.splitlines() if line.startswith("leandit: ")]
+    assert len(said) == 1, ended.stderr[-3000:]
+    assert ("there is no such folder" if recipe == "dit-s-2-256" else "neither a file nor a shipped recipe") in said[0]
+
+
+def words_of_two(monkeypatch: pytest.MonkeyPatch) -> list[Meeting]:
+    """The meetings of two ranks that share a store, both in this process; what they print goes to ``printed``."""
+    store = HashStore()
+    monkeypatch.setattr("leandit.train.parallel.watchdog._default_store", lambda: store)
+    ranks = [Meeting(Ranks(rank, 2, rank, 2), print) for rank in range(2)]
+    for meeting in ranks:
+        meeting._words = PrefixStore("two", store)
+    return ranks
+
+
+def test_rank_0_prints_its_error_before_it_waits_for_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr("time.sleep", lambda _: printed.append(capsys.readouterr().out))
+    first, second = words_of_two(monkeypatch)
+    first.__exit__(None, StoreError("no store"), None)
+    assert len(printed) == 1, "it keeps the words, so it waits"
+    assert printed[0].startswith("rank 0 (")
+    assert printed[0].endswith("): no store\n")
+    error = StoreError("no store")
+    second.__exit__(None, error, None)
+    assert error.is_said
+    assert not capsys.readouterr().out
+
+
+def test_a_rank_that_the_launcher_ends_prints_nothing_after_the_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    first, second = words_of_two(monkeypatch)
+    first.__exit__(None, StoreError("no store"), None)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        second.__exit__(None, Terminated(), None)
+    assert ended.value.code == StoreError.exit_code
+    assert not capsys.readouterr().out
+
+
+def wait_for(path: Path, ranks: list[subprocess.Popen[str]]) -> None:
+    """Until a file has content."""
+    deadline = time.monotonic() + 120
+    while not (path.is_file() and path.stat().st_size):
+        assert time.monotonic() < deadline, [rank.poll() for rank in ranks]
+        time.sleep(0.1)

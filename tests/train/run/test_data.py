@@ -1,0 +1,153 @@
+"""The data of a run as the recipe says it: filters, leftovers, batches by tokens, shuffling in windows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from making import CPU, train_recipe
+
+from leandit.datasets.batches.reader import Batch
+from leandit.datasets.errors import RecipeError, RunError
+from leandit.datasets.format.buckets import bucket_size
+from leandit.datasets.loader import shard_window
+from leandit.datasets.store import LatentStore
+from leandit.train.loop import StopRequest, train
+from leandit.train.models.build import pixels_per_token
+from leandit.train.run.data import build_loader
+from leandit.train.run.model_for_store import model_spec
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+
+def one_pass(store: LatentStore, *overrides: str, model: str = "dit-s-4") -> tuple[list[Batch], list[str]]:
+    """The batches of an epoch, and what was said."""
+    recipe, said = train_recipe(model, *overrides), list[str]()
+    spec = model_spec(recipe, store.spec, str(store.path))
+    return list(build_loader(recipe, store, spec, CPU, said.append)), said
+
+
+def records(batches: list[Batch]) -> list[int]:
+    return sorted(record for batch in batches for record in batch.records.tolist())
+
+
+def test_without_data_keys_every_record_trains_once(label_store: LatentStore) -> None:
+    batches, said = one_pass(label_store)
+    assert records(batches) == list(range(sum(label_store.buckets.values())))
+    assert said == []
+
+
+@pytest.mark.parametrize("label", ['"n001"', "1"])
+def test_only_the_labels_asked_for_train(label: str, label_store: LatentStore) -> None:
+    batches, said = one_pass(label_store, f"data.labels=[{label}]")
+    assert {label for batch in batches for label in batch.labels.tolist()} == {1}
+    assert len(said) == 1
+    assert "records train; filtered out" in said[0]
+
+
+def test_a_label_that_is_not_there_is_refused(label_store: LatentStore) -> None:
+    with pytest.raises(RecipeError, match="no class 'n0001'"):
+        one_pass(label_store, 'data.labels=["n0001"]')
+
+
+def test_only_the_aspects_asked_for_train(caption_store: LatentStore) -> None:
+    wide, _ = one_pass(caption_store, "data.max_aspect=0.9", model="pixart-tiny")
+    tall, _ = one_pass(caption_store, "data.min_aspect=0.9", model="pixart-tiny")
+    table = caption_store.records
+    aspect = [h / w for h, w in zip(table["height_px"].to_pylist(), table["width_px"].to_pylist(), strict=True)]
+    assert records(wide)
+    assert all(aspect[record] <= 0.9 for record in records(wide))
+    assert all(aspect[record] >= 0.9 for record in records(tall))
+    assert len(wide) > 0 < len(tall)
+
+
+def test_only_scores_that_are_high_enough_train(label_store: LatentStore, tmp_path: Path) -> None:
+    keys = label_store.records["key"].to_pylist()
+    path = tmp_path / "scores.parquet"
+    pq.write_table(pa.table({"name": keys, "aesthetic": [float(i) for i in range(len(keys))]}), path)
+    overrides = ["data.score_column=aesthetic", "data.score_key=name", "data.min_score=4.0"]
+    batches, said = one_pass(label_store, f"data.scores={path}", *overrides)
+    assert records(batches) == list(range(4, len(keys)))
+    assert "4 by score" in said[0]
+
+
+def test_batches_hold_as_many_tokens_as_asked_for(caption_store: LatentStore) -> None:
+    recipe = train_recipe("pixart-tiny")
+    spec = model_spec(recipe, caption_store.spec, str(caption_store.path))
+    sizes = Counter[str]()
+    batches, _ = one_pass(caption_store, "data.batch_tokens=200", model="pixart-tiny")
+    assert records(batches) == list(range(sum(caption_store.buckets.values())))
+    side = pixels_per_token(spec, caption_store.spec.latent)
+    for batch in batches:
+        height, width = map(int, batch.bucket.split("x"))
+        sizes[batch.bucket] = max(sizes[batch.bucket], len(batch))
+        assert len(batch) * (height // side) * (width // side) <= 200
+    assert len(sizes) > 1
+    with pytest.raises(RecipeError, match="image tokens, 1 are allowed"):
+        one_pass(caption_store, "data.batch_tokens=1", model="pixart-tiny")
+
+
+def test_what_is_dropped_in_every_pass_is_said(caption_store: LatentStore) -> None:
+    largest = max(caption_store.buckets.values())
+    overrides = ["data.leftovers=drop", f"run.global_batch={largest}"]
+    batches, said = one_pass(caption_store, *overrides, model="pixart-tiny")
+    assert {len(batch) for batch in batches} == {largest}
+    assert "never read" in said[0]
+    assert all(f"{b} ({count})" in said[0] for b, count in caption_store.buckets.items() if count < largest)
+
+
+def test_a_model_of_labels_reads_no_captions(caption_store: LatentStore) -> None:
+    recipe, said = train_recipe("dit-s-4"), list[str]()
+    spec = model_spec(train_recipe("pixart-tiny"), caption_store.spec, "store")
+    labels = spec.model_copy(update={"name": "DiT-S/4", "caption_width": 0})
+    assert next(iter(build_loader(recipe, caption_store, labels, CPU, said.append))).captions is None
+    assert next(iter(build_loader(recipe, caption_store, spec, CPU, said.append))).captions is not None
+
+
+def test_a_window_of_a_filtered_bucket_has_as_many_shards() -> None:
+    store = SimpleNamespace(buckets={"a": 1000, "b": 50}, latents=lambda _: SimpleNamespace(shard_rows=100))
+    selection = SimpleNamespace(counts={"a": 100, "b": 50})
+    window = shard_window(store, 3, selection)  # type: ignore[arg-type]
+    assert (window.shards, window.rows) == (3, {"a": 10, "b": 100})
+
+
+def test_a_window_changes_the_order_and_not_the_records(label_store: LatentStore) -> None:
+    batches, _ = one_pass(label_store, "data.window_shards=1")
+    assert records(batches) == list(range(sum(label_store.buckets.values())))
+
+
+def test_a_run_refuses_other_data(label_store: LatentStore, tmp_path: Path) -> None:
+    def run(*overrides: str) -> None:
+        recipe = train_recipe("dit-s-4", "run.steps=1", *overrides)
+        train(recipe, store_path=label_store.path, run=tmp_path / "run", device=CPU, report=print, stop=StopRequest())
+
+    run("data.labels=[0]")
+    with pytest.raises(RunError, match=r"data\.labels was"):
+        run("data.labels=[0, 1]")
+
+
+def test_a_bucket_that_a_filter_empties_needs_no_batch_size(caption_store: LatentStore, tmp_path: Path) -> None:
+    # Of the largest bucket no batch has so few tokens, but nothing of it trains.
+    table = caption_store.record_columns(("key", "bucket"))
+    largest = max(caption_store.buckets, key=lambda bucket: np.prod(bucket_size(bucket)))
+    keep = [row["key"] for row in table.to_pylist() if row["bucket"] != largest]
+    assert len(keep) < table.num_rows
+    pq.write_table(pa.table({"key": keep, "score": [1.0] * len(keep)}), tmp_path / "scores.parquet")
+    smaller = max(np.prod(bucket_size(bucket)) for bucket in caption_store.buckets if bucket != largest)
+    batches, _ = one_pass(
+        caption_store,
+        f"data.scores={tmp_path / 'scores.parquet'}",
+        f"data.batch_tokens={smaller // 16**2}",
+        model="pixart-tiny",
+    )
+    assert sum(map(len, batches)) == len(keep)
+
+
+def test_a_minimum_score_without_scores_is_refused() -> None:
+    with pytest.raises(RecipeError, match="min_score needs scores"):
+        train_recipe("dit-s-4", "data.min_score=5")

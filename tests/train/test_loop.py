@@ -1,0 +1,731 @@
+"""Training: resuming bit for bit, what is refused, and what a run writes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from making import CPU, label_recipe, make_class_folder, no_progress, picture, train_recipe, tree_digest
+from safetensors.torch import load_file
+
+from leandit.datasets.errors import DamageError, LeanditError, RecipeError, RunError, StoreError, StoreIncomplete
+from leandit.datasets.maintenance.compact import compact
+from leandit.datasets.store import LatentStore
+from leandit.precompute.pipeline import precompute
+from leandit.train.config import ScheduleSection, TrainRecipe
+from leandit.train.loop import Outcome, StopRequest, train
+from leandit.train.metrics.window import StepReport
+from leandit.train.optim.build import learning_rate
+from leandit.train.optim.ema import Ema, Exponential
+from leandit.train.run.lock import held
+from leandit.train.step import train_step as step_module
+from leandit.train.weights import checkpoint
+
+MODELS = ("dit-s-4", "pixart-tiny")
+EVERY = "run.checkpoint_every=1"
+
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+
+@pytest.fixture(scope="module")
+def stores(label_store: LatentStore, caption_store: LatentStore) -> dict[str, Path]:
+    """Store of each model."""
+    return {"dit-s-4": label_store.path, "pixart-tiny": caption_store.path}
+
+
+def run_to(
+    recipe: TrainRecipe, store: Path, run: Path, *, stop_at: int | None = None, said: list[str] | None = None
+) -> tuple[Outcome, list[StepReport]]:
+    """Train; with ``stop_at``, ask to stop while that step is reported; ``said`` takes the warnings."""
+    stop, seen, said = StopRequest(), [], [] if said is None else said
+
+    def report(figures: StepReport) -> None:
+        seen.append(figures)
+        if figures.step == stop_at:
+            stop.set()
+
+    outcome = train(recipe, store_path=store, run=run, device=CPU, report=report, stop=stop, warn=said.append)
+    return outcome, seen
+
+
+def constant(name: str, *overrides: str) -> TrainRecipe:
+    return train_recipe(name, "schedule.kind=constant", "schedule.warmup_steps=2", *overrides)
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint and its snapshot."""
+    files = [*(run / f"checkpoint-{step}").glob("*.safetensors"), *(run / f"snapshot-{step}").glob("*.safetensors")]
+    assert files
+    return {f"{path.parent.name}/{path.name}/{n}": t for path in files for n, t in load_file(path).items()}
+
+
+def assert_equal_bits(one: Path, other: Path, step: int) -> None:
+    first, second = weights(one, step), weights(other, step)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    states = [json.loads((run / f"checkpoint-{step}/state.json").read_text()) for run in (one, other)]
+    assert states[0]["loader"] == states[1]["loader"]
+    assert states[0]["num_images"] == states[1]["num_images"]
+    assert metrics(one) == metrics(other)
+
+
+def metrics(run: Path) -> list[tuple[int, int, int, float, float, float]]:
+    """What must be equal of the lines of metrics.jsonl."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(m["step"], m["num_images"], m["epoch"], m["loss"], m["grad_norm"], m["learning_rate"]) for m in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Six steps in one go, a checkpoint at each, for both models."""
+    runs = {}
+    for name in MODELS:
+        runs[name] = tmp_path_factory.mktemp("whole") / "run"
+        recipe = constant(name, EVERY, "run.keep_checkpoints=10")
+        assert run_to(recipe, stores[name], runs[name])[0].finished
+    return runs
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_resuming_at_any_step_gives_the_bits_of_one_go(
+    name: str, step: int, whole: dict[str, Path], stores: dict[str, Path], tmp_path: Path
+) -> None:
+    first, _ = run_to(constant(name, f"run.steps={step}"), stores[name], tmp_path / "run")
+    assert (first.step, first.finished) == (step, True)
+    second, seen = run_to(constant(name), stores[name], tmp_path / "run")
+    assert (second.first_step, second.step, second.finished) == (step + 1, 6, True)
+    assert [figures.step for figures in seen] == list(range(step + 1, 7))
+    assert_equal_bits(whole[name], tmp_path / "run", 6)
+
+
+@pytest.fixture(scope="module")
+def forty(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 steps over two ends of an epoch of 15, a checkpoint at each."""
+    run = tmp_path_factory.mktemp("forty") / "run"
+    assert run_to(forty_steps(40, "run.keep_checkpoints=40"), stores["dit-s-4"], run)[0].finished
+    return run
+
+
+def forty_steps(steps: int, *overrides: str) -> TrainRecipe:
+    return constant("dit-s-4", "run.global_batch=1", f"run.steps={steps}", "run.checkpoint_every=1", *overrides)
+
+
+@pytest.mark.parametrize(
+    "prefetches",
+    [pytest.param(None, id="in turn"), *(pytest.param(n, id=f"{n}", marks=pytest.mark.slow) for n in (0, 2, 4))],
+)
+def test_the_loss_is_the_same_to_the_bit_after_a_resume_at_each_of_40_steps(
+    prefetches: int | None, forty: Path, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    wanted = metrics(forty)
+    for step in range(1, 40):
+        run = tmp_path / f"{step}"
+        shutil.copytree(forty / f"checkpoint-{step}", run / f"checkpoint-{step}")
+        shutil.copy(forty / "run.json", run)
+        prefetch = (0, 2, 4)[step % 3] if prefetches is None else prefetches
+        last = min(step + 2, 40)
+        outcome, _ = run_to(forty_steps(last, f"run.prefetch={prefetch}"), stores["dit-s-4"], run)
+        assert (outcome.first_step, outcome.step) == (step + 1, last)
+        assert metrics(run) == wanted[step:last]
+        shutil.rmtree(run)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_that_was_stopped_twice_gives_the_bits_of_one_go(
+    name: str, whole: dict[str, Path], stores: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = constant(name, "run.checkpoint_every=100")
+    for stop_at in (2, 4):  # ends of epochs
+        outcome, _ = run_to(recipe, stores[name], tmp_path / "run", stop_at=stop_at)
+        assert (outcome.first_step, outcome.step, outcome.finished) == (stop_at - 1, stop_at, False)
+    outcome, _ = run_to(recipe, stores[name], tmp_path / "run")
+    assert (outcome.first_step, outcome.finished) == (5, True)
+    assert_equal_bits(whole[name], tmp_path / "run", 6)
+
+
+def test_a_crash_loses_only_the_steps_after_its_checkpoint_and_repeats_no_line(
+    whole: dict[str, Path], stores: dict[str, Path], tmp_path: Path
+) -> None:
+    class Crash(Exception):
+        pass
+
+    def report(figures: StepReport) -> None:
+        if figures.step == 5:
+            raise Crash
+
+    recipe, run, store = constant("dit-s-4", "run.checkpoint_every=3"), tmp_path / "run", stores["dit-s-4"]
+    with pytest.raises(Crash):
+        train(recipe, store_path=store, run=run, device=CPU, report=report, stop=StopRequest())
+    assert [line[0] for line in metrics(run)] == [1, 2, 3, 4, 5]
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "num_ima')  # cut off by the crash
+    outcome, seen = run_to(recipe, store, run)
+    assert (outcome.first_step, [figures.step for figures in seen]) == (4, [4, 5, 6])
+    assert_equal_bits(whole["dit-s-4"], run, 6)
+
+
+def test_a_finished_run_does_nothing(stores: dict[str, Path], tmp_path: Path) -> None:
+    recipe, run = train_recipe("dit-s-4", "run.steps=1"), tmp_path / "run"
+    run_to(recipe, stores["dit-s-4"], run)
+    before = tree_digest(run)
+    outcome, seen = run_to(recipe, stores["dit-s-4"], run)
+    assert (outcome.first_step, outcome.finished, seen) == (None, True, [])
+    assert tree_digest(run) == before
+
+
+@pytest.mark.parametrize("microbatch", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_accumulating_gradients_changes_only_rounding(
+    name: str, microbatch: int, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    runs = []
+    for size in (0, microbatch):
+        # Two steps of plain descent directions: AdamW would blow the rounding of a tiny gradient up to its sign.
+        recipe = train_recipe(name, f"run.microbatch={size}", "run.steps=3", "optimizer.lr=1e-5")
+        runs.append(tmp_path / str(size))
+        run_to(recipe, stores[name], runs[-1])
+    for one, other in zip(metrics(runs[0]), metrics(runs[1]), strict=True):
+        assert one[:3] == other[:3]
+        assert one[3:] == pytest.approx(other[3:], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_falls(name: str, stores: dict[str, Path], tmp_path: Path) -> None:
+    recipe = train_recipe(
+        name, "objective.kind=flow", "run.steps=30", "optimizer.lr=3e-3", "run.log_every=10", "run.checkpoint_every=60"
+    )
+    outcome, _ = run_to(recipe, stores[name], tmp_path / "run")
+    assert outcome.losses is not None
+    assert outcome.losses[1] < 0.9 * outcome.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        (["optimizer.lr=2e-3"], "optimizer.lr"),
+        (["run.seed=1"], "run.seed"),
+        (["run.global_batch=4"], "run.global_batch"),
+        (["run.ema_decay=0.5"], "run.ema_decay"),
+        (["objective.kind=flow"], "objective.kind"),
+        (["conditioning.drop=0.2"], "conditioning.drop"),
+        (["model.name=DiT-S/2"], "model.name"),
+        (["optimizer.betas=[0.9, 0.95]"], "optimizer.betas"),
+    ],
+)
+def test_going_on_with_another_recipe_is_refused_and_names_the_field(
+    changed: list[str], field: str, whole: dict[str, Path], stores: dict[str, Path]
+) -> None:
+    before = tree_digest(whole["dit-s-4"])
+    with pytest.raises(RunError, match=field):
+        run_to(constant("dit-s-4", *changed), stores["dit-s-4"], whole["dit-s-4"])
+    assert tree_digest(whole["dit-s-4"]) == before
+
+
+def test_going_on_with_another_store_is_refused(whole: dict[str, Path], tmp_path: Path) -> None:
+    other = make_class_folder(tmp_path / "pictures", per_class=4)
+    precompute(label_recipe(), source_path=other, store_path=tmp_path / "s", device=CPU, progress=no_progress)
+    with pytest.raises(RunError, match="root_hash"):
+        run_to(constant("dit-s-4", EVERY, "run.keep_checkpoints=10"), tmp_path / "s", whole["dit-s-4"])
+
+
+def test_going_on_with_a_moved_store_is_allowed(stores: dict[str, Path], tmp_path: Path) -> None:
+    run_to(train_recipe("dit-s-4", "run.steps=1"), stores["dit-s-4"], tmp_path / "run")
+    shutil.copytree(stores["dit-s-4"], tmp_path / "moved")
+    outcome, _ = run_to(constant_steps(2), tmp_path / "moved", tmp_path / "run")
+    assert (outcome.first_step, outcome.step) == (2, 2)
+    assert json.loads((tmp_path / "run/run.json").read_text())["store"] == "../moved"
+
+
+def constant_steps(steps: int, *overrides: str) -> TrainRecipe:
+    return train_recipe("dit-s-4", f"run.steps={steps}", *overrides)
+
+
+def test_more_steps_may_be_asked_for_with_a_constant_rate_but_not_with_a_cosine(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    store = stores["dit-s-4"]
+    for kind in ("constant", "cosine"):
+        assert run_to(constant_steps(2, f"schedule.kind={kind}"), store, tmp_path / kind)[0].step == 2
+    outcome, _ = run_to(constant_steps(3, "schedule.kind=constant"), store, tmp_path / "constant")
+    assert (outcome.first_step, outcome.step) == (3, 3)
+    with pytest.raises(RunError, match=r"run\.steps"):
+        run_to(constant_steps(3, "schedule.kind=cosine"), store, tmp_path / "cosine")
+
+
+def test_a_folder_with_something_else_is_refused_and_left_alone(stores: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/thesis.txt").write_text("do not touch")
+    with pytest.raises(RunError, match="not empty"):
+        run_to(train_recipe(), stores["dit-s-4"], tmp_path / "run")
+    assert tree_digest(tmp_path / "run") == {"thesis.txt": b"do not touch"}
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from leandit.train.run.lock import held
+with held(Path(sys.argv[1])):
+    print("held", flush=True)
+    input()
+"""
+
+
+def test_a_run_that_another_process_trains_is_refused_and_untouched(
+    whole: dict[str, Path], stores: dict[str, Path]
+) -> None:
+    run = whole["dit-s-4"]
+    before = tree_digest(run)
+    command = [sys.executable, "-c", HOLDS, str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(RunError, match="another process trains it"):
+            run_to(constant("dit-s-4", EVERY, "run.keep_checkpoints=10"), stores["dit-s-4"], run)
+        other.kill()
+    assert tree_digest(run) == before
+    run_to(constant("dit-s-4", EVERY, "run.keep_checkpoints=10"), stores["dit-s-4"], run)  # its lock died with it
+
+
+FORKS = """
+import os, sys, time
+from pathlib import Path
+from leandit.train.run.lock import held
+with held(Path(sys.argv[1])):
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+try:
+    with held(Path(sys.argv[1])):
+        print("held again")
+finally:
+    os.kill(child, 9)
+"""
+
+
+def test_a_run_is_free_again_though_a_child_of_its_process_lives(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "held again\n"), done.stderr
+
+
+def test_where_folders_cannot_be_locked_nobody_is_kept_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with held(tmp_path), held(tmp_path):
+        pass
+
+
+def test_metrics_that_are_none_are_named_and_a_lost_checkpoint_is_told(stores: dict[str, Path], tmp_path: Path) -> None:
+    run, said = tmp_path / "run", list[str]()
+    run_to(constant_steps(2, EVERY), stores["dit-s-4"], run)
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b"\xff\x00\n")
+    with pytest.raises(DamageError, match=r"metrics.jsonl': line 3 is no report"):
+        run_to(constant_steps(3, EVERY), stores["dit-s-4"], run)
+    (run / "metrics.jsonl").unlink()
+    for path in checkpoint.find(checkpoint.CHECKPOINT, run):
+        shutil.rmtree(path)
+    run_to(constant_steps(3, EVERY), stores["dit-s-4"], run, said=said)
+    assert said == [f"run '{run}' begins from scratch: there is no checkpoint, though there is 'snapshot-2'"]
+
+
+def test_an_incomplete_store_is_refused_unless_allowed(stores: dict[str, Path], tmp_path: Path) -> None:
+    store, run = tmp_path / "store", tmp_path / "run"
+    shutil.copytree(stores["dit-s-4"], store)
+    (store / "manifest.json").unlink()
+    with pytest.raises(StoreIncomplete):
+        run_to(constant_steps(1), store, run)
+    assert not run.exists()
+    outcome, _ = run_to(constant_steps(1, "run.allow_incomplete=true"), store, run)
+    assert outcome.finished
+    shutil.copy(
+        stores["dit-s-4"] / "manifest.json", store
+    )  # precompute has finished: the run begins a new pass over it
+    outcome, _ = run_to(constant_steps(2), store, run)
+    assert (outcome.finished, outcome.first_step) == (True, 2)
+    assert [entry["root_hash"] is None for entry in json.loads((run / "run.json").read_text())["revisions"]] == [
+        True,
+        False,
+    ]
+
+
+def test_metrics_have_their_keys_with_units_and_one_line_a_report(stores: dict[str, Path], tmp_path: Path) -> None:
+    run_to(constant_steps(5, "run.log_every=2", "run.checkpoint_every=100"), stores["dit-s-4"], tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 5]
+    assert all(
+        line.keys()
+        == {
+            "step",
+            "num_images",
+            "epoch",
+            "loss",
+            "grad_norm",
+            "learning_rate",
+            "seconds_per_step",
+            "images_per_second",
+            "tokens_per_second",
+            "mfu",
+            "data_wait_share",
+            "gpu_busy_share",
+            "memory_gib",
+            "skipped_steps",
+            "loss_scale",
+            "loss_by_time",
+        }
+        for line in lines
+    )
+    # 15 records in batches of 8: epochs of 8 + 7 images in some order, so 15 after two steps and 30 after four.
+    assert [line["num_images"] for line in lines[:2]] == [15, 30]
+    assert all(0 <= line["data_wait_share"] <= 1 and line["images_per_second"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_of_it_is_saved(
+    log_every: int, stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    calls = []
+
+    def spoil(*args: object) -> torch.Tensor:
+        calls.append(1)
+        loss = loss_per_image(*args)
+        return loss * float("nan") if len(calls) >= 3 else loss
+
+    loss_per_image = step_module.loss_per_image
+    monkeypatch.setattr(step_module, "loss_per_image", spoil)
+    recipe = constant_steps(6, EVERY, "run.keep_checkpoints=10", f"run.log_every={log_every}")
+    with pytest.raises(RunError, match="is not finite"):
+        run_to(recipe, stores["dit-s-4"], tmp_path / "run")
+    saved = [path.name for kind in ("checkpoint", "snapshot") for path in checkpoint.find(kind, tmp_path / "run")]
+    assert saved == ["checkpoint-1", "checkpoint-2", "snapshot-1", "snapshot-2"]
+    assert all(tensor.isfinite().all() for step in (1, 2) for tensor in weights(tmp_path / "run", step).values())
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("parallel.strategy=deepspeed", "path of a ds_config.json"),
+        ("parallel.strategy=fsdp", "there is one rank"),
+        ("parallel.deepspeed_config=ds.json", "ds.json"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    override: str, words: str, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=words):
+        run_to(constant_steps(1, override), stores["dit-s-4"], tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_half_of_an_environment_of_several_ranks_is_refused(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RecipeError, match="WORLD_SIZE='2'"):
+        run_to(constant_steps(1), stores["dit-s-4"], tmp_path / "run")
+
+
+def test_a_missing_store_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(LeanditError, match="nowhere"):
+        run_to(constant_steps(1), tmp_path / "nowhere", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup", "step", "share"),
+    [
+        ("constant", 0, 1, 1.0),
+        ("constant", 10, 1, 0.1),
+        ("constant", 10, 10, 1.0),
+        ("constant", 10, 90, 1.0),
+        ("cosine", 10, 5, 0.5),
+        ("cosine", 10, 10, 1.0),
+        ("cosine", 10, 60, 0.5),
+        ("cosine", 10, 35, 0.5 * (1 + math.cos(math.pi / 4))),
+        ("cosine", 10, 110, 0.0),
+        ("cosine", 0, 110, 0.0),
+        ("cosine", 110, 110, 1.0),
+    ],
+)
+def test_the_learning_rate_is_warm_up_then_constant_or_cosine(kind: str, warmup: int, step: int, share: float) -> None:
+    schedule = ScheduleSection.model_validate({"kind": kind, "warmup_steps": warmup})
+    assert learning_rate(3e-4, schedule, step, steps=110) == pytest.approx(3e-4 * share, abs=1e-12)
+
+
+def test_the_average_follows_its_formula() -> None:
+    model = torch.nn.Linear(3, 2)
+    ema, wanted = Ema(model, [Exponential(0.9)]), {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(5):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)))
+        ema.update(model, step + 1)
+        wanted = {name: 0.9 * wanted[name] + 0.1 * p.detach() for name, p in model.named_parameters()}
+    for name, value in ema.state_dict().items():
+        torch.testing.assert_close(value, wanted[name])
+
+
+def test_only_the_newest_checkpoints_are_kept_and_every_snapshot(stores: dict[str, Path], tmp_path: Path) -> None:
+    run_to(constant_steps(4, EVERY, "run.keep_checkpoints=2"), stores["dit-s-4"], tmp_path / "run")
+    names = {path.name for path in (tmp_path / "run").glob("*-*")}
+    assert names == {"checkpoint-3", "checkpoint-4", *(f"snapshot-{step}" for step in (1, 2, 3, 4))}
+
+
+def test_conditioning_is_dropped_at_the_rate_of_the_recipe(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from leandit.train.models.conditioning import Conditioner, Conditioning
+
+    seen: list[torch.Tensor] = []
+    drop = Conditioner.drop
+
+    def watch(self: Conditioner, conditioning: Conditioning, where: torch.Tensor) -> Conditioning:
+        seen.append(where)
+        return drop(self, conditioning, where)
+
+    monkeypatch.setattr(Conditioner, "drop", watch)
+    run_to(constant_steps(30, "conditioning.drop=0.3", "run.checkpoint_every=100"), stores["dit-s-4"], tmp_path / "run")
+    assert torch.cat(seen).float().mean() == pytest.approx(0.3, abs=0.1)  # of 225 draws: three standard deviations
+
+
+# --- Revisions of the store -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """A store as it was with one, two and three revisions: 6, 9 and 12 pictures of 3 classes; do not change them."""
+    root, stores = tmp_path_factory.mktemp("grown"), {}
+    make_class_folder(root / "pictures", per_class=2)
+    for revision in (1, 2, 3):
+        if revision > 1:
+            for c in range(3):
+                picture(1000 * revision + c).save(root / f"pictures/n{c:03d}/{revision}x.png")
+        precompute(
+            label_recipe(), source_path=root / "pictures", store_path=root / "store", device=CPU, progress=no_progress
+        )
+        stores[revision] = shutil.copytree(root / "store", root / f"store-{revision}")
+    assert LatentStore(stores[3]).newest_revision == 3
+    return stores
+
+
+def growing(steps: int, revision: int = 0, *overrides: str) -> TrainRecipe:
+    """Two batches an epoch of revision 1, three of the others."""
+    return constant_steps(
+        steps,
+        "schedule.kind=constant",
+        "run.global_batch=4",
+        EVERY,
+        "run.keep_checkpoints=20",
+        f"run.revision={revision}",
+        *overrides,
+    )
+
+
+def revisions_of(run: Path) -> list[tuple[int, int]]:
+    """(revision, from step) of its head."""
+    return [(one["revision"], one["from_step"]) for one in json.loads((run / "run.json").read_text())["revisions"]]
+
+
+def epochs_of(run: Path) -> list[int]:
+    return [line[2] for line in metrics(run)]
+
+
+def root_hashes(store: Path) -> list[str | None]:
+    return [LatentStore(store, revision=revision).root_hash for revision in (1, 2, 3)]
+
+
+def test_a_run_reads_the_revision_that_it_began_with_and_says_that_there_is_a_newer_one(
+    grown: dict[int, Path], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    run_to(growing(6), grown[1], tmp_path / "whole", said=said)
+    run_to(growing(3), grown[1], tmp_path / "run", said=said)
+    assert said == []
+    outcome, _ = run_to(growing(6), grown[3], tmp_path / "run", said=said)
+    assert (outcome.first_step, outcome.finished) == (4, True)
+    assert said == ["store has revision 3, this run reads 1; move it with --set run.revision=3"]
+    assert revisions_of(tmp_path / "run") == [(1, 0)]
+    assert_equal_bits(tmp_path / "whole", tmp_path / "run", 6)
+    run_to(growing(6, 1), grown[3], tmp_path / "run", said=said)
+    assert len(said) == 1  # who names the revision knows of it
+
+
+def test_a_run_begins_with_the_newest_revision_or_the_one_that_is_asked_for(
+    grown: dict[int, Path], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    run_to(growing(4), grown[3], tmp_path / "newest", said=said)
+    run_to(growing(4, 2), grown[3], tmp_path / "second", said=said)
+    run_to(growing(4), grown[2], tmp_path / "then", said=said)
+    assert revisions_of(tmp_path / "newest") == [(3, 0)]
+    assert revisions_of(tmp_path / "second") == revisions_of(tmp_path / "then") == [(2, 0)]
+    assert said == []
+    assert_equal_bits(tmp_path / "second", tmp_path / "then", 4)
+    head = json.loads((tmp_path / "second/run.json").read_text())
+    assert head["revisions"][0]["root_hash"] == root_hashes(grown[3])[1]
+
+
+def test_a_run_that_is_moved_keeps_its_weights_and_begins_a_new_pass(grown: dict[int, Path], tmp_path: Path) -> None:
+    said: list[str] = []
+    run_to(growing(3), grown[1], tmp_path / "run")  # in the middle of epoch 1
+    before = weights(tmp_path / "run", 3)
+    outcome, _ = run_to(growing(7, 3), grown[3], tmp_path / "run", said=said)
+    assert (outcome.first_step, outcome.finished, said) == (4, True, [])
+    assert revisions_of(tmp_path / "run") == [(1, 0), (3, 3)]
+    assert epochs_of(tmp_path / "run") == [0, 0, 1, 2, 2, 2, 3]
+    seen = [line[1] for line in metrics(tmp_path / "run")]
+    assert [num_images - seen[2] for num_images in seen[3:6]] == [4, 8, 12]
+    head = json.loads((tmp_path / "run/run.json").read_text())
+    assert [one["root_hash"] for one in head["revisions"]] == [root_hashes(grown[3])[0], root_hashes(grown[3])[2]]
+    assert {name: torch.equal(t, before[name]) for name, t in weights(tmp_path / "run", 3).items()} == dict.fromkeys(
+        before, True
+    )
+    # From then on it stays there, and goes on bit for bit, also in pieces.
+    shutil.copytree(tmp_path / "run", tmp_path / "pieces")
+    for step in (5, 6, 7):
+        shutil.rmtree(tmp_path / f"pieces/checkpoint-{step}")
+    for steps in (5, 6, 7):
+        run_to(growing(steps), grown[3], tmp_path / "pieces", said=said)
+    assert said == []
+    assert_equal_bits(tmp_path / "run", tmp_path / "pieces", 7)
+
+
+def test_a_run_moves_to_the_compacted_store(grown: dict[int, Path], tmp_path: Path) -> None:
+    store, run, said = tmp_path / "new", tmp_path / "run", list[str]()
+    run_to(growing(3), grown[1], run)
+    compact(grown[3], store, progress=no_progress)
+    with pytest.raises(RunError, match=r"has only 4 now\. Move it with --set run\.revision=4"):
+        run_to(growing(5), store, run)
+    outcome, _ = run_to(growing(5, 4), store, run, said=said)
+    assert (outcome.first_step, outcome.finished, said) == (4, True, [])
+    assert revisions_of(run) == [(1, 0), (4, 3)]
+
+
+def test_a_run_that_is_moved_at_the_end_of_an_epoch_skips_none(grown: dict[int, Path], tmp_path: Path) -> None:
+    run_to(growing(4), grown[1], tmp_path / "run")
+    run_to(growing(6, 2), grown[2], tmp_path / "run")
+    assert epochs_of(tmp_path / "run") == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_process_that_dies_between_the_move_and_the_first_checkpoint_loses_neither(
+    grown: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Crash(BaseException):
+        pass
+
+    def crash(*_: object) -> None:
+        raise Crash
+
+    for name in ("whole", "run"):
+        run_to(growing(3), grown[1], tmp_path / name)
+    run_to(growing(6, 2), grown[2], tmp_path / "whole")
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr("leandit.train.run.saver.write", crash)
+            with pytest.raises(Crash):
+                run_to(growing(6, 2), grown[2], tmp_path / "run")
+        assert revisions_of(tmp_path / "run") == [(1, 0), (2, 3)]
+    outcome, _ = run_to(growing(6), grown[2], tmp_path / "run")  # without the setting: it was moved
+    assert (outcome.first_step, outcome.finished) == (4, True)
+    assert_equal_bits(tmp_path / "whole", tmp_path / "run", 6)
+
+
+def test_a_run_may_be_moved_again_and_back(grown: dict[int, Path], tmp_path: Path) -> None:
+    said: list[str] = []
+    for steps, revision in ((2, 1), (4, 3), (6, 2), (8, 0)):
+        run_to(growing(steps, revision), grown[3], tmp_path / "run", said=said)
+    assert revisions_of(tmp_path / "run") == [(1, 0), (3, 2), (2, 4)]
+    assert said == ["store has revision 3, this run reads 2; move it with --set run.revision=3"]
+    assert epochs_of(tmp_path / "run") == sorted(epochs_of(tmp_path / "run"))
+    # Moved, and back before anything of it was kept: as if nothing had been.
+    run_to(growing(3, 1), grown[3], tmp_path / "back")
+    run_to(growing(3, 2), grown[3], tmp_path / "back")
+    run_to(growing(6, 1), grown[3], tmp_path / "back")
+    run_to(growing(6, 1), grown[3], tmp_path / "stayed")
+    assert_equal_bits(tmp_path / "stayed", tmp_path / "back", 6)
+
+
+def test_a_checkpoint_from_before_a_move_is_gone_on_with_where_the_later_ones_are_damaged(
+    grown: dict[int, Path], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    run_to(growing(3), grown[1], tmp_path / "run")
+    run_to(growing(5, 2), grown[2], tmp_path / "run")
+    for step in (3, 4, 5):
+        (tmp_path / f"run/checkpoint-{step}/ema.safetensors").write_bytes(b"")
+    outcome, _ = run_to(growing(5), grown[2], tmp_path / "run", said=said)
+    assert (outcome.first_step, outcome.finished, len(said)) == (3, True, 3)
+    assert revisions_of(tmp_path / "run") == [(1, 0), (2, 2)]
+    run_to(growing(2), grown[1], tmp_path / "whole")
+    run_to(growing(5, 2), grown[2], tmp_path / "whole")
+    assert_equal_bits(tmp_path / "whole", tmp_path / "run", 5)
+
+
+def change_root_hash(run: Path) -> None:
+    head = json.loads((run / "run.json").read_text())
+    head["revisions"][0]["root_hash"] = "0" * 64
+    (run / "run.json").write_text(json.dumps(head))
+
+
+@pytest.mark.parametrize("revision", [0, 1, 2])
+def test_a_store_whose_known_revision_has_another_root_hash_is_refused(
+    revision: int, grown: dict[int, Path], tmp_path: Path
+) -> None:
+    run_to(growing(2), grown[1], tmp_path / "run")
+    change_root_hash(tmp_path / "run")
+    before = tree_digest(tmp_path / "run")
+    with pytest.raises(RunError, match="root_hash of revision 1 was '0000"):
+        run_to(growing(4, revision), grown[3], tmp_path / "run")
+    assert tree_digest(tmp_path / "run") == before
+
+
+def test_a_revision_that_is_not_there_is_refused_and_a_way_on_is_named(grown: dict[int, Path], tmp_path: Path) -> None:
+    run_to(growing(3), grown[3], tmp_path / "run")
+    with pytest.raises(RunError, match=r"reads revision 3 .* only 1, 2 now.*run\.revision=2"):
+        run_to(growing(4), grown[2], tmp_path / "run")
+    with pytest.raises(StoreError, match="no complete revision 7"):
+        run_to(growing(4, 7), grown[3], tmp_path / "run")
+    run_to(growing(5, 2), grown[2], tmp_path / "run")  # as after the removal of a revision
+    assert revisions_of(tmp_path / "run") == [(3, 0), (2, 3)]
+
+
+def test_a_revision_with_other_classes_cannot_be_moved_to(tmp_path: Path) -> None:
+    source, store = make_class_folder(tmp_path / "pictures", per_class=2), tmp_path / "store"
+    precompute(label_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
+    run_to(growing(2), store, tmp_path / "run")
+    run_to(growing(2, 0, "model.num_classes=9"), store, tmp_path / "wide")
+    (source / "a-new-class").mkdir()  # first in order, so it moves the label of every other
+    picture(5).save(source / "a-new-class/0.png")
+    precompute(label_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
+    for run, more in (("run", []), ("wide", ["model.num_classes=9"])):
+        with pytest.raises(RunError, match="class"):
+            run_to(growing(4, 2, *more), store, tmp_path / run)
+        assert run_to(growing(4, 0, *more), store, tmp_path / run)[0].finished
+        assert revisions_of(tmp_path / run) == [(1, 0)]
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "", '{"revisions": []}'])
+def test_a_head_that_is_none_is_damage(content: str, grown: dict[int, Path], tmp_path: Path) -> None:
+    run_to(growing(1), grown[1], tmp_path / "run")
+    (tmp_path / "run/run.json").write_text(content)
+    with pytest.raises(DamageError, match=r"run\.json"):
+        run_to(growing(2), grown[1], tmp_path / "run")
+
+
+def test_a_process_that_died_before_the_head_was_there_hinders_nothing(grown: dict[int, Path], tmp_path: Path) -> None:
+    from leandit.datasets.disk.files import temporary_beside
+
+    (tmp_path / "run").mkdir()
+    temporary_beside(tmp_path / "run/run.json").write_text("{")
+    assert run_to(growing(1), grown[1], tmp_path / "run")[0].finished
+    assert not list((tmp_path / "run").glob(".*"))

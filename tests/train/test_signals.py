@@ -1,0 +1,392 @@
+"""SIGTERM at any moment of a command: it ends with 75, what it leaves can be gone on with, and not a bit is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from harness import start
+from making import CPU, LABEL_RECIPE, TRAIN_RECIPE, train_recipe, tree_digest
+
+from leandit.datasets.disk.strays import find_strays
+from leandit.datasets.store import LatentStore
+from leandit.tools.cli.main import main
+from leandit.train import loop
+from leandit.train.loop import train
+from leandit.train.parallel.stop import EXIT_RESUMABLE, StopRequest, Terminated
+from leandit.train.run import resume
+from leandit.train.weights import checkpoint
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+STEPS = 20
+SETTINGS = [
+    *("model.name=DiT-S/4", "model.num_classes=0", "run.compile=false", *TRAIN_RECIPE),
+    *(f"run.steps={STEPS}", "run.checkpoint_every=2", "run.keep_checkpoints=2", "schedule.kind=constant"),
+]
+# The model is made small inside of main(), since that imports torch: half of the start shall be open to signals.
+TINY_LEANDIT = """
+from leandit.tools.cli.main import main
+from leandit.train import config
+load = config.load
+def load_tiny(*args):
+    from leandit.train.models.dit import SIZES
+    SIZES["S"] = (2, 32, 2)
+    return load(*args)
+config.load = load_tiny
+from leandit.train.parallel.stop import StopRequest
+catch = StopRequest.catch
+def catch_and_say(stop, number):
+    catch(stop, number)
+    StopRequest.catch = catch
+    print("main", flush=True)
+StopRequest.catch = catch_and_say
+main()
+"""
+
+
+def settings(overrides: list[str]) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def begin(*arguments: object) -> subprocess.Popen[str]:
+    """Start the command in a process of its own; returns when its ``main()`` has begun, and catches SIGTERM."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", TINY_LEANDIT, *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "main\n"
+    return process
+
+
+def begin_training(store: Path, run: Path) -> subprocess.Popen[str]:
+    return begin("train", "dit-s-2-256", "--store", store, "--run", run, *settings(SETTINGS))
+
+
+def finish(store: Path, run: Path) -> loop.Outcome:
+    """The same command again, in this process."""
+    recipe = train_recipe("dit-s-4", *SETTINGS)
+    return train(recipe, store_path=store, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+
+
+def saved_bytes(run: Path) -> dict[str, bytes]:
+    """Every byte of the last checkpoint and snapshot."""
+    found = tree_digest(run / f"checkpoint-{STEPS}") | {
+        f"snapshot/{name}": data for name, data in tree_digest(run / f"snapshot-{STEPS}").items()
+    }
+    assert len(found) == 6
+    return found
+
+
+class Undisturbed(NamedTuple):
+    """An uninterrupted run: what it leaves, and its seconds from ``main()`` on, and from its first checkpoint on."""
+
+    saved: dict[str, bytes]
+    seconds: float
+    stepping_seconds: float
+
+
+@pytest.fixture(scope="module")
+def undisturbed(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    process = begin_training(label_store.path, run)
+    begun = time.monotonic()
+    wait_for_a_checkpoint(run, process)
+    stepping = time.monotonic()
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    ended = time.monotonic()
+    return Undisturbed(saved_bytes(run), ended - begun, ended - stepping)
+
+
+def wait_for_a_checkpoint(run: Path, process: subprocess.Popen[str]) -> None:
+    while not checkpoint.find("checkpoint", run) and process.poll() is None:
+        time.sleep(0.005)
+
+
+def check_moments(count: int, store: Path, undisturbed: Undisturbed, root: Path) -> dict[str, int]:
+    """Send SIGTERM at random moments, in turn of all of the command's time and of that after its first checkpoint.
+
+    Half of the commands get a second one right after.
+
+    Returns: how often the run was stopped before its first checkpoint, after it, or not at all.
+    """
+    draw, met = random.Random(11), {"startup": 0, "stepping": 0, "finished": 0}
+    for number in range(count):
+        run = root / f"run-{number}"
+        process = begin_training(store, run)
+        if number % 2:
+            wait_for_a_checkpoint(run, process)
+        share = (number + draw.random()) / count
+        delay = share * (undisturbed.stepping_seconds if number % 2 else undisturbed.seconds)
+        time.sleep(delay)
+        process.send_signal(signal.SIGTERM)
+        sent = time.monotonic()
+        if draw.random() < 0.5:
+            time.sleep(draw.random() / 20)
+            process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+        said = f"number {number}, after {delay:.2f} of {undisturbed[1:]} s: {process.returncode}\n{out}{err}"
+        assert process.returncode in (0, EXIT_RESUMABLE), said
+        assert time.monotonic() - sent < 30, said
+        # What is raised while an import gives back its lock is dropped by Python, with a note of its own.
+        assert "Traceback" not in err or "Exception ignored in" in err, said
+        found = checkpoint.find("checkpoint", run)
+        finished = (run / f"checkpoint-{STEPS}").is_dir()
+        assert process.returncode == EXIT_RESUMABLE or finished, said
+        met["finished" if finished else "stepping" if found else "startup"] += 1
+        for path in found:
+            checkpoint.read(path)
+        outcome = finish(store, run)
+        assert outcome.finished, said
+        if found:
+            reached = int(found[-1].name.partition("-")[2])
+            assert outcome.first_step == (None if finished else reached + 1), said
+        assert saved_bytes(run) == undisturbed.saved, said
+        assert find_strays(run) == [], said
+        shutil.rmtree(run)
+    return met
+
+
+def test_sigterm_at_any_moment_ends_with_75_and_costs_no_bit(
+    label_store: LatentStore, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    check_moments(2, label_store.path, undisturbed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_sigterm_at_fifty_moments_ends_with_75_and_costs_no_bit(
+    label_store: LatentStore, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    met = check_moments(50, label_store.path, undisturbed, tmp_path)
+    print(met)
+    assert min(met["startup"], met["stepping"]) > 5, met
+
+
+def test_nobody_who_catches_exceptions_swallows_a_signal() -> None:
+    assert not issubclass(Terminated, Exception)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_import_is_not_left_half_made(held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "killed_amid.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nfor _ in range(100):\n    pass\nwhole = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    stop = StopRequest()
+    stop.catch(signal.SIGTERM)
+    monkeypatch.delitem(sys.modules, "killed_amid", raising=False)
+    module = importlib.import_module("killed_amid")
+    assert module.whole
+    assert stop.is_terminated
+    if held:
+        stop.hold()  # before the signal came back: there is a step to keep now
+        time.sleep(0.1)
+        assert stop
+        return
+    with pytest.raises(Terminated):
+        time.sleep(10)
+
+
+def test_an_alarm_that_was_for_after_an_import_changes_no_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "killed_before_the_end.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    stop = StopRequest()
+    stop.catch(signal.SIGTERM)
+    importlib.import_module("killed_before_the_end")
+    with pytest.raises(Terminated):
+        stop.check()  # before the alarm has come
+    assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    stop.ignore(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN  # what Python leaves as it is to the end
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.5])
+def test_sigterm_at_the_start_of_precompute_ends_with_75(delay: float, class_folder: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    process = begin("precompute", "imagenet-256", "--source", class_folder, "--store", store, *settings(LABEL_RECIPE))
+    time.sleep(delay)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == EXIT_RESUMABLE, out + err
+    assert err.splitlines()[-1] == "leandit: terminated; run the same command again to go on"
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_here(
+    store: LatentStore, run: Path, stop: StopRequest, overrides: Sequence[str] = (), **more: Any
+) -> loop.Outcome:
+    recipe = train_recipe("dit-s-4", *SETTINGS, *overrides)
+    return train(recipe, store_path=store.path, run=run, device=CPU, stop=stop, **{"report": lambda _: None} | more)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_sigterm_while_a_checkpoint_is_written_lets_it_finish_and_makes_one_of_the_step(
+    times: int, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, write_folder = StopRequest(), checkpoint.write_folder
+    stop.catch(signal.SIGTERM)
+
+    def write_while_killed(final: Path, files: Any, *, replace: bool) -> bool:
+        def killing() -> Iterator[Any]:
+            for number, file in enumerate(files):
+                if final.name == "checkpoint-4" and number == 1:
+                    for _ in range(times):
+                        kill_self()
+                yield file
+
+        return write_folder(final, killing(), replace=replace)
+
+    monkeypatch.setattr(checkpoint, "write_folder", write_while_killed)
+    outcome = train_here(label_store, tmp_path / "run", stop, ["run.async_checkpoint=false"])
+    # Looked at once a step: the signal came after step 4 had been looked at, so step 5 is done and saved as well.
+    assert (outcome.step, outcome.finished, stop.is_terminated) == (5, False, True)
+    assert [path.name for path in checkpoint.find("checkpoint", tmp_path / "run")] == ["checkpoint-4", "checkpoint-5"]
+    checkpoint.read(tmp_path / "run/checkpoint-4")
+
+
+def test_sigterm_in_a_step_finishes_and_saves_it(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, train_step = StopRequest(), loop.train_step
+    stop.catch(signal.SIGTERM)
+
+    def step_while_killed(trained: resume.TrainState, batch: Any) -> Any:
+        if trained.step == 4:
+            kill_self()
+        return train_step(trained, batch)
+
+    monkeypatch.setattr(loop, "train_step", step_while_killed)
+    outcome = train_here(label_store, tmp_path / "run", stop)
+    assert outcome.step == 5
+    assert (tmp_path / "run/checkpoint-5").is_dir()
+
+
+@pytest.mark.parametrize("place", ["prepare", "begin_or_resume", "Meters", "train_step"])
+def test_sigterm_before_there_is_a_step_stops_at_once(
+    place: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, work = StopRequest(), getattr(loop, place)
+    stop.catch(signal.SIGTERM)
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        done = work(*args, **kwargs)
+        kill_self()
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, place, killed)
+        with pytest.raises(Terminated):
+            train_here(label_store, tmp_path / "run", stop)
+    assert checkpoint.find("checkpoint", tmp_path / "run") == []
+    assert train_here(label_store, tmp_path / "run", StopRequest()).first_step == 1
+
+
+@pytest.mark.parametrize("place", ["prepare", "Meters", "train_step"])
+def test_a_signal_that_somebody_swallows_at_the_start_still_stops_the_run(
+    place: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As Python does with what is raised while an object is torn down.
+    stop, work = StopRequest(), getattr(loop, place)
+    stop.catch(signal.SIGTERM)
+
+    def swallow(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(Terminated):
+            if not stop.signal:
+                kill_self()
+        return work(*args, **kwargs)
+
+    monkeypatch.setattr(loop, place, swallow)
+    if place == "train_step":
+        outcome = train_here(label_store, tmp_path / "run", stop)
+        assert (outcome.step, outcome.finished, stop.is_terminated) == (1, False, True)
+        assert (tmp_path / "run/checkpoint-1").is_dir()
+    else:
+        with pytest.raises(Terminated):
+            train_here(label_store, tmp_path / "run", stop)
+        assert checkpoint.find("checkpoint", tmp_path / "run") == []
+
+
+def test_a_signal_that_an_import_turns_into_another_error_still_ends_with_75(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def turn(*_args: object, **_kwargs: object) -> None:
+        try:
+            kill_self()
+        except Terminated:
+            raise ImportError("numpy.core.multiarray failed to import") from None
+
+    monkeypatch.setattr("leandit.precompute.pipeline.precompute", turn)
+    monkeypatch.setattr(sys, "argv", ["leandit", "precompute", "demo", "--source", ".", "--store", str(tmp_path / "s")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == EXIT_RESUMABLE
+    assert "terminated" in capsys.readouterr().err
+
+
+def test_a_second_sigterm_while_the_first_is_carried_out_ends_at_once_with_75() -> None:
+    def work() -> None:
+        StopRequest().catch(signal.SIGTERM)
+        try:
+            kill_self()
+        except Terminated:
+            kill_self()
+
+    child = start(work)
+    assert child.wait().code == EXIT_RESUMABLE
+
+
+def test_a_signal_after_the_end_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["leandit", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    kill_self()
+    assert not ended.value.code
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (None, 75)])
+def test_a_rank_that_stops_because_another_was_terminated_ends_as_that_one(number: int | None, code: int) -> None:
+    stop = StopRequest()
+    stop.hold()
+    if number:
+        stop.catch(number)
+        os.kill(os.getpid(), number)
+    assert stop.exit_code == code
+
+
+@pytest.mark.parametrize(("first", "asked"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_a_second_ctrl_c_does_not_wait_for_the_step(first: int, asked: bool) -> None:
+    stop = StopRequest()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        stop.catch(number)
+    stop.hold()
+    os.kill(os.getpid(), first)
+    assert stop
+    assert stop.is_terminated == asked
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    kill_self()  # waits, whatever came before
+    stop.release()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,722 @@
+"""Checkpoints are there whole or not at all; damage and malice are seen before anything is used; the run goes on."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from harness import start
+from making import CPU, train_recipe, tree_digest
+
+from leandit.datasets.disk.files import Failpoint
+from leandit.datasets.disk.hashing import canonical_json, read_json, sha256_of, xxh3_parts
+from leandit.datasets.disk.strays import find_strays
+from leandit.datasets.errors import DamageError, ResourceError, RunError
+from leandit.datasets.store import LatentStore
+from leandit.train import loop
+from leandit.train.loop import StopRequest, train
+from leandit.train.run import resume as state
+from leandit.train.run.manifest import open_store, read_head
+from leandit.train.sampling.sample import load_snapshot
+from leandit.train.weights import checkpoint
+
+FILES = ("state.json", "model.safetensors", "ema.safetensors", "optimizer.safetensors")
+NAMES = ("dit-s-4", "pixart-tiny")
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+
+def recipe_of(steps: int, name: str = "dit-s-4", *overrides: str) -> Any:
+    return train_recipe(
+        name,
+        "schedule.kind=constant",
+        f"run.steps={steps}",
+        "run.checkpoint_every=1",
+        "run.keep_checkpoints=2",
+        *overrides,
+    )
+
+
+def go(store: LatentStore, run: Path, steps: int, name: str = "dit-s-4", said: list[str] | None = None) -> loop.Outcome:
+    return train(
+        recipe_of(steps, name),
+        store_path=store.path,
+        run=run,
+        device=CPU,
+        report=lambda _: None,
+        stop=StopRequest(),
+        warn=(said if said is not None else []).append,
+    )
+
+
+def silent(_: str) -> None:
+    """For warnings that a test does not look at."""
+
+
+def new_state(store: LatentStore, run: Path, steps: int, name: str = "dit-s-4") -> state.TrainState:
+    """A state as a call of ``train`` builds it, nothing loaded yet."""
+    recipe = recipe_of(steps, name)
+    return state.prepare(recipe, open_store(recipe, store.path, run, read_head(run), silent), CPU, silent)
+
+
+def resume(trained: state.TrainState, run: Path, warn: Callable[[str], None] = silent) -> None:
+    state.begin_or_resume(trained, run, read_head(run), warn)
+
+
+def tensors_of(trained: state.TrainState) -> dict[str, torch.Tensor]:
+    """A copy of every tensor that a checkpoint could change."""
+    groups = {group: dict(trained.engine.tensors(group)) for group in state.GROUPS}
+    return {f"{group}/{name}": t.detach().clone() for group, tensors in groups.items() for name, t in tensors.items()}
+
+
+def assert_untouched(trained: state.TrainState, before: dict[str, torch.Tensor]) -> None:
+    now = tensors_of(trained)
+    assert now.keys() == before.keys()
+    assert [name for name in now if not torch.equal(now[name], before[name])] == []
+    assert trained.step == 0
+    assert trained.loader.dataset.state_dict()["number"] == 0
+
+
+@pytest.fixture(scope="module")
+def both(label_store: LatentStore, caption_store: LatentStore) -> dict[str, LatentStore]:
+    """Store of each model."""
+    return dict(zip(NAMES, (label_store, caption_store), strict=True))
+
+
+@pytest.fixture(scope="module")
+def wholes(both: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of four steps in one go; do not change them."""
+    runs = {name: tmp_path_factory.mktemp("whole") / "run" for name in NAMES}
+    for name, run in runs.items():
+        go(both[name], run, 4, name)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def finisheds(both: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of two steps with both checkpoints; do not change them."""
+    runs = {name: tmp_path_factory.mktemp("finished") / "run" for name in NAMES}
+    for name, run in runs.items():
+        go(both[name], run, 2, name)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def finished(finisheds: dict[str, Path]) -> Path:
+    return finisheds["dit-s-4"]
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it to break."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def saved_bytes(run: Path, step: int) -> dict[str, bytes]:
+    """Every byte of a checkpoint and its snapshot."""
+    found = {
+        f"{kind}/{name}": data
+        for kind in ("checkpoint", "snapshot")
+        for name, data in tree_digest(run / f"{kind}-{step}").items()
+    }
+    assert len(found) >= 6
+    return found
+
+
+# --- Damage -----------------------------------------------------------------------------------------------------------
+
+
+def flip_bit(path: Path, position: int, bit: int = 0) -> None:
+    with open(path, "r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def check_flips(name: str, count: int, store: LatentStore, run: Path) -> None:
+    """Flip bits, one at a time, in a run with one checkpoint and one snapshot: each is refused, nothing is applied.
+
+    A flip is made before the reading, or, every third time, after the hashes were checked.
+    """
+    shutil.rmtree(run / "checkpoint-1")
+    shutil.rmtree(run / "snapshot-1")
+    trained = new_state(store, run, 3, name)
+    before, whole, draw = tensors_of(trained), tree_digest(run), random.Random(7)
+    files = [path for kind in ("checkpoint-2", "snapshot-2") for path in sorted((run / kind).iterdir())]
+    wanted = {group: trained.engine.expected(group) for group in state.GROUPS}
+
+    def read_again(folder: str) -> None:
+        resume(trained, run) if folder == "checkpoint-2" else load_snapshot(run, CPU)
+        pytest.fail(f"not seen: {said}")
+
+    said = ""
+    for number in range(count):
+        path = draw.choice(files)
+        size = path.stat().st_size
+        limit = size if draw.random() < 0.7 else min(size, 4096)  # often in the header of the tensors
+        position, bit = draw.randrange(limit), draw.randrange(8)
+        said = f"{path.parent.name}/{path.name}, byte {position} of {size}, bit {bit}"
+        group = path.stem if path.suffix == ".safetensors" else None
+        if number % 3 == 0 and group in wanted and path.parent.name == "checkpoint-2":
+            saved = checkpoint.read(path.parent)
+            flip_bit(path, position, bit)
+            with pytest.raises(DamageError, match=path.name):
+                saved.tensors(group, wanted[group])
+        else:
+            flip_bit(path, position, bit)
+            with pytest.raises(DamageError, match=path.parent.name):
+                read_again(path.parent.name)
+        flip_bit(path, position, bit)
+        assert_untouched(trained, before)
+    assert {name: data for name, data in tree_digest(run).items() if name.startswith(("check", "snap"))} == {
+        name: data for name, data in whole.items() if name.startswith(("check", "snap"))
+    }
+    resume(trained, run)
+    assert trained.step == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_flipped_bit_is_refused_before_a_tensor_is_applied(
+    name: str, both: dict[str, LatentStore], finisheds: dict[str, Path], tmp_path: Path
+) -> None:
+    check_flips(name, 75, both[name], shutil.copytree(finisheds[name], tmp_path / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_thousand_flipped_bits_are_refused_before_a_tensor_is_applied(
+    name: str, both: dict[str, LatentStore], finisheds: dict[str, Path], tmp_path: Path
+) -> None:
+    check_flips(name, 1000, both[name], shutil.copytree(finisheds[name], tmp_path / "run"))
+
+
+def test_a_flipped_bit_anywhere_in_the_state_is_damage(run: Path) -> None:
+    path = run / "checkpoint-2/state.json"
+    whole, unseen = path.read_bytes(), []
+    for position in range(len(whole)):
+        flip_bit(path, position)
+        try:
+            checkpoint.read(path.parent)
+            unseen.append(whole[max(0, position - 12) : position + 6])
+        except DamageError:
+            pass
+        flip_bit(path, position)
+    assert not unseen, f"{len(unseen)} of {len(whole)}, as {unseen[:3]}"
+
+
+def swap(one: Path, other: Path) -> None:
+    """Exchange two files."""
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+HARMS: dict[str, Callable[[Path], Any]] = {
+    "shorter by a byte": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "longer by a byte": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "emptied": lambda path: path.write_bytes(b""),
+    "zero-filled": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "deleted": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "swapped with the other checkpoint's": lambda path: swap(path, path.parent.with_name("checkpoint-1") / path.name),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", FILES)
+def test_a_harmed_file_is_refused_by_name(name: str, harm: str, run: Path) -> None:
+    HARMS[harm](run / "checkpoint-2" / name)
+    with pytest.raises(DamageError, match=f"checkpoint-2'.*'{name}'|checkpoint-2'.*checkpoint-1"):
+        checkpoint.read(run / "checkpoint-2")
+
+
+@pytest.mark.parametrize("name", ["x", ".metadata", "model.safetensors.bak", "model.pt"])
+def test_a_file_that_does_not_belong_is_refused_and_not_looked_into(name: str, run: Path, tmp_path: Path) -> None:
+    (run / "checkpoint-2" / name).write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
+    with pytest.raises(DamageError, match=f"'{name}' does not belong"):
+        checkpoint.read(run / "checkpoint-2")
+    assert not (tmp_path / "executed").exists()
+
+
+class Payload:
+    """What a pickle may do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_two_checkpoints_that_were_exchanged_are_refused(run: Path) -> None:
+    (run / "checkpoint-2").rename(run / "x")
+    (run / "checkpoint-1").rename(run / "checkpoint-2")
+    (run / "x").rename(run / "checkpoint-1")
+    for step, other in ((1, 2), (2, 1)):
+        with pytest.raises(DamageError, match=f"it is checkpoint-{other}"):
+            checkpoint.read(run / f"checkpoint-{step}")
+    shutil.rmtree(run / "checkpoint-1")
+    (run / "snapshot-2").rename(run / "checkpoint-1")
+    with pytest.raises(DamageError, match="it is snapshot-2"):
+        checkpoint.read(run / "checkpoint-1")
+
+
+# --- Malice: hashes that fit, content that does not -------------------------------------------------------------------
+
+
+def rewrite(path: Path, changes: dict[str, Any], *, drop: tuple[str, ...] = ()) -> None:
+    """Change the state of a checkpoint and give it the hash that fits."""
+    document = {key: value for key, value in read_json(path / "state.json").items() if key not in drop} | changes
+    document.pop("state_sha256", None)
+    (path / "state.json").write_bytes(canonical_json(document | {"state_sha256": sha256_of(document)}))
+
+
+def replace_file(path: Path, name: str, data: bytes) -> None:
+    """Put other bytes into a checkpoint, and their hash into its state."""
+    (path / name).write_bytes(data)
+    size, digest = xxh3_parts([data])
+    files = read_json(path / "state.json")["files"]
+    rewrite(path, {"files": files | {name: {"bytes": size, "xxh3_128": digest}}})
+
+
+ENTRY = {"bytes": 0, "xxh3_128": "99aa06d3014798d86001c324468d497f"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../x.safetensors", "/x.safetensors", "a/b.safetensors", "..", "", "x", "MODEL.safetensors", "x.safetensors\n"],
+)
+def test_a_state_cannot_name_a_file_elsewhere(name: str, run: Path) -> None:
+    (run.parent / "x.safetensors").write_bytes(b"")
+    files = read_json(run / "checkpoint-2/state.json")["files"]
+    rewrite(run / "checkpoint-2", {"files": files | {name: ENTRY}})
+    with pytest.raises(DamageError, match="'files"):
+        checkpoint.read(run / "checkpoint-2")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": "2"},
+        {"step": -1},
+        {"step": 2.0},
+        {"kind": "other"},
+        {"files": []},
+        {"files": {"model.safetensors": "x"}},
+        {"files": {"model.safetensors": ENTRY | {"bytes": -1}}},
+        {"num_images": "many"},
+        {"num_images": -1},
+        {"loader": None},
+        {"spec": []},
+    ],
+    ids=str,
+)
+def test_a_state_with_values_of_another_kind_is_damage(
+    changes: dict[str, Any], run: Path, label_store: LatentStore
+) -> None:
+    rewrite(run / "checkpoint-2", changes)
+    shutil.rmtree(run / "checkpoint-1")
+    with pytest.raises(DamageError, match="is not valid"):
+        go(label_store, run, 3)
+
+
+@pytest.mark.parametrize("key", ["kind", "step", "files", "num_images", "loader", "spec"])
+def test_a_state_without_a_value_is_damage(key: str, run: Path, label_store: LatentStore) -> None:
+    rewrite(run / "checkpoint-2", {}, drop=(key,))
+    shutil.rmtree(run / "checkpoint-1")
+    with pytest.raises(DamageError, match=key):
+        go(label_store, run, 3)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b'{"a": NaN, "state_sha256": "x"}',
+        b'{"a": "\\ud800", "state_sha256": "x"}',
+        b'{"a": ' + b"1" * 5000 + b"}",
+        b'{"a": ' * 900 + b"1" + b"}" * 900,
+        b"[" * 100_000,
+    ],
+    ids=lambda content: content[:20].decode(),
+)
+def test_a_state_that_no_release_wrote_is_damage(content: bytes, run: Path) -> None:
+    (run / "checkpoint-2/state.json").write_bytes(content)
+    with pytest.raises(DamageError, match=r"state\.json"):
+        checkpoint.read(run / "checkpoint-2")
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        {},
+        {"number": "1"},
+        {"number": -1},
+        {"number": True},
+        {"number": 10**30},
+        {"number": None},
+        {"draw_seed": 1},
+        {"root_hashes": ["other"]},
+        {"root_hashes": None},
+        {"order": {}},
+        {"order": None},
+    ],
+    ids=str,
+)
+def test_a_place_in_the_data_that_does_not_exist_is_refused_before_a_tensor_is_applied(
+    loader: dict[str, Any], run: Path, label_store: LatentStore
+) -> None:
+    state_now = read_json(run / "checkpoint-2/state.json")
+    rewrite(run / "checkpoint-2", {"loader": state_now["loader"] | loader if loader else {}})
+    trained = new_state(label_store, run, 3)
+    before = tensors_of(trained)
+    with pytest.raises(RunError, match="loader state"):
+        resume(trained, run)
+    assert_untouched(trained, before)
+
+
+def header_only(dtype: str) -> bytes:
+    header = json.dumps({"w": {"dtype": dtype, "shape": [2], "data_offsets": [0, 2]}}).encode()
+    return len(header).to_bytes(8, "little") + header + b"\0\0"
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda t: dict(list(t.items())[1:]), "is missing"),
+        (lambda t: t | {"more": torch.zeros(1)}, "'more' is too many"),
+        (lambda t: {name: tensor[None] for name, tensor in t.items()}, "the model needs"),
+        (lambda t: {name: tensor.flatten()[:1].clone() for name, tensor in t.items()}, "the model needs"),
+        (lambda t: {name: tensor.double() for name, tensor in t.items()}, "torch.float64, the model needs"),
+        (lambda _: {}, "is missing"),
+        (lambda _: b"", "holds no tensors"),
+        (lambda _: b"\xff" * 8 + b"{}", "holds no tensors"),
+        (lambda _: pickle.dumps({"w": 1}), "holds no tensors"),
+        (lambda _: header_only("F8_E8M0"), "holds no tensors"),
+        (lambda _: header_only("F64"), "holds no tensors"),
+    ],
+)
+@pytest.mark.parametrize("group", ["model", "ema", "optimizer"])
+def test_tensors_that_do_not_fit_are_refused_before_one_is_applied(
+    group: str, harm: Callable[[Any], Any], words: str, run: Path, label_store: LatentStore
+) -> None:
+    path = run / "checkpoint-2" / f"{group}.safetensors"
+    harmed = harm(safetensors.torch.load(path.read_bytes()))
+    replace_file(path.parent, path.name, harmed if isinstance(harmed, bytes) else safetensors.torch.save(harmed))
+    trained = new_state(label_store, run, 3)
+    before = tensors_of(trained)
+    with pytest.raises(DamageError, match=f"{path.name}.*{words}"):
+        state.load(trained, path.parent)
+    assert_untouched(trained, before)
+    said: list[str] = []
+    resume(trained, run, said.append)
+    assert trained.step == 1
+    assert len(said) == 1
+
+
+def test_a_checkpoint_without_a_group_is_damage(run: Path, label_store: LatentStore) -> None:
+    files = read_json(run / "checkpoint-2/state.json")["files"]
+    del files["ema.safetensors"]
+    (run / "checkpoint-2/ema.safetensors").unlink()
+    rewrite(run / "checkpoint-2", {"files": files})
+    with pytest.raises(DamageError, match=r"there is no 'ema\.safetensors'"):
+        state.load(new_state(label_store, run, 3), run / "checkpoint-2")
+
+
+def test_a_snapshot_that_does_not_fit_its_model_is_damage(run: Path) -> None:
+    model = run / "snapshot-2/model.safetensors"
+    replace_file(model.parent, model.name, safetensors.torch.save({"w": torch.zeros(1)}))
+    with pytest.raises(DamageError, match=r"snapshot '.*model\.safetensors"):
+        load_snapshot(run, CPU)
+
+
+def test_another_format_version_is_refused_and_not_taken_for_damage(run: Path, label_store: LatentStore) -> None:
+    rewrite(run / "checkpoint-2", {"format_version": 99})
+    with pytest.raises(RunError, match="format version 99, this release reads 1"):
+        go(label_store, run, 3)
+    assert (run / "checkpoint-2").is_dir()
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_not_taken_for_damage(run: Path, label_store: LatentStore) -> None:
+    spec = read_json(run / "checkpoint-2/state.json")["spec"]
+    rewrite(run / "checkpoint-2", {"spec": spec | {"num_classes": 7}})
+    with pytest.raises(RunError, match="of model"):
+        go(label_store, run, 3)
+    assert (run / "checkpoint-2").is_dir()
+
+
+# --- Going on with an older one ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("harm", ["half", "zero-filled", "deleted"])
+def test_the_run_goes_on_from_the_newest_valid_checkpoint_and_says_so(
+    harm: str, name: str, run: Path, wholes: dict[str, Path], label_store: LatentStore
+) -> None:
+    HARMS[harm](run / "checkpoint-2" / name)
+    harmed, said = tree_digest(run / "checkpoint-2"), list[str]()
+    outcome = go(label_store, run, 4, said=said)
+    assert (outcome.first_step, outcome.finished) == (2, True)
+    assert len(said) == 1
+    for words in ("DAMAGED CHECKPOINT 'checkpoint-2'", name, "'damaged-checkpoint-2'", "from 'checkpoint-1' instead"):
+        assert words in said[0]
+    assert "\n" not in said[0]
+    assert tree_digest(run / "damaged-checkpoint-2") == harmed
+    assert saved_bytes(run, 4) == saved_bytes(wholes["dit-s-4"], 4)
+
+
+def test_a_second_damaged_checkpoint_of_a_step_is_kept_too(run: Path, label_store: LatentStore) -> None:
+    for _ in range(3):
+        flip_bit(run / "checkpoint-2/state.json", 5)
+        assert go(label_store, run, 2).first_step == 2
+    assert sorted(path.name for path in run.glob("damaged-*")) == [
+        "damaged-checkpoint-2",
+        "damaged-checkpoint-2-2",
+        "damaged-checkpoint-2-3",
+    ]
+
+
+def test_a_crash_while_a_damaged_checkpoint_is_set_aside_loses_nothing(
+    run: Path, wholes: dict[str, Path], label_store: LatentStore, tmp_path: Path
+) -> None:
+    HARMS["half"](run / "checkpoint-2/ema.safetensors")
+    harmed = tree_digest(run / "checkpoint-2")
+    at, died = 0, True
+    while died:
+        here = shutil.copytree(run, tmp_path / f"{at}")
+        trained = new_state(label_store, here, 4)
+        died = start(lambda t=trained, h=here: resume(t, h), failpoint=Failpoint("die", at)).wait().died
+        assert go(label_store, here, 4).first_step == 2
+        assert find_strays(here) == []
+        assert tree_digest(here / "damaged-checkpoint-2") == harmed
+        assert saved_bytes(here, 4) == saved_bytes(wholes["dit-s-4"], 4)
+        at += 1
+    assert at > 8  # a rename and two files, each with its syncs
+
+
+def test_without_a_valid_checkpoint_nothing_begins_from_scratch(run: Path, label_store: LatentStore) -> None:
+    for step in (1, 2):
+        flip_bit(run / f"checkpoint-{step}/model.safetensors", 100)
+    before = tree_digest(run)
+    for _ in range(2):  # nothing was renamed, so the second time is as the first
+        with pytest.raises(DamageError, match=r"not one valid checkpoint.*checkpoint-2.*model\.safetensors"):
+            go(label_store, run, 4)
+        assert tree_digest(run) == before
+    for step in (1, 2):
+        checkpoint.set_aside(run / f"checkpoint-{step}")
+    with pytest.raises(DamageError, match="only 'damaged-checkpoint-2' is left"):
+        go(label_store, run, 4)
+    flip_bit(run / "damaged-checkpoint-1/model.safetensors", 100)  # restored from a copy
+    (run / "damaged-checkpoint-1").rename(run / "checkpoint-1")
+    assert go(label_store, run, 4).first_step == 2
+
+
+def test_a_disk_that_gives_back_other_bytes_ends_the_run_and_nothing_is_pruned(
+    run: Path, label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder = checkpoint.write_folder
+
+    def spoil(final: Path, files: Any, *, replace: bool) -> bool:
+        written = write_folder(final, files, replace=replace)
+        if final.name == "checkpoint-3":
+            flip_bit(final / "model.safetensors", 200)
+        return written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_folder", spoil)
+        with pytest.raises(DamageError, match=r"checkpoint-3'.*model\.safetensors"):
+            go(label_store, run, 4)
+    assert [path.name for path in checkpoint.find("checkpoint", run)] == [
+        "checkpoint-1",
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
+    assert go(label_store, run, 4).first_step == 3
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_pruning_never_takes_the_checkpoint_that_has_proven_whole(keep: int, run: Path) -> None:
+    for step in (7, 8):  # of somebody else
+        shutil.copytree(run / "checkpoint-2", run / f"checkpoint-{step}")
+    checkpoint.prune(run, keep, proven=run / "checkpoint-1")
+    assert (run / "checkpoint-1").is_dir()
+    assert len(checkpoint.find("checkpoint", run)) == keep + 1
+
+
+# --- Crashes and failing disks ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def at_three(both: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """For each model a run at step 2 and, in memory, its state at step 3, not saved yet; do not change them."""
+    made = {}
+    for name in NAMES:
+        run = tmp_path_factory.mktemp("at-three") / "run"
+        go(both[name], run, 2, name)
+        trained = new_state(both[name], run, 4, name)
+        resume(trained, run)
+        loop.train_step(trained, next(loop.endless(trained.loader)))
+        made[name] = run, trained
+    return made
+
+
+def check_failing_saves(
+    name: str, kind: Any, at_three: dict[str, Any], store: LatentStore, whole: Path, root: Path, *, goes_on_every: int
+) -> int:
+    """Let a save fail at each of its operations; what is there then is what was, or what was to be.
+
+    Args:
+      goes_on_every: so many failures, the run is trained to its end, which must have the bits of the undisturbed one.
+    Returns: number of operations.
+    """
+    run, trained = at_three[name]
+
+    def attempt(at: int) -> tuple[Path, Any]:
+        here = shutil.copytree(run, root / f"{at}")
+        return here, start(lambda: state.save(trained, here), failpoint=Failpoint(kind, at)).wait()
+
+    operations = attempt(-1)[1].operations
+    for at in range(len(operations)):
+        here, outcome = attempt(at)
+        said = f"{kind} at {at}, {operations[at]}: {outcome.message}"
+        if kind == "die":
+            assert outcome.died, said
+        elif outcome.code:
+            assert ("ResourceError" if kind == "enospc" else "OSError") in outcome.error, said
+        fresh = new_state(store, here, 4, name)
+        told: list[str] = []
+        resume(fresh, here, told.append)
+        assert told == [], said
+        assert fresh.step in (2, 3), said
+        assert find_strays(here) == [], said
+        assert not list(here.rglob("*.leandit-replaced")), said
+        for path in here.glob("*-[0-9]"):
+            checkpoint.read(path)
+        if at % goes_on_every == 0:
+            assert go(store, here, 4, name).finished, said
+            assert saved_bytes(here, 4) == saved_bytes(whole, 4), said
+        shutil.rmtree(here)
+    return len(operations)
+
+
+@pytest.mark.parametrize("kind", ["die", "eio", "enospc"])
+def test_a_save_that_fails_at_any_operation_leaves_a_checkpoint_that_loads(
+    kind: str, at_three: dict[str, Any], label_store: LatentStore, wholes: dict[str, Path], tmp_path: Path
+) -> None:
+    count = check_failing_saves("dit-s-4", kind, at_three, label_store, wholes["dit-s-4"], tmp_path, goes_on_every=9)
+    assert count > 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["die", "eio", "enospc"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_save_that_fails_at_any_operation_costs_no_bit(
+    name: str,
+    kind: str,
+    at_three: dict[str, Any],
+    both: dict[str, LatentStore],
+    wholes: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    check_failing_saves(name, kind, at_three, both[name], wholes[name], tmp_path, goes_on_every=1)
+
+
+def test_a_crash_while_a_step_is_saved_again_keeps_what_was_there(
+    at_three: dict[str, Any], label_store: LatentStore, tmp_path: Path
+) -> None:
+    run, trained = at_three["dit-s-4"]
+    saved = shutil.copytree(run, tmp_path / "saved")
+    state.save(trained, saved)
+    wanted = saved_bytes(saved, 3)
+    at = 0
+    while True:
+        here = shutil.copytree(saved, tmp_path / f"{at}")
+        outcome = start(lambda here=here: state.save(trained, here), failpoint=Failpoint("die", at)).wait()
+        resume(new_state(label_store, here, 4), here)
+        assert saved_bytes(here, 3) == wanted, at
+        assert find_strays(here) == []
+        if not outcome.died:
+            break
+        at += 1
+    assert at > 25
+
+
+def test_a_full_disk_at_a_save_has_its_own_error_and_keeps_the_older_ones(
+    run: Path, label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from leandit.datasets.disk import files
+
+    before = saved_bytes(run, 2)
+
+    def fill(final: Path, content: Any, *, replace: bool) -> bool:
+        if final.name == "checkpoint-3":
+            monkeypatch.setattr(files, "failpoint", Failpoint("enospc", 3))
+        return write_folder(final, content, replace=replace)
+
+    write_folder = checkpoint.write_folder
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_folder", fill)
+        with pytest.raises(ResourceError, match=r"checkpoint-3'.*MiB free") as caught:
+            go(label_store, run, 4)
+    monkeypatch.setattr(files, "failpoint", None)
+    assert caught.value.exit_code == 5
+    assert saved_bytes(run, 2) == before
+    assert find_strays(run) == []
+    assert go(label_store, run, 4).first_step == 3
+
+
+# --- What is saved ----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
+    for step in (10, 9, 100, 1):
+        checkpoint.save(checkpoint.CHECKPOINT, tmp_path, step, {"model": {"w": torch.ones(1)}}, {})
+    (tmp_path / "checkpoint-12-old").mkdir()
+    (tmp_path / "checkpoint-x").mkdir()
+    (tmp_path / "checkpoint-007").mkdir()
+    found = [path.name for path in checkpoint.find(checkpoint.CHECKPOINT, tmp_path)]
+    assert found == ["checkpoint-1", "checkpoint-9", "checkpoint-10", "checkpoint-100"]
+    checkpoint.prune(tmp_path, 2, proven=tmp_path / "checkpoint-100")
+    assert checkpoint.find(checkpoint.CHECKPOINT, tmp_path)[0].name == "checkpoint-10"
+    assert (tmp_path / "checkpoint-12-old").is_dir()
+
+
+def test_saved_tensors_come_back_with_their_dtype(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 4).t(), "b": torch.tensor(7), "c": torch.randn(2).bfloat16()}
+    saved = checkpoint.read(checkpoint.save(checkpoint.SNAPSHOT, tmp_path, 5, {"model": tensors}, {"spec": {"x": 1}}))
+    assert (saved.state["step"], saved.state["spec"]) == (5, {"x": 1})
+    for name, tensor in saved.tensors("model", tensors).items():
+        assert tensor.dtype == tensors[name].dtype
+        assert torch.equal(tensor, tensors[name])
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        checkpoint.save(checkpoint.CHECKPOINT, tmp_path, 1, {"model": {"w": torch.tensor([value])}}, {})
+    assert checkpoint.read(tmp_path / "checkpoint-1").tensors("model", {"w": torch.zeros(1)})["w"].item() == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("name", ["dit-s-4", "pixart-tiny"])
+def test_nothing_in_a_run_is_pickled(name: str, finished: Path, caption_store: LatentStore, tmp_path: Path) -> None:
+    run = finished
+    if name == "pixart-tiny":
+        run = tmp_path / "run"
+        go(caption_store, run, 1, name)
+    kinds = {path.suffix for path in run.rglob("*") if path.is_file() and ".tfevents." not in path.name}
+    assert kinds == {".safetensors", ".json", ".jsonl", ".toml"}
+    for path in run.rglob("*.safetensors"):
+        size = int.from_bytes(path.read_bytes()[:8], "little")
+        assert path.read_bytes()[8 : 8 + size].strip().startswith(b"{")

@@ -1,0 +1,362 @@
+"""Fine-tuning: the official layout of DiT, diffusers' folders of DiT, PixArt and Sana, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from making import CPU, train_recipe
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from leandit.datasets.errors import DamageError, LeanditError, RunError
+from leandit.datasets.format.class_names import imagenet_names
+from leandit.datasets.store import LatentStore
+from leandit.train.loop import StopRequest, train
+from leandit.train.models.build import build_model
+from leandit.train.models.conditioning import Conditioning
+from leandit.train.models.diffusers_models import Family, published_config, transformer_class
+from leandit.train.models.layers import DiTOptions, position_table
+from leandit.train.models.spec import ModelSpec
+from leandit.train.run.model_for_store import model_spec
+from leandit.train.run.resume import prepare
+from leandit.train.weights.dit_checkpoints import read_official, write_official
+from leandit.train.weights.init_from import class_map_warning, initial_weights, read_config
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+SPEC = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
+TABLE = "y_embedder.embedding_table.weight"
+
+
+def shaken(spec: ModelSpec, seed: int = 0) -> Any:
+    model = build_model(spec, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def official() -> dict[str, Tensor]:
+    """A flat state dict in the official layout."""
+    return {name.removeprefix("net."): tensor for name, tensor in shaken(SPEC).state_dict().items()}
+
+
+def trainer_file(path: Path, official: dict[str, Tensor]) -> None:
+    """As the official trainer and its successors save: weights, averages, optimizer, arguments."""
+    model = {f"module.{name}": tensor + 1 for name, tensor in official.items()}
+    torch.save({"model": model, "ema": official, "opt": {"state": {}}, "args": argparse.Namespace(lr=1e-4)}, path)
+
+
+WRITERS: dict[str, Callable[[Path, dict[str, Tensor]], None]] = {
+    "flat.pt": lambda path, weights: torch.save(weights, path),
+    "trainer.pt": trainer_file,
+    "flat.safetensors": lambda path, weights: save_file(weights, path),
+    "ours.pt": write_official,
+    "ours.safetensors": write_official,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_each_official_file_gives_its_weights_to_the_bit(
+    name: str, official: dict[str, Tensor], tmp_path: Path
+) -> None:
+    WRITERS[name](tmp_path / name, official)
+    model = build_model(SPEC, seed=9)
+    weights = initial_weights(str(tmp_path / name), model, SPEC)
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(weights[f"net.{key}"], tensor) for key, tensor in official.items())
+    model.load_state_dict(weights)
+    x, t, given = torch.randn(2, 4, 8, 8), torch.tensor([3.0, 900.0]), Conditioning(labels=torch.tensor([0, 3]))
+    assert torch.equal(model.eval()(x, t, given), shaken(SPEC)(x, t, given))
+
+
+def test_the_weights_of_a_denoiser_are_written_in_the_official_layout(
+    official: dict[str, Tensor], tmp_path: Path
+) -> None:
+    for name in ("a.pt", "a.safetensors"):
+        write_official(tmp_path / name, shaken(SPEC).state_dict())
+        found = read_official(tmp_path / name)
+        assert found.keys() == official.keys()
+        assert all(torch.equal(found[key], official[key]) for key in found)
+    assert torch.load(tmp_path / "a.pt", weights_only=True).keys() == official.keys()
+
+
+def test_the_position_table_of_another_base_size_is_computed(official: dict[str, Tensor], tmp_path: Path) -> None:
+    write_official(tmp_path / "a.pt", official)
+    larger = SPEC.model_copy(update={"base_size": 16})
+    with torch.device("meta"):
+        model = build_model(larger, seed=0)
+    weights = initial_weights(str(tmp_path / "a.pt"), model, larger)
+    assert torch.equal(weights["net.pos_embed"][0], position_table(8, 8, 32, 8))
+    assert torch.equal(weights["net.blocks.0.attn.qkv.weight"], official["blocks.0.attn.qkv.weight"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"num_classes": 4}, ("label table", "3 classes", "model.num_classes=3")),
+        ({"channels": 16}, ("x_embedder.proj.weight", "16")),
+        ({"out_channels": 4}, ("final_layer.linear", "objective.kind")),
+        ({"options": DiTOptions(qk_norm=True)}, ("k_norm", "missing", "options")),
+        ({"options": DiTOptions(positions="rope")}, ("pos_embed", "does not have")),
+        ({"caption_width": 6, "num_classes": 0}, ("conditioning.kind",)),
+        ({"name": "DiT-B/2"}, ("model.name",)),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    changed: dict[str, Any], words: tuple[str, ...], official: dict[str, Tensor], tmp_path: Path
+) -> None:
+    write_official(tmp_path / "a.pt", official)
+    spec = SPEC.model_copy(update=changed)
+    with torch.device("meta"):
+        model = build_model(spec, seed=0)
+    with pytest.raises(RunError) as caught:
+        initial_weights(str(tmp_path / "a.pt"), model, spec)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.marker), "w")
+
+
+def test_a_file_that_is_no_checkpoint_is_refused_and_nothing_of_it_is_run(tmp_path: Path) -> None:
+    marker, content = tmp_path / "marker", {"model": Payload(tmp_path / "marker")}
+    torch.save(content, tmp_path / "evil.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(content))
+    torch.save([torch.zeros(2)], tmp_path / "list.pt")
+    torch.save({"model": {"a": 3}}, tmp_path / "numbers.pt")
+    for name, data in {"short.pt": b"PK", "empty.pt": b"", "short.safetensors": b"\xff" * 20}.items():
+        (tmp_path / name).write_bytes(data)
+    for name in ("evil.pt", "plain.pt", "list.pt", "numbers.pt", "short.pt", "empty.pt", "short.safetensors", "no.pt"):
+        with pytest.raises((RunError, DamageError), match=name):
+            initial_weights(str(tmp_path / name), build_model(SPEC, seed=0), SPEC)
+    assert not marker.exists()
+
+
+# --- diffusers' layout ------------------------------------------------------------------------------------------------
+
+
+def diffusers_dit(folder: Path, *, trained: bool = False) -> Any:
+    """A DiT of diffusers with weights of its own, one embedder in all blocks unless it was trained there."""
+    from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+
+    torch.manual_seed(3)
+    model = DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=3,
+        norm_eps=1e-6,
+    ).eval()
+    if not trained:
+        model.transformer_blocks[1].norm1.emb.load_state_dict(model.transformer_blocks[0].norm1.emb.state_dict())
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("place", ["", "transformer"])
+def test_a_dit_of_diffusers_is_loaded_exactly(place: str, tmp_path: Path) -> None:
+    theirs = diffusers_dit(tmp_path / place)
+    ours = build_model(SPEC, seed=0)
+    ours.load_state_dict(initial_weights(str(tmp_path), ours, SPEC))
+    ours.eval()
+    x, y = torch.randn(2, 4, 8, 8), torch.tensor([0, 3])
+    with torch.no_grad():
+        t = torch.zeros(2)  # at every other time, diffusers' class has another embedding than DiT
+        wanted = theirs(x, timestep=t, class_labels=y, return_dict=False)[0]
+        torch.testing.assert_close(ours(x, t, Conditioning(labels=y)), wanted, rtol=1e-4, atol=1e-4)
+        late = theirs(x, timestep=t + 900, class_labels=y, return_dict=False)[0]
+        assert (ours(x, t + 900, Conditioning(labels=y)) - late).abs().max() > 1e-3
+
+
+def test_a_dit_that_was_trained_in_diffusers_is_refused(tmp_path: Path) -> None:
+    diffusers_dit(tmp_path, trained=True)
+    with pytest.raises(RunError, match=r"embedders in every block"):
+        initial_weights(str(tmp_path), build_model(SPEC, seed=0), SPEC)
+
+
+def saved_text_model(folder: Path, name: str, family: Family, *, channels: int = 4, **more: Any) -> Any:
+    """A transformer of diffusers that fits the caption store."""
+    torch.manual_seed(1)
+    config = published_config(name, channels=channels, out_channels=channels, caption_width=64, base_size=8) | more
+    model = transformer_class(family)(**config).eval()
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return model
+
+
+TEXT_MODELS: list[tuple[str, Family, dict[str, Any]]] = [
+    ("pixart-tiny", "pixart", {"num_layers": 3}),
+    ("pixart-tiny", "pixart", {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}),
+    ("sana-tiny", "sana", {"num_layers": 3, "qk_norm": "rms_norm_across_heads"}),
+]
+
+
+@pytest.mark.parametrize(("name", "family", "more"), TEXT_MODELS)
+def test_a_run_begins_with_the_weights_of_a_folder_and_learns_from_them(
+    name: str, family: Family, more: dict[str, Any], caption_store: LatentStore, tmp_path: Path
+) -> None:
+    theirs = saved_text_model(tmp_path / "pipeline/transformer", name, family, **more)
+    recipe = train_recipe(name, f"model.init_from={tmp_path / 'pipeline'}", "optimizer.lr=1e-6", "run.steps=2")
+    spec = model_spec(recipe, caption_store.spec, "store")
+    assert spec.config["num_layers"] == theirs.config.num_layers
+    assert ModelSpec.model_validate_json(spec.model_dump_json()) == spec
+    assert spec.takes_sizes == bool(more.get("use_additional_conditions"))
+    run = tmp_path / "run"
+    train(recipe, store_path=caption_store.path, run=run, device=CPU, report=lambda figures: None, stop=StopRequest())
+    learned, begun = load_file(run / "checkpoint-2/model.safetensors"), theirs.state_dict()
+    assert {name.removeprefix("net.") for name in learned} == begun.keys()
+    moved = [float((learned[f"net.{key}"] - tensor).abs().max()) for key, tensor in begun.items()]
+    assert 0 < max(moved) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "words"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), RunError, ("config.json",)),
+        (lambda folder: [path.unlink() for path in folder.glob("*.safetensors")], RunError, ("safetensors",)),
+        (lambda folder: change(folder, "_class_name", "SanaTransformer2DModel"), RunError, ("SanaTransformer2DModel",)),
+        (lambda folder: change(folder, "in_channels", 16), RunError, ("in_channels", "16", "4")),
+        (lambda folder: change(folder, "out_channels", 8), RunError, ("out_channels", "8", "flow")),
+        (lambda folder: change(folder, "caption_channels", 4096), RunError, ("caption_channels", "4096", "64")),
+        (lambda folder: change(folder, "num_layers", 3), RunError, ("transformer_blocks.2", "missing")),
+        (lambda folder: change(folder, "num_layers", 10**9), RunError, ("num_layers",)),
+        (lambda folder: change(folder, "new_thing", True), RunError, ("new_thing",)),
+        (lambda folder: (folder / "config.json").write_text("[1]"), DamageError, ("JSON object",)),
+        (lambda folder: next(folder.glob("*.safetensors")).write_bytes(b"no"), DamageError, ("no tensors",)),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused_before_anything_is_written(
+    spoil: Callable[[Path], Any],
+    error: type[LeanditError],
+    words: tuple[str, ...],
+    caption_store: LatentStore,
+    tmp_path: Path,
+) -> None:
+    folder, run = tmp_path / "model", tmp_path / "run"
+    saved_text_model(folder, "pixart-tiny", "pixart")
+    spoil(folder)
+    recipe = train_recipe("pixart-tiny", f"model.init_from={folder}")
+    with pytest.raises(error) as caught:
+        train(recipe, store_path=caption_store.path, run=run, device=CPU, report=print, stop=StopRequest())
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert not run.exists()
+
+
+def change(folder: Path, key: str, value: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+
+
+def test_a_distilled_sana_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
+    saved_text_model(tmp_path / "sprint", "sana-tiny", "sana", guidance_embeds=True)
+    with pytest.raises(RunError, match="distilled"):
+        read_config(str(tmp_path / "sprint"), "sana")
+    with pytest.raises(RunError, match="no such folder"):
+        read_config(str(tmp_path / "nowhere"), "sana")
+    with pytest.raises(RunError, match="hub does not give it"):
+        read_config("nobody/nothing", "sana")
+
+
+def test_a_run_goes_on_without_looking_at_what_it_began_with(label_store: LatentStore, tmp_path: Path) -> None:
+    spec = model_spec(train_recipe("dit-s-4"), label_store.spec, "store")
+    write_official(tmp_path / "first.pt", shaken(spec).state_dict())
+
+    def go(run: str, steps: int) -> None:
+        recipe = train_recipe("dit-s-4", f"model.init_from={tmp_path / 'first.pt'}", f"run.steps={steps}")
+        options = {"device": CPU, "report": lambda figures: None, "stop": StopRequest()}
+        train(recipe, store_path=label_store.path, run=tmp_path / run, **options)
+
+    go("whole", 3)
+    go("parts", 1)
+    write_official(tmp_path / "first.pt", shaken(spec, seed=1).state_dict())  # no matter: the run has its own by now
+    go("parts", 3)
+    for name in ("checkpoint-3/model.safetensors", "snapshot-3/model.safetensors"):
+        one, other = load_file(tmp_path / "whole" / name), load_file(tmp_path / "parts" / name)
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    shutil.rmtree(tmp_path / "parts")
+
+
+@pytest.mark.parametrize("name", ["pixart-tiny", "dit-s-2-text"])
+def test_a_run_begins_with_the_averages_of_another_run_at_any_resolution(
+    name: str, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    rates = []
+
+    def go(run: str, *overrides: str) -> Path:
+        constant = ("schedule.kind=constant", "schedule.warmup_steps=0", "run.ema_decay=0.5")
+        recipe = train_recipe(name, "run.steps=1", *constant, *overrides)
+        options = {"device": CPU, "report": lambda figures: rates.append(figures.learning_rate), "stop": StopRequest()}
+        train(recipe, store_path=caption_store.path, run=tmp_path / run, **options)
+        return tmp_path / run
+
+    first = go("first")
+    averages = load_file(first / "snapshot-1/model.safetensors")
+    spec = model_spec(train_recipe(name, f"model.init_from={first}"), caption_store.spec, "store")
+    assert spec == model_spec(train_recipe(name), caption_store.spec, "store")
+    larger = spec.model_copy(update={"base_size": 2 * spec.base_size})
+    for source in (first, first / "snapshot-1"):
+        with torch.device("meta"):
+            model = build_model(larger, seed=5)
+        weights = initial_weights(str(source), model, larger)
+        assert weights.keys() == model.state_dict().keys()
+        for key, tensor in averages.items():
+            assert torch.equal(weights[key], tensor) == (key != "net.pos_embed"), key
+    second = go("second", f"model.init_from={first}", "optimizer.lr=1e-7", "optimizer.lr_base_batch=2")
+    learned = load_file(second / "checkpoint-1/model.safetensors")
+    assert 0 < max(float((learned[key] - tensor).abs().max()) for key, tensor in averages.items()) < 1e-5
+    assert rates == [1e-3, pytest.approx(2e-7)]  # 8 images an update: twice the rate of 2
+    with pytest.raises(RunError, match="'DiT-S/4'"):
+        initial_weights(str(first), build_model(SPEC, seed=0), SPEC.model_copy(update={"name": "DiT-S/4"}))
+
+
+def test_a_run_from_before_a_key_goes_on_without_it(label_store: LatentStore, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for steps in (1, 2):
+        recipe = train_recipe("dit-s-4", f"run.steps={steps}")
+        train(recipe, store_path=label_store.path, run=run, device=CPU, report=print, stop=StopRequest())
+        head = json.loads((run / "run.json").read_text())
+        del head["recipe"]["optimizer"]["lr_base_batch"]
+        (run / "run.json").write_text(json.dumps(head))
+    scaled = train_recipe("dit-s-4", "run.steps=3", "optimizer.lr_base_batch=2")
+    with pytest.raises(RunError, match=r"lr_base_batch was 0, is 2"):
+        train(scaled, store_path=label_store.path, run=run, device=CPU, report=print, stop=StopRequest())
+
+
+def test_labels_that_are_not_imagenets_are_warned_of_with_official_weights(tmp_path: Path) -> None:
+    wnids, source = list(imagenet_names()), str(tmp_path / "DiT.pt")
+    for same in (wnids, wnids[:3], ["0", "1", "2"]):
+        assert class_map_warning(source, 1000, same) is None
+    subset = [wnids[0], wnids[207], wnids[360]]
+    warning = class_map_warning(source, 1000, subset) or ""
+    assert f"label 1 is '{wnids[207]}', ImageNet's label 207" in warning
+    assert "2 of the store's 3" in warning
+    assert "label 0 is 'cat'." in (class_map_warning(source, 1000, ["cat", "dog"]) or "")
+    assert class_map_warning(source, 3, subset) is None
+
+
+def test_a_run_warns_of_other_labels_than_its_official_weights_have(label_store: LatentStore, tmp_path: Path) -> None:
+    recipe = train_recipe("dit-s-4", "model.num_classes=1000", f"model.init_from={tmp_path / 'first.pt'}")
+    spec = model_spec(recipe, label_store.spec, "store")
+    write_official(tmp_path / "first.pt", shaken(spec).state_dict())
+    warnings: list[str] = []
+    prepare(recipe, label_store, CPU, warnings.append)
+    assert any("label 0 is 'n000'" in warning for warning in warnings)

@@ -1,0 +1,1 @@
+"""Time, memory and hardware; a scratch folder; what every benchmark reads."""

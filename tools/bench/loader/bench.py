@@ -1,0 +1,207 @@
+"""``leandit bench loader``: this store and its peers, side by side on the same bytes, in one run.
+
+The limit is one gather a batch from a flat mapped file. Every cell is a fresh process that warms the page cache, times
+its peer, and then times the limit, so that a ratio is of two figures taken seconds apart; rounds go through the cells
+in alternating order, and the median over the rounds is reported with its range. A peer is checked before it is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ....datasets.errors import RecipeError, ResourceError
+from ....precompute.progress.clock import Progress
+from ..harness.meters import hardware
+from ..harness.work import STORE, Workload, caption_workload, latent_workload, write_store
+from ..peers.peers import LEFT_OUT, LIMIT, PEERS, Peer
+from .cell import Job
+from .report import summarise
+
+WORKLOADS: dict[str, Callable[..., Workload]] = {"latents": latent_workload, "captions": caption_workload}
+CELL_SECONDS = 900  # some peers hang where they fail: a cell is ended after this, and a second for every MB
+FILE_OVERHEAD = 2.0  # most that a peer writes for a byte of ours: .npy rounds 8 KiB up to 16
+ALTERED = ("altered", "wrong_labels", "wrong_texts", "dtypes")  # in a check: then the work is another
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure.
+
+    Args:
+      scratch: folder for the store and the peers' files, which stay there for the next time.
+      workloads: to read.
+      peers: names.
+      rounds: times that every cell is measured.
+      seconds: length of a measured window.
+      pythons: interpreters of peers that live in another environment.
+      command: what was typed.
+    """
+
+    scratch: Path
+    workloads: Sequence[Workload]
+    peers: Sequence[str]
+    rounds: int = 5
+    seconds: float = 1.0
+    pythons: Mapping[str, str] = field(default_factory=dict)
+    command: str = "leandit bench loader"
+
+
+def make_request(
+    scratch: Path, workload: str, records: int | None, peers: str | None, pythons: Sequence[str], **how: Any
+) -> Request:
+    """Read the options of the command line.
+
+    Raises: RecipeError: a name that is not known.
+    """
+    names = list(WORKLOADS) if workload == "both" else [workload]
+    if unknown := set(names) - set(WORKLOADS):
+        raise RecipeError(f"--workload '{unknown.pop()}': needed latents, captions or both.")
+    chosen = [name.strip() for name in peers.split(",")] if peers else list(PEERS)
+    given = {name: path for name, _, path in (entry.partition("=") for entry in pythons)}
+    for option, values in (("--peers", chosen), ("--python", given)):
+        if unknown := set(values) - set(PEERS):
+            raise RecipeError(f"{option} '{min(unknown)}': there is no such peer. There are: {', '.join(PEERS)}.")
+    made = [WORKLOADS[name](records) if records else WORKLOADS[name]() for name in names]
+    return Request(
+        scratch.resolve(), made, chosen, pythons=given, command=shlex.join(["leandit", *sys.argv[1:]]), **how
+    )
+
+
+def run(request: Request, progress: Progress) -> dict[str, Any]:
+    """Write, check and time every peer; one JSON object with everything.
+
+    Raises: ResourceError: the disk is too small.
+    """
+    request.scratch.mkdir(parents=True, exist_ok=True)
+    results = [_run_workload(request, workload, progress) for workload in request.workloads]
+    peers = [peer for workload in results for peer in workload["peers"]]
+    own = {name: metadata.version(name) for name in ("leandit", "torch", "numpy")}
+    return {
+        "command": request.command,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": hardware(),
+        "versions": own | {name: v for peer in peers for name, v in peer.get("versions", {}).items()},
+        "rounds": request.rounds,
+        "seconds": request.seconds,
+        "workloads": results,
+        "left_out": LEFT_OUT,
+    }
+
+
+def _run_workload(request: Request, workload: Workload, progress: Progress) -> dict[str, Any]:
+    # The same bytes for all: the store, then each peer's files from its rows.
+    folder = request.scratch / f"{workload.name}-{workload.num_records}"
+    peers = [PEERS[name] for name in dict.fromkeys([LIMIT, *request.peers]) if workload.name in PEERS[name].workloads]
+    _check_room(folder, workload, peers)
+    write_store(workload, folder / STORE)
+    states = {peer.name: _write(request, workload, folder, peer) for peer in _shown(peers, progress, "write")}
+
+    # No peer is timed that does not hand over what it was given.
+    cells = [(peer, mode) for peer in peers for mode in peer.modes if "missing" not in states[peer.name]]
+    cells = [cell for cell in cells if "failed" not in states[cell[0].name]]
+    for peer, mode in _shown(cells, progress, "check"):
+        found = _cell(request, workload, folder, peer, "check", mode=mode)
+        states[peer.name].setdefault("checks", {})[mode] = found
+    cells = [cell for cell in cells if _may_be_timed(states[cell[0].name]["checks"][cell[1]])]
+
+    # Rounds in alternating order, so that what warms up or wears off during a round hits all alike.
+    rounds = [(r, cell) for r in range(request.rounds) for cell in (cells if r % 2 == 0 else reversed(cells))]
+    for number, (peer, mode) in _shown(rounds, progress, "time"):
+        timed = _cell(request, workload, folder, peer, "time", mode=mode, seed=number, seconds=request.seconds)
+        states[peer.name].setdefault("cells", {}).setdefault(mode, []).append(timed)
+    for state in states.values():
+        modes = {mode: summarise(cells) for mode, cells in state.get("cells", {}).items()}
+        state["modes"] = {mode: figures for mode, figures in modes.items() if figures}
+    return {
+        "name": workload.name,
+        "buckets": dict(workload.buckets),
+        "batch": workload.batch,
+        "record_bytes": workload.record_bytes,
+        "caption_tokens": sum(workload.token_counts),
+        "peers": [{"name": peer.name, "how": peer.how} | states[peer.name] for peer in peers],
+    }
+
+
+def _shown(things: Sequence[Any], progress: Progress, stage: str) -> Any:
+    for done, thing in enumerate(things):
+        progress(stage, done, len(things))
+        yield thing
+    progress(stage, len(things), len(things))
+
+
+def _write(request: Request, workload: Workload, folder: Path, peer: Peer) -> dict[str, Any]:
+    written = _cell(request, workload, folder, peer, "write")
+    if "disk_bytes" in written:
+        written["disk_bytes_per_record"] = written.pop("disk_bytes") / workload.num_records
+    return written
+
+
+def _may_be_timed(checked: Mapping[str, Any]) -> bool:
+    """Whether a peer does the work at all: what it loses or doubles is told, but changes no rate."""
+    if "check" not in checked:
+        return False
+    found = checked["check"]
+    return found["served"] > 0 and not any(found[name] for name in ALTERED)
+
+
+def _cell(request: Request, workload: Workload, folder: Path, peer: Peer, job: str, **how: Any) -> dict[str, Any]:
+    """Run a job in a process of its own: its result, or {"failed": why}, or {"missing": [what is not installed]}."""
+    asked = Job(job, peer.name, asdict(workload) | {"buckets": dict(workload.buckets)}, str(folder), **how)
+    python = request.pythons.get(peer.name, sys.executable)
+    limit = CELL_SECONDS + workload.num_records * workload.record_bytes / 1e6
+    try:
+        child = subprocess.Popen(
+            [python, "-m", "leandit.tools.bench.loader.cell"],
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"},
+            start_new_session=True,  # so that its workers end with it
+        )
+    except OSError as error:
+        return {"failed": f"'{python}' does not start: {error.strerror}"}
+    try:
+        out, said = child.communicate(json.dumps(asdict(asked)), timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no answer within {limit:.0f} s"}
+    finally:
+        _end(child)
+    lines = out.strip().splitlines()
+    if child.returncode or not lines:
+        why = (said.strip().splitlines() or ["no word"])[-1]
+        return {"failed": f"exit code {child.returncode}: {why}"}
+    return json.loads(lines[-1])
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """End a process that has not ended, and workers that it has left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _check_room(folder: Path, workload: Workload, peers: Sequence[Peer]) -> None:
+    """Raises: ResourceError: the disk is too small for what is not there yet."""
+    missing = {peer.files for peer in peers if not (folder / peer.files).exists()} | {STORE}
+    needed = int(len(missing) * workload.num_records * workload.record_bytes * FILE_OVERHEAD)
+    free = shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise ResourceError(
+            f"folder '{folder.parent}': {free / 2**30:.1f} GiB are free, the files of {len(missing)} peers may take "
+            f"{needed / 2**30:.1f}. Take another --scratch, fewer --records, or some of the --peers."
+        )

@@ -1,0 +1,121 @@
+"""Whether a peer hands over what it was given: every record of an epoch once, bit for bit. A benchmark of a loader that
+loses records, or widens them, would be one of something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from ....datasets.store import LatentStore
+from ..harness.work import Rows, Served, Workload, rows_of
+
+BLOCK_ROWS = 1024
+
+
+@dataclass
+class Check:
+    """What was found in one epoch.
+
+    Args:
+      records: of the store.
+      served: handed over.
+      lost: records that never came.
+      doubled: records that came more than once.
+      altered: rows that are no record's, or differ in a bit from the record that they say they are.
+      wrong_labels, wrong_texts: records that came with another label or caption.
+      dtypes: of latents and text, other than float16.
+      shuffle: blocks of B neighbouring records that a batch draws from, against those of a global shuffle; 1 is global.
+    """
+
+    records: int
+    served: int = 0
+    lost: int = 0
+    doubled: int = 0
+    altered: int = 0
+    wrong_labels: int = 0
+    wrong_texts: int = 0
+    dtypes: list[str] = field(default_factory=list)
+    shuffle: float = 1.0
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, in words; empty where nothing is."""
+        counts = {
+            "lost": self.lost,
+            "doubled": self.doubled,
+            "altered": self.altered,
+            "with a wrong label": self.wrong_labels,
+            "with a wrong caption": self.wrong_texts,
+        }
+        found = [f"{count} of {self.records} records {what}" for what, count in counts.items() if count]
+        return found + [f"float16 became {dtype}" for dtype in self.dtypes]
+
+
+def check_epoch(store: LatentStore, workload: Workload, batches: Iterable[Served]) -> Check:
+    """Compare the batches of one epoch with the store. A latent is known by its bits, which no two records share."""
+    check = Check(workload.num_records)
+    parts = {workload.latent_shape(rows.bucket): rows for rows in rows_of(store)}
+    known = {shape: _rows_by_hash(rows) for shape, rows in parts.items()}
+    seen = {shape: np.zeros(len(rows), np.int64) for shape, rows in parts.items()}
+    dtypes: set[str] = set()
+    shuffles = []
+    for batch in batches:
+        latents, labels = np.asarray(batch.latents), np.asarray(batch.labels)
+        check.served += len(latents)
+        dtypes.add(str(latents.dtype))
+        shape = latents.shape[1:]
+        rows = np.array([known.get(shape, {}).get(each, -1) for each in _hashes(latents)], np.int64)
+        good = np.flatnonzero(rows >= 0)
+        check.altered += len(rows) - len(good)
+        if not len(good):
+            continue
+        part = parts[shape]
+        np.add.at(seen[shape], rows[good], 1)
+        check.wrong_labels += int(np.sum(labels[good] != part.labels[rows[good]]))
+        if part.caption_ids is not None:
+            dtypes.add(str(np.asarray(batch.text).dtype))
+            check.wrong_texts += int(np.sum(~_same_texts(part, rows, batch)[good]))
+        shuffles.append(_mixing(rows[good], len(part), workload.batch))
+    counts = np.concatenate(list(seen.values()))
+    check.lost, check.doubled = int(np.sum(counts == 0)), int(np.sum(counts > 1))
+    check.dtypes = sorted(dtypes - {"float16"})
+    check.shuffle = float(np.mean([value for value in shuffles if value is not None] or [1.0]))
+    return check
+
+
+def _hashes(latents: np.ndarray) -> list[int]:
+    """Of the bits of each latent as float16: one that was widened is found, and its dtype told apart."""
+    return [xxhash.xxh3_64_intdigest(row) for row in np.ascontiguousarray(latents, np.float16)]
+
+
+def _rows_by_hash(rows: Rows) -> dict[int, int]:
+    blocks = (np.arange(start, min(start + BLOCK_ROWS, len(rows))) for start in range(0, len(rows), BLOCK_ROWS))
+    found = {each: int(row) for block in blocks for row, each in zip(block, _hashes(rows.latents(block)), strict=True)}
+    assert len(found) == len(rows), f"{len(rows) - len(found)} records of bucket '{rows.bucket}' are equal"
+    return found
+
+
+def _same_texts(part: Rows, rows: np.ndarray, batch: Served) -> np.ndarray:
+    """(B,) whether each record came with its caption, bit for bit; row -1 is no record."""
+    text, lengths = np.asarray(batch.text), np.asarray(batch.lengths)
+    if len(lengths) != len(rows) or lengths.sum() != len(text):
+        return np.zeros(len(rows), bool)
+    pairs = zip(np.split(text, np.cumsum(lengths)[:-1]), rows.tolist(), strict=True)
+    return np.array([row >= 0 and _equal(got, part.text(row)) for got, row in pairs])
+
+
+def _equal(got: np.ndarray, wanted: np.ndarray | None) -> bool:
+    return wanted is not None and got.shape == wanted.shape and got.tobytes() == wanted.astype(got.dtype).tobytes()
+
+
+def _mixing(rows: np.ndarray, count: int, batch: int) -> float | None:
+    """Blocks that a full batch draws from, against those of a global shuffle; None where that says nothing."""
+    blocks = -(-count // batch)
+    if len(rows) < batch or blocks < 2:
+        return None
+    expected = blocks * (1 - (1 - 1 / blocks) ** batch)
+    return len(np.unique(rows // batch)) / expected

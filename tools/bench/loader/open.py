@@ -1,0 +1,97 @@
+"""``leandit bench open``: how long a store takes to open, what it holds in memory, and what a batch costs to plan.
+
+The store is of noise; it is opened in fresh processes, with its files in the page cache, and medians are told.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ....datasets.batches.reader import PLANNED_AHEAD
+from ....datasets.errors import ResourceError
+from ....datasets.loader import make_loader
+from ....datasets.order.batch_plan import BatchPlan
+from ....datasets.store import LatentStore
+from ...synthetic.store import make_store
+from ..harness.meters import hardware, tree_anonymous_mb
+
+BUCKET, BATCH = "256x256", 256
+PLANNED_SIZES = (10_000, 1_281_167, 1_000_000_000)
+PLANNED_BATCHES = 4096
+
+
+def run(scratch: Path, records: int, rounds: int) -> dict[str, Any]:
+    """Make the store, unless it is there, and measure.
+
+    Raises: ResourceError: a measurement failed.
+    """
+    store = scratch / f"open-{records}"
+    make_store(store, {BUCKET: records})
+    opened = [_in_fresh_process(store) for _ in range(rounds)]
+    return {
+        "records": records,
+        "hardware": hardware(),
+        "open": {name: median(one[name] for one in opened) for name in opened[0]},
+        "plan_us_per_batch": {str(size): round(_plan_seconds(size) * 1e6, 1) for size in PLANNED_SIZES},
+    }
+
+
+def measure(store_path: str) -> dict[str, float]:
+    """Open a store and read its first batches, in this process."""
+    before, start = tree_anonymous_mb() or 0.0, time.perf_counter()
+    store = LatentStore(store_path)
+    for bucket in store.buckets:
+        store.index(bucket)
+    opened = time.perf_counter()
+    memory = (tree_anonymous_mb() or 0.0) - before
+    counted = time.perf_counter()
+    batches = iter(make_loader(store, global_batch=BATCH, prefetch=2))
+    next(batches)
+    return {
+        "open_seconds": opened - start,
+        "open_mb": memory,
+        "first_batch_ms": (time.perf_counter() - counted) * 1e3,
+    }
+
+
+def render(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Name and value of each line."""
+    opened, machine = result["open"], result["hardware"]
+    return [
+        ("machine", f"{machine['cpu']}, {machine['cores']} cores"),
+        ("open", f"{opened['open_seconds']:.2f} s, {opened['open_mb']:.0f} MB for {result['records']} records"),
+        ("first batch", f"{opened['first_batch_ms']:.0f} ms after that"),
+        *(("plan", f"{us:.1f} us a batch of {BATCH} of {size}") for size, us in result["plan_us_per_batch"].items()),
+    ]
+
+
+def _in_fresh_process(store: Path) -> dict[str, float]:
+    done = subprocess.run([sys.executable, "-m", __name__, str(store)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ResourceError(f"bench open: a measurement failed: {done.stderr.strip().splitlines()[-1:]}")
+    return json.loads(done.stdout)
+
+
+def _plan_seconds(size: int) -> float:
+    """Of one batch, planned as the loader does; from all over the epoch."""
+    plan = BatchPlan({BUCKET: size}, BATCH, seed=0)
+    plan.batches(0, PLANNED_AHEAD)
+    start = time.perf_counter()
+    for first in range(0, PLANNED_BATCHES, PLANNED_AHEAD):
+        plan.batches(first, PLANNED_AHEAD)
+    return (time.perf_counter() - start) / PLANNED_BATCHES
+
+
+def _main(arguments: Sequence[str]) -> None:
+    print(json.dumps(measure(arguments[0])))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -1,0 +1,200 @@
+"""What the loader benchmark found: medians over the rounds, as a table for a person, and as a bar chart."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ....datasets.errors import ResourceError
+from ...terminal.text import aligned, column_widths, printable
+from ..peers.peers import IN_PROCESS, LIMIT, OURS, WORKERS
+
+FIGURES = {  # of a mode, from the fields of its cells
+    "records_per_second": ("records_per_second", 1),
+    "limit_records_per_second": ("limit_records_per_second", 1),
+    "first_epoch_records_per_second": ("first_epoch_records_per_second", 1),
+    "cpu_us_per_record": ("cpu_seconds_per_record", 1e6),
+    "import_ms": ("import_seconds", 1e3),
+    "first_batch_ms": ("first_batch_seconds", 1e3),
+    "memory_mb": ("memory_mb", 1),
+}
+HEAD = (
+    "peer",
+    "ratio",
+    "range",
+    "records/s",
+    "CPU us",
+    "ratio",
+    "range",
+    "records/s",
+    "first ms",
+    "MB",
+    "KiB",
+    "shuffle",
+)
+GROUPS = ((1, "in process"), (5, "2 workers"))  # columns above which they stand
+OURS_COLOUR, PEER_COLOUR, PALE, BAR = "#c2410c", "#64748b", 0.45, 0.4
+
+
+def summarise(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Medians over the rounds of one peer in one mode, and the range of its ratio; None where every one failed."""
+    good = [cell for cell in cells if "failed" not in cell]
+    if not good:
+        return None
+    ratios = [cell["ratio"] for cell in good]
+    found: dict[str, Any] = {"ratio": {"median": median(ratios), "min": min(ratios), "max": max(ratios)}}
+    for name, (key, unit) in FIGURES.items():
+        values = [cell[key] * unit for cell in good if cell[key] is not None]
+        found[name] = median(values) if values else None
+    return found
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """The tables of all workloads, with the hardware and what was not measured."""
+    machine = result["hardware"]
+    head = [
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['kernel']}, "
+        f"Python {machine['python']}; {result['date']}",
+        f"Medians of {result['rounds']} rounds. Ratio: to one gather a batch from a flat mapped file, in its process.",
+    ]
+    blocks = [_workload(workload) for workload in result["workloads"]]
+    left_out = [f"left out: {name}: {why}" for name, why in result["left_out"].items()]
+    return "\n\n".join(["\n".join(head), *blocks, "\n".join(left_out)])
+
+
+def _workload(workload: Mapping[str, Any]) -> str:
+    records, buckets = sum(workload["buckets"].values()), len(workload["buckets"])
+    title = (
+        f"{workload['name']}: {records:,} records of {workload['record_bytes'] / 1024:.1f} KiB, {buckets} "
+        f"bucket{'s' if buckets > 1 else ''}, batches of {workload['batch']}"
+    )
+    peers = sorted((peer for peer in workload["peers"] if peer.get("modes")), key=best_ratio, reverse=True)
+    rows = [_row(peer) for peer in peers]
+    widths = column_widths([HEAD, *rows])
+    groups, place = "", [sum(widths[:i]) + 2 * i for i in range(len(widths))]
+    for column, name in GROUPS:
+        groups = groups.ljust(place[column]) + name
+    lines = [title, groups, *aligned([HEAD, *rows])]
+    return "\n".join([*lines, *(printable(note) for peer in workload["peers"] for note in notes(peer))])
+
+
+def _row(peer: Mapping[str, Any]) -> tuple[str, ...]:
+    alone, helped = (peer["modes"].get(mode) for mode in (IN_PROCESS, WORKERS))
+    either = alone or helped
+    shuffle = [found["check"]["shuffle"] for found in peer["checks"].values() if "check" in found]
+    return (
+        peer["name"] + (" *" if notes(peer) else ""),
+        *_ratio(alone),
+        _number(alone and alone["cpu_us_per_record"], 1),
+        *_ratio(helped),
+        _number(either["first_batch_ms"], 0),
+        "/".join(_number(figures["memory_mb"], 0) for figures in (alone, helped) if figures),
+        _number(peer["disk_bytes_per_record"] / 1024, 2),
+        _number(min(shuffle), 2) if shuffle else "-",
+    )
+
+
+def _ratio(figures: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    if not figures:
+        return "-", "", "-"
+    low, middle, high = (_significant(figures["ratio"][name]) for name in ("min", "median", "max"))
+    return middle, f"{low}..{high}", f"{figures['records_per_second']:,.0f}"
+
+
+def _significant(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}" if value >= 0.001 else f"{value:.4f}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def best_ratio(peer: Mapping[str, Any]) -> float:
+    """The higher of a peer's median ratios."""
+    return max(figures["ratio"]["median"] for figures in peer["modes"].values())
+
+
+def notes(peer: Mapping[str, Any]) -> list[str]:
+    """What is to be said of a peer beside its figures: not installed, failed, or not what it was given."""
+    name = peer["name"]
+    if "missing" in peer:
+        return [f"  {name}: not installed ({', '.join(peer['missing'])})"]
+    if "failed" in peer:
+        return [f"  {name}: could not be written: {peer['failed']}"]
+    found = []
+    for mode, checked in peer.get("checks", {}).items():
+        untimed = "" if mode in peer.get("modes", {}) else "; not timed"
+        if "failed" in checked:
+            found.append(f"  * {name}, {mode}: {checked['failed']}{untimed}")
+        elif checked["problems"]:
+            found.append(f"  * {name}, {mode}: {'; '.join(checked['problems'])}{untimed}")
+    for mode, cells in peer.get("cells", {}).items():
+        reasons = sorted({cell["failed"] for cell in cells if "failed" in cell})
+        found += [f"  * {name}, {mode}: a round failed: {reason}" for reason in reasons]
+    return found
+
+
+def check_plot(path: Path) -> None:
+    """Raises: ResourceError: a chart was asked for, and matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ResourceError(f"--plot '{path}': matplotlib is not installed. Install leandit with its extra 'bench'")
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Bars of the ratios on a logarithmic scale, ours in another colour; one panel a workload."""
+    pyplot: Any = importlib.import_module("matplotlib.figure")
+    workloads = [workload for workload in result["workloads"] if any(peer.get("modes") for peer in workload["peers"])]
+    most = max(sum(1 for peer in workload["peers"] if peer.get("modes")) for workload in workloads)
+    figure = pyplot.Figure(figsize=(7.5 * len(workloads), 1.6 + 0.42 * most), layout="constrained", dpi=130)
+    for axes, workload in zip(figure.subplots(1, len(workloads), squeeze=False)[0], workloads, strict=True):
+        _panel(axes, workload)
+    machine = result["hardware"]
+    figure.supxlabel(
+        f"records/s as a share of the limit, one gather a batch from a flat mapped file\n"
+        f"medians and ranges of {result['rounds']} rounds; {machine['cpu']}, {machine['cores']} cores; "
+        f"{result['date'][:10]}",
+        fontsize=8,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _panel(axes: Any, workload: Mapping[str, Any]) -> None:
+    peers = sorted((peer for peer in workload["peers"] if peer.get("modes")), key=best_ratio)
+    lowest = min(figures["ratio"]["min"] for peer in peers for figures in peer["modes"].values())
+    for place, peer in enumerate(peers):
+        colour = OURS_COLOUR if peer["name"] in OURS else PEER_COLOUR
+        modes = [mode for mode in (IN_PROCESS, WORKERS) if mode in peer["modes"]]
+        for i, mode in enumerate(modes):
+            ratio, y = peer["modes"][mode]["ratio"], place + BAR * (len(modes) / 2 - i - 0.5)
+            axes.barh(y, ratio["median"], BAR * 0.92, color=colour, alpha=1 if mode == IN_PROCESS else PALE)
+            axes.plot([ratio["min"], ratio["max"]], [y, y], color="black", linewidth=0.8)
+            axes.annotate(
+                _significant(ratio["median"]),
+                (max(ratio["max"], ratio["median"]), y),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7,
+            )
+    axes.set_yticks(range(len(peers)), [peer["name"] for peer in peers], fontsize=9)
+    for label, peer in zip(axes.get_yticklabels(), peers, strict=True):
+        label.set_color(OURS_COLOUR if peer["name"] in OURS else "black")
+        label.set_fontweight("bold" if peer["name"] in OURS else "normal")
+    axes.set_ylim(-0.7, len(peers) - 0.3)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlim(lowest / 2, 3)
+    axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    axes.spines[["top", "right"]].set_visible(False)
+    records = sum(workload["buckets"].values())
+    axes.set_title(
+        f"{workload['name']}: {records:,} records of {workload['record_bytes'] / 1024:.0f} KiB, batches of "
+        f"{workload['batch']}\n(full colour: in process, pale: 2 workers or threads; {LIMIT} is the limit itself)",
+        fontsize=9,
+        loc="left",
+    )

@@ -1,0 +1,1 @@
+"""How each peer stores and reads the same records."""

@@ -1,0 +1,112 @@
+"""How peers are driven: through torch's DataLoader, sample by sample or a batch at once, or in threads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from ..harness.work import Epochs, Planned, Served, Workload
+
+ALIGNMENT = 64  # bytes of a cache line: numpy copies a fifth slower into memory that begins within one
+Sample = tuple[Any, int, Any]
+"""What a map-style dataset gives: latent (C, H, W), label, and text (L, D) or None."""
+
+
+class PlannedOrder:
+    """Sampler that gives the batches of an epoch, either whole or as lists of (bucket, row)."""
+
+    def __init__(self, workload: Workload, seed: int, *, whole: bool) -> None:
+        self.epoch, self._workload, self._seed, self._whole = 0, workload, seed, whole
+
+    def __iter__(self) -> Iterator[Any]:
+        for planned in self._workload.plan(self.epoch, self._seed):
+            yield planned if self._whole else [(planned.bucket, row) for row in planned.rows.tolist()]
+
+
+def by_sample(dataset: Dataset, workload: Workload, seed: int, workers: int, start: str | None = None) -> Epochs:
+    """A map-style dataset of samples, keyed by (bucket, row), behind a DataLoader.
+
+    Args:
+      start: how worker processes begin, as "spawn"; None for the platform's own way.
+    """
+    order = PlannedOrder(workload, seed, whole=False)
+    return _epochs(order, workers, start, dataset=dataset, batch_sampler=order, collate_fn=collate)
+
+
+def by_batch(dataset: Dataset, workload: Workload, seed: int, workers: int, start: str | None = None) -> Epochs:
+    """A dataset that is asked for whole batches, by their ``Planned``, behind a DataLoader."""
+    order = PlannedOrder(workload, seed, whole=True)
+    return _epochs(order, workers, start, dataset=dataset, sampler=order, batch_size=None, collate_fn=_as_it_is)
+
+
+def _epochs(order: PlannedOrder, workers: int, start: str | None, **how: Any) -> Epochs:
+    context = start if workers else None
+    loader = DataLoader(num_workers=workers, persistent_workers=workers > 0, multiprocessing_context=context, **how)
+
+    def epoch(number: int) -> Iterator[Served]:
+        order.epoch = number
+        return iter(loader)
+
+    return epoch
+
+
+def in_threads(read: Callable[[Planned], Served], workload: Workload, seed: int, threads: int) -> Epochs:
+    """Whole batches, read in this thread or, with several, one by each thread and as many ahead."""
+
+    def epoch(number: int) -> Iterator[Served]:
+        plan = workload.plan(number, seed)
+        if not threads:
+            yield from map(read, plan)
+            return
+        ahead: deque[Future[Served]] = deque()
+        with ThreadPoolExecutor(threads) as pool:
+            for planned in plan:
+                ahead.append(pool.submit(read, planned))
+                if len(ahead) > threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
+    return epoch
+
+
+def collate(samples: list[Sample]) -> Served:
+    """A batch of samples: latents stacked, text one after the other."""
+    latents, labels = (
+        default_collate([sample[0] for sample in samples]),
+        torch.tensor([sample[1] for sample in samples]),
+    )
+    if samples[0][2] is None:
+        return Served(latents, labels)
+    texts = [torch.as_tensor(sample[2]) for sample in samples]
+    return Served(latents, labels, torch.cat(texts), torch.tensor([len(text) for text in texts]))
+
+
+def packed(latents: Any, labels: Any, texts: list[np.ndarray] | None) -> Served:
+    """A batch from arrays: latents (B, C, H, W), labels (B,), and texts (L, D) where there are captions."""
+    if texts is None:
+        return Served(latents, labels)
+    return Served(latents, labels, np.concatenate(texts), np.array([len(text) for text in texts]))
+
+
+def as_tensors(batch: Served) -> Served:
+    """The same batch, which a worker process can then hand over in shared memory."""
+    return Served(*(None if array is None else torch.from_numpy(array) for array in batch))
+
+
+def aligned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """An empty array that begins at a line of the cache."""
+    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

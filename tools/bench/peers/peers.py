@@ -1,0 +1,220 @@
+"""The table of peers: what each is, how its files are written and how they are read.
+
+Each is used as its own documentation advises, in the fastest of the ways that it offers for batches in random order.
+Left out: ffcv, which needs a C++ compiler and OpenCV's headers to install.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from ..harness.work import STORE, Epochs, Rows, Workload
+from . import arrays, flat, streams, tables
+from . import files as bench_files
+
+IN_PROCESS, WORKERS = "w0", "w2"
+NUM_WORKERS = {IN_PROCESS: 0, WORKERS: 2}
+LIMIT, OURS = "memmap gather", ("leandit", "leandit gather")
+LEFT_OUT = {"ffcv": "needs a C++ compiler and OpenCV to install"}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way to keep and read latents.
+
+    Args:
+      name: as it is called on the command line.
+      how: one line on how it is used.
+      files: folder of its files; peers with the same one share them, and ``STORE`` is the store itself.
+      write: makes the files from the store's rows; None where they are the store.
+      open: (workload, folder, seed, workers) to the batches of an epoch.
+      libraries: distributions by the module that is imported before the clock starts.
+      load: imports them, where that takes more than an import.
+      workloads: names of those it is used for.
+      modes: "w0" in process, "w2" with two workers, or threads where it has threads.
+    """
+
+    name: str
+    how: str
+    files: str
+    write: Callable[[list[Rows], Path], None] | None
+    open: Callable[[Workload, Path, int, int], Epochs]
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    workloads: tuple[str, ...] = ("latents", "captions")
+    modes: tuple[str, ...] = (IN_PROCESS, WORKERS)
+    load: Callable[[], object] | None = None
+
+    def import_libraries(self) -> None:
+        """Import what the peer needs."""
+        if self.load:
+            self.load()
+        else:
+            for module in self.libraries:
+                importlib.import_module(module)
+
+    @property
+    def missing(self) -> list[str]:
+        """Distributions that are not installed."""
+        installed = {distribution.name.lower().replace("_", "-") for distribution in metadata.distributions()}
+        return [name for name in self.libraries.values() if name.lower().replace("_", "-") not in installed]
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of its distributions."""
+        return {name: metadata.version(name) for name in self.libraries.values()}
+
+
+SAFETENSORS = {"safetensors": "safetensors"}
+HF = {"datasets": "datasets"}
+ARRAY_RECORD = {"array_record.python.array_record_module": "array-record"}
+ZARR = "zarr"  # the store itself, with what a reader of its arrays alone has to know beside it
+LATENTS = ("latents",)
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            LIMIT,
+            "np.take from one mapped flat file into memory used again: the limit",
+            "flat",
+            flat.write_flat,
+            flat.open_gather,
+        ),
+        Peer(
+            "leandit",
+            "make_loader, reading ahead in threads",
+            STORE,
+            None,
+            arrays.open_leandit,
+            load=arrays.load_leandit,
+        ),
+        Peer(
+            "leandit gather",
+            "store.latents(bucket).take(rows, out=buffer), no loader",
+            STORE,
+            None,
+            arrays.open_take,
+            workloads=LATENTS,
+            modes=(IN_PROCESS,),
+            load=arrays.load_leandit,
+        ),
+        Peer(
+            "memmap dataset",
+            "flat file, Dataset of samples, DataLoader",
+            "flat",
+            flat.write_flat,
+            flat.open_mapped,
+        ),
+        Peer(
+            "npy",
+            "a file an image, as fast-DiT (captions as PixArt)",
+            "npy",
+            bench_files.write_npy,
+            bench_files.open_npy,
+        ),
+        Peer(
+            "safetensors",
+            "shards, opened for every sample, as LightningDiT",
+            "safetensors",
+            bench_files.write_safetensors,
+            bench_files.open_safetensors,
+            SAFETENSORS,
+        ),
+        Peer(
+            "safetensors kept",
+            "the same shards, kept open",
+            "safetensors",
+            bench_files.write_safetensors,
+            bench_files.open_safetensors_kept,
+            SAFETENSORS,
+        ),
+        Peer(
+            "webdataset",
+            "tars, shard shuffle and shuffle buffer, batched in the workers",
+            "webdataset",
+            streams.write_webdataset,
+            streams.open_webdataset,
+            {"webdataset": "webdataset"},
+        ),
+        Peer(
+            "mosaicml",
+            "MDS, StreamingDataset(shuffle=True)",
+            "mosaicml",
+            streams.write_mosaicml,
+            streams.open_mosaicml,
+            {"streaming": "mosaicml-streaming"},
+            load=streams.streaming,
+        ),
+        Peer(
+            "litdata",
+            "StreamingDataset(shuffle=True), StreamingDataLoader",
+            "litdata",
+            streams.write_litdata,
+            streams.open_litdata,
+            {"litdata": "litdata"},
+        ),
+        Peer(
+            "hf binary",
+            "Datasets, columns of bytes, a batch of rows at once",
+            "hf-binary",
+            tables.write_hf_binary,
+            tables.open_hf_binary,
+            HF,
+        ),
+        Peer(
+            "hf array3d",
+            "Datasets, Array3D, with_format('torch', dtype=float16)",
+            "hf-array3d",
+            tables.write_hf_array,
+            tables.open_hf_array,
+            HF,
+            workloads=LATENTS,
+        ),
+        Peer(
+            "zarr",
+            "zarr-python on the store: oindex a batch",
+            ZARR,
+            arrays.write_beside,
+            arrays.open_zarr,
+            {"zarr": "zarr"},
+        ),
+        Peer(
+            "zarr samples",
+            "zarr-python on the store: z[i] a sample",
+            ZARR,
+            arrays.write_beside,
+            arrays.open_zarr_samples,
+            {"zarr": "zarr"},
+            workloads=LATENTS,
+        ),
+        Peer(
+            "tensorstore",
+            "on the store: an indexed read a batch",
+            ZARR,
+            arrays.write_beside,
+            arrays.open_tensorstore,
+            {"tensorstore": "tensorstore"},
+        ),
+        Peer(
+            "array_record",
+            "a read of many records a batch",
+            "array-record",
+            tables.write_array_record,
+            tables.open_array_record,
+            ARRAY_RECORD,
+        ),
+        Peer(
+            "grain",
+            "MapDataset over ArrayRecord; w2: its read threads",
+            "array-record",
+            tables.write_array_record,
+            tables.open_grain,
+            {"grain": "grain", **ARRAY_RECORD},
+            workloads=LATENTS,
+        ),
+    )
+}

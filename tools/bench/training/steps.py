@@ -1,0 +1,156 @@
+"""The steps that ``bench train`` measures: ours, and those of the usual loops around diffusers' DiT and a plain one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ....train import loop
+from ....train.models.dit import size_of
+from ....train.models.spec import ModelSpec
+from ....train.objectives.losses import draw_times, loss_per_image
+from ....train.optim.loss_scale import autocast_dtype
+from ...plan.training import Work
+from ...synthetic.batches import synthetic_batch, synthetic_learner
+
+WARM_STEPS = 3  # of a cell, not counted: what is compiled, cached or allocated at first
+LOSS_EVERY = 10  # steps after which our loop reads its loss, as run.log_every
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Args:
+      steps: of each cell in each round.
+      data: "synthetic", or "store" for the real loop on a store.
+      store: to train on; None makes one of noise.
+    """
+
+    work: Work
+    device: torch.device
+    rounds: int
+    steps: int
+    data: str
+    store: str | None = None
+
+
+def our_step(request: Request) -> Step:
+    """One step of our loop on noise; the loss is read as seldom as the loop does."""
+    work, device = request.work, request.device
+    compiled = work.recipe.run.compile and device.type == "cuda"
+    learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, compiled=compiled)
+    size = work.recipe.run.global_batch
+    batch = synthetic_batch(work.store, work.largest_bucket, size, work.tokens, device)
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        losses.append(loop.train_step(learner, batch).loss)
+        if len(losses) == LOSS_EVERY:
+            torch.stack(losses).mean().item()
+            losses.clear()
+
+    return step
+
+
+def usual_step(request: Request, model: nn.Module) -> Step:
+    """One step as the usual loops have it, with our objective, on the same kind of batch."""
+    work, device, recipe = request.work, request.device, request.work.recipe
+    model = model.to(device).train()
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+    section = recipe.optimizer
+    optimizer = torch.optim.AdamW(model.parameters(), lr=section.lr, weight_decay=section.weight_decay)
+    batch = synthetic_batch(work.store, work.largest_bucket, recipe.run.global_batch, 0, device)
+    dtype, size = autocast_dtype(recipe.run.precision, device), recipe.run.global_batch
+    microbatch = recipe.run.microbatch or size
+    generator = torch.Generator(device).manual_seed(0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for start in range(0, size, microbatch):
+            x = batch.latents[start : start + microbatch]
+            noise = torch.randn(x.shape, device=device)
+            t = draw_times(recipe.objective, len(x), generator)
+            dropped = torch.rand(len(x), device=device) < recipe.conditioning.drop
+            y = torch.where(dropped, work.spec.num_classes, batch.labels[start : start + microbatch])
+
+            def predict(noisy: Tensor, time: Tensor, y: Tensor = y) -> Tensor:
+                with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                    return model(noisy, time, y)
+
+            loss = loss_per_image(recipe.objective, predict, x, noise, t).sum() / size
+            loss.backward()
+            loss.item()
+        if recipe.run.grad_clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.run.grad_clip)
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                averages[name].mul_(recipe.run.ema_decay).add_(parameter, alpha=1 - recipe.run.ema_decay)
+
+    return step
+
+
+def plain_dit(spec: ModelSpec) -> nn.Module:
+    """The plain DiT of a model's size."""
+    from .plain_dit import PlainDiT
+
+    depth, width, heads, patch = size_of(spec.name)
+    return PlainDiT(
+        depth=depth,
+        width=width,
+        heads=heads,
+        patch=patch,
+        channels=spec.channels,
+        out_channels=spec.out_channels,
+        num_classes=spec.num_classes,
+        side=spec.base_size,
+    )
+
+
+class DiffusersDiT(nn.Module):
+    """diffusers' class behind the call of the others; it drops labels itself, which is turned off."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+
+        depth, width, heads, patch = size_of(spec.name)
+        self.net = DiTTransformer2DModel(
+            num_layers=depth,
+            num_attention_heads=heads,
+            attention_head_dim=width // heads,
+            in_channels=spec.channels,
+            out_channels=spec.out_channels,
+            sample_size=spec.base_size,
+            patch_size=patch,
+            num_embeds_ada_norm=spec.num_classes,
+        )
+        for module in self.net.modules():
+            if hasattr(module, "dropout_prob"):
+                setattr(module, "dropout_prob", 0.0)  # noqa: B010 (a type checker takes it for a tensor)
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        return self.net(x, timestep=t, class_labels=y, return_dict=False)[0]
+
+
+def diffusers_dit(spec: ModelSpec) -> nn.Module:
+    """diffusers' DiT of a model's size."""
+    return DiffusersDiT(spec)
+
+
+def timed(step: Callable[[], object], count: int, device: torch.device) -> float:
+    """Seconds of some steps, the device's work included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

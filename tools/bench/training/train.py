@@ -1,0 +1,221 @@
+"""``leandit bench train``: our training step beside the usual ones, and our real loop beside its bare step.
+
+Beside our step run, on the same noise with the same objective, precision and batch: diffusers'
+``DiTTransformer2DModel`` and a plain DiT (``plain_dit.py``), each in the loop that is usual (DiT, SiT and others):
+eager modules, AdamW as torch constructs it, averages parameter by parameter in Python, the loss read at every step. All
+take turns in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ....datasets.errors import RecipeError
+from ....train import loop
+from ....train.config import TrainRecipe
+from ....train.metrics.device import peak_flops
+from ....train.metrics.flops import latent_size_of, train_flops
+from ....train.optim.loss_scale import autocast_dtype
+from ....train.parallel.engine import TorchEngine
+from ....train.parallel.stop import StopRequest
+from ....train.step import train_step as step_module
+from ...synthetic.store import make_store
+from ...terminal.cpu_memory import keep_freed_memory
+from ...terminal.progress import ProgressLine
+from ..harness.meters import hardware
+from .steps import LOSS_EVERY, WARM_STEPS, Request, Step, diffusers_dit, our_step, plain_dit, timed, usual_step
+
+OURS, DIFFUSERS, PLAIN = "leandit", "diffusers", "plain"
+GOAL, OUTSIDE_GOAL, STORE_GOAL = 1.15, 0.02, 0.995
+
+
+def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
+    """Measure, the cells in turn.
+
+    Raises: RecipeError: unknown data.
+    """
+    if request.data not in ("synthetic", "store"):
+        raise RecipeError(f"--data '{request.data}': needed synthetic or store.")
+    work, device = request.work, request.device
+    recipe, spec = work.recipe, work.spec
+    if device.type == "cpu":
+        keep_freed_memory()  # as the command 'train' does
+    rates, outside = _on_store(request, progress) if request.data == "store" else (_beside(request, progress), [])
+    size = latent_size_of(work.largest_bucket, work.store.latent)
+    flops = train_flops(spec, size, work.tokens)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else hardware()["cpu"]
+    precision = (
+        recipe.run.precision if autocast_dtype(recipe.run.precision, device) or device.type == "cuda" else "fp32"
+    )
+    peak = peak_flops(device, recipe.run.precision)
+    return {
+        "model": spec.name,
+        "bucket": work.largest_bucket,
+        "batch": recipe.run.global_batch,
+        "precision": precision,
+        "device": name,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "hardware": hardware(),
+        "flops_per_image": flops,
+        "images_per_second": rates,
+        "mfu": {cell: median(found) * flops / peak for cell, found in rates.items()} if peak else {},
+        "outside_share": outside,
+    }
+
+
+def render(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Name and value of each line: medians of all rounds, least and most; ratios of figures of one round."""
+    rates: dict[str, list[float]] = result["images_per_second"]
+    first = next(iter(rates))
+    rows = [
+        ("machine", f"{result['device']}, torch {result['torch']}, {result['threads']} threads"),
+        ("model", f"{result['model']}, {result['bucket']} px, batch {result['batch']}, {result['precision']}"),
+    ]
+    for cell, found in rates.items():
+        spread = f"({min(found):.2f} to {max(found):.2f})"
+        mfu = f", MFU {result['mfu'][cell]:.1%}" if cell in result["mfu"] else ""
+        rows.append(("", f"{cell:<16}{median(found):>9.2f} images/s {spread}{mfu}"))
+    for cell, found in rates.items():
+        if cell != first:
+            ratios = [one / other for one, other in zip(rates[first], found, strict=True)]
+            spread = f"({min(ratios):.3f} to {max(ratios):.3f})"
+            goal = STORE_GOAL if cell == "synthetic" else GOAL
+            rows.append(("", f"{first} of {cell}: {median(ratios):.3f}x {spread}, goal {goal}"))
+    if shares := result["outside_share"]:
+        spread = f"({min(shares):.2%} to {max(shares):.2%})"
+        rows.append(("", f"outside forward, backward, update: {median(shares):.2%} {spread}, goal {OUTSIDE_GOAL:.0%}"))
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------ beside the usual ones
+
+
+def _beside(request: Request, progress: ProgressLine) -> dict[str, list[float]]:
+    """Images a second of each cell in each round."""
+    spec = request.work.spec
+    cells: dict[str, Step] = {OURS: our_step(request)}
+    if not spec.takes_text:
+        cells |= {DIFFUSERS: usual_step(request, diffusers_dit(spec)), PLAIN: usual_step(request, plain_dit(spec))}
+    rates: dict[str, list[float]] = {cell: [] for cell in cells}
+    for step in cells.values():
+        timed(step, WARM_STEPS, request.device)
+    for number in range(request.rounds):
+        for cell in cells if number % 2 == 0 else reversed(cells):
+            seconds = timed(cells[cell], request.steps, request.device)
+            rates[cell].append(request.steps * request.work.recipe.run.global_batch / seconds)
+            progress("train", number + 1, request.rounds, f"{cell}: {rates[cell][-1]:.2f} images/s")
+    return rates
+
+
+# --------------------------------------------------------------------------------------------- the real loop on a store
+
+
+def _on_store(request: Request, progress: ProgressLine) -> tuple[dict[str, list[float]], list[float]]:
+    """Images a second of the real loop on a store, and of its step on one batch of noise; time outside, on a CPU."""
+    work, size = request.work, request.work.recipe.run.global_batch
+    rates: dict[str, list[float]] = {"store": [], "synthetic": []}
+    outside = []
+    with tempfile.TemporaryDirectory(prefix="leandit-bench-") as scratch:
+        path = request.store or _noise_store(request, Path(scratch) / "store")
+        step = our_step(request)
+        timed(step, WARM_STEPS, request.device)
+        for number in range(request.rounds):
+            run_folder = Path(scratch) / f"run-{number}"
+            seconds, share = real_loop(work.recipe, path, run_folder, request.device, request.steps)
+            rates["store"].append(size / seconds)
+            outside.append(share)
+            rates["synthetic"].append(request.steps * size / timed(step, request.steps, request.device))
+            progress("train", number + 1, request.rounds, f"{rates['store'][-1]:.2f} images/s on the store")
+    return rates, outside if request.device.type == "cpu" else []
+
+
+def real_loop(
+    recipe: TrainRecipe, store: Path | str, run_folder: Path, device: torch.device, steps: int
+) -> tuple[float, float]:
+    """Seconds of a step of ``leandit train``, and the share of it outside forward, backward and update.
+
+    On a GPU work is only started here, so there the share says nothing.
+
+    Args:
+      steps: to be measured, at least; whole intervals of reports.
+    """
+    steps = LOSS_EVERY * -(-steps // LOSS_EVERY)
+    last = LOSS_EVERY + steps  # what comes before the first report is not counted
+    changed = {"steps": last, "log_every": LOSS_EVERY, "checkpoint_every": last}
+    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update=changed)})
+    marks: list[tuple[float, float]] = []
+    with Inside() as inside:
+        loop.train(
+            recipe,
+            store_path=store,
+            run=run_folder,
+            device=device,
+            report=lambda figures: marks.append((time.perf_counter(), inside.seconds)),
+            stop=StopRequest(),
+            warn=lambda message: None,
+        )
+    (start, within_before), (end, within_after) = marks[0], marks[-1]
+    return (end - start) / steps, 1 - (within_after - within_before) / (end - start)
+
+
+def _noise_store(request: Request, path: Path) -> Path:
+    work = request.work
+    make_store(
+        path,
+        {work.largest_bucket: 4 * work.recipe.run.global_batch},
+        channels=work.spec.channels,
+        num_classes=work.spec.num_classes,
+        token_counts=[work.tokens] * 8 if work.tokens else (),
+        text_width=work.spec.caption_width or 1,
+    )
+    return path
+
+
+class Inside:
+    """Sums the time that this thread spends in the forward with its loss, in the backward, and in the update.
+
+    The update is clipping, optimizer and averages. Data, draws, conditioning, figures and checkpoints are outside.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Inside:
+        owners: list[tuple[Any, str]] = [
+            (step_module, "image_losses"),
+            (TorchEngine, "backward"),
+            (TorchEngine, "update"),
+        ]
+        for owner, name in owners:
+            self._stack.enter_context(self._counted(owner, name))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def _counted(self, owner: Any, name: str) -> Iterator[None]:
+        original = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        setattr(owner, name, timed)
+        try:
+            yield
+        finally:
+            setattr(owner, name, original)

@@ -1,0 +1,250 @@
+"""``leandit bench``: every figure of docs/benchmarks.md comes from one of these commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..terminal.text import print_rows
+from .options import AsJson, Device, Overrides, local_input, output, path_or_url, torch_device
+
+bench = typer.Typer(no_args_is_help=True)
+
+
+@bench.callback()
+def bench_options() -> None:
+    """Measure leandit beside its peers, on this machine.
+
+    Example: leandit bench loader --scratch bench
+    """
+
+
+@bench.command("loader")
+def bench_loader(
+    scratch: Annotated[Path, output("Folder for the store and the peers' files; they stay there.")],
+    workload: Annotated[str, typer.Option(help="latents, captions or both.")] = "both",
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every peer is measured.")] = 5,
+    peers: Annotated[str | None, typer.Option(metavar="A,B", help="Only these peers, beside the limit.")] = None,
+    records: Annotated[
+        int | None, typer.Option(min=40, help="Of each workload, else 100000 latents and 2000 with captions.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Length of a measured window.")] = 1.0,
+    pythons: Annotated[
+        list[str] | None,
+        typer.Option("--python", metavar="PEER=PATH", help="Interpreter of a peer's own environment; repeatable."),
+    ] = None,
+    as_json: AsJson = False,
+    plot: Annotated[Path | None, output("Write a bar chart here (PNG).")] = None,
+) -> None:
+    """Read the same records through this store and through its peers, side by side.
+
+    Example: leandit bench loader --scratch bench --workload latents --plot loaders.png
+    """
+    from ..bench.loader.bench import make_request, run
+    from ..bench.loader.report import check_plot, render
+    from ..bench.loader.report import plot as draw
+    from ..terminal.progress import ProgressLine
+
+    request = make_request(scratch, workload, records, peers, pythons or [], rounds=rounds, seconds=seconds)
+    if plot:
+        check_plot(plot)
+    with ProgressLine() as progress:
+        result = run(request, progress)
+    print(json.dumps(result, indent=1) if as_json else render(result))
+    if plot:
+        draw(result, plot)
+        print(f"leandit: chart written to {plot}", file=sys.stderr)
+
+
+@bench.command("plan")
+def bench_plan(
+    scratch: Annotated[Path, output("Folder for the manifest and the plan; they stay there.")],
+    records: Annotated[int, typer.Option(min=1, help="Rows of the manifest.")] = 1_281_167,
+    sizes: Annotated[str, typer.Option(help="Where sizes come from: header or manifest.")] = "manifest",
+    captions: Annotated[bool, typer.Option(help="Plan captions too; else class labels alone.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how long a manifest takes to plan and to seal, and the memory that it takes, whatever its length.
+
+    Example: leandit bench plan --scratch bench --records 100000
+    """
+    from ..bench.encode.plan import render, run
+
+    result = run(scratch, records, sizes, captions=captions)
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        print_rows(render(result))
+
+
+@bench.command("open")
+def bench_open(
+    scratch: Annotated[Path, output("Folder for the store; it stays there.")],
+    records: Annotated[int, typer.Option(min=1000, help="Of the store; 8 KiB each.")] = 1_281_167,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that it is opened.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how long a store takes to open, what it holds in memory, and what a batch costs to plan.
+
+    Example: leandit bench open --scratch bench
+    """
+    from ..bench.loader.open import render, run
+
+    result = run(scratch, records, rounds)
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        print_rows(render(result))
+
+
+@bench.command("precompute")
+def bench_precompute(
+    source: Annotated[str, typer.Option(help="Pictures, with captions for --text; a sample of them is used.")],
+    scratch: Annotated[Path, output("Folder for the sample, the stores and the peers' files.")],
+    vae: Annotated[str, typer.Option(help="Hub id, folder, or random:sd.")] = "random:sd",
+    text: Annotated[str | None, typer.Option(help="Hub id, folder, or random:t5-base and others; else none.")] = None,
+    tokenizer: Annotated[Path | None, local_input("Folder with the tokenizer of a random text encoder.")] = None,
+    records: Annotated[int, typer.Option(min=1, help="Pictures to encode; those of the source again, if fewer.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that everything is measured.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Least length of a measured loop.")] = 5.0,
+    device: Device = "auto",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a precompute beside its bare encoder and beside the extraction loops of fast-DiT and PixArt.
+
+    Example: leandit bench precompute --source coco --scratch bench
+    """
+    from ..bench.encode.goals import render as render_goals
+    from ..bench.encode.precompute import run
+    from ..bench.encode.rates import Request
+    from ..terminal.progress import ProgressLine
+
+    request = Request(
+        source,
+        scratch.resolve(),
+        torch_device(device),
+        vae=vae,
+        text=text,
+        tokenizer=tokenizer,
+        records=records,
+        rounds=rounds,
+        seconds=seconds,
+        overrides=overrides or [],
+    )
+    with ProgressLine() as progress:
+        result = run(request, progress)
+    print(json.dumps(result, indent=1) if as_json else render_goals(result))
+
+
+@bench.command("decode")
+def bench_decode(
+    source: Annotated[str, typer.Option(help="Pictures: a folder, a file or a URL; docs/sources.md.")],
+    resolution: Annotated[int, typer.Option(min=16, max=4096, help="Side of the square, in pixels.")] = 256,
+    records: Annotated[int, typer.Option(min=1, help="Pictures, the first ones of the source.")] = 200,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every way is measured.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how many pictures a core decodes and crops, and what another JPEG decoder would change.
+
+    Example: leandit bench decode --source imagenet/train
+    """
+    from ..bench.encode.decode import render, run
+
+    result = run(source, resolution, rounds, records)
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        print_rows(render(result))
+
+
+@bench.command("planner")
+def bench_planner(
+    device: Device = "auto",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the memory that 'plan train' says with the peak of real steps, for a list of configurations.
+
+    Example: leandit bench planner --device cpu
+    """
+    from ..bench.training.planner import ON_CPU, ON_GPU, render, run
+    from ..terminal.progress import ProgressLine
+
+    where = torch_device(device)
+    with ProgressLine() as progress:
+        result = run(where, overrides or [], ON_GPU if where.type == "cuda" else ON_CPU, progress)
+    print(json.dumps(result, indent=1) if as_json else render(result))
+
+
+@bench.command("train")
+def bench_train(
+    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
+    resolution: Annotated[int, typer.Option(min=8, help="Side of the pictures, in pixels.")] = 256,
+    data: Annotated[
+        str, typer.Option(help="synthetic; or store: the real loop on one, beside its step.")
+    ] = "synthetic",
+    store: Annotated[
+        str | None, typer.Option(parser=path_or_url, metavar="PATH", help="Store for --data store, else one of noise.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that everything is measured.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each, in each round.")] = 10,
+    device: Device = "auto",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure our training step beside diffusers' DiT and a plain one, or our real loop beside its step.
+
+    Example: leandit bench train dit-b-2-256 --set run.global_batch=8
+    """
+    from ...train.config import load
+    from ..bench.training.steps import Request
+    from ..bench.training.train import render, run
+    from ..plan.training import work_at_resolution, work_on_store
+    from ..terminal.progress import ProgressLine
+
+    loaded = load(recipe, overrides or [])
+    work = work_on_store(loaded, store) if store else work_at_resolution(loaded, resolution)
+    with ProgressLine() as progress:
+        result = run(Request(work, torch_device(device), rounds, steps, data, store), progress)
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        print_rows(render(result))
+
+
+@bench.command("caching")
+def bench_caching(
+    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
+    scratch: Annotated[Path, output("Folder for the store and random encoders; they stay there.")],
+    resolution: Annotated[int, typer.Option(min=8, help="Side of the pictures, in pixels.")] = 256,
+    vae: Annotated[str, typer.Option(help="Hub id, folder, or random:sd.")] = "random:sd",
+    text: Annotated[str | None, typer.Option(help="Hub id, folder, or random:t5-xxl and others; else none.")] = None,
+    tokenizer: Annotated[Path | None, local_input("Folder with the tokenizer of a random text encoder.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that both are measured.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each, in each round.")] = 10,
+    device: Device = "auto",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure training on a store beside training that encodes every picture and caption anew.
+
+    Example: leandit bench caching dit-b-2-256 --scratch bench
+    """
+    from ...train.config import load
+    from ..bench.encode.caching import Request, render, run
+    from ..terminal.progress import ProgressLine
+
+    loaded = load(recipe, overrides or [])
+    where = torch_device(device)
+    request = Request(loaded, resolution, vae, text, tokenizer, scratch.resolve(), where, rounds, steps)
+    with ProgressLine() as progress:
+        result = run(request, progress)
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        print_rows(render(result))

@@ -1,0 +1,148 @@
+"""What the sub-commands share: options of one name and meaning, the device, aligned results."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import typer
+
+from ...datasets.errors import RecipeError, ResourceError
+
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")]
+Devices = Annotated[
+    str,
+    typer.Option(
+        "--device", help="cpu or cuda:N; several with commas, a process for each; cuda and auto take all GPUs."
+    ),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one recipe key; repeatable.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
+
+
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def is_url(place: str) -> bool:
+    """A place is not on this machine."""
+    return bool(URL.match(place))
+
+
+def path_or_url(value: str) -> str:
+    """A place that may be a URL; a file:// URL becomes its path.
+
+    Raises: BadParameter: a file:// URL names another machine.
+    """
+    if not value.lower().startswith("file:/"):
+        return value
+    parts = urlsplit(value)
+    if parts.netloc not in ("", "localhost"):
+        raise typer.BadParameter(f"'{value}': needed file:///PATH, with three slashes before the first folder.")
+    return url2pathname(parts.path)
+
+
+def read_path(value: str) -> Path:
+    """A path that is only read.
+
+    Raises: BadParameter: it is a URL.
+    """
+    what = "is read here from a local folder only. Copy it first, as with 'aws s3 sync s3://BUCKET/NAME FOLDER'."
+    return _local_path(value, f"and {what}")
+
+
+def written_path(value: str) -> Path:
+    """A path that is written to. A URL would become a local folder of that name.
+
+    Raises: BadParameter: it is a URL.
+    """
+    what = "only local folders are written to. Give a folder, then copy it there, as with"
+    return _local_path(value, f"and {what} 'aws s3 sync FOLDER s3://BUCKET/NAME'.")
+
+
+def _local_path(value: str, refusal: str) -> Path:
+    place = path_or_url(value)
+    if is_url(place):
+        raise typer.BadParameter(f"'{place}' is a URL, {refusal}")
+    return Path(place)
+
+
+def output(help: str, *names: str) -> Any:
+    """An option for a path that the command writes to."""
+    return typer.Option(*names, help=help, parser=written_path, metavar="PATH")
+
+
+def local_input(help: str, *names: str) -> Any:
+    """An option for a path that the command reads, and that cannot be a URL."""
+    return typer.Option(*names, help=help, parser=read_path, metavar="PATH")
+
+
+Run = Annotated[Path, typer.Argument(parser=read_path, metavar="RUN", help="Run, or what 'leandit average' has made.")]
+LocalStore = Annotated[Path, typer.Argument(parser=written_path, metavar="STORE", help="Folder of the store.")]
+AnyStore = Annotated[str, typer.Argument(parser=path_or_url, metavar="STORE", help="Store: a folder, or a URL.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def torch_device(name: str) -> Any:
+    """The device that ``--device`` names.
+
+    Raises: RecipeError: there is no such device; ResourceError: torch is not installed.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise ResourceError(
+            "this command needs torch, which is not installed. Install leandit with its extra 'all'"
+        ) from error
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise RecipeError(f"--device '{name}': needed cpu, cuda, cuda:N or auto.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise RecipeError(f"--device '{name}': needed cpu, cuda, cuda:N or auto.")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise RecipeError(f"--device '{name}': torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here.")
+    return device
+
+
+def rank_device(name: str, local_rank: int | None) -> Any:
+    """The device of a rank: of the GPUs of its machine the one with its number, unless ``--device`` says another.
+
+    Args:
+      local_rank: number of the rank on its machine; None where there is one rank.
+    Raises: as ``torch_device``.
+    """
+    device = torch_device(name)
+    if local_rank is None or device.type != "cuda" or device.index is not None:
+        return device
+    return torch_device(f"cuda:{local_rank}")
+
+
+def torch_devices(names: str) -> list[Any]:
+    """The devices that ``--device`` names where it may name several.
+
+    Raises: as ``torch_device``.
+    """
+    if names in ("auto", "cuda") and torch_device(names).type == "cuda":
+        import torch
+
+        num_gpus = torch.cuda.device_count()
+        names = ",".join(f"cuda:{number}" for number in range(num_gpus)) if num_gpus > 1 else "cuda"
+    return [torch_device(name.strip()) for name in names.split(",")]
+
+
+def print_line(message: str) -> None:
+    """Print a warning or an error on stderr, at once; a line of it that begins with two spaces is one of a list."""
+    if not message.isprintable():  # a key of others could bring control characters onto the terminal
+        from ..terminal.text import printable
+
+        message = "\n  ".join(map(printable, message.split("\n  ")))
+    print(f"leandit: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,57 @@
+"""``leandit plan``: what a command will take, before it is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...datasets.errors import RecipeError
+from .options import AsJson, Overrides, local_input, path_or_url
+
+plan = typer.Typer(no_args_is_help=True)
+
+
+@plan.callback()
+def plan_options() -> None:
+    """Say what a training takes, before a GPU is rented for it.
+
+    Example: leandit plan train dit-xl-2-256 --resolution 256
+    """
+
+
+@plan.command("train")
+def plan_train(
+    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
+    store: Annotated[
+        str | None, typer.Option(parser=path_or_url, metavar="PATH", help="Store to train on; or give --resolution.")
+    ] = None,
+    resolution: Annotated[
+        int | None, typer.Option(min=8, help="Side of the pictures, in pixels, where there is no store yet.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU that the strategies are shown for.")] = "H200",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that share the work.")] = 1,
+    images: Annotated[int, typer.Option(min=0, help="Images to train on; 0: as the recipe's steps.")] = 0,
+    run: Annotated[Path | None, local_input("Run whose measured MFU is used, else an estimate.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Memory for each strategy, the largest microbatch, which GPUs fit, and the time to N images. Nothing is computed.
+
+    Example: leandit plan train dit-xl-2-256 --resolution 256 --gpus 8 --gpu A100-40
+    """
+    from ...train.config import load
+    from ..plan.training import plan as make_plan
+    from ..plan.training import render, with_ds_config, work_at_resolution, work_on_store
+
+    loaded = load(recipe, overrides or [])
+    if store and resolution:
+        raise RecipeError("plan train: --store and --resolution: a store has its own, so give one of them alone.")
+    if store is None and resolution is None:
+        raise RecipeError("plan train: needed --store PATH, or --resolution PX where there is no store yet.")
+    loaded, changes = with_ds_config(loaded, gpus)
+    work = work_on_store(loaded, store) if store else work_at_resolution(loaded, resolution or 0)
+    result = make_plan(work, gpu=gpu, num_gpus=gpus, images=images, run=run, changes=changes)
+    print(json.dumps(result, indent=1) if as_json else render(result))

@@ -1,0 +1,144 @@
+"""``leandit train`` and ``leandit average``: what makes a run, and what averages its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...datasets.errors import LeanditError, RecipeError
+from ...train.parallel.stop import StopRequest
+from ..terminal.text import print_rows
+from .options import Device, DryRun, Overrides, output, path_or_url, print_line, rank_device, read_path, torch_device
+from .preflight import check_run, check_trainable
+
+if TYPE_CHECKING:  # torch takes a second to import
+    import torch
+
+    from ...train.config import TrainRecipe
+    from ...train.metrics.window import StepReport
+    from ...train.parallel.ranks import Ranks
+
+
+def train(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
+    store: Annotated[
+        str | None,
+        typer.Option(parser=path_or_url, metavar="PATH", help="Store to train on: a folder, or s3://, gs://, hf://."),
+    ] = None,
+    run: Annotated[Path | None, output("Folder of the run; the same command again resumes.")] = None,
+    device: Device = "auto",
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Train a diffusion transformer on a store; no encoder is loaded.
+
+    Example: leandit train dit-s-2-256 --store imagenet-256 --run runs/dit-s --set run.steps=1000
+    """
+    from ...train.config import load
+
+    loaded = load(recipe, overrides or [])
+    if dry_run:
+        from ..plan.dry_run import describe_train
+
+        print(describe_train(loaded, store, torch_device(device)))
+        return
+    if store is None or run is None:
+        raise RecipeError("train: needed --store PATH and --run PATH (or --dry-run).")
+    check_trainable(store)
+    from ...train.parallel.ranks import read_ranks
+
+    stop: StopRequest = context.obj
+    stop.catch(signal.SIGINT)
+    ranks = read_ranks()
+    where = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
+    rows, finished = _train(loaded, store, run, where, stop, ranks)
+    if ranks.is_first:
+        print_rows(rows)
+    if not finished:
+        raise typer.Exit(stop.exit_code)
+
+
+def _train(
+    recipe: TrainRecipe, store: str, run: Path, device: torch.device, stop: StopRequest, ranks: Ranks
+) -> tuple[list[tuple[str, str]], bool]:
+    """Train; rows for a person, and whether the run is finished."""
+    from ...train.loop import train as train_run
+    from ...train.optim.loss_scale import autocast_dtype
+    from ...train.parallel.strategy import choose_strategy
+    from ..terminal.cpu_memory import keep_freed_memory
+    from ..terminal.progress import ProgressLine, train_note
+
+    if device.type == "cpu":
+        keep_freed_memory()
+        _warn_of_memory(recipe, store, ranks)
+    with ProgressLine() if ranks.is_first else contextlib.nullcontext() as progress:
+
+        def show(figures: StepReport) -> None:
+            if progress:
+                progress("train", figures.step, recipe.run.steps, train_note(figures))
+
+        outcome = train_run(recipe, store_path=store, run=run, device=device, report=show, stop=stop, warn=print_line)
+    precision = outcome.recipe.run.precision
+    if precision == "bf16" and autocast_dtype("bf16", device) is None:
+        precision = f"fp32 (bf16 was asked for, {device} has no fast bf16)"
+    beyond = "; the recipe asks for fewer" if outcome.step > recipe.run.steps else ""
+    steps = f"{outcome.step} of {recipe.run.steps}{beyond}"
+    rows = [("run", str(run)), ("steps", steps), ("computed in", precision)]
+    if ranks.world_size > 1:
+        rows.append(("ranks", f"{ranks.world_size}, {choose_strategy(recipe.parallel, ranks)}"))
+    if outcome.first_step is None:
+        rows.append(("this run", "nothing to do, the run was finished"))
+    elif outcome.losses:
+        rows.append(("this run", f"from step {outcome.first_step}, at best {outcome.images_per_second:.1f} images/s"))
+        rows.append(("loss", f"{outcome.losses[0]:.4f} at first, {outcome.losses[1]:.4f} at last"))
+    if not outcome.finished:
+        rows.append(("state", "interrupted; what was done is saved, run the same command again to go on"))
+    return rows, outcome.finished
+
+
+def _warn_of_memory(recipe: TrainRecipe, store: str, ranks: Ranks) -> None:
+    """Say on stderr where a step will not fit into this machine's memory; what does not fit for another reason is said
+    by the training itself."""
+    from ...train.parallel.strategy import choose_strategy
+    from ..plan.memory_check import available_bytes, memory_warning
+
+    available = available_bytes()
+    if available is None or not ranks.is_first or "://" in store:
+        return
+    try:
+        if choose_strategy(recipe.parallel, ranks) not in ("single", "ddp"):
+            return  # what a rank holds of a sharded model is another sum
+        if warning := memory_warning(
+            recipe, store, available, num_ranks=ranks.world_size, local_ranks=ranks.local_world_size
+        ):
+            print(f"leandit: {warning}", file=sys.stderr)
+    except LeanditError:
+        return
+
+
+def average(
+    run: Annotated[
+        Path, typer.Argument(parser=read_path, metavar="RUN", help='Run that was trained with ema.kind = "power".')
+    ],
+    length: Annotated[float, typer.Option(min=0.001, max=0.27, help="Standard deviation, as a share of the run.")],
+    out: Annotated[Path, output("Folder for the snapshot; sample from it as from a run.")],
+    step: Annotated[int, typer.Option(min=0, help="Average up to this step; 0: the newest that is stored.")] = 0,
+) -> None:
+    """Make a snapshot with averaged weights of any length, of the averages that a run has stored.
+
+    Example: leandit average runs/dit-s --length 0.075 --out runs/dit-s-0.075
+    """
+    check_run(run)
+    from ...train.optim.posthoc_ema import combine
+
+    made = combine(run, length, out, step=step)
+    error = f"{made.error:.2%} from its profile"
+    print_rows(
+        [("snapshot", str(made.path)), ("made of", f"{made.used} stored averages"), ("length", f"{length:g}, {error}")]
+    )

@@ -1,0 +1,1 @@
+"""The demo: pictures drawn, encoded, trained on and generated in minutes."""

@@ -1,0 +1,211 @@
+"""``leandit demo``: the whole way on made-up pictures, on a CPU, in minutes, with a measurement at the end.
+
+Draw captioned pictures, encode them once, inspect the store, train a small text-conditioned DiT on it, sample, and
+count how many samples show the colour and the shape that their captions say, beside the same for shuffled captions.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...datasets.disk.files import write_atomic
+from ...datasets.disk.hashing import canonical_json
+from ...datasets.format.encoder_places import encoder_section
+from ...datasets.store import LatentStore
+from ...precompute import config as precompute_config
+from ...precompute.pipeline import precompute
+from ...train import config as train_config
+from ...train.loop import StopRequest, train
+from ...train.metrics.window import StepReport
+from ...train.sampling.sample import load_snapshot
+from ..inspection.contact_sheet import Cell, choose_records, draw_sheet, load_decoder, store_sheet
+from ..inspection.summary import render, summarise
+from ..sample.sampler import Request, draw_pictures, make_conditioning
+from ..terminal.cpu_memory import keep_freed_memory
+from ..terminal.progress import ProgressLine
+from .pictures import draw_scene, main_object_of, make_scenes, read_main_object
+
+RECIPE = "demo"
+SAMPLES_PER_BUCKET = 64
+SAMPLE_STEPS = 24
+GUIDANCE = 3.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the demo's table."""
+
+    name: str
+    seconds: float
+    images: int
+    bytes: int
+
+    @property
+    def images_per_second(self) -> float:
+        """Rate of the stage."""
+        return self.images / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Score:
+    """Share of samples whose main object has the colour and the shape that a caption says."""
+
+    colour: float
+    shape: float
+
+
+def run_demo(
+    out: Path, *, num_pictures: int, overrides: list[str], stop: StopRequest, say: Callable[[str], None]
+) -> dict:
+    """Run all stages; the same call again goes on where it stopped.
+
+    Args:
+      out: folder that gets pictures, store, run and results.
+      num_pictures: drawn.
+      overrides: of the train recipe.
+      say: prints results.
+    Returns: stages, scores and paths, as plain values.
+    """
+    device = torch.device("cpu")
+    pictures, store_path, run = out / "pictures", out / "store", out / "run"
+    stages = []
+
+    with ProgressLine() as progress:
+        start = time.perf_counter()
+        size = draw_pictures_folder(pictures, num_pictures, progress)
+        stages.append(Stage("draw pictures", time.perf_counter() - start, num_pictures, size))
+
+        start = time.perf_counter()
+        recipe = precompute_config.load(RECIPE, [])
+        report = precompute(recipe, source_path=pictures, store_path=store_path, device=device, progress=progress)
+        assert report.manifest is not None, "without parts, a precompute ends with the seal"
+        size = sum(entry.bytes for entry in report.manifest.files)
+        stages.append(Stage("precompute", time.perf_counter() - start, report.num_encoded, size))
+
+    start = time.perf_counter()
+    store = LatentStore(store_path)
+    say(render(summarise(store)) + "\n")
+    decoder = load_decoder(encoder_section(store.spec, "vae", store.path), None, device)
+    store_sheet(store, decoder, choose_records(store, count=24)).save(out / "contact-sheet.png")
+    stages.append(Stage("inspect", time.perf_counter() - start, store.records.num_rows, 0))
+
+    start = time.perf_counter()
+    recipe = train_config.load(RECIPE, overrides)
+    with ProgressLine() as progress:
+
+        def show(figures: StepReport) -> None:
+            note = f"loss {figures.loss:.3f}  {figures.images_per_second:.0f} images/s"
+            progress("train", figures.step, recipe.run.steps, note)
+
+        keep_freed_memory()
+        outcome = train(recipe, store_path=store_path, run=run, device=device, report=show, stop=stop)
+    if not outcome.finished:
+        raise KeyboardInterrupt
+    size = sum(path.stat().st_size for path in run.glob("snapshot-*/*"))
+    stages.append(Stage("train", time.perf_counter() - start, outcome.num_images, size))
+
+    start = time.perf_counter()
+    drawn, captions = sample_captions(run, store, device)
+    own, shuffled = score(drawn, captions), score(drawn, shuffle(captions))
+    shown = list(zip(drawn, captions, strict=True))[:: len(drawn) // 24][:24]
+    draw_sheet([Cell(pixels, caption) for pixels, caption in shown]).save(out / "samples.png")
+    size = (out / "samples.png").stat().st_size
+    stages.append(Stage("sample, measure", time.perf_counter() - start, len(drawn), size))
+
+    result = {
+        "stages": [asdict(stage) for stage in stages],
+        "num_samples": len(drawn),
+        "score": asdict(own),
+        "score_shuffled": asdict(shuffled),
+        "contact_sheet": str(out / "contact-sheet.png"),
+        "samples": str(out / "samples.png"),
+    }
+    write_atomic(out / "demo.json", canonical_json(result))
+    say(render_result(stages, own, shuffled, len(drawn), out))
+    return result
+
+
+def draw_pictures_folder(folder: Path, count: int, progress: ProgressLine) -> int:
+    """Draw the pictures and their ``metadata.jsonl``, unless they are there.
+
+    Returns: bytes of the folder.
+    """
+    scenes = make_scenes(count, seed=0)
+    rows = [{"file_name": f"images/{i:05d}.png", "captions": scene.captions} for i, scene in enumerate(scenes)]
+    metadata = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path = folder / "metadata.jsonl"
+    if not path.is_file() or path.read_bytes() != metadata:
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        for i, (scene, row) in enumerate(zip(scenes, rows, strict=True), 1):
+            draw_scene(scene).save(folder / row["file_name"])
+            progress("draw", i, count)
+        write_atomic(path, metadata)
+    return sum(file.stat().st_size for file in (folder / "images").iterdir())
+
+
+def sample_captions(run: Path, store: LatentStore, device: torch.device) -> tuple[list[np.ndarray], list[str]]:
+    """Draw a sample for captions of the store, as many in each bucket."""
+    snapshot = load_snapshot(run, device)
+    decoder = load_decoder(snapshot.state["vae"]["model"], None, device)
+    texts = store.captions["text"].to_pylist()
+    pictures, captions = [], []
+    with ProgressLine() as progress:
+        for number, bucket in enumerate(store.buckets):
+            index = store.index(bucket)
+            chosen = np.linspace(0, len(index.rows) - 1, min(SAMPLES_PER_BUCKET, len(index.rows))).round().astype(int)
+            wanted = [texts[index.caption_ids[index.caption_starts[i]]] for i in chosen]
+            request = Request(captions=wanted, bucket=bucket, steps=SAMPLE_STEPS, guidance=GUIDANCE, seed=number)
+            names, conditioning = make_conditioning(snapshot, request, run, store.path, None, device)
+            pictures += list(draw_pictures(snapshot, conditioning, decoder, bucket=bucket, request=request))
+            captions += names
+            progress("sample", number + 1, len(store.buckets))
+    return pictures, captions
+
+
+def score(pictures: list[np.ndarray], captions: list[str]) -> Score:
+    """Compare what each picture shows, by the pixel rule, with what its caption says."""
+    found = [read_main_object(picture) for picture in pictures]
+    said = [main_object_of(caption) for caption in captions]
+    return Score(
+        colour=float(np.mean([f is not None and f[0] == s[0] for f, s in zip(found, said, strict=True)])),
+        shape=float(np.mean([f is not None and f[1] == s[1] for f, s in zip(found, said, strict=True)])),
+    )
+
+
+def shuffle(captions: list[str]) -> list[str]:
+    """The captions in another order: what a model that ignores them would score against."""
+    return [captions[i] for i in np.random.default_rng(0).permutation(len(captions))]
+
+
+def render_result(stages: list[Stage], own: Score, shuffled: Score, num_samples: int, out: Path) -> str:
+    """The table of stages, the scores, and what to try next."""
+    lines = [f"{'stage':<18}{'seconds':>9}{'images':>9}{'images/s':>10}{'MiB':>8}"]
+    for s in stages:
+        mib = f"{s.bytes / 2**20:8.1f}" if s.bytes else f"{'-':>8}"
+        rate = f"{s.images_per_second:10.0f}" if s.images else f"{'-':>10}"
+        lines.append(f"{s.name:<18}{s.seconds:9.1f}{s.images:9d}{rate}{mib}")
+    lines += [
+        f"{'total':<18}{sum(s.seconds for s in stages):9.1f}",
+        "",
+        f"{num_samples} samples, main object as the caption says:",
+        f"  {'':<20}{'colour':>8}{'shape':>8}",
+        f"  {'own captions':<20}{own.colour:8.0%}{own.shape:8.0%}",
+        f"  {'shuffled captions':<20}{shuffled.colour:8.0%}{shuffled.shape:8.0%}",
+        "",
+        f"decoded records   {out / 'contact-sheet.png'}",
+        f"samples           {out / 'samples.png'}",
+        "",
+        "next:",
+        f"  leandit inspect {out / 'store'} images/00000.png",
+        f"  leandit sample {out / 'run'} --out {out / 'more'} --caption 'a big red circle above a tiny blue square'",
+        f"  leandit train demo --store {out / 'store'} --run {out / 'longer'} --set run.steps=2000",
+        "  leandit precompute imagenet-256 --source IMAGENET/train --store imagenet-256 --dry-run",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,152 @@
+"""Build the two small encoders that the demo ships: a tiny ``AutoencoderKL`` and a tiny T5 with its tokenizer.
+
+    python -m leandit.tools.demo.demo_encoders --out precompute/demo_encoders
+
+The VAE learns the demo's own pictures for some minutes. The T5 learns, in one, to say at every token what the whole
+caption says: so the word "red" knows whether it is the main object's colour, as in a T5 that has read the web. Both are
+saved in the layout of the hub, so the demo loads them through the very code that loads the full-size ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+from .pictures import COLOURS, RELATIONS, SHAPES, draw_scene, make_scenes
+
+DOWNSCALE = 2  # the VAE learns the pictures at the size the demo encodes: 64x64, 48x80, 80x48
+KL_WEIGHT = 1e-6  # as LDM (Rombach et al. 2022, appendix G)
+# Three latent channels are drawn towards the picture itself, eight times smaller: latents that look like it are
+# far easier to learn for a small transformer in the few minutes of the demo; the fourth is free for what edges need.
+ANCHOR_WEIGHT = 1.0
+
+
+def train_t5(out: Path, *, steps: int, batch_size: int) -> None:
+    """Train the T5 encoder on captions alone and save it with a word-level tokenizer of the demo's own words."""
+    words = {"a", "and", "big", "small", "tiny", *COLOURS, *SHAPES, *(w for r in RELATIONS for w in r.split())}
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *sorted(words)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=64
+    )
+    wrapped.save_pretrained(out)
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=len(vocabulary),
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+        is_encoder_decoder=False,
+        use_cache=False,
+    )
+    t5 = T5EncoderModel(config)
+    captions = [caption for scene in make_scenes(6000, seed=1) for caption in scene.captions]
+    tokens = wrapped(captions, padding=True, return_tensors="pt")
+    facts = torch.tensor([[vocabulary.get(word, 0) for word in _facts(text)] for text in captions])  # (N, facts)
+    heads = torch.nn.Linear(config.d_model, facts.shape[1] * len(vocabulary))
+    optimizer = torch.optim.AdamW([*t5.parameters(), *heads.parameters()], lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps)
+    for step in range(steps):
+        rows = torch.randint(len(captions), (batch_size,))
+        mask = tokens["attention_mask"][rows]
+        states = t5(input_ids=tokens["input_ids"][rows], attention_mask=mask).last_hidden_state  # (B, L, D)
+        logits = heads(states).unflatten(2, (facts.shape[1], -1))  # (B, L, facts, words)
+        wanted = facts[rows][:, None].expand(logits.shape[:3])
+        loss = F.cross_entropy(logits[mask.bool()].flatten(0, 1), wanted[mask.bool()].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0 or step == steps - 1:
+            print(f"t5 step {step:5d}  loss {loss.item():.4f}", flush=True)
+    t5.eval().save_pretrained(out)
+
+
+def train_vae(out: Path, *, steps: int, batch_size: int, num_pictures: int) -> None:
+    """Train the VAE on the demo's pictures and save it with the mean and deviation that whiten each latent channel."""
+    pictures = _pictures_by_size(num_pictures)
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    shape: dict[str, Any] = {
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "block_out_channels": (8, 16, 32, 64),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "latent_channels": 4,
+        "mid_block_add_attention": False,
+    }
+    vae: Any = AutoencoderKL(**shape)
+    vae.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1)
+    start = time.monotonic()
+    for step in range(steps):
+        group = pictures[step % len(pictures)]
+        batch = group[torch.from_numpy(rng.choice(len(group), batch_size, replace=False))].float() / 127.5 - 1
+        posterior = vae.encode(batch.contiguous(memory_format=torch.channels_last)).latent_dist
+        decoded = vae.decode(posterior.sample()).sample
+        loss = F.l1_loss(decoded, batch) + 2 * F.mse_loss(decoded, batch) + KL_WEIGHT * posterior.kl().mean()
+        loss = loss + ANCHOR_WEIGHT * F.mse_loss(posterior.mean[:, :3], F.avg_pool2d(batch, 8))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0 or step == steps - 1:
+            print(f"step {step:5d}  loss {loss.item():.4f}  {time.monotonic() - start:.0f} s", flush=True)
+    vae.eval()
+    with torch.no_grad():
+        latents = [vae.encode(group[:512].float() / 127.5 - 1).latent_dist.sample() for group in pictures]
+    channels = torch.cat([latent.transpose(0, 1).flatten(1) for latent in latents], dim=1)  # (C, values)
+    vae.register_to_config(
+        latents_mean=[round(value, 4) for value in channels.mean(1).tolist()],
+        latents_std=[round(value, 4) for value in channels.std(1).tolist()],
+        scaling_factor=1.0,
+    )
+    vae.half().save_pretrained(out)
+
+
+def _facts(caption: str) -> list[str]:
+    """What a caption says: size, relation, both objects' colours and shapes; "" where it is silent."""
+    words = caption.split()
+    said = [[w for w in words if w in kind] for kind in (("big", "small"), {r.split()[0] for r in RELATIONS})]
+    of_objects = [[w for w in words if w in kind] for kind in (COLOURS, SHAPES)]
+    return [[*group, ""][0] for group in said] + [word for group in of_objects for word in [*group, ""][:2]]
+
+
+def _pictures_by_size(num_pictures: int) -> list[torch.Tensor]:
+    """Demo pictures at half size, one (N, 3, H, W) uint8 tensor per aspect ratio."""
+    groups: dict[tuple[int, int], list[np.ndarray]] = {}
+    for scene in make_scenes(num_pictures, seed=1):  # another seed than the demo's own pictures
+        image = draw_scene(scene).resize((scene.width_px // DOWNSCALE, scene.height_px // DOWNSCALE), resample=3)
+        groups.setdefault((scene.height_px, scene.width_px), []).append(np.asarray(image))
+    return [torch.from_numpy(np.stack(group)).permute(0, 3, 1, 2) for group in groups.values()]
+
+
+def main() -> None:
+    """Parse the command line and build both encoders."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder that gets vae/ and t5/")
+    parser.add_argument("--steps", type=int, default=2500, help="optimizer steps of the VAE")
+    args = parser.parse_args()
+    train_t5(args.out / "t5", steps=800, batch_size=64)
+    train_vae(args.out / "vae", steps=args.steps, batch_size=16, num_pictures=3000)
+
+
+if __name__ == "__main__":
+    main()

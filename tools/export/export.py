@@ -1,0 +1,265 @@
+"""``leandit export``: a snapshot as a folder that diffusers' pipelines load, or as files in DiT's official layout.
+
+What the pipelines take beside the transformer and its scheduler is named in the folder's index; it is copied only where
+that is asked for, and then only if it is what the store was made with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save as safetensors_of
+
+from ...datasets.disk.files import write_folder
+from ...datasets.disk.hashing import canonical_json, read_json
+from ...datasets.disk.strays import sweep_strays
+from ...datasets.errors import EncoderError, RunError
+from ...datasets.format.schema import UNKNOWN
+from ...train.models.diffusers_models import TextDenoiser, family_of
+from ...train.models.dit import size_of
+from ...train.models.layers import DiTOptions
+from ...train.run.resume import RECIPE
+from ...train.sampling.sample import Snapshot, load_snapshot, pipeline_scheduler
+from ...train.weights.dit_checkpoints import official_bytes, to_diffusers
+from .export_card import NULL_LABEL, Files, Format, departures, pipeline_class, vae_class, with_card
+
+INDEX = "model_index.json"
+TRANSFORMER = ("transformer/config.json", "transformer/diffusion_pytorch_model.safetensors")
+PART_BYTES = 1 << 24
+NO_TOKENIZER = ("*.safetensors", "config.json", "*.index.json")
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
+TEXT_CLASSES = {"t5": ("T5EncoderModel", "T5Tokenizer"), "gemma2": ("Gemma2Model", "GemmaTokenizer")}
+
+
+def export(
+    run: Path,
+    out: Path,
+    *,
+    layout: Format = "diffusers",
+    step: int = 0,
+    encoders: bool = False,
+    vae: str | None = None,
+    text: str | None = None,
+) -> dict:
+    """Write the averaged weights of a run for other programs; the folder is there whole or not at all.
+
+    Args:
+      run: or a folder that ``leandit average`` has made.
+      layout: "diffusers": what a pipeline loads; "official": of DiT, `.safetensors` and `.pt`.
+      step: of which snapshot; 0: the newest.
+      encoders: copy the VAE, text encoder and tokenizer of the store too, where they are at hand.
+      vae, text: where those lie now: folder or hub id.
+    Returns: what was written, as plain values.
+    Raises: RunError: the layout cannot hold the model, or the folder is there; EncoderError: an encoder is not at hand.
+    """
+    if out.exists():
+        raise RunError(f"folder '{out}': it is there already. Give another --out.")
+    snapshot = load_snapshot(run, torch.device("cpu"), step)
+    if layout == "official":
+        check_official(snapshot, encoders=encoders)
+        files, notes = official_files(snapshot), []
+    else:
+        check_diffusers(snapshot)
+        copies = encoder_folders(snapshot, vae, text) if encoders else {}
+        files, notes = diffusers_files(snapshot, copies), departures(snapshot)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    sweep_strays(out.parent)
+    recipe = (run / RECIPE).read_text() if (run / RECIPE).is_file() else None
+    if not write_folder(out, with_card(files, snapshot, layout, notes, recipe), replace=False):
+        raise RunError(f"folder '{out}': it was made meanwhile. Give another --out.")
+    return {
+        "snapshot": snapshot.path.name,
+        "step": snapshot.step,
+        "format": layout,
+        "pipeline": pipeline_class(snapshot) if layout == "diffusers" else None,
+        "files": sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()),
+        "notes": notes,
+        "out": str(out),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- refuse
+
+
+def check_official(snapshot: Snapshot, *, encoders: bool) -> None:
+    """Refuse what the official layout of DiT cannot hold.
+
+    Raises: RunError.
+    """
+    if family_of(snapshot.spec.name):
+        raise RunError(f"model '{snapshot.spec.name}': the official layout is DiT's. Use --format diffusers.")
+    if encoders:
+        raise RunError("--encoders: the official layout is of the model alone. Use --format diffusers.")
+
+
+def check_diffusers(snapshot: Snapshot) -> None:
+    """Refuse a DiT that diffusers' class is not.
+
+    Raises: RunError.
+    """
+    spec, instead = snapshot.spec, "Use --format official, which holds every DiT exactly."
+    if family_of(spec.name):
+        return
+    if spec.takes_text:
+        raise RunError(f"model '{spec.name}': it takes captions, diffusers' DiT only labels. {instead}")
+    differing = [name for name, value in spec.options if value != getattr(DiTOptions(), name)]
+    if differing:
+        option = f"model.{differing[0]} = {getattr(spec.options, differing[0])!r}"
+        raise RunError(f"model '{spec.name}': it was trained with {option}, which diffusers' DiT has not. {instead}")
+    if spec.num_classes > NULL_LABEL:
+        raise RunError(
+            f"model '{spec.name}': it has {spec.num_classes} classes, DiTPipeline takes {NULL_LABEL} at most, since "
+            f"its null is label {NULL_LABEL}. {instead}"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def official_files(snapshot: Snapshot) -> Files:
+    """The model alone, for ``model.init_from`` and for the trainers of DiT."""
+    name = snapshot.spec.name.replace("/", "-")
+    for suffix in (".safetensors", ".pt"):
+        yield f"{name}{suffix}", official_bytes(snapshot.model.state_dict(), suffix)
+
+
+def diffusers_files(snapshot: Snapshot, copies: dict[str, Path]) -> Files:
+    """What a pipeline's folder holds."""
+    scheduler = pipeline_scheduler(snapshot.objective, takes_flow_match=family_of(snapshot.spec.name) == "sana")
+    config, weights = transformer_of(snapshot)
+    yield TRANSFORMER[0], canonical_json(config)
+    yield TRANSFORMER[1], safetensors_of({name: t.contiguous() for name, t in weights.items()}, {"format": "pt"})
+    yield "scheduler/scheduler_config.json", scheduler.to_json_string().encode()
+    yield INDEX, canonical_json(index_of(snapshot, type(scheduler).__name__, copies.get("tokenizer")))
+    for name, folder in copies.items():
+        yield from copied(folder, name, but=NO_TOKENIZER if name == "tokenizer" else ())
+
+
+def tokenizer_class(folder: Path) -> str | None:
+    """What the tokenizer of a folder calls its class."""
+    path = folder / "tokenizer_config.json"
+    found = read_json(path) if path.is_file() else None
+    name = found.get("tokenizer_class") if isinstance(found, dict) else None
+    return name if isinstance(name, str) and name.isidentifier() else None
+
+
+def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Config and weights of diffusers' class."""
+    from diffusers import __version__ as diffusers_version
+
+    model, spec = snapshot.model, snapshot.spec
+    weights = {name.removeprefix("net."): t.detach().cpu() for name, t in model.state_dict().items()}
+    if isinstance(model, TextDenoiser):
+        config = {key: value for key, value in model.net.config.items() if not key.startswith("_")}
+    else:
+        depth, width, heads, patch = size_of(spec.name)
+        weights = to_diffusers(weights, NULL_LABEL)
+        config = {
+            "num_layers": depth,
+            "num_attention_heads": heads,
+            "attention_head_dim": width // heads,
+            "in_channels": spec.channels,
+            "out_channels": spec.out_channels,
+            "patch_size": patch,
+            "sample_size": spec.base_size,
+            "num_embeds_ada_norm": NULL_LABEL,
+            "norm_type": "ada_norm_zero",
+            "norm_elementwise_affine": False,
+            "norm_eps": 1e-6,  # the official one, which the class takes for one of the norms of a block only if told
+            "activation_fn": "gelu-approximate",
+            "attention_bias": True,
+        }
+    return {"_class_name": transformer_name(snapshot), "_diffusers_version": diffusers_version, **config}, weights
+
+
+def index_of(snapshot: Snapshot, scheduler: str, tokenizer_folder: Path | None) -> dict[str, Any]:
+    """``model_index.json``: the pipeline, and which class each of its parts is of."""
+    from diffusers import __version__ as diffusers_version
+
+    spec, state = snapshot.spec, snapshot.state
+    parts: dict[str, Any] = {
+        "transformer": ["diffusers", transformer_name(snapshot)],
+        "scheduler": ["diffusers", scheduler],
+    }
+    parts["vae"] = ["diffusers", vae_class(snapshot)]
+    if spec.takes_text:
+        encoder, tokenizer = TEXT_CLASSES[state["text_encoder"]["model"]["kind"]]
+        tokenizer = (tokenizer_folder and tokenizer_class(tokenizer_folder)) or tokenizer
+        parts |= {"text_encoder": ["transformers", encoder], "tokenizer": ["transformers", tokenizer]}
+    else:
+        parts["id2label"] = {str(number): name for number, name in enumerate(snapshot.class_names.names)}
+    return {"_class_name": pipeline_class(snapshot), "_diffusers_version": diffusers_version, **parts}
+
+
+def transformer_name(snapshot: Snapshot) -> str:
+    """diffusers' class of the transformer."""
+    model = snapshot.model
+    return type(model.net).__name__ if isinstance(model, TextDenoiser) else "DiTTransformer2DModel"
+
+
+def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str | None) -> dict[str, Path]:
+    """Where the encoders of the store lie, by their names in a pipeline's folder.
+
+    Args:
+      vae_place, text_place: where they lie now, if not where the store was made.
+    Raises: EncoderError: one is not at hand, or is another.
+    """
+    from ...precompute.config import TextSection, VaeSection
+    from ...precompute.encoders.model_files import (
+        CONFIG,
+        TEXT_WEIGHTS,
+        TOKENIZER_FILES,
+        VAE_WEIGHTS,
+        hash_files,
+        resolve_model,
+        weight_files,
+        weight_names,
+    )
+
+    state = snapshot.state
+    try:
+        vae = VaeSection.model_validate(state["vae"]["model"] | ({"model": vae_place} if vae_place else {}))
+        takes_text, moved = snapshot.spec.takes_text, {"model": text_place} if text_place else {}
+        text = TextSection.model_validate(state["text_encoder"]["model"] | moved) if takes_text else None
+    except (ValidationError, TypeError) as error:
+        raise EncoderError(f"snapshot '{snapshot.path}': its encoders are not named ({error}).") from error
+    wanted: list[tuple[str, str, VaeSection | TextSection, str]] = []
+    wanted.append(("vae", VAE_WEIGHTS, vae, state["vae"]["weights_sha256"]))
+    if text:
+        wanted.append(("text_encoder", TEXT_WEIGHTS, text, state["text_encoder"]["weights_sha256"]))
+    found: dict[str, Path] = {}
+    for name, stem, section, made_with in wanted:
+        what, flag = f"--encoders: {name}", "--vae" if name == "vae" else "--text"
+        files = (CONFIG, *weight_names(stem))
+        try:
+            found[name], _ = resolve_model(section.model, section.subfolder, section.revision, files=files, what=what)
+            weights_sha256 = hash_files(weight_files(found[name], stem, what=what))
+        except EncoderError as error:
+            raise EncoderError(f"{error} Where it lies elsewhere now, give its folder with {flag}.") from error
+        if made_with not in (UNKNOWN, weights_sha256):
+            raise EncoderError(f"{what} '{found[name]}': not the one that the store was made with. Check {flag}.")
+    if text:
+        what = "--encoders: tokenizer"
+        found["tokenizer"], _ = resolve_model(
+            text.model, text.tokenizer_subfolder, text.revision, files=TOKENIZER_FILES, what=what
+        )
+    return found
+
+
+def copied(folder: Path, name: str, but: tuple[str, ...] = ()) -> Files:
+    """The files of a model's folder, a part of each at a time."""
+    paths = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
+    for path in sorted(path for path in paths if not any(path.match(pattern) for pattern in but)):
+        if ".fp16." not in path.name:
+            yield f"{name}/{path.name}", parts_of(path)
+
+
+def parts_of(path: Path) -> Iterator[bytes]:
+    """The content of a file."""
+    with open(path, "rb") as file:
+        while part := file.read(PART_BYTES):
+            yield part

@@ -1,0 +1,129 @@
+"""What is said of an export: which pipeline loads it, what that does otherwise than leandit, and the model card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from ... import __version__
+from ...datasets.format.schema import IMPORTED, LatentSpec
+from ...precompute.encoders.instructions import instruction_text
+from ...train.models.diffusers_models import family_of
+from ...train.sampling.sample import Snapshot
+
+Format = Literal["diffusers", "official"]
+Files = Iterator[tuple[str, Any]]
+
+CARD = "README.md"
+SANA_VAE = "AutoencoderDC"
+NULL_LABEL = 1000  # DiTPipeline gives its models this label for null, however many classes they have
+
+
+def pipeline_class(snapshot: Snapshot) -> str:
+    """The pipeline of diffusers that samples from the model."""
+    family = family_of(snapshot.spec.name)
+    if family is None:
+        return "DiTPipeline"
+    if family == "sana":
+        return "SanaPipeline"
+    return "PixArtAlphaPipeline" if snapshot.spec.takes_sizes else "PixArtSigmaPipeline"
+
+
+def vae_class(snapshot: Snapshot) -> str:
+    """Class of the store's VAE; where nobody knows it, as of an imported store, the one that the pipeline takes."""
+    default = SANA_VAE if family_of(snapshot.spec.name) == "sana" else "AutoencoderKL"
+    known = snapshot.state["vae"].get("class_name", default)
+    return default if known.startswith(IMPORTED) else known
+
+
+def departures(snapshot: Snapshot) -> list[str]:
+    """In what the pipeline will not do as this project does; a sentence each."""
+    spec, notes = snapshot.spec, list[str]()
+    if family_of(spec.name) is None:
+        notes.append(
+            "diffusers' class embeds the time otherwise than DiT does, so its output differs from the trained model's; "
+            "the official layout is exact."
+        )
+        if spec.num_classes < NULL_LABEL:
+            notes.append(
+                f"The label table has {NULL_LABEL} rows before null's, as DiTPipeline needs; those from "
+                f"{spec.num_classes} on are copies of null's."
+            )
+    if snapshot.objective.kind == "flow" and family_of(spec.name) != "sana":
+        notes.append(
+            "It samples with DPM-Solver++ over the flow's noise levels, rounded to whole times, where leandit takes "
+            "Euler's steps: the same noise gives another picture."
+        )
+    if family_of(spec.name) == "sana":
+        if vae_class(snapshot) != SANA_VAE:
+            notes.append(f"SanaPipeline takes an {SANA_VAE}, the store was made with an {vae_class(snapshot)}.")
+        notes.append(instruction_note(snapshot))
+    if not is_plainly_scaled(snapshot.latent):
+        notes.append(
+            "The latents are shifted, or scaled by channel; the pipeline divides by scaling_factor alone. Take its "
+            'latents (output_type="latent"), and decode scale and shift yourself.'
+        )
+    if snapshot.latent.decoding and snapshot.latent.decoding.zero_to_one:
+        notes.append("The VAE gives pictures from 0 to 1, where the pipeline takes them from -1 to 1. Decode yourself.")
+    if snapshot.text is not None and spec.takes_text:
+        notes.append(
+            f"Trained with {snapshot.text.max_tokens} caption tokens at most: give max_sequence_length="
+            f"{snapshot.text.max_tokens}. In training, null has the mask of the caption that it replaces; the "
+            "pipeline's has its own."
+        )
+        notes.append(
+            "The pipeline makes prompts lower case, and PixArt's cleans them unless clean_caption=False; captions were "
+            "encoded as they are. For theirs give prompt_embeds and prompt_attention_mask."
+        )
+    return notes
+
+
+def is_plainly_scaled(latent: LatentSpec) -> bool:
+    """One scale and no shift, which is all that the pipelines undo, whether the store holds them scaled or not."""
+    both = [latent] if latent.decoding is None else [latent, latent.decoding]
+    return all(not any(each.shift) and len(set(each.scale)) == 1 for each in both)
+
+
+def instruction_note(snapshot: Snapshot) -> str:
+    """What SanaPipeline is to put before a prompt, whose default is another text than Sana is trained with."""
+    text = instruction_text(snapshot.state["text_encoder"]["model"].get("instruction", ""))
+    lines = json.dumps(text.split("\n")) if text else None
+    return (
+        f"Captions were encoded behind {'this' if text else 'no'} instruction: give complex_human_instruction={lines}."
+    )
+
+
+def with_card(files: Files, snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | None) -> Files:
+    """Files, then the card, which says what is known of them and nothing else."""
+    yield from files
+    yield CARD, card(snapshot, layout, notes, recipe).encode()
+
+
+def card(snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | None) -> str:
+    """The model card."""
+    state, spec = snapshot.state, snapshot.spec
+    facts = {
+        "model": spec.name,
+        "layout": layout if layout == "official" else f"diffusers, for {pipeline_class(snapshot)}",
+        "weights": f"averaged, {snapshot.path.name}",
+        "steps": snapshot.step,
+        "objective": json.dumps(snapshot.objective.model_dump()),
+        "root hash of the store": state.get("root_hash"),
+        "VAE": f"{state['vae']['model'].get('model')}, weights {state['vae']['weights_sha256']}",
+    }
+    if average := state.get("average"):
+        facts["length of the average"] = f"{average['length']:g} of the run"
+    if spec.takes_text:
+        text = state["text_encoder"]
+        facts["text encoder"] = f"{text['model'].get('model')}, weights {text['weights_sha256']}"
+    else:
+        facts["classes"] = len(state["classes"])
+    head = "---\nlibrary_name: diffusers\n---\n\n" if layout == "diffusers" else ""
+    rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
+    said = "".join(f"\n- {note}" for note in notes)
+    trained = f"\n## Recipe\n\n```toml\n{recipe.strip()}\n```\n" if recipe else ""
+    return (
+        f"{head}# {spec.name}\n\nTrained and exported with leandit {__version__}.\n\n| | |\n|---|---|\n{rows}"
+        f"{said + chr(10) if said else ''}{trained}"
+    )

@@ -1,0 +1,1 @@
+"""What a store holds: summaries, contact sheets, verification."""

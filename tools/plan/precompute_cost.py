@@ -1,0 +1,265 @@
+"""What a precompute will take, told by ``--dry-run``: bytes on disk, hours and memory, from a probe of some records.
+
+The bytes are those of the very plan that a run would freeze: its arrays are known to the byte, its tables are written
+to temporary files and measured. So the memory that this takes does not depend on the number of records either.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ...datasets.disk.files import files_below
+from ...datasets.disk.hashing import canonical_json
+from ...datasets.errors import RecordRejected, ResourceError
+from ...datasets.format.buckets import bucket_size, resize_filter
+from ...datasets.format.layout import CAPTION_PART, NULL_PART, group_json
+from ...datasets.format.schema import StoreSpec
+from ...datasets.format.tables import parquet_file
+from ...datasets.format.zarr_shard import CRC_BYTES, ArrayLayout
+from ...datasets.revisions.plan import FrozenPlan
+from ...precompute.config import PrecomputeRecipe
+from ...precompute.encoders.vae import Encoders
+from ...precompute.images.decoders import Decoders
+from ...precompute.planning.pictures import num_threads
+from ...precompute.shards.caption_shard import caption_batches
+from ...precompute.sources.files.record import SourceRecord
+from ...precompute.sources.listing.listing import Listing
+from ...precompute.sources.source import Source
+
+PROBE_RECORDS = 64  # decoded and encoded to estimate the time
+PROBE_CAPTION_BATCHES = 3  # a short, a middle and a long one
+INDEX_BYTES = 16  # of a chunk, in every shard's index, which is as long for a last shard that is not full
+CODEC_BYTES = 64  # that a chunk may grow by where the codec cannot make it smaller, with its checksum
+RESULT_BYTES = 11  # of a number in a sealed table: 8, and its place in a dictionary
+CHECKSUM_BYTES = 22  # a line of a commit record
+NARROWED_BYTES = 48  # two more lines, of a caption that is stored narrower than it was encoded
+COMMIT_BYTES = 1024  # of a commit record, beside its rows
+ENTRY_BYTES = 192  # of a file in the manifest and in its commit record
+HEAD_BYTES = 2048  # of the manifest and of the plan's head, beside the spec and the files
+GIB = 2**30
+Chosen = tuple[SourceRecord, tuple[int, int]]  # a record and its bucket
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What some pictures and captions took.
+
+    Args:
+      pictures: that were decoded and encoded.
+      decode_seconds, encode_seconds: for all of them, with all threads.
+      seconds_per_token: of the text encoder; 0 without one.
+      memory_bytes: peak, on a GPU of one whole batch of the largest bucket; else of this process.
+    """
+
+    pictures: int
+    decode_seconds: float
+    encode_seconds: float
+    seconds_per_token: float
+    memory_bytes: int
+
+    def seconds_for(self, pictures: int, tokens: int, *, on_cpu: bool, num_devices: int = 1) -> float:
+        """Of a whole run.
+
+        On a CPU decoding and encoding share the cores. Else they run beside each other: each device encodes its share,
+        and all of them have the same cores to decode.
+        """
+        decode, encode = (seconds / max(1, self.pictures) for seconds in (self.decode_seconds, self.encode_seconds))
+        if on_cpu:
+            return pictures * (decode + encode) + tokens * self.seconds_per_token
+        return pictures * max(decode, encode / num_devices) + tokens * self.seconds_per_token / num_devices
+
+
+@dataclass(frozen=True)
+class StoreBytes:
+    """Bytes on disk, before any codec."""
+
+    latents: int
+    captions: int
+    tables: int
+
+    @property
+    def total(self) -> int:
+        """Of the whole store."""
+        return self.latents + self.captions + self.tables
+
+
+def predict_lines(
+    recipe: PrecomputeRecipe,
+    plan: FrozenPlan,
+    source: Source,
+    fresh: Listing,
+    pictures: pa.Table,
+    encoders: Encoders,
+    *,
+    num_devices: int = 1,
+) -> tuple[list[str], StoreBytes]:
+    """Lines about bytes, time and memory that a revision takes; and the bytes.
+
+    Args:
+      plan: of the revision.
+      fresh: records of the source that it encodes.
+      pictures: the plan of each of them (PICTURES_SCHEMA).
+      num_devices: that will encode; the hours are theirs.
+    """
+    spec, captions = plan.spec, plan.own_captions
+    found, tokens = store_bytes(plan), int(plan.layout.num_tokens.sum()) if spec.text else 0
+    lines = [f"{'latents':<20}{found.latents / 2**20:>10.1f} MiB before any codec"]
+    if spec.text:
+        said = f"{found.captions / 2**20:>10.1f} MiB, {captions.num_rows} distinct, {tokens} tokens"
+        lines.append(f"{'captions':<20}{said}")
+    lines.append(f"{'tables':<20}{found.tables / 2**20:>10.1f} MiB at most")
+    probe = run_probe(recipe, spec, source, choose(fresh, pictures), encoders, captions)
+    device = encoders.image.device
+    if probe.pictures:
+        on_cpu, num_pictures = device.type == "cpu", sum(plan.layout.bucket_rows.values())
+        seconds = probe.seconds_for(num_pictures, tokens, on_cpu=on_cpu, num_devices=num_devices)
+        rates = f"decoding {probe.pictures / probe.decode_seconds:.1f}, encoding "
+        rates += f"{probe.pictures / probe.encode_seconds:.1f} images/s, from {probe.pictures} pictures"
+        many = "" if on_cpu or num_devices == 1 else f" each of {num_devices} devices"
+        lines.append(f"{'time':<20}{seconds / 3600:>10.2f} h; {rates}{many}")
+        kind = "of the GPU, one batch of the largest bucket" if device.type == "cuda" else "of this machine, the probe"
+        lines.append(f"{'memory':<20}{probe.memory_bytes / GIB:>10.2f} GiB {kind}")
+    return lines, found
+
+
+def store_bytes(plan: FrozenPlan) -> StoreBytes:
+    """What a store of a plan will take on disk: never less, and of its tables little more."""
+    spec, layout = plan.spec, plan.layout
+    latents = [array for arrays in layout.latents.values() for array in arrays]
+    others = [array for array in layout.arrays.values() if array not in latents]
+    tasks = layout.tasks()
+    num_files = sum(array.num_shards + 1 for array in (*latents, *others)) + 2 * len(layout.latents) + len(tasks) + 8
+    num_files += len(plan.carried)  # named again
+    heads = 2 * len(group_json(spec)) + 2 * HEAD_BYTES + 2 * ENTRY_BYTES * num_files
+    sealed = RESULT_BYTES * (2 * plan.records.num_rows + 3 * plan.captions.num_rows)
+    tables = 2 * (len(parquet_file(plan.records)) + len(parquet_file(plan.captions))) + sealed
+    narrowed = NARROWED_BYTES if spec.text and spec.text.dtype != "float32" else 0
+    pictures = sum(len(layout.rows_of(*task)) for task in tasks if task[0] not in (CAPTION_PART, NULL_PART))
+    commits = COMMIT_BYTES * len(tasks) + 2 * CHECKSUM_BYTES * pictures
+    commits += (CHECKSUM_BYTES + narrowed) * plan.captions.num_rows
+    return StoreBytes(sum(map(array_bytes, latents)), sum(map(array_bytes, others)), heads + tables + commits)
+
+
+def array_bytes(layout: ArrayLayout) -> int:
+    """Of all files of an array, before its codec: chunks, of which the last is filled up, indexes, and metadata."""
+    num_chunks = -(-layout.shape[0] // layout.chunk_rows)
+    chunk_bytes = layout.chunk_bytes + (0 if layout.codec == "none" else CODEC_BYTES)
+    index_bytes = INDEX_BYTES * layout.shard_rows // layout.chunk_rows + CRC_BYTES
+    return num_chunks * chunk_bytes + layout.num_shards * index_bytes + len(canonical_json(layout.metadata()))
+
+
+def check_room(store: Path, num_bytes: int) -> None:
+    """Refuse a store that its disk cannot hold; what is there of it already counts.
+
+    Args:
+      num_bytes: of the whole store.
+    Raises: ResourceError.
+    """
+    there = next(folder for folder in (store.absolute(), *store.absolute().parents) if folder.exists())
+    written = sum(path.stat().st_size for path in files_below(store)) if store.is_dir() else 0
+    free, missing = shutil.disk_usage(there).free, num_bytes - written
+    if missing > free:
+        raise ResourceError(
+            f"store '{store}': the disk has {free / GIB:.1f} GiB free, {missing / GIB:.1f} GiB more are needed. Free "
+            "some space, give a --store on another disk, or make it smaller (store.dtype, store.text_dtype, vae.flip)."
+        )
+
+
+def choose(fresh: Listing, pictures: pa.Table) -> list[Chosen]:
+    """Records for the probe, from all over those that are new.
+
+    Args:
+      pictures: of each of them (PICTURES_SCHEMA).
+    """
+    planned = np.flatnonzero(pictures["row"].to_numpy() >= 0)
+    step = max(1, len(planned) // PROBE_RECORDS)
+    buckets = pictures["bucket"]
+    return [(fresh[i], bucket_size(buckets[i].as_py())) for i in planned[::step][:PROBE_RECORDS].tolist()]
+
+
+def run_probe(
+    recipe: PrecomputeRecipe,
+    spec: StoreSpec,
+    source: Source,
+    chosen: Sequence[Chosen],
+    encoders: Encoders,
+    captions: pa.Table,
+) -> Probe:
+    """Decode and encode some records, in batches as the run will; and a few captions.
+
+    Everything is done once before it is timed: a run of hours does not notice that decoders start, or that an encoder
+    is compiled.
+    """
+    by_bucket: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
+    images, size = recipe.images, spec.latent.batch_size
+    how = resize_filter(images.buckets, images.resolution)
+
+    def decode(one: Chosen) -> np.ndarray | None:
+        record, bucket = one
+        try:
+            place = source.place(record.path, record.offset, record.num_bytes, stage="decode")
+            return decoders.picture(
+                *place, bucket=bucket, crop=images.crop, resize_filter=how, exif_orientation=images.exif_orientation
+            ).pixels
+        except RecordRejected:
+            return None
+
+    with Decoders(num_threads()) as decoders, ThreadPoolExecutor(num_threads()) as pool:
+        list(pool.map(decode, [*chosen[:1]] * (2 * num_threads())))
+        start = time.perf_counter()
+        decoded = list(pool.map(decode, chosen))
+        decode_seconds = time.perf_counter() - start
+    for (_, bucket), pixels in zip(chosen, decoded, strict=True):
+        if pixels is not None:
+            by_bucket[bucket].append(pixels)
+    batches = [np.stack(rows[i : i + size]) for rows in by_bucket.values() for i in range(0, len(rows), size)]
+    for batch in {batch.shape: batch for batch in batches}.values():
+        encoders.image.encode(batch)
+    start = time.perf_counter()
+    for batch in batches:
+        encoders.image.encode(batch)
+    encode_seconds = time.perf_counter() - start
+    return Probe(
+        sum(map(len, batches)),
+        decode_seconds,
+        encode_seconds,
+        _seconds_per_token(spec, encoders, captions),
+        _peak_bytes(recipe, size, encoders),
+    )
+
+
+def _seconds_per_token(spec: StoreSpec, encoders: Encoders, captions: pa.Table) -> float:
+    encoder = encoders.caption
+    if not (spec.text and encoder and captions.num_rows):
+        return 0.0
+    batches = caption_batches(captions["num_tokens"].to_numpy(), spec.text, encoder)
+    places = [len(batches) * (2 * i + 1) // (2 * PROBE_CAPTION_BATCHES) for i in range(PROBE_CAPTION_BATCHES)]
+    texts = [captions["text"].slice(batches[i].start, len(batches[i])).to_pylist() for i in places]
+    for some in texts:
+        encoder.encode(some)
+    start = time.perf_counter()
+    tokens = sum(encoder.encode(some)[..., 0].size for some in texts)
+    return (time.perf_counter() - start) / tokens
+
+
+def _peak_bytes(recipe: PrecomputeRecipe, batch_size: int, encoders: Encoders) -> int:
+    device = encoders.image.device
+    if device.type == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    _, height_px, width_px = max(recipe.images.table, key=lambda row: row[1] * row[2])
+    torch.cuda.reset_peak_memory_stats(device)
+    encoders.image.encode(np.zeros((batch_size, height_px, width_px, 3), np.uint8))
+    return torch.cuda.max_memory_allocated(device)

@@ -1,0 +1,94 @@
+"""A published checkpoint in the place of a run, for ``leandit sample``: two recipes say what a run would have recorded.
+
+The train recipe names the model and its objective, the precompute recipe the VAE, the text encoder and the sizes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...datasets.disk.hashing import xxh3_parts
+from ...datasets.errors import RecipeError
+from ...datasets.format.class_names import imagenet_names
+from ...datasets.format.schema import StoreSpec
+from ...precompute.config import PrecomputeRecipe
+from ...precompute.encoders.describe import describe_store
+from ...precompute.encoders.vae import load_encoders
+from ...train.config import TrainRecipe
+from ...train.models.build import build_model
+from ...train.models.conditioning import Conditioner
+from ...train.run.model_for_store import model_spec
+from ...train.run.resume import snapshot_state
+from ...train.sampling.sample import Snapshot, caption_step, made_ready
+from ...train.weights.init_from import initial_weights
+
+
+def load_published(
+    source: str,
+    *,
+    recipe: TrainRecipe,
+    encoders: PrecomputeRecipe,
+    vae: str | None,
+    text: str | None,
+    device: torch.device,
+    compiled: bool = False,
+) -> Snapshot:
+    """Load weights that no run of ours made.
+
+    Args:
+      source: as ``model.init_from``: a hub id or folder in diffusers' layout, or a DiT's file in the official layout.
+      recipe: of training: its model and objective.
+      encoders: of precomputing: its images, VAE and text encoder.
+      vae, text: hub id or folder instead of theirs.
+      compiled: the blocks go through torch.compile.
+    Raises: RecipeError, RunError: the weights are of another model; EncoderError: an encoder cannot be loaded.
+    """
+    takes_text, num_classes = encoders.text.kind != "none", recipe.model.num_classes
+    encoders = _with_models(encoders, vae, text if takes_text else None)
+    loaded = load_encoders(encoders, device)
+    wnids = list(imagenet_names())
+    names = wnids if num_classes == len(wnids) else [str(label) for label in range(num_classes)]
+    classes = None if takes_text else names
+    store = describe_store(encoders, None, loaded).model_copy(update={"classes": classes})
+    if not (takes_text or num_classes):
+        raise RecipeError("--recipe: its model.num_classes is 0. Needed the number of classes, as of 'dit-xl-2-256'.")
+    model_section = recipe.model.model_copy(update={"init_from": source})
+    spec = model_spec(recipe.model_copy(update={"model": model_section}), store, f"--encoders of {source}")
+
+    model = build_model(spec, seed=0)
+    weights = initial_weights(source, model, spec)
+    model.load_state_dict(weights)
+    null = torch.from_numpy(loaded.caption.encode_null()).float().to(device) if loaded.caption else None
+    return Snapshot(
+        path=Path(source),
+        step=0,
+        model=made_ready(model, device, compiled=compiled),
+        spec=spec,
+        objective=recipe.objective,
+        latent=store.latent,
+        text=store.text,
+        conditioner=Conditioner(spec, null, caption_step=caption_step(compiled)),
+        state=snapshot_state(recipe, store, spec, place=Path(), buckets=_squarest_first(store), root_hash=None),
+        weights_hash=xxh3_parts([np.ascontiguousarray(weights[name].numpy()) for name in sorted(weights)])[1],
+    )
+
+
+def _with_models(encoders: PrecomputeRecipe, vae: str | None, text: str | None) -> PrecomputeRecipe:
+    """The recipe with other places of its encoders; those are folders of one model each."""
+    changed = {}
+    if vae:
+        changed["vae"] = encoders.vae.model_copy(update={"model": vae, "subfolder": "", "revision": ""})
+    if text:
+        elsewhere = {"model": text, "subfolder": "", "tokenizer_subfolder": "", "revision": ""}
+        changed["text"] = encoders.text.model_copy(update=elsewhere)
+    return encoders.model_copy(update=changed)
+
+
+def _squarest_first(store: StoreSpec) -> dict[str, int]:
+    """Buckets with counts that make the squarest one the most common, which is drawn unless another is asked for."""
+    sides = {name: [int(side) for side in name.split("x")] for name in store.images.buckets}
+    order = sorted(sides, key=lambda name: abs(np.log(sides[name][0] / sides[name][1])), reverse=True)
+    return {name: place for place, name in enumerate(order)}

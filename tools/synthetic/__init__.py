@@ -1,0 +1,1 @@
+"""Stores and batches of noise, at any size."""

@@ -1,0 +1,62 @@
+"""A learner and batches of noise, without a store: for what is measured or traced, never for what is learned."""
+
+from __future__ import annotations
+
+import torch
+
+from ...datasets.batches.reader import Batch
+from ...datasets.format.schema import StoreSpec
+from ...train.config import TrainRecipe
+from ...train.models.spec import ModelSpec
+from ...train.parallel.ranks import ALONE, Ranks
+from ...train.step.learner import Learner, build_learner
+
+
+def synthetic_learner(
+    recipe: TrainRecipe,
+    spec: ModelSpec,
+    max_tokens: int,
+    device: torch.device,
+    *,
+    ranks: Ranks = ALONE,
+    compiled: bool = False,
+    onednn: bool = True,
+) -> Learner:
+    """What a run trains, without its data and with random weights.
+
+    Args:
+      max_tokens: of the null caption, for a model with text.
+      ranks, compiled, onednn: as in ``build_learner``.
+    """
+    null_caption = torch.zeros(max_tokens, spec.caption_width, device=device) if spec.takes_text else None
+    return build_learner(recipe, spec, device, null_caption=null_caption, ranks=ranks, compiled=compiled, onednn=onednn)
+
+
+def synthetic_batch(
+    store: StoreSpec, bucket: str, count: int, tokens: int, device: torch.device, *, number: int = 0
+) -> Batch:
+    """A batch of noise as the loader hands it out, made on its device.
+
+    Args:
+      bucket: "HxW" in pixels.
+      tokens: of each caption, for a store with text; 0 for none.
+    """
+    latent = store.latent
+    height, width = (int(side) // latent.downscale for side in bucket.split("x"))
+    has_text = store.text is not None and tokens > 0
+    captions = torch.randn(count, tokens, store.text.width, device=device).half() if store.text and has_text else None
+    classes = len(store.classes or ())
+    labels = torch.arange(number * count, (number + 1) * count, device=device)
+    return Batch(
+        stored=torch.randn(count, latent.channels, height, width, device=device).half(),
+        labels=labels % classes if classes else torch.full_like(labels, -1),
+        stored_captions=captions,
+        caption_lengths=torch.full((count,), tokens, device=device) if has_text else None,
+        records=labels,
+        draw_keys=None,
+        spec=latent.model_copy(update={"kind": "latent", "stored_channels": latent.channels}),
+        bucket=bucket,
+        number=number,
+        global_size=count,
+        epoch=0,
+    ).finish()

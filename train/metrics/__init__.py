@@ -1,0 +1,1 @@
+"""What a run measures: losses, images a second, MFU, memory."""

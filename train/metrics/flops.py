@@ -1,0 +1,85 @@
+"""FLOPs of a model, counted from the model itself: every matrix product, convolution and attention that it runs.
+
+A FLOP is one multiplication or one addition, so a multiply-accumulate is two: the "Gflops" of the DiT paper are half of
+these. A training step is three forwards (the backward has two products for each of the forward's); what activation
+checkpointing computes again is not counted, as is usual for MFU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ...datasets.format.schema import LatentSpec
+from ..models.build import Denoiser, build_model, patch_of
+from ..models.conditioning import Conditioning
+from ..models.spec import ModelSpec
+
+COUNTED_TOKENS = (8, 16, 24)  # lengths of captions that a count is made at; the others follow
+TRAIN_FORWARDS = 3  # forward, and the gradients of inputs and of weights
+
+
+def meta_model(spec: ModelSpec) -> Denoiser:
+    """A model without memory: shapes alone."""
+    return _meta_model(spec.model_dump_json())
+
+
+@functools.lru_cache(maxsize=4)
+def _meta_model(spec: str) -> Denoiser:
+    with torch.device("meta"):
+        return build_model(ModelSpec.model_validate_json(spec), seed=0)
+
+
+def forward_flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens: int = 0) -> int:
+    """FLOPs of one image's forward.
+
+    Counting takes a tenth of a second, and captions have hundreds of lengths. A product of matrices grows with the
+    length or not at all, attention at most with its square: three counts say it for every length, exactly.
+
+    Args:
+      latent_size: height and width of the latent.
+      caption_tokens: of its caption, for a model with text.
+    """
+    key = spec.model_dump_json()
+    if not caption_tokens:
+        return _counted(key, latent_size, 0)
+    x, (x0, x1, x2) = caption_tokens, COUNTED_TOKENS
+    y0, y1, y2 = (_counted(key, latent_size, length) for length in COUNTED_TOKENS)
+    step = x1 - x0
+    twice = y0 * (x - x1) * (x - x2) - 2 * y1 * (x - x0) * (x - x2) + y2 * (x - x0) * (x - x1)  # Lagrange
+    return twice // (2 * step**2)
+
+
+@functools.lru_cache(maxsize=4096)
+def _counted(spec: str, latent_size: tuple[int, int], caption_tokens: int) -> int:
+    model, shapes = _meta_model(spec), ModelSpec.model_validate_json(spec)
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device("meta"):
+        x = torch.empty(1, shapes.channels, *latent_size)
+        model(x, torch.empty(1), example_conditioning(shapes, 1, caption_tokens))
+    return counter.get_total_flops()
+
+
+def train_flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens: int = 0) -> int:
+    """FLOPs of one image's forward and backward; nothing that is computed again is counted."""
+    return TRAIN_FORWARDS * forward_flops(spec, latent_size, caption_tokens)
+
+
+def tokens_per_image(spec: ModelSpec, latent_size: tuple[int, int]) -> int:
+    """Image tokens that the model sees."""
+    return latent_size[0] * latent_size[1] // patch_of(spec) ** 2
+
+
+def latent_size_of(bucket: str, latent: LatentSpec) -> tuple[int, int]:
+    """Height and width of the latents of a bucket "HxW" in pixels."""
+    height, width = (int(side) // latent.downscale for side in bucket.split("x"))
+    return height, width
+
+
+def example_conditioning(spec: ModelSpec, count: int, caption_tokens: int) -> Conditioning:
+    """Conditioning of ``count`` images on the default device; every token of a caption is real."""
+    if not spec.takes_text:
+        return Conditioning(labels=torch.zeros(count, dtype=torch.long))
+    captions = torch.zeros(count, caption_tokens, spec.caption_width)
+    return Conditioning(captions=captions, caption_mask=torch.ones(count, caption_tokens))

@@ -1,0 +1,279 @@
+"""What a run says of itself: ``metrics.jsonl`` with units in its keys; the same figures for TensorBoard and wandb."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...datasets.batches.reader import Batch
+from ...datasets.disk.files import write_atomic
+from ...datasets.errors import DamageError, RunError
+from ...datasets.store import LatentStore
+from ..config import TrainRecipe
+from ..optim.loss_scale import SMALLEST_SCALE
+from ..parallel.watchdog import Meeting
+from .device import Gauges, Work
+from .loss_bands import NUM_BANDS, band_means, band_sums
+from .wandb_run import begin_wandb
+
+METRICS = "metrics.jsonl"
+MOST_NAMED = 5  # records in a message
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The figures of some steps.
+
+    Args:
+      step: last of them.
+      num_images: seen since the start of the run.
+      epoch: of the last batch.
+      loss, grad_norm: means over the steps; the norm is taken before clipping.
+      learning_rate: of the last step.
+      seconds_per_step, images_per_second: over the steps, of all ranks together.
+      tokens_per_second: image tokens that the model has trained on.
+      mfu: share of the peak of all GPUs that the model's arithmetic makes, 0 to 1 (``flops.py``); None on a CPU and on
+        a GPU that ``gpus.py`` does not know.
+      data_wait_share: of the time, 0 to 1, in which the step waited for its batch.
+      gpu_busy_share: of the time, 0 to 1, that the GPU of this rank spent in steps; None on a CPU.
+      memory_gib: most that torch has handed out of this rank's GPU over the steps; on a CPU, the process's peak so far.
+      loss_by_time: mean loss of the images in each of ``NUM_BANDS`` equal bands from data to noise; None where no image
+        was.
+      skipped_steps: whose gradients overflowed, so that nothing was updated (float16).
+      loss_scale: of the last step, or None where losses are not scaled.
+    """
+
+    step: int
+    num_images: int
+    epoch: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    seconds_per_step: float
+    images_per_second: float
+    tokens_per_second: float
+    mfu: float | None
+    data_wait_share: float
+    gpu_busy_share: float | None
+    memory_gib: float
+    skipped_steps: int
+    loss_scale: float | None
+    loss_by_time: list[float | None]
+
+
+class Trace(NamedTuple):
+    """What is kept of a step until its figures are read; tensors on the device.
+
+    Args:
+      step: which.
+      loss: () this rank's share of the mean over the global batch.
+      grad_norm: () over all ranks, before clipping.
+      skipped: () 1 where nothing was updated, else 0.
+      num_images: of the global batch.
+      losses: (B,) of each image of this rank.
+      time_shares: (B,) of the way from data to noise, 0..1, at which each was.
+      records: (B,) their positions in the records table.
+      store: which of the stores they are of.
+    """
+
+    step: int
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: Tensor
+    num_images: int
+    losses: Tensor
+    time_shares: Tensor
+    records: Tensor
+    store: int
+
+
+class Window:
+    """Figures since the last report; the device is waited for only when they are read.
+
+    Args:
+      meeting: with the other ranks, which read their figures together.
+      stores: that the batches are of, to name records.
+      work: counts what the steps compute.
+      gauges: of this rank's device.
+      may_skip: a gradient that is not finite is no error (float16, whose loss scale then shrinks).
+    """
+
+    def __init__(
+        self, meeting: Meeting, stores: Sequence[LatentStore], work: Work, gauges: Gauges, *, may_skip: bool = False
+    ) -> None:
+        self._meeting, self._stores, self._may_skip = meeting, stores, may_skip
+        self._work, self._gauges = work, gauges
+        self._reset()
+
+    def _reset(self) -> None:
+        self._start, self._wait, self._images = time.perf_counter(), 0.0, 0
+        self._traces: list[Trace] = []
+        self._work.reset()
+
+    @property
+    def is_empty(self) -> bool:
+        """No step since the last report."""
+        return not self._traces
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the block as waiting for data."""
+        start = time.perf_counter()
+        yield
+        self._wait += time.perf_counter() - start
+
+    def step(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        """Count what the block computes of a batch, and the device's time in it."""
+        self._work.add(batch)
+        return self._gauges.step()
+
+    def add(self, trace: Trace) -> None:
+        """Count one step."""
+        self._traces.append(trace)
+        self._images += trace.num_images
+
+    def report(
+        self, *, step: int, num_images: int, epoch: int, learning_rate: float, scale: float | None
+    ) -> StepReport:
+        """Read the figures and begin anew; all ranks do so after the same steps.
+
+        Args:
+          scale: of the loss, with float16.
+        Raises: RunError: a loss or a gradient is not finite; it names the records.
+        """
+        columns = [(trace.loss, trace.grad_norm, trace.skipped) for trace in self._traces]
+        losses, norms, skipped = (torch.stack(column) for column in zip(*columns, strict=True))
+        shares, of_images = zip(*((trace.time_shares, trace.losses) for trace in self._traces), strict=True)
+        bands = band_sums(torch.cat(shares), torch.cat(of_images))
+        if self._meeting.ranks.world_size > 1:
+            dist.all_reduce(losses)
+            dist.all_reduce(bands)
+        good = skipped == 0
+        loss, num_skipped = losses.mean().item(), int(skipped.sum().item())  # the device is waited for here
+        seconds = time.perf_counter() - self._start
+        if not math.isfinite(loss) or (num_skipped and not self._may_skip):
+            self._refuse(losses, skipped)
+        if scale is not None and scale < SMALLEST_SCALE:
+            self._meeting.leave()  # every rank says the same, and none of them is dead
+            raise RunError(
+                f"step {step}: the loss scale of fp16 has shrunk to {scale:g}, and gradients still overflow. Train "
+                "with --set run.precision=bf16, or a lower optimizer.lr."
+            )
+        figures = StepReport(
+            step=step,
+            num_images=num_images,
+            epoch=epoch,
+            loss=loss,
+            grad_norm=norms[good].mean().item() if num_skipped < len(norms) else None,
+            learning_rate=learning_rate,
+            seconds_per_step=seconds / len(self._traces),
+            images_per_second=self._images / seconds,
+            tokens_per_second=self._work.tokens_per_second(seconds),
+            mfu=self._work.mfu(seconds),
+            data_wait_share=self._wait / seconds,
+            gpu_busy_share=self._gauges.busy_share(seconds),
+            memory_gib=self._gauges.peak_memory_gib(),
+            skipped_steps=num_skipped,
+            loss_scale=scale,
+            loss_by_time=band_means(bands),
+        )
+        self._reset()
+        return figures
+
+    def _refuse(self, losses: Tensor, skipped: Tensor) -> NoReturn:
+        """Stop at the first step whose loss or gradient is not finite, naming the records that made it so.
+
+        Raises: RunError: on every rank, the same.
+        """
+        left_out = (skipped != 0) & (not self._may_skip)  # on the CPU, where the optimizer is
+        bad = (~losses.isfinite() | left_out.to(losses.device)).tolist().index(True)
+        trace = self._traces[bad]
+        guilty = trace.records[~trace.losses.isfinite()].tolist()
+        keys = [key for said in self._meeting.gather([self._key(trace, record) for record in guilty]) for key in said]
+        self._meeting.leave()  # every rank says the same, and none of them is dead
+        names = ", ".join(f"'{key}'" for key in keys[:MOST_NAMED])
+        more = f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else ""
+        what = f"the loss of records {names}{more} is" if keys else "the losses are finite, but the gradient is"
+        raise RunError(
+            f"step {trace.step}: {what} not finite. That update was not made, and nothing since the last checkpoint "
+            "was saved. Look at the records with 'leandit inspect STORE KEY'; train with a lower optimizer.lr or with "
+            "run.grad_clip, in another --run."
+        )
+
+    def _key(self, trace: Trace, record: int) -> str:
+        return self._stores[trace.store].record_at(record).key
+
+
+class Meters:
+    """Writes the reports of a run.
+
+    Args:
+      run: its folder.
+      step: from which it goes on; lines of later steps, of a process that died after its last checkpoint, are dropped.
+      recipe: its ``run.wandb`` says whether wandb is told too.
+    Raises: RunError: wandb refuses.
+    """
+
+    def __init__(self, run: Path, *, step: int, recipe: TrainRecipe) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+        self._path = run / METRICS
+        write_atomic(self._path, "".join(_kept(self._path, step)).encode())
+        self._wandb = begin_wandb(run, recipe) if recipe.run.wandb else None
+        self._tensorboard = SummaryWriter(run / "tensorboard", purge_step=step + 1)
+
+    def write(self, report: StepReport) -> None:
+        """Append one report."""
+        values = asdict(report)
+        with open(self._path, "a") as file:
+            file.write(json.dumps(values) + "\n")
+        figures = _scalars(values)
+        for name, value in figures.items():
+            self._tensorboard.add_scalar(name, value, report.step)
+        if self._wandb is not None:
+            self._wandb.log(figures, step=report.step)
+
+    def close(self) -> None:
+        """Flush everything."""
+        self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _scalars(values: dict[str, Any]) -> dict[str, float]:
+    """What of a report can be drawn over the steps: all numbers that are known, each band under a name of its own."""
+    bands = {f"loss_by_time/{band / NUM_BANDS:g}": value for band, value in enumerate(values["loss_by_time"])}
+    plain = {name: value for name, value in values.items() if name not in ("step", "loss_by_time")}
+    return {name: value for name, value in (plain | bands).items() if value is not None}
+
+
+def _kept(path: Path, step: int) -> list[str]:
+    """Lines of a metrics file up to a step; one that a crash cut off is left out.
+
+    Raises: DamageError: a line is no report.
+    """
+    if not path.is_file():
+        return []
+    kept = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            found = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamageError(
+                f"'{path}': line {number} is no report of a run. Remove the line, or move the file away: a run "
+                "goes on without it."
+            ) from error
+        kept += [line.decode()] if found <= step else []
+    return kept

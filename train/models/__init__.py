@@ -1,0 +1,1 @@
+"""Diffusion transformers: our DiT, and the PixArt and Sana of diffusers."""

@@ -1,0 +1,107 @@
+"""The models that can be trained, behind one call: ``denoiser(x, t, conditioning)``.
+
+Our own DiT takes class labels, or captions of any encoder; diffusers' PixArt and Sana take captions. What a model is
+made of stands in a ``ModelSpec`` (``spec.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...datasets.errors import RecipeError
+from ...datasets.format.schema import LatentSpec
+from ...datasets.order.shuffle import keyed_hash
+from .activation_checkpointing import Mode, checkpoint_blocks
+from .conditioning import Conditioning
+from .diffusers_models import PIXART_SIZES, SANA_PATCH, SANA_SIZES, TextDenoiser, family_of, published_config
+from .dit import PATCHES, SIZES, DiT, size_of
+from .spec import ModelSpec
+
+
+def dit_names() -> list[str]:
+    """Names of all published DiT sizes."""
+    return [f"DiT-{size}/{patch}" for size in SIZES for patch in PATCHES]
+
+
+def check_model_name(name: str) -> None:
+    """Refuse a model that there is not.
+
+    Raises: RecipeError.
+    """
+    known = [*dit_names(), *PIXART_SIZES, *SANA_SIZES]
+    if name not in known:
+        raise RecipeError(f"model.name '{name}': needed one of {', '.join(known)}.")
+
+
+def pixels_per_token(spec: ModelSpec, latent: LatentSpec) -> int:
+    """Side of a patch, in pixels of the picture."""
+    return patch_of(spec) * latent.downscale
+
+
+def patch_of(spec: ModelSpec) -> int:
+    """Side of a patch, in latent pixels."""
+    if spec.config:
+        return spec.config["patch_size"]
+    family = family_of(spec.name)
+    if family:
+        return PIXART_SIZES[spec.name][3] if family == "pixart" else SANA_PATCH
+    return size_of(spec.name)[-1]
+
+
+class DiTDenoiser(nn.Module):
+    """Our DiT behind the common call."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        depth, width, heads, patch = size_of(spec.name)
+        self.net = DiT(
+            depth=depth,
+            width=width,
+            heads=heads,
+            patch=patch,
+            channels=spec.channels,
+            out_channels=spec.out_channels,
+            num_classes=spec.num_classes,
+            base_size=spec.base_size,
+            caption_width=spec.caption_width,
+            options=spec.options,
+        )
+
+    def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
+        """(B, C, H, W), (B,) time in 0..1000, labels or captions to (B, out_channels, H, W)."""
+        return self.net(x, t, conditioning.labels, conditioning.captions, conditioning.caption_mask)
+
+    def checkpoint_activations(self, mode: Mode = "blocks") -> None:
+        """Choose what the backward pass computes again (``recompute.checkpoint_blocks``)."""
+        checkpoint_blocks(self.blocks, mode)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks that are compiled, sharded and checkpointed one by one."""
+        return self.net.blocks
+
+
+Denoiser = DiTDenoiser | TextDenoiser
+
+
+def build_model(spec: ModelSpec, *, seed: int) -> Denoiser:
+    """Build a model with weights that depend on the seed alone; float32, on the CPU."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(keyed_hash(seed) % 2**63)
+        family = family_of(spec.name)
+        if family is None:
+            return DiTDenoiser(spec)
+        return TextDenoiser(family, spec.config or _config(spec))
+
+
+def _config(spec: ModelSpec) -> dict[str, Any]:
+    return published_config(
+        spec.name,
+        channels=spec.channels,
+        out_channels=spec.out_channels,
+        caption_width=spec.caption_width,
+        base_size=spec.base_size,
+    )

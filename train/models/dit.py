@@ -1,0 +1,233 @@
+"""DiT: the diffusion transformer of Peebles and Xie 2023, with the parameter names of the published checkpoints.
+
+Shapes: B batch, C latent channels, H W latent size, p patch, T = (H/p)(W/p) image tokens, E width, L caption tokens, D
+caption width. Any H and W that are multiples of p; the position table of the base size is part of the checkpoint, those
+of other sizes are computed.
+
+Without options it is the published model. With captions instead of labels, each block looks at them between attention
+and feed-forward, as in PixArt (arXiv 2310.00426, section 2.3).
+
+Source: "Scalable Diffusion Models with Transformers", arXiv 2212.09748, section 3 and table 1.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .cross_attention import arrange_captions
+from .layers import (
+    Attention,
+    CaptionEmbedder,
+    CrossAttention,
+    DiTOptions,
+    LabelEmbedder,
+    Mlp,
+    PatchEmbed,
+    Rotation,
+    SwiGLU,
+    TimestepEmbedder,
+    TokenNorm,
+    add_gated,
+    modulate,
+    position_table,
+    rotation_table,
+)
+from .numerics import at_least_float32, without_autocast
+
+# name -> depth, width, heads (table 1)
+SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
+PATCHES = (2, 4, 8)
+PUBLISHED = DiTOptions()
+
+
+def size_of(name: str) -> tuple[int, int, int, int]:
+    """Depth, width, heads and patch of "DiT-{size}/{patch}"."""
+    size, patch = name.removeprefix("DiT-").split("/")
+    return *SIZES[size], int(patch)
+
+
+class DiTBlock(nn.Module):
+    """Transformer block with adaLN-Zero conditioning (figure 3, right); captions bring cross-attention."""
+
+    def __init__(self, width: int, heads: int, options: DiTOptions, *, takes_text: bool) -> None:
+        super().__init__()
+        self.norm1 = TokenNorm(options.norm, width)
+        self.attn = Attention(width, heads, options)
+        self.norm_cross = TokenNorm(options.norm, width) if takes_text else None
+        self.cross_attn = CrossAttention(width, heads, options) if takes_text else None
+        self.norm2 = TokenNorm(options.norm, width)
+        self.mlp = SwiGLU(width) if options.mlp == "swiglu" else Mlp(width)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+
+    def forward(
+        self,
+        x: Tensor,
+        c: Tensor,
+        rotation: Rotation | None = None,
+        captions: Tensor | None = None,
+        where: Tensor | None = None,
+    ) -> Tensor:
+        modulation = at_least_float32(self.adaLN_modulation(c))  # 1 + scale would lose a small scale in 16 bits
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation.chunk(6, dim=1)
+        x = add_gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa), rotation))
+        if self.cross_attn is not None and self.norm_cross is not None:
+            assert captions is not None
+            assert where is not None
+            x = x + self.cross_attn(self.norm_cross(x), captions, where).to(x.dtype)
+        return add_gated(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+
+
+class FinalLayer(nn.Module):
+    """Tokens (B, T, E) to patches (B, T, p * p * out_channels)."""
+
+    def __init__(self, width: int, patch: int, out_channels: int, options: DiTOptions) -> None:
+        super().__init__()
+        self.norm_final = TokenNorm(options.norm, width)
+        self.linear = nn.Linear(width, patch * patch * out_channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale = at_least_float32(self.adaLN_modulation(c)).chunk(2, dim=1)
+        return self.linear(modulate(self.norm_final(x), shift, scale))
+
+
+class DiT(nn.Module):
+    """The diffusion transformer, conditioned on classes or on captions.
+
+    Args:
+      depth, width, heads, patch: the size.
+      channels: C of the latents.
+      out_channels: 2C with learned variance, else C.
+      num_classes: of the label table, the null class not counted.
+      base_size: latent height and width of the position table in the checkpoint.
+      caption_width: D; 0: conditioned on classes.
+      options: what differs from the published model.
+
+    Attributes:
+      residual: dtype of the residual stream under autocast to bfloat16; in any other precision it is float32.
+    """
+
+    residual: Literal["float32", "bf16"] = "float32"
+
+    def __init__(
+        self,
+        *,
+        depth: int,
+        width: int,
+        heads: int,
+        patch: int,
+        channels: int,
+        out_channels: int,
+        num_classes: int,
+        base_size: int,
+        caption_width: int = 0,
+        options: DiTOptions = PUBLISHED,
+    ) -> None:
+        super().__init__()
+        self.patch, self.out_channels, self.num_classes = patch, out_channels, num_classes
+        self.head_width, self.base_grid = width // heads, base_size // patch
+        self.x_embedder = PatchEmbed(patch, channels, width)
+        self.t_embedder = TimestepEmbedder(width)
+        self.takes_text = caption_width > 0
+        self.y_embedder = CaptionEmbedder(caption_width, width) if caption_width else LabelEmbedder(num_classes, width)
+        self.pos_embed: Tensor | None
+        table = None
+        if options.positions == "sincos":
+            table = position_table(self.base_grid, self.base_grid, width, self.base_grid)[None]
+        self.register_buffer("pos_embed", table)
+        self.blocks = nn.ModuleList(DiTBlock(width, heads, options, takes_text=self.takes_text) for _ in range(depth))
+        self.final_layer = FinalLayer(width, patch, out_channels, options)
+        self._positions: dict[tuple[int, int, torch.device], Tensor | Rotation] = {}
+        self.initialize_weights()
+
+    def initialize_weights(self) -> None:
+        """Initialise as the paper does: xavier, small embeddings, and zeros so that each block begins as identity."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        patch_weight = self.x_embedder.proj.weight
+        nn.init.xavier_uniform_(patch_weight.view(patch_weight.shape[0], -1))
+        assert self.x_embedder.proj.bias is not None
+        nn.init.zeros_(self.x_embedder.proj.bias)
+        for name, parameter in (*self.y_embedder.named_parameters(), *self.t_embedder.named_parameters()):
+            if name.endswith("weight") and parameter.ndim > 1:  # not the gain of a norm
+                nn.init.normal_(parameter, std=0.02)
+        modulated = [module for module in self.modules() if isinstance(module, (DiTBlock, FinalLayer))]
+        crossing = [module.proj for module in self.modules() if isinstance(module, CrossAttention)]
+        for zeroed in (*(module.adaLN_modulation for module in modulated), *crossing, self.final_layer.linear):
+            for parameter in zeroed.parameters():
+                nn.init.zeros_(parameter)
+
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor | None = None,
+        captions: Tensor | None = None,
+        caption_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Predict noise (and variance), or velocity.
+
+        Args:
+          x: (B, C, H, W) noisy latents.
+          t: (B,) time in 0..1000.
+          y: (B,) int64 class index, ``num_classes`` for null.
+          captions: (B, L, D) instead of labels, with (B, L) true for real tokens.
+        Returns: (B, out_channels, H, W).
+        """
+        rows, columns = x.shape[2] // self.patch, x.shape[3] // self.patch
+        x, rotation = self.embed_patches(x, rows, columns)  # (B, T, E)
+        where = None
+        with without_autocast(x.device):
+            c = self.t_embedder(t)  # (B, E)
+            if not self.takes_text:
+                c = c + self.y_embedder(y)
+        if self.takes_text:
+            assert captions is not None
+            assert caption_mask is not None
+            captions, where = arrange_captions(captions, caption_mask, head_width=self.head_width)
+            captions = self.y_embedder(captions)  # (B, L, E)
+        for block in self.blocks:
+            x = block(x, c, rotation, captions, where) if self.takes_text else block(x, c, rotation)
+        return self.unpatchify(self.final_layer(x, c), rows, columns)
+
+    def embed_patches(self, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Rotation | None]:
+        """Tokens with their positions, in the dtype of the residual stream, and the rotation of queries and keys.
+
+        The published code adds the position table in float32, so its stream is float32 under autocast too. A bfloat16
+        stream halves the bytes that are read and written for it; float16 has too small a range for it.
+        """
+        embedded = self.x_embedder(x)
+        narrow = self.residual == "bf16" and embedded.dtype == torch.bfloat16
+        stream = torch.bfloat16 if narrow else at_least_float32(embedded).dtype
+        place = self.positions(rows, columns)
+        if isinstance(place, tuple):
+            return embedded.to(stream), place
+        return (embedded + place).to(stream), None
+
+    def unpatchify(self, x: Tensor, rows: int, columns: int) -> Tensor:
+        """(B, T, p * p * out_channels) to (B, out_channels, H, W)."""
+        p = self.patch
+        x = x.view(-1, rows, columns, p, p, self.out_channels)
+        return x.permute(0, 5, 1, 3, 2, 4).reshape(-1, self.out_channels, rows * p, columns * p)
+
+    def positions(self, rows: int, columns: int) -> Tensor | Rotation:
+        """Position table (1, T, E) or rotation of a grid of tokens; computed once for each size and device."""
+        if self.pos_embed is not None and rows == columns == self.base_grid:
+            return self.pos_embed
+        weight = self.x_embedder.proj.weight
+        key = (rows, columns, weight.device)
+        if key not in self._positions:
+            with torch.inference_mode(False):  # a table that was made while sampling may serve training later
+                if self.pos_embed is not None:
+                    table = position_table(rows, columns, self.pos_embed.shape[2], self.base_grid)
+                    self._positions[key] = table[None].to(self.pos_embed)
+                else:
+                    dtype = torch.promote_types(weight.dtype, torch.float32)
+                    cos, sin = rotation_table(rows, columns, self.head_width, self.base_grid)
+                    self._positions[key] = cos.to(weight.device, dtype), sin.to(weight.device, dtype)
+        return self._positions[key]

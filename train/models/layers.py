@@ -1,0 +1,268 @@
+"""The layers of our DiT: embeddings, positions, attention, feed-forward; the plain ones named as published.
+
+Shapes: B batch, C latent channels, p patch, T image tokens, L caption tokens, D caption width, E model width.
+
+Source: "Scalable Diffusion Models with Transformers", arXiv 2212.09748; what is not from there says where it is from.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .cross_attention import attend
+from .numerics import at_least_float32, without_autocast
+
+MLP_RATIO = 4
+FREQUENCIES = 256  # of the time embedding, cosines then sines
+NORM_EPS = 1e-6
+ROTARY_BASE = 10_000.0  # Su et al. 2021 (RoFormer), section 3.3
+SWIGLU_STEP = 64  # the hidden width is a multiple of it, so that its matrices have whole tiles
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles of each token, (T, 2, d/4) each: two axes, d the width of a head."""
+
+
+class DiTOptions(BaseModel):
+    """What may differ from the published DiT; the defaults are that."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    qk_norm: bool = False
+    norm: Literal["layer", "rms"] = "layer"
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    positions: Literal["sincos", "rope"] = "sincos"
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Shift and scale tokens (B, T, E) by one vector an image (B, E)."""
+    return _multiply_add(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
+
+
+def add_gated(x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
+    """Add gated tokens to the residual stream (B, T, E), rounded once to its dtype."""
+    return _multiply_add(x, gate.unsqueeze(1), y).to(x.dtype)
+
+
+def _multiply_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """x + y * z, in one pass where they have one dtype; else it would copy the narrower ones, and keep the copies."""
+    return torch.addcmul(x, y, z) if x.dtype == y.dtype == z.dtype else x + y * z
+
+
+# ---------------------------------------------------------------------------------------------------------- embedding
+
+
+class PatchEmbed(nn.Module):
+    """(B, C, H, W) to (B, T, E): one linear map a patch, written as a strided convolution."""
+
+    def __init__(self, patch: int, channels: int, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The residual stream keeps the order that it has here: without a copy, each norm would make one.
+        return self.proj(x).flatten(2).transpose(1, 2).contiguous()
+
+
+class TimestepEmbedder(nn.Module):
+    """(B,) time in 0..1000 to (B, E), in the dtype of its weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, t: Tensor) -> Tensor:
+        return self.mlp(time_features(t).to(next(self.mlp.parameters()).dtype))
+
+
+def time_features(t: Tensor) -> Tensor:
+    """Cosines, then sines, of a time at 128 frequencies from 1 to 1/10000; (B,) to (B, 256).
+
+    The exponent divides by 128, as in DiT; diffusers' DiT class divides by 127, which is another function.
+    """
+    half = FREQUENCIES // 2
+    t = at_least_float32(t)  # 16 bits do not tell 1000 times apart
+    exponent = torch.arange(half, dtype=t.dtype, device=t.device) / half
+    angles = t[:, None] * torch.exp(-math.log(10_000) * exponent)
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+class LabelEmbedder(nn.Module):
+    """(B,) class index to (B, E); the index ``num_classes`` is the null class of classifier-free guidance."""
+
+    def __init__(self, num_classes: int, width: int) -> None:
+        super().__init__()
+        self.embedding_table = nn.Embedding(num_classes + 1, width)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.embedding_table(y)
+
+
+class GainNorm(nn.RMSNorm):
+    """RMS norm over the last axis with a gain, in float32 at least."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = at_least_float32(x)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), NORM_EPS)
+
+
+class CaptionEmbedder(nn.Module):
+    """Features (B, L, D) to (B, L, E): PixArt's two linear maps after a norm, since encoders have outliers."""
+
+    def __init__(self, caption_width: int, width: int) -> None:
+        super().__init__()
+        self.norm = GainNorm(caption_width)
+        self.fc1 = nn.Linear(caption_width, width)
+        self.fc2 = nn.Linear(width, width)
+
+    def forward(self, captions: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(self.norm(captions)), approximate="tanh"))
+
+
+# ---------------------------------------------------------------------------------------------------------- positions
+
+
+def grid_coordinates(rows: int, columns: int, base: int) -> tuple[Tensor, Tensor]:
+    """Row and column of each token, (T,) float64 each.
+
+    Both run from 0 to ``base`` whatever the grid, as in PixArt, so all buckets share them; on a base x base grid they
+    are integers.
+    """
+    y = torch.arange(rows, dtype=torch.float64) * base / rows
+    x = torch.arange(columns, dtype=torch.float64) * base / columns
+    y, x = torch.meshgrid(y, x, indexing="ij")
+    return y.flatten(), x.flatten()
+
+
+def position_table(rows: int, columns: int, width: int, base: int) -> Tensor:
+    """Sine-cosine positions of a grid of tokens: half the width for the column, half for the row.
+
+    On a base x base grid they are the published table, which puts the column first.
+
+    Returns: (rows * columns, width) float32.
+    """
+    y, x = grid_coordinates(rows, columns, base)
+    return torch.cat([_sincos(x, width // 2), _sincos(y, width // 2)], dim=1).float()
+
+
+def _sincos(position: Tensor, width: int) -> Tensor:
+    frequency = 10_000.0 ** -(torch.arange(width // 2, dtype=torch.float64) / (width / 2))
+    angles = position[:, None] * frequency
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def rotation_table(rows: int, columns: int, head_width: int, base: int) -> Rotation:
+    """Angles of the rotary positions of a grid, axial: half of a head turns with the column, half with the row.
+
+    Returns: cosines and sines, (rows * columns, 2, head_width / 4) float64 each.
+    Source: Su et al. 2021, equation 15, along each axis.
+    """
+    y, x = grid_coordinates(rows, columns, base)
+    pairs = head_width // 4
+    frequency = ROTARY_BASE ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+    angles = torch.stack([x, y], dim=1)[:, :, None] * frequency
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn queries or keys (B, heads, T, d): pair i of an axis is its entries i and i + d/4."""
+    cos, sin = rotation
+    first, second = at_least_float32(x).unflatten(-1, (2, 2, -1)).unbind(-2)  # (B, heads, T, 2, d/4)
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-2).flatten(-3)
+
+
+# --------------------------------------------------------------------------------------------------------------- core
+
+
+class TokenNorm(nn.Module):
+    """Norm of tokens (B, T, E) without parameters, in their own dtype.
+
+    Autocast would make a float32 copy of 16-bit tokens, and keep it for the backward pass; the kernel computes its
+    sums in float32 anyway.
+    """
+
+    def __init__(self, kind: Literal["layer", "rms"], width: int) -> None:
+        super().__init__()
+        self.kind, self.shape = kind, (width,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with without_autocast(x.device):
+            return (F.layer_norm if self.kind == "layer" else F.rms_norm)(x, self.shape, eps=NORM_EPS)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with a fused projection of queries, keys and values.
+
+    QK-norm is an RMS norm with a gain over each head (Esser et al. 2024, section 5.3.2).
+    """
+
+    def __init__(self, width: int, heads: int, options: DiTOptions) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.q_norm = GainNorm(width // heads) if options.qk_norm else nn.Identity()
+        self.k_norm = GainNorm(width // heads) if options.qk_norm else nn.Identity()
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        b, t, e = x.shape
+        q, k, v = (
+            self.qkv(x).view(b, t, 3, self.heads, e // self.heads).permute(2, 0, 3, 1, 4)
+        )  # (B, heads, T, E/heads)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        attended = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v)
+        return self.proj(attended.transpose(1, 2).reshape(b, t, e))
+
+
+class CrossAttention(nn.Module):
+    """Image tokens (B, T, E) look at the real tokens of their captions (B, L, E)."""
+
+    def __init__(self, width: int, heads: int, options: DiTOptions) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q_linear = nn.Linear(width, width)
+        self.kv_linear = nn.Linear(width, 2 * width)
+        self.q_norm = GainNorm(width // heads) if options.qk_norm else nn.Identity()
+        self.k_norm = GainNorm(width // heads) if options.qk_norm else nn.Identity()
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, captions: Tensor, where: Tensor) -> Tensor:
+        q = self.q_norm(self.q_linear(x).unflatten(-1, (self.heads, -1)))
+        k, v = self.kv_linear(captions).unflatten(-1, (2, self.heads, -1)).unbind(2)
+        return self.proj(attend(q.to(v.dtype), self.k_norm(k).to(v.dtype), v, where).flatten(2))
+
+
+class Mlp(nn.Module):
+    """Two linear maps with GELU (tanh form) between."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, MLP_RATIO * width)
+        self.fc2 = nn.Linear(MLP_RATIO * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward of as many parameters as ``Mlp``: two thirds of its hidden width (Shazeer 2020, section 2)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = math.ceil(2 * MLP_RATIO * width / 3 / SWIGLU_STEP) * SWIGLU_STEP
+        self.w12 = nn.Linear(width, 2 * hidden)  # the gate, then what is gated
+        self.w3 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.w12(x).chunk(2, dim=-1)
+        return self.w3(F.silu(gate) * value)

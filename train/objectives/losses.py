@@ -1,0 +1,177 @@
+"""What the model learns: DDPM and flow matching. Pure functions of latents, noise and time; none waits for the device.
+
+Sign and direction, once and for all: t = 0 is data, t = 1 is noise, and the velocity of "flow" is noise - data (as in
+Sana, SD3 and Flux; SiT and LightningDiT run the other way). The model is given its time as t * 1000. The "v" of DDPM
+is signal * noise - noise_share * data (Salimans and Ho 2022), where x_t = signal * data + noise_share * noise.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..config import ObjectiveSection
+
+TRAIN_STEPS = 1000
+BETA_START, BETA_END = 1e-4, 0.02  # DDPM's linear schedule (Ho et al. 2020, section 4), as DiT and PixArt use it
+
+Predict = Callable[[Tensor, Tensor], Tensor]
+"""(noisy latents (B, C, H, W), time (B,) in 0..1000) -> the model's output."""
+
+
+def num_outputs(section: ObjectiveSection, channels: int) -> int:
+    """Channels that the model puts out for so many latent channels: twice as many where it learns its variance."""
+    return channels * (2 if section.kind == "ddpm" and section.variance == "learned" else 1)
+
+
+def draw_times(section: ObjectiveSection, count: int, generator: torch.Generator) -> Tensor:
+    """Times of a batch, (B,) float32: whole numbers 0..999 for "ddpm", 0..1 for "flow"."""
+    device = generator.device
+    if section.kind == "ddpm":
+        return torch.randint(TRAIN_STEPS, (count,), generator=generator, device=device).float()
+    if section.time == "uniform":
+        t = torch.rand(count, generator=generator, device=device)
+    else:  # logit-normal (Esser et al. 2024, equation 19)
+        normal = torch.randn(count, generator=generator, device=device)
+        t = (section.time_mean + section.time_std * normal).sigmoid()
+    return section.shift * t / (1 + (section.shift - 1) * t)  # Esser et al. 2024, equation 23
+
+
+def time_share(section: ObjectiveSection, t: Tensor) -> Tensor:
+    """Times of ``draw_times`` as shares of the way from data to noise, 0..1."""
+    return t / TRAIN_STEPS if section.kind == "ddpm" else t
+
+
+def loss_per_image(section: ObjectiveSection, predict: Predict, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """Loss of each image.
+
+    Args:
+      predict: the model.
+      x: (B, C, H, W) float32 latents.
+      noise: (B, C, H, W) standard normal.
+      t: (B,) from ``draw_times``.
+    Returns: (B,) float32.
+    """
+    return _ddpm_loss(section, predict, x, noise, t) if section.kind == "ddpm" else _flow_loss(predict, x, noise, t)
+
+
+def _flow_loss(predict: Predict, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """Mean squared error of the velocity along the straight path (Lipman et al. 2023, equation 23)."""
+    weight = _per_image(t)
+    velocity = predict((1 - weight) * x + weight * noise, t * TRAIN_STEPS).float()
+    return (velocity - (noise - x)).square().flatten(1).mean(1)
+
+
+def _ddpm_loss(section: ObjectiveSection, predict: Predict, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """Error of noise or v, weighted, plus the variational bound of the variance, its mean held fixed.
+
+    The bound is not weighted: it moves the variance alone, whose best value no weight changes.
+    Source: Nichol and Dhariwal 2021, equation 16.
+    """
+    tables = ddpm_schedule(x.device)
+    at = t.long()
+    signal, noise_share = _per_image(tables["signal"][at]), _per_image(tables["noise_share"][at])
+    x_t = signal * x + noise_share * noise
+    output = predict(x_t, t).float()
+    prediction, variance = output.chunk(2, dim=1) if section.variance == "learned" else (output, None)
+    target = noise if section.predict == "epsilon" else signal * noise - noise_share * x
+    error = (prediction - target).square().flatten(1).mean(1)
+    if section.min_snr_gamma:
+        error = error * min_snr_weight(section, tables["snr"][at])
+    if variance is None:
+        return error
+    held = prediction.detach()
+    epsilon = held if section.predict == "epsilon" else signal * held + noise_share * x_t
+    return error + variational_bound(tables, x, x_t, at, epsilon, variance)
+
+
+def min_snr_weight(section: ObjectiveSection, snr: Tensor) -> Tensor:
+    """Weight of an image's squared error, so that no step's error of the data counts more than gamma times.
+
+    Args:
+      snr: (B,) signal-to-noise ratio, signal^2 / noise_share^2.
+    Returns: (B,), min(snr, gamma) / snr for noise, min(snr, gamma) / (snr + 1) for v.
+    Source: Hang et al. 2023, section 3.4.
+    """
+    return snr.clamp_max(section.min_snr_gamma) / (snr if section.predict == "epsilon" else snr + 1)
+
+
+def _per_image(values: Tensor) -> Tensor:
+    """(B,) to (B, 1, 1, 1)."""
+    return values[:, None, None, None]
+
+
+@functools.cache
+def ddpm_schedule(device: torch.device) -> dict[str, Tensor]:
+    """The linear schedule's tables, each (1000,) float32; made once for a device.
+
+    Those that training reads are computed in float64: at the first steps, 1 - alpha_bar has four digits in float32.
+    """
+    beta = torch.linspace(BETA_START, BETA_END, TRAIN_STEPS, dtype=torch.float64)
+    alpha_bar = torch.cumprod(1 - beta, 0)
+    before = torch.cat([torch.ones(1, dtype=torch.float64), alpha_bar[:-1]])
+    posterior = beta * (1 - before) / (1 - alpha_bar)  # Ho et al. 2020, equation 7
+    posterior[0] = posterior[1]  # is zero there, and its logarithm is wanted
+    tables = {
+        "alpha_bar": alpha_bar,
+        "signal": alpha_bar.sqrt(),
+        "noise_share": (1 - alpha_bar).sqrt(),
+        "snr": alpha_bar / (1 - alpha_bar),
+        "log_beta": beta.log(),
+        "log_posterior": posterior.log(),
+        "mean_x": beta * before.sqrt() / (1 - alpha_bar),
+        "mean_x_t": (1 - before) * (1 - beta).sqrt() / (1 - alpha_bar),
+    }
+    return {name: table.float().to(device) for name, table in tables.items()}
+
+
+def variational_bound(
+    schedule: dict[str, Tensor], x: Tensor, x_t: Tensor, at: Tensor, epsilon: Tensor, variance: Tensor
+) -> Tensor:
+    """One term of the bound, in bits per dimension: KL to the true posterior, or the decoder's likelihood at t = 0.
+
+    Args:
+      at: (B,) int64 step.
+      epsilon: (B, C, H, W) predicted noise.
+      variance: (B, C, H, W) model output, -1..1 between the smallest and the largest log-variance.
+    Returns: (B,).
+    Source: Nichol and Dhariwal 2021, equation 15; Ho et al. 2020, equations 7 and 13.
+    """
+
+    def table(name: str) -> Tensor:
+        return _per_image(schedule[name][at])
+
+    true_mean = table("mean_x") * x + table("mean_x_t") * x_t
+    predicted_x = (x_t - table("noise_share") * epsilon) / table("signal")
+    mean = table("mean_x") * predicted_x + table("mean_x_t") * x_t
+    share = (variance + 1) / 2
+    log_variance = share * table("log_beta") + (1 - share) * table("log_posterior")
+    true_log_variance = table("log_posterior")
+    kl = 0.5 * (
+        log_variance
+        - true_log_variance
+        - 1
+        + (true_log_variance - log_variance).exp()
+        + (true_mean - mean).square() * (-log_variance).exp()
+    )
+    likelihood = -discretized_log_likelihood(x, mean, 0.5 * log_variance)
+    nats = torch.where(_per_image(at == 0), likelihood, kl)
+    return nats.flatten(1).mean(1) / math.log(2)
+
+
+def discretized_log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """Log-probability of 8-bit values in -1..1 under a Gaussian (Ho et al. 2020, equation 13); elementwise."""
+    centred, inverse_std = x - mean, (-log_std).exp()
+    upper = torch.special.ndtr(inverse_std * (centred + 1 / 255))
+    lower = torch.special.ndtr(inverse_std * (centred - 1 / 255))
+    smallest = 1e-12
+    inside = (upper - lower).clamp_min(smallest).log()
+    return torch.where(
+        x < -0.999,
+        upper.clamp_min(smallest).log(),
+        torch.where(x > 0.999, (1 - lower).clamp_min(smallest).log(), inside),
+    )

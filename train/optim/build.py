@@ -1,0 +1,100 @@
+"""The optimizers and their learning rate. The rate is a function of the step alone, so there is no schedule to save.
+
+The loop sets ``group["lr"]`` of every group before each step, a plain number for each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...datasets.errors import RecipeError
+from ..config import OptimizerSection, ScheduleSection
+from .came import Came
+from .muon import IS_MUON, MuonWithAdamW, hidden_matrices
+
+Groups = list[dict[str, Any]]
+
+
+def build_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the recipe over all parameters that train.
+
+    Raises: RecipeError: its package is not installed.
+    """
+    return BUILDERS[section.name](section, parameter_groups(section, model))
+
+
+def parameter_groups(section: OptimizerSection, model: nn.Module) -> Groups:
+    """Parameters that are treated alike: those that decay and those that do not, and for Muon the hidden matrices."""
+    decaying = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)  # not biases, norms, embeddings, tables
+    }
+    matrices = hidden_matrices(model) if section.name == "muon" else set()
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            decays, is_muon = section.decay_all or id(parameter) in decaying, id(parameter) in matrices
+            decay = section.weight_decay if decays else 0.0
+            kind = {IS_MUON: is_muon} if section.name == "muon" else {}
+            group = groups.setdefault((decays, is_muon), {"params": [], "weight_decay": decay, **kind})
+            group["params"].append(parameter)
+    return list(groups.values())
+
+
+def _adamw(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, **_of_adam(section), fused=_can_fuse(groups))
+
+
+def _adamw8bit(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
+    try:
+        from .adamw8bit import AdamW8bit
+    except ModuleNotFoundError as error:
+        raise RecipeError(
+            f"optimizer.name 'adamw8bit': it needs the package '{error.name}', which is not installed. "
+            "Install leandit with its extra 'optimizers', or use 'adamw'."
+        ) from error
+    return AdamW8bit(groups, **_of_adam(section))
+
+
+def _came(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
+    fast, second, third = section.betas
+    return Came(groups, lr=section.lr, betas=(fast, second, third), weight_decay=section.weight_decay)
+
+
+def _muon(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
+    return MuonWithAdamW(groups, **_of_adam(section), momentum=section.momentum, fused=_can_fuse(groups))
+
+
+BUILDERS: dict[str, Callable[[OptimizerSection, Groups], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "adamw8bit": _adamw8bit,
+    "came": _came,
+    "muon": _muon,
+}
+
+
+def _of_adam(section: OptimizerSection) -> dict[str, Any]:
+    betas = (section.betas[0], section.betas[1])
+    return {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
+
+
+def _can_fuse(groups: Groups) -> bool:
+    """One kernel for all parameters; on a CPU six times as fast as many, with the same result but for rounding."""
+    return all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
+
+
+def learning_rate(peak: float, schedule: ScheduleSection, step: int, steps: int) -> float:
+    """Rate of the update that makes step ``step`` (the first is 1) of ``steps``."""
+    if step <= schedule.warmup_steps:
+        return peak * step / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return peak
+    done = (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps)
+    last = schedule.final_lr_share
+    return peak * (last + (1 - last) * 0.5 * (1 + math.cos(math.pi * done)))

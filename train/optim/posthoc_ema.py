@@ -1,0 +1,152 @@
+"""An average of any length after training, from averages of few lengths that a run has stored on its way.
+
+The profile of an average says how much the weights of each moment count in it. Stored averages are combined so that
+their profiles come as near as possible to the wanted one, in the sense of least squares.
+Source: Karras et al. 2024, section 3.2 and appendix C.3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...datasets.errors import RunError
+from ..weights import checkpoint
+from ..weights.checkpoint import AVERAGE, EMA, MODEL, NULL_CAPTION, SNAPSHOT, CheckpointDamage, Saved
+from .ema import Power
+
+SMALLEST = 1e-13  # share of the largest singular value; what lies below is rounding of float64
+HEAD = {"format_version", "kind", "step", "files"}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Of an average of a length that was followed up to a step."""
+
+    step: int
+    length: float
+
+
+@dataclass(frozen=True)
+class Combined:
+    """What ``combine`` has made.
+
+    Args:
+      path: of the snapshot.
+      error: how far its profile is from the wanted one, relative to that.
+      used: stored averages that it was made of.
+    """
+
+    path: Path
+    error: float
+    used: int
+
+
+def products(one: Sequence[Profile], other: Sequence[Profile]) -> np.ndarray:
+    """Inner products of profiles, (len(one), len(other)) float64.
+
+    A profile is (g + 1) t^g / T^(g + 1) from 0 to its step T, with g the exponent of its length.
+    """
+    step, g = (np.array(it, np.float64)[:, None] for it in _numbers(one))
+    steps, h = (np.array(it, np.float64)[None, :] for it in _numbers(other))
+    earlier, later = np.minimum(step, steps), np.maximum(step, steps)
+    of_later = np.where(step < steps, h, g)  # its profile is cut off where the earlier one ends
+    return (g + 1) * (h + 1) / (g + h + 1) * (earlier / later) ** of_later / later
+
+
+def _numbers(profiles: Sequence[Profile]) -> tuple[list[int], list[float]]:
+    return [p.step for p in profiles], [Power(p.length).exponent for p in profiles]
+
+
+def solve(stored: Sequence[Profile], wanted: Profile) -> tuple[np.ndarray, float]:
+    """Weights of stored averages whose sum is nearest to a wanted one.
+
+    Returns: (len(stored),) float64, and the distance of the profiles, relative to the wanted one's norm.
+    """
+    if wanted in stored:
+        return np.array([float(profile == wanted) for profile in stored]), 0.0
+    gram, aim = products(stored, stored), products(stored, [wanted])[:, 0]
+    norms = np.sqrt(gram.diagonal())  # unit profiles, so that no step's size hides another's
+    weights = np.linalg.lstsq(gram / norms[:, None] / norms, aim / norms, rcond=SMALLEST)[0] / norms
+    square = products([wanted], [wanted])[0, 0]
+    distance = weights @ gram @ weights - 2 * weights @ aim + square
+    return weights, float(np.sqrt(max(0.0, distance) / square))
+
+
+def combine(run: Path, length: float, out: Path, *, step: int = 0) -> Combined:
+    """Write the snapshot ``out/snapshot-<step>`` of a run with its average of any length.
+
+    One tensor of each stored average is in memory at a time, beside the result.
+
+    Args:
+      step: at which; 0: the newest that averages were stored at.
+    Raises: RunError: nothing is stored that could be combined, or the snapshot is there; DamageError.
+    """
+    found = {int(path.name.partition("-")[2]): path for path in checkpoint.find(AVERAGE, run)}
+    if not found:
+        raise RunError(f"run '{run}': it has stored no averages. Train with ema.kind = \"power\".")
+    step = step or max(found)
+    if step not in found:
+        raise RunError(f"run '{run}': no averages of step {step}; there are {', '.join(map(str, found))}.")
+    target = out / f"{SNAPSHOT}-{step}"
+    if target.exists():
+        raise RunError(f"snapshot '{target}': it is there already. Give another --out.")
+    wanted, sources = Profile(step, length), {at: path for at, path in found.items() if at <= step}
+    read = {at: checkpoint.read(path) for at, path in sources.items()}  # every byte is checked here
+    stored = [Profile(at, each) for at, saved in read.items() for each in _lengths(saved)]
+    weights, error = solve(stored, wanted)
+    shares = {profile: share for profile, share in zip(stored, weights.tolist(), strict=True) if share}
+
+    last = read[step]
+    groups: dict[str, dict[str, Tensor]] = {MODEL: {**_all_of(last, MODEL), **_sum(read, shares)}}
+    if f"{NULL_CAPTION}.safetensors" in last.files:
+        groups[NULL_CAPTION] = _all_of(last, NULL_CAPTION)
+    state: dict[str, Any] = {key: value for key, value in last.state.items() if key not in HEAD}
+    state |= {"average": {"length": length, "error": error}}
+    out.mkdir(parents=True, exist_ok=True)
+    return Combined(checkpoint.save(SNAPSHOT, out, step, groups, state), error, len(shares))
+
+
+def _lengths(saved: Saved) -> list[float]:
+    lengths = saved.state.get("lengths")
+    if not isinstance(lengths, list) or not lengths or not all(isinstance(each, float) for each in lengths):
+        raise CheckpointDamage(saved.path, f"its lengths are {lengths!r}")
+    return lengths
+
+
+def _sum(read: dict[int, Saved], shares: dict[Profile, float]) -> dict[str, Tensor]:
+    """The weighted sum of stored averages, added up in float64, by parameter name."""
+    with contextlib.ExitStack() as stack:
+        files = {at: stack.enter_context(_opened(read[at], EMA)) for at in {profile.step for profile in shares}}
+        prefixes = {profile: Power(profile.length).prefix for profile in shares}
+        first = next(iter(shares))
+        names = [key for key in files[first.step].keys() if key.startswith(prefixes[first])]  # noqa: SIM118
+        result = {}
+        for name in (key.removeprefix(prefixes[first]) for key in names):
+            total: Tensor | None = None
+            for profile, share in shares.items():
+                try:
+                    tensor = files[profile.step].get_tensor(prefixes[profile] + name).double()
+                    total = share * tensor if total is None else total.add_(tensor, alpha=share)
+                except (SafetensorError, RuntimeError) as error:  # there is none, or one of another shape
+                    raise CheckpointDamage(read[profile.step].path, f"'{name}' does not fit ({error})") from error
+            assert total is not None
+            result[name] = total.float()
+    return result
+
+
+def _all_of(saved: Saved, group: str) -> dict[str, Tensor]:
+    with _opened(saved, group) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _opened(saved: Saved, group: str) -> Any:
+    """A file of a folder that has been checked, whose tensors are read as they are asked for."""
+    return safe_open(saved.path / f"{group}.safetensors", framework="pt")

@@ -1,0 +1,1 @@
+"""Ranks and strategies: one device, DDP, FSDP, HSDP, DeepSpeed."""

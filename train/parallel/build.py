@@ -1,0 +1,108 @@
+"""A model, spread over the ranks: compiled, wrapped by DDP, sharded by FSDP2, or given to DeepSpeed."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ..config import ParallelSection, TrainRecipe
+from ..models.build import Denoiser
+from ..optim.loss_scale import LossScale, autocast_dtype
+from .engine import Engine, TorchEngine
+from .ranks import COLLECTIVE_TIMEOUT, Ranks
+from .strategy import choose_strategy, num_replicas
+
+MOST_SHAPES = 2048  # that are compiled: 40 buckets, lengths of captions, last batches; torch stops at 8, and is eager
+
+
+def compile_blocks(model: Denoiser) -> None:
+    """Compile the forward of each block, once for each shape.
+
+    Of the forward alone: the hooks of FSDP stay outside of the graph, and parameters keep their names. All blocks of a
+    model share the code of a shape.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MOST_SHAPES)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MOST_SHAPES)
+    config.optimize_ddp = False  # it would cut each block where a bucket of gradients ends
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, dynamic=False)
+
+
+def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: torch.device, *, compiled: bool) -> Engine:
+    """Spread a model over the ranks as the recipe says.
+
+    Args:
+      model: float32, on the CPU, the same on every rank.
+      compiled: its blocks go through torch.compile.
+    Raises: RecipeError: the strategy does not fit the number of ranks.
+    """
+    section, dtype = recipe.parallel, autocast_dtype(recipe.run.precision, device)
+    strategy = choose_strategy(section, ranks)
+    if strategy == "deepspeed":
+        from .deepspeed_engine import DeepSpeedEngine
+
+        return DeepSpeedEngine(recipe, model.to(device), ranks, device)
+    if compiled:
+        compile_blocks(model)
+    forward: nn.Module = model
+    if strategy in ("fsdp", "hsdp"):
+        shard(model, section, ranks, device, dtype)
+    elif device.type != "cpu":  # a module of fake tensors cannot be moved, not even to where it is
+        model.to(device)
+    if strategy == "ddp":
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is in no 2.10 yet
+            forward = DistributedDataParallel(
+                model,
+                device_ids=[device] if device.type == "cuda" else None,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+            )
+    scales_on = torch.device("cpu") if section.cpu_offload else device
+    return TorchEngine(recipe, model, forward, ranks, LossScale(scales_on) if dtype == torch.float16 else None)
+
+
+def shard(
+    model: Denoiser, section: ParallelSection, ranks: Ranks, device: torch.device, dtype: torch.dtype | None
+) -> None:
+    """Shard each block, then what is left of the model, over the ranks (FSDP2); it moves to the device meanwhile.
+
+    Blocks are gathered in the dtype that they compute in, and their gradients summed in float32; what is outside of
+    them is small, and stays float32, as the time embedding needs it.
+    """
+    # The loss takes the output as it is; nothing of ours writes into it.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    settings: dict[str, Any] = {
+        "mesh": _mesh(section, ranks, device),
+        "reshard_after_forward": section.shard == "full",
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        if section.cpu_offload
+        else OffloadPolicy(),
+    }
+    low = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if dtype else MixedPrecisionPolicy()
+    for block in model.blocks:
+        fully_shard(block, mp_policy=low, **settings)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **settings)
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer.to(device))
+
+
+def _mesh(section: ParallelSection, ranks: Ranks, device: torch.device) -> DeviceMesh:
+    if section.strategy == "hsdp":
+        replicas = num_replicas(section, ranks)
+        shape = (replicas, ranks.world_size // replicas)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        for group in mesh.get_all_groups():  # which have torch's default, not that of the group of all ranks
+            dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, group)
+        return mesh
+    return init_device_mesh(device.type, (ranks.world_size,), mesh_dim_names=("shard",))

@@ -1,0 +1,195 @@
+"""How ranks share the work of a step, in plain torch: one process, DDP, FSDP2, HSDP.
+
+What all strategies can do stands in ``Engine``; the loop knows nothing else. Every strategy averages the gradients of
+the ranks, and the losses are sums over a rank's images divided by those of the global batch, so each is multiplied by
+the number of ranks: the update is that of one process with the whole batch, whoever has how many images.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..config import TrainRecipe
+from ..models.build import Denoiser
+from ..optim.build import build_optimizer
+from ..optim.ema import Ema, build_rules
+from ..optim.loss_scale import LossScale, Scale
+from ..optim.named_state import expected_tensors, load_optimizer_tensors, optimizer_tensors, placed
+from ..weights.checkpoint import EMA, MODEL, OPTIMIZER
+from .ranks import Ranks
+
+NORM_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+
+
+class Engine(Protocol):
+    """A model with its optimizer and averages, spread over the ranks in some way."""
+
+    model: Denoiser
+    forward: Callable[..., Tensor]
+
+    @property
+    def loss_scale(self) -> Scale | None:
+        """Of float16, else None."""
+        ...
+
+    @property
+    def scheduled_rate(self) -> float | None:
+        """Learning rate of the last update, where the engine has a schedule of its own."""
+        ...
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward; gradients that can wait travel after the last microbatch of a step."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss that is divided by the images of the global batch."""
+        ...
+
+    def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
+        """Clip, take one step of the optimizer and move the averages; not where a gradient is not finite.
+
+        Args:
+          step: that this makes; the first is 1.
+          grad_clip: largest norm of all gradients together; 0: no clipping.
+        Returns: norm of the gradients before clipping, and 1 where nothing was updated, else 0; on the device.
+        """
+        ...
+
+    def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of MODEL, EMA or OPTIMIZER by name, on every rank one after the other."""
+        ...
+
+    def expected(self, group: str, *, in_codes: bool = False) -> dict[str, Tensor]:
+        """Meta tensors with the names, shapes and dtypes of ``tensors``.
+
+        Args:
+          in_codes: moments of 8 bits stand there as codes and scales, which one process writes; else as numbers.
+        """
+        ...
+
+    def load(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole tensors, which every rank has; a sharded engine holds one of them at a time."""
+        ...
+
+
+class TorchEngine:
+    """Everything but DeepSpeed.
+
+    Args:
+      model: on its device, compiled and sharded or not.
+      forward: the model, or what wraps it.
+      ranks: of the run.
+      loss_scale: with float16.
+    """
+
+    scheduled_rate: float | None = None  # the schedule is the recipe's
+
+    def __init__(
+        self,
+        recipe: TrainRecipe,
+        model: Denoiser,
+        forward: Callable[..., Tensor],
+        ranks: Ranks,
+        loss_scale: LossScale | None,
+    ) -> None:
+        self.model, self.forward, self.loss_scale = model, forward, loss_scale
+        self._world_size, self._section = ranks.world_size, recipe.optimizer
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = build_optimizer(recipe.optimizer, model)
+        self.ema = Ema(model, build_rules(recipe))
+        # torch's fused optimizers take a scale and a veto from the device; the others have to be told here.
+        self._has_veto = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """See ``Engine``."""
+        if isinstance(self.forward, DistributedDataParallel) and not last:
+            with self.forward.no_sync():
+                yield
+            return
+        if _is_sharded(self.model):  # gradients are sharded at once, else each rank would hold all; groups wait
+            self.model.set_requires_all_reduce(last)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """See ``Engine``."""
+        loss = loss * self._world_size
+        (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
+
+    def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
+        """See ``Engine``."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        scale = self.loss_scale.scale if self.loss_scale else None
+        norm = whole(torch.nn.utils.get_total_norm(gradients, foreach=True))
+        norm = norm if scale is None else norm / scale
+        skipped = (~norm.isfinite()).float()
+        shrink = (grad_clip / (norm + NORM_EPS)).clamp(max=1) if grad_clip else torch.ones_like(norm)
+        factor = shrink if scale is None else shrink / scale
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self._has_veto:
+            self.optimizer.grad_scale, self.optimizer.found_inf = 1 / factor, skipped  # pyright: ignore
+            self.optimizer.step()
+        else:
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+            if not skipped.item():  # waits for the device
+                self.optimizer.step()
+        if self.loss_scale:
+            self.loss_scale.update(skipped)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.ema.update(self.model, step, skipped)
+        return norm, skipped
+
+    def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
+        """See ``Engine``."""
+        for name, tensor in self._tensors(group).items():
+            yield name, whole(tensor)
+
+    def expected(self, group: str, *, in_codes: bool = False) -> dict[str, Tensor]:
+        """See ``Engine``."""
+        section = self._section
+        if section.name == "adamw8bit" and not in_codes:
+            section = section.model_copy(update={"name": "adamw"})
+        tensors = expected_tensors(section, self.model) if group == OPTIMIZER else self._tensors(group)
+        return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+
+    def load(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See ``Engine``."""
+        if group == OPTIMIZER:
+            for _, of_parameter in groupby(tensors, key=lambda item: item[0].split("/")[0]):
+                load_optimizer_tensors(self.optimizer, self.model, dict(of_parameter))
+            return
+        targets = self._tensors(group)
+        with torch.no_grad():
+            for name, tensor in tensors:
+                targets[name].copy_(like(tensor, targets[name]))
+
+    def _tensors(self, group: str) -> dict[str, Tensor]:
+        if group == MODEL:
+            return self.model.state_dict()
+        return self.ema.state_dict() if group == EMA else optimizer_tensors(self.optimizer, self.model)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that every rank has all of; of a sharded one, all ranks must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, target: Tensor) -> Tensor:
+    """A whole tensor, placed as another one of its shape is: on its device, or each rank its part."""
+    if isinstance(target, DTensor) and tensor.shape == target.shape:
+        return placed(tensor, target, target.placements)
+    return tensor.to(target.device) if tensor.shape == target.shape else tensor
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return hasattr(model, "set_requires_all_reduce")

@@ -1,0 +1,138 @@
+"""The processes of a run: which rank each one is, and how they connect.
+
+The launcher (torchrun, accelerate, deepspeed, srun) sets both in the environment; nothing else of it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ...datasets.errors import RecipeError, ResourceError
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=120)  # the heartbeat ends a run whose rank died; a slow collective is only slow
+
+# rank, rank on its machine, number of ranks, and of those on this machine
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # accelerate and deepspeed set the same
+SRUN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process among those that train together.
+
+    Args:
+      rank, world_size: among all.
+      local_rank, local_world_size: among those of this machine.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0, which writes and tells."""
+        return self.rank == 0
+
+    @property
+    def num_machines(self) -> int:
+        """Machines of equally many ranks."""
+        return max(1, self.world_size // self.local_world_size)
+
+
+ALONE = Ranks()
+
+
+def read_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
+    """The place that the launcher gave this process; alone where there is none.
+
+    Raises: RecipeError: the launcher's variables contradict each other, or lack where the ranks meet.
+    """
+    names = TORCHRUN if "WORLD_SIZE" in environment else SRUN
+    found = {name: environment[name] for name in names if name in environment}
+    world_size = found.get(names[2], "1")
+    if world_size == "1":
+        return ALONE
+    try:
+        rank, local_rank, world = (int(found[name]) for name in names[:3])
+        per_machine = int(found.get(names[3], world_size).partition("(")[0])  # srun writes "4(x2)": 4 on each of 2
+    except (KeyError, ValueError) as error:
+        said = ", ".join(f"{name}={environment.get(name)!r}" for name in names)
+        raise RecipeError(f"{said}: needed the rank of this process, as torchrun or srun say it.") from error
+    if not (0 <= rank < world and 0 <= local_rank < per_machine):
+        raise RecipeError(f"{names[0]}={rank}, {names[1]}={local_rank} of {world} ranks: there is no such rank.")
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]:
+        raise RecipeError(
+            f"{missing[0]} is not set, so {world} ranks do not know where to meet. Start them with torchrun, or export "
+            "MASTER_ADDR (name of the first machine) and MASTER_PORT before srun."
+        )
+    return Ranks(rank, world, local_rank, per_machine)
+
+
+@contextlib.contextmanager
+def connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
+    """Connect the ranks, where nobody has yet: NCCL on GPUs, gloo else; gloo for what lies in memory.
+
+    Raises: ResourceError: not all of them came.
+    """
+    if ranks.world_size == 1 or dist.is_initialized():
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{where}" if "RANK" not in os.environ else None,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise ResourceError(
+            f"rank {ranks.rank} of {ranks.world_size}: the ranks could not meet at {where} ({error}). Look whether all "
+            "of them were started, and whether the port is free and reachable."
+        ) from error
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if done or device.type == "cpu":  # NCCL would wait for ranks that are about to end, or have ended
+            dist.destroy_process_group()
+
+
+class SharedStop:
+    """Lets all ranks stop after the same step, whichever was asked to; the step does not wait for the answer.
+
+    What is said after a step is known to all after the next one.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._group = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
+        self._flag, self._pending = torch.zeros((), dtype=torch.int32), None
+
+    def asked(self, here: bool) -> bool:
+        """Whether the ranks stop now; every rank asks once a step.
+
+        Args:
+          here: this rank was asked to.
+        """
+        if self._group is None:
+            return here
+        if self._pending is not None:
+            self._pending.wait()
+        stops = self._pending is not None and bool(self._flag)
+        self._flag = torch.tensor(int(here), dtype=torch.int32)
+        self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return stops

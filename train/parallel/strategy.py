@@ -1,0 +1,51 @@
+"""Which strategy spreads a run over its ranks; pure."""
+
+from __future__ import annotations
+
+from ...datasets.errors import RecipeError
+from ..config import ParallelSection
+from .ranks import Ranks
+
+
+def choose_strategy(section: ParallelSection, ranks: Ranks) -> str:
+    """The strategy of a run; "auto" is one process, DDP where there are more, DeepSpeed where its config is given.
+
+    Raises: RecipeError: the strategy does not fit the number of ranks.
+    """
+    asked, world_size = section.strategy, ranks.world_size
+    if asked == "auto":
+        asked = "deepspeed" if section.deepspeed_config else "single" if world_size == 1 else "ddp"
+    if asked == "single" and world_size > 1:
+        raise RecipeError(f"parallel.strategy 'single': {world_size} ranks were started. Use 'ddp', 'fsdp' or 'hsdp'.")
+    if asked in ("ddp", "fsdp", "hsdp") and world_size == 1:
+        raise RecipeError(
+            f"parallel.strategy '{asked}': there is one rank. Start more, as 'torchrun --nproc-per-node 8 --no-python "
+            "-- leandit train ...', or use 'auto'."
+        )
+    if (asked == "deepspeed") != bool(section.deepspeed_config):
+        raise RecipeError(
+            f"parallel.strategy '{asked}' with parallel.deepspeed_config '{section.deepspeed_config}': needed both, "
+            "'deepspeed' and the path of a ds_config.json, or neither."
+        )
+    if section.cpu_offload and asked not in ("fsdp", "hsdp"):
+        raise RecipeError(
+            f"parallel.cpu_offload: strategy '{asked}' keeps all on the GPU. Use 'fsdp' or 'hsdp', or a ds_config.json "
+            "that offloads."
+        )
+    if asked == "hsdp":
+        num_replicas(section, ranks)
+    return asked
+
+
+def num_replicas(section: ParallelSection, ranks: Ranks) -> int:
+    """Groups of ranks that each hold the whole model.
+
+    Raises: RecipeError: the ranks do not divide into so many.
+    """
+    replicas = section.replicas or ranks.num_machines
+    if ranks.world_size % replicas or not 1 < replicas < ranks.world_size:
+        raise RecipeError(
+            f"parallel.replicas {section.replicas}: {ranks.world_size} ranks on {ranks.num_machines} machines are not "
+            f"{replicas} groups of equally many ranks, two or more. Set parallel.replicas, or use 'fsdp'."
+        )
+    return replicas

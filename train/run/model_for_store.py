@@ -1,0 +1,113 @@
+"""The model that a recipe asks for, built for the store that it trains on; what does not fit is named."""
+
+from __future__ import annotations
+
+from ...datasets.errors import RecipeError, RunError
+from ...datasets.format.schema import LatentSpec, StoreSpec
+from ..config import TrainRecipe
+from ..models.build import check_model_name, pixels_per_token
+from ..models.diffusers_models import family_of
+from ..models.layers import DiTOptions
+from ..models.spec import ModelSpec
+from ..objectives.losses import num_outputs
+from ..weights.init_from import read_config
+
+
+def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
+    """Derive the model from the recipe and the store it shall train on.
+
+    Args:
+      where: path of the store, for the messages.
+    Raises: RecipeError: unknown model, or options that it has not; RunError: the model does not fit the store.
+    """
+    name, latent = recipe.model.name, store.latent
+    check_model_name(name)
+    options = DiTOptions(**{key: getattr(recipe.model, key) for key in DiTOptions.model_fields})
+    if family_of(name) and options != DiTOptions():
+        raise RecipeError(f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options of DiT alone.")
+    if family_of(name) and recipe.run.residual != "float32":
+        raise RecipeError(
+            f"run.residual '{recipe.run.residual}': model '{name}' has a float32 one. It is a key of DiT."
+        )
+    if recipe.model.channels not in (0, latent.channels):
+        raise RunError(
+            f"model '{name}': made for {recipe.model.channels} latent channels (model.channels), store '{where}' holds "
+            f"{latent.channels}. Use a store of that VAE, or --set model.channels=0 to build the model for the store."
+        )
+    num_classes = caption_width = 0
+    if takes_captions(recipe):
+        if store.text is None:
+            raise RunError(f"model '{name}': it needs captions, store '{where}' has none. Precompute with text.kind.")
+        caption_width = store.text.width
+    else:
+        num_classes = _num_classes(recipe, store, where)
+    spec = ModelSpec(
+        name=name,
+        channels=latent.channels,
+        out_channels=num_outputs(recipe.objective, latent.channels),
+        num_classes=num_classes,
+        caption_width=caption_width,
+        base_size=store.images.resolution_px // latent.downscale,
+        options=options,
+    )
+    return _with_config(spec, recipe, where)
+
+
+def takes_captions(recipe: TrainRecipe) -> bool:
+    """The model shall be conditioned on captions, not on labels.
+
+    Raises: RecipeError: diffusers' models take no labels.
+    """
+    kind, name = recipe.conditioning.kind, recipe.model.name
+    if family_of(name) and kind == "label":
+        raise RecipeError(f"conditioning.kind 'label': model '{name}' takes captions. Use a DiT, or 'auto'.")
+    return bool(family_of(name)) or kind == "caption"
+
+
+def _num_classes(recipe: TrainRecipe, store: StoreSpec, where: str) -> int:
+    name, found = recipe.model.name, len(store.classes or ())
+    if not found:
+        raise RunError(
+            f"model '{name}': it needs class labels, store '{where}' has none. Use a model with captions, or "
+            "--set conditioning.kind=caption."
+        )
+    num_classes = recipe.model.num_classes or found
+    if num_classes < found:
+        raise RunError(
+            f"model '{name}': made for {num_classes} classes (model.num_classes), store '{where}' has {found}. "
+            "Use --set model.num_classes=0 to build the model for the store."
+        )
+    return num_classes
+
+
+def _with_config(spec: ModelSpec, recipe: TrainRecipe, where: str) -> ModelSpec:
+    """The spec of the model that is fine-tuned, whose sizes are its own; it must fit store and objective."""
+    family, source = family_of(spec.name), recipe.model.init_from
+    if not (family and source):
+        return spec
+    config = read_config(source, family)
+    if not config:  # a run of ours from scratch: the same model, at the store's base size
+        return spec
+    needed = {"in_channels": spec.channels, "out_channels": spec.out_channels, "caption_channels": spec.caption_width}
+    for key, value in needed.items():
+        found = config.get(key) or (config.get("in_channels") if key == "out_channels" else None)
+        if found != value:
+            raise RunError(
+                f"model '{source}': its {key} is {found}, store '{where}' and objective '{recipe.objective.kind}' need "
+                f"{value}. Use a store and an objective.kind as those that it was trained with."
+            )
+    return spec.model_copy(update={"config": config})
+
+
+def check_sizes(spec: ModelSpec, latent: LatentSpec, buckets: list[str]) -> None:
+    """Refuse buckets that are no whole number of patches.
+
+    Raises: RunError.
+    """
+    step = pixels_per_token(spec, latent)
+    for bucket in buckets:
+        if any(int(side) % step for side in bucket.split("x")):
+            raise RunError(
+                f"model '{spec.name}': bucket '{bucket}' is no whole number of patches, {step} px are one patch. "
+                "Use a model with smaller patches, or buckets that are multiples of it."
+            )

@@ -1,0 +1,1 @@
+"""Latents from a snapshot."""

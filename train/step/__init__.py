@@ -1,0 +1,1 @@
+"""One training step, from a batch to an update."""

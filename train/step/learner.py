@@ -1,0 +1,97 @@
+"""What learns: a model with its optimizer and averages, and all else that a step reads or changes.
+
+Built alike for a run (``resume.py``), for what is measured and for what is traced (``batches.py``), so that all of
+them make the very same step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..config import TrainRecipe
+from ..models.build import DiTDenoiser, build_model
+from ..models.conditioning import Conditioner
+from ..models.cpu_linear import use_onednn
+from ..models.spec import ModelSpec
+from ..optim.loss_scale import autocast_dtype
+from ..parallel.build import build_engine
+from ..parallel.engine import Engine
+from ..parallel.ranks import ALONE, Ranks
+from ..weights.init_from import initial_weights
+
+COMPILED_CAPTION_STEP = 64  # tokens, so that captions of 300 have five lengths
+
+
+@dataclass(kw_only=True)
+class Learner:
+    """Everything that a step reads or changes.
+
+    Args:
+      autocast_dtype: of forward and backward; None: float32.
+      step, num_images: that it has made and seen.
+      microbatches: most images of a forward by bucket, where they were measured.
+      attention_kernels: the fastest first, where they were measured.
+    """
+
+    recipe: TrainRecipe
+    spec: ModelSpec
+    engine: Engine
+    ranks: Ranks
+    conditioner: Conditioner
+    device: torch.device
+    autocast_dtype: torch.dtype | None
+    step: int = 0
+    num_images: int = 0
+    microbatches: dict[str, int] = field(default_factory=dict)
+    attention_kernels: list[str] = field(default_factory=list)
+
+
+def build_learner(
+    recipe: TrainRecipe,
+    spec: ModelSpec,
+    device: torch.device,
+    *,
+    null_caption: Tensor | None,
+    source_sizes: Tensor | None = None,
+    ranks: Ranks = ALONE,
+    compiled: bool = False,
+    pretrained: bool = False,
+    onednn: bool = True,
+) -> Learner:
+    """Build model, optimizer and averages.
+
+    Args:
+      null_caption: (max_tokens, D), for a model with text.
+      source_sizes: (records, 2) pixels, for a model that is told them.
+      ranks: place of this process, which ``ranks.connected`` has joined with the others.
+      compiled: the blocks go through torch.compile.
+      pretrained: begin with the weights of ``model.init_from``.
+      onednn: on a CPU, where nothing is compiled, products go through oneDNN.
+    Raises: RecipeError, RunError: something does not fit.
+    """
+    model = build_model(spec, seed=recipe.run.seed)
+    if pretrained and recipe.model.init_from:
+        model.load_state_dict(initial_weights(recipe.model.init_from, model, spec))
+    model.checkpoint_activations(recipe.run.activation_checkpointing)
+    if isinstance(model, DiTDenoiser):
+        model.net.residual = recipe.run.residual
+    if device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(device)  # events and streams that name no device are of the current one
+        # What is float32 under autocast, as the time's embedding, is there because it needs to be.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.run.precision == "tf32"
+    if device.type == "cpu" and onednn and not compiled:
+        use_onednn(model)
+    caption_step = COMPILED_CAPTION_STEP if compiled else 1
+    return Learner(
+        recipe=recipe,
+        spec=spec,
+        engine=build_engine(recipe, model, ranks, device, compiled=compiled),
+        ranks=ranks,
+        conditioner=Conditioner(spec, null_caption, source_sizes, caption_step),
+        device=device,
+        autocast_dtype=autocast_dtype(recipe.run.precision, device),
+    )

@@ -1,0 +1,1 @@
+"""Weights on disk: checkpoints of a run, published weights to start from."""

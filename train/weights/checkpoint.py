@@ -1,0 +1,246 @@
+"""Checkpoints (all state to resume) and snapshots (averaged weights to use), as folders of safetensors and JSON.
+
+``state.json`` names every file with its size and hash, and has a hash of its own. A folder is there whole or not at
+all (``files.write_folder``). Whatever is read is checked first, against damage and malice alike: only bytes that have
+their hash become tensors, and only tensors of the expected names, shapes and dtypes are handed out. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load as tensors_of
+from safetensors.torch import save as bytes_of
+from torch import Tensor
+
+from ...datasets.disk.files import move, remove, write_folder
+from ...datasets.disk.hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
+from ...datasets.errors import DamageError, RunError
+from .folders import AVERAGE as AVERAGE
+from .folders import CHECKPOINT, STATE, steps
+from .folders import SNAPSHOT as SNAPSHOT
+from .folders import find as find
+
+FORMAT_VERSION = 1
+STATE_HASH = "state_sha256"
+DAMAGED_PREFIX = "damaged-"
+
+MODEL, EMA, OPTIMIZER, NULL_CAPTION = "model", "ema", "optimizer", "null_caption"  # groups of tensors, a file each
+
+Groups = Mapping[str, Mapping[str, Tensor]]
+
+
+class CheckpointDamage(DamageError):
+    """A checkpoint or snapshot is not what was written.
+
+    Args:
+      path: of its folder.
+      what: is wrong.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{_kind(path)} '{path}': {what}. Restore the folder from a copy, or remove it.")
+        self.path, self.what = path, what
+
+
+class FileHash(BaseModel):
+    """Size and XXH3-128 of a file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    bytes: Annotated[int, Field(ge=0)]
+    xxh3_128: str
+
+
+class _State(BaseModel):
+    """What must be so in every ``state.json``; what else is in it is the run's."""
+
+    model_config = ConfigDict(strict=True)
+
+    kind: Literal["checkpoint", "snapshot", "average"]
+    step: Annotated[int, Field(ge=0)]
+    files: dict[Annotated[str, Field(pattern=r"^[a-z_]+\.safetensors$")], FileHash]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint or snapshot on disk, its hashes checked.
+
+    Args:
+      path: of its folder.
+      state: everything that is no tensor.
+      files: size and hash by name.
+    """
+
+    path: Path
+    state: dict[str, Any]
+    files: dict[str, FileHash]
+
+    def read(self, group: str) -> dict[str, Tensor]:
+        """Tensors of a group, on the CPU, made of bytes that were hashed once more.
+
+        Raises: DamageError: the file is missing or damaged.
+        """
+        name = f"{group}.safetensors"
+        entry = self.files.get(name)
+        if entry is None:
+            raise CheckpointDamage(self.path, f"there is no '{name}'")
+        with _bad_disk_is_damage(self.path, name):
+            data = (self.path / name).read_bytes()
+        if xxh3_parts([data]) != (entry.bytes, entry.xxh3_128):
+            raise CheckpointDamage(self.path, f"'{name}' differs from its hash")
+        try:
+            found = tensors_of(data)
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:  # KeyError: a dtype that torch has not
+            raise CheckpointDamage(self.path, f"'{name}' holds no tensors ({error})") from error
+        return found
+
+    def tensors(self, group: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As ``read``, checked.
+
+        Args:
+          wanted: tensors whose names, shapes and dtypes they must have; meta tensors do.
+        Raises: DamageError: the file is missing or damaged, or holds other tensors.
+        """
+        name, found = f"{group}.safetensors", self.read(group)
+        if names := sorted(found.keys() ^ wanted.keys()):
+            there = "too many" if names[0] in found else "missing"
+            raise CheckpointDamage(
+                self.path, f"'{name}': {len(names)} tensors do not fit the model; '{names[0]}' is {there}"
+            )
+        for key, tensor in found.items():
+            if (tensor.shape, tensor.dtype) != (wanted[key].shape, wanted[key].dtype):
+                was, needed = [f"{tuple(t.shape)} {t.dtype}" for t in (tensor, wanted[key])]
+                raise CheckpointDamage(self.path, f"'{name}': '{key}' is {was}, the model needs {needed}")
+        return found
+
+
+def save(kind: str, run: Path, step: int, groups: Groups, state: dict[str, Any]) -> Path:
+    """Write ``<kind>-<step>/`` into a run, then read it back and check it.
+
+    Args:
+      kind: CHECKPOINT, SNAPSHOT or AVERAGE.
+      groups: name of each safetensors file -> its tensors; one group at a time is in memory twice.
+      state: everything that is no tensor; JSON values.
+    Raises: ResourceError: the disk is full; DamageError: the disk gives back other bytes. What was there before stays.
+    """
+    final = run / f"{kind}-{step}"
+    hashes: dict[str, Any] = {}
+
+    def content(name: str, tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
+        data = bytes_of({key: t.detach().contiguous().cpu() for key, t in tensors.items()})
+        size, digest = xxh3_parts([data])
+        hashes[name] = {"bytes": size, "xxh3_128": digest}
+        yield data
+
+    def files() -> Iterator[tuple[str, bytes | Iterator[bytes]]]:
+        for group, tensors in groups.items():
+            yield f"{group}.safetensors", content(f"{group}.safetensors", tensors)
+        document = {"format_version": FORMAT_VERSION, "kind": kind, "step": step, "files": hashes} | state
+        yield STATE, canonical_json(document | {STATE_HASH: sha256_of(document)})
+
+    write_folder(final, files(), replace=True)
+    read(final)
+    return final
+
+
+def read(path: Path) -> Saved:
+    """Open a checkpoint or snapshot and check every byte of it, before any tensor is used.
+
+    Raises: RunError: it is of another format; DamageError: a file is missing, differs from its hash, or is not known.
+    """
+    if not (path / STATE).is_file():
+        raise CheckpointDamage(path, f"there is no '{STATE}'")
+    try:
+        with _bad_disk_is_damage(path, STATE):
+            state, content = read_json(path / STATE), (path / STATE).read_bytes()
+        if not isinstance(state, dict):
+            raise CheckpointDamage(path, f"'{STATE}' is no JSON object")
+        digest = state.pop(STATE_HASH, None)
+        whole = digest == sha256_of(state) and content == canonical_json(state | {STATE_HASH: digest})
+    except CheckpointDamage:
+        raise
+    except (DamageError, ValueError, RecursionError) as error:  # also NaN, half a surrogate pair, a thousand brackets
+        raise CheckpointDamage(path, f"'{STATE}' is none of ours ({error})") from error
+    if not whole:
+        raise CheckpointDamage(path, f"'{STATE}' differs from its own hash")
+    if state.get("format_version") != FORMAT_VERSION:
+        raise RunError(
+            f"{_kind(path)} '{path}': format version {state.get('format_version')}, this release reads "
+            f"{FORMAT_VERSION}. Use the release that wrote it."
+        )
+    try:
+        known = _State.model_validate(state)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise CheckpointDamage(path, f"'{STATE}': '{place}' is not valid: {problem['msg']}") from error
+    if path.name != f"{known.kind}-{known.step}":
+        raise CheckpointDamage(path, f"it is {known.kind}-{known.step} by its '{STATE}'")
+    _check_files(path, known.files)
+    return Saved(path, state, known.files)
+
+
+def _check_files(path: Path, files: Mapping[str, FileHash]) -> None:
+    there = {entry.name for entry in path.iterdir()}
+    if unknown := sorted(there - files.keys() - {STATE}):
+        raise CheckpointDamage(path, f"'{unknown[0]}' does not belong to it")
+    for name, entry in files.items():
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != entry.bytes:
+            was = "is missing" if size is None else f"has {size} bytes, not {entry.bytes}"
+            raise CheckpointDamage(path, f"'{name}' {was}")
+        with _bad_disk_is_damage(path, name):
+            digest = xxh3_file(file)
+        if digest != entry.xxh3_128:
+            raise CheckpointDamage(path, f"'{name}' differs from its hash")
+
+
+@contextlib.contextmanager
+def _bad_disk_is_damage(path: Path, name: str) -> Iterator[None]:
+    """What the disk cannot give back is damaged; other errors, of rights or of a network, are not the file's."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise CheckpointDamage(path, f"'{name}' cannot be read ({error.strerror})") from error
+
+
+def _kind(path: Path) -> str:
+    return path.name.partition("-")[0]
+
+
+def prune(run: Path, keep: int, *, proven: Path, keep_every: int = 0) -> None:
+    """Remove all but the newest checkpoints, never the one that is proven to be whole; snapshots stay.
+
+    Args:
+      keep_every: those of steps that are a multiple of it stay as well; 0: none.
+    """
+    for step, path in sorted(steps(CHECKPOINT, run))[:-keep]:
+        if path != proven and not (keep_every and step % keep_every == 0):
+            remove(path)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is no longer taken for one; nothing is deleted.
+
+    Returns: its new path.
+    """
+    names = (f"{DAMAGED_PREFIX}{path.name}{more}" for more in ("", *(f"-{n}" for n in range(2, 1000))))
+    free = next(target for name in names if not (target := path.with_name(name)).exists())
+    move(path, free)
+    return free
+
+
+def damaged(run: Path) -> list[Path]:
+    """Checkpoints that were set aside."""
+    return sorted(run.glob(f"{DAMAGED_PREFIX}{CHECKPOINT}-*"))
