@@ -204,13 +204,13 @@ def bench_train(
     from ...train.config import load
     from ..bench.training.steps import Request
     from ..bench.training.train import render, run
-    from ..plan.training import work_at_resolution, work_on_store
+    from ..plan.workload import workload_at_resolution, workload_of_store
     from ..terminal.progress import ProgressLine
 
     loaded = load(recipe, overrides or [])
-    work = work_on_store(loaded, store) if store else work_at_resolution(loaded, resolution)
+    workload = workload_of_store(loaded, store) if store else workload_at_resolution(loaded, resolution)
     with ProgressLine() as progress:
-        result = run(Request(work, torch_device(device), rounds, steps, data, store), progress)
+        result = run(Request(workload, torch_device(device), rounds, steps, data, store), progress)
     if as_json:
         print(json.dumps(result, indent=1))
     else:

@@ -43,8 +43,10 @@ def plan_train(
     Example: leandit plan train dit-xl-2-256 --resolution 256 --gpus 8 --gpu A100-40
     """
     from ...train.config import load
+    from ..plan.strategies import with_ds_config
     from ..plan.training import plan as make_plan
-    from ..plan.training import render, with_ds_config, work_at_resolution, work_on_store
+    from ..plan.training import render
+    from ..plan.workload import workload_at_resolution, workload_of_store
 
     loaded = load(recipe, overrides or [])
     if store and resolution:
@@ -52,6 +54,6 @@ def plan_train(
     if store is None and resolution is None:
         raise RecipeError("plan train: needed --store PATH, or --resolution PX where there is no store yet.")
     loaded, changes = with_ds_config(loaded, gpus)
-    work = work_on_store(loaded, store) if store else work_at_resolution(loaded, resolution or 0)
-    result = make_plan(work, gpu=gpu, num_gpus=gpus, images=images, run=run, changes=changes)
+    workload = workload_of_store(loaded, store) if store else workload_at_resolution(loaded, resolution or 0)
+    result = make_plan(workload, gpu=gpu, num_gpus=gpus, images=images, run=run, changes=changes)
     print(json.dumps(result, indent=1) if as_json else render(result))

@@ -89,12 +89,12 @@ def sample(
         check_subjects(run, label or (), caption or ())
     if store:
         check_store(store)
-    from ..sample.sampler import Request
+    from ..sample.sampler import SampleRequest
     from ..sample.sampler import sample as draw
 
     ranks = place()
     where = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
-    request = Request(
+    request = SampleRequest(
         labels=label or (),
         captions=caption or (),
         count=num or 0,

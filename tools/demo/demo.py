@@ -27,7 +27,7 @@ from ...train.metrics.window import StepReport
 from ...train.sampling.sample import load_snapshot
 from ..inspection.contact_sheet import Cell, choose_records, draw_sheet, load_decoder, store_sheet
 from ..inspection.summary import render, summarise
-from ..sample.sampler import Request, draw_pictures, make_conditioning
+from ..sample.sampler import SampleRequest, draw_pictures, make_conditioning
 from ..terminal.cpu_memory import keep_freed_memory
 from ..terminal.progress import ProgressLine
 from .pictures import draw_scene, main_object_of, make_scenes, read_main_object
@@ -161,7 +161,7 @@ def sample_captions(run: Path, store: LatentStore, device: torch.device) -> tupl
             index = store.index(bucket)
             chosen = np.linspace(0, len(index.rows) - 1, min(SAMPLES_PER_BUCKET, len(index.rows))).round().astype(int)
             wanted = [texts[index.caption_ids[index.caption_starts[i]]] for i in chosen]
-            request = Request(captions=wanted, bucket=bucket, steps=SAMPLE_STEPS, guidance=GUIDANCE, seed=number)
+            request = SampleRequest(captions=wanted, bucket=bucket, steps=SAMPLE_STEPS, guidance=GUIDANCE, seed=number)
             names, conditioning = make_conditioning(snapshot, request, run, store.path, None, device)
             pictures += list(draw_pictures(snapshot, conditioning, decoder, bucket=bucket, request=request))
             captions += names

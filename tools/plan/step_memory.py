@@ -1,11 +1,11 @@
-"""How much memory a training step takes, found by running it without memory and without a device.
+"""Memory of a training step, measured by running it on fake tensors, without memory and without a device.
 
-The real step (``loop.train_step``: forward, loss, backward, clipping, optimizer, averages) runs under torch's fake
-tensors, which have shapes and no bytes. A mode beneath it sees every storage that is born and notices when it dies, so
-the peak, its moment and what it is made of come from the model itself. Two microbatches give the same moments, at each
-of which memory is a line over the microbatch; the peak is the highest of all lines, and a third microbatch proves it.
+The real step (``train_step``: forward, loss, backward, clipping, optimizer, averages) runs under torch's fake tensors,
+which have shapes and no bytes. A dispatch mode records when each storage is allocated and freed, so the peak and its
+parts come from the model itself. Two microbatch sizes produce the same sequence of moments. At each moment memory is
+linear in the microbatch size; the peak is the highest of these lines, and a third size checks it.
 
-It is the step as it stands in the code: what torch.compile fuses takes less, so a compiled step stays below.
+The traced step is eager: torch.compile fuses operations, so a compiled step takes less.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ...datasets.errors import LeanditError
-from ...datasets.format.schema import StoreSpec
-from ...train.config import ParallelSection, TrainRecipe
+from ...train.config import ParallelSection
 from ...train.metrics.flops import latent_size_of
 from ...train.models.activation_checkpointing import checkpoint_blocks
-from ...train.models.spec import ModelSpec
 from ...train.objectives.draws import GROUP
 from ...train.parallel.engine import TorchEngine
 from ...train.step.learner import Learner
@@ -44,29 +42,27 @@ from .memory_tracker import (
     MemoryTracker,
     clear_caches,
 )
+from .workload import TrainingWorkload
 
-AT_UPDATE = "gradients at the update"  # share of them that a strategy holds then, in copies of its own
-MOST_GRADIENTS = "gradients as made"  # share of them that is there at once at most, as they are made
-REDUCED = "gradients once reduced"  # share of them that a strategy holds as soon as more than that are made
-ROUNDING = {
-    "cuda": 512,
-    "cpu": 1,
-}  # bytes that the allocator rounds a block up to (CUDACachingAllocator: kMinBlockSize)
-TRACED = (2, 3)  # microbatches that make the lines; not 1, where some copies are left out
-PROOF = 5  # one that must lie on them
-LINEAR = 0.01  # share that it may be off
+AT_UPDATE = "gradients at the update"  # share that a strategy copies for the update
+MOST_GRADIENTS = "gradients as made"  # largest share alive while the backward pass produces them
+REDUCED = "gradients once reduced"  # share that a strategy holds after the first reduction
+ROUNDING = {"cuda": 512, "cpu": 1}  # bytes that the allocator rounds up to (CUDACachingAllocator: kMinBlockSize)
+TRACED = (2, 3)  # microbatch sizes that define the lines; a size of 1 skips some copies
+CHECKED = 5  # microbatch size that checks them
+TOLERANCE = 0.01  # largest relative error of the check
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """One traced step.
 
     Args:
-      moments: (N, 5) int64 bytes of each of ``CATEGORIES`` whenever something was born, in order.
-      states: bytes of parameters, gradients, optimizer and averages, all of them.
-      block_bytes: of the parameters of the largest block.
-      other_bytes: of the parameters that are in no block.
-      host: most bytes that waited in the host's memory.
+      moments: (N, 5) int64 bytes of each of ``CATEGORIES`` after each allocation, in order.
+      states: bytes of all parameters, gradients, optimizer states and averages.
+      block_bytes: parameter bytes of the largest block.
+      other_bytes: parameter bytes outside of blocks.
+      host: peak bytes in host memory.
     """
 
     moments: np.ndarray
@@ -76,125 +72,117 @@ class Trace:
     host: int = 0
 
     def peak(self, shares: Mapping[str, float] | None = None) -> int:
-        """Most bytes at a moment.
+        """Largest number of bytes at any moment.
 
         Args:
-          shares: what of a category this device holds, where that is not all.
+          shares: share of each category on this device, if not all.
         """
-        return int(held(self.moments, self.states, shares).sum(1).max())
+        return int(device_moments(self.moments, self.states, shares).sum(1).max())
 
 
 def trace_step(
-    recipe: TrainRecipe,
-    store: StoreSpec,
-    spec: ModelSpec,
+    workload: TrainingWorkload,
     bucket: str,
-    tokens: int,
     *,
     microbatch: int,
     autocast: torch.dtype | None,
     count: int = 1,
     device_type: str = "cuda",
     to_host: bool = False,
-) -> Trace:
-    """Run a step under fake tensors, as if it were not the first, and record it.
+) -> StepTrace:
+    """Run a step that is not the first one on fake tensors, and record it.
 
     Args:
       bucket: "HxW" in pixels.
-      tokens: of each caption, for a model with text.
-      autocast: dtype of the forward, as the device has it; None is float32.
-      count: microbatches of the step; from the second on, the gradients of those before live all the time.
-      device_type: whose allocator rounds, and whose optimizer is fused; "cpu" or "cuda".
-      to_host: what goes into blocks that are computed again waits in the host's memory.
+      autocast: dtype of the forward on the device; None: float32.
+      count: microbatches of the step; from the second on, earlier gradients stay alive.
+      device_type: "cpu" or "cuda": selects the allocator's rounding and the fused optimizer.
+      to_host: keep the inputs of checkpointed blocks in host memory.
     """
     host = HostCounter()
-    run = recipe.run.model_copy(update={"microbatch": microbatch})
-    recipe = recipe.model_copy(update={"run": run, "parallel": ParallelSection()})  # of one process
+    run = workload.recipe.run.model_copy(update={"microbatch": microbatch})
+    recipe = workload.recipe.model_copy(update={"run": run, "parallel": ParallelSection()})  # one process
+    tokens, device = workload.tokens, torch.device("cpu")
     clear_caches()
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker(ROUNDING[device_type]) as tracker:
-        learner = synthetic_learner(recipe, spec, tokens, torch.device("cpu"), onednn=device_type == "cpu")
+        learner = synthetic_learner(recipe, workload.spec, tokens, device, onednn=device_type == "cpu")
         learner.autocast_dtype = autocast
         if to_host:
             checkpoint_blocks(learner.engine.model.blocks, run.activation_checkpointing, to_cpu=host.hooks)
         tracker.assign(PARAMETERS, (*learner.engine.model.parameters(), *learner.engine.model.buffers()))
-        tracker.assign(EMA, engine_of(learner).ema.state_dict().values())
+        tracker.assign(EMA, _engine_of(learner).ema.state_dict().values())
         for parameter in learner.engine.model.parameters():
-            parameter.register_post_accumulate_grad_hook(functools.partial(_is_gradient, tracker))
-        batch = synthetic_batch(store, bucket, microbatch * count, tokens, torch.device("cpu"))
+            parameter.register_post_accumulate_grad_hook(functools.partial(_assign_gradient, tracker))
+        batch = synthetic_batch(workload.store, bucket, microbatch * count, tokens, device)
         states = _step_with_zeros(learner, tracker)
         tracker.moments.clear()
         train_step(learner, batch)
         blocks = [sum(p.nbytes for p in block.parameters()) for block in learner.engine.model.blocks]
     clear_caches()
     other = states[PARAMETERS] - sum(blocks)
-    return Trace(np.array(tracker.moments, np.int64), states, max(blocks), other, host.most)
+    return StepTrace(np.array(tracker.moments, np.int64), states, max(blocks), other, host.peak)
 
 
 def _step_with_zeros(learner: Learner, tracker: MemoryTracker) -> dict[str, int]:
-    """Leave what a step leaves: the optimizer's state, and no gradients.
+    """Leave the state that a step leaves: optimizer states, and no gradients.
 
-    Returns: bytes of each of ``STATES``, the gradients among them.
+    Returns: bytes of each of ``STATES``, with gradients.
     """
     for parameter in learner.engine.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
         tracker.assign(GRADIENTS, [parameter.grad])
-    engine_of(learner).optimizer.step()
-    tracker.assign(OPTIMIZER, optimizer_state(learner))
+    _engine_of(learner).optimizer.step()
+    optimizer_state = tree_leaves(dict(_engine_of(learner).optimizer.state))
+    tracker.assign(OPTIMIZER, [leaf for leaf in optimizer_state if isinstance(leaf, Tensor)])
     states = {name: tracker.live[name] for name in STATES}
-    engine_of(learner).optimizer.zero_grad(set_to_none=True)
+    _engine_of(learner).optimizer.zero_grad(set_to_none=True)
     return states
 
 
-def engine_of(learner: Learner) -> TorchEngine:
-    """The engine of one process."""
+def _engine_of(learner: Learner) -> TorchEngine:
     assert isinstance(learner.engine, TorchEngine)
     return learner.engine
 
 
-def optimizer_state(learner: Learner) -> list[Tensor]:
-    """All tensors of the optimizer's state."""
-    return [leaf for leaf in tree_leaves(dict(engine_of(learner).optimizer.state)) if isinstance(leaf, Tensor)]
-
-
-def _is_gradient(tracker: MemoryTracker, parameter: Tensor) -> None:
+def _assign_gradient(tracker: MemoryTracker, parameter: Tensor) -> None:
     if parameter.grad is not None:
         tracker.assign(GRADIENTS, [parameter.grad])
 
 
-def held(moments: np.ndarray, states: Mapping[str, int], shares: Mapping[str, float] | None) -> np.ndarray:
-    """What a device has of the bytes of each moment, (N, 5); with ``AT_UPDATE`` one moment more, the last.
+def device_moments(moments: np.ndarray, states: Mapping[str, int], shares: Mapping[str, float] | None) -> np.ndarray:
+    """Bytes that one device holds at each moment, (N, 5); ``AT_UPDATE`` appends the update as the last moment.
 
     Args:
-      shares: of a category; and, of gradients, at most ``MOST_GRADIENTS`` of all, then ``REDUCED`` of all beside.
+      shares: of each category; gradients grow to ``MOST_GRADIENTS`` of all, then ``REDUCED`` of all are added.
     """
     if not shares:
         return moments
     moments = moments * np.array([shares.get(name, 1.0) for name in CATEGORIES])
-    made, all_of_them = moments[:, CATEGORIES.index(GRADIENTS)], states.get(GRADIENTS, 0)
-    most = shares.get(MOST_GRADIENTS, 1.0) * all_of_them
-    made[:] = np.minimum(made, most) + (made > most) * shares.get(REDUCED, 0.0) * all_of_them
+    gradients, total = moments[:, CATEGORIES.index(GRADIENTS)], states.get(GRADIENTS, 0)
+    most = shares.get(MOST_GRADIENTS, 1.0) * total
+    gradients[:] = np.minimum(gradients, most) + (gradients > most) * shares.get(REDUCED, 0.0) * total
     if not shares.get(AT_UPDATE):
         return moments
-    of_gradients = {**shares, GRADIENTS: shares[AT_UPDATE]}
-    update = [states.get(name, 0) * of_gradients.get(name, 1.0) for name in CATEGORIES]
+    at_update = {**shares, GRADIENTS: shares[AT_UPDATE]}
+    update = [states.get(name, 0) * at_update.get(name, 1.0) for name in CATEGORIES]
     return np.vstack([moments, update])
 
 
 class TraceError(LeanditError):
-    """A step could not be traced, or its memory is not what a line through two microbatches says."""
+    """A step cannot be traced, or its memory is not linear in the microbatch size."""
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Memory of a step for any microbatch. At each moment every category is a line over the microbatch.
+    """Memory of a step for any microbatch size. At each moment every category is linear in the size.
 
     Args:
-      base, slope: (N, 5) bytes of each of ``CATEGORIES`` at each moment: at no image, and for each.
-      states, block_bytes, other_bytes: as in ``Trace``.
-      waiting: bytes for each image of the step that waits for its microbatch.
-      count: microbatches that were traced.
-      noise: bytes of the noise of an image, which is drawn for whole groups; those that were traced had one group.
-      host: bytes in the host's memory, at no image and for each of a microbatch.
+      base, slope: (N, 5) bytes of each of ``CATEGORIES`` at each moment: constant part, and for each image.
+      states, block_bytes, other_bytes: as in ``StepTrace``.
+      waiting: bytes for each image of a later microbatch.
+      count: traced microbatches.
+      noise: bytes of an image's noise, which is drawn for whole groups; the traced steps had one group.
+      host: bytes in host memory: constant part, and for each image of a microbatch.
     """
 
     base: np.ndarray
@@ -208,23 +196,23 @@ class StepMemory:
     host: tuple[int, int] = (0, 0)
 
     def on_host(self, microbatch: int) -> int:
-        """Most bytes that wait in the host's memory."""
+        """Peak bytes in host memory."""
         return self.host[0] + self.host[1] * microbatch
 
     def peak(self, microbatch: int, *, batch: int = 0, shares: Mapping[str, float] | None = None) -> dict[str, float]:
         """Bytes of each category at the moment of the peak.
 
         Args:
-          batch: images of the step, where they are more than were traced.
-          shares: what of a category this device holds, where that is not all.
+          batch: images of the step, if more than one microbatch.
+          shares: share of each category on this device, if not all.
         """
-        moments = held(self.base + self.slope * microbatch, self.states, shares)
-        worst = moments[moments.sum(1).argmax()]
-        found: dict[str, float] = dict(zip(CATEGORIES, worst.tolist(), strict=True))
+        moments = device_moments(self.base + self.slope * microbatch, self.states, shares)
+        highest = moments[moments.sum(1).argmax()]
+        peak: dict[str, float] = dict(zip(CATEGORIES, highest.tolist(), strict=True))
         images = max(batch, self.count * microbatch)
-        found[ACTIVATIONS] += self.waiting * (images - self.count * microbatch)
-        found[ACTIVATIONS] += self.noise * GROUP * max(0, math.ceil(images / GROUP) - 1)
-        return found
+        peak[ACTIVATIONS] += self.waiting * (images - self.count * microbatch)
+        peak[ACTIVATIONS] += self.noise * GROUP * max(0, math.ceil(images / GROUP) - 1)
+        return peak
 
     def total(self, microbatch: int, *, batch: int = 0, shares: Mapping[str, float] | None = None) -> float:
         """All bytes at the peak."""
@@ -233,7 +221,7 @@ class StepMemory:
     def largest(
         self, room: float, *, batch: int = 0, most: int = 1 << 16, shares: Mapping[str, float] | None = None
     ) -> int:
-        """Most images of a microbatch that fit into so many bytes, at most ``most``; 0: not one does."""
+        """Largest microbatch that fits into ``room`` bytes, at most ``most`` images; 0: not even one image fits."""
         low, high = 0, most + 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -243,41 +231,36 @@ class StepMemory:
 
 
 def step_memory(
-    recipe: TrainRecipe,
-    store: StoreSpec,
-    spec: ModelSpec,
+    workload: TrainingWorkload,
     bucket: str,
-    tokens: int,
     *,
     autocast: torch.dtype | None,
     accumulates: bool = False,
     device_type: str = "cuda",
-    proves: bool = True,
+    check_linear: bool = True,
     to_host: bool = False,
 ) -> StepMemory:
-    """Trace a step at two microbatches, and prove with a third that its memory is linear.
+    """Trace a step at two microbatch sizes, and check with a third that its memory is linear.
 
     Args:
-      accumulates: the step has more than one microbatch.
-      proves: trace the third.
+      accumulates: the step has several microbatches.
+      check_linear: trace the third size.
       others: as in ``trace_step``.
-    Raises: TraceError: the third one is not what the first two say.
+    Raises: TraceError: the third size is not on the line.
     """
-
-    how = {"autocast": autocast, "device_type": device_type, "to_host": to_host}
-    trace = functools.partial(trace_step, recipe, store, spec, bucket, tokens, **how)
+    settings = {"autocast": autocast, "device_type": device_type, "to_host": to_host}
+    trace = functools.partial(trace_step, workload, bucket, **settings)
     count = 2 if accumulates else 1
     small, large = TRACED
     first, second = (trace(microbatch=images, count=count) for images in TRACED)
     if first.moments.shape != second.moments.shape:
         lengths = f"{len(first.moments)} and {len(second.moments)}"
-        raise TraceError(
-            f"bucket '{bucket}': {small} and {large} images do not make the same step ({lengths} moments)."
-        )
+        raise TraceError(f"bucket '{bucket}': {small} and {large} images run different steps ({lengths} moments).")
     slope = (second.moments - first.moments) // (large - small)
-    each_on_host = (second.host - first.host) // (large - small)
+    host_slope = (second.host - first.host) // (large - small)
     waiting = (trace(microbatch=small, count=3).peak() - first.peak()) / small if accumulates else 0.0
-    found = StepMemory(
+    latent = workload.store.latent
+    memory = StepMemory(
         base=first.moments - slope * small,
         slope=slope,
         states=first.states,
@@ -285,13 +268,14 @@ def step_memory(
         other_bytes=first.other_bytes,
         waiting=max(0.0, waiting),
         count=count,
-        noise=4 * store.latent.channels * math.prod(latent_size_of(bucket, store.latent)),
-        host=(first.host - each_on_host * small, each_on_host),
+        noise=4 * latent.channels * math.prod(latent_size_of(bucket, latent)),
+        host=(first.host - host_slope * small, host_slope),
     )
-    proven = trace(microbatch=PROOF, count=count).peak() if proves else 0
-    if proves and abs(found.total(PROOF) - proven) > LINEAR * proven:
-        raise TraceError(
-            f"bucket '{bucket}': a step of {PROOF} images takes {proven:,} bytes, those of {small} and {large} say "
-            f"{found.total(PROOF):,.0f}. Its memory cannot be told for other microbatches."
-        )
-    return found
+    if check_linear:
+        traced, predicted = trace(microbatch=CHECKED, count=count).peak(), memory.total(CHECKED)
+        if abs(predicted - traced) > TOLERANCE * traced:
+            raise TraceError(
+                f"bucket '{bucket}': a step of {CHECKED} images takes {traced:,} bytes, {small} and {large} images "
+                f"predict {predicted:,.0f}. The memory of other microbatches is unknown."
+            )
+    return memory

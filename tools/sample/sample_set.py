@@ -30,7 +30,7 @@ from ...train.parallel.ranks import ALONE, Ranks
 from ...train.sampling.sample import Snapshot, choose_sampler
 from ..inspection.contact_sheet import load_decoder
 from .sampler import (
-    Request,
+    SampleRequest,
     check_decoder,
     checked,
     choose_bucket,
@@ -49,7 +49,7 @@ ZIP_TIME = (1980, 1, 1, 0, 0, 0)  # so that the same pictures are the same file
 
 def sample_set(
     run: Path,
-    request: Request,
+    request: SampleRequest,
     *,
     out: Path,
     device: torch.device,
@@ -121,7 +121,7 @@ class Subjects:
     def __init__(
         self,
         snapshot: Snapshot,
-        request: Request,
+        request: SampleRequest,
         run: Path,
         store: Path | None,
         text: str | None,
@@ -179,7 +179,7 @@ class Subjects:
         return padded_captions(self._snapshot, rows, self._device)
 
 
-def describe(snapshot: Snapshot, request: Request, bucket: str, sampler: str, decoder: str) -> dict[str, Any]:
+def describe(snapshot: Snapshot, request: SampleRequest, bucket: str, sampler: str, decoder: str) -> dict[str, Any]:
     """What makes the pictures of a set what they are, but for their number."""
     return {
         "snapshot": snapshot.path.name,

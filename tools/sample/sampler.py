@@ -43,7 +43,7 @@ LARGEST_ROW = 12  # pictures of one label or caption that make a row of the grid
 
 
 @dataclass(frozen=True)
-class Request:
+class SampleRequest:
     """What to draw.
 
     Args:
@@ -94,7 +94,7 @@ class Request:
 
 def sample(
     run: Path,
-    request: Request,
+    request: SampleRequest,
     *,
     out: Path,
     device: torch.device,
@@ -140,7 +140,7 @@ def sample(
     return result
 
 
-def open_model(run: Path, request: Request, device: torch.device, vae: str | None, text: str | None) -> Snapshot:
+def open_model(run: Path, request: SampleRequest, device: torch.device, vae: str | None, text: str | None) -> Snapshot:
     """The newest snapshot of a run, or the published checkpoint that the recipes describe.
 
     Raises: RecipeError: one recipe without the other; RunError, EncoderError.
@@ -163,7 +163,7 @@ def draw_pictures(
     decoder: ImageEncoder,
     *,
     bucket: str,
-    request: Request,
+    request: SampleRequest,
     numbers: Sequence[int] | None = None,
 ) -> np.ndarray:
     """Draw and decode; (B, height_px, width_px, 3) uint8.
@@ -194,7 +194,7 @@ def draw_pictures(
     return np.concatenate(pictures)
 
 
-def choose_bucket(snapshot: Snapshot, request: Request) -> str:
+def choose_bucket(snapshot: Snapshot, request: SampleRequest) -> str:
     """The size that is asked for, else the most common one of the store.
 
     Raises: RecipeError: the latents cannot have it.
@@ -204,7 +204,7 @@ def choose_bucket(snapshot: Snapshot, request: Request) -> str:
     return bucket
 
 
-def subject_by_subject(request: Request, total: int) -> list[int]:
+def subject_by_subject(request: SampleRequest, total: int) -> list[int]:
     """Numbers of the pictures of a grid: all of the first label or caption, then all of the next.
 
     In a set (``sample_set.py``) labels and captions take turns; picture number n is the same here and there.
@@ -214,7 +214,7 @@ def subject_by_subject(request: Request, total: int) -> list[int]:
 
 
 def make_conditioning(
-    snapshot: Snapshot, request: Request, run: Path, store: Path | None, text: str | None, device: torch.device
+    snapshot: Snapshot, request: SampleRequest, run: Path, store: Path | None, text: str | None, device: torch.device
 ) -> tuple[list[str], Conditioning]:
     """Conditioning of what was asked for, subject by subject, and a name for each picture.
 
@@ -230,7 +230,7 @@ def make_conditioning(
     return names, snapshot.conditioner(torch.tensor(labels, device=device), None, None)
 
 
-def checked(snapshot: Snapshot, request: Request) -> Request:
+def checked(snapshot: Snapshot, request: SampleRequest) -> SampleRequest:
     """The request with class names replaced by their indexes.
 
     Raises: RecipeError: labels of a model of captions or captions of one of labels, a class that the model does not
@@ -241,7 +241,7 @@ def checked(snapshot: Snapshot, request: Request) -> Request:
     return dataclasses.replace(request, labels=tuple(labels))
 
 
-def check_guidance(snapshot: Snapshot, request: Request) -> None:
+def check_guidance(snapshot: Snapshot, request: SampleRequest) -> None:
     """Refuse a guidance that has no meaning for this model.
 
     Raises: RecipeError.
@@ -259,7 +259,7 @@ def check_guidance(snapshot: Snapshot, request: Request) -> None:
 
 
 def caption_conditioning(
-    snapshot: Snapshot, request: Request, run: Path, store: Path | None, text: str | None, device: torch.device
+    snapshot: Snapshot, request: SampleRequest, run: Path, store: Path | None, text: str | None, device: torch.device
 ) -> tuple[list[str], Conditioning]:
     """Captions from the store, and those it does not have through the text encoder."""
     opened = open_captions(snapshot, run, store)

@@ -14,7 +14,7 @@ from leandit.datasets.errors import RecipeError
 from leandit.tools.bench.encode import caching
 from leandit.tools.bench.training.steps import Request, our_step, plain_dit
 from leandit.tools.bench.training.train import DIFFUSERS, OURS, PLAIN, Inside, render, run
-from leandit.tools.plan.training import Work, work_at_resolution
+from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.train.config import load
 from leandit.train.models.build import build_model
 from leandit.train.models.dit import DiT
@@ -43,8 +43,8 @@ def quiet(*_: Any) -> None:
     """A progress line that shows nothing."""
 
 
-def tiny_work(*overrides: str) -> Work:
-    return work_at_resolution(load("dit-s-2-256", [*TINY, *overrides]), 64)
+def tiny_work(*overrides: str) -> TrainingWorkload:
+    return workload_at_resolution(load("dit-s-2-256", [*TINY, *overrides]), 64)
 
 
 def test_the_plain_dit_is_the_same_function_as_ours() -> None:

@@ -29,17 +29,10 @@ from leandit.tools.plan.memory_tracker import (
     STATES,
     MemoryTracker,
 )
-from leandit.tools.plan.step_memory import StepMemory, Trace, step_memory, trace_step
-from leandit.tools.plan.training import (
-    LAUNCH_SECONDS,
-    Work,
-    measured_mfu,
-    plan,
-    render,
-    strategies,
-    with_ds_config,
-    work_at_resolution,
-)
+from leandit.tools.plan.step_memory import StepMemory, StepTrace, step_memory, trace_step
+from leandit.tools.plan.strategies import strategies, with_ds_config
+from leandit.tools.plan.training import LAUNCH_SECONDS, measured_mfu, plan, render
+from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
 from leandit.train.config import load
 from leandit.train.models.activation_checkpointing import checkpoint_blocks
@@ -58,16 +51,14 @@ def _small_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def work(name: str = "dit-s-2-256", *overrides: str) -> Work:
-    return work_at_resolution(load(name, [*SMALL, *overrides]), 64)
+def work(name: str = "dit-s-2-256", *overrides: str) -> TrainingWorkload:
+    return workload_at_resolution(load(name, [*SMALL, *overrides]), 64)
 
 
 @functools.cache
 def memory(*overrides: str, accumulates: bool = False, device_type: str = "cuda") -> StepMemory:
     it = work("dit-s-2-256", *overrides)
-    return step_memory(
-        it.recipe, it.store, it.spec, "64x64", 0, autocast=None, accumulates=accumulates, device_type=device_type
-    )
+    return step_memory(it, "64x64", autocast=None, accumulates=accumulates, device_type=device_type)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +94,8 @@ def test_a_microbatch_that_was_not_traced_lies_on_the_lines() -> None:
         found = memory(accumulates=accumulates, device_type="cpu")
         for microbatch in (40,):
             traced = trace_step(
-                it.recipe,
-                it.store,
-                it.spec,
+                it,
                 "64x64",
-                0,
                 microbatch=microbatch,
                 autocast=None,
                 count=2 if accumulates else 1,
@@ -144,7 +132,7 @@ def test_checkpointing_takes_less_and_accumulation_keeps_the_gradients() -> None
 
 def test_what_waits_on_the_host_is_what_a_real_step_sends_there(monkeypatch: pytest.MonkeyPatch) -> None:
     it = work("dit-s-2-256", "run.activation_checkpointing=blocks")
-    of = [step_memory(it.recipe, it.store, it.spec, "64x64", 0, autocast=None, to_host=to) for to in (False, True)]
+    of = [step_memory(it, "64x64", autocast=None, to_host=to) for to in (False, True)]
     stays, waits = (found.peak(256)[ACTIVATIONS] for found in of)
     assert waits < stays - 0.9 * (SIZE[0] - 1) * 256 * 16 * SIZE[1] * 4  # the tokens of all blocks but one
     sent: list[int] = []
@@ -172,7 +160,7 @@ def test_a_plan_counts_the_activations_of_zero_on_the_host_where_the_file_says_s
         recipe, _ = with_ds_config(
             load("dit-s-2-256", [*SMALL, "run.global_batch=512", f"parallel.deepspeed_config={path}"]), 2
         )
-        found = plan(work_at_resolution(recipe, 64), gpu="H200", num_gpus=2, images=0, run=None)
+        found = plan(workload_at_resolution(recipe, 64), gpu="H200", num_gpus=2, images=0, run=None)
         return {row["strategy"]: row for row in found["strategies"]}
 
     stay = rows(activation_checkpointing={"cpu_checkpointing": False})
@@ -187,8 +175,8 @@ def test_a_bf16_residual_stream_takes_less_memory() -> None:
     it, found = work("dit-s-2-256", "run.precision=bf16"), {}
     for residual in ("float32", "bf16"):
         run = it.recipe.run.model_copy(update={"residual": residual})
-        recipe = it.recipe.model_copy(update={"run": run})
-        trace = trace_step(recipe, it.store, it.spec, "64x64", 0, microbatch=64, autocast=torch.bfloat16)
+        changed = dataclasses.replace(it, recipe=it.recipe.model_copy(update={"run": run}))
+        trace = trace_step(changed, "64x64", microbatch=64, autocast=torch.bfloat16)
         found[residual] = trace.moments[:, CATEGORIES.index(ACTIVATIONS)].max()
     assert found["bf16"] < 0.85 * found["float32"]
 
@@ -254,7 +242,7 @@ def test_the_bytes_of_zero_are_written_down() -> None:
     """Four states of 100 and blocks of 10; each term of the rules stands alone in one of the figures."""
     states = {PARAMETERS: 100, GRADIENTS: 100, OPTIMIZER: 200, EMA: 100}
     moments = np.array([[100, 10, 200, 100, 50]])
-    trace = Trace(moments, states, block_bytes=10, other_bytes=5)
+    trace = StepTrace(moments, states, block_bytes=10, other_bytes=5)
     few_live = {"reduce_bucket_size": 1, "stage3_prefetch_bucket_size": 2, "stage3_max_live_parameters": 10}
     all_live = few_live | {"stage3_max_live_parameters": 1000, "stage3_prefetch_bucket_size": 3}
 
@@ -293,7 +281,7 @@ def test_a_small_model_is_not_promised_more_than_its_launches_allow(
 ) -> None:
     # The size of the batch is not in the traces, so each is made once here.
     traced = {accumulates: memory(accumulates=accumulates) for accumulates in (False, True)}
-    monkeypatch.setattr(training, "traced", lambda work, autocast, *, accumulates: traced[accumulates])
+    monkeypatch.setattr(training, "trace_workload", lambda workload, *, accumulates: traced[accumulates])
 
     def rates(run: Path | None = None, **changes: Any) -> dict[str, dict[str, Any]]:
         it = work("dit-s-2-256", "run.precision=bf16")
@@ -317,7 +305,7 @@ def test_a_small_model_is_not_promised_more_than_its_launches_allow(
 
 def test_pictures_that_are_no_whole_patches_are_refused() -> None:
     with pytest.raises(RunError, match="no whole number of patches"):
-        work_at_resolution(load("dit-s-2-256", SMALL), 250)
+        workload_at_resolution(load("dit-s-2-256", SMALL), 250)
 
 
 def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:
@@ -344,5 +332,5 @@ def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:
 def test_a_plan_is_refused_where_it_could_only_guess(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="not known"):
         plan(work(), gpu="GTX 1080", num_gpus=1, images=0, run=None)
-    with pytest.raises(RecipeError, match="tells no MFU"):
+    with pytest.raises(RecipeError, match="has no MFU"):
         measured_mfu(tmp_path)

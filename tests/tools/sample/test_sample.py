@@ -25,7 +25,14 @@ from leandit.precompute.encoders.model_files import local_folder
 from leandit.tools.cli.preflight import check_subjects
 from leandit.tools.inspection.contact_sheet import load_decoder
 from leandit.tools.sample.sample_set import sample_set
-from leandit.tools.sample.sampler import Request, checked, draw_pictures, make_conditioning, sample, subject_by_subject
+from leandit.tools.sample.sampler import (
+    SampleRequest,
+    checked,
+    draw_pictures,
+    make_conditioning,
+    sample,
+    subject_by_subject,
+)
 from leandit.train.config import ObjectiveSection
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.conditioning import Conditioner, Conditioning
@@ -281,7 +288,7 @@ def test_products_are_in_tf32_where_asked_and_only_while_drawing(tf32: bool, mon
         return forward(self, x, t, conditioning)
 
     monkeypatch.setattr(Known, "forward", watch)
-    solver = Request(steps=2, precision="tf32" if tf32 else "fp32", guidance=1.0).solver(CPU)
+    solver = SampleRequest(steps=2, precision="tf32" if tf32 else "fp32", guidance=1.0).solver(CPU)
     label = Conditioning(labels=torch.tensor([0]))
     with float32_products(not tf32):
         draw_latents(snapshot_of(OBJECTIVES[0], 0.5), label, size=(8, 8), seed=0, solver=solver)
@@ -350,7 +357,12 @@ def go(tmp_path: Path) -> Draw:
     """Sample into a folder of the test."""
 
     def run(
-        path: Path, request: Request, *, store: Path | None = None, vae: str | None = None, text: str | None = None
+        path: Path,
+        request: SampleRequest,
+        *,
+        store: Path | None = None,
+        vae: str | None = None,
+        text: str | None = None,
     ) -> dict:
         return sample(path, request, out=tmp_path / "out", device=CPU, store=store, vae=vae, text=text)
 
@@ -360,7 +372,7 @@ def go(tmp_path: Path) -> Draw:
 def test_sampling_twice_gives_the_same_picture_and_another_seed_another(go: Draw, runs: Runs) -> None:
     grids = []
     for seed in (0, 0, 1):
-        result = go(runs.labels, Request(labels=(0, 2), steps=3, seed=seed))
+        result = go(runs.labels, SampleRequest(labels=(0, 2), steps=3, seed=seed))
         grids.append(Path(result["grid"]).read_bytes())
     assert grids[0] == grids[1] != grids[2]
     assert (result["samples"], result["warning"]) == (["0: n000", "2: n002"], None)
@@ -368,7 +380,7 @@ def test_sampling_twice_gives_the_same_picture_and_another_seed_another(go: Draw
 
 @pytest.mark.parametrize("bucket", ["32x32", "64x32", "96x64"])
 def test_other_sizes_than_those_of_the_store_work(bucket: str, go: Draw, runs: Runs) -> None:
-    assert go(runs.labels, Request(labels=(1,), steps=2, bucket=bucket))["bucket"] == bucket
+    assert go(runs.labels, SampleRequest(labels=(1,), steps=2, bucket=bucket))["bucket"] == bucket
 
 
 def test_captions_of_the_store_equal_those_encoded_live(
@@ -377,7 +389,7 @@ def test_captions_of_the_store_equal_those_encoded_live(
     captions = caption_store.captions["text"].to_pylist()[:4]
     moved = shutil.copytree(runs.captions, tmp_path / "elsewhere/run")  # from here the run does not find its store
     snapshot = load_snapshot(runs.captions, CPU)
-    request = Request(captions=captions)
+    request = SampleRequest(captions=captions)
     stored = make_conditioning(snapshot, request, runs.captions, None, None, CPU)[1]
     live = make_conditioning(snapshot, request, moved, None, "shipped:t5", CPU)[1]
     assert stored.captions is not None
@@ -391,30 +403,32 @@ def test_captions_of_the_store_equal_those_encoded_live(
 
 def test_any_new_caption_can_be_drawn_beside_one_of_the_store(go: Draw, runs: Runs) -> None:
     captions = ("a tiny yellow square", "a red circle", "a purple triangle and a cyan square")
-    assert go(runs.captions, Request(captions=captions, steps=2))["samples"] == list(captions)
+    assert go(runs.captions, SampleRequest(captions=captions, steps=2))["samples"] == list(captions)
 
 
 def test_without_a_wish_labels_or_captions_of_the_store_are_drawn(go: Draw, runs: Runs) -> None:
-    assert go(runs.labels, Request(count=3, steps=1))["samples"] == ["0: n000", "1: n001", "2: n002"]
-    assert len(go(runs.captions, Request(count=3, steps=1))["samples"]) == 3
+    assert go(runs.labels, SampleRequest(count=3, steps=1))["samples"] == ["0: n000", "1: n001", "2: n002"]
+    assert len(go(runs.captions, SampleRequest(count=3, steps=1))["samples"]) == 3
 
 
 @pytest.mark.parametrize(
     ("which", "request_", "words"),
     [
-        ("labels", Request(labels=(3,)), "label: no class 3.*0 to 2"),
-        ("labels", Request(labels=(-1,)), "label: no class -1"),
-        ("labels", Request(labels=("m001",)), "--label: no class 'm001'. Did you mean 'n001'"),
-        ("labels", Request(guidance=-1.0), "--guidance -1: needed a number from 0 to 100"),
-        ("labels", Request(guidance=float("nan")), "--guidance nan"),
-        ("labels", Request(guided_channels=5), "--guidance-channels 5: the latents have 4"),
-        ("labels", Request(captions=("a red circle",)), "takes class labels"),
-        ("captions", Request(labels=(1,)), "takes captions"),
-        ("labels", Request(labels=(1,), bucket="30x32"), "30x32.*multiples"),
-        ("labels", Request(labels=(1,), bucket="big"), "big.*HEIGHTxWIDTH"),
+        ("labels", SampleRequest(labels=(3,)), "label: no class 3.*0 to 2"),
+        ("labels", SampleRequest(labels=(-1,)), "label: no class -1"),
+        ("labels", SampleRequest(labels=("m001",)), "--label: no class 'm001'. Did you mean 'n001'"),
+        ("labels", SampleRequest(guidance=-1.0), "--guidance -1: needed a number from 0 to 100"),
+        ("labels", SampleRequest(guidance=float("nan")), "--guidance nan"),
+        ("labels", SampleRequest(guided_channels=5), "--guidance-channels 5: the latents have 4"),
+        ("labels", SampleRequest(captions=("a red circle",)), "takes class labels"),
+        ("captions", SampleRequest(labels=(1,)), "takes captions"),
+        ("labels", SampleRequest(labels=(1,), bucket="30x32"), "30x32.*multiples"),
+        ("labels", SampleRequest(labels=(1,), bucket="big"), "big.*HEIGHTxWIDTH"),
     ],
 )
-def test_what_the_model_cannot_draw_is_refused(which: str, request_: Request, words: str, go: Draw, runs: Runs) -> None:
+def test_what_the_model_cannot_draw_is_refused(
+    which: str, request_: SampleRequest, words: str, go: Draw, runs: Runs
+) -> None:
     with pytest.raises(RecipeError, match=words):
         go(getattr(runs, which), request_)
 
@@ -445,17 +459,17 @@ def test_the_look_at_a_snapshot_leaves_what_can_be_drawn_and_what_is_damaged(run
 
 
 def test_labels_go_by_name_and_num_counts_pictures_of_each(go: Draw, runs: Runs, caption_store: LatentStore) -> None:
-    named = go(runs.labels, Request(labels=("N002", "0", 1), count=2, steps=1))
+    named = go(runs.labels, SampleRequest(labels=("N002", "0", 1), count=2, steps=1))
     assert named["samples"] == ["2: n002"] * 2 + ["0: n000"] * 2 + ["1: n001"] * 2
     captions = caption_store.captions["text"].to_pylist()[:2]
-    assert go(runs.captions, Request(captions=captions, count=3, steps=1))["samples"] == [
+    assert go(runs.captions, SampleRequest(captions=captions, count=3, steps=1))["samples"] == [
         *([captions[0]] * 3),
         *([captions[1]] * 3),
     ]
 
 
 def test_pictures_of_one_label_differ_and_are_those_of_a_set(runs: Runs, tmp_path: Path) -> None:
-    request = Request(labels=(2, 0), count=2, steps=2, guidance=1.0)
+    request = SampleRequest(labels=(2, 0), count=2, steps=2, guidance=1.0)
     places: dict[str, Any] = {"device": CPU, "store": None, "vae": None, "text": None}
     sample_set(runs.labels, request, out=tmp_path, progress=no_progress, **places)
     snapshot = load_snapshot(runs.labels, CPU)
@@ -474,18 +488,18 @@ def test_guidance_of_a_model_that_never_saw_null_is_refused(go: Draw, runs: Runs
     assert snapshot.state["drop"] == 0.1
     unguided = dataclasses.replace(snapshot, state=snapshot.state | {"drop": 0.0})
     with pytest.raises(RecipeError, match=r"trained with conditioning\.drop = 0"):
-        checked(unguided, Request(guidance=4.0))
-    assert checked(unguided, Request(guidance=1.0)).guidance == 1.0
+        checked(unguided, SampleRequest(guidance=4.0))
+    assert checked(unguided, SampleRequest(guidance=1.0)).guidance == 1.0
 
 
 def test_a_store_that_is_not_there_is_refused_when_it_is_named(go: Draw, runs: Runs, tmp_path: Path) -> None:
     with pytest.raises(LeanditError, match="nowhere"):
-        go(runs.captions, Request(captions=("a red circle",), steps=1), store=tmp_path / "nowhere")
+        go(runs.captions, SampleRequest(captions=("a red circle",), steps=1), store=tmp_path / "nowhere")
 
 
 def test_a_run_without_a_snapshot_is_refused(go: Draw, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no snapshot"):
-        go(tmp_path, Request())
+        go(tmp_path, SampleRequest())
 
 
 def other_vae(folder: Path, channels: int) -> str:
@@ -506,15 +520,15 @@ def other_vae(folder: Path, channels: int) -> str:
 
 
 def test_another_vae_is_used_with_a_warning(go: Draw, runs: Runs, tmp_path: Path) -> None:
-    result = go(runs.labels, Request(labels=(0,), steps=1), vae=other_vae(tmp_path / "vae", 4))
+    result = go(runs.labels, SampleRequest(labels=(0,), steps=1), vae=other_vae(tmp_path / "vae", 4))
     assert "not the VAE that the store was made with" in result["warning"]
     copy = shutil.copytree(local_folder("shipped:vae"), tmp_path / "same")  # type: ignore[arg-type]
-    assert go(runs.labels, Request(labels=(0,), steps=1), vae=str(copy))["warning"] is None
+    assert go(runs.labels, SampleRequest(labels=(0,), steps=1), vae=str(copy))["warning"] is None
 
 
 def test_a_vae_of_other_channels_is_refused(go: Draw, runs: Runs, tmp_path: Path) -> None:
     with pytest.raises(EncoderError, match="8 channels, the model makes 4"):
-        go(runs.labels, Request(labels=(0,), steps=1), vae=other_vae(tmp_path / "vae", 8))
+        go(runs.labels, SampleRequest(labels=(0,), steps=1), vae=other_vae(tmp_path / "vae", 8))
 
 
 def test_compiled_blocks_draw_the_same_and_see_few_lengths(
@@ -534,24 +548,24 @@ def test_compiled_blocks_draw_the_same_and_see_few_lengths(
     monkeypatch.setattr(torch, "compile", compiled)
     drawn = []
     for snapshot in (load_snapshot(runs.captions, CPU), load_snapshot(runs.captions, CPU, compiled=True)):
-        request = Request(captions=caption_store.captions["text"].to_pylist()[:2])
+        request = SampleRequest(captions=caption_store.captions["text"].to_pylist()[:2])
         given = make_conditioning(snapshot, request, runs.captions, None, None, CPU)[1]
         drawn.append(draw_latents(snapshot, given, size=(8, 8), seed=0, solver=Solver(steps=2, guidance=2.0)))
     assert lengths == {16}  # of null; a multiple of 64 would be beyond it
     torch.testing.assert_close(drawn[0], drawn[1], rtol=1e-4, atol=1e-4)
 
 
-def published_request(folder: Path, recipe: Any, encoders: Any, **options: Any) -> Request:
+def published_request(folder: Path, recipe: Any, encoders: Any, **options: Any) -> SampleRequest:
     for name, section in (("train.toml", recipe), ("precompute.toml", encoders)):
         (folder / name).write_text(to_toml(section))
-    return Request(recipe=str(folder / "train.toml"), encoders=str(folder / "precompute.toml"), **options)
+    return SampleRequest(recipe=str(folder / "train.toml"), encoders=str(folder / "precompute.toml"), **options)
 
 
 def test_a_published_dit_is_drawn_from_without_a_run(go: Draw, runs: Runs, tmp_path: Path) -> None:
     write_official(tmp_path / "DiT.safetensors", load_snapshot(runs.labels, CPU).model.state_dict())
     recipe = train_recipe("dit-s-4", "model.num_classes=3")
     given: dict[str, Any] = {"labels": (2, 0), "steps": 2, "bucket": "32x32"}
-    wanted = grid_pixels(go(runs.labels, Request(**given)))
+    wanted = grid_pixels(go(runs.labels, SampleRequest(**given)))
     result = go(tmp_path / "DiT.safetensors", published_request(tmp_path, recipe, label_recipe(), **given))
     assert (result["snapshot"], result["warning"]) == ("DiT.safetensors", None)
     assert np.array_equal(grid_pixels(result)[:32], wanted[:32])  # their names, below, are others
@@ -562,7 +576,7 @@ def test_a_published_pixart_is_drawn_from_without_a_run(go: Draw, runs: Runs, tm
     model.net.save_pretrained(tmp_path / "PixArt/transformer")
     recipe, encoders = train_recipe("pixart-tiny"), caption_recipe()
     given: dict[str, Any] = {"captions": ("a tiny yellow square", "a red circle"), "steps": 2, "guidance": 2.0}
-    wanted = grid_pixels(go(runs.captions, Request(**given, bucket="64x64")))
+    wanted = grid_pixels(go(runs.captions, SampleRequest(**given, bucket="64x64")))
     result = go(tmp_path / "PixArt", published_request(tmp_path, recipe, encoders, **given))
     assert (result["bucket"], result["warning"]) == ("64x64", None)  # of three, the square one
     found = grid_pixels(result)
@@ -576,6 +590,6 @@ def grid_pixels(result: dict) -> np.ndarray:
 
 def test_a_published_checkpoint_needs_both_recipes_and_classes(go: Draw, runs: Runs, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"--recipe.*--encoders"):
-        go(runs.labels, Request(recipe="dit-xl-2-256"))
+        go(runs.labels, SampleRequest(recipe="dit-xl-2-256"))
     with pytest.raises(RecipeError, match=r"model\.num_classes"):
         go(runs.labels, published_request(tmp_path, train_recipe("dit-s-4"), label_recipe()))

@@ -22,7 +22,7 @@ from leandit.datasets.store import LatentStore
 from leandit.tools.cli.sample import interval_of, place
 from leandit.tools.sample import sample_set as module
 from leandit.tools.sample.sample_set import npz_parts, sample_set
-from leandit.tools.sample.sampler import Request
+from leandit.tools.sample.sampler import SampleRequest
 from leandit.train.loop import StopRequest, train
 from leandit.train.parallel.ranks import Ranks
 from leandit.train.sampling.sample import load_snapshot
@@ -59,8 +59,8 @@ def trained(name: str, store: LatentStore, folders: pytest.TempPathFactory) -> P
     return path
 
 
-def request(**options: Any) -> Request:
-    return Request(**({"count": COUNT, "steps": 2, "guidance": 2.0, "batch": 4} | options))
+def request(**options: Any) -> SampleRequest:
+    return SampleRequest(**({"count": COUNT, "steps": 2, "guidance": 2.0, "batch": 4} | options))
 
 
 def go(run: Path, out: Path, ranks: Ranks | None = None, **options: Any) -> dict:

@@ -15,8 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.store import LatentStore
-from leandit.tools.plan.training import Work as Planned
-from leandit.tools.plan.training import work_at_resolution
+from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
 from leandit.tools.terminal.progress import train_note
 from leandit.train.config import load
@@ -46,8 +45,8 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def planned(name: str, *overrides: str) -> Planned:
-    return work_at_resolution(load(name, [*TINY, *overrides]), 64)
+def planned(name: str, *overrides: str) -> TrainingWorkload:
+    return workload_at_resolution(load(name, [*TINY, *overrides]), 64)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leandit.tools.plan.training import work_at_resolution
+from leandit.tools.plan.workload import workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
 from leandit.train.config import load
 from leandit.train.models.build import build_model
@@ -78,7 +78,7 @@ def test_a_step_on_a_cpu_takes_it_for_every_layer_and_selective_recomputation_ke
     counted = {}
     for mode in ("none", "blocks", "selective"):
         settings = ["run.global_batch=2", "model.num_classes=10", f"run.activation_checkpointing={mode}"]
-        work = work_at_resolution(load("dit-s-2-256", settings), 64)
+        work = workload_at_resolution(load("dit-s-2-256", settings), 64)
         learner = synthetic_learner(work.recipe, work.spec, 0, CPU)
         with Counter() as counter:
             train_step(learner, synthetic_batch(work.store, work.largest_bucket, 2, 0, CPU))

@@ -13,7 +13,7 @@ from leandit.datasets.errors import RecipeError
 from leandit.datasets.recipe import flatten
 from leandit.datasets.store import LatentStore
 from leandit.tools.plan.dry_run import describe_train
-from leandit.tools.plan.training import with_ds_config
+from leandit.tools.plan.strategies import with_ds_config
 from leandit.train.loop import train
 from leandit.train.parallel.deepspeed_config import Resolved, read_config, resolve
 from leandit.train.parallel.deepspeed_keys import drop_unknown

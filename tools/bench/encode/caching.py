@@ -27,7 +27,7 @@ from ....train.run.data import build_loader
 from ....train.run.model_for_store import model_spec
 from ....train.step.learner import Learner
 from ....train.step.train_step import train_step
-from ...plan.training import CLASSES
+from ...plan.workload import CLASSES
 from ...synthetic.batches import synthetic_batch, synthetic_learner
 from ...synthetic.store import make_store
 from ...terminal.cpu_memory import keep_freed_memory

@@ -28,7 +28,9 @@ from ....train.optim.loss_scale import autocast_dtype
 from ....train.parallel.ranks import ALONE, Ranks
 from ....train.step.train_step import train_step
 from ...plan.step_memory import trace_step
-from ...plan.training import CUBLAS_BYTES, Work, strategies, work_at_resolution, zero_section
+from ...plan.strategies import strategies, zero_section
+from ...plan.training import CUBLAS_BYTES
+from ...plan.workload import TrainingWorkload, workload_at_resolution
 from ...synthetic.batches import synthetic_batch, synthetic_learner
 from ...terminal.progress import ProgressLine
 from ..harness.meters import hardware
@@ -159,11 +161,8 @@ def predict(job: dict[str, Any]) -> int:
     """Bytes that the planner says torch's allocator hands out at the peak."""
     work, device = _work(job), torch.device(job["device"])
     trace = trace_step(
-        work.recipe,
-        work.store,
-        work.spec,
+        work,
         work.largest_bucket,
-        work.tokens,
         microbatch=job["microbatch"],
         count=job["count"],
         autocast=autocast_dtype(work.recipe.run.precision, device),
@@ -248,9 +247,9 @@ def _place(job: dict[str, Any]) -> Ranks:
     return Ranks(rank, job["ranks"], rank, job["ranks"])
 
 
-def _work(job: dict[str, Any]) -> Work:
+def _work(job: dict[str, Any]) -> TrainingWorkload:
     settings = [*job["changes"], *job["parallel"], "run.compile=false", f"run.microbatch={job['microbatch']}"]
-    return work_at_resolution(load(job["recipe"], settings), job["side_px"])
+    return workload_at_resolution(load(job["recipe"], settings), job["side_px"])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from ....train.models.dit import size_of
 from ....train.models.spec import ModelSpec
 from ....train.objectives.losses import draw_times, loss_per_image
 from ....train.optim.loss_scale import autocast_dtype
-from ...plan.training import Work
+from ...plan.workload import TrainingWorkload
 from ...synthetic.batches import synthetic_batch, synthetic_learner
 
 WARM_STEPS = 3  # of a cell, not counted: what is compiled, cached or allocated at first
@@ -32,7 +32,7 @@ class Request:
       store: to train on; None makes one of noise.
     """
 
-    work: Work
+    work: TrainingWorkload
     device: torch.device
     rounds: int
     steps: int
