@@ -1,12 +1,12 @@
-"""``--dry-run``: what would be read, fetched and written, and for how long; then the recipe. Nothing is changed."""
+"""``--dry-run``: what a command would read, fetch and write, with times; then the recipe. Changes nothing."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 from torch import nn
 
@@ -22,13 +22,14 @@ from ...datasets.store import LatentStore
 from ...precompute.config import PrecomputeRecipe, TextSection, VaeSection
 from ...precompute.encoders.describe import describe_store
 from ...precompute.encoders.model_files import local_folder, model_folder, model_name
-from ...precompute.encoders.vae import load_encoders
+from ...precompute.encoders.vae import Encoders, load_encoders
 from ...precompute.images.decoders import Decoders
-from ...precompute.planning.compare import Options, all_fresh
+from ...precompute.planning.compare import Comparison, Options, all_fresh
 from ...precompute.planning.opening import Ground, Planner, check_apart, check_fingerprint, is_sealed, look_for_plan
 from ...precompute.planning.pictures import num_threads
 from ...precompute.progress.rejects import count_reasons
 from ...precompute.sources.several import SourcePaths, list_sources
+from ...precompute.sources.source import Source
 from ...train.config import TrainRecipe
 from ...train.models.build import build_model, check_model_name
 from ...train.optim.ema import build_rules
@@ -49,13 +50,13 @@ class DryRun:
 
     Args:
       text: for the user.
-      found: what it would write, where the encoders are here.
-      store_bytes: of the whole store when it is done, what is there included; 0 where it is not known.
-      refusal: why it would stop, where it would reject too much.
+      new_bytes: what it would write; None without local encoders.
+      store_bytes: of the finished store, existing bytes included; 0 if unknown.
+      refusal: the error that would stop it: too many rejects.
     """
 
     text: str
-    found: StoreBytes | None = None
+    new_bytes: StoreBytes | None = None
     store_bytes: int = 0
     refusal: SourceError | None = None
 
@@ -70,127 +71,164 @@ def describe_precompute(
     new_revision: bool = False,
     options: Options | None = None,
 ) -> DryRun:
-    """What a precompute would do; nothing is written.
+    """Describe what a precompute would do; writes nothing.
 
     Args:
-      source_path: of one or several; is scanned if given; without it, only the recipe is shown.
-      device: of the probe; the first of those that would encode.
+      source_path: one or several sources to scan; None: only describe the recipe.
+      device: for the probe; the first encoding device.
       num_devices: that would encode.
-      store: what is there of it is looked at, if given.
-      new_revision: other encoders or settings than the store's would make its next revision.
-      options: as of a precompute, where the store grows.
-    Raises: StoreError, FingerprintMismatch: a precompute would refuse the store.
+      store: existing or future store; its state is part of the description.
+      new_revision: other encoders or settings would make the next revision.
+      options: how a grown store treats changes.
+    Raises: StoreError, FingerprintMismatch: as a precompute.
     """
-    there = look_for_plan(store) if store else None
-    lines, shown = encoder_lines(recipe), ["", to_toml(recipe).rstrip()]
+    frozen = look_for_plan(store) if store else None
+    lines, shown_recipe = encoder_lines(recipe), ["", to_toml(recipe).rstrip()]
     lines += [f"{'warning':<20}{warning}" for warning in recipe.images.warnings()]
     if source_path is None:
-        return DryRun("\n".join([*lines, "give --source to count its pictures", *shown]))
+        return DryRun("\n".join([*lines, "give --source to count its pictures", *shown_recipe]))
     with ProgressLine() as progress:
         source = list_sources(source_path, recipe.source, progress=lambda done: progress("list", done, 0))
     if store:
         check_apart(store, source)
-    lines += ["", *(f"{'source':<20}{line}" for line in source.lines())]
-    lines += [f"{'':<20}{note}" for note in source.notes]
-    if source.classes:
-        lines.append(f"{'classes':<20}{ClassNames(source.classes, source.class_names).summary()}")
-    lines += [f"{'ignored':<20}{line}" for line in source.ignored.lines()]
-    wanted = [recipe.vae.model] + ([recipe.text.model] if recipe.text.kind != "none" else [])
-    has_encoders = all(local_folder(model) is not None for model in wanted)
-    encoders = load_encoders(recipe, device) if has_encoders else None
-    spec = encoders and describe_store(recipe, source, encoders, known=there and there.spec)
+    lines += source_lines(source)
+    encoders = _local_encoders(recipe, device)
+    spec = encoders and describe_store(recipe, source, encoders, known=frozen and frozen.spec)
     with ProgressLine() as progress, Decoders(num_threads()) as decoders:
         tokenizer = encoders and encoders.tokenizer
         planner = Planner(store or Path(), spec, source, recipe, tokenizer, decoders, progress)
         comparison, ground = all_fresh(source.records), Ground()
-        if store and there and spec:
-            is_complete = is_sealed(store, there)
-            if not (new_revision and is_complete):
-                check_fingerprint(store, there.spec, spec)
-            lines += ["", f"{'store':<20}'{store}', {store_state(store, there, spec, is_complete=is_complete)}"]
-            if is_complete and there.spec.fingerprint == spec.fingerprint:
-                changes, ground = planner.compare(options or Options())
-                lines += [f"{name:<20}{value}" for name, value in change_rows(changes)] if changes else []
-                if not ground or not changes:
-                    return DryRun("\n".join([*lines, "nothing would be encoded", *shown]))
-                comparison = changes
+        if store and frozen and spec:
+            state, comparison, ground = _compare_with_store(planner, store, frozen, spec, new_revision, options)
+            lines += state
+        if comparison is None:
+            return DryRun("\n".join([*lines, "nothing would be encoded", *shown_recipe]))
         limit = planner.limit(comparison, stops=False)
         pictures = planner.look_at(comparison.fresh, limit)
         refusal = (limit.ledger and limit.ledger.refusal()) or limit.error or planner.refusal(comparison, pictures)
-        rejects, buckets = count_reasons(pictures["reason"]), count_reasons(pictures["bucket"])
-        lines += [f"{'would encode':<20}{buckets.total()} pictures"]
-        lines += [f"{'would reject':<20}{count} x {reason}" for reason, count in sorted(rejects.items())]
-        lines += ["", f"{'bucket':<20}{'records':>10}"]
-        lines += [f"{name:<20}{buckets[name]:>10}" for name in sorted(buckets, key=bucket_size)]
-        if not encoders or not (buckets or ground.stack):
-            lines += [] if encoders else ["", "bytes and time are known once the encoders are here"]
-            return DryRun("\n".join([*lines, *shown]), refusal=refusal)
+        lines += picture_lines(pictures)
+        if not encoders:
+            lines += ["", "bytes and time need the encoders on this machine"]
+        has_pictures = pictures["bucket"].null_count < pictures.num_rows
+        if not encoders or not (has_pictures or ground.stack):
+            return DryRun("\n".join([*lines, *shown_recipe]), refusal=refusal)
         plan = planner.plan(comparison, ground, pictures)
     devices = {"num_devices": num_devices}
-    sizes, found = predict_lines(recipe, plan, source, comparison.fresh, pictures, encoders, **devices)
-    before = sum(path.stat().st_size for path in files_below(store)) if store and ground.stack else 0
-    return DryRun("\n".join([*lines, "", *sizes, *shown]), found, found.total + before, refusal)
+    costs, new_bytes = predict_lines(recipe, plan, source, comparison.fresh, pictures, encoders, **devices)
+    old_bytes = sum(path.stat().st_size for path in files_below(store)) if store and ground.stack else 0
+    text = "\n".join([*lines, "", *costs, *shown_recipe])
+    return DryRun(text, new_bytes, new_bytes.total + old_bytes, refusal)
 
 
-def store_state(store: Path, there: FrozenPlan, spec: StoreSpec, *, is_complete: bool) -> str:
-    """What is there already, and what of it a precompute would do."""
+def _compare_with_store(
+    planner: Planner, store: Path, frozen: FrozenPlan, spec: StoreSpec, new_revision: bool, options: Options | None
+) -> tuple[list[str], Comparison | None, Ground]:
+    """Lines on the store, the records to encode and what they build on; no comparison if nothing would be encoded."""
+    is_complete = is_sealed(store, frozen)
+    if not (new_revision and is_complete):
+        check_fingerprint(store, frozen.spec, spec)
+    lines = ["", f"{'store':<20}'{store}', {store_state(store, frozen, spec, is_complete=is_complete)}"]
+    if not is_complete or frozen.spec.fingerprint != spec.fingerprint:
+        return lines, all_fresh(planner.source.records), Ground()
+    changes, ground = planner.compare(options or Options())
+    lines += [f"{name:<20}{value}" for name, value in change_rows(changes)] if changes else []
+    return (lines, changes, ground) if ground and changes else (lines, None, Ground())
+
+
+def source_lines(source: Source) -> list[str]:
+    """What a source holds, its classes, and the files that it ignores."""
+    lines = ["", *(f"{'source':<20}{line}" for line in source.lines())]
+    lines += [f"{'':<20}{note}" for note in source.notes]
+    if source.classes:
+        lines.append(f"{'classes':<20}{ClassNames(source.classes, source.class_names).summary()}")
+    return lines + [f"{'ignored':<20}{line}" for line in source.ignored.lines()]
+
+
+def picture_lines(pictures: pa.Table) -> list[str]:
+    """Pictures to encode by bucket, and rejects by reason.
+
+    Args:
+      pictures: of all new records (PICTURES_SCHEMA).
+    """
+    rejects, buckets = count_reasons(pictures["reason"]), count_reasons(pictures["bucket"])
+    lines = [f"{'would encode':<20}{buckets.total()} pictures"]
+    lines += [f"{'would reject':<20}{count} x {reason}" for reason, count in sorted(rejects.items())]
+    lines += ["", f"{'bucket':<20}{'records':>10}"]
+    return lines + [f"{name:<20}{buckets[name]:>10}" for name in sorted(buckets, key=bucket_size)]
+
+
+def store_state(store: Path, frozen: FrozenPlan, spec: StoreSpec, *, is_complete: bool) -> str:
+    """State of the newest revision, and what a precompute would do with it."""
     if not is_complete:
-        commits = read_commits(store, there)
-        missing = missing_work(there, [task for task in there.layout.tasks() if task not in commits])
+        commits = read_commits(store, frozen)
+        missing = missing_work(frozen, [task for task in frozen.layout.tasks() if task not in commits])
         return (
-            f"revision {there.revision} is not complete, {missing} are missing and would be encoded. All of it takes:"
+            f"revision {frozen.revision} is not complete, {missing} are missing and would be encoded. All of it takes:"
         )
-    if there.spec.fingerprint != spec.fingerprint:
-        return f"revision {there.revision} is complete: all would be encoded again beside it, which takes:"
-    return f"revision {there.revision} is complete: only what has changed since would be encoded"
+    if frozen.spec.fingerprint != spec.fingerprint:
+        return f"revision {frozen.revision} is complete: a new revision would encode everything again, which takes:"
+    return f"revision {frozen.revision} is complete: only what has changed since would be encoded"
+
+
+def _encoder_sections(recipe: PrecomputeRecipe) -> dict[str, VaeSection | TextSection]:
+    text = {"text encoder": recipe.text} if recipe.text.kind != "none" else {}
+    return {"vae": recipe.vae, **text}
+
+
+def _local_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders | None:
+    """The encoders, if all of them are local folders."""
+    is_local = all(local_folder(section.model) is not None for section in _encoder_sections(recipe).values())
+    return load_encoders(recipe, device) if is_local else None
 
 
 def encoder_lines(recipe: PrecomputeRecipe) -> list[str]:
     """Where each encoder comes from."""
-    wanted: list[tuple[str, VaeSection | TextSection]] = [("vae", recipe.vae)]
-    if recipe.text.kind != "none":
-        wanted.append(("text encoder", recipe.text))
     lines = []
-    for role, section in wanted:
+    for role, section in _encoder_sections(recipe).items():
         folder = local_folder(section.model)
         if folder is None:
-            where = f"{section.model}/{section.subfolder}" if section.subfolder else section.model
-            lines.append(f"{role:<20}'{where}': would be fetched from the hub (safetensors), or taken from its cache")
+            name = f"{section.model}/{section.subfolder}" if section.subfolder else section.model
+            state = "would be fetched from the hub (safetensors), or taken from its cache"
         else:
             folder = model_folder(folder, section.subfolder)
-            state = "a folder here" if folder.is_dir() else "a folder that is MISSING"
-            lines.append(f"{role:<20}'{model_name(section, folder)}': {state}")
+            name = model_name(section, folder)
+            state = "a local folder" if folder.is_dir() else "a folder that is MISSING"
+        lines.append(f"{role:<20}'{name}': {state}")
     return lines
 
 
 def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: torch.device) -> str:
-    """What a training run would do.
+    """Describe what a training run would do.
 
     Args:
-      store_path: is opened if given; without it, only the recipe is shown.
+      store_path: None: only describe the recipe.
     Raises: RecipeError: the recipe's ds_config.json cannot be read, or contradicts itself.
     """
-    recipe, changes, blocked = _with_ds_config(recipe, device)
-    shown = ["", to_toml(recipe).rstrip(), *(f"# {line}" for line in changes)]
-    asked = recipe.run.precision
-    actual = asked if asked != "bf16" or autocast_dtype(asked, device) else "fp32, this device has no fast bf16"
-    lines = [f"{'device':<20}{device}, {actual}, {os.cpu_count()} cores"]
-    blocked = blocked or _refusal(lambda: check_model_name(recipe.model.name))
-    if blocked:
-        return "\n".join([*lines, f"{'cannot run yet':<20}{blocked}", *shown])
+    recipe, changes, refusal = _with_ds_config(recipe, device)
+    shown_recipe = ["", to_toml(recipe).rstrip(), *(f"# {line}" for line in changes)]
+    precision = recipe.run.precision
+    if precision == "bf16" and not autocast_dtype(precision, device):
+        precision = "fp32, this device has no fast bf16"
+    lines = [f"{'device':<20}{device}, {precision}, {os.cpu_count()} cores"]
+    try:
+        check_model_name(recipe.model.name)
+    except RecipeError as error:
+        refusal = refusal or str(error)
+    if refusal:
+        return "\n".join([*lines, f"{'cannot run yet':<20}{refusal}", *shown_recipe])
     if store_path is None:
-        return "\n".join([*lines, "give --store to check that the model fits it", *shown])
+        return "\n".join([*lines, "give --store to check that the model fits it", *shown_recipe])
     store = LatentStore(store_path, allow_incomplete=recipe.run.allow_incomplete)
     spec = model_spec(recipe, store.spec, str(store_path))
     check_sizes(spec, store.spec.latent, list(store.buckets))
     with torch.device("meta"):
         model = build_model(spec, seed=0)
-    parameters, held = sum(p.numel() for p in model.parameters()), held_bytes(recipe, model)
+    parameters, state_bytes = sum(p.numel() for p in model.parameters()), held_bytes(recipe, model)
     records = sum(store.buckets.values())
     epochs = recipe.run.steps * recipe.run.global_batch / max(records, 1)
     lines += [
         f"{'model':<20}{spec.name}, {parameters / 1e6:.1f} M parameters, {spec.channels} latent channels",
-        f"{'memory':<20}{held / 2**30:.2f} GiB of weights, gradients, {recipe.optimizer.name} and averages; "
+        f"{'memory':<20}{state_bytes / 2**30:.2f} GiB of weights, gradients, {recipe.optimizer.name} and averages; "
         "activations: 'leandit plan train'",
         f"{'store':<20}'{store_path}', {records} records",
         f"{'run':<20}{recipe.run.steps} steps of {recipe.run.global_batch} images: {epochs:.1f} epochs",
@@ -198,39 +236,27 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
         f"{'bucket':<20}{'records':>10}",
     ]
     lines += [f"{name:<20}{count:>10}" for name, count in store.buckets.items()]
-    return "\n".join([*lines, *shown])
+    return "\n".join([*lines, *shown_recipe])
 
 
 def _with_ds_config(recipe: TrainRecipe, device: torch.device) -> tuple[TrainRecipe, list[str], str | None]:
-    """The recipe as its ds_config.json changes it, the table of what differs, and why it cannot be trained here."""
+    """The recipe as its ds_config.json changes it, lines of the differences, and why it cannot train here."""
     if not (path := recipe.parallel.deepspeed_config):
         return recipe, [], None
     ranks, changes = read_ranks(), list[str]()
     try:
         return with_users_config(recipe, ranks, device, changes.append), changes, None
-    except (
-        RecipeError
-    ) as error:  # not on this device, or without DeepSpeed: what the file says can be shown all the same
+    except RecipeError as error:  # wrong device, or no DeepSpeed: the file's values can still be shown
         resolved = resolve(read_config(path), recipe, ranks.world_size)
         return resolved.recipe, resolved.notes, str(error)
 
 
 def held_bytes(recipe: TrainRecipe, model: nn.Module) -> int:
-    """Bytes that one process holds from step to step, and the gradients.
+    """Bytes of weights, gradients, optimizer states and averages of one process.
 
     Args:
-      model: on any device, the meta device too.
+      model: on any device, also the meta device.
     """
     weights = sum(p.nbytes for p in model.parameters())
-    of_optimizer = sum(tensor.nbytes for tensor in expected_tensors(recipe.optimizer, model).values())
-    return weights * (2 + len(build_rules(recipe))) + of_optimizer
-
-
-def _refusal(check: Callable[[], None]) -> str | None:
-    """Message of a check that refuses, else None."""
-
-    try:
-        check()
-    except RecipeError as error:
-        return str(error)
-    return None
+    optimizer = sum(tensor.nbytes for tensor in expected_tensors(recipe.optimizer, model).values())
+    return weights * (2 + len(build_rules(recipe))) + optimizer

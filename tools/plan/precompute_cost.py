@@ -1,7 +1,7 @@
-"""What a precompute will take, told by ``--dry-run``: bytes on disk, hours and memory, from a probe of some records.
+"""Cost of a precompute for ``--dry-run``: bytes on disk, hours and memory.
 
-The bytes are those of the very plan that a run would freeze: its arrays are known to the byte, its tables are written
-to temporary files and measured. So the memory that this takes does not depend on the number of records either.
+The bytes come from the plan that a run would freeze: array sizes are exact, tables are written to temporary files and
+measured. Hours and memory come from encoding some records. Memory use does not grow with the number of records.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from ...precompute.sources.source import Source
 
 PROBE_RECORDS = 64  # decoded and encoded to estimate the time
 PROBE_CAPTION_BATCHES = 3  # a short, a middle and a long one
-INDEX_BYTES = 16  # of a chunk, in every shard's index, which is as long for a last shard that is not full
-CODEC_BYTES = 64  # that a chunk may grow by where the codec cannot make it smaller, with its checksum
-RESULT_BYTES = 11  # of a number in a sealed table: 8, and its place in a dictionary
+INDEX_BYTES = 16  # of a chunk in a shard's index; a partly filled shard has a full index
+CODEC_BYTES = 64  # largest growth of an incompressible chunk, with its checksum
+RESULT_BYTES = 11  # of a number in a sealed table: 8, and its dictionary index
 CHECKSUM_BYTES = 22  # a line of a commit record
-NARROWED_BYTES = 48  # two more lines, of a caption that is stored narrower than it was encoded
-COMMIT_BYTES = 1024  # of a commit record, beside its rows
+NARROWED_BYTES = 48  # two more lines, for a caption stored in a narrower dtype
+COMMIT_BYTES = 1024  # of a commit record without its rows
 ENTRY_BYTES = 192  # of a file in the manifest and in its commit record
-HEAD_BYTES = 2048  # of the manifest and of the plan's head, beside the spec and the files
+HEAD_BYTES = 2048  # of the manifest and of the plan's head, without spec and files
 GIB = 2**30
 Chosen = tuple[SourceRecord, tuple[int, int]]  # a record and its bucket
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What some pictures and captions took.
+    """Measured time and memory of some pictures and captions.
 
     Args:
-      pictures: that were decoded and encoded.
+      pictures: number decoded and encoded.
       decode_seconds, encode_seconds: for all of them, with all threads.
       seconds_per_token: of the text encoder; 0 without one.
-      memory_bytes: peak, on a GPU of one whole batch of the largest bucket; else of this process.
+      memory_bytes: peak of a full batch of the largest bucket on a GPU; else of this process.
     """
 
     pictures: int
@@ -70,10 +70,10 @@ class Probe:
     memory_bytes: int
 
     def seconds_for(self, pictures: int, tokens: int, *, on_cpu: bool, num_devices: int = 1) -> float:
-        """Of a whole run.
+        """Seconds of a whole run.
 
-        On a CPU decoding and encoding share the cores. Else they run beside each other: each device encodes its share,
-        and all of them have the same cores to decode.
+        On a CPU, decoding and encoding share the cores. On GPUs they overlap: each device encodes its share, and all
+        share the cores for decoding.
         """
         decode, encode = (seconds / max(1, self.pictures) for seconds in (self.decode_seconds, self.encode_seconds))
         if on_cpu:
@@ -91,7 +91,7 @@ class StoreBytes:
 
     @property
     def total(self) -> int:
-        """Of the whole store."""
+        """Bytes of the whole store."""
         return self.latents + self.captions + self.tables
 
 
@@ -105,21 +105,20 @@ def predict_lines(
     *,
     num_devices: int = 1,
 ) -> tuple[list[str], StoreBytes]:
-    """Lines about bytes, time and memory that a revision takes; and the bytes.
+    """Lines on bytes, time and memory of a revision; and the bytes.
 
     Args:
-      plan: of the revision.
-      fresh: records of the source that it encodes.
+      fresh: records that the revision encodes.
       pictures: the plan of each of them (PICTURES_SCHEMA).
-      num_devices: that will encode; the hours are theirs.
+      num_devices: that encode in parallel.
     """
     spec, captions = plan.spec, plan.own_captions
-    found, tokens = store_bytes(plan), int(plan.layout.num_tokens.sum()) if spec.text else 0
-    lines = [f"{'latents':<20}{found.latents / 2**20:>10.1f} MiB before any codec"]
+    new_bytes, tokens = store_bytes(plan), int(plan.layout.num_tokens.sum()) if spec.text else 0
+    lines = [f"{'latents':<20}{new_bytes.latents / 2**20:>10.1f} MiB before any codec"]
     if spec.text:
-        said = f"{found.captions / 2**20:>10.1f} MiB, {captions.num_rows} distinct, {tokens} tokens"
-        lines.append(f"{'captions':<20}{said}")
-    lines.append(f"{'tables':<20}{found.tables / 2**20:>10.1f} MiB at most")
+        counts = f"{captions.num_rows} distinct, {tokens} tokens"
+        lines.append(f"{'captions':<20}{new_bytes.captions / 2**20:>10.1f} MiB, {counts}")
+    lines.append(f"{'tables':<20}{new_bytes.tables / 2**20:>10.1f} MiB at most")
     probe = run_probe(recipe, spec, source, choose(fresh, pictures), encoders, captions)
     device = encoders.image.device
     if probe.pictures:
@@ -127,21 +126,21 @@ def predict_lines(
         seconds = probe.seconds_for(num_pictures, tokens, on_cpu=on_cpu, num_devices=num_devices)
         rates = f"decoding {probe.pictures / probe.decode_seconds:.1f}, encoding "
         rates += f"{probe.pictures / probe.encode_seconds:.1f} images/s, from {probe.pictures} pictures"
-        many = "" if on_cpu or num_devices == 1 else f" each of {num_devices} devices"
-        lines.append(f"{'time':<20}{seconds / 3600:>10.2f} h; {rates}{many}")
+        devices = "" if on_cpu or num_devices == 1 else f" each of {num_devices} devices"
+        lines.append(f"{'time':<20}{seconds / 3600:>10.2f} h; {rates}{devices}")
         kind = "of the GPU, one batch of the largest bucket" if device.type == "cuda" else "of this machine, the probe"
         lines.append(f"{'memory':<20}{probe.memory_bytes / GIB:>10.2f} GiB {kind}")
-    return lines, found
+    return lines, new_bytes
 
 
 def store_bytes(plan: FrozenPlan) -> StoreBytes:
-    """What a store of a plan will take on disk: never less, and of its tables little more."""
+    """Bytes of a plan on disk: exact for arrays, an upper bound close to the truth for tables."""
     spec, layout = plan.spec, plan.layout
     latents = [array for arrays in layout.latents.values() for array in arrays]
     others = [array for array in layout.arrays.values() if array not in latents]
     tasks = layout.tasks()
     num_files = sum(array.num_shards + 1 for array in (*latents, *others)) + 2 * len(layout.latents) + len(tasks) + 8
-    num_files += len(plan.carried)  # named again
+    num_files += len(plan.carried)  # listed again
     heads = 2 * len(group_json(spec)) + 2 * HEAD_BYTES + 2 * ENTRY_BYTES * num_files
     sealed = RESULT_BYTES * (2 * plan.records.num_rows + 3 * plan.captions.num_rows)
     tables = 2 * (len(parquet_file(plan.records)) + len(parquet_file(plan.captions))) + sealed
@@ -153,7 +152,7 @@ def store_bytes(plan: FrozenPlan) -> StoreBytes:
 
 
 def array_bytes(layout: ArrayLayout) -> int:
-    """Of all files of an array, before its codec: chunks, of which the last is filled up, indexes, and metadata."""
+    """Bytes of an array's files before its codec: chunks (the last one padded), indexes and metadata."""
     num_chunks = -(-layout.shape[0] // layout.chunk_rows)
     chunk_bytes = layout.chunk_bytes + (0 if layout.codec == "none" else CODEC_BYTES)
     index_bytes = INDEX_BYTES * layout.shard_rows // layout.chunk_rows + CRC_BYTES
@@ -161,15 +160,15 @@ def array_bytes(layout: ArrayLayout) -> int:
 
 
 def check_room(store: Path, num_bytes: int) -> None:
-    """Refuse a store that its disk cannot hold; what is there of it already counts.
+    """Check that the disk can hold the rest of a store.
 
     Args:
-      num_bytes: of the whole store.
+      num_bytes: of the whole store, existing bytes included.
     Raises: ResourceError.
     """
-    there = next(folder for folder in (store.absolute(), *store.absolute().parents) if folder.exists())
+    folder = next(folder for folder in (store.absolute(), *store.absolute().parents) if folder.exists())
     written = sum(path.stat().st_size for path in files_below(store)) if store.is_dir() else 0
-    free, missing = shutil.disk_usage(there).free, num_bytes - written
+    free, missing = shutil.disk_usage(folder).free, num_bytes - written
     if missing > free:
         raise ResourceError(
             f"store '{store}': the disk has {free / GIB:.1f} GiB free, {missing / GIB:.1f} GiB more are needed. Free "
@@ -178,10 +177,10 @@ def check_room(store: Path, num_bytes: int) -> None:
 
 
 def choose(fresh: Listing, pictures: pa.Table) -> list[Chosen]:
-    """Records for the probe, from all over those that are new.
+    """Records for the probe, spread evenly over the new ones.
 
     Args:
-      pictures: of each of them (PICTURES_SCHEMA).
+      pictures: the plan of each new record (PICTURES_SCHEMA).
     """
     planned = np.flatnonzero(pictures["row"].to_numpy() >= 0)
     step = max(1, len(planned) // PROBE_RECORDS)
@@ -197,17 +196,16 @@ def run_probe(
     encoders: Encoders,
     captions: pa.Table,
 ) -> Probe:
-    """Decode and encode some records, in batches as the run will; and a few captions.
+    """Decode and encode some records in batches of the run's size, and a few captions.
 
-    Everything is done once before it is timed: a run of hours does not notice that decoders start, or that an encoder
-    is compiled.
+    Every step runs once before it is timed: starting decoders and compiling an encoder do not matter in a run of hours.
     """
     by_bucket: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
     images, size = recipe.images, spec.latent.batch_size
     how = resize_filter(images.buckets, images.resolution)
 
-    def decode(one: Chosen) -> np.ndarray | None:
-        record, bucket = one
+    def decode(chosen: Chosen) -> np.ndarray | None:
+        record, bucket = chosen
         try:
             place = source.place(record.path, record.offset, record.num_bytes, stage="decode")
             return decoders.picture(
@@ -245,12 +243,12 @@ def _seconds_per_token(spec: StoreSpec, encoders: Encoders, captions: pa.Table) 
     if not (spec.text and encoder and captions.num_rows):
         return 0.0
     batches = caption_batches(captions["num_tokens"].to_numpy(), spec.text, encoder)
-    places = [len(batches) * (2 * i + 1) // (2 * PROBE_CAPTION_BATCHES) for i in range(PROBE_CAPTION_BATCHES)]
-    texts = [captions["text"].slice(batches[i].start, len(batches[i])).to_pylist() for i in places]
-    for some in texts:
-        encoder.encode(some)
+    positions = [len(batches) * (2 * i + 1) // (2 * PROBE_CAPTION_BATCHES) for i in range(PROBE_CAPTION_BATCHES)]
+    texts = [captions["text"].slice(batches[i].start, len(batches[i])).to_pylist() for i in positions]
+    for batch in texts:
+        encoder.encode(batch)
     start = time.perf_counter()
-    tokens = sum(encoder.encode(some)[..., 0].size for some in texts)
+    tokens = sum(encoder.encode(batch)[..., 0].size for batch in texts)
     return (time.perf_counter() - start) / tokens
 
 

@@ -53,7 +53,7 @@ def test_the_predicted_bytes_are_those_of_the_store(settings: list[str], tmp_pat
     with (source / "metadata.jsonl").open("a") as lines:  # and one with captions enough to fill chunks
         captions = [f"a green square number {i} beside {'a small red circle ' * (i % 9)}" for i in range(250)]
         lines.write(json.dumps({"file_name": "images/more.png", "captions": captions}) + "\n")
-    found = describe_precompute(recipe, source, CPU).found
+    found = describe_precompute(recipe, source, CPU).new_bytes
     assert found is not None
     precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
     written = written_bytes(store, "")
@@ -70,7 +70,7 @@ def test_the_predicted_bytes_of_labels_and_rejects_are_those_of_the_store(class_
     source = shutil.copytree(class_folder, tmp_path / "source")  # other tests read the folder too
     (source / "n000" / "broken.png").write_bytes(b"no picture")
     dry_run = describe_precompute(recipe, source, CPU)
-    text, found = dry_run.text, dry_run.found
+    text, found = dry_run.text, dry_run.new_bytes
     assert found is not None
     assert found.captions == 0
     assert "1 x not_an_image" in text
@@ -162,11 +162,11 @@ def test_a_store_that_grows_says_what_would_be_encoded(
     ):
         assert line in words
     assert "1 distinct" in said.text
-    assert said.found is not None
-    assert said.store_bytes == said.found.total + sum(map(len, before.values()))
+    assert said.new_bytes is not None
+    assert said.store_bytes == said.new_bytes.total + sum(map(len, before.values()))
     report = precompute(caption_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
     assert report.num_encoded == 2
-    assert written_bytes(store, "revisions") <= said.found.total
+    assert written_bytes(store, "revisions") <= said.new_bytes.total
 
 
 def test_what_a_run_would_refuse_a_dry_run_refuses_alike(caption_folder: Path, tmp_path: Path) -> None:
