@@ -141,27 +141,6 @@ def bench_precompute(
     print(json.dumps(result, indent=1) if as_json else render_goals(result))
 
 
-@bench.command("decode")
-def bench_decode(
-    source: Annotated[str, typer.Option(help="Pictures: a folder, a file or a URL; docs/sources.md.")],
-    resolution: Annotated[int, typer.Option(min=16, max=4096, help="Side of the square, in pixels.")] = 256,
-    records: Annotated[int, typer.Option(min=1, help="Pictures, the first ones of the source.")] = 200,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that every way is measured.")] = 5,
-    as_json: AsJson = False,
-) -> None:
-    """Measure how many pictures a core decodes and crops, and what another JPEG decoder would change.
-
-    Example: leandit bench decode --source imagenet/train
-    """
-    from ..bench.encode.decode import render, run
-
-    result = run(source, resolution, rounds, records)
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        print_rows(render(result))
-
-
 @bench.command("planner")
 def bench_planner(
     device: Device = "auto",

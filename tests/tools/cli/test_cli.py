@@ -67,7 +67,6 @@ FLAGS = {
         *("--device", "--json", "--records", "--rounds", "--scratch", "--seconds", "--set", "--source", "--text"),
         *("--tokenizer", "--vae"),
     ],
-    "bench decode": ["--json", "--records", "--resolution", "--rounds", "--source"],
     "plan": [],
     "plan train": ["--gpu", "--gpus", "--images", "--json", "--resolution", "--run", "--set", "--store"],
     "bench train": [

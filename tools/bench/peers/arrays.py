@@ -1,4 +1,4 @@
-"""Readers of Zarr arrays, all on the files of the very store: leandit, zarr-python, tensorstore."""
+"""Readers of the store's own Zarr arrays: leandit, zarr-python, tensorstore."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ....datasets.batches.reader import Batch
 from ....datasets.loader import make_loader
 from ....datasets.store import LatentStore
 from ..harness.work import STORE, Epochs, Planned, Rows, Served, Workload, largest_latent
-from .loops import Sample, aligned, as_tensors, by_batch, by_sample, in_threads, packed
+from .loops import aligned, by_batch, in_threads, packed
 
 LINK = "store"
 
 
 def load_leandit() -> None:
-    """pyarrow imports pandas, where it is installed, as soon as a column becomes an array; that is an import too."""
+    """Import pandas if it is installed: pyarrow would do so when a column first becomes an array."""
     if importlib.util.find_spec("pandas"):
         importlib.import_module("pandas")
 
 
 def open_leandit(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """What a training loop gets: ``make_loader``; "workers" are the threads that read ahead."""
+    """``make_loader``, as the training loop uses it; "workers" are the threads that read ahead."""
     store = LatentStore(folder)
     loader = make_loader(store, global_batch=workload.batch, seed=seed, text="packed", prefetch=workers)
 
@@ -40,7 +40,7 @@ def open_leandit(workload: Workload, folder: Path, seed: int, workers: int) -> E
 
 
 def served(batch: Batch) -> Served:
-    """The parts of the loader's batch that peers hand over too."""
+    """The parts of the loader's batch that peers deliver too."""
     return Served(batch.stored, batch.labels, batch.captions, batch.caption_lengths)
 
 
@@ -59,7 +59,7 @@ def open_take(workload: Workload, folder: Path, seed: int, workers: int) -> Epoc
 
 
 def write_beside(rows: list[Rows], folder: Path) -> None:
-    """What a reader of the arrays alone has to know beside them, and a link to the store itself.
+    """Write a link to the store, and what a reader of its arrays needs besides them.
 
     Labels (N,) of each bucket, and the first and last row of each record's caption in captions/embeddings, (N, 2).
     """
@@ -72,17 +72,17 @@ def write_beside(rows: list[Rows], folder: Path) -> None:
 
 
 class StoreArrays:
-    """The store's arrays as another reader opens them, each when it is first asked for.
+    """The store's arrays as another library opens them, each at its first use.
 
     Args:
-      open_array: called with a path.
+      open_array: opens the array at a path.
     """
 
     def __init__(self, workload: Workload, folder: Path, open_array: Callable[[str], Any]) -> None:
         self._folder, self._open, self._arrays = folder, open_array, dict[str, Any]()
         self._labels = {bucket: np.load(folder / f"labels-{bucket}.npy") for bucket in workload.buckets}
-        with_text = workload.buckets if workload.token_counts else ()
-        self._spans = {bucket: np.load(folder / f"captions-{bucket}.npy") for bucket in with_text}
+        captioned = workload.buckets if workload.token_counts else ()
+        self._spans = {bucket: np.load(folder / f"captions-{bucket}.npy") for bucket in captioned}
 
     def _array(self, name: str) -> Any:
         if name not in self._arrays:
@@ -98,55 +98,39 @@ class StoreArrays:
         return self._labels[bucket][rows]
 
     def text_reads(self, planned: Planned) -> list[Any] | None:
-        """Each record's caption, (L, D), as the reader gives a slice of rows; None without captions."""
+        """Each record's caption (L, D), as a slice of the library's array; None without captions."""
         if not self._spans:
             return None
         text = self._array("captions/embeddings")
         return [text[start:end] for start, end in self._spans[planned.bucket][planned.rows].tolist()]
 
 
-class ZarrReader(Dataset):
-    """zarr-python, opened in the process that reads: an array of the parent's does not work in a worker."""
+class ZarrBatches(Dataset):
+    """zarr-python: one orthogonal selection a batch, and one slice a caption."""
 
     def __init__(self, workload: Workload, folder: Path) -> None:
         self._workload, self._folder = workload, folder
 
     @cached_property
     def arrays(self) -> StoreArrays:
-        """The arrays of this process."""
+        """The arrays, opened in the process that reads: an array of the parent does not work in a worker."""
         zarr: Any = importlib.import_module("zarr")
         return StoreArrays(self._workload, self._folder, partial(zarr.open_array, mode="r"))
-
-
-class ZarrBatches(ZarrReader):
-    """One orthogonal selection a batch, and one slice a caption."""
 
     def __getitem__(self, planned: Planned) -> Served:
         latents = self.arrays.latents(planned.bucket).oindex[planned.rows]
         labels = self.arrays.labels(planned.bucket, planned.rows)
-        return as_tensors(packed(latents, labels, self.arrays.text_reads(planned)))
-
-
-class ZarrSamples(ZarrReader):
-    """``z[i]`` for every sample."""
-
-    def __getitem__(self, key: tuple[str, int]) -> Sample:
-        bucket, row = key
-        return torch.from_numpy(self.arrays.latents(bucket)[row]), int(self.arrays.labels(bucket, row)), None
+        batch = packed(latents, labels, self.arrays.text_reads(planned))
+        return Served(*(None if array is None else torch.from_numpy(array) for array in batch))
 
 
 def open_zarr(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """A selection a batch; workers are spawned, because zarr-python's thread does not outlive a fork."""
+    """A selection a batch; workers are spawned, because zarr-python's thread does not survive a fork."""
     return by_batch(ZarrBatches(workload, folder), workload, seed, workers, start="spawn")
 
 
-def open_zarr_samples(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """A read a sample."""
-    return by_sample(ZarrSamples(workload, folder), workload, seed, workers, start="spawn")
-
-
 def open_tensorstore(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """tensorstore: one indexed read a batch, and all its captions at once; it reads in threads of its own."""
+    """tensorstore: one indexed read a batch and all its captions at once, in the library's own threads."""
     tensorstore: Any = importlib.import_module("tensorstore")
 
     def open_array(path: str) -> Any:
@@ -158,7 +142,7 @@ def open_tensorstore(workload: Workload, folder: Path, seed: int, workers: int) 
     def read(planned: Planned) -> Served:
         latents = arrays.latents(planned.bucket)[planned.rows].read()
         slices = arrays.text_reads(planned)
-        reads = None if slices is None else [each.read() for each in slices]  # all begin before one is waited for
+        reads = None if slices is None else [each.read() for each in slices]  # start all, then wait
         labels = arrays.labels(planned.bucket, planned.rows)
         return packed(latents.result(), labels, None if reads is None else [each.result() for each in reads])
 

@@ -95,11 +95,6 @@ def packed(latents: Any, labels: Any, texts: list[np.ndarray] | None) -> Served:
     return Served(latents, labels, np.concatenate(texts), np.array([len(text) for text in texts]))
 
 
-def as_tensors(batch: Served) -> Served:
-    """The same batch, which a worker process can then hand over in shared memory."""
-    return Served(*(None if array is None else torch.from_numpy(array) for array in batch))
-
-
 def aligned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """An empty array that begins at a line of the cache."""
     num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize

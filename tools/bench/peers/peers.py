@@ -13,8 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ..harness.work import STORE, Epochs, Rows, Workload
-from . import arrays, flat, streams, tables
-from . import files as bench_files
+from . import arrays, files, flat, hf_datasets, streams
 
 IN_PROCESS, WORKERS = "w0", "w2"
 NUM_WORKERS = {IN_PROCESS: 0, WORKERS: 2}
@@ -69,21 +68,12 @@ class Peer:
 
 
 SAFETENSORS = {"safetensors": "safetensors"}
-HF = {"datasets": "datasets"}
-ARRAY_RECORD = {"array_record.python.array_record_module": "array-record"}
-ZARR = "zarr"  # the store itself, with what a reader of its arrays alone has to know beside it
+ZARR = "zarr"  # the store itself, with what a reader of its arrays needs besides them
 LATENTS = ("latents",)
-
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(
-            LIMIT,
-            "np.take from one mapped flat file into memory used again: the limit",
-            "flat",
-            flat.write_flat,
-            flat.open_gather,
-        ),
+        Peer(LIMIT, "np.take from one mapped flat file into reused memory", "flat", flat.write_flat, flat.open_gather),
         Peer(
             "leandit",
             "make_loader, reading ahead in threads",
@@ -102,34 +92,22 @@ PEERS = {
             modes=(IN_PROCESS,),
             load=arrays.load_leandit,
         ),
-        Peer(
-            "memmap dataset",
-            "flat file, Dataset of samples, DataLoader",
-            "flat",
-            flat.write_flat,
-            flat.open_mapped,
-        ),
-        Peer(
-            "npy",
-            "a file an image, as fast-DiT (captions as PixArt)",
-            "npy",
-            bench_files.write_npy,
-            bench_files.open_npy,
-        ),
+        Peer("memmap dataset", "flat file, Dataset of samples, DataLoader", "flat", flat.write_flat, flat.open_mapped),
+        Peer("npy", "a file an image, as fast-DiT (captions as PixArt)", "npy", files.write_npy, files.open_npy),
         Peer(
             "safetensors",
             "shards, opened for every sample, as LightningDiT",
             "safetensors",
-            bench_files.write_safetensors,
-            bench_files.open_safetensors,
+            files.write_safetensors,
+            files.open_safetensors,
             SAFETENSORS,
         ),
         Peer(
             "safetensors kept",
             "the same shards, kept open",
             "safetensors",
-            bench_files.write_safetensors,
-            bench_files.open_safetensors_kept,
+            files.write_safetensors,
+            files.open_safetensors_kept,
             SAFETENSORS,
         ),
         Peer(
@@ -161,18 +139,9 @@ PEERS = {
             "hf binary",
             "Datasets, columns of bytes, a batch of rows at once",
             "hf-binary",
-            tables.write_hf_binary,
-            tables.open_hf_binary,
-            HF,
-        ),
-        Peer(
-            "hf array3d",
-            "Datasets, Array3D, with_format('torch', dtype=float16)",
-            "hf-array3d",
-            tables.write_hf_array,
-            tables.open_hf_array,
-            HF,
-            workloads=LATENTS,
+            hf_datasets.write_hf_binary,
+            hf_datasets.open_hf_binary,
+            {"datasets": "datasets"},
         ),
         Peer(
             "zarr",
@@ -183,38 +152,12 @@ PEERS = {
             {"zarr": "zarr"},
         ),
         Peer(
-            "zarr samples",
-            "zarr-python on the store: z[i] a sample",
-            ZARR,
-            arrays.write_beside,
-            arrays.open_zarr_samples,
-            {"zarr": "zarr"},
-            workloads=LATENTS,
-        ),
-        Peer(
             "tensorstore",
             "on the store: an indexed read a batch",
             ZARR,
             arrays.write_beside,
             arrays.open_tensorstore,
             {"tensorstore": "tensorstore"},
-        ),
-        Peer(
-            "array_record",
-            "a read of many records a batch",
-            "array-record",
-            tables.write_array_record,
-            tables.open_array_record,
-            ARRAY_RECORD,
-        ),
-        Peer(
-            "grain",
-            "MapDataset over ArrayRecord; w2: its read threads",
-            "array-record",
-            tables.write_array_record,
-            tables.open_grain,
-            {"grain": "grain", **ARRAY_RECORD},
-            workloads=LATENTS,
         ),
     )
 }
