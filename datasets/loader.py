@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from .batches.reader import PLANNED_AHEAD, Batch, BatchReader, TextForm
-from .disk.fork_safe import in_forks
+from .disk.fork_safe import reset_in_forks
 from .errors import RecipeError, RunError
 from .order.batch_plan import BatchPlan, Leftovers
 from .order.caption_odds import CaptionOdds
@@ -58,16 +58,16 @@ class BatchStream(IterableDataset):
             raise RecipeError(f"a prefetch of {prefetch!r} batches: needed a whole number, 0 or more.")
         if _is_gpu(device) and not torch.cuda.is_available():
             raise RecipeError(f"device '{device}': torch {torch.__version__} sees no GPU here.")
-        self.begin_anew()
+        self.reset()
         self.reader, self._prefetch, self._device = reader, prefetch, device
         self.number = 0
         self._moves = 0  # how often a state was loaded
         self.wait_seconds = 0.0
         self._brought = range(0)  # numbers for which shards of a store at a URL were asked for
         self._side = torch.cuda.Stream(device) if _is_gpu(device) else None
-        in_forks(self)
+        reset_in_forks(self)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Nothing is read ahead, and no thread is there that would."""
         self._pools: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
@@ -185,9 +185,9 @@ class BatchStream(IterableDataset):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.begin_anew()
+        self.reset()
         self._side = torch.cuda.Stream(self._device) if _is_gpu(self._device) else None
-        in_forks(self)
+        reset_in_forks(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, and what must not have changed when it goes on."""

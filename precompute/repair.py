@@ -21,7 +21,7 @@ from ..datasets.format.layout import is_picture_task
 from ..datasets.format.schema import Fallback
 from ..datasets.format.zarr_shard import pack_shard
 from ..datasets.maintenance.findings import part_of
-from ..datasets.maintenance.repair import mend_revision, reseal, revisions_to_mend
+from ..datasets.maintenance.repair import repair_revision, reseal, revisions_to_repair
 from ..datasets.maintenance.verify import Verification, verify_store
 from ..datasets.revisions.commits import Task, read_record
 from ..datasets.revisions.plan import FrozenPlan
@@ -81,9 +81,9 @@ def repair(root: Path, tools: Maker, found: Verification, progress: Callable[[st
     Returns: what is still wrong.
     """
     not_reproduced: dict[str, str] = {}
-    for revision in revisions_to_mend(found):
+    for revision in revisions_to_repair(found):
         at_fault = {part_of(finding.path) for finding in found.findings if finding.revision == revision}
-        writer = mend_revision(root, revision, found)
+        writer = repair_revision(root, revision, found)
         if writer is None or writer.spec.fingerprint != tools.fingerprint:
             continue  # too much is gone, or what it takes to encode is not at hand
         if revision in found.revisions:

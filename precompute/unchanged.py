@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..datasets.format.class_names import ClassNames
-from ..datasets.format.encoder_places import with_encoder_places
+from ..datasets.format.encoder_paths import with_stored_encoder_paths
 from ..datasets.format.schema import EncoderIdentity, Manifest, StoreSpec
 from ..datasets.revisions.catalog import sealed_revisions
 from ..datasets.revisions.plan import planned_revisions, read_plan
@@ -93,7 +93,7 @@ def unchanged(
 
 def _has_same_settings(spec: StoreSpec, recipe: PrecomputeRecipe, store: Path) -> bool:
     """The store was made by this release, with this recipe and this Pillow."""
-    typed = with_encoder_places(spec.model_copy(update={"recipe": recipe.model_dump()}), store)
+    typed = with_stored_encoder_paths(spec.model_copy(update={"recipe": recipe.model_dump()}), store)
     libraries = spec.images.libraries
     return (
         spec.leandit_version == __version__

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..disk.fork_safe import in_forks
+from ..disk.fork_safe import reset_in_forks
 
 PROT_NONE = 0
 MAP_FIXED = 0x10  # the same on Linux and macOS
@@ -74,10 +74,10 @@ class _Maps:
 
     def __init__(self, left: int) -> None:
         self.left = left
-        self.begin_anew()
-        in_forks(self)
+        self.reset()
+        reset_in_forks(self)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Another lock."""
         self._lock = threading.RLock()  # a finalizer may run while it is held
 

@@ -20,7 +20,7 @@ import warnings
 import weakref
 from functools import cache
 
-from ..disk.fork_safe import in_forks
+from ..disk.fork_safe import reset_in_forks
 
 IN_MODIFY, IN_OVERFLOW, IN_IGNORED = 0x2, 0x4000, 0x8000
 _EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that follows
@@ -58,10 +58,10 @@ class _Queue:
 
     def __init__(self) -> None:
         self._poll: select.epoll | None = None
-        self.begin_anew()
-        in_forks(self)
+        self.reset()
+        reset_in_forks(self)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Without the queue of the parent, which both would read."""
         if self._poll is not None:
             self._poll.close()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..disk.fork_safe import in_forks
+from ..disk.fork_safe import reset_in_forks
 from ..errors import DamageError, RowOutOfRange
 from ..format.zarr_shard import ArrayLayout
 from .address_window import AddressWindow
@@ -56,12 +56,12 @@ class ShardFolder:
         remote: RemoteFolder | None = None,
     ) -> None:
         self.root, self.access, self._sizes, self.remote = root, access, sizes, remote
-        self.begin_anew()
-        in_forks(self)
+        self.reset()
+        reset_in_forks(self)
         if remote is not None:
             remote.on_evict(lambda name: self._open.pop(name, None))  # its room is free once nobody maps it
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Nothing is open."""
         self.lock = threading.RLock()
         self._open: OrderedDict[str, ShardFile] = OrderedDict()
@@ -171,10 +171,10 @@ class ShardedArray:
         self._may_map = in_place and all(layout.codec == "none" for layout in layouts)
         self.shard_rows = max(layout.shard_rows for layout in layouts)  # of a full shard
         self._shard_bytes = self.shard_rows * self.row_bytes
-        self.begin_anew()
-        in_forks(self)
+        self.reset()
+        reset_in_forks(self)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Nothing is open."""
         self._window: AddressWindow | None = None
         self._grid = np.empty(0)  # all rows of the window, those of the gaps included

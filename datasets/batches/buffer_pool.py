@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..disk.fork_safe import in_forks
+from ..disk.fork_safe import reset_in_forks
 
 # Bytes: allocators begin 16 bytes past a page, and there some processors copy at a quarter of their speed.
 ALIGNMENT = 4096
@@ -33,10 +33,10 @@ class BufferPool:
 
     def __init__(self, *, pin: bool = False) -> None:
         self._pin = pin
-        self.begin_anew()
-        in_forks(self)
+        self.reset()
+        reset_in_forks(self)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Without memory that is used by others."""
         self._spare: list[np.ndarray] = []  # in the order in which they came back
         # The arrays over each that are in use, by the number of the reference: an array has no hash.
@@ -94,10 +94,10 @@ class CopiesInFlight:
     """Holds tensors of page-locked memory until a device has copied them. Safe in threads."""
 
     def __init__(self) -> None:
-        self.begin_anew()
-        in_forks(self)
+        self.reset()
+        reset_in_forks(self)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Hold nothing: a fork has neither the device nor the copies."""
         self._held: list[tuple[Event, Sequence[torch.Tensor]]] = []  # in the order of their copies
         self._lock = threading.RLock()  # tensors that end may end a batch, whose finalizer may come here

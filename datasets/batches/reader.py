@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..disk.cached import cached_property
-from ..disk.fork_safe import in_forks
+from ..disk.fork_safe import reset_in_forks
 from ..errors import RecipeError
 from ..format.schema import LatentSpec
 from ..order.batch_plan import BatchPlan
@@ -167,10 +167,10 @@ class BatchReader(Dataset):
         bounds = [caption_odds.bounds(store) for store in self.stores] if caption_odds and text != "none" else []
         self._lookup = Lookup(self.stores, self.seed, rank, world_size, text != "none", bounds)
         self._buffers = BufferPool(pin=pin)
-        self.begin_anew()
-        in_forks(self)
+        self.reset()
+        reset_in_forks(self)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Nothing is planned."""
         self._planned: OrderedDict[int, _Group] = OrderedDict()  # by number // PLANNED_AHEAD
         self._lock = threading.Lock()
@@ -256,8 +256,8 @@ class BatchReader(Dataset):
         vars(self).update(state)
         for store, plan in zip(self.stores, self.order.plans, strict=True):
             check_fit(store, plan)  # an incomplete store may hold more than it did in the other process
-        self.begin_anew()
-        in_forks(self)
+        self.reset()
+        reset_in_forks(self)
 
 
 def check_fit(store: LatentStore, plan: BatchPlan) -> None:

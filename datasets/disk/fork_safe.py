@@ -11,26 +11,26 @@ import weakref
 from typing import Protocol
 
 
-class BeginsAnew(Protocol):
+class ForkAware(Protocol):
     """Something that holds threads, locks or queues."""
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Make them anew; called in a fork, where no other thread runs."""
         ...
 
 
-_known: weakref.WeakKeyDictionary[BeginsAnew, None] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[ForkAware, None] = weakref.WeakKeyDictionary()
 
 
-def in_forks(thing: BeginsAnew) -> None:
+def reset_in_forks(thing: ForkAware) -> None:
     """Let something begin anew in every fork, as long as it lives."""
     _known[thing] = None
 
 
-def _begin_anew() -> None:
+def _reset_all() -> None:
     for thing in list(_known):
-        thing.begin_anew()
+        thing.reset()
 
 
 if hasattr(os, "register_at_fork"):  # elsewhere there are no forks
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_all)

@@ -330,7 +330,7 @@ class Manifest(_Model):
         return self
 
 
-class PlanHead(_Model):
+class PlanFile(_Model):
     """``plan/plan.json``: the frozen plan of a revision, but for its tables."""
 
     format_version: int
@@ -345,7 +345,7 @@ class PlanHead(_Model):
     files: Annotated[list[FileEntry], Field(min_length=2, max_length=2)]
 
     @model_validator(mode="after")
-    def _follows_its_stack(self) -> PlanHead:
+    def _follows_its_stack(self) -> PlanFile:
         if not is_stack(self.stack, self.revision - 1):
             raise ValueError("the stack is not a list of earlier revisions, in order")
         return self

@@ -17,7 +17,7 @@ import pyarrow as pa
 from ..disk.files import move, temporary_folder, write_atomic
 from ..disk.strays import sweep_strays
 from ..errors import DamageError, LeanditError, ResourceError, StoreError
-from ..format.encoder_places import with_places_moved
+from ..format.encoder_paths import with_moved_encoder_paths
 from ..format.layout import CAPTION_PART, GROUP, NULL_PART, bucket_part, group_json
 from ..format.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, Fallback, Manifest
 from ..revisions.catalog import sealed_revisions
@@ -101,7 +101,7 @@ def plan_compaction(store: LatentStore, out: Path) -> FrozenPlan:
         "source_checksum": nothing,
         "fallback": pa.nulls(count, pa.string()),
     }
-    spec = with_places_moved(store.spec, store.path, out)
+    spec = with_moved_encoder_paths(store.spec, store.path, out)
     return FrozenPlan(
         spec=spec,
         revision=revision,

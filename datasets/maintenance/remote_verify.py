@@ -10,16 +10,16 @@ from pydantic import ValidationError
 
 from ..disk.files import write_atomic
 from ..errors import DamageError, StoreNotFound
-from ..format.layout import CAPTIONS, GROUP, LEASES, MANIFEST, PLAN_HEAD, RECORDS
+from ..format.layout import CAPTIONS, GROUP, LEASES, MANIFEST, PLAN_FILE, RECORDS
 from ..format.schema import FileEntry
-from ..remote.mirror import naming
+from ..remote.mirror import url_in_errors
 from ..remote.reader import RemoteReader
 from .findings import CAUSES, shard_place
 from .verify import Problem, Verification, check_file, verify_store
 
 REQUESTS = 8  # at a time
 COMMITS = "commits/"
-DESCRIBING = {MANIFEST, PLAN_HEAD, GROUP, RECORDS, CAPTIONS}
+DESCRIBING = {MANIFEST, PLAN_FILE, GROUP, RECORDS, CAPTIONS}
 
 
 def verify_remote(url: str, *, quick: bool = False) -> Verification:
@@ -54,7 +54,7 @@ def verify_remote(url: str, *, quick: bool = False) -> Verification:
                 return entry.bytes, ("content", CAUSES["content"])
             return entry.bytes, None
 
-        with naming(reader, store):
+        with url_in_errors(reader, store):
             _bring_what_describes(reader, store, sizes)
             found = verify_store(store, quick=quick, num_threads=REQUESTS, check=check, paths=sizes)
     found.store = reader.url

@@ -26,7 +26,7 @@ from ..revisions.writer import StoreWriter, row_checksum
 from .findings import shard_place
 from .verify import Verification, verify_store
 
-UNKNOWN_PLACE = -1  # size and time of a picture in a plan that was rebuilt: the next precompute compares the bytes
+UNKNOWN_LOCATION = -1  # size and time of a picture in a plan that was rebuilt: the next precompute compares the bytes
 SOURCE_COLUMNS = {
     "source_path": pa.string(),
     "source_offset": pa.int64(),
@@ -35,7 +35,7 @@ SOURCE_COLUMNS = {
 }
 
 
-def mend_revision(root: Path, revision: int, found: Verification) -> StoreWriter | None:
+def repair_revision(root: Path, revision: int, found: Verification) -> StoreWriter | None:
     """Make plan, metadata and commit records of a revision anew where they are damaged; seal it where it can be.
 
     Returns: a writer for what has to be encoded, or None where too much is gone.
@@ -59,7 +59,7 @@ def reseal(writer: StoreWriter) -> None:
         writer.seal()
 
 
-def mend_without_encoding(root: Path, found: Verification) -> Verification:
+def repair_without_encoding(root: Path, found: Verification) -> Verification:
     """Mend all that needs no encoder, and remove what killed processes left.
 
     Args:
@@ -69,13 +69,13 @@ def mend_without_encoding(root: Path, found: Verification) -> Verification:
     """
     _make_way(root, found)
     remove_litter(root)
-    for revision in revisions_to_mend(found):
-        mend_revision(root, revision, found)
-    _mend_root_group(root, found)
+    for revision in revisions_to_repair(found):
+        repair_revision(root, revision, found)
+    _repair_root_group(root, found)
     return verify_store(root)
 
 
-def revisions_to_mend(found: Verification) -> list[int]:
+def revisions_to_repair(found: Verification) -> list[int]:
     """Revisions that were found damaged, and all that are complete: metadata may be shared between them."""
     return sorted({finding.revision for finding in found.findings} | set(found.revisions))
 
@@ -105,7 +105,7 @@ def _make_way(root: Path, found: Verification) -> None:
                 remove(path)  # what it points to stays; the file is made anew
 
 
-def _mend_root_group(root: Path, found: Verification) -> None:
+def _repair_root_group(root: Path, found: Verification) -> None:
     """The root's metadata is the first revision's; where there is none, as after a compaction, a later one's."""
     entry = found.expected.get(GROUP)
     if entry is None or not any(finding.path == GROUP for finding in found.findings):
@@ -169,7 +169,7 @@ def _planned_records(records: pa.Table, revision: int) -> pa.Table:
         values[own] = value
         columns[name] = pa.array(values, records.schema.field(name).type)
     count = records.num_rows
-    unknown = dict.fromkeys(list(SOURCE_COLUMNS)[1:], np.full(count, UNKNOWN_PLACE))
+    unknown = dict.fromkeys(list(SOURCE_COLUMNS)[1:], np.full(count, UNKNOWN_LOCATION))
     columns |= {"source_path": columns["key"], **unknown}
     fields = [*records.schema, *SOURCE_COLUMNS.items()]
     return pa.table(columns, schema=pa.schema(fields))

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from ..disk.hashing import canonical_json, read_json, sha256_of, xxh3_file
 from ..disk.owners import is_temporary
 from ..errors import DamageError, LeanditError
-from ..format.layout import CAPTIONS, LEASES, MANIFEST, PLAN, PLAN_HEAD, RECORDS, commit_path, revision_prefix
+from ..format.layout import CAPTIONS, LEASES, MANIFEST, PLAN, PLAN_FILE, RECORDS, commit_path, revision_prefix
 from ..format.schema import FileEntry, Manifest
 from ..revisions.catalog import check_store, sealed_revisions
 from ..revisions.commits import CommitFiles, file_entry, read_commit, read_manifest, read_record, seal_files
@@ -147,7 +147,7 @@ def verify_store(
 def _check_plan(root: Path, revision: int) -> list[Finding]:
     """What is damaged in the folder of a plan."""
     folder = revision_prefix(revision) + PLAN
-    head_path = f"{folder}/{PLAN_HEAD}"
+    head_path = f"{folder}/{PLAN_FILE}"
     try:
         if (root / head_path).is_symlink():
             return [Finding(head_path, "link", CAUSES["link"], revision)]
@@ -232,7 +232,7 @@ def _committed_files(root: Path, plan: FrozenPlan) -> tuple[dict[str, FileEntry]
 def _own_paths(revision: int, plan: FrozenPlan | None) -> set[str]:
     """Files of a revision that no manifest lists; of one that has no manifest (``plan``), also those to come."""
     prefix = revision_prefix(revision)
-    paths = {f"{prefix}{PLAN}/{name}" for name in (PLAN_HEAD, RECORDS, CAPTIONS)} | {prefix + MANIFEST}
+    paths = {f"{prefix}{PLAN}/{name}" for name in (PLAN_FILE, RECORDS, CAPTIONS)} | {prefix + MANIFEST}
     if plan:
         paths |= plan.layout.static_files().keys() | {prefix + name for name in (RECORDS, CAPTIONS)}
         paths |= {commit_path(revision, *task) for task in plan.layout.tasks()}

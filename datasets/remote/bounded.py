@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from ..disk.files import TEMPORARY_PREFIX, make_folder, remove, write_atomic
 
-Order = Callable[[str], int | None]
+EvictionPriority = Callable[[str], int | None]
 """When a file goes, by its name: smaller numbers first, then what was not used for longest; None: never."""
 
 _NAME = re.compile(r"[0-9a-f]{32}-(0|[1-9][0-9]{0,14})")
@@ -85,7 +85,7 @@ class BoundedFolder:
     def hold(self, name: str) -> int | None:
         """Keep a file from being removed by any process, and mark it as used now.
 
-        Returns: a descriptor for ``let_go``; None where the file is not there.
+        Returns: a descriptor for ``release_lock``; None where the file is not there.
         """
         try:
             descriptor = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
@@ -94,7 +94,7 @@ class BoundedFolder:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         found = os.fstat(descriptor)
         if not found.st_nlink or found.st_size != size_of(name):
-            let_go(descriptor)
+            release_lock(descriptor)
             return None
         self._mark(descriptor, found)
         return descriptor
@@ -118,16 +118,16 @@ class BoundedFolder:
         with self._locked():
             self._remove(name)
 
-    def bring(self, name: str, parts: Callable[[], Iterable[bytes]], order: Order) -> bool:
+    def bring(self, name: str, parts: Callable[[], Iterable[bytes]], priority: EvictionPriority) -> bool:
         """Put a file into the folder, unless it is there; wait while somebody else is bringing it.
 
         Args:
           parts: gives the content; what it raises goes on to the caller, and nothing is left behind.
-          order: what may go to make room.
+          priority: what may go to make room.
         Returns: True where this call has brought it.
         Raises: NoRoom: nothing that may go is enough; ResourceError: the disk is full.
         """
-        while (marker := self._claim(name, order)) is None:
+        while (marker := self._claim(name, priority)) is None:
             if self.path(name).exists():
                 return False
         try:
@@ -138,7 +138,7 @@ class BoundedFolder:
                 self._drop(name, marker)
         return True
 
-    def _claim(self, name: str, order: Order) -> int | None:
+    def _claim(self, name: str, priority: EvictionPriority) -> int | None:
         """Make room for a file and say that it is coming, as one; where somebody else has said so, wait for its end.
 
         Returns: the locked marker; None where the file was there, or after waiting.
@@ -150,7 +150,7 @@ class BoundedFolder:
                 if try_lock(marker):
                     is_ready = False
                     try:
-                        is_ready = not self._make_room(name, order, gone)
+                        is_ready = not self._make_room(name, priority, gone)
                     finally:
                         if not is_ready:
                             self._drop(name, marker)
@@ -161,15 +161,15 @@ class BoundedFolder:
         try:
             fcntl.flock(marker, fcntl.LOCK_SH)  # until whoever brings it is done, or dead
         finally:
-            let_go(marker)
+            release_lock(marker)
         return None
 
     def _drop(self, name: str, marker: int) -> None:
         """Take back that a file is coming; only under the lock."""
         (self._coming / name).unlink(missing_ok=True)
-        let_go(marker)
+        release_lock(marker)
 
-    def _make_room(self, name: str, order: Order, gone: list[str]) -> bool:
+    def _make_room(self, name: str, priority: EvictionPriority, gone: list[str]) -> bool:
         """Remove what must go so that a file fits whose marker is there, and so counts already.
 
         Args:
@@ -181,7 +181,7 @@ class BoundedFolder:
             return True
         excess = sum(file.size for file in stored) + sum(coming.values()) - self.capacity
         with self.mutex:
-            places = {file.name: place for file in stored if (place := order(file.name)) is not None}
+            places = {file.name: place for file in stored if (place := priority(file.name)) is not None}
             leaving = sorted((f for f in stored if f.name in places), key=lambda f: (places[f.name], f.used_ns))
             if sum(file.size for file in leaving) >= excess:
                 for file in leaving:
@@ -222,7 +222,7 @@ class BoundedFolder:
             (self._coming / name).unlink()
             return True
         finally:
-            let_go(marker)
+            release_lock(marker)
 
     def _remove(self, name: str) -> bool:
         """Remove a file unless somebody holds it."""
@@ -236,7 +236,7 @@ class BoundedFolder:
             remove(self.path(name))
             return True
         finally:
-            let_go(descriptor)
+            release_lock(descriptor)
 
     def _locked(self) -> contextlib.AbstractContextManager[None]:
         return locked(self._lock)
@@ -250,10 +250,10 @@ def locked(path: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        let_go(descriptor)
+        release_lock(descriptor)
 
 
-def let_go(descriptor: int) -> None:
+def release_lock(descriptor: int) -> None:
     """Free a lock; closing alone would not, where the process has forked meanwhile and its child has the descriptor."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

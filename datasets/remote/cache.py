@@ -24,26 +24,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..disk.fork_safe import in_forks
+from ..disk.fork_safe import reset_in_forks
 from ..disk.hashing import xxh3_file
 from ..errors import DamageError, LeanditError, RecipeError, ResourceError
 from ..format.schema import FileEntry, Manifest
-from .bounded import BoundedFolder, NoRoom, let_go, locked
+from .bounded import BoundedFolder, NoRoom, locked, release_lock
 from .mirror import (
     MAX_LISTED,
     OPENING,
-    bring_manifest,
-    bring_small_files,
     check_entries,
     check_folder,
     check_listing,
     claim_folder,
     default_folder,
+    fetch_manifest,
+    fetch_small_files,
     in_mib,
     is_shard,
     name_of,
 )
-from .prefetch import Ahead
+from .prefetch import Prefetcher
 from .reader import RemoteReader
 
 STORE = "store"
@@ -80,9 +80,9 @@ class RemoteFolder:
         self._listeners: list[Callable[[str], object]] = []
         self._beginning, self._is_fork = threading.Lock(), False
         self._begin()
-        in_forks(self)
+        reset_in_forks(self)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Begin when it is first used: that asks the file system, which a fork should not."""
         self._beginning, self._is_fork = threading.Lock(), True
 
@@ -91,8 +91,8 @@ class RemoteFolder:
         self._changed = threading.Condition(self._room.mutex)
         self._pins, self._holds = Counter[str](), Counter[str]()
         self._wishes: dict[str, int] = {}  # their place in the list
-        self._ahead = Ahead(self._num_threads, self._bring_ahead)
-        self.num_brought = self.num_evicted = 0  # files, by this process
+        self._ahead = Prefetcher(self._num_threads, self._bring_ahead)
+        self.num_fetched = self.num_evicted = 0  # files, by this process
 
     def fetch(self, path: str) -> Path:
         """Bring a shard, unless it is here, and check it by size and hash.
@@ -120,7 +120,7 @@ class RemoteFolder:
             try:
                 yield self._room.path(name)
             finally:
-                let_go(lock)
+                release_lock(lock)
 
     def use(self, path: str) -> bool:
         """Mark a shard as used now, as every use of a mapped one should; False where it has gone since."""
@@ -197,7 +197,7 @@ class RemoteFolder:
             return lock
         is_right = xxh3_file(self._room.path(name)) == name.partition("-")[0]
         if not is_right:
-            let_go(lock)
+            release_lock(lock)
             self._room.discard(name)
             return None
         self._checked.add(name)
@@ -214,7 +214,7 @@ class RemoteFolder:
                 is_new = self._reader.checked(entry, lambda: self._bring_once(entry, ahead))
                 with self._changed:
                     self._checked |= {name} if is_new else set()
-                    self.num_brought += is_new
+                    self.num_fetched += is_new
                     self._changed.notify_all()
                 return
             except NoRoom as full:
@@ -259,7 +259,7 @@ class RemoteFolder:
         """Bring a wish; False where there is no room for it, nor for those after it."""
         try:
             if (lock := self._hold(name)) is not None:
-                let_go(lock)
+                release_lock(lock)
             else:
                 self._bring(self._entries[self._paths[name][0]], ahead=True)
         except NoRoom:
@@ -306,11 +306,11 @@ def open_remote(
         check_folder(local, reader.url)
         with locked(local / OPENING):  # who comes second finds all there
             claim_folder(local, url, reader.url)
-            manifest = bring_manifest(reader, local / STORE, revision)
+            manifest = fetch_manifest(reader, local / STORE, revision)
             opened = RemoteFolder(reader, local, manifest, capacity=capacity, threads=threads)
             if len(manifest.files) <= MAX_LISTED:
                 check_listing(reader, manifest)
-            bring_small_files(reader, local / STORE, manifest)
+            fetch_small_files(reader, local / STORE, manifest)
             return opened
     except OSError as error:
         if isinstance(error, LeanditError):

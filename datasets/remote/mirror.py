@@ -21,7 +21,7 @@ from ..format.layout import (
     GROUP,
     MANIFEST,
     PLAN,
-    PLAN_HEAD,
+    PLAN_FILE,
     RECORDS,
     REMOTE_ABOUT,
     REVISIONS,
@@ -104,7 +104,7 @@ def in_mib(size: int) -> str:
     return f"{size / 2**20:.4g} MiB"
 
 
-def bring_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifest:
+def fetch_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifest:
     """Bring the manifests of all complete revisions, and what the folder needs to be taken for a store.
 
     Returns: the manifest of the revision asked for, 0 for the newest.
@@ -123,7 +123,7 @@ def bring_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifest
             f"store '{reader.url}': it has no complete revision {wanted}. There are: {', '.join(map(str, sealed))}."
         )
     unfinished = [number for number in candidates if number > sealed[-1]]
-    sizes |= _sizes_of(reader, [f"{revision_prefix(number)}{PLAN}/{PLAN_HEAD}" for number in unfinished])
+    sizes |= _sizes_of(reader, [f"{revision_prefix(number)}{PLAN}/{PLAN_FILE}" for number in unfinished])
     sizes |= _sizes_of(reader, [GROUP, revision_prefix(wanted) + GROUP])
     _forget_others(store, set(sizes))
     for path, size in sizes.items():
@@ -131,7 +131,7 @@ def bring_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifest
             raise DamageError(f"store '{reader.url}': file '{path}' has {size} bytes, no such is that large.")
     # The manifests last: with them the folder is a store.
     _for_each(lambda path: _bring(reader, store, _unhashed(path, sizes[path])), sorted(sizes, key=_is_manifest))
-    with naming(reader, store):
+    with url_in_errors(reader, store):
         read_spec(store, wanted)  # another format version is named as such, not as damage
         return read_manifest(store, wanted)
 
@@ -155,7 +155,7 @@ def check_listing(reader: RemoteReader, manifest: Manifest) -> None:
             )
 
 
-def bring_small_files(reader: RemoteReader, store: Path, manifest: Manifest) -> None:
+def fetch_small_files(reader: RemoteReader, store: Path, manifest: Manifest) -> None:
     """Bring the metadata of all groups and arrays, and the tables; what is here already is kept if its hash is right.
 
     Raises: DamageError, StoreError.
@@ -201,7 +201,7 @@ def _for_each(work: Callable, items: list) -> list:
 
 
 def _refuse_without_manifest(reader: RemoteReader) -> None:
-    if _sizes_of(reader, [GROUP, f"{PLAN}/{PLAN_HEAD}"]):
+    if _sizes_of(reader, [GROUP, f"{PLAN}/{PLAN_FILE}"]):
         raise StoreIncomplete(
             f"store '{reader.url}': it has no complete revision, and only those are read at a URL. Run the same "
             "precompute command again where it was made, then copy it anew."
@@ -215,13 +215,13 @@ def _refuse_without_manifest(reader: RemoteReader) -> None:
 def _forget_others(store: Path, remote: set[str]) -> None:
     """Remove manifests and plans that are not at the URL any more, so that nobody takes them for revisions."""
     here = {revision_prefix(number) + MANIFEST for number in sealed_revisions(store)}
-    here |= {f"{revision_prefix(number)}{PLAN}/{PLAN_HEAD}" for number in planned_revisions(store)}
+    here |= {f"{revision_prefix(number)}{PLAN}/{PLAN_FILE}" for number in planned_revisions(store)}
     for path in sorted(here - remote):
         remove(store / path)
 
 
 @contextlib.contextmanager
-def naming(reader: RemoteReader, store: Path) -> Iterator[None]:
+def url_in_errors(reader: RemoteReader, store: Path) -> Iterator[None]:
     """Errors name the URL, not the local folder, which nobody needs to know."""
     try:
         yield

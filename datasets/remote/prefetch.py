@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 
-class Ahead:
+class Prefetcher:
     """A list of names and the threads that work through it; they end with the list.
 
     Args:

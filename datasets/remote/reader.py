@@ -71,7 +71,7 @@ class RemoteReader:
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, what: str = "store") -> None:
         self.what = what
-        self.url, self._connect = shown(url), lambda: _connect(url, options or {})
+        self.url, self._connect = redact_url(url), lambda: _connect(url, options or {})
         try:
             self._connection, root = self._connect()
         except ImportError as error:
@@ -241,7 +241,7 @@ def _connect(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return fsspec.core.url_to_fs(url, **options)
 
 
-def shown(url: str) -> str:
+def redact_url(url: str) -> str:
     """A URL as it may stand in messages and files: without user, password and query."""
     return re.sub(r"://[^/@]*@", "://", url).partition("?")[0].rstrip("/")
 

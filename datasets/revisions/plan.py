@@ -22,8 +22,8 @@ from ..disk.hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3
 from ..disk.spill import map_array
 from ..errors import DamageError, FormatVersionError, StoreIncomplete
 from ..format.buckets import bucket_size
-from ..format.layout import CAPTIONS, PLAN, PLAN_HEAD, RECORDS, RevisionLayout, revision_prefix, revisions_with
-from ..format.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, FORMAT_VERSION, FileEntry, PlanHead, StoreSpec
+from ..format.layout import CAPTIONS, PLAN, PLAN_FILE, RECORDS, RevisionLayout, revision_prefix, revisions_with
+from ..format.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, FORMAT_VERSION, FileEntry, PlanFile, StoreSpec
 from ..format.tables import map_plan_table, parquet_file, table_problem
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -164,12 +164,12 @@ def write_plan(root: Path, plan: FrozenPlan, *, replace: bool) -> bool:
     }
     head |= {"sha256": sha256_of(head)}
     folder = root / revision_prefix(plan.revision) / PLAN
-    return write_folder(folder, [*tables.items(), (PLAN_HEAD, canonical_json(head))], replace=replace)
+    return write_folder(folder, [*tables.items(), (PLAN_FILE, canonical_json(head))], replace=replace)
 
 
 def planned_revisions(root: Path) -> list[int]:
     """Revisions of a store that have a plan, in order."""
-    return revisions_with(root, f"{PLAN}/{PLAN_HEAD}")
+    return revisions_with(root, f"{PLAN}/{PLAN_FILE}")
 
 
 def read_plan(root: Path, revision: int) -> FrozenPlan:
@@ -178,9 +178,9 @@ def read_plan(root: Path, revision: int) -> FrozenPlan:
     Raises: StoreIncomplete: there is none; DamageError: a file of it is not what was written.
     """
     folder = root / revision_prefix(revision) / PLAN
-    if not (folder / PLAN_HEAD).is_file():
+    if not (folder / PLAN_FILE).is_file():
         raise StoreIncomplete(f"store '{root}': its plan is not finished. Run the same precompute command again.")
-    head = read_json(folder / PLAN_HEAD)
+    head = read_json(folder / PLAN_FILE)
     damaged = DamageError(
         f"store '{root}': the plan of revision {revision} is damaged. Run 'leandit verify --repair --source PATH'."
     )
@@ -192,7 +192,7 @@ def read_plan(root: Path, revision: int) -> FrozenPlan:
             f"{FORMAT_VERSION}. Use the release that wrote it, or precompute again."
         )
     try:
-        said = PlanHead.model_validate(head)
+        said = PlanFile.model_validate(head)
     except ValidationError as error:
         raise damaged from error
     if said.revision != revision:

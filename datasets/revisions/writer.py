@@ -57,7 +57,7 @@ class StoreWriter:
         for path, content in plan.layout.static_files().items():
             self._ensure(path, content)
         self._commits: dict[Task, CommitSummary] = {}
-        self.had_company = False  # others have made, or are making, shards of this revision
+        self.is_shared = False  # others have made, or are making, shards of this revision
         if doubted is None and self.is_sealed:
             self._read(frozenset())
         elif doubted is None:
@@ -66,7 +66,7 @@ class StoreWriter:
             tasks = plan.layout.tasks()
             checked = frozenset(tasks if own is None else own)
             self._read(checked)
-            self.had_company = any(task not in checked for task in self._commits)
+            self.is_shared = any(task not in checked for task in self._commits)
             missing = [task for task in tasks if task not in self._commits]
             doubted = [task for task in missing if (root / commit_path(plan.revision, *task)).is_file()]
         self.doubted = frozenset(doubted or ())
@@ -99,7 +99,7 @@ class StoreWriter:
         if task not in self._commits:
             record = read_commit(self.root, self.plan, *task, check_bytes=task in self.doubted)
             if record:
-                self._commits[task], self.had_company = CommitSummary.of(self.plan, record), True
+                self._commits[task], self.is_shared = CommitSummary.of(self.plan, record), True
         return task in self._commits
 
     def _read(self, checked: Collection[Task]) -> None:
@@ -123,9 +123,9 @@ class StoreWriter:
 
         Returns: what is missing now.
         """
-        if not self.had_company or self.is_sealed:
+        if not self.is_shared or self.is_sealed:
             return []
-        self.had_company = False
+        self.is_shared = False
         tasks = self.plan.layout.tasks()
         self._read(frozenset(tasks))
         damaged = [task for task in tasks if task not in self._commits]

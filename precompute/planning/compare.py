@@ -19,7 +19,7 @@ import xxhash
 
 from ...datasets.errors import RecordRejected
 from ...datasets.format.schema import RECORDS_SCHEMA
-from ...datasets.maintenance.repair import UNKNOWN_PLACE
+from ...datasets.maintenance.repair import UNKNOWN_LOCATION
 from ...datasets.revisions.plan import FrozenPlan
 from ..config import PrecomputeRecipe
 from ..sources.files.record import SourceRecord, listing_problem, planned_texts
@@ -237,7 +237,7 @@ def _state_of(
         if sizes_differ and now.height_px:
             return State.CHANGED  # the other size may fit, or be rejected for another reason
         # A plan that was rebuilt does not name the places, and a reject has no checksum to compare.
-        return _same_if(same_place or known.record.mtime_ns == UNKNOWN_PLACE)
+        return _same_if(same_place or known.record.mtime_ns == UNKNOWN_LOCATION)
     if says_other_size:
         return State.CHANGED  # a fresh store would believe it, and reject the picture
     if same_place and recipe.source.check == "stat":

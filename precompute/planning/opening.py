@@ -13,7 +13,7 @@ import pyarrow.compute
 from ...datasets.disk.owners import TEMPORARY_PREFIX
 from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import FingerprintMismatch, RecordRejected, ResourceError, SourceError, StoreError
-from ...datasets.format.encoder_places import with_encoder_places
+from ...datasets.format.encoder_paths import with_stored_encoder_paths
 from ...datasets.format.layout import LEASES
 from ...datasets.format.schema import FileEntry, StoreSpec
 from ...datasets.recipe import flatten
@@ -295,7 +295,7 @@ class Planner:
         classes = [*(source.classes or ()), *comparison.gone_classes]
         names = self._names_of(classes, ground.spec)
         return FrozenPlan(
-            spec=with_encoder_places(
+            spec=with_stored_encoder_paths(
                 self.spec.model_copy(update={"classes": classes or None, "class_names": names}), self.root
             ),
             revision=ground.revision,

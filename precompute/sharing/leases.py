@@ -143,7 +143,7 @@ class Leases:
                 raise
             return not self._patient  # another process has just removed the folder
         (self._held if is_taken else self._wanted)[task] = lease
-        self._writer.had_company |= not is_taken
+        self._writer.is_shared |= not is_taken
         return is_taken or not self._patient
 
 

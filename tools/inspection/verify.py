@@ -54,10 +54,10 @@ def check(
     done: dict[str, Any] = {}
     found = verify_store(store, quick=quick and not repair)
     if repair and found.findings:
-        from ...datasets.maintenance.repair import mend_without_encoding
+        from ...datasets.maintenance.repair import repair_without_encoding
 
         done["before"] = len(found.findings)
-        found = mend_without_encoding(store, found)
+        found = repair_without_encoding(store, found)
         if found.damaged and source:
             from ...precompute.repair import repair as encode_again
 
@@ -105,7 +105,7 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
 
     Raises: FingerprintMismatch: the encoders are not those that made the newest revision.
     """
-    from ...datasets.format.encoder_places import encoder_section
+    from ...datasets.format.encoder_paths import encoder_section
     from ...datasets.recipe import parse_with_overrides
     from ...precompute.config import PrecomputeRecipe
     from ...precompute.encoders.describe import describe_store

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...datasets.errors import RunError
-from ...datasets.remote.bounded import let_go, try_lock
+from ...datasets.remote.bounded import release_lock, try_lock
 
 
 @contextlib.contextmanager
@@ -34,4 +34,4 @@ def held(run: Path) -> Iterator[None]:
             )
         yield
     finally:
-        let_go(folder)
+        release_lock(folder)

@@ -20,7 +20,7 @@ from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json
 from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import DamageError, RunError
-from ...datasets.format.encoder_places import encoder_section
+from ...datasets.format.encoder_paths import encoder_section
 from ...datasets.format.schema import StoreSpec
 from ...datasets.loader import BatchLoader
 from ...datasets.recipe import to_toml

@@ -211,7 +211,7 @@ def test_a_store_on_s3_comes_bit_for_bit(s3: str, caption_store: LatentStore, tm
         assert all(original[name] == content for name, content in mirrored.items())
         for entry in shards_of(caption_store):
             assert folder.fetch(entry.path).read_bytes() == original[entry.path]
-        assert folder.num_brought == len({entry.xxh3_128 for entry in shards_of(caption_store)})
+        assert folder.num_fetched == len({entry.xxh3_128 for entry in shards_of(caption_store)})
 
 
 @pytest.mark.parametrize("url", ["s3", "faulty", "file"])
@@ -237,7 +237,7 @@ def test_eight_threads_bring_a_shard_from_s3_once(s3: str, caption_store: Latent
     with ThreadPoolExecutor(8) as pool:
         paths = list(pool.map(folder.fetch, [MOMENTS] * 8))
     assert {path.read_bytes() for path in paths} == {(caption_store.path / MOMENTS).read_bytes()}
-    assert folder.num_brought == 1
+    assert folder.num_fetched == 1
 
 
 def set_object(change: Callable[[bytes], bytes] | None, path: str = MOMENTS) -> Callable[[Any, str], None]:
@@ -342,7 +342,7 @@ def test_a_url_that_cannot_be_read_here_is_a_usage_error(tmp_path: Path) -> None
         open_remote("no-such-protocol://x/y", folder=tmp_path / "a")
     with pytest.raises(RecipeError, match=r"its extra .remote."):
         open_remote("gs://bucket/store", folder=tmp_path / "b")  # gcsfs is not among our dependencies
-    assert remote_reader.shown("s3://key:secret@bucket/x?token=secret") == "s3://bucket/x"
+    assert remote_reader.redact_url("s3://key:secret@bucket/x?token=secret") == "s3://bucket/x"
 
 
 def test_a_folder_of_another_store_or_with_other_files_is_refused(caption_store: LatentStore, tmp_path: Path) -> None:
@@ -732,7 +732,7 @@ def test_eight_threads_bring_each_shard_once(tmp_path: Path) -> None:
         wanted = PATHS * 8
         for path, local in zip(wanted, pool.map(folder.fetch, wanted), strict=True):
             assert local.read_bytes() == CONTENT[path]
-    assert folder.num_brought == len(PATHS) == FaultyFileSystem.requests.total()
+    assert folder.num_fetched == len(PATHS) == FaultyFileSystem.requests.total()
 
 
 def test_threads_in_a_narrow_folder_read_right_bytes_and_never_exceed_it(tmp_path: Path) -> None:
@@ -836,7 +836,7 @@ def test_a_shard_that_was_damaged_on_this_disk_comes_again(change: Callable[[byt
     local.write_bytes(change(local.read_bytes()))
     folder = made_up(tmp_path / "local")
     assert folder.fetch(PATHS[0]).read_bytes() == CONTENT[PATHS[0]]
-    assert folder.num_brought == 1
+    assert folder.num_fetched == 1
 
 
 def test_a_shard_of_an_earlier_run_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -935,7 +935,7 @@ def test_processes_that_share_a_narrow_folder_read_right_bytes(origin: str, tmp_
                 mapped = np.memmap(file, np.uint8, mode="r")
             assert mapped.tobytes() == CONTENT[path]
             most = max(most, bytes_in(local))
-        return [most, folder.num_brought]
+        return [most, folder.num_fetched]
 
     children: list[Child] = [start(lambda seed=seed: work(seed)) for seed in range(3)]
     outcomes = [child.wait() for child in children]
@@ -951,7 +951,7 @@ def test_processes_that_want_the_same_shards_bring_them_once(origin: str, tmp_pa
     def work() -> int:
         folder = opened(origin, local)
         assert [folder.fetch(path).read_bytes() for path in PATHS] == list(CONTENT.values())
-        return folder.num_brought
+        return folder.num_fetched
 
     children = [start(work) for _ in range(3)]
     outcomes = [child.wait() for child in children]
@@ -983,7 +983,7 @@ def test_a_fork_reads_on(url: str, s3: str, caption_store: LatentStore, tmp_path
     def work() -> bool:
         folder.prefetch(paths[3:])
         with folder._changed:
-            folder._changed.wait_for(lambda: folder.num_brought, 20)
+            folder._changed.wait_for(lambda: folder.num_fetched, 20)
         return all(folder.fetch(path).read_bytes() == (caption_store.path / path).read_bytes() for path in paths)
 
     def close() -> bool:

@@ -10,7 +10,7 @@ from making import CPU, TRAIN_RECIPE, label_recipe, no_progress
 from typer.testing import CliRunner, Result
 
 from leandit.datasets.errors import EncoderError
-from leandit.datasets.format.encoder_places import encoder_section, with_encoder_places
+from leandit.datasets.format.encoder_paths import encoder_section, with_stored_encoder_paths
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.model_files import local_folder
@@ -83,7 +83,7 @@ def test_hub_ids_and_the_relative_paths_of_earlier_releases_are_found_as_before(
     assert placed("models/vae") == str(home / "models/vae")  # from where the user stands
     assert placed("shipped:vae") == "shipped:vae"
     assert placed("stabilityai/sd-vae-ft-ema") == "stabilityai/sd-vae-ft-ema"
-    assert with_encoder_places(label_store.spec, home / "store") == label_store.spec  # shipped:vae
+    assert with_stored_encoder_paths(label_store.spec, home / "store") == label_store.spec  # shipped:vae
 
 
 @pytest.mark.usefixtures("quick", "tiny_models")

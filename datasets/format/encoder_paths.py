@@ -16,7 +16,7 @@ from .schema import EncoderIdentity, StoreSpec
 ROLES = ("vae", "text")
 
 
-def with_encoder_places(spec: StoreSpec, store: Path) -> StoreSpec:
+def with_stored_encoder_paths(spec: StoreSpec, store: Path) -> StoreSpec:
     """What a store says of itself, with the folders of its encoders as a store names them.
 
     Args:
@@ -46,14 +46,14 @@ def encoder_section(spec: StoreSpec, role: str, store: Path) -> dict[str, Any]:
     return section | {"model": _found(model, store)} if isinstance(model, str) else section
 
 
-def with_places_moved(spec: StoreSpec, store: Path, copy: Path) -> StoreSpec:
+def with_moved_encoder_paths(spec: StoreSpec, store: Path, copy: Path) -> StoreSpec:
     """What a store says of itself, for a copy of it in another folder, which finds the same encoders."""
     recipe = dict(spec.recipe) | {role: encoder_section(spec, role, store) for role in ROLES if role in spec.recipe}
     found: dict[str, Any] = {"recipe": recipe}
     for name in ("vae", "text_encoder"):
         if identity := getattr(spec, name):
             found[name] = identity.model_copy(update={"model": _found(identity.model, store)})
-    return with_encoder_places(spec.model_copy(update=found), copy)
+    return with_stored_encoder_paths(spec.model_copy(update=found), copy)
 
 
 def _found(model: str, store: Path) -> str:
