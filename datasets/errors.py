@@ -101,7 +101,7 @@ class RecordRejected(Exception):
 
     Args:
       stage: "scan", "decode" or "encode".
-      reason: one of the closed list in ``schema.REJECT_REASONS``.
+      reason: one of the closed list in ``table_schemas.REJECT_REASONS``.
       detail: what was seen, for a person.
     """
 

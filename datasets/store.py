@@ -24,7 +24,8 @@ import pyarrow.compute
 from .arrays.bucket_index import INDEX_COLUMNS, BucketIndex, build_indexes
 from .arrays.caption_tokens import CaptionTokens
 from .arrays.probe import check_of, check_whole
-from .arrays.sharded_array import Access, ShardedArray, ShardFolder
+from .arrays.shard_folder import Access, ShardFolder
+from .arrays.sharded_array import ShardedArray
 from .arrays.stack import ArrayStack
 from .disk.cached import cached_property
 from .disk.hashing import xxh3_file
@@ -194,7 +195,7 @@ class LatentStore:
 
     @cached_property
     def records(self) -> pa.Table:
-        """The records table (schema.RECORDS_SCHEMA), in the order of the source."""
+        """The records table (RECORDS_SCHEMA), in the order of the source."""
         return self.record_columns(None)
 
     @property
@@ -213,7 +214,7 @@ class LatentStore:
 
     @cached_property
     def captions(self) -> pa.Table:
-        """The captions table (schema.CAPTIONS_SCHEMA); the position is the caption's id."""
+        """The captions table (CAPTIONS_SCHEMA); the position is the caption's id."""
         return self._caption_columns(None)
 
     @cached_property

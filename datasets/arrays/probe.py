@@ -22,7 +22,7 @@ from ..revisions.writer import row_checksum
 from .bucket_index import BucketIndex
 from .caption_tokens import CaptionTokens
 from .shard_file import ShardFile
-from .sharded_array import ShardCheck, ShardFolder
+from .shard_folder import ShardCheck, ShardFolder
 
 
 class ProbedStore(Protocol):

@@ -31,7 +31,8 @@ from ..format.schema import StoreSpec
 from ..format.token_dtypes import ON_DISK
 from ..format.zarr_shard import ArrayLayout
 from ..revisions.catalog import REPAIR
-from .sharded_array import ShardCheck, ShardedArray, ShardFolder
+from .shard_folder import ShardCheck, ShardFolder
+from .sharded_array import ShardedArray
 
 MAX_METADATA_BYTES = 1 << 20  # of an array's zarr.json
 

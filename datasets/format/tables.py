@@ -16,7 +16,8 @@ from ..disk.spill import BATCH_ROWS, map_table, map_written, one_chunk
 from ..errors import DamageError, RecipeError
 from .buckets import bucket_size
 from .layout import CAPTIONS, RECORDS
-from .schema import CAPTIONS_SCHEMA, FALLBACK, RECORDS_SCHEMA, StoreSpec
+from .schema import FALLBACK, StoreSpec
+from .table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 

@@ -19,7 +19,8 @@ from ..disk.strays import sweep_strays
 from ..errors import DamageError, LeanditError, ResourceError, StoreError
 from ..format.encoder_paths import with_moved_encoder_paths
 from ..format.layout import CAPTION_PART, GROUP, NULL_PART, bucket_part, group_json
-from ..format.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, Fallback, Manifest
+from ..format.schema import Fallback, Manifest
+from ..format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA
 from ..revisions.catalog import sealed_revisions
 from ..revisions.commits import file_entry, read_manifest
 from ..revisions.plan import FrozenPlan, planned_revisions, read_plan, write_plan

@@ -17,7 +17,8 @@ from ..disk.hashing import canonical_json, xxh3_file, xxh3_parts
 from ..disk.strays import sweep_strays
 from ..errors import DamageError, StoreError, StoreIncomplete
 from ..format.layout import CAPTION_PART, CAPTIONS, GROUP, NULL_PART, RECORDS, commit_path, group_json, revision_prefix
-from ..format.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, CommitRecord, Fallback, FileEntry, Manifest, Reject
+from ..format.schema import CommitRecord, Fallback, FileEntry, Manifest, Reject
+from ..format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA
 from ..format.tables import read_table
 from ..revisions.catalog import read_spec
 from ..revisions.commits import Task, carried_files, commit_record, file_entry, read_manifest, read_record

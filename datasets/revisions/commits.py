@@ -29,15 +29,8 @@ from ..format.layout import (
     commit_path,
     revision_prefix,
 )
-from ..format.schema import (
-    CAPTIONS_SCHEMA,
-    FORMAT_VERSION,
-    RECORDS_SCHEMA,
-    REJECT_REASONS,
-    CommitRecord,
-    FileEntry,
-    Manifest,
-)
+from ..format.schema import FORMAT_VERSION, CommitRecord, FileEntry, Manifest
+from ..format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA, REJECT_REASONS
 from ..format.tables import parquet_of_groups
 from .merge import Commits, Merge, Task
 from .plan import FrozenPlan

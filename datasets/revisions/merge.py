@@ -15,7 +15,8 @@ import pyarrow.compute
 
 from ..disk.spill import BATCH_ROWS, map_array, one_chunk
 from ..format.layout import CAPTION_PART, NULL_PART
-from ..format.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, RECORDS_SCHEMA, CommitRecord
+from ..format.schema import CommitRecord
+from ..format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA, RECORDS_SCHEMA
 from ..format.tables import ROW_GROUP, row_groups
 from .plan import FrozenPlan
 

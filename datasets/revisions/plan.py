@@ -23,7 +23,8 @@ from ..disk.spill import map_array
 from ..errors import DamageError, FormatVersionError, StoreIncomplete
 from ..format.buckets import bucket_size
 from ..format.layout import CAPTIONS, PLAN, PLAN_FILE, RECORDS, RevisionLayout, revision_prefix, revisions_with
-from ..format.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, FORMAT_VERSION, FileEntry, PlanFile, StoreSpec
+from ..format.schema import FORMAT_VERSION, FileEntry, PlanFile, StoreSpec
+from ..format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA
 from ..format.tables import map_plan_table, parquet_file, table_problem
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them

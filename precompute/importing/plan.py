@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from ...datasets.errors import RecordRejected, SourceError
 from ...datasets.format.buckets import bucket_name, bucket_size
-from ...datasets.format.schema import PLAN_SCHEMA, POSTERIORS, StoreSpec
+from ...datasets.format.schema import POSTERIORS, StoreSpec
+from ...datasets.format.table_schemas import PLAN_SCHEMA
 from ...datasets.revisions.plan import FrozenPlan, first_plan
 from ..planning.pictures import num_threads
 from .formats.source import Entry, Facts, Reader, Seen

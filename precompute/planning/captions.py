@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.disk.spill import BATCH_ROWS, GrowingArray, map_array, map_table, rebatched
-from ...datasets.format.schema import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA
+from ...datasets.format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA
 from ..encoders.text import CaptionTokenizer
 from ..sources.listing.distinct import digests, first_positions
 

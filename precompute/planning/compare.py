@@ -18,7 +18,7 @@ import pyarrow as pa
 import xxhash
 
 from ...datasets.errors import RecordRejected
-from ...datasets.format.schema import RECORDS_SCHEMA
+from ...datasets.format.table_schemas import RECORDS_SCHEMA
 from ...datasets.maintenance.repair import UNKNOWN_LOCATION
 from ...datasets.revisions.plan import FrozenPlan
 from ..config import PrecomputeRecipe

@@ -22,7 +22,7 @@ import pyarrow.compute
 from ...datasets.disk.spill import BATCH_ROWS, map_table, rebatched
 from ...datasets.errors import RecordRejected
 from ...datasets.format.buckets import assign_bucket, bucket_name
-from ...datasets.format.schema import PLAN_SCHEMA
+from ...datasets.format.table_schemas import PLAN_SCHEMA
 from ..config import ImagesSection, PrecomputeRecipe
 from ..images.decoders import Decoders
 from ..images.pixels import MAX_PIXELS, crop_geometry

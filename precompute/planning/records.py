@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.disk.spill import BATCH_ROWS, map_table, rebatched
-from ...datasets.format.schema import PLAN_SCHEMA, RECORDS_SCHEMA
+from ...datasets.format.table_schemas import PLAN_SCHEMA, RECORDS_SCHEMA
 from .compare import Comparison
 from .pictures import PICTURES_SCHEMA
 

@@ -29,7 +29,8 @@ from leandit.datasets.errors import (
     UnknownKey,
 )
 from leandit.datasets.format.buckets import bucket_size
-from leandit.datasets.format.schema import CAPTIONS_SCHEMA, RECORDS_SCHEMA, CommitRecord
+from leandit.datasets.format.schema import CommitRecord
+from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
 from leandit.datasets.loader import make_loader
 from leandit.datasets.revisions.merge import merge_captions
 from leandit.datasets.revisions.plan import read_plan

@@ -12,7 +12,8 @@ import torch
 import zarr
 from PIL import Image
 
-from leandit.datasets.arrays.sharded_array import ShardedArray, ShardFolder
+from leandit.datasets.arrays.shard_folder import ShardFolder
+from leandit.datasets.arrays.sharded_array import ShardedArray
 from leandit.datasets.disk.files import write_atomic
 from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, pack_shard

@@ -16,7 +16,6 @@ from ... import __version__
 from ...datasets.format.layout import CAPTION_PART, NULL_PART
 from ...datasets.format.schema import (
     FORMAT_VERSION,
-    PLAN_SCHEMA,
     EncoderIdentity,
     ImageSpec,
     LatentSpec,
@@ -24,6 +23,7 @@ from ...datasets.format.schema import (
     StoreSpec,
     TextSpec,
 )
+from ...datasets.format.table_schemas import PLAN_SCHEMA
 from ...datasets.revisions.plan import FrozenPlan, first_plan, freeze_plan
 from ...datasets.revisions.writer import StoreWriter, row_checksum
 

@@ -22,9 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import ARRAY_LAYOUTS, SHARD_ROWS, array_values, crc32c, small_array, write_array, write_array_with_zarr
 
-from leandit.datasets.arrays import address_window, change_watch, sharded_array
+from leandit.datasets.arrays import address_window, change_watch, shard_folder, sharded_array
 from leandit.datasets.arrays.shard_file import ShardFile
-from leandit.datasets.arrays.sharded_array import ShardedArray, ShardFolder
+from leandit.datasets.arrays.shard_folder import ShardFolder
+from leandit.datasets.arrays.sharded_array import ShardedArray
 from leandit.datasets.batches.buffer_pool import BufferPool
 from leandit.datasets.disk.hashing import read_json
 from leandit.datasets.errors import DamageError, RowOutOfRange
@@ -467,7 +468,7 @@ def test_rows_are_views_of_one_window_that_outlives_the_array(tmp_path: Path) ->
 
 
 def test_files_are_let_go_when_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_array, "MAX_OPEN_SHARDS", 3)
+    monkeypatch.setattr(shard_folder, "MAX_OPEN_SHARDS", 3)
     layout = ArrayLayout("a", (40, 5), "float16", 1)
     values = array_values(layout)
     write_array(tmp_path, layout, values)
@@ -569,7 +570,8 @@ def test_views_can_be_read_while_the_process_ends(tmp_path: Path) -> None:
     program = f"""
 import atexit, numpy as np
 from pathlib import Path
-from leandit.datasets.arrays.sharded_array import ShardFolder, ShardedArray
+from leandit.datasets.arrays.shard_folder import ShardFolder
+from leandit.datasets.arrays.sharded_array import ShardedArray
 from leandit.datasets.format.zarr_shard import ArrayLayout
 views = []
 atexit.register(lambda: print(float(views[0].sum()) == float(views[0].sum())))
@@ -625,7 +627,7 @@ def test_no_thread_writes_on_after_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_many_threads_open_and_read_one_array(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_array, "MAX_OPEN_SHARDS", 4)
+    monkeypatch.setattr(shard_folder, "MAX_OPEN_SHARDS", 4)
     layout = ArrayLayout("a", (400, 5), "float16", 10)
     values = array_values(layout)
     write_array(tmp_path, layout, values)

@@ -22,8 +22,6 @@ from pydantic import BaseModel
 from leandit.datasets.format.layout import OFFSETS
 from leandit.datasets.format.schema import (
     FORMAT_VERSION,
-    RECORDS_SCHEMA,
-    REJECT_REASONS,
     CommitRecord,
     EncoderIdentity,
     Fallback,
@@ -35,6 +33,7 @@ from leandit.datasets.format.schema import (
     StoreSpec,
     TextSpec,
 )
+from leandit.datasets.format.table_schemas import RECORDS_SCHEMA, REJECT_REASONS
 from leandit.datasets.format.zarr_shard import CODECS
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore

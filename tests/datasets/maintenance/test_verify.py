@@ -30,7 +30,7 @@ from making import caption_recipe
 
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
 from leandit.datasets.disk.hashing import canonical_json
-from leandit.datasets.format.schema import RECORDS_SCHEMA
+from leandit.datasets.format.table_schemas import RECORDS_SCHEMA
 from leandit.datasets.maintenance.findings import CAUSES, Finding, part_of, revision_of, shard_place
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.commits import read_commits, read_manifest, with_root_hash

@@ -22,7 +22,7 @@ from making import SUPPORT
 from pictures import encoded, exif, noise
 
 from leandit.datasets.errors import RecordRejected, ResourceError
-from leandit.datasets.format.schema import REJECT_REASONS
+from leandit.datasets.format.table_schemas import REJECT_REASONS
 from leandit.precompute.images.decoders import Decoded, Decoders, PicturePlace
 from leandit.precompute.images.pixels import decode_picture, read_size
 

@@ -27,7 +27,7 @@ from pictures import (
 from PIL import Image
 
 from leandit.datasets.errors import RecordRejected
-from leandit.datasets.format.schema import REJECT_REASONS
+from leandit.datasets.format.table_schemas import REJECT_REASONS
 from leandit.precompute.images.decoders import Decoders
 
 SLOWEST_SECONDS = 5.0

@@ -14,7 +14,7 @@ from making import picture
 from PIL import Image
 
 from leandit.datasets.errors import RecordRejected
-from leandit.datasets.format.schema import REJECT_REASONS
+from leandit.datasets.format.table_schemas import REJECT_REASONS
 from leandit.precompute.images.pixels import crop_picture, decode_picture, read_size
 
 SIZES = [

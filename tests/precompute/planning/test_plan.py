@@ -16,7 +16,7 @@ from making import caption_recipe, picture
 
 from leandit.datasets.errors import SourceError
 from leandit.datasets.format.layout import place_captions
-from leandit.datasets.format.schema import CAPTIONS_SCHEMA, RECORDS_SCHEMA
+from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
 from leandit.precompute.config import PrecomputeRecipe, SourceSection
 from leandit.precompute.encoders.text import CaptionTokenizer
 from leandit.precompute.images.decoders import Decoders

@@ -25,15 +25,8 @@ from leandit.datasets.disk.spill import map_array, map_table, one_chunk, rebatch
 from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
 from leandit.datasets.format import tables
 from leandit.datasets.format.layout import CAPTION_PART, NULL_PART
-from leandit.datasets.format.schema import (
-    CAPTION_RESULTS,
-    CAPTIONS_SCHEMA,
-    PLAN_SCHEMA,
-    RECORDS_SCHEMA,
-    CommitRecord,
-    Fallback,
-    Reject,
-)
+from leandit.datasets.format.schema import CommitRecord, Fallback, Reject
+from leandit.datasets.format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA, RECORDS_SCHEMA
 from leandit.datasets.format.tables import parquet_file
 from leandit.datasets.revisions import merge
 from leandit.datasets.revisions.plan import FrozenPlan, first_plan, read_plan, write_plan

@@ -15,7 +15,7 @@ import torch
 from making import CPU, caption_recipe, label_recipe, make_caption_folder, no_progress, tree_digest
 
 from leandit.datasets.errors import ResourceError, SourceError
-from leandit.datasets.format.schema import CAPTIONS_SCHEMA
+from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.describe import describe_store
 from leandit.precompute.encoders.vae import ImageEncoder, load_encoders
