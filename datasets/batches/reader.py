@@ -214,7 +214,7 @@ class BatchReader(Dataset):
                 paths += array.shard_paths(store.tokens.offsets[wanted.caption_ids])
         return store, paths
 
-    def bring_ahead(self, first: int, count: int) -> None:
+    def fetch_ahead(self, first: int, count: int) -> None:
         """Let stores at a URL bring the shards of these batches, in their order."""
         wanted: dict[int, list[str]] = {}
         for number in range(first, first + count):

@@ -735,7 +735,7 @@ def test_a_state_of_another_incomplete_store_is_refused(class_folder: Path, tmp_
 
 @pytest.mark.parametrize("state", [None, [], {}, "number"])
 def test_what_is_no_state_is_refused(state: Any, label_store: LatentStore) -> None:
-    with pytest.raises(RunError, match="no state of a loader"):
+    with pytest.raises(RunError, match="not a state of a loader"):
         make_loader(label_store, global_batch=2).load_state_dict(state)
 
 

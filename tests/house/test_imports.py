@@ -62,7 +62,10 @@ def test_torch_is_imported_in_datasets_by_the_torch_side_only() -> None:
         if any(name.split(".")[0] in ("torch", "torchdata") for _, name in imported(path))
     }
     assert "loader.py" in users
-    assert users <= {"loader.py", *(f"batches/{name}.py" for name in ("buffer_pool", "captions", "latents", "reader"))}
+    assert users <= {
+        "loader.py",
+        *(f"batches/{name}.py" for name in ("buffer_pool", "captions", "latents", "reader", "stream")),
+    }
 
 
 def test_imports_of_our_own_are_relative() -> None:

@@ -1,0 +1,248 @@
+"""The stream of batches that a loader hands out: read ahead by threads, resumed from one number.
+
+Which records a batch holds comes from its order (``batch_plan.py``), their content from the records alone
+(``reader.py``). Shards of a store at a URL are fetched ahead in the order of the batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ..disk.fork_safe import reset_in_forks
+from ..errors import RecipeError, RunError
+from ..order.batch_plan import BatchPlan
+from ..order.order import changed_fields
+from ..order.planned import MAX_NUMBER
+from .reader import PLANNED_AHEAD, Batch, BatchReader
+
+STATE_VERSION = 2
+FETCH_EVERY, FETCH_AHEAD = 16, 64  # batches, of stores at a URL
+RESUME = "Resume with the same store and recipe, or start a new run."
+
+
+class BatchStream(IterableDataset):
+    """The batches of an order, from the current position to the end of the epoch; iterate again for the next epoch.
+
+    An order without epochs, such as a mixture, never ends.
+
+    Args:
+      reader: reads the batches.
+      prefetch: batches read ahead, each by one thread; 0 reads each on request.
+      device: moves batches there and computes their latents; None leaves them in memory, as stored. For a GPU the
+        copy, the draw and the scaling run ahead, on a separate CUDA stream.
+    Raises: RecipeError: ``prefetch`` is not a count, or torch sees no such device.
+    """
+
+    def __init__(self, reader: BatchReader, *, prefetch: int = 2, device: torch.device | None = None) -> None:
+        if not isinstance(prefetch, int) or prefetch < 0:
+            raise RecipeError(f"a prefetch of {prefetch!r} batches: needed a whole number, 0 or more.")
+        if is_gpu(device) and not torch.cuda.is_available():
+            raise RecipeError(f"device '{device}': torch {torch.__version__} sees no GPU here.")
+        self.reset()
+        self.reader, self._prefetch, self._device = reader, prefetch, device
+        self.number = 0
+        self._num_loads = 0  # of states
+        self.wait_seconds = 0.0
+        self._fetched = range(0)  # batches whose shards were requested, of a store at a URL
+        self._side = torch.cuda.Stream(device) if is_gpu(device) else None
+        reset_in_forks(self)
+
+    def reset(self) -> None:
+        """Start without threads and without batches read ahead."""
+        self._pools: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
+        self._ahead: deque[tuple[int, Future[Batch]]] = deque()
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch; 0 for an order without epochs."""
+        return self._plan.place_of(self.number)[0] if self._plan else 0
+
+    @property
+    def _plan(self) -> BatchPlan | None:
+        """The plan; None for an order without epochs."""
+        return self.reader.order if isinstance(self.reader.order, BatchPlan) else None
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in the epoch of the next batch.
+
+        Raises: TypeError: the order has no epochs.
+        """
+        if self._plan is None:
+            raise TypeError("a mixture or stages have no epochs, so they have no length")
+        return self._plan.num_batches(self.epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if get_worker_info() is not None:
+            raise RunError(
+                "loader: a stream of batches reads ahead in threads and cannot be split over worker processes. Use "
+                "num_workers=0, or DataLoader(stream.reader, batch_size=None, sampler=range(step, steps), ...)."
+            )
+        moves, end = self._num_loads, self._end_of_epoch()
+        while end is None or self.number < end:
+            batch = self._next()
+            self.number += 1  # before the yield, so that the state counts this batch
+            yield batch
+            if moves != self._num_loads:  # a state was loaded during the yield
+                moves, end = self._num_loads, self._end_of_epoch()
+
+    def _end_of_epoch(self) -> int | None:
+        return self._plan.batches_before(self.epoch + 1) if self._plan else None
+
+    def _next(self) -> Batch:
+        """Take the next batch; reading ahead crosses the end of the epoch."""
+        start = time.perf_counter()
+        if self.number not in self._fetched:
+            self._fetched = range(self.number, self.number + FETCH_EVERY)
+            if any(store.remote is not None for store in self.reader.stores):
+                self.reader.fetch_ahead(self.number, FETCH_AHEAD)
+        batch = self._take_ahead() if self._prefetch else self._read(self.number)
+        self.wait_seconds += time.perf_counter() - start
+        if self._side is not None:
+            # Otherwise its memory could be reused while the GPU still computes on it.
+            batch.record_stream(torch.cuda.current_stream(self._device))
+        return batch
+
+    def _take_ahead(self) -> Batch:
+        if self._pools is None:
+            readers = ThreadPoolExecutor(self._prefetch, thread_name_prefix="leandit-read")
+            self._pools = readers, ThreadPoolExecutor(1, thread_name_prefix="leandit-plan")
+        readers, planner = self._pools
+        if self._ahead and self._ahead[0][0] != self.number:  # a state was loaded
+            self._cancel()
+        if self.number % PLANNED_AHEAD == PLANNED_AHEAD // 2:
+            planner.submit(self.reader.plan_ahead, self.number + PLANNED_AHEAD)
+        first = self.number + len(self._ahead)
+        for number in range(first, self.number + self._prefetch + 1):
+            self._ahead.append((number, readers.submit(self._read, number)))
+        try:
+            return self._ahead.popleft()[1].result()
+        except BaseException:
+            self._cancel()
+            raise
+
+    def _read(self, number: int) -> Batch:
+        """Read a batch and move it to the device."""
+        batch = self.reader[number]
+        if self._device is None:
+            return batch
+        if self._side is None:
+            return batch.to(self._device).finish()
+        with torch.cuda.stream(self._side):
+            moved = batch.to(self._device).finish()
+            copied = torch.cuda.Event()
+            copied.record(self._side)
+        copied.synchronize()  # before the pinned memory is reused; only this thread waits
+        return moved
+
+    def _cancel(self) -> None:
+        while self._ahead:
+            self._ahead.pop()[1].cancel()
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._stop(wait=True)
+
+    def __del__(self) -> None:
+        self._stop(wait=False)
+
+    def _stop(self, *, wait: bool) -> None:
+        if "_pools" not in vars(self):
+            return  # ``__init__`` or ``__setstate__`` failed
+        self._cancel()
+        if self._pools is not None:
+            for pool in self._pools:
+                pool.shutdown(wait=wait)
+            self._pools = None
+        if self._fetched:
+            self._fetched = range(0)
+            for store in self.reader.stores:
+                if store.remote is not None:
+                    store.remote.prefetch([])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_pools", "_ahead", "_side")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.reset()
+        self._side = torch.cuda.Stream(self._device) if is_gpu(self._device) else None
+        reset_in_forks(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position of the stream, and everything that must be the same on resume."""
+        plan = self._plan
+        return {
+            "version": STATE_VERSION,
+            "number": self.number,
+            "passes": plan.place_of(self.number)[0] + bool(plan.place_of(self.number)[1]) if plan else None,
+            "root_hashes": [content_hash(store.root_hash, store.plan_hash) for store in self.reader.stores],
+            "order": self.reader.order.identity(),
+            "draw_seed": self.reader.seed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], earlier: Collection[str] = ()) -> None:
+        """Resume from a state; ranks, workers and microbatches may differ.
+
+        Args:
+          earlier: ``content_hash`` of revisions that the run has read before. A state of one of them starts the next
+            pass, over the store as it is now.
+        Raises: RunError: the store or a setting that decides the order has changed, or the position is invalid.
+        """
+        if not isinstance(state, dict) or "number" not in state:
+            raise RunError(f"loader state: not a state of a loader; needed what 'state_dict' returned. {RESUME}")
+        current = self.state_dict()
+        _check_unchanged(state, current, ("version", "draw_seed"))
+        if plan := self._plan_of_grown_store(state, current, earlier):
+            kept = ("seed", "leftovers")
+            _check_unchanged(_section(state, "order"), _section(current, "order"), kept, prefix="order.")
+            number = plan.batches_before(_count(state, "passes"))
+        else:
+            _check_unchanged(state, current, ("root_hashes", "order"))
+            number = _count(state, "number")
+        self.number, self._num_loads = number, self._num_loads + 1
+
+    def _plan_of_grown_store(
+        self, state: dict[str, Any], current: dict[str, Any], earlier: Collection[str]
+    ) -> BatchPlan | None:
+        """The plan, if the state is of an earlier revision of the store; None if it is of this one."""
+        hashes = state.get("root_hashes")
+        is_earlier = hashes != current["root_hashes"] and hashes in [[content] for content in earlier]
+        return self._plan if is_earlier else None
+
+
+def _section(state: dict[str, Any], name: str) -> dict[str, Any]:
+    value = state.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _check_unchanged(state: dict[str, Any], current: dict[str, Any], names: Sequence[str], prefix: str = "") -> None:
+    """Raises: RunError: a field differs; it is named."""
+    for name in names:
+        if changes := changed_fields(state.get(name), current.get(name), f"{prefix}{name}"):
+            raise RunError(f"loader state: {changes[0]}, so the order of records would differ. {RESUME}")
+
+
+def _count(state: dict[str, Any], name: str) -> int:
+    """A number of batches or passes. Raises: RunError: it is not one."""
+    value = state.get(name)
+    if type(value) is not int or not 0 <= value < MAX_NUMBER:
+        raise RunError(f"loader state: number {value!r}: needed a count of batches. Start a new run.")
+    return value
+
+
+def content_hash(root_hash: str | None, plan_hash: str) -> str:
+    """Identifies the records of a store in a state: its root hash, or the hash of its plan while it is incomplete."""
+    return root_hash or f"plan {plan_hash}"
+
+
+def is_gpu(device: torch.device | None) -> bool:
+    """Whether batches go to a GPU."""
+    return device is not None and device.type == "cuda"
