@@ -36,7 +36,7 @@ class BatchOrder(Protocol):
 
 
 def changed_fields(was: Any, here: Any, name: str = "") -> list[str]:
-    """Say field by field how two identities differ: ["seed: was 1, here it is 2"]; empty where they are equal."""
+    """Say field by field how two identities differ: ["seed: was 1, is now 2"]; empty where they are equal."""
     if isinstance(was, dict) and isinstance(here, dict):
         dotted = f"{name}." if name else ""
         keys = [*was, *(key for key in here if key not in was)]
@@ -44,4 +44,4 @@ def changed_fields(was: Any, here: Any, name: str = "") -> list[str]:
     if isinstance(was, list) and isinstance(here, list) and len(was) == len(here):
         pairs = enumerate(zip(was, here, strict=True))
         return [line for i, pair in pairs for line in changed_fields(*pair, f"{name}[{i}]")]
-    return [] if was == here else [f"{name}: was {was!r}, here it is {here!r}"]
+    return [] if was == here else [f"{name}: was {was!r}, is now {here!r}"]

@@ -239,7 +239,7 @@ def test_a_state_of_another_order_is_refused(
     take(loader, 2)
     other = flip_store if changed.pop("store", None) else label_store
     resumed = make_loader(other, **{"global_batch": GLOBAL_BATCH, "seed": 1, **changed})
-    with pytest.raises(RunError, match=rf"{word}.*: was .*here it is"):
+    with pytest.raises(RunError, match=rf"{word}.*: was .*is now"):
         resume(resumed, loader.state_dict())
 
 
@@ -662,7 +662,7 @@ def test_records_of_a_filter_alone_are_read(label_store: LatentStore) -> None:
     batches = list(BatchStream(BatchReader([label_store], plan)))
     assert Counter(label for batch in batches for label in batch.labels.tolist()) == {1: 5}
     stream = BatchStream(BatchReader([label_store], BatchPlan(label_store.buckets, 2, 0)))
-    with pytest.raises(RunError, match=r"order\..*: was .*here it is"):
+    with pytest.raises(RunError, match=r"order\..*: was .*is now"):
         stream.load_state_dict(BatchStream(BatchReader([label_store], plan)).state_dict())
 
 

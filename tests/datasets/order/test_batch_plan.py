@@ -493,16 +493,16 @@ def test_an_identity_survives_json_and_names_each_field_that_changed() -> None:
     was = json.loads(json.dumps(BatchPlan(**base).identity()))
     assert changed_fields(was, BatchPlan(**base).identity()) == []
     for change, said in [
-        ({"seed": 2}, ["seed: was 1, here it is 2"]),
-        ({"leftovers": "carry"}, ["leftovers: was 'short', here it is 'carry'"]),
-        ({"window": ShardWindow(3, 4)}, ["window_shards: was 2, here it is 3"]),
-        ({"window": ShardWindow(2, {"a": 4, "b": 5})}, ["buckets.b.shard_rows: was 4, here it is 5"]),
-        ({"buckets": {"a": 6, "b": 7}}, ["buckets.a.records: was 5, here it is 6"]),
+        ({"seed": 2}, ["seed: was 1, is now 2"]),
+        ({"leftovers": "carry"}, ["leftovers: was 'short', is now 'carry'"]),
+        ({"window": ShardWindow(3, 4)}, ["window_shards: was 2, is now 3"]),
+        ({"window": ShardWindow(2, {"a": 4, "b": 5})}, ["buckets.b.shard_rows: was 4, is now 5"]),
+        ({"buckets": {"a": 6, "b": 7}}, ["buckets.a.records: was 5, is now 6"]),
         (
             {"buckets": {"b": 7, "a": 5}},
-            ["bucket_order[0]: was 'a', here it is 'b'", "bucket_order[1]: was 'b', here it is 'a'"],
+            ["bucket_order[0]: was 'a', is now 'b'", "bucket_order[1]: was 'b', is now 'a'"],
         ),
-        ({"global_batch": {"a": 3, "b": 4}}, ["buckets.b.batch_size: was 3, here it is 4"]),
+        ({"global_batch": {"a": 3, "b": 4}}, ["buckets.b.batch_size: was 3, is now 4"]),
     ]:
         found = changed_fields(was, BatchPlan(**(base | change)).identity())  # type: ignore[arg-type]
         assert found == said

@@ -230,17 +230,17 @@ def test_a_change_anywhere_beneath_is_named() -> None:
 
     was = json.loads(json.dumps(order(weight=0.5).identity()))
     for changed, said in [
-        (order(weight=0.25), ["stages[1].order.parts[1].weight: was 1, here it is 3"]),
-        (order(0.5, seed=3), ["stages[1].order.seed: was 0, here it is 3"]),
-        (order(0.5, steps=11), ["stages[0].num_batches: was 10, here it is 11"]),
-        (order(0.5, records=21), ["stages[1].order.parts[0].order.buckets.64x64.records: was 20, here it is 21"]),
+        (order(weight=0.25), ["stages[1].order.parts[1].weight: was 1, is now 3"]),
+        (order(0.5, seed=3), ["stages[1].order.seed: was 0, is now 3"]),
+        (order(0.5, steps=11), ["stages[0].num_batches: was 10, is now 11"]),
+        (order(0.5, records=21), ["stages[1].order.parts[0].order.buckets.64x64.records: was 20, is now 21"]),
     ]:
         assert changed_fields(was, changed.identity()) == said
 
 
 def test_another_kind_of_order_is_named() -> None:
     found = changed_fields(A.identity(), Mixture([(A, 1)], 0).identity())
-    assert "kind: was 'plan', here it is 'mixture'" in found
+    assert "kind: was 'plan', is now 'mixture'" in found
 
 
 @pytest.mark.parametrize("order", [Mixture([(A, 1)], 0), Stages([(A, None)])])

@@ -54,6 +54,7 @@ from leandit.datasets.remote import reader as remote_reader
 from leandit.datasets.remote.cache import RemoteFolder, open_remote
 from leandit.datasets.remote.reader import RemoteReader
 from leandit.datasets.revisions.commits import with_root_hash
+from leandit.datasets.revisions.opened import OpenedRevision
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli.main import app
 from leandit.tools.inspection.summary import summarise
@@ -222,7 +223,7 @@ def test_all_but_the_shards_is_a_store_that_opens(
     upload(caption_store.path, where)
     folder = open_remote(where, folder=tmp_path / "local")
     # open_remote has checked these files and the sizes of the shards; this would look for the shards themselves.
-    monkeypatch.setattr(LatentStore, "_check_files", lambda self, manifest: None)
+    monkeypatch.setattr(OpenedRevision, "check_files", lambda self: None)
     opened = LatentStore(folder.store)
     assert (opened.root_hash, opened.unfinished_revision) == (caption_store.root_hash, None)
     assert opened.records.equals(caption_store.records)
@@ -404,7 +405,7 @@ def test_a_store_stays_at_the_revision_that_was_brought(
 ) -> None:
     # Another rank may bring a newer one into the folder before this one has looked at it.
     upload(caption_store.path, "faulty://one")
-    monkeypatch.setattr("leandit.datasets.store.sealed_revisions", lambda path: [1, 2])
+    monkeypatch.setattr("leandit.datasets.revisions.opened.sealed_revisions", lambda path: [1, 2])
     assert LatentStore("faulty://one", remote={"folder": tmp_path / "local"}).revision == 1
 
 

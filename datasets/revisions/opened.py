@@ -1,0 +1,131 @@
+"""One revision of a store, opened for reading: which one, whether it is complete, and its tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+
+from ..disk.hashing import xxh3_file
+from ..errors import DamageError, StoreError, StoreIncomplete
+from ..format.layout import CAPTIONS, GROUP, RECORDS, REMOTE_ABOUT, revision_prefix
+from ..format.schema import CommitRecord, Manifest, StoreSpec
+from ..format.tables import read_table, table_problem
+from .catalog import REPAIR, check_store, read_spec, sealed_revisions
+from .commits import missing_work, read_commits, read_manifest
+from .merge import Task, merge_captions, merge_records
+from .plan import FrozenPlan, planned_revisions, read_plan
+
+
+@dataclass(frozen=True)
+class OpenedRevision:
+    """A revision with its manifest or, while it is incomplete, with its plan and commit records.
+
+    Args:
+      path: of the store; ``root``: absolute, for files that are read later.
+      number: of the revision; ``newest``: of the newest complete one, 1 if there is none.
+      unfinished: number of a newer revision that is planned but not complete.
+      plan: None where there is a manifest.
+    """
+
+    path: Path
+    root: Path
+    number: int
+    newest: int
+    unfinished: int | None
+    spec: StoreSpec
+    manifest: Manifest | None
+    plan: FrozenPlan | None
+    commits: Mapping[Task, CommitRecord] = field(default_factory=dict, repr=False)
+
+    def record_columns(self, columns: Sequence[str] | None) -> pa.Table:
+        """Some columns of the records table, or all; texts may be dictionaries."""
+        if not self.manifest:
+            table = merge_records(self.frozen_plan, self.commits)
+            return table.select(columns) if columns else table
+        table = self._read_table(RECORDS, columns)
+        if problem := table_problem(self.spec, self.number, table, self.manifest.num_captions):
+            raise DamageError(f"store '{self.path}': its records table is not valid: {problem}. {REPAIR}")
+        return table
+
+    def caption_columns(self, columns: Sequence[str] | None) -> pa.Table:
+        """Some columns of the captions table, or all; texts may be dictionaries."""
+        if not self.manifest:
+            table = merge_captions(self.frozen_plan, self.commits)
+            return table.select(columns) if columns else table
+        table = self._read_table(CAPTIONS, columns)
+        if table.num_rows != self.manifest.num_captions:
+            raise DamageError(
+                f"store '{self.path}': {table.num_rows} captions, the manifest says {self.manifest.num_captions}. "
+                f"{REPAIR}"
+            )
+        return table
+
+    @property
+    def frozen_plan(self) -> FrozenPlan:
+        """The plan of an incomplete revision."""
+        assert self.plan is not None, "a complete revision is read through its manifest"
+        return self.plan
+
+    def _read_table(self, name: str, columns: Sequence[str] | None) -> pa.Table:
+        assert self.manifest is not None
+        path = revision_prefix(self.number) + name
+        entry = next((entry for entry in self.manifest.files if entry.path == path), None)
+        if entry is None or xxh3_file(self.root / path) != entry.xxh3_128:
+            raise DamageError(f"store '{self.path}': '{path}' differs from the manifest. {REPAIR}")
+        return read_table(self.root / path, columns)
+
+    def check_files(self) -> None:
+        """Check that every file of the manifest is there with its size: a shorter shard would end the process.
+
+        Raises: DamageError; StoreError: the folder is the local part of a store at a URL.
+        """
+        for entry in self.manifest.files if self.manifest else ():
+            path = self.path / entry.path
+            size = path.stat().st_size if path.is_file() else None
+            if size is None and (self.path.parent / REMOTE_ABOUT).is_file():
+                raise StoreError(
+                    f"store '{self.path}': this is the local folder of a store at a URL, which holds only a part of "
+                    "it. Open the URL itself: LatentStore(url)."
+                )
+            if size != entry.bytes:
+                state = "is missing" if size is None else f"has {size} bytes"
+                raise DamageError(
+                    f"store '{self.path}': file '{entry.path}' {state}, the manifest says {entry.bytes} bytes. {REPAIR}"
+                )
+            if entry.path.endswith(GROUP) and xxh3_file(path) != entry.xxh3_128:
+                raise DamageError(f"store '{self.path}': file '{entry.path}' differs from the manifest. {REPAIR}")
+
+
+def open_revision(path: Path, number: int, *, allow_incomplete: bool) -> OpenedRevision:
+    """Open a revision of a store.
+
+    Args:
+      number: of the revision; 0 for the newest complete one.
+      allow_incomplete: open the first revision even while shards are missing.
+    Raises: as ``LatentStore``.
+    """
+    check_store(path)
+    sealed = sealed_revisions(path)
+    if number and number not in (sealed or [1]):
+        complete = ", ".join(map(str, sealed)) or "none"
+        raise StoreError(f"store '{path}': it has no complete revision {number}. There are: {complete}.")
+    newest = sealed[-1] if sealed else 1
+    number = number or newest
+    planned = max(planned_revisions(path), default=0)
+    unfinished = planned if planned >= newest and planned not in sealed else None
+    root, spec = Path(os.path.abspath(path)), read_spec(path, number)
+    if sealed:
+        return OpenedRevision(path, root, number, newest, unfinished, spec, read_manifest(path, number), None)
+    plan = read_plan(path, 1)
+    commits = read_commits(path, plan)
+    if not allow_incomplete:
+        missing = [task for task in plan.layout.tasks() if task not in commits]
+        problem = f"{missing_work(plan, missing)} are missing" if missing else "all shards are there, but not sealed"
+        raise StoreIncomplete(
+            f"store '{path}': not complete; {problem}. Run the same precompute command again: it resumes."
+        )
+    return OpenedRevision(path, root, number, newest, unfinished, spec, None, plan, commits)
