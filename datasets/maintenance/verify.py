@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,12 +32,12 @@ from .findings import CAUSES, HARMLESS, Finding, Locator, revision_of, shard_pla
 
 @dataclass
 class Verification:
-    """What a verification looked at, and what it found.
+    """Result of a verification.
 
     Args:
       complete: the newest planned revision is sealed.
       revisions: complete ones, in order.
-      num_files, num_bytes: that were checked; of a quick one, bytes hashed.
+      num_files, num_bytes: files checked, bytes hashed.
       expected: size and hash of every file, by path.
     """
 
@@ -54,7 +54,7 @@ class Verification:
 
     @property
     def damaged(self) -> bool:
-        """Something is wrong that is more than litter."""
+        """Some finding is more than litter."""
         return any(finding.cause not in HARMLESS for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
@@ -68,12 +68,12 @@ class Verification:
 
     @property
     def mib_per_second(self) -> float:
-        """Rate of hashing."""
+        """MiB hashed a second."""
         return self.num_bytes / 2**20 / max(self.seconds, 1e-9)
 
 
 Problem = tuple[str, str]
-"""Cause and detail of what is wrong with a file."""
+"""Cause and detail of a problem with a file."""
 
 
 def verify_store(
@@ -88,64 +88,91 @@ def verify_store(
 
     Args:
       quick: sizes of all files, hashes of all but the shards.
-      check: of a store whose shards are elsewhere: bytes that were hashed of a file, and what is wrong with it.
-      paths: of such a store: all its files.
-    Raises: StoreError: it is no store at all.
+      check: for a store whose shards are elsewhere: returns the bytes it hashed of a file, and the problem.
+      paths: for such a store: all its files.
+    Raises: StoreError: it is not a store.
     """
-    check = check or (lambda entry: check_file(root, entry, quick))
     start = time.perf_counter()
-    planned = planned_revisions(root)
+    planned, sealed = planned_revisions(root), sealed_revisions(root)
     if not planned:
         check_store(root)
-    sealed = sealed_revisions(root)
-    complete = bool(sealed) and sealed[-1] == max([*planned, *sealed])
-    result = Verification(str(root), "quick" if quick else "full", complete, sealed)
+    revisions = [_expect_revision(root, revision, sealed) for revision in sorted({*planned, *sealed})]
+    manifests = {one.manifest.revision: one.manifest for one in revisions if one.manifest}
+    expected = {path: entry for one in revisions for path, entry in one.entries.items()}
+    known = expected.keys() | {path for one in revisions for path in one.unlisted}
+    findings = [finding for one in revisions for finding in one.findings]
 
-    # What should be there: from the manifests, or from plans and commits where a manifest is damaged or not yet made.
-    expected = result.expected
-    known: set[str] = set()
-    manifests: dict[int, Manifest] = {}
-    for revision in sorted({*planned, *sealed}):
-        broken = _check_plan(root, revision)
-        manifest, problems = _sealed_manifest(root, revision) if revision in sealed else (None, [])
-        plan = None
-        result.findings += [*broken, *problems]
-        if manifest is None and not broken and (plan := _intact_plan(root, revision)):
-            manifest, problems = _unsealed_manifest(root, plan, sealed)
-            result.findings += problems
-        if manifest:
-            expected |= {entry.path: entry for entry in manifest.files}
-            result.num_records = manifest.num_planned
-            manifests[revision] = manifest
-        if plan and not manifest:
-            entries, problems = _committed_files(root, plan)
-            expected |= entries
-            result.findings += problems
-        known |= _own_paths(revision, plan if manifest is None else None)
-
-    # What is there.
-    locator = Locator(root, manifests)
-    result.num_files = len(expected.keys() | known)
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="leandit-verify") as pool:
-        checked = pool.map(check, expected.values())
-        for entry, (num_bytes, problem) in zip(expected.values(), checked, strict=True):
-            result.num_bytes += num_bytes
-            if problem:
-                result.findings.append(locator.finding(entry, *problem))
-    at_fault = {finding.path for finding in result.findings}
+    check = check or (lambda entry: check_file(root, entry, quick))
+    num_bytes, wrong_files = _check_files(expected.values(), check, Locator(root, manifests), num_threads)
+    findings += wrong_files
+    damaged = {finding.path for finding in findings}
     for manifest in manifests.values():
-        path = revision_prefix(manifest.revision) + RECORDS
-        if path in expected and path not in at_fault:
-            result.findings += _check_counts(root, manifest)
-    present = _files_below(root) if paths is None else paths
-    result.findings += _strays(present, expected.keys() | known)
-    result.findings.sort(key=lambda finding: finding.path)
-    result.seconds = time.perf_counter() - start
-    return result
+        if (records := revision_prefix(manifest.revision) + RECORDS) in expected and records not in damaged:
+            findings += _check_counts(root, manifest)
+    findings += _strays(_files_below(root) if paths is None else paths, known)
+    return Verification(
+        store=str(root),
+        mode="quick" if quick else "full",
+        complete=bool(sealed) and sealed[-1] == max([*planned, *sealed]),
+        revisions=sealed,
+        num_files=len(known),
+        num_bytes=num_bytes,
+        num_records=manifests[max(manifests)].num_planned if manifests else 0,
+        seconds=time.perf_counter() - start,
+        findings=sorted(findings, key=lambda finding: finding.path),
+        expected=expected,
+    )
+
+
+class _Expected(NamedTuple):
+    """The files that a revision should have.
+
+    Args:
+      manifest: the sealed one, or the one that plan and commit records give; None while shards are missing.
+      entries: size and hash of its files, by path.
+      unlisted: paths of files that no manifest lists.
+      findings: problems of plan, manifest and commit records.
+    """
+
+    manifest: Manifest | None
+    entries: dict[str, FileEntry]
+    unlisted: set[str]
+    findings: list[Finding]
+
+
+def _expect_revision(root: Path, revision: int, sealed: list[int]) -> _Expected:
+    """Read a revision's files from its manifest; without an intact one, from its plan and commit records."""
+    findings, manifest, plan = _check_plan(root, revision), None, None
+    is_plan_intact = not findings
+    if revision in sealed:
+        manifest, problems = _sealed_manifest(root, revision)
+        findings += problems
+    if manifest is None and is_plan_intact and (plan := _intact_plan(root, revision)):
+        manifest, problems = _unsealed_manifest(root, plan, sealed)
+        findings += problems
+    if manifest:
+        return _Expected(manifest, {entry.path: entry for entry in manifest.files}, _unlisted(revision), findings)
+    if plan is None:
+        return _Expected(None, {}, _unlisted(revision), findings)
+    entries, problems = _committed_files(root, plan)
+    return _Expected(None, entries, _unlisted(revision) | _planned_paths(plan), findings + problems)
+
+
+def _check_files(
+    entries: Collection[FileEntry],
+    check: Callable[[FileEntry], tuple[int, Problem | None]],
+    locator: Locator,
+    num_threads: int,
+) -> tuple[int, list[Finding]]:
+    """Check files in threads. Returns: bytes hashed, findings."""
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="leandit-verify") as pool:
+        checked = list(zip(entries, pool.map(check, entries), strict=True))
+    findings = [locator.finding(entry, *problem) for entry, (_, problem) in checked if problem]
+    return sum(num_bytes for _, (num_bytes, _) in checked), findings
 
 
 def _check_plan(root: Path, revision: int) -> list[Finding]:
-    """What is damaged in the folder of a plan."""
+    """Damage in the folder of a plan."""
     folder = revision_prefix(revision) + PLAN
     head_path = f"{folder}/{PLAN_FILE}"
     try:
@@ -155,7 +182,7 @@ def _check_plan(root: Path, revision: int) -> list[Finding]:
         head = read_json(root / head_path)
         body = {key: value for key, value in head.items() if key != "sha256"} if isinstance(head, dict) else None
         if body is None or head["sha256"] != sha256_of(body) or raw != canonical_json(head):
-            raise DamageError("it does not fit its own hash")
+            raise DamageError("it does not match its own hash")
         findings = []
         for name, entry in zip((RECORDS, CAPTIONS), head["files"], strict=True):
             _, problem = check_file(root, FileEntry(**entry | {"path": f"{folder}/{name}"}), False)
@@ -169,7 +196,7 @@ def _check_plan(root: Path, revision: int) -> list[Finding]:
 
 
 def _intact_plan(root: Path, revision: int) -> FrozenPlan | None:
-    """A plan whose files are as they were written; None where this release cannot read them."""
+    """A plan with intact files; None if this release cannot read it."""
     try:
         return read_plan(root, revision)
     except LeanditError:
@@ -177,7 +204,7 @@ def _intact_plan(root: Path, revision: int) -> FrozenPlan | None:
 
 
 def _sealed_manifest(root: Path, revision: int) -> tuple[Manifest | None, list[Finding]]:
-    """The manifest of a revision, None where it cannot be trusted."""
+    """The manifest of a revision; None if it is damaged."""
     path = revision_prefix(revision) + MANIFEST
     try:
         manifest = read_manifest(root, revision)
@@ -191,14 +218,14 @@ def _sealed_manifest(root: Path, revision: int) -> tuple[Manifest | None, list[F
 
 
 def _unsealed_manifest(root: Path, plan: FrozenPlan, sealed: list[int]) -> tuple[Manifest | None, list[Finding]]:
-    """The manifest of a revision that has none to be trusted, as plan and commit records say that it is."""
+    """The manifest that plan and commit records give; None while shards are missing."""
     if not all(read_commit(root, plan, *task) for task in plan.layout.tasks()):
-        return None, []  # unfinished; or too much is gone to say what was there
+        return None, []  # unfinished, or too much is missing
     manifest = seal_files(plan, CommitFiles(root, plan))[1]
     if plan.revision in sealed:
         return manifest, []
     prefix = revision_prefix(plan.revision)
-    if plan.revision > max(sealed, default=0):  # as after a crash in the seal: then there may be no tables yet
+    if plan.revision > max(sealed, default=0):  # after a crash in the seal the tables may be missing
         cause, own = "unsealed", {prefix + RECORDS, prefix + CAPTIONS}
         entries = [e for e in manifest.files if e.path not in own or os.path.lexists(root / e.path)]
         manifest = manifest.model_copy(update={"files": entries})
@@ -208,9 +235,9 @@ def _unsealed_manifest(root: Path, plan: FrozenPlan, sealed: list[int]) -> tuple
 
 
 def _committed_files(root: Path, plan: FrozenPlan) -> tuple[dict[str, FileEntry], list[Finding]]:
-    """Files of an unfinished revision that its commit records name, with the records themselves.
+    """Files of an unfinished revision that its commit records name, and the records themselves.
 
-    A record that does not hold is not damage of a store: its shard is made again. It is named, because it was written.
+    An invalid record is reported, although it loses nothing: its shard is encoded again.
     """
     entries, findings = {}, []
     for path, content in plan.layout.static_files().items():
@@ -224,24 +251,27 @@ def _committed_files(root: Path, plan: FrozenPlan) -> tuple[dict[str, FileEntry]
             entries[path] = file_entry(path, canonical_json(record.model_dump()))
         elif os.path.lexists(root / path):
             findings.append(
-                Finding(path, "content", "it does not fit its own hash, or is of another plan", plan.revision)
+                Finding(path, "content", "it does not match its own hash, or belongs to another plan", plan.revision)
             )
     return entries, findings
 
 
-def _own_paths(revision: int, plan: FrozenPlan | None) -> set[str]:
-    """Files of a revision that no manifest lists; of one that has no manifest (``plan``), also those to come."""
+def _unlisted(revision: int) -> set[str]:
+    """Files of a revision that no manifest lists: its plan and the manifest itself."""
     prefix = revision_prefix(revision)
-    paths = {f"{prefix}{PLAN}/{name}" for name in (PLAN_FILE, RECORDS, CAPTIONS)} | {prefix + MANIFEST}
-    if plan:
-        paths |= plan.layout.static_files().keys() | {prefix + name for name in (RECORDS, CAPTIONS)}
-        paths |= {commit_path(revision, *task) for task in plan.layout.tasks()}
-        paths |= {array.shard_path(s) for array in plan.layout.arrays.values() for s in range(array.num_shards)}
-    return paths
+    return {f"{prefix}{PLAN}/{name}" for name in (PLAN_FILE, RECORDS, CAPTIONS)} | {prefix + MANIFEST}
+
+
+def _planned_paths(plan: FrozenPlan) -> set[str]:
+    """All files that an unfinished revision will have, written or not."""
+    layout = plan.layout
+    paths = set(layout.static_files()) | {layout.prefix + name for name in (RECORDS, CAPTIONS)}
+    paths |= {commit_path(plan.revision, *task) for task in layout.tasks()}
+    return paths | {array.shard_path(s) for array in layout.arrays.values() for s in range(array.num_shards)}
 
 
 def _check_counts(root: Path, manifest: Manifest) -> list[Finding]:
-    """Planned records are stored or rejected, as many as the manifest says."""
+    """Check that planned = stored + rejected, as in the manifest."""
     path = revision_prefix(manifest.revision) + RECORDS
     try:
         with pq.ParquetFile(root / path) as file:
@@ -258,14 +288,14 @@ def _check_counts(root: Path, manifest: Manifest) -> list[Finding]:
 
 
 def check_file(root: Path, entry: FileEntry, quick: bool) -> tuple[int, Problem | None]:
-    """Bytes that were hashed, and what is wrong where the file is not what was written."""
+    """Check a file by size and hash. Returns: bytes hashed, and the problem if there is one."""
     path = os.path.join(root, entry.path)
     try:
         found = os.lstat(path)
         if stat.S_ISLNK(found.st_mode):
             return 0, ("link", CAUSES["link"])
         if not stat.S_ISREG(found.st_mode):
-            return 0, ("missing", "no file is there, but a folder or the like")
+            return 0, ("missing", "not a regular file")
         if found.st_size != entry.bytes:
             return 0, ("size", f"{found.st_size} bytes, {entry.bytes} were written")
         if quick and shard_place(entry.path):
@@ -279,7 +309,7 @@ def check_file(root: Path, entry: FileEntry, quick: bool) -> tuple[int, Problem 
 
 
 def _strays(paths: Iterable[str], known: set[str]) -> Iterator[Finding]:
-    """Files that nobody knows; temporaries are named as such."""
+    """Files that belong to no revision; temporaries are reported as such."""
     for path in paths:
         *folders, name = path.split("/")
         is_litter = any(is_temporary(part, is_folder=True) for part in folders) or is_temporary(name, is_folder=False)
@@ -290,12 +320,12 @@ def _strays(paths: Iterable[str], known: set[str]) -> Iterator[Finding]:
 
 
 def _files_below(root: Path) -> Iterator[str]:
-    """Paths of all files and links; of temporary folders the folder alone, with a slash at its end; no leases."""
+    """Paths of all files and links, without leases; a temporary folder counts as one path that ends with a slash."""
     top = os.fspath(root)
     for folder, folders, files in os.walk(top):
         here = "" if folder == top else os.path.relpath(folder, top).replace(os.sep, "/") + "/"
         if not here and LEASES in folders:
-            folders.remove(LEASES)  # locks of those who are writing
+            folders.remove(LEASES)
         litter = [name for name in folders if is_temporary(name, is_folder=True)]
         folders[:] = [name for name in folders if name not in litter]
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
