@@ -34,7 +34,8 @@ from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEM
 from leandit.datasets.loader import make_loader
 from leandit.datasets.revisions.merge import merge_captions
 from leandit.datasets.revisions.plan import read_plan
-from leandit.datasets.store import MOST_COMPARED, LatentStore, near_keys
+from leandit.datasets.revisions.record import MOST_COMPARED, near_keys
+from leandit.datasets.store import LatentStore
 
 MOMENTS = "buckets/64x64/moments/c/0/0/0/0"
 

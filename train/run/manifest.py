@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ...datasets.batches.stream import content_hash
 from ...datasets.disk.files import TEMPORARY_PREFIX
 from ...datasets.disk.hashing import read_json
 from ...datasets.errors import DamageError, RunError
-from ...datasets.loader import content_hash
 from ...datasets.recipe import flatten
 from ...datasets.revisions.catalog import read_spec, sealed_revisions
 from ...datasets.revisions.commits import read_manifest
