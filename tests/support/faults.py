@@ -36,7 +36,7 @@ def small_shards() -> Iterator[None]:
     """Shards of two rows, encoders that are loaded once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", SHARD_ROWS)
-        for module in ("pipeline", "encoders"):
+        for module in ("pipeline", "encoders.vae"):
             patch.setattr(f"leandit.precompute.{module}.load_encoders", _cached_encoders)
         yield
 
