@@ -352,7 +352,7 @@ import os, sys, time, torch
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from making import CPU, label_recipe, no_progress
-from leandit.datasets import layout
+from leandit.datasets.format import layout
 from leandit.precompute.pipeline import precompute
 layout.MAX_SHARD_ROWS = 4
 torch.set_num_threads(1)

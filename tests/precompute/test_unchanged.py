@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from in_turn import IN_TURN
 from making import CAPTION_RECIPE, CPU, LABEL_RECIPE, caption_recipe, label_recipe, no_progress, picture, tree_digest
 from safetensors.torch import load_file, save_file
-from test_cli import IN_TURN
 
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.model_files import local_folder

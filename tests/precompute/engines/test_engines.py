@@ -34,8 +34,9 @@ main()
 """
 BROKEN_CHILD = """
 from pathlib import Path
-from leandit.precompute import process_child, shard_encoder
 from leandit.precompute.encoders.vae import ImageEncoder
+from leandit.precompute.engines import process_child
+from leandit.precompute.shards import latent_stream
 
 encode, calls = ImageEncoder.encode, []
 
@@ -47,7 +48,7 @@ def breaks(self, pixels):
     return encode(self, pixels)
 
 ImageEncoder.encode = breaks
-shard_encoder.BATCHES_IN_WORK = 1  # so the first batch of a shard is told of before the second breaks
+latent_stream.BATCHES_IN_WORK = 1  # so the first batch of a shard is told of before the second breaks
 process_child.main()
 """
 

@@ -37,7 +37,7 @@ SETTINGS = [f"images.buckets={BUCKETS}".replace("'", '"'), "vae.batch_size=4", "
 POISON = "images/7.png"  # whoever decodes it is killed
 POISONED_CHILD = f"""
 import os, signal
-from leandit.precompute import decoder_child
+from leandit.precompute.images import decoder_child
 
 def answer(job):
     if job["stage"] == "decode" and job["path"].endswith("{POISON}"):

@@ -391,12 +391,12 @@ from making import caption_recipe
 from test_plan_scale import frozen_plan
 from leandit.precompute.config import SourceSection
 from leandit.datasets.revisions.plan import read_plan, write_plan
-from leandit.precompute import caption_plan, picture_plan, plan
 from leandit.precompute.images.decoders import Decoders
+from leandit.precompute.planning import captions as caption_plan, pictures as picture_plan, records as plan
 from leandit.precompute.planning.compare import all_fresh
 from leandit.precompute.sources.files.files import LocalFiles
-from leandit.precompute.sources.listing.listing import record_batches, spool
 from leandit.precompute.sources.files.record import SourceRecord
+from leandit.precompute.sources.listing.listing import record_batches, spool
 from leandit.precompute.sources.source import Source
 
 class Words:
@@ -435,9 +435,9 @@ print(pa.total_allocated_bytes() - allocated, anonymous_mb() - before)
 
 
 def test_the_memory_of_a_plan_does_not_grow_with_its_records(tmp_path: Path) -> None:
-    tests = SUPPORT
+    paths = [str(SUPPORT), str(Path(__file__).parent)]
     ran = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tests)!r})\n" + MEMORY, str(tmp_path)],
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}\n" + MEMORY, str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,

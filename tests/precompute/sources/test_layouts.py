@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from test_source_text_tables import pictures, put, said
-from test_sources import write_tar
+from source_files import pictures, put, said, write_tar
 
 from leandit.datasets.errors import RecordRejected, SourceError
 from leandit.precompute.config import SourceSection

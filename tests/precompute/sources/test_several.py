@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from making import CPU, label_recipe, make_class_folder, no_progress, picture
-from test_sources import write_tar
+from source_files import write_tar
 from typer.testing import CliRunner, Result
 
 from leandit.datasets.errors import RecipeError, SourceError

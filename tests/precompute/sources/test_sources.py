@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 import webdataset
 from making import caption_recipe, make_class_folder, picture
+from source_files import put, write_tar
 
 from leandit.datasets.errors import SourceError
 from leandit.precompute.images.decoders import Decoders
@@ -27,12 +28,6 @@ def png(seed: int = 0) -> bytes:
     buffer = io.BytesIO()
     picture(seed, 8, 8).save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def put(path: Path, content: bytes = b"") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
 
 
 def by_key(source: Source) -> dict[str, SourceRecord]:
@@ -50,13 +45,6 @@ def write_metadata(root: Path, *rows: Any) -> Path:
         put(root / name, png())
     (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
-
-
-def write_tar(path: Path, *samples: dict[str, Any]) -> Path:
-    with webdataset.TarWriter(str(path)) as tar:
-        for sample in samples:
-            tar.write(sample)
-    return path
 
 
 def test_labels_follow_the_sorted_class_folders(tmp_path: Path) -> None:

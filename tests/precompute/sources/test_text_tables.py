@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import picture
+from source_files import NAMES, pictures, put, said
 
 from leandit.datasets.disk import spill
 from leandit.datasets.errors import SourceError
@@ -21,32 +20,8 @@ from leandit.precompute.config import SourceSection
 from leandit.precompute.sources.files.record import MAX_CAPTIONS, SourceRecord
 from leandit.precompute.sources.listing import listing
 from leandit.precompute.sources.listing.listing import record_batches, spool
-from leandit.precompute.sources.source import Source, list_source
+from leandit.precompute.sources.source import list_source
 from leandit.precompute.sources.tables import csv_rows
-
-NAMES = ("a.jpg", "b.jpg", "c.jpg")
-
-
-def put(path: Path, content: bytes | str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
-
-
-def pictures(folder: Path, *names: str) -> Path:
-    for i, name in enumerate(names or NAMES):
-        buffer = io.BytesIO()
-        picture(i, 8, 8).save(buffer, "JPEG")
-        put(folder / name, buffer.getvalue())
-    return folder
-
-
-def said(source: Source) -> list[tuple[str, str, int, tuple[str, ...]]]:
-    """Key, path, label and captions of the good records, or the reason of a reject."""
-    return [
-        (r.key, r.problem[0], -1, ()) if r.problem else (r.key, r.path, r.label, r.captions) for r in source.records
-    ]
-
 
 FLICKR = {
     "captions.txt": 'image,caption\na.jpg,"Two dogs , one ""big"" ."\na.jpg,A dog .\nb.jpg,A boat .\n',

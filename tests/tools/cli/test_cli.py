@@ -18,6 +18,7 @@ from typing import NamedTuple, get_args, get_type_hints
 import pytest
 import torch
 import typer
+from in_turn import IN_TURN
 from making import LABEL_RECIPE, TRAIN_RECIPE, all_commands, label_recipe, train_recipe, tree_digest
 
 from leandit import __version__
@@ -196,18 +197,6 @@ MISTAKES = {  # the command, its exit code, and the beginning of its line
     "average nope --length 0.1 --out o": (3, "leandit: run 'nope': "),
     "export nope --out o": (3, "leandit: run 'nope': "),
 }
-IN_TURN = """
-import contextlib, io, json, sys
-from leandit.tools.cli.main import main
-for words in json.loads(sys.argv[1]):
-    sys.argv = ["leandit", *words]
-    with contextlib.redirect_stderr(io.StringIO()) as err:
-        try:
-            main()
-        except SystemExit as end:
-            loaded = [name for name in ("torch", "diffusers", "transformers") if name in sys.modules]
-            print(json.dumps([end.code, err.getvalue(), loaded]))
-"""
 
 
 def test_cheap_mistakes_are_told_before_torch_is_loaded(tmp_path: Path) -> None:

@@ -28,8 +28,7 @@ from leandit.train.models.diffusers_models import (
 )
 from leandit.train.models.spec import ModelSpec
 from leandit.train.objectives.draws import Draws
-from leandit.train.parallel.build import compile_blocks
-from leandit.train.parallel.engine import MOST_SHAPES
+from leandit.train.parallel.build import MOST_SHAPES, compile_blocks
 from leandit.train.run.model_for_store import model_spec
 from leandit.train.run.resume import prepare
 from leandit.train.sampling.sample import Solver, draw_latents, load_snapshot
