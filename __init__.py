@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .datasets.batches.reader import Batch, BatchReader
     from .datasets.loader import make_loader
     from .datasets.store import LatentStore
-    from .train.sampling.sample import load_snapshot
+    from .train.sampling.snapshot import load_snapshot
 
 __version__ = "0.1.0"
 __all__ = ["Batch", "BatchReader", "LatentStore", "load_snapshot", "make_loader"]
@@ -32,7 +32,7 @@ _HOMES = {
     "Batch": "datasets.batches.reader",
     "BatchReader": "datasets.batches.reader",
     "LatentStore": "datasets.store",
-    "load_snapshot": "train.sampling.sample",
+    "load_snapshot": "train.sampling.snapshot",
     "make_loader": "datasets.loader",
 }
 

@@ -1,7 +1,7 @@
-"""Stage 2 as a story: open the store, build the model, resume or begin, then step after step.
+"""Stage 2 as a story: open the store, build the model, start or resume the run, then step after step.
 
-No encoder is imported here, nor by anything that this imports. All that is random is keyed by (seed, step) or by
-(seed, epoch, record), so a run that was stopped goes on bit for bit.
+No encoder is imported, directly or indirectly. Everything random is keyed by (seed, step) or by (seed, epoch, record),
+so a run that was stopped resumes bit for bit.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from .. import __version__
 from ..datasets.disk.hashing import sha256_of
 from ..datasets.loader import Batch, BatchLoader
 from ..datasets.recipe import flatten
+from ..datasets.store import LatentStore
 from .config import TrainRecipe
-from .metrics.device import Gauges, Work, peak_flops
+from .metrics.device import ComputeCounter, Gauges, peak_flops
 from .metrics.wandb_run import check_wandb
-from .metrics.window import Meters, StepReport, Window
+from .metrics.window import MetricsWriter, StepReport, Window
 from .optim.build import learning_rate
 from .parallel.deepspeed_config import read_config
-from .parallel.deepspeed_engine import with_users_config
+from .parallel.deepspeed_engine import apply_ds_config
 from .parallel.ranks import SharedStop, connected, read_ranks
 from .parallel.stop import StopRequest
-from .parallel.watchdog import Meeting
+from .parallel.watchdog import Watchdog
 from .run.autotune import tune
-from .run.lock import held
-from .run.manifest import open_store, read_head
-from .run.resume import averages_are_due, begin_or_resume, capture, prepare
+from .run.lock import run_lock
+from .run.manifest import open_store, read_run_manifest
+from .run.resume import averages_are_due, capture, start_or_resume
 from .run.saver import Saver
+from .run.state import TrainState, prepare
 from .step.train_step import train_step
 
 
 def print_warning(message: str) -> None:
-    """Say on stderr what went otherwise than planned."""
+    """Print a warning on stderr."""
     print(f"leandit: {message}", file=sys.stderr, flush=True)
 
 
@@ -46,12 +48,13 @@ class Outcome:
     """How a call of ``train`` ended.
 
     Args:
-      step: that the run has reached.
-      first_step: that this call made, or None where the run was finished already.
+      step: last step of the run.
+      first_step: of this call, or None if the run had finished before.
       finished: all steps of the recipe are done.
-      recipe: as it was used, with the values of a ds_config.json.
       num_images: seen by this call.
-      losses: of the reports of this call, first and last, or None.
+      losses: of the first and the last report of this call, or None.
+      images_per_second: of the fastest report.
+      recipe: as used, with the values of a ds_config.json.
     """
 
     step: int
@@ -73,112 +76,129 @@ def train(
     stop: StopRequest,
     warn: Callable[[str], None] = print_warning,
 ) -> Outcome:
-    """Train a model on a store; the same call again goes on from the newest valid checkpoint.
+    """Train a model on a store; the same call again resumes from the newest valid checkpoint.
 
     Args:
       store_path: of the store, or its URL.
       report: called with the figures of every ``run.log_every`` steps.
       stop: set it to save a checkpoint after the current step and return.
-      warn: called with one line where a checkpoint is damaged, the store has a newer revision than the run reads, or
-        not all of its records train.
-    Raises: LeanditError: before the first step, where recipe, store and run do not fit each other.
+      warn: called with one line for a damaged checkpoint, a newer revision of the store than the run reads, or records
+        that do not train.
+    Raises: LeanditError: before the first step, if recipe, store and run do not fit each other.
     """
     ranks = read_ranks()
-    with connected(ranks, device), Meeting(ranks, warn) as meeting, contextlib.ExitStack() as locks:
-        return _train(recipe, store_path, run, device, report, stop, warn, meeting, locks)
+    with connected(ranks, device), Watchdog(ranks, warn) as watchdog, contextlib.ExitStack() as stack:
+        manifest = read_run_manifest(run)
+        store = open_store(recipe, store_path, run, manifest, warn)
+        check_wandb(recipe)
+        recipe = apply_ds_config(recipe, ranks, device, warn)
+        watchdog.agree(_inputs(recipe, store))
+        state = prepare(recipe, store, device, warn, ranks)
+        stop.check()
+        if ranks.is_first:
+            stack.enter_context(run_lock(run))
+        start_or_resume(state, run, manifest, warn, watchdog)
+        if state.step >= recipe.run.steps:
+            return Outcome(state.step, None, True, 0, None, 0.0, recipe)
+        tune(state, watchdog)
+        return _Training(state, run, watchdog, report, stop).run()
 
 
-def _train(
-    recipe: TrainRecipe,
-    store_path: Path | str,
-    run: Path,
-    device: torch.device,
-    report: Callable[[StepReport], None],
-    stop: StopRequest,
-    warn: Callable[[str], None],
-    meeting: Meeting,
-    locks: contextlib.ExitStack,
-) -> Outcome:
-    # Open the revision that the run reads, build what trains.
-    head, ranks = read_head(run), meeting.ranks
-    store = open_store(recipe, store_path, run, head, warn)
-    check_wandb(recipe)
-    recipe = with_users_config(recipe, ranks, device, warn)
-    facts = {
+def _inputs(recipe: TrainRecipe, store: LatentStore) -> dict[str, object]:
+    """What all ranks must agree on."""
+    inputs: dict[str, object] = {
         "release": __version__,
         "revision": store.revision,
         "root hash": store.root_hash,
         "torch": torch.__version__,
     }
     if path := recipe.parallel.deepspeed_config:
-        facts["ds_config.json"] = sha256_of(read_config(path))
-    meeting.agree(facts | flatten(recipe.model_dump()))
-    state = prepare(recipe, store, device, warn, ranks)
-    stop.check()
-    if ranks.is_first:
-        locks.enter_context(held(run))
-    begin_or_resume(state, run, head, warn, meeting)
-    first_step, seen_before, told = state.step + 1, state.num_images, list[StepReport]()
-    if state.step >= recipe.run.steps:
-        return Outcome(state.step, None, True, 0, None, 0.0, recipe)
+        inputs["ds_config.json"] = sha256_of(read_config(path))
+    return inputs | flatten(recipe.model_dump())
 
-    tune(state, meeting)
-    meters = Meters(run, step=state.step, recipe=recipe) if ranks.is_first else None
-    stop.check()
-    work = Work(state.spec, store.spec.latent, peak_flops(device, recipe.run.precision) * ranks.world_size)
-    window = Window(meeting, [store], work, Gauges(device), may_skip=state.engine.loss_scale is not None)
-    saver, shared_stop = Saver(run, recipe.run), SharedStop(ranks)
-    batches = endless(state.loader)
-    stopping = False
 
-    def tell(epoch: int) -> None:
-        rate = state.engine.scheduled_rate
+class _Training:
+    """The steps of one call of ``train``, from a state that was started or resumed."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        run: Path,
+        watchdog: Watchdog,
+        report: Callable[[StepReport], None],
+        stop: StopRequest,
+    ) -> None:
+        recipe, ranks, device, scale = state.recipe, state.ranks, state.device, state.engine.loss_scale
+        self._state, self._recipe, self._report, self._stop = state, recipe, report, stop
+        self._writer = MetricsWriter(run, step=state.step, recipe=recipe) if ranks.is_first else None
+        stop.check()
+        peak = peak_flops(device, recipe.run.precision) * ranks.world_size
+        compute = ComputeCounter(state.spec, state.store.spec.latent, peak)
+        self._window = Window(watchdog, [state.store], compute, Gauges(device), may_skip=scale is not None)
+        self._saver, self._shared_stop = Saver(run, recipe.run), SharedStop(ranks)
+        self._reports: list[StepReport] = []
+
+    def run(self) -> Outcome:
+        """Train until the recipe's last step or a stop request."""
+        state, steps = self._state, self._recipe.run.steps
+        first_step, images_before = state.step + 1, state.num_images
+        batches, stopping = endless(state.loader), False
+        try:
+            while state.step < steps and not stopping:
+                stopping = self._save_if_due(self._make_step(batches))
+            self._saver.finish()
+        finally:
+            self._saver.close()
+            self._stop.release()
+            if self._writer:
+                self._writer.close()
+        reports = self._reports
+        losses = (reports[0].loss, reports[-1].loss) if reports else None
+        fastest = max((report.images_per_second for report in reports), default=0.0)
+        return Outcome(
+            state.step, first_step, state.step >= steps, state.num_images - images_before, losses, fastest, self._recipe
+        )
+
+    def _make_step(self, batches: Iterator[Batch]) -> int:
+        """Train on one batch of one bucket; returns its epoch."""
+        with self._window.waiting():
+            batch = next(batches)
+        with self._window.step(batch):
+            result = train_step(self._state, batch)
+        self._window.add(result)
+        self._stop.hold()  # the first step compiles and may be lost; from now on a stop keeps the step
+        return batch.epoch
+
+    def _save_if_due(self, epoch: int) -> bool:
+        """Report and save what is due after a step; returns whether the run stops here."""
+        state, section, stop = self._state, self._recipe.run, self._stop
+        due = state.step % section.checkpoint_every == 0 or state.step == section.steps
+        averages_due = averages_are_due(state)
+        # Before a checkpoint always, because a loss that is not finite must not be saved.
+        if due or averages_due or state.step % section.log_every == 0:
+            self._write_report(epoch)
+        # The only place that looks at the stop request, so that no run stops without saving.
+        stopping = self._shared_stop.asked(bool(stop))
+        if stopping and not self._window.is_empty:
+            self._write_report(epoch)
+        if stopping or due or averages_due:
+            self._saver.begin(capture(state, averages=averages_due, resumable=stopping or due))
+        self._saver.check()
+        return stopping
+
+    def _write_report(self, epoch: int) -> None:
+        state, engine, section = self._state, self._state.engine, self._recipe.run
+        rate = engine.scheduled_rate
         if rate is None:
-            rate = learning_rate(recipe.peak_lr, recipe.schedule, state.step, recipe.run.steps)
-        scale = state.engine.loss_scale.value() if state.engine.loss_scale else None
-        figures = window.report(
+            rate = learning_rate(self._recipe.peak_lr, self._recipe.schedule, state.step, section.steps)
+        scale = engine.loss_scale.value() if engine.loss_scale else None
+        figures = self._window.report(
             step=state.step, num_images=state.num_images, epoch=epoch, learning_rate=rate, scale=scale
         )
-        told.append(figures)
-        if meters:
-            meters.write(figures)
-            report(figures)
-
-    try:
-        while state.step < recipe.run.steps and not stopping:
-            # One batch of one bucket.
-            with window.waiting():
-                batch = next(batches)
-
-            # Forward, backward, update, average.
-            with window.step(batch):
-                trace = train_step(state, batch)
-            window.add(trace)
-            stop.hold()  # the first step compiles, which is not worth waiting for; from here on each one is kept
-
-            # Tell; before a checkpoint always, since a loss that is not finite must not be saved.
-            due = state.step % recipe.run.checkpoint_every == 0 or state.step == recipe.run.steps
-            averages_due = averages_are_due(state)
-            if due or averages_due or state.step % recipe.run.log_every == 0:
-                tell(batch.epoch)
-
-            # Save. The stop is looked at once a step and here, so that no run ends without having saved.
-            stopping = shared_stop.asked(bool(stop))
-            if stopping and not window.is_empty:
-                tell(batch.epoch)
-            if stopping or due or averages_due:
-                saver.begin(capture(state, averages=averages_due, resumable=stopping or due))
-            saver.check()
-        saver.finish()
-    finally:
-        saver.close()
-        stop.release()
-        if meters:
-            meters.close()
-    ends = (told[0].loss, told[-1].loss) if told else None
-    fastest = max((figures.images_per_second for figures in told), default=0.0)
-    finished = state.step >= recipe.run.steps
-    return Outcome(state.step, first_step, finished, state.num_images - seen_before, ends, fastest, recipe)
+        self._reports.append(figures)
+        if self._writer:
+            self._writer.write(figures)
+            self._report(figures)
 
 
 def endless(loader: BatchLoader) -> Iterator[Batch]:

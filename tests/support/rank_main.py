@@ -19,19 +19,19 @@ from leandit.datasets.batches.reader import Batch
 from leandit.datasets.errors import LeanditError
 from leandit.train import loop
 from leandit.train.loop import train
-from leandit.train.metrics.window import StepReport, Trace
+from leandit.train.metrics.window import StepReport, StepResult
 from leandit.train.models.build import PIXART_SIZES
 from leandit.train.models.dit import SIZES
 from leandit.train.parallel import deepspeed_engine, engine
 from leandit.train.parallel.stop import StopRequest
-from leandit.train.run.resume import TrainState
+from leandit.train.run.state import TrainState
 from leandit.train.step import learner
 
 
 def fail_at(step: int) -> None:
     """Let this rank fail after a step."""
 
-    def made(state: TrainState, batch: Batch, take: Callable[..., Trace] = loop.train_step) -> Trace:
+    def made(state: TrainState, batch: Batch, take: Callable[..., StepResult] = loop.train_step) -> StepResult:
         trace = take(state, batch)
         if state.step == step:
             raise ValueError("a disk that is full")

@@ -24,7 +24,7 @@ from leandit.train.loop import Outcome, StopRequest, train
 from leandit.train.metrics.window import StepReport
 from leandit.train.optim.build import learning_rate
 from leandit.train.optim.ema import Ema, Exponential
-from leandit.train.run.lock import held
+from leandit.train.run.lock import run_lock
 from leandit.train.step import train_step as step_module
 from leandit.train.weights import checkpoint
 
@@ -272,8 +272,8 @@ def test_a_folder_with_something_else_is_refused_and_left_alone(stores: dict[str
 HOLDS = """
 import sys
 from pathlib import Path
-from leandit.train.run.lock import held
-with held(Path(sys.argv[1])):
+from leandit.train.run.lock import run_lock
+with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     input()
 """
@@ -298,13 +298,13 @@ def test_a_run_that_another_process_trains_is_refused_and_untouched(
 FORKS = """
 import os, sys, time
 from pathlib import Path
-from leandit.train.run.lock import held
-with held(Path(sys.argv[1])):
+from leandit.train.run.lock import run_lock
+with run_lock(Path(sys.argv[1])):
     child = os.fork()
     if not child:
         time.sleep(60)
 try:
-    with held(Path(sys.argv[1])):
+    with run_lock(Path(sys.argv[1])):
         print("held again")
 finally:
     os.kill(child, 9)
@@ -321,7 +321,7 @@ def test_where_folders_cannot_be_locked_nobody_is_kept_away(tmp_path: Path, monk
         raise OSError(errno.ENOLCK, "no locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with held(tmp_path), held(tmp_path):
+    with run_lock(tmp_path), run_lock(tmp_path):
         pass
 
 
@@ -336,7 +336,7 @@ def test_metrics_that_are_none_are_named_and_a_lost_checkpoint_is_told(stores: d
     for path in checkpoint.find(checkpoint.CHECKPOINT, run):
         shutil.rmtree(path)
     run_to(constant_steps(3, EVERY), stores["dit-s-4"], run, said=said)
-    assert said == [f"run '{run}' begins from scratch: there is no checkpoint, though there is 'snapshot-2'"]
+    assert said == [f"run '{run}' starts from scratch: it has 'snapshot-2' but no checkpoint"]
 
 
 def test_an_incomplete_store_is_refused_unless_allowed(stores: dict[str, Path], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from leandit.tools.cli.main import main
 from leandit.train import loop
 from leandit.train.loop import train
 from leandit.train.parallel.stop import EXIT_RESUMABLE, StopRequest, Terminated
-from leandit.train.run import resume
+from leandit.train.run.state import TrainState
 from leandit.train.weights import checkpoint
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -272,7 +272,7 @@ def test_sigterm_in_a_step_finishes_and_saves_it(
     stop, train_step = StopRequest(), loop.train_step
     stop.catch(signal.SIGTERM)
 
-    def step_while_killed(trained: resume.TrainState, batch: Any) -> Any:
+    def step_while_killed(trained: TrainState, batch: Any) -> Any:
         if trained.step == 4:
             kill_self()
         return train_step(trained, batch)
@@ -283,7 +283,7 @@ def test_sigterm_in_a_step_finishes_and_saves_it(
     assert (tmp_path / "run/checkpoint-5").is_dir()
 
 
-@pytest.mark.parametrize("place", ["prepare", "begin_or_resume", "Meters", "train_step"])
+@pytest.mark.parametrize("place", ["prepare", "start_or_resume", "MetricsWriter", "train_step"])
 def test_sigterm_before_there_is_a_step_stops_at_once(
     place: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,7 +303,7 @@ def test_sigterm_before_there_is_a_step_stops_at_once(
     assert train_here(label_store, tmp_path / "run", StopRequest()).first_step == 1
 
 
-@pytest.mark.parametrize("place", ["prepare", "Meters", "train_step"])
+@pytest.mark.parametrize("place", ["prepare", "MetricsWriter", "train_step"])
 def test_a_signal_that_somebody_swallows_at_the_start_still_stops_the_run(
     place: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from ...precompute.pipeline import precompute
 from ...train import config as train_config
 from ...train.loop import StopRequest, train
 from ...train.metrics.window import StepReport
-from ...train.sampling.sample import load_snapshot
+from ...train.sampling.snapshot import load_snapshot
 from ..inspection.contact_sheet import Cell, choose_records, draw_sheet, load_decoder, store_sheet
 from ..inspection.summary import render, summarise
 from ..sample.sampler import SampleRequest, draw_pictures, make_conditioning

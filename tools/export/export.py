@@ -23,7 +23,8 @@ from ...train.models.diffusers_models import TextDenoiser, family_of
 from ...train.models.dit import size_of
 from ...train.models.layers import DiTOptions
 from ...train.run.resume import RECIPE
-from ...train.sampling.sample import Snapshot, load_snapshot, pipeline_scheduler
+from ...train.sampling.schedulers import pipeline_scheduler
+from ...train.sampling.snapshot import Snapshot, load_snapshot
 from ...train.weights.dit_checkpoints import official_bytes, to_diffusers
 from .export_card import NULL_LABEL, Files, Format, departures, pipeline_class, vae_class, with_card
 

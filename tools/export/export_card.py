@@ -10,7 +10,7 @@ from ... import __version__
 from ...datasets.format.schema import IMPORTED, LatentSpec
 from ...precompute.encoders.instructions import instruction_text
 from ...train.models.diffusers_models import family_of
-from ...train.sampling.sample import Snapshot
+from ...train.sampling.snapshot import Snapshot
 
 Format = Literal["diffusers", "official"]
 Files = Iterator[tuple[str, Any]]

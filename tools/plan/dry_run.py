@@ -36,7 +36,7 @@ from ...train.optim.ema import build_rules
 from ...train.optim.loss_scale import autocast_dtype
 from ...train.optim.named_state import expected_tensors
 from ...train.parallel.deepspeed_config import read_config, resolve
-from ...train.parallel.deepspeed_engine import with_users_config
+from ...train.parallel.deepspeed_engine import apply_ds_config
 from ...train.parallel.ranks import read_ranks
 from ...train.run.model_for_store import check_sizes, model_spec
 from ..terminal.outcome import change_rows
@@ -245,7 +245,7 @@ def _with_ds_config(recipe: TrainRecipe, device: torch.device) -> tuple[TrainRec
         return recipe, [], None
     ranks, changes = read_ranks(), list[str]()
     try:
-        return with_users_config(recipe, ranks, device, changes.append), changes, None
+        return apply_ds_config(recipe, ranks, device, changes.append), changes, None
     except RecipeError as error:  # wrong device, or no DeepSpeed: the file's values can still be shown
         resolved = resolve(read_config(path), recipe, ranks.world_size)
         return resolved.recipe, resolved.notes, str(error)

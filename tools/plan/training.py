@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...datasets.errors import RecipeError
-from ...train.metrics.gpus import GPUS, Gpu, gpu_named
+from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
 from ...train.metrics.window import METRICS
 from .memory_tracker import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS
 from .step_memory import StepMemory, step_memory
@@ -74,7 +74,7 @@ def find_gpu(name: str, precision: str) -> Gpu:
 
     Raises: RecipeError: it is unknown, or lacks the precision.
     """
-    gpu = gpu_named(name)
+    gpu = gpu_by_name(name)
     if gpu is None:
         raise RecipeError(f"--gpu '{name}': not known. Needed one of {', '.join(known.name for known in GPUS)}.")
     if not gpu.peak_flops(precision):

@@ -21,8 +21,8 @@ from ...train.config import TrainRecipe
 from ...train.models.build import build_model
 from ...train.models.conditioning import Conditioner
 from ...train.run.model_for_store import model_spec
-from ...train.run.resume import snapshot_state
-from ...train.sampling.sample import Snapshot, caption_step, made_ready
+from ...train.run.state import snapshot_state
+from ...train.sampling.snapshot import Snapshot, caption_step, prepare_model
 from ...train.weights.init_from import initial_weights
 
 
@@ -65,7 +65,7 @@ def load_published(
     return Snapshot(
         path=Path(source),
         step=0,
-        model=made_ready(model, device, compiled=compiled),
+        model=prepare_model(model, device, compiled=compiled),
         spec=spec,
         objective=recipe.objective,
         latent=store.latent,

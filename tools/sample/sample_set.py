@@ -27,7 +27,8 @@ from ...datasets.order.shuffle import keyed_hash
 from ...precompute.progress.clock import Progress
 from ...train.models.conditioning import Conditioning
 from ...train.parallel.ranks import ALONE, Ranks
-from ...train.sampling.sample import Snapshot, choose_sampler
+from ...train.sampling.schedulers import choose_sampler
+from ...train.sampling.snapshot import Snapshot
 from ..inspection.contact_sheet import load_decoder
 from .sampler import (
     SampleRequest,

@@ -30,7 +30,9 @@ from ...train.models.build import patch_of
 from ...train.models.conditioning import Conditioning
 from ...train.optim.loss_scale import autocast_dtype
 from ...train.run.resume import RUN
-from ...train.sampling.sample import Sampler, Snapshot, Solver, choose_sampler, draw_latents, load_snapshot
+from ...train.sampling.guided import Solver, draw_latents
+from ...train.sampling.schedulers import Sampler, choose_sampler
+from ...train.sampling.snapshot import Snapshot, load_snapshot
 from ..inspection.contact_sheet import COLUMNS, Cell, draw_sheet, gives_zero_to_one, load_decoder
 from .published import load_published
 from .subjects import find_labels

@@ -18,10 +18,10 @@ from ...datasets.format.schema import LatentSpec
 from ..models.spec import ModelSpec
 from ..optim.loss_scale import autocast_dtype
 from .flops import latent_size_of, tokens_per_image, train_flops
-from .gpus import gpu_named
+from .gpus import gpu_by_name
 
 
-class Work:
+class ComputeCounter:
     """Arithmetic and image tokens of steps, counted from the model.
 
     Args:
@@ -64,7 +64,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
     """
     if device.type != "cuda":
         return 0.0
-    gpu = gpu_named(torch.cuda.get_device_name(device))
+    gpu = gpu_by_name(torch.cuda.get_device_name(device))
     computed_in = "fp32" if precision == "bf16" and autocast_dtype(precision, device) is None else precision
     return gpu.peak_flops(computed_in) if gpu else 0.0
 

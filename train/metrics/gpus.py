@@ -61,7 +61,7 @@ GPUS = (
 OTHERS = {"ti", "super", "laptop", "mobile", "max-q", "d", "mig"}
 
 
-def gpu_named(name: str) -> Gpu | None:
+def gpu_by_name(name: str) -> Gpu | None:
     """The GPU of a name: one of this table, or what ``torch.cuda.get_device_name`` gives, or None.
 
     An "RTX 4090 Laptop GPU" is no RTX-4090, and a slice of an H200 (MIG) no H200.

@@ -25,7 +25,7 @@ def check_wandb(recipe: TrainRecipe) -> None:
         )
 
 
-def begin_wandb(run: Path, recipe: TrainRecipe) -> Any:
+def start_wandb(run: Path, recipe: TrainRecipe) -> Any:
     """Begin a run of Weights & Biases, or go on with the one whose id stands in the run's folder.
 
     Where nobody is logged in, ``WANDB_MODE=offline`` keeps it in the run's folder, for ``wandb sync``.

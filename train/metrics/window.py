@@ -21,10 +21,10 @@ from ...datasets.errors import DamageError, RunError
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..optim.loss_scale import SMALLEST_SCALE
-from ..parallel.watchdog import Meeting
-from .device import Gauges, Work
+from ..parallel.watchdog import Watchdog
+from .device import ComputeCounter, Gauges
 from .loss_bands import NUM_BANDS, band_means, band_sums
-from .wandb_run import begin_wandb
+from .wandb_run import start_wandb
 
 METRICS = "metrics.jsonl"
 MOST_NAMED = 5  # records in a message
@@ -71,7 +71,7 @@ class StepReport:
     loss_by_time: list[float | None]
 
 
-class Trace(NamedTuple):
+class StepResult(NamedTuple):
     """What is kept of a step until its figures are read; tensors on the device.
 
     Args:
@@ -101,24 +101,30 @@ class Window:
     """Figures since the last report; the device is waited for only when they are read.
 
     Args:
-      meeting: with the other ranks, which read their figures together.
+      watchdog: with the other ranks, which read their figures together.
       stores: that the batches are of, to name records.
-      work: counts what the steps compute.
+      compute: counts what the steps compute.
       gauges: of this rank's device.
       may_skip: a gradient that is not finite is no error (float16, whose loss scale then shrinks).
     """
 
     def __init__(
-        self, meeting: Meeting, stores: Sequence[LatentStore], work: Work, gauges: Gauges, *, may_skip: bool = False
+        self,
+        watchdog: Watchdog,
+        stores: Sequence[LatentStore],
+        compute: ComputeCounter,
+        gauges: Gauges,
+        *,
+        may_skip: bool = False,
     ) -> None:
-        self._meeting, self._stores, self._may_skip = meeting, stores, may_skip
-        self._work, self._gauges = work, gauges
+        self._watchdog, self._stores, self._may_skip = watchdog, stores, may_skip
+        self._compute, self._gauges = compute, gauges
         self._reset()
 
     def _reset(self) -> None:
         self._start, self._wait, self._images = time.perf_counter(), 0.0, 0
-        self._traces: list[Trace] = []
-        self._work.reset()
+        self._traces: list[StepResult] = []
+        self._compute.reset()
 
     @property
     def is_empty(self) -> bool:
@@ -134,10 +140,10 @@ class Window:
 
     def step(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
         """Count what the block computes of a batch, and the device's time in it."""
-        self._work.add(batch)
+        self._compute.add(batch)
         return self._gauges.step()
 
-    def add(self, trace: Trace) -> None:
+    def add(self, trace: StepResult) -> None:
         """Count one step."""
         self._traces.append(trace)
         self._images += trace.num_images
@@ -155,7 +161,7 @@ class Window:
         losses, norms, skipped = (torch.stack(column) for column in zip(*columns, strict=True))
         shares, of_images = zip(*((trace.time_shares, trace.losses) for trace in self._traces), strict=True)
         bands = band_sums(torch.cat(shares), torch.cat(of_images))
-        if self._meeting.ranks.world_size > 1:
+        if self._watchdog.ranks.world_size > 1:
             dist.all_reduce(losses)
             dist.all_reduce(bands)
         good = skipped == 0
@@ -164,7 +170,7 @@ class Window:
         if not math.isfinite(loss) or (num_skipped and not self._may_skip):
             self._refuse(losses, skipped)
         if scale is not None and scale < SMALLEST_SCALE:
-            self._meeting.leave()  # every rank says the same, and none of them is dead
+            self._watchdog.leave()  # every rank says the same, and none of them is dead
             raise RunError(
                 f"step {step}: the loss scale of fp16 has shrunk to {scale:g}, and gradients still overflow. Train "
                 "with --set run.precision=bf16, or a lower optimizer.lr."
@@ -178,8 +184,8 @@ class Window:
             learning_rate=learning_rate,
             seconds_per_step=seconds / len(self._traces),
             images_per_second=self._images / seconds,
-            tokens_per_second=self._work.tokens_per_second(seconds),
-            mfu=self._work.mfu(seconds),
+            tokens_per_second=self._compute.tokens_per_second(seconds),
+            mfu=self._compute.mfu(seconds),
             data_wait_share=self._wait / seconds,
             gpu_busy_share=self._gauges.busy_share(seconds),
             memory_gib=self._gauges.peak_memory_gib(),
@@ -199,8 +205,8 @@ class Window:
         bad = (~losses.isfinite() | left_out.to(losses.device)).tolist().index(True)
         trace = self._traces[bad]
         guilty = trace.records[~trace.losses.isfinite()].tolist()
-        keys = [key for said in self._meeting.gather([self._key(trace, record) for record in guilty]) for key in said]
-        self._meeting.leave()  # every rank says the same, and none of them is dead
+        keys = [key for said in self._watchdog.gather([self._key(trace, record) for record in guilty]) for key in said]
+        self._watchdog.leave()  # every rank says the same, and none of them is dead
         names = ", ".join(f"'{key}'" for key in keys[:MOST_NAMED])
         more = f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else ""
         what = f"the loss of records {names}{more} is" if keys else "the losses are finite, but the gradient is"
@@ -210,11 +216,11 @@ class Window:
             "run.grad_clip, in another --run."
         )
 
-    def _key(self, trace: Trace, record: int) -> str:
+    def _key(self, trace: StepResult, record: int) -> str:
         return self._stores[trace.store].record_at(record).key
 
 
-class Meters:
+class MetricsWriter:
     """Writes the reports of a run.
 
     Args:
@@ -229,7 +235,7 @@ class Meters:
 
         self._path = run / METRICS
         write_atomic(self._path, "".join(_kept(self._path, step)).encode())
-        self._wandb = begin_wandb(run, recipe) if recipe.run.wandb else None
+        self._wandb = start_wandb(run, recipe) if recipe.run.wandb else None
         self._tensorboard = SummaryWriter(run / "tensorboard", purge_step=step + 1)
 
     def write(self, report: StepReport) -> None:

@@ -31,11 +31,11 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Mode, *, to_cpu: bool |
     """
     for block in blocks:
         plain = getattr(type(block), "plain_class", type(block))
-        block.__class__ = plain if mode == "none" else recomputing(plain, mode, to_cpu)
+        block.__class__ = plain if mode == "none" else checkpointed_class(plain, mode, to_cpu)
 
 
 @functools.cache
-def recomputing(plain: type[nn.Module], mode: Mode, to_cpu: bool | Hooks = False) -> type[nn.Module]:
+def checkpointed_class(plain: type[nn.Module], mode: Mode, to_cpu: bool | Hooks = False) -> type[nn.Module]:
     """A subclass of a block's class that computes again what the mode does not keep.
 
     Its ``forward`` is a function of this module, since the compiler passes over frames of torch's own, and one for all

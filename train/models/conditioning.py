@@ -31,7 +31,7 @@ class Conditioning(NamedTuple):
         """The conditioning of a microbatch."""
         return Conditioning(*(None if tensor is None else tensor[rows] for tensor in self))
 
-    def of_nothing(self) -> Conditioning:
+    def dummy(self) -> Conditioning:
         """That of one image of zeros, with one valid token."""
         labels, captions, mask, sizes = self
         return Conditioning(

@@ -37,7 +37,7 @@ SECTIONS = (
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedConfig:
     """Recipe and ds_config.json as they are used.
 
     Args:
@@ -83,7 +83,7 @@ def read_config(path: str) -> dict[str, Any]:
     return config
 
 
-def resolve(config: dict[str, Any], recipe: TrainRecipe, world_size: int) -> Resolved:
+def resolve(config: dict[str, Any], recipe: TrainRecipe, world_size: int) -> ResolvedConfig:
     """Put file and recipe together: a value of the file holds, "auto" or nothing is filled from the recipe.
 
     Args:
@@ -106,7 +106,7 @@ def resolve(config: dict[str, Any], recipe: TrainRecipe, world_size: int) -> Res
     table.rows[:0] = of_recipe
     scaler = {key: value for key, value in (config.get("fp16") or {}).items() if value not in AUTO}
     _fill(config, changed, table)
-    return Resolved(config, changed, offloads, scaler, table.lines())
+    return ResolvedConfig(config, changed, offloads, scaler, table.lines())
 
 
 def _check_sections(config: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from ..optim.build import build_optimizer, parameter_groups
 from ..optim.ema import Ema, build_rules
 from ..optim.loss_scale import autocast_dtype
 from ..weights.checkpoint import EMA, MODEL
-from .deepspeed_config import Resolved, read_config, resolve
+from .deepspeed_config import ResolvedConfig, read_config, resolve
 from .deepspeed_keys import drop_unknown
 from .ranks import Ranks
 from .strategy import choose_strategy
@@ -36,7 +36,7 @@ from .strategy import choose_strategy
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def with_users_config(
+def apply_ds_config(
     recipe: TrainRecipe, ranks: Ranks, device: torch.device, warn: Callable[[str], None]
 ) -> TrainRecipe:
     """The recipe with the values of its ds_config.json, where it has one; the first rank says what differs.
@@ -51,7 +51,7 @@ def with_users_config(
     return resolved.recipe
 
 
-def _read(recipe: TrainRecipe, ranks: Ranks, device: torch.device) -> Resolved:
+def _read(recipe: TrainRecipe, ranks: Ranks, device: torch.device) -> ResolvedConfig:
     """Read the user's config and put it together with the recipe.
 
     Raises: RecipeError: it cannot be read or resolved, or DeepSpeed is not installed, or has no such precision here.

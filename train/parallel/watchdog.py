@@ -34,7 +34,7 @@ LOST = ("gloo", "nccl", "connection")  # what torch's errors speak of when anoth
 EXIT_DEAD_RANK = ResourceError.exit_code
 
 
-class Meeting:
+class Watchdog:
     """Words that the ranks of a run exchange, and the watch over each other.
 
     Args:
@@ -51,7 +51,7 @@ class Meeting:
         self._closed = threading.Event()
         self._topics = 0
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Watchdog:
         """Give signs of life from now on, and end this process when another rank is dead."""
         if self._words is not None:
             words = PrefixStore(self._name, _default_store().clone())  # a connection of the thread's own

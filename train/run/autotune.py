@@ -16,18 +16,18 @@ from ..metrics.flops import latent_size_of
 from ..models.conditioning import Conditioning
 from ..objectives.draws import Draws, draw
 from ..parallel.engine import TorchEngine
-from ..parallel.watchdog import Meeting
+from ..parallel.watchdog import Watchdog
 from ..step.attention_kernels import attention_calls, fastest_kernels, preferred
 from ..step.train_step import image_losses
 from ..weights.checkpoint import OPTIMIZER
-from .resume import TrainState
+from .state import TrainState
 
 TRIED = ((2, 4), (1, 2))  # images; fewer where those do not fit
 TRIED_IMAGES = 32  # of attention: enough to fill a GPU
 KEPT_FREE = 0.08  # of the memory, for what the allocator cannot use and for what kernels want on the way
 
 
-def tune(state: TrainState, meeting: Meeting) -> None:
+def tune(state: TrainState, watchdog: Watchdog) -> None:
     """Measure on a GPU what the recipe leaves to us and the checkpoint does not hold: how many images go through the
     model at once, and which attention is fastest. All ranks end with the same. DeepSpeed keeps gradients that were
     only tried, so with it all images of a rank go at once.
@@ -38,10 +38,10 @@ def tune(state: TrainState, meeting: Meeting) -> None:
         return
     largest = max(state.store.buckets, key=area)
     if not state.attention_kernels:
-        state.attention_kernels = meeting.announce(_fastest_attention(state, largest))
+        state.attention_kernels = watchdog.announce(_fastest_attention(state, largest))
     if not (state.recipe.run.microbatch or state.microbatches) and isinstance(state.engine, TorchEngine):
-        most = min(meeting.gather(_most_images(state, largest)))
-        state.microbatches = sizes_of(state.store.buckets, largest, most)
+        most = min(watchdog.gather(_most_images(state, largest)))
+        state.microbatches = microbatch_sizes(state.store.buckets, largest, most)
 
 
 def _fastest_attention(state: TrainState, bucket: str) -> list[str]:
@@ -91,7 +91,7 @@ def most_that_fit(tried: tuple[int, int], peaks: tuple[float, float], free: floa
     return int((free - constant) // each) if each > 0 else int(free >= peaks[0])
 
 
-def sizes_of(buckets: dict[str, int], largest: str, most: int) -> dict[str, int]:
+def microbatch_sizes(buckets: dict[str, int], largest: str, most: int) -> dict[str, int]:
     """For each bucket, as many images as have no more pixels together than the most of the largest bucket."""
     return {bucket: most * area(largest) // area(bucket) for bucket in buckets}
 
@@ -117,7 +117,7 @@ def _bytes_to_come(state: TrainState) -> float:
     return gradients + whole * sum(p.numel() for p in here) / sum(p.numel() for p in parameters)
 
 
-def made_up(state: TrainState, bucket: str, images: int) -> tuple[Tensor, Draws, Conditioning]:
+def synthetic_microbatch(state: TrainState, bucket: str, images: int) -> tuple[Tensor, Draws, Conditioning]:
     """Images of noise, of a bucket, with captions of full length: as large as a microbatch gets."""
     latent, text = state.store.spec.latent, state.store.spec.text
     shape = (latent.channels, *(side // latent.downscale for side in bucket_size(bucket)))
@@ -138,7 +138,7 @@ def _peak(state: TrainState, bucket: str, images: int) -> float:
     for _ in range(2):  # the first one compiles, and tries kernels, which takes memory of its own
         torch.cuda.reset_peak_memory_stats(state.device)
         with state.engine.microbatch(last=True), preferred(state.attention_kernels):
-            losses = image_losses(state, *made_up(state, bucket, images))
+            losses = image_losses(state, *synthetic_microbatch(state, bucket, images))
             state.engine.backward(losses.sum() / images)
         torch.cuda.synchronize(state.device)
         _drop_gradients(state)

@@ -12,7 +12,7 @@ from ...datasets.remote.bounded import release_lock, try_lock
 
 
 @contextlib.contextmanager
-def held(run: Path) -> Iterator[None]:
+def run_lock(run: Path) -> Iterator[None]:
     """Keep others from writing the run's folder; the lock ends with the process, however that ends.
 
     Where a file system locks no folders, as some network ones, nobody is kept away.

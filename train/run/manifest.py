@@ -1,4 +1,4 @@
-"""The head of a run, ``run.json``: what it was begun with, and which revisions of its store it has read.
+"""The manifest of a run, ``run.json``: what it was begun with, and which revisions of its store it has read.
 
 A run goes on only with what it was begun with; what differs is named. Its revision stays the same while the store
 grows, until the recipe moves it to another.
@@ -63,7 +63,7 @@ class RevisionRead(BaseModel):
     from_step: Annotated[int, Field(ge=0)]
 
 
-class Head(BaseModel):
+class RunManifest(BaseModel):
     """What ``run.json`` holds.
 
     Args:
@@ -81,14 +81,14 @@ class Head(BaseModel):
     recipe: dict[str, Any]
 
 
-def read_head(run: Path) -> Head | None:
-    """Read the head of a run; None where there is no run yet.
+def read_run_manifest(run: Path) -> RunManifest | None:
+    """Read the manifest of a run; None where there is no run yet.
 
     Raises: RunError: the folder holds something else; DamageError.
     """
     if (run / RUN).is_file():
         try:
-            return Head.model_validate(read_json(run / RUN))
+            return RunManifest.model_validate(read_json(run / RUN))
         except ValidationError as error:
             problem = error.errors()[0]
             place = ".".join(map(str, problem["loc"]))
@@ -101,7 +101,7 @@ def read_head(run: Path) -> Head | None:
 
 
 def open_store(
-    recipe: TrainRecipe, path: Path | str, run: Path, head: Head | None, warn: Callable[[str], None]
+    recipe: TrainRecipe, path: Path | str, run: Path, manifest: RunManifest | None, warn: Callable[[str], None]
 ) -> LatentStore:
     """Open the revision that the recipe asks for, else the one that the run reads, else the newest.
 
@@ -109,7 +109,7 @@ def open_store(
       path: of the store, or its URL.
     Raises: StoreError; RunError: the store is another one, or no longer has the revision.
     """
-    pinned = head and head.revisions[-1]
+    pinned = manifest and manifest.revisions[-1]
     sealed = [] if "://" in str(path) else sealed_revisions(Path(path))  # of a URL, opening it tells
     if pinned and not recipe.run.revision and sealed and pinned.revision not in sealed:
         raise RunError(
@@ -123,8 +123,8 @@ def open_store(
         allow_incomplete=recipe.run.allow_incomplete,
         remote={"capacity_gib": recipe.run.remote_gib, "folder": recipe.run.remote_folder or None},
     )
-    if head:
-        _check_store(run, head.revisions, store)
+    if manifest:
+        _check_store(run, manifest.revisions, store)
     if not recipe.run.revision and store.newest_revision > store.revision:
         newest = store.newest_revision
         warn(f"store has revision {newest}, this run reads {store.revision}; move it with --set run.revision={newest}")
@@ -173,22 +173,24 @@ def contents_read(revisions: list[RevisionRead], store: LatentStore) -> set[str]
     return found
 
 
-def revisions_read(head: Head | None, store: LatentStore, step: int) -> list[RevisionRead]:
+def revisions_read(manifest: RunManifest | None, store: LatentStore, step: int) -> list[RevisionRead]:
     """The revisions up to a step from which the run goes on, and the one that is open now as the last."""
     here = RevisionRead(revision=store.revision, root_hash=store.root_hash, from_step=step)
-    lived = [entry for entry in head.revisions if entry.from_step <= step] if head else []
+    lived = [entry for entry in manifest.revisions if entry.from_step <= step] if manifest else []
     if lived and (lived[-1].revision, lived[-1].root_hash) == (here.revision, here.root_hash):
         return lived
     return [*lived, here]
 
 
-def check_head(run: Path, head: Head, recipe: TrainRecipe, spec: dict[str, Any]) -> None:
+def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: dict[str, Any]) -> None:
     """Refuse to go on with a run that computes something else, naming the fields.
 
     Raises: RunError.
     """
     # A key that is newer than the run has its default, with which all is computed as before.
-    there = flatten({"recipe": TrainRecipe().model_dump()}) | flatten({"spec": head.spec, "recipe": head.recipe})
+    there = flatten({"recipe": TrainRecipe().model_dump()}) | flatten(
+        {"spec": manifest.spec, "recipe": manifest.recipe}
+    )
     here = flatten({"spec": spec, "recipe": recipe.model_dump()})
     free = FREE_ON_RESUME
     if "cosine" in (there.get("recipe.schedule.kind"), recipe.schedule.kind):
@@ -206,13 +208,13 @@ def check_head(run: Path, head: Head, recipe: TrainRecipe, spec: dict[str, Any])
         )
 
 
-def make_head(
-    run: Path, recipe: TrainRecipe, spec: dict[str, Any], store: LatentStore, head: Head | None, step: int
-) -> Head:
-    """The head with which a run goes on from a step."""
-    return Head(
+def continue_manifest(
+    run: Path, recipe: TrainRecipe, spec: dict[str, Any], store: LatentStore, manifest: RunManifest | None, step: int
+) -> RunManifest:
+    """The manifest with which a run goes on from a step."""
+    return RunManifest(
         store=os.path.relpath(store.path, run),
-        revisions=revisions_read(head, store, step),
+        revisions=revisions_read(manifest, store, step),
         spec=spec,
         recipe=recipe.model_dump(),
     )

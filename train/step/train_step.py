@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...datasets.batches.reader import Batch
 from ...datasets.order.slices import rank_slice
-from ..metrics.window import Trace
+from ..metrics.window import StepResult
 from ..models.conditioning import Conditioning
 from ..objectives.draws import Draws, draw
 from ..objectives.losses import loss_per_image, time_share
@@ -17,7 +17,7 @@ from .attention_kernels import preferred
 from .learner import Learner
 
 
-def train_step(learner: Learner, batch: Batch) -> Trace:
+def train_step(learner: Learner, batch: Batch) -> StepResult:
     """One update: accumulate the gradients of the microbatches, clip, step, average.
 
     Returns: losses and gradient norm on the device (read later, so that the step does not wait for them).
@@ -38,7 +38,9 @@ def train_step(learner: Learner, batch: Batch) -> Trace:
     conditioning = learner.conditioner.drop(conditioning, draws.dropped)
 
     engine.model.train()
-    parts = microbatches(size, learner.ranks.world_size, recipe.run.microbatch or limit_of(learner, batch.bucket))
+    parts = microbatches(
+        size, learner.ranks.world_size, recipe.run.microbatch or microbatch_limit(learner, batch.bucket)
+    )
     losses = []
     for part in parts:
         with (
@@ -53,7 +55,7 @@ def train_step(learner: Learner, batch: Batch) -> Trace:
     grad_norm, skipped = engine.update(step, learning_rate=rate, grad_clip=recipe.run.grad_clip)
     learner.step, learner.num_images = step, learner.num_images + size
     of_images = torch.cat(losses)[: len(batch)]
-    return Trace(
+    return StepResult(
         step=step,
         loss=of_images.sum() / size,
         grad_norm=grad_norm,
@@ -82,10 +84,10 @@ def image_losses(learner: Learner, x: Tensor, draws: Draws, conditioning: Condit
 def _nothing(x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Draws, Conditioning]:
     """One made-up image in the place of none: zeros, at time zero."""
     image, time = x.new_zeros((1, *x.shape[1:])), x.new_zeros(1)
-    return image, Draws(image, time, time.bool()), conditioning.of_nothing()
+    return image, Draws(image, time, time.bool()), conditioning.dummy()
 
 
-def limit_of(learner: Learner, bucket: str) -> int:
+def microbatch_limit(learner: Learner, bucket: str) -> int:
     """Most images of a forward, where it was measured; of a bucket that is new since, the least. 0: no limit."""
     measured = learner.microbatches
     return measured.get(bucket) or min(measured.values(), default=0)

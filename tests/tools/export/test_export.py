@@ -20,7 +20,7 @@ from leandit.tools.export.export_card import departures
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.layers import time_features
-from leandit.train.sampling.sample import Snapshot, load_snapshot
+from leandit.train.sampling.snapshot import Snapshot, load_snapshot
 from leandit.train.weights.init_from import initial_weights
 
 pytestmark = pytest.mark.usefixtures("tiny_models")

@@ -38,16 +38,9 @@ from leandit.train.loop import StopRequest, train
 from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.spec import ModelSpec
 from leandit.train.objectives.losses import ddpm_schedule
-from leandit.train.sampling.sample import (
-    SAMPLERS,
-    Guided,
-    Sampler,
-    Snapshot,
-    Solver,
-    draw_latents,
-    float32_products,
-    load_snapshot,
-)
+from leandit.train.sampling.guided import Guided, Solver, draw_latents, float32_products
+from leandit.train.sampling.schedulers import SAMPLERS, Sampler
+from leandit.train.sampling.snapshot import Snapshot, load_snapshot
 from leandit.train.weights.dit_checkpoints import write_official
 
 LABELS = ModelSpec(name="DiT-S/2", channels=2, out_channels=4, num_classes=2, caption_width=0, base_size=8)
@@ -205,7 +198,7 @@ def test_guidance_of_the_first_channels_leaves_the_others_as_they_are(kind: Any)
 
 def test_the_learned_variance_is_what_the_ancestral_sampler_draws_with() -> None:
     """Between the two bounds of Nichol and Dhariwal 2021, equation 15, of the steps that are made."""
-    from leandit.train.sampling.sample import build_scheduler
+    from leandit.train.sampling.schedulers import build_scheduler
 
     scheduler = build_scheduler(ObjectiveSection(kind="ddpm"), "ddpm")
     scheduler.set_timesteps(250)

@@ -25,7 +25,7 @@ from leandit.tools.sample.sample_set import npz_parts, sample_set
 from leandit.tools.sample.sampler import SampleRequest
 from leandit.train.loop import StopRequest, train
 from leandit.train.parallel.ranks import Ranks
-from leandit.train.sampling.sample import load_snapshot
+from leandit.train.sampling.snapshot import load_snapshot
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from leandit.train.metrics.flops import forward_flops, meta_model, tokens_per_image, train_flops
-from leandit.train.metrics.gpus import GPUS, gpu_named
+from leandit.train.metrics.gpus import GPUS, gpu_by_name
 from leandit.train.models.spec import ModelSpec
 
 
@@ -68,22 +68,22 @@ def test_counting_takes_no_memory_for_weights() -> None:
     ],
 )
 def test_a_gpu_is_known_by_the_name_that_its_driver_gives(driver: str, name: str) -> None:
-    found = gpu_named(driver)
+    found = gpu_by_name(driver)
     assert found is not None
     assert found.name == name
 
 
 def test_every_gpu_is_found_by_its_own_name_and_others_are_not() -> None:
-    assert [gpu_named(gpu.name) for gpu in GPUS] == list(GPUS)
-    assert gpu_named("NVIDIA GeForce GTX 1080") is None
+    assert [gpu_by_name(gpu.name) for gpu in GPUS] == list(GPUS)
+    assert gpu_by_name("NVIDIA GeForce GTX 1080") is None
     for other in ("RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 3090 Ti", "H200 MIG 1g.18gb"):
-        assert gpu_named(f"NVIDIA GeForce {other}") is None
-    assert gpu_named("A100-40") != gpu_named("A100-80")
-    assert gpu_named("h200") == gpu_named("NVIDIA H200")
+        assert gpu_by_name(f"NVIDIA GeForce {other}") is None
+    assert gpu_by_name("A100-40") != gpu_by_name("A100-80")
+    assert gpu_by_name("h200") == gpu_by_name("NVIDIA H200")
 
 
 def test_a_v100_has_no_bf16() -> None:
-    v100, h200 = gpu_named("V100"), gpu_named("H200")
+    v100, h200 = gpu_by_name("V100"), gpu_by_name("H200")
     assert v100 is not None
     assert h200 is not None
     assert v100.peak_flops("bf16") == 0

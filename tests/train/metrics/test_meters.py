@@ -20,13 +20,13 @@ from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
 from leandit.tools.terminal.progress import train_note
 from leandit.train.config import load
 from leandit.train.loop import StopRequest, train
-from leandit.train.metrics.device import Gauges, Work, peak_flops
+from leandit.train.metrics.device import ComputeCounter, Gauges, peak_flops
 from leandit.train.metrics.flops import example_conditioning, forward_flops, meta_model
 from leandit.train.metrics.loss_bands import NUM_BANDS, band_means, band_sums
 from leandit.train.metrics.window import StepReport, Window
 from leandit.train.objectives.losses import time_share
 from leandit.train.parallel.ranks import ALONE
-from leandit.train.parallel.watchdog import Meeting
+from leandit.train.parallel.watchdog import Watchdog
 from leandit.train.step.train_step import train_step
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -79,8 +79,8 @@ def test_the_losses_by_time_are_the_means_of_their_images() -> None:
     it = planned("dit-s-2-256")
     learner = synthetic_learner(it.recipe, it.spec, 0, CPU)
     batch = synthetic_batch(it.store, it.largest_bucket, 4, 0, CPU)
-    with Meeting(ALONE, print) as meeting:
-        window = Window(meeting, [], Work(it.spec, it.store.latent, 1e12), Gauges(CPU))
+    with Watchdog(ALONE, print) as watchdog:
+        window = Window(watchdog, [], ComputeCounter(it.spec, it.store.latent, 1e12), Gauges(CPU))
         traces = []
         for _ in range(3):
             with window.step(batch):

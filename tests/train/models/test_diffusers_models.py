@@ -30,8 +30,9 @@ from leandit.train.models.spec import ModelSpec
 from leandit.train.objectives.draws import Draws
 from leandit.train.parallel.build import MOST_SHAPES, compile_blocks
 from leandit.train.run.model_for_store import model_spec
-from leandit.train.run.resume import prepare
-from leandit.train.sampling.sample import Solver, draw_latents, load_snapshot
+from leandit.train.run.state import prepare
+from leandit.train.sampling.guided import Solver, draw_latents
+from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.step import train_step as step_module
 from leandit.train.step.learner import Learner
 

@@ -29,7 +29,7 @@ from leandit.train.optim.ema import Ema, Exponential, Power
 from leandit.train.optim.posthoc_ema import Profile, combine, products, solve
 from leandit.train.parallel.engine import whole
 from leandit.train.parallel.stop import StopRequest
-from leandit.train.sampling.sample import load_snapshot
+from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.weights import checkpoint
 
 STEPS, EVERY = 400, 20

@@ -15,7 +15,7 @@ from leandit.datasets.store import LatentStore
 from leandit.tools.plan.dry_run import describe_train
 from leandit.tools.plan.strategies import with_ds_config
 from leandit.train.loop import train
-from leandit.train.parallel.deepspeed_config import Resolved, read_config, resolve
+from leandit.train.parallel.deepspeed_config import ResolvedConfig, read_config, resolve
 from leandit.train.parallel.deepspeed_keys import drop_unknown
 from leandit.train.parallel.stop import StopRequest
 
@@ -23,7 +23,7 @@ RECIPE = train_recipe("dit-s-4", "run.grad_clip=0.5", "run.microbatch=2")
 DOCS = ROOT / "docs"
 
 
-def both(config: dict[str, Any], *overrides: str, world_size: int = 2) -> Resolved:
+def both(config: dict[str, Any], *overrides: str, world_size: int = 2) -> ResolvedConfig:
     recipe = train_recipe("dit-s-4", "run.grad_clip=0.5", "run.microbatch=2", *overrides)
     return resolve({"zero_optimization": {"stage": 2}} | config, recipe, world_size)
 

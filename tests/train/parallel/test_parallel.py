@@ -26,7 +26,7 @@ from leandit.train.loop import train
 from leandit.train.parallel.ranks import ALONE, SRUN, TORCHRUN, Ranks, read_ranks
 from leandit.train.parallel.stop import StopRequest, Terminated
 from leandit.train.parallel.strategy import choose_strategy
-from leandit.train.parallel.watchdog import Meeting
+from leandit.train.parallel.watchdog import Watchdog
 
 MAIN = SUPPORT / "rank_main.py"
 STEPS = 20
@@ -415,13 +415,13 @@ def test_under_torchrun_an_error_of_all_ranks_is_printed_once(recipe: str, tmp_p
     assert ("there is no such folder" if recipe == "dit-s-2-256" else "neither a file nor a shipped recipe") in said[0]
 
 
-def words_of_two(monkeypatch: pytest.MonkeyPatch) -> list[Meeting]:
+def words_of_two(monkeypatch: pytest.MonkeyPatch) -> list[Watchdog]:
     """The meetings of two ranks that share a store, both in this process; what they print goes to ``printed``."""
     store = HashStore()
     monkeypatch.setattr("leandit.train.parallel.watchdog._default_store", lambda: store)
-    ranks = [Meeting(Ranks(rank, 2, rank, 2), print) for rank in range(2)]
-    for meeting in ranks:
-        meeting._words = PrefixStore("two", store)
+    ranks = [Watchdog(Ranks(rank, 2, rank, 2), print) for rank in range(2)]
+    for watchdog in ranks:
+        watchdog._words = PrefixStore("two", store)
     return ranks
 
 

@@ -15,8 +15,8 @@ from leandit.datasets.order.slices import rank_slice
 from leandit.datasets.store import LatentStore
 from leandit.train.parallel.ranks import Ranks
 from leandit.train.run import autotune
-from leandit.train.run.autotune import TRIED, area, made_up, most_that_fit, sizes_of
-from leandit.train.run.resume import prepare
+from leandit.train.run.autotune import TRIED, area, microbatch_sizes, most_that_fit, synthetic_microbatch
+from leandit.train.run.state import prepare
 from leandit.train.step.train_step import image_losses, microbatches
 
 
@@ -45,7 +45,7 @@ def test_as_many_images_as_memory_has_room_for(constant: int, each: int, free: i
 
 
 def test_smaller_buckets_take_more_images() -> None:
-    sizes = sizes_of({"512x512": 9, "256x512": 9, "768x320": 9}, "512x512", 10)
+    sizes = microbatch_sizes({"512x512": 9, "256x512": 9, "768x320": 9}, "512x512", 10)
     assert sizes == {"512x512": 10, "256x512": 20, "768x320": 10}
     assert all(sizes[bucket] * area(bucket) <= 10 * 512 * 512 for bucket in sizes)
 
@@ -86,7 +86,7 @@ def test_a_made_up_batch_is_of_the_size_of_a_real_one_and_goes_through_the_model
     store = label_store if name == "dit-s-4" else caption_store
     state = prepare(train_recipe(name), store, CPU, print)
     bucket = max(store.buckets, key=area)
-    latents, draws, conditioning = made_up(state, bucket, 2)
+    latents, draws, conditioning = synthetic_microbatch(state, bucket, 2)
     assert latents.shape[1:] == next(batch for batch in state.loader if batch.bucket == bucket).latents.shape[1:]
     if conditioning.captions is not None:
         assert store.spec.text

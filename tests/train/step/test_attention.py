@@ -9,7 +9,7 @@ from making import train_recipe
 from leandit.datasets.store import LatentStore
 from leandit.train.models.spec import ModelSpec
 from leandit.train.parallel.engine import TorchEngine
-from leandit.train.run.resume import prepare
+from leandit.train.run.state import prepare
 from leandit.train.step import attention_kernels
 from leandit.train.step.attention_kernels import KERNELS, Call, attention_calls, fastest_kernels
 from leandit.train.step.train_step import train_step

@@ -23,9 +23,11 @@ from leandit.datasets.errors import DamageError, ResourceError, RunError
 from leandit.datasets.store import LatentStore
 from leandit.train import loop
 from leandit.train.loop import StopRequest, train
-from leandit.train.run import resume as state
-from leandit.train.run.manifest import open_store, read_head
-from leandit.train.sampling.sample import load_snapshot
+from leandit.train.run.manifest import open_store, read_run_manifest
+from leandit.train.run.resume import GROUPS, capture, load, start_or_resume
+from leandit.train.run.saver import write
+from leandit.train.run.state import TrainState, prepare
+from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.weights import checkpoint
 
 FILES = ("state.json", "model.safetensors", "ema.safetensors", "optimizer.safetensors")
@@ -61,23 +63,27 @@ def silent(_: str) -> None:
     """For warnings that a test does not look at."""
 
 
-def new_state(store: LatentStore, run: Path, steps: int, name: str = "dit-s-4") -> state.TrainState:
+def new_state(store: LatentStore, run: Path, steps: int, name: str = "dit-s-4") -> TrainState:
     """A state as a call of ``train`` builds it, nothing loaded yet."""
     recipe = recipe_of(steps, name)
-    return state.prepare(recipe, open_store(recipe, store.path, run, read_head(run), silent), CPU, silent)
+    return prepare(recipe, open_store(recipe, store.path, run, read_run_manifest(run), silent), CPU, silent)
 
 
-def resume(trained: state.TrainState, run: Path, warn: Callable[[str], None] = silent) -> None:
-    state.begin_or_resume(trained, run, read_head(run), warn)
+def resume(trained: TrainState, run: Path, warn: Callable[[str], None] = silent) -> None:
+    start_or_resume(trained, run, read_run_manifest(run), warn)
 
 
-def tensors_of(trained: state.TrainState) -> dict[str, torch.Tensor]:
+def save_now(trained: TrainState, run: Path) -> None:
+    write(capture(trained), run, trained.recipe.run)
+
+
+def tensors_of(trained: TrainState) -> dict[str, torch.Tensor]:
     """A copy of every tensor that a checkpoint could change."""
-    groups = {group: dict(trained.engine.tensors(group)) for group in state.GROUPS}
+    groups = {group: dict(trained.engine.tensors(group)) for group in GROUPS}
     return {f"{group}/{name}": t.detach().clone() for group, tensors in groups.items() for name, t in tensors.items()}
 
 
-def assert_untouched(trained: state.TrainState, before: dict[str, torch.Tensor]) -> None:
+def assert_untouched(trained: TrainState, before: dict[str, torch.Tensor]) -> None:
     now = tensors_of(trained)
     assert now.keys() == before.keys()
     assert [name for name in now if not torch.equal(now[name], before[name])] == []
@@ -152,7 +158,7 @@ def check_flips(name: str, count: int, store: LatentStore, run: Path) -> None:
     trained = new_state(store, run, 3, name)
     before, whole, draw = tensors_of(trained), tree_digest(run), random.Random(7)
     files = [path for kind in ("checkpoint-2", "snapshot-2") for path in sorted((run / kind).iterdir())]
-    wanted = {group: trained.engine.expected(group) for group in state.GROUPS}
+    wanted = {group: trained.engine.expected(group) for group in GROUPS}
 
     def read_again(folder: str) -> None:
         resume(trained, run) if folder == "checkpoint-2" else load_snapshot(run, CPU)
@@ -418,7 +424,7 @@ def test_tensors_that_do_not_fit_are_refused_before_one_is_applied(
     trained = new_state(label_store, run, 3)
     before = tensors_of(trained)
     with pytest.raises(DamageError, match=f"{path.name}.*{words}"):
-        state.load(trained, path.parent)
+        load(trained, path.parent)
     assert_untouched(trained, before)
     said: list[str] = []
     resume(trained, run, said.append)
@@ -432,7 +438,7 @@ def test_a_checkpoint_without_a_group_is_damage(run: Path, label_store: LatentSt
     (run / "checkpoint-2/ema.safetensors").unlink()
     rewrite(run / "checkpoint-2", {"files": files})
     with pytest.raises(DamageError, match=r"there is no 'ema\.safetensors'"):
-        state.load(new_state(label_store, run, 3), run / "checkpoint-2")
+        load(new_state(label_store, run, 3), run / "checkpoint-2")
 
 
 def test_a_snapshot_that_does_not_fit_its_model_is_damage(run: Path) -> None:
@@ -511,7 +517,7 @@ def test_without_a_valid_checkpoint_nothing_begins_from_scratch(run: Path, label
         flip_bit(run / f"checkpoint-{step}/model.safetensors", 100)
     before = tree_digest(run)
     for _ in range(2):  # nothing was renamed, so the second time is as the first
-        with pytest.raises(DamageError, match=r"not one valid checkpoint.*checkpoint-2.*model\.safetensors"):
+        with pytest.raises(DamageError, match=r"no valid checkpoint.*checkpoint-2.*model\.safetensors"):
             go(label_store, run, 4)
         assert tree_digest(run) == before
     for step in (1, 2):
@@ -585,7 +591,7 @@ def check_failing_saves(
 
     def attempt(at: int) -> tuple[Path, Any]:
         here = shutil.copytree(run, root / f"{at}")
-        return here, start(lambda: state.save(trained, here), failpoint=Failpoint(kind, at)).wait()
+        return here, start(lambda: save_now(trained, here), failpoint=Failpoint(kind, at)).wait()
 
     operations = attempt(-1)[1].operations
     for at in range(len(operations)):
@@ -638,12 +644,12 @@ def test_a_crash_while_a_step_is_saved_again_keeps_what_was_there(
 ) -> None:
     run, trained = at_three["dit-s-4"]
     saved = shutil.copytree(run, tmp_path / "saved")
-    state.save(trained, saved)
+    save_now(trained, saved)
     wanted = saved_bytes(saved, 3)
     at = 0
     while True:
         here = shutil.copytree(saved, tmp_path / f"{at}")
-        outcome = start(lambda here=here: state.save(trained, here), failpoint=Failpoint("die", at)).wait()
+        outcome = start(lambda here=here: save_now(trained, here), failpoint=Failpoint("die", at)).wait()
         resume(new_state(label_store, here, 4), here)
         assert saved_bytes(here, 3) == wanted, at
         assert find_strays(here) == []

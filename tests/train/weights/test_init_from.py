@@ -26,7 +26,7 @@ from leandit.train.models.diffusers_models import Family, published_config, tran
 from leandit.train.models.layers import DiTOptions, position_table
 from leandit.train.models.spec import ModelSpec
 from leandit.train.run.model_for_store import model_spec
-from leandit.train.run.resume import prepare
+from leandit.train.run.state import prepare
 from leandit.train.weights.dit_checkpoints import read_official, write_official
 from leandit.train.weights.init_from import class_map_warning, initial_weights, read_config
 

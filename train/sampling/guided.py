@@ -1,0 +1,133 @@
+"""Draw latents from a snapshot with classifier-free guidance. The decoder that turns them into pictures is not used."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...datasets.order.shuffle import keyed_hash
+from ..models.conditioning import Conditioning
+from ..objectives.losses import TRAIN_STEPS
+from .schedulers import Sampler, build_scheduler, choose_sampler
+from .snapshot import Snapshot
+
+
+@dataclass(frozen=True)
+class Solver:
+    """How latents are drawn.
+
+    Args:
+      sampler: "auto" is the first of ``SAMPLERS``.
+      steps: of the scheduler; "heun" makes two forwards in all but the last.
+      guidance: 1 is none; output = null + guidance * (conditional - null).
+      interval: guidance only at times from the first to the second, 0 is data and 1 noise.
+      guided_channels: guidance of the first channels alone, as DiT's reference does with 3; 0: of all.
+      autocast: dtype of the forwards, or None for that of the weights.
+      tf32: products of float32 in TensorFloat-32, on a GPU that has it.
+    """
+
+    sampler: Sampler = "auto"
+    steps: int = 50
+    guidance: float = 4.0
+    interval: tuple[float, float] = (0.0, 1.0)
+    guided_channels: int = 0
+    autocast: torch.dtype | None = None
+    tf32: bool = False
+
+    def guides(self, t: float) -> bool:
+        """Whether null is asked for at a time in 0..1."""
+        return self.guidance != 1 and self.interval[0] <= t <= self.interval[1]
+
+
+@contextlib.contextmanager
+def float32_products(tf32: bool) -> Iterator[None]:
+    """Whether a GPU computes products of float32 in TensorFloat-32, for a while."""
+    places: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [place.allow_tf32 for place in places]
+    for place in places:
+        place.allow_tf32 = tf32
+    try:
+        yield
+    finally:
+        for place, was in zip(places, before, strict=True):
+            place.allow_tf32 = was
+
+
+def draw_latents(
+    snapshot: Snapshot,
+    conditioning: Conditioning,
+    *,
+    size: tuple[int, int],
+    seed: int,
+    solver: Solver,
+    numbers: Sequence[int] | None = None,
+) -> Tensor:
+    """Draw one latent for each conditioning.
+
+    Args:
+      size: latent height and width.
+      seed, numbers: the noise of an image depends on both alone, so images can be drawn in any batches; None counts
+        them from 0.
+    Returns: (B, C, H, W) float32, as the model sees them (shifted and scaled).
+    Raises: RecipeError: the sampler is not one of the objective's.
+    Source: Ho and Salimans 2022, equation 6; Kynkaanniemi et al. 2024, section 3 (the interval).
+    """
+    sampler = choose_sampler(snapshot.objective, solver.sampler, steps=solver.steps)
+    device = next(snapshot.model.parameters()).device
+    given = conditioning.labels if conditioning.labels is not None else conditioning.captions
+    assert given is not None
+    numbers = range(len(given)) if numbers is None else numbers
+    generators = [torch.Generator().manual_seed(keyed_hash(seed, number) % 2**63) for number in numbers]
+    shape = (snapshot.spec.channels, *size)
+    x = torch.stack([torch.randn(shape, generator=generator) for generator in generators]).to(device)
+    forward = Guided(snapshot, conditioning, solver, device)
+    scheduler = build_scheduler(snapshot.objective, sampler)
+    scheduler.set_timesteps(solver.steps)
+    noises: dict[str, Any] = {"generator": generators} if sampler == "ddpm" else {}
+    times = scheduler.timesteps.tolist()
+    if snapshot.objective.kind == "flow" and sampler == "dpm":
+        times = (scheduler.sigmas[:-1] * TRAIN_STEPS).tolist()  # its own are cut to whole numbers
+        scheduler.set_begin_index(0)  # of which many steps make two equal ones
+    with torch.inference_mode(), float32_products(solver.tf32):
+        for t, time in zip(scheduler.timesteps, times, strict=True):
+            output = forward(x, time)
+            if sampler != "ddpm":  # the only one that takes a learned variance
+                output = output[:, : snapshot.spec.channels]
+            x = scheduler.step(output, t, x, **noises).prev_sample
+    return x
+
+
+class Guided:
+    """The model with guidance, as a function of noisy latents and one time for all of them.
+
+    Conditional and null go through the model as one batch, at the times where both are needed.
+    """
+
+    def __init__(self, snapshot: Snapshot, conditioning: Conditioning, solver: Solver, device: torch.device) -> None:
+        given = conditioning.labels if conditioning.labels is not None else conditioning.captions
+        assert given is not None
+        everywhere = torch.ones(len(given), dtype=torch.bool, device=device)
+        null = snapshot.conditioner.drop(conditioning, everywhere)
+        pairs = zip(conditioning, null, strict=True)
+        self._both = Conditioning(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs))
+        self._conditioning, self._model, self._solver, self._device = conditioning, snapshot.model, solver, device
+        self._guided = min(solver.guided_channels or snapshot.spec.channels, snapshot.spec.channels)
+
+    def __call__(self, x: Tensor, t: float) -> Tensor:
+        """(B, C, H, W) float32 and a time in 0..1000 to (B, out_channels, H, W) float32; a variance is not guided."""
+        if not self._solver.guides(t / TRAIN_STEPS):
+            return self._forward(x, t, self._conditioning)
+        output, null = self._forward(torch.cat([x, x]), t, self._both).chunk(2)
+        guided, rest = output[:, : self._guided], output[:, self._guided :]
+        null = null[:, : self._guided]
+        return torch.cat([null + self._solver.guidance * (guided - null), rest], dim=1)
+
+    def _forward(self, x: Tensor, t: float, conditioning: Conditioning) -> Tensor:
+        dtype, time = self._solver.autocast, torch.full((len(x),), t, device=self._device)
+        with torch.autocast(self._device.type, dtype, enabled=dtype is not None):
+            return self._model(x, time, conditioning).float()

@@ -1,0 +1,109 @@
+"""A snapshot of a run, loaded and ready to sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from ...datasets.errors import RunError
+from ...datasets.format.class_names import ClassNames
+from ...datasets.format.schema import LatentSpec, TextSpec
+from ..config import ObjectiveSection
+from ..models.build import Denoiser, build_model
+from ..models.conditioning import Conditioner
+from ..models.cpu_linear import use_onednn
+from ..models.spec import ModelSpec
+from ..parallel.build import compile_blocks
+from ..step.learner import COMPILED_CAPTION_STEP
+from ..weights import checkpoint
+from ..weights.checkpoint import MODEL, NULL_CAPTION
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Averaged weights, ready to sample.
+
+    Args:
+      path, step: which.
+      model: in evaluation mode, on its device.
+      spec, objective, latent, text: what it is, and what its latents and captions are.
+      conditioner: makes its conditioning.
+      state: the rest of what was saved (encoders, classes, buckets).
+      weights_hash: XXH3-128 of the file that the weights were read from.
+    """
+
+    path: Path
+    step: int
+    model: Denoiser
+    spec: ModelSpec
+    objective: ObjectiveSection
+    latent: LatentSpec
+    text: TextSpec | None
+    conditioner: Conditioner
+    state: dict
+    weights_hash: str = ""
+
+    @property
+    def class_names(self) -> ClassNames:
+        """The classes that it was trained on, by name: ``.find("tench")`` is a label."""
+        return ClassNames(self.state["classes"], self.state.get("class_names"))
+
+
+def load_snapshot(run: Path, device: torch.device, step: int = 0, *, compiled: bool = False) -> Snapshot:
+    """Load a snapshot of a run.
+
+    Args:
+      step: of which step; 0: the newest.
+      compiled: the blocks go through torch.compile.
+    Raises: RunError: there is none, or it is not whole; DamageError.
+    """
+    found = checkpoint.find(checkpoint.SNAPSHOT, run)
+    if not found:
+        raise RunError(f"run '{run}': there is no snapshot. Train first: a checkpoint makes one too.")
+    there = {int(path.name.partition("-")[2]): path for path in found}
+    if step and step not in there:
+        raise RunError(f"run '{run}': no snapshot of step {step}; there are {', '.join(map(str, there))}.")
+    saved = checkpoint.read(there[step or max(there)])
+    try:
+        spec = ModelSpec.model_validate(saved.state["spec"])
+        objective = ObjectiveSection.model_validate(saved.state["objective"])
+        latent = LatentSpec.model_validate(saved.state["latent"])
+        text = saved.state["text"] and TextSpec.model_validate(saved.state["text"])
+    except (KeyError, ValidationError) as error:
+        raise RunError(f"snapshot '{saved.path}': its state is not valid ({error}).") from error
+    model = build_model(spec, seed=0)
+    model.load_state_dict(saved.tensors(MODEL, model.state_dict()))
+    null = None
+    if spec.takes_text and text:
+        wanted = torch.empty(text.max_tokens, text.width, device="meta")
+        null = saved.tensors(NULL_CAPTION, {"embedding": wanted})["embedding"].to(device)
+    return Snapshot(
+        path=saved.path,
+        step=saved.state["step"],
+        model=prepare_model(model, device, compiled=compiled),
+        spec=spec,
+        objective=objective,
+        latent=latent,
+        text=text,
+        conditioner=Conditioner(spec, null, caption_step=caption_step(compiled)),
+        state=saved.state,
+        weights_hash=saved.files[f"{MODEL}.safetensors"].xxh3_128,
+    )
+
+
+def prepare_model(model: Denoiser, device: torch.device, *, compiled: bool) -> Denoiser:
+    """The model in evaluation mode on its device, and as fast as it can be there."""
+    model.to(device).eval().requires_grad_(False)
+    if compiled:
+        compile_blocks(model)
+    elif device.type == "cpu":
+        use_onednn(model)
+    return model
+
+
+def caption_step(compiled: bool) -> int:
+    """What captions are padded to a multiple of, so that compiled blocks see few lengths."""
+    return COMPILED_CAPTION_STEP if compiled else 1
