@@ -25,7 +25,7 @@ CLOSE = 2e-2  # of the largest value: what another device or library may change
 
 
 @dataclass
-class Deep:
+class DeepReport:
     """What encoding a sample again gave.
 
     Args:
@@ -42,7 +42,7 @@ class Deep:
     findings: list[Finding]
 
 
-def deep_check(root: Path, tools: Tools, *, num_records: int, seed: int) -> Deep:
+def deep_check(root: Path, tools: Tools, *, num_records: int, seed: int) -> DeepReport:
     """Encode a random sample of records, and of captions, again from the source and compare.
 
     A record is encoded in its own batch, because its neighbours change the bits of a convolution.
@@ -55,7 +55,7 @@ def deep_check(root: Path, tools: Tools, *, num_records: int, seed: int) -> Deep
     statuses = np.array(store.records["status"].to_pylist())
     stored = np.flatnonzero(statuses == "stored")
     sample = rng.choice(stored, min(num_records, len(stored)), replace=False)
-    result = Deep(0, 0, 0, 0, [])
+    result = DeepReport(0, 0, 0, 0, [])
     rows = store.records.take(pa.array(sample)).to_pylist()
     captions = rng.choice(store.captions.num_rows, min(num_records, store.captions.num_rows), replace=False)
     revision_of_caption = store.captions["revision"].to_numpy()
@@ -69,7 +69,11 @@ def deep_check(root: Path, tools: Tools, *, num_records: int, seed: int) -> Deep
 
 
 def _deep_pictures(
-    store: LatentStore, plan: FrozenPlan, tools: Tools, wanted: dict[tuple[str, int], dict[str, Any]], result: Deep
+    store: LatentStore,
+    plan: FrozenPlan,
+    tools: Tools,
+    wanted: dict[tuple[str, int], dict[str, Any]],
+    result: DeepReport,
 ) -> None:
     size, images = plan.spec.latent.batch_size, plan.spec.images
     batches = sorted({(bucket, *_batch_of(plan, bucket, row, size)) for bucket, row in wanted})
@@ -90,8 +94,8 @@ def _deep_pictures(
         # In the order of the part's arrays: the picture, then the flipped one where the store has it.
         views = [pixels, pixels[:, :, ::-1]][: len(plan.layout.latents[bucket])]
         here = {i: wanted[bucket, row] for i, row in enumerate(range(start, stop)) if (bucket, row) in wanted}
-        most = min(rows_of_a_forward(record["fallback"], size) for record in here.values())
-        found, _ = encode_batch(views, positions, tools.encoders.image, plan.spec.latent, most=most)
+        max_rows = min(rows_of_a_forward(record["fallback"], size) for record in here.values())
+        found, _ = encode_batch(views, positions, tools.encoders.image, plan.spec.latent, max_rows=max_rows)
         for i, record in here.items():
             _compare_record(store, plan, record, decoded[i], found[i], result)
 
@@ -110,7 +114,7 @@ def _compare_record(
     record: dict[str, Any],
     decoded: Picture,
     found: EncodedRow,
-    result: Deep,
+    result: DeepReport,
 ) -> None:
     array = plan.layout.latents[record["bucket"]][0]
     path = array.shard_path(record["row"] // array.shard_rows)
@@ -134,7 +138,7 @@ def _compare_record(
     _judge(stored, np.concatenate(found.arrays), Finding(path, "not_reproduced", "", *place), result)
 
 
-def _judge(stored: np.ndarray, found: np.ndarray, finding: Finding, result: Deep) -> None:
+def _judge(stored: np.ndarray, found: np.ndarray, finding: Finding, result: DeepReport) -> None:
     """Count a comparison as exact, close or wrong."""
     if np.array_equal(stored, found):
         result.num_exact += 1
@@ -146,7 +150,7 @@ def _judge(stored: np.ndarray, found: np.ndarray, finding: Finding, result: Deep
     result.findings.append(replace(finding, detail=f"encoded again it differs by up to {difference:.4g}"))
 
 
-def _deep_captions(store: LatentStore, plan: FrozenPlan, tools: Tools, captions: list[int], result: Deep) -> None:
+def _deep_captions(store: LatentStore, plan: FrozenPlan, tools: Tools, captions: list[int], result: DeepReport) -> None:
     """Encode captions again, each in its own batch, and compare."""
     if tools.encoders.caption is None or plan.spec.text is None or not captions:
         return

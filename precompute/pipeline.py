@@ -30,7 +30,7 @@ from .config import PrecomputeRecipe
 from .encoders.text import TokenCount
 from .encoders.vae import load_encoders
 from .engines.engine import Engine
-from .engines.here import Here
+from .engines.local import LocalEngine
 from .images.decoders import Decoders
 from .planning.compare import Comparison, Options
 from .planning.opening import Planner, check_apart, check_disk, check_fingerprint, is_sealed, newest_plan
@@ -125,21 +125,21 @@ class Stage1:
 
 
 @dataclass(frozen=True)
-class Begun:
+class OpenedStore:
     """Where a store stands before anything is encoded.
 
     Args:
       plan: of the revision to finish.
       planner: of the revision after it.
-      is_ours: these encoders and settings are the plan's; else it is complete, and the next one is encoded anew.
-      was_there: it was planned before this call.
+      matches_plan: these encoders and settings are the plan's; else it is complete, and the next one is encoded anew.
+      existed: it was planned before this call.
       was_sealed: it was complete before this call.
     """
 
     plan: FrozenPlan
     planner: Planner
-    is_ours: bool
-    was_there: bool
+    matches_plan: bool
+    existed: bool
     was_sealed: bool
 
 
@@ -183,26 +183,26 @@ def precompute(
     with clock.measure("load"):
         encoders = None if engine else load_encoders(recipe, device)
     with Decoders(num_threads()) as decoders:
-        engine = Here(recipe, encoders, decoders) if encoders else engine
+        engine = LocalEngine(recipe, encoders, decoders) if encoders else engine
         assert engine, "encoders are loaded where there is no engine"
         stage = Stage1(store_path, recipe, source, engine, decoders, progress, part or Part(), clock)
 
         # Plan: freeze it, or take up the newest one that is there.
-        begun = take_up(stage, new_revision=new_revision)
+        opened = open_store(stage, new_revision=new_revision)
 
         # Encode what is missing of it, and seal it.
-        if begun.is_ours:
-            manifest = finish(stage, begun.plan)
+        if opened.matches_plan:
+            manifest = finish(stage, opened.plan)
 
         # Grow: what the source says now makes the next revision.
-        if begun.was_there and (begun.was_sealed or not part):
-            following, changes = plan_next(stage, begun, options or Options())
+        if opened.existed and (opened.was_sealed or not part):
+            following, changes = plan_next(stage, opened, options or Options())
             if following:
                 manifest = finish(stage, following)
     return stage.report(manifest, changes, engine.tokens, total_seconds=time.perf_counter() - start)
 
 
-def take_up(stage: Stage1, *, new_revision: bool) -> Begun:
+def open_store(stage: Stage1, *, new_revision: bool) -> OpenedStore:
     """Take up the newest plan of the store, or plan its first revision; one process does, others wait for it.
 
     Raises: FingerprintMismatch: other encoders or settings made it, and nobody asked for a new revision.
@@ -222,16 +222,16 @@ def take_up(stage: Stage1, *, new_revision: bool) -> Begun:
             spec = stage.describe(plan.spec)
             check_fingerprint(root, plan.spec, spec)
         was_sealed = bool(found) and is_sealed(root, plan)
-    return Begun(plan, planner, plan.spec.fingerprint == spec.fingerprint, bool(found), was_sealed)
+    return OpenedStore(plan, planner, plan.spec.fingerprint == spec.fingerprint, bool(found), was_sealed)
 
 
-def plan_next(stage: Stage1, begun: Begun, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
+def plan_next(stage: Stage1, opened: OpenedStore, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
     """Plan the revision after one that is complete, or take up the plan of others, who were faster.
 
     Returns: as ``Planner.plan_next``.
     """
     with stage.clock.measure("plan"), alone(stage.root, "plan", lambda: stage.progress("others plan", 0, 1)):
-        following, changes = begun.planner.plan_next(options)
+        following, changes = opened.planner.plan_next(options)
     if following:
         check_fingerprint(stage.root, following.spec, stage.describe(following.spec))
     return following, changes

@@ -37,7 +37,7 @@ from .sources.files.record import SourceRecord
 from .sources.source import Source
 
 PLACE_COLUMNS = ("source_path", "source_offset", "source_bytes", "source_mtime_ns")
-Told = Callable[[str, int], Sequence[Fallback]]
+FallbacksOf = Callable[[str, int], Sequence[Fallback]]
 UNLIMITED = {"max_rejects_in_a_row": 1 << 62}
 
 
@@ -49,11 +49,11 @@ class Maker(Protocol):
         """Of the revisions that it can make."""
         ...
 
-    def make(self, plan: FrozenPlan, tasks: Sequence[Task], told: Told) -> Iterator[PackedShard]:
+    def make(self, plan: FrozenPlan, tasks: Sequence[Task], fallbacks_of: FallbacksOf) -> Iterator[PackedShard]:
         """Make some shards of a plan again.
 
         Args:
-          told: of a part and shard, how rows were encoded that were not as planned.
+          fallbacks_of: of a part and shard, how rows were encoded that were not as planned.
         """
         ...
 
@@ -68,9 +68,9 @@ class Tools:
     encoders: Encoders
     decoders: Decoders
 
-    def make(self, plan: FrozenPlan, tasks: Sequence[Task], told: Told) -> Iterator[PackedShard]:
+    def make(self, plan: FrozenPlan, tasks: Sequence[Task], fallbacks_of: FallbacksOf) -> Iterator[PackedShard]:
         """Encode some shards of a plan again."""
-        yield from _encode(plan, tasks, self, told)
+        yield from _encode(plan, tasks, self, fallbacks_of)
 
 
 def repair(root: Path, tools: Maker, found: Verification, progress: Callable[[str, int, int], None]) -> Verification:
@@ -103,7 +103,7 @@ def repair(root: Path, tools: Maker, found: Verification, progress: Callable[[st
     return left
 
 
-def _encode(plan: FrozenPlan, tasks: Sequence[Task], tools: Tools, told: Told) -> Iterator[PackedShard]:
+def _encode(plan: FrozenPlan, tasks: Sequence[Task], tools: Tools, fallbacks_of: FallbacksOf) -> Iterator[PackedShard]:
     """Make some shards of a plan again."""
     plan = with_places(plan, tools.source)
     clock = StageClock()
@@ -120,7 +120,7 @@ def _encode(plan: FrozenPlan, tasks: Sequence[Task], tools: Tools, told: Told) -
         limit=RejectLimit(section, None),
         clock=clock,
         progress=lambda _: None,
-        told=told,
+        fallbacks_of=fallbacks_of,
     )
 
 

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from ...datasets.errors import RecordRejected, ResourceError
-from ...datasets.format.schema import EncoderIdentity, LatentSpec
-from .posterior import sample_once
+from ...datasets.format.schema import LOGVAR_RANGE, EncoderIdentity, LatentSpec
 from .vae import ImageEncoder
 
 CPU_BATCH = 32  # on a CPU more rows in a forward are no faster
@@ -27,7 +26,7 @@ SIZE = "batch:"
 
 
 class Encoding(Protocol):
-    """What encodes pictures: an ``ImageEncoder``, or what several threads share of one (``InTurn``)."""
+    """What encodes pictures: an ``ImageEncoder``, or what several threads share of one (``SharedEncoder``)."""
 
     @property
     def identity(self) -> EncoderIdentity:
@@ -47,7 +46,7 @@ class Encoding(Protocol):
         ...
 
 
-class InTurn:
+class SharedEncoder:
     """An encoder as threads share it: one batch at a time, while the batches of others are prepared and put away.
 
     Args:
@@ -85,7 +84,7 @@ class EncodedRow:
 
 
 def encode_batch(
-    views: Sequence[np.ndarray], records: np.ndarray, encoder: Encoding, spec: LatentSpec, *, most: int
+    views: Sequence[np.ndarray], records: np.ndarray, encoder: Encoding, spec: LatentSpec, *, max_rows: int
 ) -> tuple[list[EncodedRow], int]:
     """Encode one batch of the plan.
 
@@ -93,22 +92,22 @@ def encode_batch(
       views: (B, height_px, width_px, 3) uint8 each: the pictures, and the flipped ones where the store has them.
       records: (B,) positions in the records table: the key of a stored sample.
       spec: of the latents.
-      most: rows of a forward, where it is known that no more fit; else B or more.
+      max_rows: rows of a forward, where it is known that no more fit; else B or more.
     Returns: one for each row, and the rows of a forward that did fit.
     """
     num_rows = len(records)
-    size = min(most, num_rows)
-    while (found := _in_forwards_of(size, views, encoder)) is None:
+    size = min(max_rows, num_rows)
+    while (found := _encode_in_forwards(size, views, encoder)) is None:
         size = -(-size // 2)
     halved = f"{SIZE}{size}" if size < num_rows else ""
     stored, is_finite = _whole(found, spec, records)
     rows = [
         EncodedRow([view[i] for view in stored])
         if is_finite[i]
-        else _finished(i, [view[i : i + 1] for view in views], [rows[i] for rows in found], records, encoder, spec)
+        else _encode_row(i, [view[i : i + 1] for view in views], [rows[i] for rows in found], records, encoder, spec)
         for i in range(num_rows)
     ]
-    return [_with(row, halved) for row in rows], size
+    return [_with_fallback(row, halved) for row in rows], size
 
 
 def _whole(
@@ -131,12 +130,13 @@ def largest_batch(encoder: ImageEncoder, height_px: int, width_px: int) -> int:
 
     Raises: ResourceError: not one fits.
     """
-    most = min(MAX_BATCH, max(1, MAX_BATCH_BYTES // (3 * height_px * width_px)))
+    max_rows = min(MAX_BATCH, max(1, MAX_BATCH_BYTES // (3 * height_px * width_px)))
     if encoder.device.type == "cpu":
-        return min(CPU_BATCH, most)
+        return min(CPU_BATCH, max_rows)
     fits, size = 0, 1
     while (
-        size <= most and _where_it_fits(encoder.encode, np.zeros((size, height_px, width_px, 3), np.uint8)) is not None
+        size <= max_rows
+        and _encode_if_it_fits(encoder.encode, np.zeros((size, height_px, width_px, 3), np.uint8)) is not None
     ):
         fits, size = size, 2 * size
     if not fits:
@@ -169,13 +169,33 @@ def to_stored(moments: np.ndarray, spec: LatentSpec, records: np.ndarray) -> np.
         return moments.astype(spec.dtype)
 
 
-def _in_forwards_of(size: int, views: Sequence[np.ndarray], encoder: Encoding) -> list[list[np.ndarray | None]] | None:
+def sample_once(moments: np.ndarray, records: np.ndarray) -> np.ndarray:
+    """mean + std * noise, (B, C, H, W) float32; the noise depends on the record alone.
+
+    Args:
+      moments: (B, 2C, H, W) float32, mean then log-variance.
+      records: (B,) positions in the records table.
+    Source: Kingma and Welling 2014, section 2.4 (reparameterization).
+    """
+    drawn = []
+    for row, record in zip(moments, records, strict=True):  # alone, so its bits depend on no other row
+        mean, logvar = np.split(row, 2)
+        # Philox is counter-based, so any record can be drawn alone.
+        generator = np.random.Generator(np.random.Philox(key=[0, 0], counter=[0, 0, 0, int(record)]))
+        noise = generator.standard_normal(mean.shape, dtype=np.float32)
+        drawn.append(mean + np.exp(0.5 * np.clip(logvar, *LOGVAR_RANGE)) * noise)
+    return np.stack(drawn)
+
+
+def _encode_in_forwards(
+    size: int, views: Sequence[np.ndarray], encoder: Encoding
+) -> list[list[np.ndarray | None]] | None:
     """Moments of each row of each view; None where they do not fit, and for a row that does not fit alone."""
     found = []
     for pixels in views:
         rows: list[np.ndarray | None] = []
         for start in range(0, len(pixels), size):
-            moments = _where_it_fits(encoder.encode, pixels[start : start + size])
+            moments = _encode_if_it_fits(encoder.encode, pixels[start : start + size])
             if moments is None and size > 1:
                 return None
             rows += [None] if moments is None else list(moments)
@@ -183,7 +203,7 @@ def _in_forwards_of(size: int, views: Sequence[np.ndarray], encoder: Encoding) -
     return found
 
 
-def _where_it_fits(encode: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray) -> np.ndarray | None:
+def _encode_if_it_fits(encode: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray) -> np.ndarray | None:
     """What an encoder gives, or None where the memory of its device does not suffice."""
     try:
         return encode(pixels)
@@ -193,7 +213,7 @@ def _where_it_fits(encode: Callable[[np.ndarray], np.ndarray], pixels: np.ndarra
     return None
 
 
-def _finished(
+def _encode_row(
     row: int,
     pixels: list[np.ndarray],
     moments: list[np.ndarray | None],
@@ -208,7 +228,7 @@ def _finished(
             return EncodedRow([], reject=_too_large(picture))
         stored = to_stored(found[None], spec, records[row : row + 1])[0]
         if not np.isfinite(stored).all():
-            fallback, again = FLOAT32, _where_it_fits(encoder.encode_in_float32, picture)
+            fallback, again = FLOAT32, _encode_if_it_fits(encoder.encode_in_float32, picture)
             if again is None:
                 return EncodedRow([], reject=_too_large(picture))
             stored = to_stored(again, spec, records[row : row + 1])[0]
@@ -224,7 +244,7 @@ def _too_large(picture: np.ndarray) -> RecordRejected:
     return RecordRejected("encode", "out_of_memory", detail)
 
 
-def _with(row: EncodedRow, halved: str) -> EncodedRow:
+def _with_fallback(row: EncodedRow, halved: str) -> EncodedRow:
     if row.reject or not halved:
         return row
     return EncodedRow(row.arrays, f"{halved},{row.fallback}" if row.fallback else halved)

@@ -34,7 +34,7 @@ from ..progress.verdict import Power
 from ..sharing.leases import Lease
 from ..sources.several import SourcePaths, paths_of
 from ..sources.source import Source
-from .worker import Broken, Failed, Order, Worked
+from .worker import Broken, EncodeRequest, Failed, WorkDone
 
 MAX_DEATHS = 5  # of actors, each with the same shard in its hands
 MAX_LOSSES = 10  # of actors in a row without a shard committed in between
@@ -116,11 +116,11 @@ class Cluster:
         self, writer: StoreWriter, missing: Sequence[Task], source: Source, *, tally: Tally, clock: StageClock
     ) -> None:
         """As ``Engine.encode``: all actors work until nothing is missing."""
-        order = Order.of(writer, missing, source, self._source_paths)
+        request = EncodeRequest.of(writer, missing, source, self._source_paths)
         deaths: Counter[Task] = Counter()
         losses, heard, end = 0, time.monotonic(), float("inf")
         with self._probe() as probe:
-            working = [self._begin(actor, probe, order) for actor in self._actors]
+            working = [self._begin(actor, probe, request) for actor in self._actors]
             while working and time.monotonic() < end:
                 ready, _ = self._ray.wait([actor.telling for actor in working], timeout=LOOK_SECONDS)
                 if not ready:
@@ -128,18 +128,18 @@ class Cluster:
                 for actor in [actor for actor in working if actor.telling in ready]:
                     message, heard = self._next(actor), time.monotonic()
                     match message:
-                        case Worked():
+                        case WorkDone():
                             clock.add(message.seconds)
                             self.tokens += message.tokens
                             working.remove(actor)
                             end = min(end, time.monotonic() + GRACE_SECONDS)  # all is committed
                         case Broken() | Failed():
-                            held = tally.lose(actor.name)
+                            held = tally.drop_worker(actor.name)
                             deaths.update(held)
                             losses += 1
                             _check_losses(losses, deaths, message)
                             working.remove(actor)
-                            working.append(self._begin(self._replace(actor, message, held), probe, order))
+                            working.append(self._begin(self._replace(actor, message, held), probe, request))
                         case event:
                             losses = 0 if isinstance(event, Committed) else losses
                             tally.hear(actor.name, event)
@@ -147,8 +147,8 @@ class Cluster:
             self._ray.kill(actor.handle)
             self._actors[self._actors.index(actor)] = self._start()
 
-    def _begin(self, actor: _Actor, probe: str, order: Order) -> _Actor:
-        actor.telling = actor.handle.encode.options(num_returns="streaming").remote(probe, order)
+    def _begin(self, actor: _Actor, probe: str, request: EncodeRequest) -> _Actor:
+        actor.telling = actor.handle.encode.options(num_returns="streaming").remote(probe, request)
         return actor
 
     def _next(self, actor: _Actor) -> Any:

@@ -34,7 +34,7 @@ from ..planning.opening import check_fingerprint
 from ..progress.clock import StageClock
 from ..sources.several import open_sources
 from ..sources.source import OpenedSource
-from .worker import Broken, Failed, Order, Worked, Worker, outcome
+from .worker import Broken, EncodeRequest, Failed, WorkDone, Worker, outcome
 
 PICTURES_A_TASK = 8  # a task costs Ray 1 to 2 ms, a picture of 256 px as much to decode
 GATHER_SECONDS = 0.005  # for a task to fill
@@ -84,26 +84,26 @@ class EncodingActor:
 
         return outcome(described)
 
-    def encode(self, probe: str, order: Order) -> Iterator[Any]:
+    def encode(self, probe: str, request: EncodeRequest) -> Iterator[Any]:
         """Do what is asked for, telling of it; the last that is told is how it ended."""
         told: SimpleQueue[Any] = SimpleQueue()
-        thread = threading.Thread(target=lambda: told.put(outcome(lambda: self._carry_out(probe, order, told))))
+        thread = threading.Thread(target=lambda: told.put(outcome(lambda: self._run_request(probe, request, told))))
         thread.start()
         while True:
             message = told.get()
             yield message
-            if isinstance(message, Worked | Failed | Broken):
+            if isinstance(message, WorkDone | Failed | Broken):
                 return
 
-    def _carry_out(self, probe: str, order: Order, told: SimpleQueue[Any]) -> Worked:
+    def _run_request(self, probe: str, request: EncodeRequest, told: SimpleQueue[Any]) -> WorkDone:
         root, recipe = self._job.root, self._job.recipe
         self._check_folder(probe)
-        planned = read_spec(root, order.revision)
+        planned = read_spec(root, request.revision)
         check_fingerprint(root, planned, describe_store(recipe, None, self._encoders, known=planned))
-        _open_here(order.source_paths, order.sources)
-        with TaskDecoders(order.source_paths, order.sources, self._job.num_at_once) as decoders:
+        _open_here(request.source_paths, request.sources)
+        with TaskDecoders(request.source_paths, request.sources, self._job.num_at_once) as decoders:
             worker = Worker(recipe, self._encoders, decoders, StageClock())
-            return worker.carry_out(order, root, decoders, told.put)
+            return worker.run_request(request, root, decoders, told.put)
 
     def _check_folder(self, probe: str) -> None:
         """The store's folder is the one that the driver has.

@@ -1,6 +1,6 @@
 """What an engine is: where the shards of a revision are encoded. Stage 1's story is the same with each of them.
 
-The engine of one device is the process itself (``here.py``); of several, a process for each (``processes.py``).
+The engine of one device is the process itself (``local.py``); of several, a process for each (``processes.py``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""What a process that encodes does when it is asked: it loads its encoders once, then encodes shard after shard."""
+"""A process that encodes: it loads its encoders once, then answers its parent's requests."""
 
 from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,29 +16,28 @@ from ..images.decoders import Decoders
 from ..planning.opening import check_fingerprint
 from ..progress.clock import StageClock
 from ..sources.several import open_sources
-from .process_line import Line
 from .processes import Describe, Job
-from .worker import Order, Worker
+from .worker import EncodeRequest, Worker
 
 
-def serve(line: Line) -> None:
-    """Load the encoders, then do what is asked for, until this process is ended.
+def serve(next_request: Callable[[], Any], send: Callable[[Any], None]) -> None:
+    """Load the encoders, then answer requests until this process is ended.
 
-    Raises: LeanditError: of the class that says what to mend.
+    Raises: LeanditError: its class tells what to fix.
     """
-    job: Job = line.next_request()
+    job: Job = next_request()
     torch.set_num_threads(job.num_threads)
     encoders = load_encoders(job.recipe, torch.device(job.device))
-    # From here on there are leases to give back, so a signal unwinds; amid an import it would only look like a fault.
+    # From here on a signal unwinds the stack to release leases; during an import it would look like a bug.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with Decoders(job.num_decoders) as decoders:
         worker = Worker(job.recipe, encoders, decoders, StageClock())
         while True:
-            match line.next_request():
+            match next_request():
                 case Describe(known):
-                    line.send(describe_store(job.recipe, None, encoders, known=known))
-                case Order() as order:
-                    planned = read_spec(job.root, order.revision)
+                    send(describe_store(job.recipe, None, encoders, known=known))
+                case EncodeRequest() as request:
+                    planned = read_spec(job.root, request.revision)
                     check_fingerprint(job.root, planned, describe_store(job.recipe, None, encoders, known=planned))
-                    origin = open_sources(order.source_paths, order.sources)
-                    line.send(worker.carry_out(order, job.root, origin, line.send))
+                    origin = open_sources(request.source_paths, request.sources)
+                    send(worker.run_request(request, job.root, origin, send))

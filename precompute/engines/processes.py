@@ -30,8 +30,8 @@ from ..progress.tally import Tally
 from ..progress.verdict import Power
 from ..sources.several import SourcePaths, paths_of
 from ..sources.source import Source
-from .process_line import END_SECONDS
-from .worker import Broken, Failed, Order, Worked
+from .process_child import END_SECONDS
+from .worker import Broken, EncodeRequest, Failed, WorkDone
 
 CHILD_MODULE = f"{__package__}.process_child"
 
@@ -124,25 +124,25 @@ class Processes:
         self, writer: StoreWriter, missing: Sequence[Task], source: Source, *, tally: Tally, clock: StageClock
     ) -> None:
         """As ``Engine.encode``: all of them work until nothing is missing."""
-        order = Order.of(writer, missing, source, self._source_paths)
-        working = [child for child in list(self._children) if not self._is_lost(child, order)]
+        request = EncodeRequest.of(writer, missing, source, self._source_paths)
+        working = [child for child in list(self._children) if not self._is_lost(child, request)]
         while working:
             ready = {id(connection) for connection in wait([child.connection for child in working])}
             for child in [child for child in working if id(child.connection) in ready]:
                 message = child.hear()
                 match message:
-                    case Worked():
+                    case WorkDone():
                         clock.add(message.seconds)
                         self.tokens += message.tokens
                         working.remove(child)
                     case Broken() | Failed() | None:
                         working.remove(child)
-                        self._lose(child, message, tally.lose(child.name))
+                        self._lose(child, message, tally.drop_worker(child.name))
                     case event:
                         tally.hear(child.name, event)
 
-    def _is_lost(self, child: _Child, order: Order) -> bool:
-        if broken := child.ask(order):
+    def _is_lost(self, child: _Child, request: EncodeRequest) -> bool:
+        if broken := child.ask(request):
             self._lose(child, broken, [])
         return bool(broken)
 

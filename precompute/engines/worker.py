@@ -23,7 +23,7 @@ from ..encoders.text import TokenCount
 from ..encoders.vae import Encoders
 from ..progress.clock import StageClock
 from ..progress.rejects import RejectLimit
-from ..progress.tally import Committed, Encoded, Rejected, Tell, Took
+from ..progress.tally import Committed, Encoded, EventHandler, LeaseTaken, Rejected
 from ..shards.latent_shard import PackedShard
 from ..shards.picture_batches import Origin, PictureDecoders
 from ..shards.stages import Background, encode_captions, encode_pictures
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Order:
+class EncodeRequest:
     """What a worker elsewhere is asked to do; all of it is found again in the store's folder.
 
     Args:
@@ -51,14 +51,14 @@ class Order:
     doubted: frozenset[Task]
 
     @classmethod
-    def of(cls, writer: StoreWriter, missing: Sequence[Task], source: Source, paths: Sequence[str]) -> Order:
+    def of(cls, writer: StoreWriter, missing: Sequence[Task], source: Source, paths: Sequence[str]) -> EncodeRequest:
         """To make what is missing of a revision, from a source, or several, listed at these paths."""
         settings = tuple(part.settings for part in source.parts)
         return cls(writer.plan.revision, tuple(paths), settings, missing, writer.doubted)
 
 
 @dataclass(frozen=True)
-class Worked:
+class WorkDone:
     """What a worker did in one go: seconds of each stage, and what went through its text encoder."""
 
     seconds: dict[str, float]
@@ -106,41 +106,41 @@ class Worker:
     decoders: PictureDecoders
     clock: StageClock
 
-    def carry_out(self, order: Order, root: Path, origin: Origin, tell: Tell) -> Worked:
+    def run_request(self, request: EncodeRequest, root: Path, origin: Origin, emit: EventHandler) -> WorkDone:
         """Do what is asked for, with a plan that another process has frozen; raises as ``encode``."""
         caption, before = self.encoders.caption, dict(self.clock.seconds)
         tokens = caption.computed if caption else TokenCount()
-        writer = StoreWriter(root, read_plan(root, order.revision), doubted=order.doubted)
-        self.encode(writer, order.missing, origin, tell)
+        writer = StoreWriter(root, read_plan(root, request.revision), doubted=request.doubted)
+        self.encode(writer, request.missing, origin, emit)
         seconds = {stage: so_far - before.get(stage, 0.0) for stage, so_far in self.clock.seconds.items()}
-        return Worked(seconds, caption.computed - tokens if caption else tokens)
+        return WorkDone(seconds, caption.computed - tokens if caption else tokens)
 
-    def encode(self, writer: StoreWriter, missing: Sequence[Task], origin: Origin, tell: Tell) -> None:
+    def encode(self, writer: StoreWriter, missing: Sequence[Task], origin: Origin, emit: EventHandler) -> None:
         """Encode what is missing of a revision, decoding ahead and writing behind; ends when all of it is committed.
 
         Args:
           writer: of the revision.
           missing: the shards to make; those that others hold are waited for.
           origin: of the pictures.
-          tell: hears of each shard and picture, from several threads; it looks at the share of rejects.
+          emit: hears of each shard and picture, from several threads; it looks at the share of rejects.
         Raises: SourceError: too many pictures in a row are rejected.
         """
 
         def refuse(key: str, reject: RecordRejected) -> None:
-            tell(Rejected(key, reject.stage, reject.reason, reject.detail))
+            emit(Rejected(key, reject.stage, reject.reason, reject.detail))
 
         def committed(shard: PackedShard) -> None:
-            tell(Committed((shard.part, shard.shard), [reject.key for reject in shard.rejects]))
+            emit(Committed((shard.part, shard.shard), [reject.key for reject in shard.rejects]))
 
         plan = writer.plan
-        limit = RejectLimit(self.recipe.source, None, tell=refuse)  # the share holds for all workers together
-        with Leases(writer, taken=lambda task: tell(Took(task))) as leases:
+        limit = RejectLimit(self.recipe.source, None, on_reject=refuse)  # the share holds for all workers together
+        with Leases(writer, on_taken=lambda task: emit(LeaseTaken(task))) as leases:
             while missing:
-                with Background(writer, leases, self.clock, committed=committed) as background:
+                with Background(writer, leases, self.clock, on_commit=committed) as background:
                     if self.encoders.caption:
                         texts = [task for task in missing if not is_picture_task(task)]
                         for shard in encode_captions(plan, leases.take(texts), self.encoders.caption, self.clock):
-                            tell(Encoded("captions", 1))
+                            emit(Encoded("captions", 1))
                             background.commit(shard)
                     for shard in encode_pictures(
                         plan,
@@ -150,7 +150,7 @@ class Worker:
                         origin,
                         limit=limit,
                         clock=self.clock,
-                        progress=lambda count: tell(Encoded("pictures", count)),
+                        progress=lambda count: emit(Encoded("pictures", count)),
                     ):
                         background.commit(shard)
                 if missing := [task for task in missing if not writer.is_committed(task)]:

@@ -24,36 +24,36 @@ from ...datasets.format.schema import (
 )
 from ...datasets.recipe import flatten
 from ..config import TextSection, VaeSection
-from .formats.source import Reader, Seen
-from .plan import Common, Looked, bucket_of
+from .formats.source import Reader, RecordHeader
+from .plan import CommonFormat, ScannedRecord, bucket_of
 
 
-def describe_import(reader: Reader, common: Common, found: Sequence[Looked], null_hash: str) -> StoreSpec:
+def describe_import(reader: Reader, common: CommonFormat, found: Sequence[ScannedRecord], null_hash: str) -> StoreSpec:
     """What the store will say of itself.
 
     Args:
       null_hash: of the null caption, "" where there is none.
     Raises: SourceError: what is needed is not known.
     """
-    facts, recipe, stored = reader.facts, reader.recipe, common.stored_channels
-    is_posterior = facts.latent in POSTERIORS
+    defaults, recipe, stored = reader.defaults, reader.recipe, common.stored_channels
+    is_posterior = defaults.latent in POSTERIORS
     channels = stored // 2 if is_posterior else stored
-    downscale = recipe.vae.downscale or facts.downscale
-    scale = _per_channel("scale", recipe.vae.scale or facts.scale, channels)
+    downscale = recipe.vae.downscale or defaults.downscale
+    scale = _per_channel("scale", recipe.vae.scale or defaults.scale, channels)
     source_form: dict[str, Any] = {
-        "shift": _per_channel("shift", recipe.vae.shift or facts.shift, channels),
+        "shift": _per_channel("shift", recipe.vae.shift or defaults.shift, channels),
         "scale": [factor * recipe.vae.multiplier for factor in scale],
     }
     as_it_is: dict[str, Any] = {"shift": [0.0] * channels, "scale": [1.0] * channels}
-    for_model, for_decoder = (as_it_is, source_form) if facts.is_scaled else (source_form, as_it_is)
-    zero_to_one = facts.zero_to_one if recipe.vae.pixels == "auto" else recipe.vae.pixels == "0..1"
-    buckets = Counter(bucket_of(seen, downscale) for seen in found if isinstance(seen, Seen))
+    for_model, for_decoder = (as_it_is, source_form) if defaults.is_scaled else (source_form, as_it_is)
+    zero_to_one = defaults.zero_to_one if recipe.vae.pixels == "auto" else recipe.vae.pixels == "0..1"
+    buckets = Counter(bucket_of(header, downscale) for header in found if isinstance(header, RecordHeader))
     height_px, width_px = bucket_size(buckets.most_common(1)[0][0])
-    vae = VaeSection(model=recipe.vae.model or facts.vae, subfolder=recipe.vae.subfolder)
+    vae = VaeSection(model=recipe.vae.model or defaults.vae, subfolder=recipe.vae.subfolder)
     text, text_spec, text_encoder = TextSection(), None, None
     if common.caption:
         length, width, text_dtype = common.caption
-        text = TextSection(kind="t5", model=recipe.text.model or facts.text)
+        text = TextSection(kind="t5", model=recipe.text.model or defaults.text)
         text_encoder = _identity(reader.kind, text.model, text_dtype, {"null_caption": null_hash})
         stored_dtype = text_dtype if recipe.store.dtype == "source" else recipe.store.dtype
         text_spec = TextSpec(
@@ -73,7 +73,7 @@ def describe_import(reader: Reader, common: Common, found: Sequence[Looked], nul
         ),
         latent=LatentSpec(
             array="moments" if is_posterior else "latents",
-            kind=facts.latent,  # pyright: ignore[reportArgumentType]
+            kind=defaults.latent,  # pyright: ignore[reportArgumentType]
             channels=channels,
             stored_channels=stored,
             downscale=downscale,
@@ -82,7 +82,7 @@ def describe_import(reader: Reader, common: Common, found: Sequence[Looked], nul
             flip=common.has_flip,
             batch_size=1,
             tile_px=0,
-            decoding=Decoding(**for_decoder, zero_to_one=zero_to_one) if facts.is_scaled or zero_to_one else None,
+            decoding=Decoding(**for_decoder, zero_to_one=zero_to_one) if defaults.is_scaled or zero_to_one else None,
         ),
         text=text_spec,
         vae=_identity(reader.kind, vae.model, common.dtype, {"zero_to_one": zero_to_one}),
@@ -135,10 +135,10 @@ def _per_channel(name: str, given: Sequence[float], channels: int) -> list[float
     return [float(number) for number in (given if len(given) == channels else [given[0]] * channels)]
 
 
-def _classes(reader: Reader, found: Sequence[Looked]) -> list[str] | None:
+def _classes(reader: Reader, found: Sequence[ScannedRecord]) -> list[str] | None:
     """Names of the classes: the source's, or their numbers."""
     if reader.classes is not None:
         return list(reader.classes)
-    largest = max((seen.label for seen in found if isinstance(seen, Seen)), default=-1)
+    largest = max((header.label for header in found if isinstance(header, RecordHeader)), default=-1)
     count = reader.recipe.source.num_classes or largest + 1
     return [str(label) for label in range(count)] or None

@@ -34,7 +34,7 @@ from .formats.kinds import open_reader
 from .formats.recipe import ImportRecipe
 from .formats.source import Entry, Features, Reader
 from .null_caption import read_null
-from .plan import caption_origins, listing_hash, look_at, plan_import, refuse_others
+from .plan import caption_origins, listing_hash, plan_import, reject_outliers, scan_records
 
 
 @dataclass
@@ -93,12 +93,12 @@ def _plan(reader: Reader, entries: Sequence[Entry], listing: str, null: str | No
 
     Raises: SourceError: too many cannot.
     """
-    found = look_at(reader, entries, lambda done: progress("scan", done, len(entries)))
-    common, found = refuse_others(found, reader)
+    found = scan_records(reader, entries, lambda done: progress("scan", done, len(entries)))
+    common, found = reject_outliers(found, reader)
     limits = reader.recipe.source.limits()
     limit = RejectLimit(limits, RejectLedger(limits, len(entries), planning=True))
-    for entry, seen in zip(entries, found, strict=True):
-        limit.count(entry.key, seen if isinstance(seen, RecordRejected) else None)
+    for entry, header in zip(entries, found, strict=True):
+        limit.count(entry.key, header if isinstance(header, RecordRejected) else None)
     digest = row_checksum(read_null(null, common.caption[:2])) if common.caption else ""
     return plan_import(describe_import(reader, common, found, digest), entries, found, listing)
 

@@ -13,7 +13,7 @@ from ...datasets.recipe import parse_recipe
 from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import FrozenPlan
 from ..progress.rejects import RejectLimit
-from ..repair import UNLIMITED, Told
+from ..repair import UNLIMITED, FallbacksOf
 from ..shards.latent_shard import PackedShard
 from .formats.kinds import open_reader
 from .formats.recipe import ImportRecipe
@@ -34,7 +34,7 @@ class Importer:
     reader: Reader
     listing: str
 
-    def make(self, plan: FrozenPlan, tasks: Sequence[Task], told: Told) -> Iterator[PackedShard]:
+    def make(self, plan: FrozenPlan, tasks: Sequence[Task], fallbacks_of: FallbacksOf) -> Iterator[PackedShard]:
         """Read some shards of a plan again; the null caption is not among the features.
 
         Raises: SourceError: the features are not those that the plan lists.

@@ -120,7 +120,7 @@ def check_fingerprint(root: Path, found: StoreSpec, wanted: StoreSpec) -> None:
 
 
 @dataclass(frozen=True)
-class Ground:
+class Lineage:
     """What a revision builds on; the fields are those of ``FrozenPlan``.
 
     Args:
@@ -160,7 +160,7 @@ class Planner:
 
         Raises: SourceError: not one record can be encoded, or too many are rejected.
         """
-        return freeze_plan(self.root, self.plan(all_fresh(self.source.records), Ground()))
+        return freeze_plan(self.root, self.plan(all_fresh(self.source.records), Lineage()))
 
     def plan_next(self, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
         """Compare the source with the newest revision, which is complete, and plan the next one if they differ.
@@ -168,15 +168,15 @@ class Planner:
         Returns: the plan, or None where nothing has to be done; and what has changed, if the files were looked at.
         Raises: as ``compare`` and ``plan``.
         """
-        comparison, ground = self.compare(options)
-        if ground is None:
+        comparison, lineage = self.compare(options)
+        if lineage is None:
             return None, comparison
-        starts_over = not ground.stack
+        starts_over = not lineage.stack
         assert comparison is not None
         planned = all_fresh(self.source.records) if starts_over else comparison
-        return freeze_plan(self.root, self.plan(planned, ground)), comparison
+        return freeze_plan(self.root, self.plan(planned, lineage)), comparison
 
-    def compare(self, options: Options) -> tuple[Comparison | None, Ground | None]:
+    def compare(self, options: Options) -> tuple[Comparison | None, Lineage | None]:
         """Compare the source with the newest revision, which is complete; nothing is written.
 
         Returns: what has changed, if the files were looked at; and what the next revision builds on, None where nothing
@@ -219,7 +219,7 @@ class Planner:
         stack = () if starts_over else tuple(manifest.stack)
         captions = None if starts_over else store.captions
         carried = carried_files(manifest, stack)
-        return comparison, Ground(store.revision + 1, manifest.root_hash, stack, carried, captions, base_plan.spec)
+        return comparison, Lineage(store.revision + 1, manifest.root_hash, stack, carried, captions, base_plan.spec)
 
     def _names_of(self, classes: list[str], before: StoreSpec | None) -> list[str] | None:
         """Names of classes for people: the source's, else those that the base has; None where neither has any."""
@@ -271,7 +271,7 @@ class Planner:
             f"{RecordRejected(first['stage'], first['reason'], first['detail'])}. Nothing was written."
         )
 
-    def plan(self, comparison: Comparison, ground: Ground, pictures: pa.Table | None = None) -> FrozenPlan:
+    def plan(self, comparison: Comparison, lineage: Lineage, pictures: pa.Table | None = None) -> FrozenPlan:
         """Plan a revision: what is carried over from its base, and the new records; nothing is written.
 
         Args:
@@ -289,22 +289,22 @@ class Planner:
             PlannedTexts(comparison, pictures),
             self.tokenizer,
             self.recipe.text.max_tokens,
-            revision=ground.revision,
-            known=ground.captions,
+            revision=lineage.revision,
+            known=lineage.captions,
         )
         classes = [*(source.classes or ()), *comparison.gone_classes]
-        names = self._names_of(classes, ground.spec)
+        names = self._names_of(classes, lineage.spec)
         return FrozenPlan(
             spec=with_stored_encoder_paths(
                 self.spec.model_copy(update={"classes": classes or None, "class_names": names}), self.root
             ),
-            revision=ground.revision,
-            base=ground.base,
-            stack=ground.stack,
-            carried=ground.carried,
+            revision=lineage.revision,
+            base=lineage.base,
+            stack=lineage.stack,
+            carried=lineage.carried,
             copies=False,
             listing=self.source.listing_hash(null_captions=self.recipe.null_captions),
-            records=plan_records(comparison, pictures, caption_ids, revision=ground.revision),
+            records=plan_records(comparison, pictures, caption_ids, revision=lineage.revision),
             captions=captions,
         )
 

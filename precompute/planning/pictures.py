@@ -65,20 +65,23 @@ class PlannedPicture:
     reject: RecordRejected | None = None
 
 
+UNPLACED = PlannedPicture()  # of a rejected picture, until its reason is filled in
+
+
 @dataclass(frozen=True)
 class PlannedPictures:
     """Some pictures in order; many are of one size, so they go the same way.
 
     Args:
-      ways: where pictures go, each once.
-      way_of: (N,) of each picture, its place in ``ways``.
+      placements: where pictures go, each once.
+      placement_of: (N,) of each picture, its place in ``placements``.
     """
 
-    ways: list[PlannedPicture]
-    way_of: np.ndarray
+    placements: list[PlannedPicture]
+    placement_of: np.ndarray
 
     def __iter__(self) -> Iterator[PlannedPicture]:
-        return (self.ways[way] for way in self.way_of)
+        return (self.placements[placement] for placement in self.placement_of)
 
 
 @dataclass
@@ -125,8 +128,8 @@ def plan_pictures(
         nonlocal done
         keys, asked = ahead.popleft()
         pictures = _planned(asked.result(), place)
-        is_reject = np.array([way.reject is not None for way in pictures.ways])[pictures.way_of]
-        rejects = {int(i): pictures.ways[pictures.way_of[i]].reject for i in np.flatnonzero(is_reject)}
+        is_reject = np.array([placement.reject is not None for placement in pictures.placements])[pictures.placement_of]
+        rejects = {int(i): pictures.placements[pictures.placement_of[i]].reject for i in np.flatnonzero(is_reject)}
         limit.count_some(keys, rejects)
         done += len(keys)
         progress(done)
@@ -163,14 +166,13 @@ def check_listing(fresh: Listing, recipe: PrecomputeRecipe, limit: RejectLimit) 
 
 
 def _planned(found: FoundSizes, place: Callable[[int, int], PlannedPicture]) -> PlannedPictures:
-    _, first, way_of = np.unique(found.height_px << 32 | found.width_px, return_index=True, return_inverse=True)
-    nowhere = PlannedPicture()  # of what is rejected, until its reason is put there
+    _, first, placement_of = np.unique(found.height_px << 32 | found.width_px, return_index=True, return_inverse=True)
     sizes = zip(found.height_px[first].tolist(), found.width_px[first].tolist(), strict=True)
-    ways = [place(height_px, width_px) if height_px else nowhere for height_px, width_px in sizes]
+    placements = [place(height_px, width_px) if height_px else UNPLACED for height_px, width_px in sizes]
     for i, reject in found.rejects.items():
-        way_of[i] = len(ways)
-        ways.append(PlannedPicture(reject=RecordRejected("scan", reject.reason, reject.detail)))
-    return PlannedPictures(ways, way_of)
+        placement_of[i] = len(placements)
+        placements.append(PlannedPicture(reject=RecordRejected("scan", reject.reason, reject.detail)))
+    return PlannedPictures(placements, placement_of)
 
 
 def _find_sizes(source: Source, batch: pa.RecordBatch, recipe: PrecomputeRecipe, decoders: Decoders) -> FoundSizes:
@@ -249,26 +251,28 @@ def picture_table(pictures: Iterable[PlannedPictures]) -> pa.Table:
 def _picture_batches(pictures: Iterator[PlannedPictures]) -> Iterator[pa.RecordBatch]:
     next_row: dict[Size | None, int] = {}
     while some := list(islice(pictures, PLANNED)):
-        starts = np.cumsum([0, *(len(one.ways) for one in some)])
-        ways = [way for one in some for way in one.ways]
-        way_of = np.concatenate([one.way_of + start for one, start in zip(some, starts, strict=False)])
-        of_ways = pa.RecordBatch.from_pydict(_columns_of(ways), PICTURES_SCHEMA)
-        batch = of_ways.take(pa.array(way_of))
+        starts = np.cumsum([0, *(len(one.placements) for one in some)])
+        placements = [placement for one in some for placement in one.placements]
+        placement_of = np.concatenate([one.placement_of + start for one, start in zip(some, starts, strict=False)])
+        distinct = pa.RecordBatch.from_pydict(_columns_of(placements), PICTURES_SCHEMA)
+        batch = distinct.take(pa.array(placement_of))
         row = PICTURES_SCHEMA.get_field_index("row")
-        yield batch.set_column(row, PICTURES_SCHEMA.field(row), pa.array(_next_rows(ways, way_of, next_row)))
+        yield batch.set_column(
+            row, PICTURES_SCHEMA.field(row), pa.array(_next_rows(placements, placement_of, next_row))
+        )
 
 
-def _columns_of(ways: Sequence[PlannedPicture]) -> dict[str, Any]:
-    rejects = [way.reject for way in ways]
+def _columns_of(placements: Sequence[PlannedPicture]) -> dict[str, Any]:
+    rejects = [placement.reject for placement in placements]
     return {
-        "bucket": [way.bucket and bucket_name(*way.bucket) for way in ways],
-        "row": [-1] * len(ways),
-        "height_px": [way.height_px for way in ways],
-        "width_px": [way.width_px for way in ways],
-        "resized_height_px": [way.resized and way.resized[0] for way in ways],
-        "resized_width_px": [way.resized and way.resized[1] for way in ways],
-        "crop_top_px": [way.crop_top_px for way in ways],
-        "crop_left_px": [way.crop_left_px for way in ways],
+        "bucket": [placement.bucket and bucket_name(*placement.bucket) for placement in placements],
+        "row": [-1] * len(placements),
+        "height_px": [placement.height_px for placement in placements],
+        "width_px": [placement.width_px for placement in placements],
+        "resized_height_px": [placement.resized and placement.resized[0] for placement in placements],
+        "resized_width_px": [placement.resized and placement.resized[1] for placement in placements],
+        "crop_top_px": [placement.crop_top_px for placement in placements],
+        "crop_left_px": [placement.crop_left_px for placement in placements],
         "status": ["rejected" if reject else "planned" for reject in rejects],
         "stage": [reject and reject.stage for reject in rejects],
         "reason": [reject and reject.reason for reject in rejects],
@@ -276,12 +280,14 @@ def _columns_of(ways: Sequence[PlannedPicture]) -> dict[str, Any]:
     }
 
 
-def _next_rows(ways: Sequence[PlannedPicture], way_of: np.ndarray, next_row: dict[Size | None, int]) -> np.ndarray:
+def _next_rows(
+    placements: Sequence[PlannedPicture], placement_of: np.ndarray, next_row: dict[Size | None, int]
+) -> np.ndarray:
     """(N,) row of each picture in its bucket, -1 without one; counts on in ``next_row``."""
-    buckets = list(dict.fromkeys(way.bucket for way in ways))
+    buckets = list(dict.fromkeys(placement.bucket for placement in placements))
     number = {bucket: i for i, bucket in enumerate(buckets)}
-    bucket_of = np.array([number[way.bucket] for way in ways])[way_of]
-    rows = np.full(len(way_of), -1, np.int64)
+    bucket_of = np.array([number[placement.bucket] for placement in placements])[placement_of]
+    rows = np.full(len(placement_of), -1, np.int64)
     for i, bucket in enumerate(buckets):
         if bucket:
             here = np.flatnonzero(bucket_of == i)

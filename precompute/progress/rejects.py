@@ -111,7 +111,7 @@ class RejectLimit:
       section: of the recipe: the largest number in a row.
       ledger: looks at the share; None where it is looked at elsewhere.
       stops: raise what is too much; else the first of it is kept as ``error``.
-      tell: called with the key of each that counts, and why.
+      on_reject: called with the key of each that counts, and why.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class RejectLimit:
         ledger: RejectLedger | None,
         *,
         stops: bool = True,
-        tell: Callable[[str, RecordRejected], None] = lambda key, reject: None,
+        on_reject: Callable[[str, RecordRejected], None] = lambda key, reject: None,
     ) -> None:
         self.ledger, self.error = ledger, None
-        self._most, self._stops, self._tell = section.max_rejects_in_a_row, stops, tell
+        self._most, self._stops, self._on_reject = section.max_rejects_in_a_row, stops, on_reject
         self._in_a_row: Counter[str] = Counter()
 
     def count(self, key: str, reject: RecordRejected | None) -> None:
@@ -134,7 +134,7 @@ class RejectLimit:
         if reject is None:
             self._in_a_row.clear()
         elif reject.reason != NOT_COUNTED:
-            self._tell(key, reject)
+            self._on_reject(key, reject)
             if self.ledger:
                 self.refuse(self.ledger.count(key, reject))
             self._count_row(key, reject)

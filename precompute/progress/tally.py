@@ -20,7 +20,7 @@ from .rejects import RejectLedger
 
 
 @dataclass(frozen=True)
-class Took:
+class LeaseTaken:
     """The worker will encode a shard, of which it holds the lease."""
 
     task: Task
@@ -56,12 +56,12 @@ class Rejected:
     detail: str
 
 
-Event = Took | Committed | Encoded | Rejected
-Tell = Callable[[Event], None]
+Event = LeaseTaken | Committed | Encoded | Rejected
+EventHandler = Callable[[Event], None]
 
 
 @dataclass
-class _Watched:
+class _WorkerState:
     """What one worker did that is not committed: the shards that it holds, what is encoded of them, why what is not.
 
     Args:
@@ -92,7 +92,7 @@ class Tally:
         self._totals = {"pictures": sum(self._size(task) for task in missing if is_picture_task(task))}
         self._totals["captions"] = sum(not is_picture_task(task) for task in missing)
         self._done: Counter[str] = Counter()
-        self._watched: dict[str, _Watched] = defaultdict(_Watched)
+        self._workers: dict[str, _WorkerState] = defaultdict(_WorkerState)
         self._committed: set[Task] = set()
         self._lock = threading.Lock()
 
@@ -107,39 +107,39 @@ class Tally:
         Raises: SourceError: too many records are rejected.
         """
         with self._lock:
-            watched = self._watched[worker]
+            state = self._workers[worker]
             match event:
-                case Took(task):
-                    watched.held.append(task)
+                case LeaseTaken(task):
+                    state.held.append(task)
                 case Committed(task, rejected):
-                    self._settle(watched, task, rejected)
+                    self._settle(state, task, rejected)
                 case Encoded(stage, count):
-                    watched.encoded[stage] += count
+                    state.encoded[stage] += count
                     self._done[stage] += count
                     self._progress(stage, self._done[stage], self._totals[stage])
                 case Rejected(key, stage, reason, detail):
-                    watched.rejected[key] = reason
+                    state.rejected[key] = reason
                     if refusal := self._ledger.count(key, RecordRejected(stage, reason, detail)):
                         raise refusal
 
-    def lose(self, worker: str) -> list[Task]:
+    def drop_worker(self, worker: str) -> list[Task]:
         """Forget a worker that is gone, and what it had not committed.
 
         Returns: the shards that it held.
         """
         with self._lock:
-            watched = self._watched.pop(worker, _Watched())
-            self._done -= watched.encoded
-            for reason in watched.rejected.values():
+            state = self._workers.pop(worker, _WorkerState())
+            self._done -= state.encoded
+            for reason in state.rejected.values():
                 self._ledger.forget(reason)
-        return watched.held
+        return state.held
 
-    def _settle(self, watched: _Watched, task: Task, rejected: Sequence[str]) -> None:
+    def _settle(self, state: _WorkerState, task: Task, rejected: Sequence[str]) -> None:
         """What a worker did for a shard stays, unless another one was faster."""
         stage, size = _stage(task), self._size(task)
-        watched.held.remove(task)
-        watched.encoded[stage] -= size
-        reasons = [watched.rejected.pop(key) for key in rejected if key in watched.rejected]
+        state.held.remove(task)
+        state.encoded[stage] -= size
+        reasons = [state.rejected.pop(key) for key in rejected if key in state.rejected]
         if task in self._committed:
             self._done[stage] -= size
             for reason in reasons:

@@ -41,15 +41,15 @@ class EncodedBatch:
       rows: of the bucket.
       pictures: that were to be encoded, or why there is none.
       found: of each row; empty where there was nothing to encode.
-      begun_with: rows of the first forward that was tried.
-      most: rows of a forward, for the batches after it.
+      first_rows: rows of the first forward that was tried.
+      max_rows: rows of a forward, for the batches after it.
     """
 
     rows: range
     pictures: Sequence[Decoded | RecordRejected]
     found: Sequence[EncodedRow]
-    begun_with: int
-    most: int
+    first_rows: int
+    max_rows: int
 
 
 class ShardBuilder:
@@ -61,7 +61,7 @@ class ShardBuilder:
       keys: of all rows of the bucket.
       records: positions in the records table of all rows of the bucket.
       spec: of the latents.
-      told: by an earlier commit record of the shard: how rows were encoded that were not as planned.
+      known_fallbacks: by an earlier commit record of the shard: how rows were encoded that were not as planned.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ShardBuilder:
         keys: Sequence[str],
         records: np.ndarray,
         spec: LatentSpec,
-        told: Sequence[Fallback] = (),
+        known_fallbacks: Sequence[Fallback] = (),
     ) -> None:
         self._part, self._shard, self._spec = part, shard, spec
         self._keys, self._records = keys, records
@@ -81,36 +81,36 @@ class ShardBuilder:
         self._arrays = {
             layout.path: np.full((len(self._rows), *layout.shape[1:]), np.nan, layout.dtype) for layout in layouts
         }
-        self.most = spec.batch_size
-        self._told = {fallback.row: fallback.how for fallback in told}
+        self.max_rows = spec.batch_size
+        self._known_fallbacks = {fallback.row: fallback.how for fallback in known_fallbacks}
         self._rejects: list[Reject] = []
         self._fallbacks: list[Fallback] = []
         self._source_checksums: list[str] = []
 
     def encode(
-        self, rows: range, pictures: Sequence[Decoded | RecordRejected], encoder: Encoding, *, most: int
+        self, rows: range, pictures: Sequence[Decoded | RecordRejected], encoder: Encoding, *, max_rows: int
     ) -> EncodedBatch:
         """Encode one batch; any thread may, while others do the same with other batches.
 
         Args:
           rows: of the bucket.
           pictures: decoded, or why there is none.
-          most: rows of a forward, as far as the batches before have shown; ``most`` at the time.
+          max_rows: rows of a forward, as far as the batches before have shown; ``max_rows`` at the time.
         """
-        begun_with = min(most, len(rows))
+        first_rows = min(max_rows, len(rows))
         shape = next((p.pixels.shape for p in pictures if isinstance(p, Decoded)), None)
         if shape is None:  # there is nothing to encode in the whole batch
-            return EncodedBatch(rows, pictures, [], begun_with, most)
+            return EncodedBatch(rows, pictures, [], first_rows, max_rows)
         pixels = encoder.black((len(pictures), *shape))
         for i, picture in enumerate(pictures):
             if isinstance(picture, Decoded):
                 pixels[i] = picture.pixels
         views = [pixels, pixels[:, :, ::-1]][: len(self._arrays)]
         records = self._records[rows.start : rows.stop]
-        allowed = min(rows_of_a_forward(self._told.get(row), most) for row in rows)
-        found, size = encode_batch(views, records, encoder, self._spec, most=allowed)
+        allowed = min(rows_of_a_forward(self._known_fallbacks.get(row), max_rows) for row in rows)
+        found, size = encode_batch(views, records, encoder, self._spec, max_rows=allowed)
         # What did not fit once need not be tried with every batch of the shard.
-        return EncodedBatch(rows, pictures, found, begun_with, size if size < min(allowed, len(rows)) else most)
+        return EncodedBatch(rows, pictures, found, first_rows, size if size < min(allowed, len(rows)) else max_rows)
 
     def store(self, batch: EncodedBatch, encoder: Encoding) -> list[RecordRejected | None]:
         """Put the next batch into its rows, in their order.
@@ -120,9 +120,9 @@ class ShardBuilder:
 
         Returns: why each of them is rejected, None for one that is stored.
         """
-        if batch.begun_with != min(self.most, len(batch.rows)):
-            batch = self.encode(batch.rows, batch.pictures, encoder, most=self.most)
-        self.most = min(self.most, batch.most)
+        if batch.first_rows != min(self.max_rows, len(batch.rows)):
+            batch = self.encode(batch.rows, batch.pictures, encoder, max_rows=self.max_rows)
+        self.max_rows = min(self.max_rows, batch.max_rows)
         outcomes = []
         for i, picture in enumerate(batch.pictures):
             reject = picture if isinstance(picture, RecordRejected) else batch.found[i].reject

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...datasets.format.schema import Fallback
 from ...datasets.revisions.plan import FrozenPlan
-from ..encoders.forwards import InTurn
+from ..encoders.forwards import SharedEncoder
 from ..encoders.vae import ImageEncoder
 from ..progress.clock import StageClock
 from ..progress.rejects import RejectLimit
@@ -20,7 +20,7 @@ BATCHES_IN_WORK = 2  # one in the encoder, one that is prepared or put away
 
 
 @dataclass(frozen=True)
-class InWork:
+class PendingBatch:
     """A batch that is being encoded, and the shard that it belongs to."""
 
     batch: PictureBatch
@@ -45,12 +45,12 @@ class ShardEncoder:
         limit: RejectLimit,
         clock: StageClock,
         progress: Callable[[int], None],
-        told: Callable[[str, int], Sequence[Fallback]],
+        fallbacks_of: Callable[[str, int], Sequence[Fallback]],
     ) -> None:
-        self._plan, self._limit, self._progress, self._told = plan, limit, progress, told
-        self._encoder = InTurn(encoder, lambda: clock.measure("encode"))
+        self._plan, self._limit, self._progress, self._fallbacks_of = plan, limit, progress, fallbacks_of
+        self._encoder = SharedEncoder(encoder, lambda: clock.measure("encode"))
         self._builder: ShardBuilder | None = None
-        self._in_work: deque[InWork] = deque()
+        self._pending_batches: deque[PendingBatch] = deque()
         self._pool = ThreadPoolExecutor(BATCHES_IN_WORK, thread_name_prefix="leandit-encode")
 
     def __enter__(self) -> ShardEncoder:
@@ -73,25 +73,27 @@ class ShardEncoder:
                 keys=batch.source.keys,
                 records=batch.source.positions,
                 spec=self._plan.spec.latent,
-                told=self._told(batch.part, batch.shard),
+                known_fallbacks=self._fallbacks_of(batch.part, batch.shard),
             )
-        encoded = self._pool.submit(self._builder.encode, batch.rows, pictures, self._encoder, most=self._builder.most)
-        self._in_work.append(InWork(batch, self._builder, encoded))
+        encoded = self._pool.submit(
+            self._builder.encode, batch.rows, pictures, self._encoder, max_rows=self._builder.max_rows
+        )
+        self._pending_batches.append(PendingBatch(batch, self._builder, encoded))
         if batch.is_last:
             self._builder = None
-        return self._next() if len(self._in_work) > BATCHES_IN_WORK else None
+        return self._next() if len(self._pending_batches) > BATCHES_IN_WORK else None
 
     def rest(self) -> Iterator[PackedShard]:
         """Finish what is in work.
 
         Raises: as ``add``.
         """
-        while self._in_work:
+        while self._pending_batches:
             if shard := self._next():
                 yield shard
 
     def _next(self) -> PackedShard | None:
-        done = self._in_work.popleft()
+        done = self._pending_batches.popleft()
         outcomes = done.builder.store(done.encoded.result(), self._encoder)
         for row, reject in zip(done.batch.rows, outcomes, strict=True):
             self._limit.count(done.batch.source.keys[row], reject)

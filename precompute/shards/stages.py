@@ -31,7 +31,7 @@ class Background:
     """Commits finished shards in a thread; an error there is raised here at the next commit or at the end.
 
     Args:
-      committed: called in that thread with each shard that is committed and whose lease is given back.
+      on_commit: called in that thread with each shard that is committed and whose lease is given back.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class Background:
         leases: Leases,
         clock: StageClock,
         *,
-        committed: Callable[[PackedShard], None] = lambda shard: None,
+        on_commit: Callable[[PackedShard], None] = lambda shard: None,
     ) -> None:
-        self._writer, self._leases, self._clock, self._committed = writer, leases, clock, committed
+        self._writer, self._leases, self._clock, self._on_commit = writer, leases, clock, on_commit
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="leandit-write")
         self._pending: deque[Future[None]] = deque()
 
@@ -64,7 +64,7 @@ class Background:
             if not self._writer.is_committed(task):
                 write_shard(self._writer, shard)
             self._leases.release(task)
-        self._committed(shard)
+        self._on_commit(shard)
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
@@ -114,19 +114,21 @@ def encode_pictures(
     limit: RejectLimit,
     clock: StageClock,
     progress: Callable[[int], None],
-    told: Callable[[str, int], Sequence[Fallback]] = lambda part, shard: (),
+    fallbacks_of: Callable[[str, int], Sequence[Fallback]] = lambda part, shard: (),
 ) -> Iterator[PackedShard]:
     """Encode shards of latents in the order given, decoding ahead.
 
     Args:
       origin: of the pictures that the plan names.
-      told: of a part and shard that is made again: how rows were encoded that were not as planned.
+      fallbacks_of: of a part and shard that is made again: how rows were encoded that were not as planned.
       progress: called with the number of pictures of each batch that is done.
     Raises: SourceError: too many pictures are rejected.
     """
     pool = ThreadPoolExecutor(decoders.num_at_once, thread_name_prefix="leandit-decode")
     try:
-        with ShardEncoder(plan, encoder, limit=limit, clock=clock, progress=progress, told=told) as shards:
+        with ShardEncoder(
+            plan, encoder, limit=limit, clock=clock, progress=progress, fallbacks_of=fallbacks_of
+        ) as shards:
             for batch, futures in decode_ahead(pool, plan, tasks, decoders, origin, clock):
                 with clock.measure("wait_decode"):
                     pictures = [future.result() for future in futures]

@@ -72,11 +72,11 @@ class Leases:
 
     Args:
       writer: of the revision.
-      taken: called with each task that is handed out.
+      on_taken: called with each task that is handed out.
     """
 
-    def __init__(self, writer: StoreWriter, *, taken: Callable[[Task], None] = lambda task: None) -> None:
-        self._writer, self._taken = writer, taken
+    def __init__(self, writer: StoreWriter, *, on_taken: Callable[[Task], None] = lambda task: None) -> None:
+        self._writer, self._on_taken = writer, on_taken
         self._folder = writer.root / LEASES
         self._held: dict[Task, Lease] = {}
         self._wanted: dict[Task, Lease] = {}  # held by others; each remembers when it saw the last touch
@@ -114,7 +114,7 @@ class Leases:
             if self._writer.is_committed(task):  # between the look and the lease
                 self.release(task)
             else:
-                self._taken(task)
+                self._on_taken(task)
                 yield task
 
     def wait(self) -> None:

@@ -22,7 +22,7 @@ from ...datasets.errors import RecordRejected, SourceError
 from ..config import Kind, SourceSection
 from ..images.decoders import PicturePlace
 from .files.files import LocalFiles, SourceFiles, open_source_files
-from .files.folders import Found, has_sidecars, image_folder, sidecar_folder
+from .files.folders import Scan, has_sidecars, image_folder, sidecar_folder
 from .files.ignored import Ignored
 from .files.patterns import open_files
 from .files.placement import default_root, elsewhere, normalized_root
@@ -35,7 +35,8 @@ from .tables.arrow import ArrowRowBytes, arrow_records, is_saved_dataset, is_sav
 from .tables.coco import coco_names
 from .tables.manifests import METADATA, PIXART_TABLE, find_caption_table, find_table, pixart_folder, table_batches
 from .tables.parquet import RowBytes, holds_pictures, parquet_names, parquet_records
-from .tars.source_tars import imagenet, is_imagenet, tar_names, webdataset
+from .tars.imagenet import imagenet, is_imagenet
+from .tars.webdataset import tar_names, webdataset
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -47,7 +48,7 @@ TABLES = ("metadata", "manifest")  # kinds whose records are rows that name pict
 SHARDED = ("parquet", "webdataset", "imagenet")  # kinds of files that hold many pictures, whose names tell splits
 ROWS = ("parquet", "arrow")  # kinds whose pictures are bytes in the rows of a file
 NAMED = ("imagefolder", "imagenet")  # kinds whose classes always have names
-RECORDS: dict[str, Callable[[SourceFiles, Found], Iterator[SourceRecord]]] = {
+RECORDS: dict[str, Callable[[SourceFiles, Scan], Iterator[SourceRecord]]] = {
     "imagefolder": image_folder,
     "sidecars": sidecar_folder,
     "webdataset": webdataset,
@@ -284,7 +285,7 @@ def list_source(
     """
     opened, files, notes = _opened(path, asked)
     kind, settings = opened.kind, opened.settings
-    found = Found(settings, notes=notes)
+    found = Scan(settings, notes=notes)
     if files.only and kind in ("imagefolder", "sidecars", "metadata", "arrow"):
         raise SourceError(f"source '{files.name}': a file; needed a folder for source.kind \"{kind}\".")
     names = read_class_names(settings.class_names) if settings.class_names else None  # before the long listing
@@ -318,17 +319,17 @@ def _readable(files: SourceFiles, batches: Iterator[pa.RecordBatch]) -> Iterator
         ) from error
 
 
-def _batches(files: SourceFiles, pictures: SourceFiles, found: Found) -> Iterator[pa.RecordBatch]:
-    kind = found.settings.kind
+def _batches(files: SourceFiles, pictures: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]:
+    kind = scan.settings.kind
     if kind in RECORDS:
-        return record_batches(RECORDS[kind](files, found))
-    table = find_table(files, found.settings.split) or find_caption_table(files, found.settings)
+        return record_batches(RECORDS[kind](files, scan))
+    table = find_table(files, scan.settings.split) or find_caption_table(files, scan.settings)
     if table is None or (kind == "metadata" and table not in METADATA):
         needed = (
             " or ".join(METADATA) if kind == "metadata" else "manifest (*.jsonl, *.csv, *.parquet or data_info.json)"
         )
         raise SourceError(f"source '{files.name}': there is no {needed}, which source.kind \"{kind}\" needs.")
-    return table_batches(files, pictures, table, found)
+    return table_batches(files, pictures, table, scan)
 
 
 def _guess_kind(files: SourceFiles, settings: SourceSection) -> str:

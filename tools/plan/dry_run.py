@@ -25,7 +25,7 @@ from ...precompute.encoders.model_files import local_folder, model_folder, model
 from ...precompute.encoders.vae import Encoders, load_encoders
 from ...precompute.images.decoders import Decoders
 from ...precompute.planning.compare import Comparison, Options, all_fresh
-from ...precompute.planning.opening import Ground, Planner, check_apart, check_fingerprint, is_sealed, look_for_plan
+from ...precompute.planning.opening import Lineage, Planner, check_apart, check_fingerprint, is_sealed, look_for_plan
 from ...precompute.planning.pictures import num_threads
 from ...precompute.progress.rejects import count_reasons
 from ...precompute.sources.several import SourcePaths, list_sources
@@ -97,9 +97,9 @@ def describe_precompute(
     with ProgressLine() as progress, Decoders(num_threads()) as decoders:
         tokenizer = encoders and encoders.tokenizer
         planner = Planner(store or Path(), spec, source, recipe, tokenizer, decoders, progress)
-        comparison, ground = all_fresh(source.records), Ground()
+        comparison, lineage = all_fresh(source.records), Lineage()
         if store and frozen and spec:
-            state, comparison, ground = _compare_with_store(planner, store, frozen, spec, new_revision, options)
+            state, comparison, lineage = _compare_with_store(planner, store, frozen, spec, new_revision, options)
             lines += state
         if comparison is None:
             return DryRun("\n".join([*lines, "nothing would be encoded", *shown_recipe]))
@@ -110,29 +110,29 @@ def describe_precompute(
         if not encoders:
             lines += ["", "bytes and time need the encoders on this machine"]
         has_pictures = pictures["bucket"].null_count < pictures.num_rows
-        if not encoders or not (has_pictures or ground.stack):
+        if not encoders or not (has_pictures or lineage.stack):
             return DryRun("\n".join([*lines, *shown_recipe]), refusal=refusal)
-        plan = planner.plan(comparison, ground, pictures)
+        plan = planner.plan(comparison, lineage, pictures)
     devices = {"num_devices": num_devices}
     costs, new_bytes = predict_lines(recipe, plan, source, comparison.fresh, pictures, encoders, **devices)
-    old_bytes = sum(path.stat().st_size for path in files_below(store)) if store and ground.stack else 0
+    old_bytes = sum(path.stat().st_size for path in files_below(store)) if store and lineage.stack else 0
     text = "\n".join([*lines, "", *costs, *shown_recipe])
     return DryRun(text, new_bytes, new_bytes.total + old_bytes, refusal)
 
 
 def _compare_with_store(
     planner: Planner, store: Path, frozen: FrozenPlan, spec: StoreSpec, new_revision: bool, options: Options | None
-) -> tuple[list[str], Comparison | None, Ground]:
+) -> tuple[list[str], Comparison | None, Lineage]:
     """Lines on the store, the records to encode and what they build on; no comparison if nothing would be encoded."""
     is_complete = is_sealed(store, frozen)
     if not (new_revision and is_complete):
         check_fingerprint(store, frozen.spec, spec)
     lines = ["", f"{'store':<20}'{store}', {store_state(store, frozen, spec, is_complete=is_complete)}"]
     if not is_complete or frozen.spec.fingerprint != spec.fingerprint:
-        return lines, all_fresh(planner.source.records), Ground()
-    changes, ground = planner.compare(options or Options())
+        return lines, all_fresh(planner.source.records), Lineage()
+    changes, lineage = planner.compare(options or Options())
     lines += [f"{name:<20}{value}" for name, value in change_rows(changes)] if changes else []
-    return (lines, changes, ground) if ground and changes else (lines, None, Ground())
+    return (lines, changes, lineage) if lineage and changes else (lines, None, Lineage())
 
 
 def source_lines(source: Source) -> list[str]:

@@ -11,10 +11,12 @@ from ....datasets.revisions.writer import row_checksum
 from ...sources.files.ignored import is_system_folder
 from .arrays import look_member, look_npy, open_npz, parse_npy, read_file, read_member
 from .recipe import ImportRecipe
-from .source import Entry, Facts, Features, Reader, Seen, files_below, natural_order, rejecting
+from .source import Entry, Features, FormatDefaults, Reader, RecordHeader, files_below, natural_order, rejecting
 
-FAST_DIT = Facts(latent="sample", is_scaled=True, vae="stabilityai/sd-vae-ft-ema", downscale=8, scale=(0.18215,))
-MAR = Facts(latent="mean_logvar", is_scaled=False, vae="mar/kl16", downscale=16, scale=(0.2325,))
+FAST_DIT = FormatDefaults(
+    latent="sample", is_scaled=True, vae="stabilityai/sd-vae-ft-ema", downscale=8, scale=(0.18215,)
+)
+MAR = FormatDefaults(latent="mean_logvar", is_scaled=False, vae="mar/kl16", downscale=16, scale=(0.2325,))
 
 FEATURES, LABELS = "_features", "_labels"
 MOMENTS = ("moments", "moments_flip")
@@ -29,7 +31,7 @@ class FastDit(Reader):
     Raises: SourceError: the two folders are not there.
     """
 
-    kind, facts = "fast-dit", FAST_DIT
+    kind, defaults = "fast-dit", FAST_DIT
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)
@@ -50,13 +52,13 @@ class FastDit(Reader):
         for name in sorted(names, key=natural_order):
             yield self.file_entry(f"{self._features}/{name}", name.removesuffix(".npy"))
 
-    def look(self, entry: Entry) -> Seen:
+    def look(self, entry: Entry) -> RecordHeader:
         """By the headers, and the label file."""
         with rejecting(entry.path):
             shape, dtype = look_npy(self.root / entry.path)
         if len(shape) == 4 and shape[0] == 1:
             shape = shape[1:]
-        return Seen(shape, dtype, label=self._label(entry))
+        return RecordHeader(shape, dtype, label=self._label(entry))
 
     def _label(self, entry: Entry) -> int:
         path = f"{self._labels}/{entry.key}.npy"
@@ -78,7 +80,7 @@ class Mar(Reader):
     Raises: SourceError: there are no class folders.
     """
 
-    kind, facts = "mar", MAR
+    kind, defaults = "mar", MAR
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)
@@ -94,7 +96,7 @@ class Mar(Reader):
             for path in sorted(files_below(self.root / name, ".npz")):
                 yield self.file_entry(path.relative_to(self.root).as_posix())
 
-    def look(self, entry: Entry) -> Seen:
+    def look(self, entry: Entry) -> RecordHeader:
         """By the headers of its arrays."""
         with rejecting(entry.path), open_npz(self.root / entry.path) as arrays:
             names = [name for name in MOMENTS if f"{name}.npy" in arrays.namelist()]
@@ -104,7 +106,7 @@ class Mar(Reader):
         if len(set(looked)) > 1:
             raise RecordRejected("scan", "wrong_shape", f"{entry.path}: {looked[0]} and, flipped, {looked[1]}")
         (shape, dtype), label = looked[0], self._label_of[entry.path.split("/")[0]]
-        return Seen(shape, dtype, has_flip=len(names) == 2, label=label)
+        return RecordHeader(shape, dtype, has_flip=len(names) == 2, label=label)
 
     def read(self, entry: Entry) -> Features:
         """Moments, and those of the flipped picture."""

@@ -19,12 +19,12 @@ from ....datasets.errors import RecordRejected, SourceError
 from ...sources.files.record import usable_key
 from .arrays import MAX_ARRAY_BYTES, MAX_HEADER, look, look_npy, open_regular, read_file
 from .recipe import ImportRecipe
-from .source import Entry, Facts, Reader, Seen, files_below, inner_path, rejecting
+from .source import Entry, FormatDefaults, Reader, RecordHeader, files_below, inner_path, rejecting
 
 RAW_MEAN = (5.81, 3.25, 0.12, -2.15)  # of latents of pictures from 0 to 1, as EDM2's StabilityVAEEncoder has them
 RAW_STD = (4.17, 4.62, 3.71, 3.28)
 FINAL_STD = 0.5
-EDM2 = Facts(
+EDM2 = FormatDefaults(
     latent="mean_std",
     is_scaled=False,
     vae="stabilityai/sd-vae-ft-mse",
@@ -45,7 +45,7 @@ class Edm2(Reader):
     Raises: SourceError: its description, or the directory of the ZIP, cannot be read.
     """
 
-    kind, facts = "edm2", EDM2
+    kind, defaults = "edm2", EDM2
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)
@@ -99,7 +99,7 @@ class Edm2(Reader):
                 self._streamed[info.header_offset] = info.CRC
             yield Entry(info.filename.removesuffix(".npy"), info.filename, info.header_offset, info.file_size)
 
-    def look(self, entry: Entry) -> Seen:
+    def look(self, entry: Entry) -> RecordHeader:
         """By its header."""
         inner_path(entry.path)
         if why := self._odd.get(entry.path):
@@ -111,7 +111,7 @@ class Edm2(Reader):
                 shape, dtype = look(self._member(entry, MAX_HEADER), entry.num_bytes)
         if self.has_labels and entry.path not in self._labels:
             raise RecordRejected("scan", "no_label", f"'{DESCRIPTION}' has no label of {entry.path}")
-        return Seen(shape, dtype, label=self._labels.get(entry.path, -1))
+        return RecordHeader(shape, dtype, label=self._labels.get(entry.path, -1))
 
     def content(self, entry: Entry) -> bytes:
         """A member, or a file."""

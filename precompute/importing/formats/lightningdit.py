@@ -15,10 +15,10 @@ from ....datasets.errors import RecordRejected, SourceError
 from ....datasets.revisions.writer import row_checksum
 from .arrays import open_regular
 from .recipe import ImportRecipe
-from .source import Entry, Facts, Features, Reader, Seen, natural_order, rejecting, size_of
+from .source import Entry, Features, FormatDefaults, Reader, RecordHeader, natural_order, rejecting, size_of
 from .torch_files import read_tensors
 
-LIGHTNING_DIT = Facts("sample", is_scaled=False, vae="hustvl/vavae-imagenet256-f16d32-dinov2", downscale=16)
+LIGHTNING_DIT = FormatDefaults("sample", is_scaled=False, vae="hustvl/vavae-imagenet256-f16d32-dinov2", downscale=16)
 STATISTICS = "latents_stats.pt"
 ARRAYS = ("latents", "latents_flip")
 OPEN_SHARDS = 16
@@ -31,7 +31,7 @@ class LightningDit(Reader):
     Raises: SourceError: there are no shards, or no statistics, without which the latents cannot be normalised.
     """
 
-    kind, facts = "lightningdit", LIGHTNING_DIT
+    kind, defaults = "lightningdit", LIGHTNING_DIT
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)
@@ -40,7 +40,7 @@ class LightningDit(Reader):
             raise SourceError(f"source '{root}': no *.safetensors in it.")
         if not recipe.vae.scale:
             mean, std = read_statistics(root / STATISTICS)
-            self.facts = replace(LIGHTNING_DIT, shift=mean, scale=tuple(1 / one for one in std))
+            self.defaults = replace(LIGHTNING_DIT, shift=mean, scale=tuple(1 / one for one in std))
         self._open = lru_cache(maxsize=OPEN_SHARDS)(lambda name: open_shard(root / name))
 
     def entries(self) -> Iterator[Entry]:
@@ -59,12 +59,12 @@ class LightningDit(Reader):
                 ) from reject
             yield from (Entry(f"{stem}/{row}", name, row, size) for row in range(rows))
 
-    def look(self, entry: Entry) -> Seen:
+    def look(self, entry: Entry) -> RecordHeader:
         """By the shard's header, and its labels."""
         with rejecting(entry.path):
             shard = self._open(entry.path)
         label = shard.labels[entry.offset] if shard.labels else -1
-        return Seen(shard.shape, shard.dtype, has_flip=len(shard.arrays) == 2, label=label)
+        return RecordHeader(shard.shape, shard.dtype, has_flip=len(shard.arrays) == 2, label=label)
 
     def read(self, entry: Entry) -> Features:
         """A sample, and that of the flipped picture."""

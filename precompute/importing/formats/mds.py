@@ -24,9 +24,9 @@ from ....datasets.errors import RecordRejected, ResourceError, SourceError
 from ....datasets.revisions.writer import row_checksum
 from .arrays import MAX_ARRAY_BYTES, open_regular
 from .recipe import ImportRecipe
-from .source import CaptionSeen, Entry, Facts, Features, Reader, Seen, inner_path, rejecting
+from .source import CaptionHeader, Entry, Features, FormatDefaults, Reader, RecordHeader, inner_path, rejecting
 
-MDS = Facts(latent="sample", is_scaled=True, vae="unknown", downscale=8, scale=(), one_size=False)
+MDS = FormatDefaults(latent="sample", is_scaled=True, vae="unknown", downscale=8, scale=(), one_size=False)
 TEXT_ENCODER = "unknown"
 INDEX = "index.json"
 MAX_SHARD_BYTES = 1 << 32  # offsets are uint32
@@ -69,7 +69,7 @@ class Mds(Reader):
         self._text = self._column("text", "caption") if self._captions else ""
         self._label = self._column("label", "label", optional=True)
         self._mask = self._column("mask", "", optional=True)
-        self.facts = replace(MDS, text=TEXT_ENCODER if self._captions else "")
+        self.defaults = replace(MDS, text=TEXT_ENCODER if self._captions else "")
         self.has_labels = bool(self._label)
         self._content = lru_cache(maxsize=OPEN_SHARDS)(self._read_shard)
         self._unpacked: dict[str, memoryview] = {}
@@ -98,21 +98,21 @@ class Mds(Reader):
             stem = shard.path.removesuffix(".mds")
             yield from (Entry(f"{stem}/{i}", shard.path, i, shard.num_bytes) for i in range(shard.samples))
 
-    def look(self, entry: Entry) -> Seen:
+    def look(self, entry: Entry) -> RecordHeader:
         """What a sample is; its latents are looked at, because their shape may stand beside them."""
         with rejecting(entry.key):
             sample = self._sample(entry)
             latents = self._array(sample)
             label = _integer(*sample[self._label]) if self._label else -1
             caption = self._look_caption(entry, sample) if self._captions else None
-        return Seen(latents.shape, latents.dtype.name, label=label, caption=caption)
+        return RecordHeader(latents.shape, latents.dtype.name, label=label, caption=caption)
 
-    def _look_caption(self, entry: Entry, sample: Sample) -> CaptionSeen:
+    def _look_caption(self, entry: Entry, sample: Sample) -> CaptionHeader:
         padded, tokens = self._tokens(sample)
         text = bytes(sample[self._text][1]).decode()
         if not np.isfinite(tokens).all() or not len(tokens) or not text.strip():
             raise RecordRejected("scan", "no_caption", f"{entry.key}: no text, no valid token, or NaN")
-        return CaptionSeen(text, len(tokens), padded, tokens.shape[1], tokens.dtype.name)
+        return CaptionHeader(text, len(tokens), padded, tokens.shape[1], tokens.dtype.name)
 
     def read(self, entry: Entry) -> Features:
         """One sample's latents."""

@@ -12,9 +12,9 @@ import numpy as np
 from ....datasets.errors import RecordRejected, SourceError
 from .arrays import look_member, look_npy, open_npz, open_regular, read_member
 from .recipe import ImportRecipe
-from .source import CaptionSeen, Entry, Facts, Reader, Seen, inner_path, rejecting
+from .source import CaptionHeader, Entry, FormatDefaults, Reader, RecordHeader, inner_path, rejecting
 
-PIXART = Facts(
+PIXART = FormatDefaults(
     latent="mean_std",
     is_scaled=False,
     vae="madebyollin/sdxl-vae-fp16-fix",
@@ -44,7 +44,7 @@ class PixArt(Reader):
     Raises: SourceError: the description or a folder is not there.
     """
 
-    kind, facts = "pixart", PIXART
+    kind, defaults = "pixart", PIXART
     has_labels = False
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
@@ -78,7 +78,7 @@ class PixArt(Reader):
                 return path
         return ""
 
-    def look(self, entry: Entry) -> Seen:
+    def look(self, entry: Entry) -> RecordHeader:
         """By the headers, and the caption's mask or content."""
         item = self._items[entry.key]
         if item.problem:
@@ -87,9 +87,9 @@ class PixArt(Reader):
             raise RecordRejected("scan", "missing_file", f"{entry.key}: no .npy of it in '{self._latents}'")
         with rejecting(entry.path):
             shape, dtype = look_npy(self.root / entry.path)
-        return Seen(shape, dtype, caption=self._look_caption(entry, item.prompt), size=item.size)
+        return RecordHeader(shape, dtype, caption=self._look_caption(entry, item.prompt), size=item.size)
 
-    def _look_caption(self, entry: Entry, prompt: str) -> CaptionSeen:
+    def _look_caption(self, entry: Entry, prompt: str) -> CaptionHeader:
         path = self._caption_path(entry)
         with rejecting(path), open_npz(self.root / path) as arrays:
             shape, dtype = look_member(arrays, FEATURE)
@@ -103,7 +103,7 @@ class PixArt(Reader):
             raise RecordRejected("scan", "wrong_shape", f"{path}: dtype {dtype}; needed float16 or float32")
         if not mask.any():
             raise RecordRejected("scan", "no_caption", f"{path}: not one valid token")
-        return CaptionSeen(prompt, int(np.count_nonzero(mask)), shape[-2], shape[-1], dtype)
+        return CaptionHeader(prompt, int(np.count_nonzero(mask)), shape[-2], shape[-1], dtype)
 
     def _caption_path(self, entry: Entry) -> str:
         path = self._find(self._captions, entry.key, ".npz")

@@ -31,7 +31,7 @@ FAILING = frozenset({errno.EIO, errno.ESTALE})
 
 
 @dataclass(frozen=True)
-class Facts:
+class FormatDefaults:
     """What a kind of features is, unless the user says otherwise.
 
     Args:
@@ -65,7 +65,7 @@ class Entry(NamedTuple):
     num_bytes: int = 0
 
 
-class CaptionSeen(NamedTuple):
+class CaptionHeader(NamedTuple):
     """A caption: its text, its valid tokens, and the (length, width, dtype) that its features are stored with."""
 
     text: str
@@ -75,7 +75,7 @@ class CaptionSeen(NamedTuple):
     dtype: str
 
 
-class Seen(NamedTuple):
+class RecordHeader(NamedTuple):
     """What a record is, by its headers.
 
     Args:
@@ -90,7 +90,7 @@ class Seen(NamedTuple):
     dtype: str
     has_flip: bool = False
     label: int = -1
-    caption: CaptionSeen | None = None
+    caption: CaptionHeader | None = None
     size: tuple[int, int] = (0, 0)
 
 
@@ -110,7 +110,7 @@ class Reader(ABC):
     """
 
     kind: ClassVar[str]
-    facts: Facts
+    defaults: FormatDefaults
     """What the kind is, with what the source itself says (LightningDiT's statistics)."""
     classes: Sequence[str] | None = None
     """Names of the classes, where the source has names."""
@@ -125,7 +125,7 @@ class Reader(ABC):
         """All records, in the order in which they are stored."""
 
     @abstractmethod
-    def look(self, entry: Entry) -> Seen:
+    def look(self, entry: Entry) -> RecordHeader:
         """What a record is, by its headers; raises RecordRejected."""
 
     def read(self, entry: Entry) -> Features:

@@ -21,7 +21,7 @@ LOOKED_AT = 1000  # files, to see whether texts lie beside pictures
 
 
 @dataclass
-class Found:
+class Scan:
     """What a walk comes upon beside the records.
 
     Args:
@@ -50,23 +50,23 @@ class Found:
         return label
 
 
-def image_folder(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
+def image_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
     """Pictures below class folders (label = position of the folder's sorted name), or in one folder without labels.
 
     A class folder without pictures has its label all the same, so that a part of a set has the labels of the whole.
     Where no labels are wanted, all pictures count, wherever they lie.
     """
-    wants_labels = found.settings.labels != "none"
+    wants_labels = scan.settings.labels != "none"
     has_classes = wants_labels and any("/" in file.path for file in files.walk() if is_picture(file.path))
     for name in files.folders() if has_classes else ():
-        found.label(name)
-    for file in files.walk(left_out=found.ignored.folder):
+        scan.label(name)
+    for file in files.walk(left_out=scan.ignored.folder):
         if not is_picture(file.path):
-            found.ignored.file(file.path)
+            scan.ignored.file(file.path)
             continue
         name, slash, _ = file.path.partition("/")
         outside = ("bad_metadata", OUTSIDE) if has_classes and not slash else None
-        yield file.record(label=found.label(name) if slash else -1, problem=outside)
+        yield file.record(label=scan.label(name) if slash else -1, problem=outside)
 
 
 def has_sidecars(files: SourceFiles) -> bool:
@@ -91,16 +91,16 @@ def text_folder(files: SourceFiles) -> str | None:
     return None
 
 
-def sidecar_folder(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
+def sidecar_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
     """Pictures with ``NAME.caption`` or ``.txt`` beside ``NAME.jpg``, one caption a line, ``NAME.json`` for a label.
 
     The texts may also lie in a folder beside ``images``, under the same names.
     """
     folder = text_folder(files)
     if folder:
-        found.notes.append(f"captions: texts of folder '{folder}' for pictures of '{PICTURE_FOLDER}'")
+        scan.notes.append(f"captions: texts of folder '{folder}' for pictures of '{PICTURE_FOLDER}'")
     # All names with one beginning up to the first dot follow each other, so a picture and its texts come together.
-    listed = files.walk(files_first=True, left_out=found.ignored.folder)
+    listed = files.walk(files_first=True, left_out=scan.ignored.folder)
     for _, group in itertools.groupby(listed, key=_until_dot):
         together = list(group)
         texts = {file.path: file for file in together if file.path.endswith(SIDECARS)}
@@ -118,7 +118,7 @@ def sidecar_folder(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
                 used.add(file.path)
         for file in together:
             if not is_picture(file.path) and file.path not in used:
-                found.ignored.file(file.path)
+                scan.ignored.file(file.path)
 
 
 def _until_dot(file: FoundFile) -> str:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from ....datasets.errors import SourceError
 from ...config import SourceSection
 from ..files.files import FoundFile, LocalFiles, SourceFiles, open_source_files, shown
-from ..files.folders import Found
+from ..files.folders import Scan
 from ..files.splits import ALL, choose_split
 from .columns import CAPTIONS
 from .parquet import MAX_GROUP_BYTES, OPEN_FILES, Columns, RowBytes, find_columns, row_record
@@ -100,7 +100,7 @@ def arrow_names(files: SourceFiles) -> list[str]:
     return [str(name) for name in names]
 
 
-def arrow_records(files: SourceFiles, found: Found) -> Iterator[Any]:
+def arrow_records(files: SourceFiles, scan: Scan) -> Iterator[Any]:
     """A record for each row; its key is the file's name without extension, and the number of the row from 0.
 
     Raises: SourceError: a file is damaged, has no column of pictures, or has other classes than the first.
@@ -110,8 +110,8 @@ def arrow_records(files: SourceFiles, found: Found) -> Iterator[Any]:
         where = shown(files, name)
         with _opened(files, name) as file:
             schema, messages = _messages(file, where)
-            columns = find_columns(schema, where, found.settings)
-            columns.tell(found, where, is_first=not number)
+            columns = find_columns(schema, where, scan.settings)
+            columns.tell(scan, where, is_first=not number)
             for message in messages:
                 for row in _described(_batch(file, message, schema), columns):
                     yield row_record(f"{name.rpartition('.')[0]}/{position}", place, position, row)

@@ -14,7 +14,7 @@ import pyarrow as pa
 from ....datasets.disk.spill import map_table, one_chunk
 from ....datasets.errors import SourceError
 from ..files.files import SourceFiles, open_source_files, shown
-from ..files.folders import Found
+from ..files.folders import Scan
 from ..files.record import ANNOTATIONS, MAX_CAPTIONS, SIDES
 from .foreign_parquet import TABLE_ROWS
 from .json_rows import WHITE_SPACE, JsonText
@@ -39,7 +39,7 @@ def is_coco(files: SourceFiles, table: str) -> bool:
         return file.read(1 << 16).decode("utf-8-sig", "replace").lstrip("".join(WHITE_SPACE))[:1] == "{"
 
 
-def coco_rows(files: SourceFiles, path: str, found: Found) -> Iterator[tuple[Rows, int]]:
+def coco_rows(files: SourceFiles, path: str, scan: Scan) -> Iterator[tuple[Rows, int]]:
     """A row for each image with all its captions, and the bytes that they take; as ``source_tables`` reads the others.
 
     Raises: SourceError: it is no such object, or holds no captions.
@@ -52,7 +52,7 @@ def coco_rows(files: SourceFiles, path: str, found: Found) -> Iterator[tuple[Row
     ids = captions["image_id"].to_numpy()
     order = np.argsort(ids, kind="stable")
     ids, texts, done, used = ids[order], one_chunk(captions["caption"]), 1, 0
-    found.notes.append(f"COCO: {len(images)} images, {len(captions)} captions")
+    scan.notes.append(f"COCO: {len(images)} images, {len(captions)} captions")
     for batch in images.to_batches(TABLE_ROWS):
         first, last = (np.searchsorted(ids, batch["id"].to_numpy(), side) for side in ("left", "right"))
         used += int((last - first).sum())
@@ -66,7 +66,7 @@ def coco_rows(files: SourceFiles, path: str, found: Found) -> Iterator[tuple[Row
         yield Rows(rows, lambda i, start=done: f"{table}, image {start + i}"), rows.nbytes
         done += batch.num_rows
     if used < len(captions):
-        found.notes.append(f"COCO: {len(captions) - used} captions name no image of the list")
+        scan.notes.append(f"COCO: {len(captions) - used} captions name no image of the list")
 
 
 def _items(file: BinaryIO, table: str, wanted: str) -> Iterator[dict[str, Any]]:

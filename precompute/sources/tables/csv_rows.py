@@ -22,7 +22,7 @@ import pyarrow.csv
 from ....datasets.errors import SourceError
 from ...config import SourceSection
 from ..files.files import SourceFiles, shown
-from ..files.folders import Found
+from ..files.folders import Scan
 from ..files.placement import LOOKED_NAMES
 from ..files.record import CAPTION_NAMES, LABEL_NAMES, MAX_CLASSES, PATH_NAMES, SourceRecord, is_picture, usable_key
 from .columns import CAPTIONS, PICTURES, choose_columns, columns_note, shown_columns, usual_columns
@@ -111,21 +111,21 @@ def read_layout(file: BinaryIO, table: str, settings: SourceSection) -> TextLayo
     return TextLayout(delimiter, has_quotes, cells, True, False, chosen)
 
 
-def text_rows(files: SourceFiles, path: str, found: Found, broken: list[SourceRecord]) -> Iterator[tuple[Rows, int]]:
+def text_rows(files: SourceFiles, path: str, scan: Scan, broken: list[SourceRecord]) -> Iterator[tuple[Rows, int]]:
     """Rows of a table of text, and the bytes that they take; as ``source_tables`` reads the others.
 
     Args:
-      found: takes a note of the columns, and the names of classes where labels are names.
+      scan: takes a note of the columns, and the names of classes where labels are names.
       broken: takes a reject for each row with another number of cells than the table has columns.
     Raises: SourceError: it is no such table, or a row is longer than 16 MiB.
     """
     table = f"source '{shown(files, path)}'"
     with files.open(path) as file:
-        layout = read_layout(file, table, found.settings)
+        layout = read_layout(file, table, scan.settings)
     with files.open(path) as file:
         classes = _class_names(file, layout, table)
-    found.classes = classes
-    found.notes.append(columns_note(layout.chosen, layout.columns))
+    scan.classes = classes
+    scan.notes.append(columns_note(layout.chosen, layout.columns))
     number = 1
     with files.open(path) as file:
         for batch in _batches(file, layout, list(layout.chosen), table, broken):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from ....datasets.errors import SourceError
-from ..files.folders import Found
+from ..files.folders import Scan
 from ..files.record import PATH_NAMES
 from .columns import choose_keys, columns_note
 from .foreign_parquet import TABLE_ROWS
@@ -20,9 +20,9 @@ WHITE_SPACE = (" ", "\t", "\r", "\n")
 OBJECT_BYTES = 20  # that a byte of JSON may take as objects
 
 
-def json_lines(file: BinaryIO, table: str, found: Found) -> Iterator[tuple[Rows, int]]:
+def json_lines(file: BinaryIO, table: str, scan: Scan) -> Iterator[tuple[Rows, int]]:
     """JSON objects, one a line."""
-    return _together(_objects_of_lines(file, table), table, found)
+    return _together(_objects_of_lines(file, table), table, scan)
 
 
 def _objects_of_lines(file: BinaryIO, table: str) -> Iterator[tuple[Any, str, int]]:
@@ -40,9 +40,9 @@ def _objects_of_lines(file: BinaryIO, table: str) -> Iterator[tuple[Any, str, in
             yield row, where, len(line)
 
 
-def json_array(file: BinaryIO, table: str, found: Found) -> Iterator[tuple[Rows, int]]:
+def json_array(file: BinaryIO, table: str, scan: Scan) -> Iterator[tuple[Rows, int]]:
     """Objects of one JSON array, decoded one at a time."""
-    return _together(_objects_of_array(file, table), table, found)
+    return _together(_objects_of_array(file, table), table, scan)
 
 
 def _objects_of_array(file: BinaryIO, table: str) -> Iterator[tuple[Any, str, int]]:
@@ -62,15 +62,15 @@ def _objects_of_array(file: BinaryIO, table: str) -> Iterator[tuple[Any, str, in
         raise no_row(f"{table}, row {number}", error) from error
 
 
-def _together(objects: Iterable[tuple[Any, str, int]], table: str, found: Found) -> Iterator[tuple[Rows, int]]:
+def _together(objects: Iterable[tuple[Any, str, int]], table: str, scan: Scan) -> Iterator[tuple[Rows, int]]:
     """Rows as JSON has them, many at once, and the bytes that they take; only what says something of a picture."""
     values, wheres, num_bytes = [], [], 0
     chosen: dict[str, str] | None = None
     for value, where, size in objects:
         if isinstance(value, dict):
             if chosen is None:
-                chosen = choose_keys(list(value), found.settings, table)
-                found.notes.append(columns_note(chosen, list(value)))
+                chosen = choose_keys(list(value), scan.settings, table)
+                scan.notes.append(columns_note(chosen, list(value)))
             known = {chosen[name]: value[name] for name in chosen if name in value}
             value = known if known.keys() & set(PATH_NAMES) else dict.fromkeys(value)
         values.append(value)

@@ -18,7 +18,7 @@ import pyarrow as pa
 from ....datasets.errors import SourceError
 from ...config import SourceSection
 from ..files.files import FoundFile, SourceFiles, shown
-from ..files.folders import Found
+from ..files.folders import Scan
 from ..files.placement import Placement, find_placement, folders_of, normalized_root
 from ..files.record import SourceRecord
 from ..files.splits import ALL, shards_of_split
@@ -102,13 +102,13 @@ def _names_pictures(files: SourceFiles, table: str, folders: list[str], settings
     return bool(names) and (bool(settings.root) or find_placement(files, names, folders) is not None)
 
 
-def table_batches(files: SourceFiles, pictures: SourceFiles, table: str, found: Found) -> Iterator[pa.RecordBatch]:
+def table_batches(files: SourceFiles, pictures: SourceFiles, table: str, scan: Scan) -> Iterator[pa.RecordBatch]:
     """A record for each row, in batches of the listing: path (``file_name`` or ``path``), perhaps a label and captions.
 
     Args:
       files: of the table.
       pictures: among which the rows' paths lead.
-      found: its settings may name the columns and the folder; takes a note of what was guessed.
+      scan: its settings may name the columns and the folder; takes a note of what was guessed.
     Raises: SourceError: a row is no JSON object with a path, named by its number.
     """
     broken: list[SourceRecord] = []
@@ -116,8 +116,8 @@ def table_batches(files: SourceFiles, pictures: SourceFiles, table: str, found: 
     placement, wrong = None, None
     with _LookUps(pictures) as look_ups:
         try:
-            for rows, num_bytes in _rows(files, table, found, broken):
-                placement = placement or _placement(pictures, table, first_names(rows), found)
+            for rows, num_bytes in _rows(files, table, scan, broken):
+                placement = placement or _placement(pictures, table, first_names(rows), scan)
                 checked = check_rows(rows, placement)
                 ahead.append((checked, num_bytes, look_ups.start(checked.paths.to_pylist())))
                 while len(ahead) > AHEAD or sum(size for _, size, _ in ahead) > MAX_BATCH_BYTES:
@@ -134,32 +134,32 @@ def table_batches(files: SourceFiles, pictures: SourceFiles, table: str, found: 
         yield record_batch(broken)
 
 
-def _rows(files: SourceFiles, table: str, found: Found, broken: list[SourceRecord]) -> Iterator[tuple[Rows, int]]:
+def _rows(files: SourceFiles, table: str, scan: Scan, broken: list[SourceRecord]) -> Iterator[tuple[Rows, int]]:
     """The rows of a table, many at a time, and the bytes that they take."""
     if table.endswith((".parquet", ".jsonl", ".json")):
         kind = _parquet_rows if table.endswith(".parquet") else json_lines if table.endswith(".jsonl") else json_array
         if table.endswith(".json") and is_coco(files, table):
-            yield from coco_rows(files, table, found)
+            yield from coco_rows(files, table, scan)
             return
         with files.open(table) as file:
-            yield from kind(file, f"source '{shown(files, table)}'", found)
+            yield from kind(file, f"source '{shown(files, table)}'", scan)
     else:
-        yield from text_rows(files, table, found, broken)
+        yield from text_rows(files, table, scan, broken)
 
 
-def _placement(pictures: SourceFiles, table: str, names: list[str], found: Found) -> Placement:
+def _placement(pictures: SourceFiles, table: str, names: list[str], scan: Scan) -> Placement:
     """Where the pictures of a table lie, with a note where that was guessed."""
-    root = found.settings.root
+    root = scan.settings.root
     first = PIXART_PICTURES if table == PIXART_TABLE else normalized_root(root) or ""
     others = [] if root or first else folders_of(pictures)
     placement = find_placement(pictures, names, chain([first], others))
     if placement is None and names:
-        found.notes.append(
+        scan.notes.append(
             f"pictures: none of the first {len(names)} that the table names is there, as {names[0]!r}; source.root "
             "says in which folder they lie"
         )
     elif placement and not root and placement != Placement(first):
-        found.notes.append(f"pictures: {placement.said()}")
+        scan.notes.append(f"pictures: {placement.said()}")
     return placement or Placement(first)
 
 
@@ -202,13 +202,13 @@ class _LookUps:
         return [self._files.look(path) for path in paths]
 
 
-def _parquet_rows(file: BinaryIO, table: str, found: Found) -> Iterator[tuple[Rows, int]]:
+def _parquet_rows(file: BinaryIO, table: str, scan: Scan) -> Iterator[tuple[Rows, int]]:
     """Rows of a Parquet table, only the columns that say something of a picture, and the bytes of their texts."""
     number = 1
     try:
         columns = open_parquet(file).schema_arrow.names
-        chosen = choose_columns(columns, found.settings, table)
-        found.notes.append(columns_note(chosen, columns))
+        chosen = choose_columns(columns, scan.settings, table)
+        scan.notes.append(columns_note(chosen, columns))
         for batch, num_bytes in read_rows(open_parquet(file, list(chosen)), list(chosen), table):
             named = pa.RecordBatch.from_arrays(batch.columns, names=list(chosen.values()))
             yield Rows(named, lambda i, first=number: f"{table}, row {first + i}"), num_bytes

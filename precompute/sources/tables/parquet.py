@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from ....datasets.errors import RecordRejected, SourceError
 from ...config import SourceSection
 from ..files.files import FoundFile, SourceFiles, shown
-from ..files.folders import Found
+from ..files.folders import Scan
 from ..files.record import CAPTION_NAMES, SourceRecord, captions_of, label_of, usable_key
 from ..files.splits import shards_of_split
 from .columns import CAPTIONS, shown_columns, usual_columns
@@ -58,15 +58,15 @@ class Columns:
         captions, labels = (f"'{name}'" if name else "none" for name in (self.captions, self.label))
         return f"pictures '{self.image.removesuffix('.bytes')}', captions {captions}, labels {labels}"
 
-    def tell(self, found: Found, where: str, *, is_first: bool) -> None:
+    def tell(self, scan: Scan, where: str, *, is_first: bool) -> None:
         """Note the columns and classes of the first file; a later one must name the same classes.
 
         Raises: SourceError: it names others, so its labels mean other classes.
         """
         if is_first:
-            found.notes.append(f"columns: {self.said()}")
-            found.classes = self.classes
-        elif self.classes != found.classes and found.settings.labels != "none":
+            scan.notes.append(f"columns: {self.said()}")
+            scan.classes = self.classes
+        elif self.classes != scan.classes and scan.settings.labels != "none":
             raise SourceError(
                 f"source '{where}': it names other classes than the first file. Write all files with the same classes, "
                 "or leave labels out with --set source.labels=none."
@@ -89,17 +89,17 @@ def holds_pictures(files: SourceFiles, name: str) -> bool:
         return _image_column(file.schema_arrow, _features(file.schema_arrow)) is not None
 
 
-def parquet_records(files: SourceFiles, found: Found) -> Iterator[SourceRecord]:
+def parquet_records(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
     """A record for each row; its key is the file's name without extension, and the number of the row from 0.
 
     Raises: SourceError: a file is damaged, has no column of pictures, or has other classes than the first.
     """
-    for number, name in enumerate(parquet_names(files, found.settings.split)):
+    for number, name in enumerate(parquet_names(files, scan.settings.split)):
         place, position = files.look(name) or FoundFile(name), 0
         with _opened(files, name) as file:
-            columns = find_columns(file.schema_arrow, shown(files, name), found.settings)
+            columns = find_columns(file.schema_arrow, shown(files, name), scan.settings)
             _check_groups(file, shown(files, name))
-            columns.tell(found, shown(files, name), is_first=not number)
+            columns.tell(scan, shown(files, name), is_first=not number)
             for row in _described(file, columns, f"source '{shown(files, name)}'"):
                 yield row_record(f"{name.rpartition('.')[0]}/{position}", place, position, row)
                 position += 1

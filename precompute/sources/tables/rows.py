@@ -52,7 +52,7 @@ COLUMNS = pa.schema(
         ("width", pa.int64()),
     ]
 )
-ODD = (pa.ArrowException, OverflowError, UnicodeError, TypeError)  # values that a column of COLUMNS cannot hold
+IRREGULAR = (pa.ArrowException, OverflowError, UnicodeError, TypeError)  # values that a column of COLUMNS cannot hold
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Rows:
                 if isinstance(self.values, Sequence)
                 else _columns_of_batch(self.values)
             )
-        except ODD:
+        except IRREGULAR:
             return None
 
     def some(self, numbers: np.ndarray) -> list[Any]:
@@ -119,9 +119,9 @@ class CheckedRows:
         batch = _plain_batch(columns, paths, [file for file in found if file and not file.problem])
         if len(plain) == len(self.rows):
             return batch
-        odd = np.setdiff1d(np.arange(len(self.rows)), plain)
-        both = pa.Table.from_batches([batch, record_batch(_one_by_one(files, placement, self.rows, odd))])
-        order = np.argsort(np.concatenate([plain, odd]))
+        irregular = np.setdiff1d(np.arange(len(self.rows)), plain)
+        both = pa.Table.from_batches([batch, record_batch(_one_by_one(files, placement, self.rows, irregular))])
+        order = np.argsort(np.concatenate([plain, irregular]))
         return both.take(pa.array(order)).combine_chunks().to_batches()[0]
 
 

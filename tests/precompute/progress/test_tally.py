@@ -28,7 +28,7 @@ from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import precompute
 from leandit.precompute.progress.clock import StageClock
 from leandit.precompute.progress.rejects import RejectLedger, RejectLimit
-from leandit.precompute.progress.tally import Committed, Encoded, Event, Rejected, Tally, Took
+from leandit.precompute.progress.tally import Committed, Encoded, Event, LeaseTaken, Rejected, Tally
 from leandit.precompute.sources.source import list_source
 
 BROKEN = "decode", "truncated", "made up"
@@ -60,16 +60,16 @@ def rows_of(plan: FrozenPlan, task: Task) -> int:
 def test_what_a_lost_worker_has_not_committed_is_taken_back(store: Path) -> None:
     plan, seen = read_plan(store / "store", 1), []
     tally, (one, two, three) = new_tally(plan, seen), picture_tasks(plan)
-    for event in (Took(one), Took(two), Encoded("pictures", rows_of(plan, one)), Encoded("pictures", 2)):
+    for event in (LeaseTaken(one), LeaseTaken(two), Encoded("pictures", rows_of(plan, one)), Encoded("pictures", 2)):
         tally.hear("a", event)
     tally.hear("a", Committed(one))
-    assert tally.lose("a") == [two]
+    assert tally.drop_worker("a") == [two]
     assert tally.num_pictures == rows_of(plan, one)
-    assert tally.lose("a") == []  # nothing is taken back twice
+    assert tally.drop_worker("a") == []  # nothing is taken back twice
     for task in (two, three):
-        for event in (Took(task), Encoded("pictures", rows_of(plan, task)), Committed(task)):
+        for event in (LeaseTaken(task), Encoded("pictures", rows_of(plan, task)), Committed(task)):
             tally.hear("b", event)
-    assert tally.lose("b") == []
+    assert tally.drop_worker("b") == []
     assert tally.num_pictures == 14
     assert seen[-1] == ("pictures", 14, 14)
 
@@ -78,7 +78,7 @@ def test_a_shard_that_two_workers_make_counts_once(store: Path) -> None:
     plan = read_plan(store / "store", 1)
     tally, task = new_tally(plan, []), picture_tasks(plan)[0]
     for worker in "ab":
-        tally.hear(worker, Took(task))
+        tally.hear(worker, LeaseTaken(task))
         tally.hear(worker, Encoded("pictures", rows_of(plan, task)))
         tally.hear(worker, Rejected("k", *BROKEN))
     for worker in "ab":
@@ -95,16 +95,16 @@ def test_rejects_of_lost_workers_do_not_count_twice(store: Path) -> None:
     tally, (one, two, _) = new_tally(plan, []), picture_tasks(plan)
     broken = [f"k{number}" for number in range(8)]
     for worker in ("a", "b", "c"):  # the limit is ten
-        tally.hear(worker, Took(one))
+        tally.hear(worker, LeaseTaken(one))
         for key in broken:
             tally.hear(worker, Rejected(key, *BROKEN))
-        tally.lose(worker)
-    tally.hear("d", Took(one))
+        tally.drop_worker(worker)
+    tally.hear("d", LeaseTaken(one))
     for key in broken:
         tally.hear("d", Rejected(key, *BROKEN))
     tally.hear("d", Committed(one, broken))
-    tally.hear("d", Took(two))
-    tally.lose("d")  # what is committed stays counted
+    tally.hear("d", LeaseTaken(two))
+    tally.drop_worker("d")  # what is committed stays counted
     for key in ("l1", "l2"):
         tally.hear("e", Rejected(key, *BROKEN))
     with pytest.raises(SourceError, match=r"11 of 14 records are rejected, .*: 11 x truncated\. The last is 'l3'"):
@@ -119,7 +119,7 @@ def test_sums_are_right_in_any_order_of_work_and_loss(store: Path) -> None:
         for number in range(100):
             some = [task for task in left if rng.random() < 0.7]
             for task in some:
-                tally.hear(f"{number}", Took(task))
+                tally.hear(f"{number}", LeaseTaken(task))
             committed = 0
             for task in some:
                 tally.hear(f"{number}", Encoded("pictures", rows_of(plan, task)))
@@ -127,7 +127,7 @@ def test_sums_are_right_in_any_order_of_work_and_loss(store: Path) -> None:
                     tally.hear(f"{number}", Committed(task))
                     left.remove(task)
                     committed += 1
-            assert tally.lose(f"{number}") == some[committed:]
+            assert tally.drop_worker(f"{number}") == some[committed:]
             assert tally.num_pictures == 14 - sum(rows_of(plan, task) for task in left)
         assert not left
         assert all(done <= total for _, done, total in seen)
@@ -146,7 +146,7 @@ def test_a_worker_that_raises_tells_only_of_what_it_has_committed(tmp_path: Path
     told: list[Event] = []
     tally = new_tally(plan, seen)
 
-    def tell(event: Event) -> None:
+    def emit(event: Event) -> None:
         told.append(event)
         tally.hear("a", event)
 
@@ -154,11 +154,11 @@ def test_a_worker_that_raises_tells_only_of_what_it_has_committed(tmp_path: Path
     with Decoders(1) as decoders:
         worker = Worker(recipe, loaded_encoders(recipe.vae, recipe.text), decoders, StageClock())
         with pytest.raises(OSError, match=str(path)) as raised:
-            worker.encode(writer, [task], listed, tell)
+            worker.encode(writer, [task], listed, emit)
     assert raised.value.errno == errno.EISDIR
-    assert told[0] == Took(task)
+    assert told[0] == LeaseTaken(task)
     assert not any(isinstance(event, Committed) for event in told)
-    assert tally.lose("a") == [task]
+    assert tally.drop_worker("a") == [task]
     assert tally.num_pictures == 0
     assert not list((tmp_path / "store").rglob("*.lock"))  # others can take it at once
 
@@ -166,7 +166,7 @@ def test_a_worker_that_raises_tells_only_of_what_it_has_committed(tmp_path: Path
 def test_the_share_and_the_row_are_counted_apart() -> None:
     section = SourceSection(max_reject_share=0.5, max_rejects_in_a_row=3)
     told: list[str] = []
-    limit = RejectLimit(section, None, tell=lambda key, _: told.append(key))
+    limit = RejectLimit(section, None, emit=lambda key, _: told.append(key))
     for number in range(100):  # a share of two thirds, which is the matter of who is told
         limit.count(f"{number}", RecordRejected(*BROKEN) if number % 3 else None)
     assert len(told) == 66

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from leandit.datasets.disk import spill
 from leandit.datasets.errors import ResourceError, SourceError
 from leandit.precompute.sources.files.files import LocalFiles
-from leandit.precompute.sources.files.folders import Found
+from leandit.precompute.sources.files.folders import Scan
 from leandit.precompute.sources.files.placement import Placement
 from leandit.precompute.sources.files.record import (
     MAX_CAPTION_CHARS,
@@ -161,7 +161,7 @@ def test_rows_of_parquet_at_once_are_what_they_are_one_by_one(
 
 
 def listed(files: LocalFiles, file: BinaryIO) -> list[dict[str, Any]]:
-    return [row for rows, _ in manifests._parquet_rows(file, "list", Found()) for row in at_once(files, rows)]
+    return [row for rows, _ in manifests._parquet_rows(file, "list", Scan()) for row in at_once(files, rows)]
 
 
 @pytest.mark.parametrize("slow_look_seconds", [0.0, 1e9], ids=["threads", "one by one"])

@@ -20,7 +20,7 @@ from ..sources.source import Source
 from .worker import Worker
 
 
-class Here:
+class LocalEngine:
     """As ``Engine``.
 
     Args:

@@ -1,0 +1,113 @@
+"""WebDataset shards: the members of a tar that share all up to the first dot are one record.
+
+Nothing is unpacked: a record holds the place of its bytes in the tar. The plan keeps these places, which are the
+index for random access; a tar is walked again only when its source is listed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import BinaryIO
+
+from ....datasets.errors import SourceError
+from ..files.files import FoundFile, SourceFiles, shown
+from ..files.folders import Scan
+from ..files.record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_row, label_of, usable_key
+from ..files.splits import shards_of_split
+from .members import TarMember, tar_members
+
+MAX_TAR_NAME = 4096  # as long as a path can be
+TEXT_EXTENSIONS = ("cls", "txt", "json")
+
+
+def tar_names(files: SourceFiles, split: str) -> list[str]:
+    """The tars of a source, in order; of one split, as ``source.split`` says.
+
+    Raises: SourceError: the name of one is not UTF-8; or there are several splits and none is named.
+    """
+    names = [files.only] if files.only else [name for name in files.names() if fnmatchcase(name, "*.tar")]
+    names = names if files.only else shards_of_split(files.name, names, split)
+    for name in names:
+        if usable_key(name)[1]:
+            raise SourceError(f"source '{files.name}': the name of tar {name!r} is not UTF-8 or too long. Rename it.")
+    return names
+
+
+def webdataset(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
+    """Records of WebDataset shards: members that share all up to the first dot are one record."""
+    for name in tar_names(files, scan.settings.split):
+        place = files.look(name) or FoundFile(name)
+        with files.open(name) as file:
+            groups = _groups(file, shown(files, name), scan)
+        stem = name.rpartition(".")[0] or name
+        for prefix, group in groups.items():
+            # A prefix is no path: it often starts again in every tar, so the tar's name stands before it.
+            if record := _tar_record(f"{stem}/{prefix}", place, group):
+                yield record
+
+
+@dataclass
+class _TarRecord:
+    """The members of one key, as they come."""
+
+    images: dict[str, TarMember] = field(default_factory=dict)
+    texts: dict[str, bytes] = field(default_factory=dict)
+    problem: str = ""
+
+
+def _groups(file: BinaryIO, tar: str, scan: Scan) -> dict[str, _TarRecord]:
+    from webdataset.tariterators import base_plus_ext  # it loads torch, which other kinds of sources do without
+
+    groups: dict[str, _TarRecord] = {}
+    for member in tar_members(file, tar):
+        prefix, extension = base_plus_ext(member.name) if len(member.name) <= MAX_TAR_NAME else ("", "")
+        extension = (extension or "").lower()
+        is_image = is_picture(f"picture.{extension}")
+        if not prefix or not (is_image or extension in TEXT_EXTENSIONS):
+            scan.ignored.file(member.name)  # never opened, whatever it is
+            continue
+        group = groups.setdefault(prefix, _TarRecord())
+        if extension in (group.images if is_image else group.texts):
+            group.problem = f"the key has more than one .{extension[:40]}"
+        elif is_image:
+            if len(group.images) < 2:  # two are one too many already
+                group.images[extension] = member
+        elif member.problem:
+            group.problem = f".{extension} is {member.problem}"
+        elif member.size > MAX_TEXT_BYTES:
+            group.problem = f".{extension} has {member.size} bytes, at most {MAX_TEXT_BYTES} are read"
+        else:
+            file.seek(member.offset)
+            group.texts[extension] = file.read(member.size)
+    return groups
+
+
+def _tar_record(key: str, place: FoundFile, group: _TarRecord) -> SourceRecord | None:
+    """The record of one key; None where it has no picture."""
+
+    if not group.images:
+        return None
+    key, problem = usable_key(key)
+    image = next(iter(group.images.values()))
+    label, captions = -1, ()
+    try:
+        label, captions = _tar_texts(group.texts)
+    except (ValueError, TypeError, RecursionError) as error:
+        problem = problem or ("bad_metadata", str(error))
+    if len(group.images) > 1:
+        problem = ("bad_metadata", f"several pictures for one key: {', '.join(e[:40] for e in group.images)}")
+    if group.problem:
+        problem = ("bad_metadata", group.problem)
+    if image.problem:
+        problem = ("bad_metadata", image.problem)
+    return SourceRecord(key, place.path, image.offset, image.size, place.mtime_ns, label, captions, problem)
+
+
+def _tar_texts(members: dict[str, bytes]) -> tuple[int, tuple[str, ...]]:
+    """Label and captions of a record: ``.cls`` and ``.txt``, else what ``.json`` says."""
+    row = json_row(members["json"]) if "json" in members else {}
+    label = label_of({"label": int(members["cls"])} if "cls" in members else row)
+    captions = captions_of({"text": members["txt"].decode("utf-8")} if "txt" in members else row)
+    return label, captions
