@@ -1,4 +1,4 @@
-"""Prove on a sample that a store holds what its source and its encoders give: encode records again and compare."""
+"""Compare a sample of stored records with a fresh encoding of their source."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .repair import Tools, with_places
 from .shards.caption_shard import caption_batches
 from .shards.picture_batches import Picture, decode_planned
 
-CLOSE = 2e-2  # of the largest value: what another device or library may change
+CLOSE = 2e-2  # of the largest value; tolerance for another device or library version
 
 
 @dataclass
 class DeepReport:
-    """What encoding a sample again gave.
+    """Result of a deep check.
 
     Args:
       num_records, num_captions: compared.
       num_exact: equal bit for bit.
-      num_close: equal within ``CLOSE``: another kind of device or version of a library.
-      findings: the rest.
+      num_close: equal within ``CLOSE``, as from another kind of device or library version.
+      findings: all others.
     """
 
     num_records: int
@@ -43,12 +43,12 @@ class DeepReport:
 
 
 def deep_check(root: Path, tools: Tools, *, num_records: int, seed: int) -> DeepReport:
-    """Encode a random sample of records, and of captions, again from the source and compare.
+    """Encode a random sample of records and captions again and compare them with the store.
 
-    A record is encoded in its own batch, because its neighbours change the bits of a convolution.
+    Records are encoded in their original batches, because the rest of a batch changes the bits of a convolution.
 
     Args:
-      num_records: records, and captions, to compare; all, where there are fewer.
+      num_records: number of records, and of captions, to compare; all if there are fewer.
     """
     store = LatentStore(root)
     rng = np.random.default_rng(seed)
@@ -91,7 +91,6 @@ def _deep_pictures(
         for i, picture in enumerate(decoded):
             if not isinstance(picture, RecordRejected):
                 pixels[i] = picture.pixels
-        # In the order of the part's arrays: the picture, then the flipped one where the store has it.
         views = [pixels, pixels[:, :, ::-1]][: len(plan.layout.latents[bucket])]
         here = {i: wanted[bucket, row] for i, row in enumerate(range(start, stop)) if (bucket, row) in wanted}
         max_rows = min(rows_of_a_forward(record["fallback"], size) for record in here.values())
@@ -101,7 +100,7 @@ def _deep_pictures(
 
 
 def _batch_of(plan: FrozenPlan, bucket: str, row: int, size: int) -> tuple[int, int]:
-    """Rows that were encoded in one forward with a row."""
+    """Rows that shared a forward with a row."""
     shard_rows = plan.layout.latents[bucket][0].shard_rows
     rows = plan.layout.rows_of(bucket_part(bucket), row // shard_rows)
     start = rows.start + (row - rows.start) // size * size
@@ -121,11 +120,11 @@ def _compare_record(
     place = (plan.revision, record["bucket"], record["row"] // array.shard_rows, 1, [record["key"]])
     result.num_records += 1
     if isinstance(decoded, RecordRejected):
-        detail = f"the picture cannot be read any more ({decoded.reason}: {decoded.detail})"
+        detail = f"the picture can no longer be read ({decoded.reason}: {decoded.detail})"
         result.findings.append(Finding(path, "source_changed", detail, *place))
         return
     if decoded.source_checksum != record["source_checksum"]:
-        detail = "the source holds another picture now; precompute with --set source.check=content takes it up"
+        detail = "the source holds another picture now; precompute with --set source.check=content encodes it"
         result.findings.append(Finding(path, "source_changed", detail, *place))
         return
     if found.reject:
@@ -139,7 +138,6 @@ def _compare_record(
 
 
 def _judge(stored: np.ndarray, found: np.ndarray, finding: Finding, result: DeepReport) -> None:
-    """Count a comparison as exact, close or wrong."""
     if np.array_equal(stored, found):
         result.num_exact += 1
         return
@@ -151,7 +149,6 @@ def _judge(stored: np.ndarray, found: np.ndarray, finding: Finding, result: Deep
 
 
 def _deep_captions(store: LatentStore, plan: FrozenPlan, tools: Tools, captions: list[int], result: DeepReport) -> None:
-    """Encode captions again, each in its own batch, and compare."""
     if tools.encoders.caption is None or plan.spec.text is None or not captions:
         return
     array = plan.layout.part_arrays(CAPTION_PART)[0]

@@ -1,13 +1,11 @@
-"""Stage 1 as a story: list the source, load the encoders, freeze the plan, encode what is missing, seal; then grow.
+"""Stage 1: list the source, load the encoders, freeze the plan, encode missing shards, seal; then grow the store.
 
-Running the same command again goes on where the last one stopped: a shard with a valid commit record is never made
-twice. A source that has changed since makes a new revision, in which only what changed is encoded. What overlaps with
-what stands in ``stages.py``, what may be taken up in ``opening.py``, what has changed in ``compare.py``.
+Running the same command again resumes: a shard with a valid commit record is never encoded twice. If the source has
+changed, a new revision encodes only the changes.
 
-Any number of processes may run the same command at the same time, on one machine or on many that share the store's
-folder: one plans, all encode (``leases.py``), each shard once, and whoever is last seals. With a part, a process takes
-its own share of the shards only, and leaves the seal to whoever finds all of them there. Where the shards are encoded
-is the engine's matter (``engine.py``): here, or by other processes that this one starts.
+Any number of processes may run the same command at the same time, on one machine or on several that share the store's
+folder. One of them plans, all encode, and the last one seals; leases (``leases.py``) assign each shard to one process.
+With a part, a process encodes only its share of the shards.
 """
 
 from __future__ import annotations
@@ -48,20 +46,20 @@ from .sources.source import Source
 
 @dataclass
 class Report:
-    """What a precompute did.
+    """The result of a precompute.
 
     Args:
-      manifest: of the newest revision; None where only a part was asked for, and others have not finished theirs.
-      num_left: shards that are left to others.
-      num_encoded: pictures encoded by this call; 0 where the store was complete already.
-      total_seconds: of the whole call.
+      manifest: of the newest revision; None if other parts still have shards to encode.
+      num_left: shards left to other parts.
+      num_encoded: pictures encoded by this call; 0 if the store was already complete.
+      total_seconds: wall time of the call.
       codec: of the store.
-      seconds: of each stage, summed over threads (reading, decoding and writing run beside the encoder).
-      ignored: files and folders of the source that were left out.
+      seconds: of each stage, summed over threads (reading, decoding and writing overlap with encoding).
+      ignored: files and folders of the source that were skipped.
       classes: of the source, by name.
-      changes: of the source since the revision before, where a revision was added.
-      tokens: that went through the text encoder.
-      power: that it had.
+      changes: of the source since the previous revision, if a revision was added.
+      tokens: counts of the text encoder.
+      power: device and threads of the run.
     """
 
     manifest: Manifest | None
@@ -78,16 +76,16 @@ class Report:
 
     @property
     def times(self) -> list[StageTime]:
-        """Seconds and rate of each stage."""
+        """Time and rate of each stage."""
         return stage_times(self.seconds, self.num_encoded, self.power)
 
 
 @dataclass
 class Stage1:
-    """What the stations share: the store, the source, the engine, and where progress is told.
+    """The state that all steps share.
 
     Args:
-      decoders: of the pictures' headers.
+      decoders: read the pictures' headers.
     """
 
     root: Path
@@ -102,13 +100,13 @@ class Stage1:
     num_left: int = 0
 
     def describe(self, known: StoreSpec | None = None) -> StoreSpec:
-        """What the store will say of itself, as ``Engine.describe``."""
+        """As ``Engine.describe``."""
         return self.engine.describe(self.source, known)
 
     def report(
         self, manifest: Manifest | None, changes: Comparison | None, tokens: TokenCount, *, total_seconds: float
     ) -> Report:
-        """What was done."""
+        """Summarize the run."""
         return Report(
             manifest=manifest,
             num_left=self.num_left,
@@ -126,14 +124,15 @@ class Stage1:
 
 @dataclass(frozen=True)
 class OpenedStore:
-    """Where a store stands before anything is encoded.
+    """State of a store before anything is encoded.
 
     Args:
       plan: of the revision to finish.
       planner: of the revision after it.
-      matches_plan: these encoders and settings are the plan's; else it is complete, and the next one is encoded anew.
-      existed: it was planned before this call.
-      was_sealed: it was complete before this call.
+      matches_plan: the plan has these encoders and settings; otherwise it is complete, and the next revision encodes
+        all.
+      existed: the plan is older than this call.
+      was_sealed: the revision was complete before this call.
     """
 
     plan: FrozenPlan
@@ -157,18 +156,18 @@ def precompute(
     listed: Source | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Run every picture and caption of a source through the encoders, exactly once, into a store.
+    """Encode every picture and caption of a source exactly once into a store.
 
     Args:
       source_path: a folder, a file or a URL; or several.
-      options: what shall become of records that are gone or rejected.
-      new_revision: where the store was made with other encoders or settings, encode all anew as its next revision.
-      device: of the encoders, where no engine is given.
-      part: encode only this share of the shards; None for all that nobody else is encoding.
-      engine: where the shards are encoded; None for this process.
-      listed: the source, where that has been done.
-      say: called with what was guessed about the source, before anything is encoded.
-    Raises: LeanditError: of the class that says what to mend; the store then resumes with the same command.
+      options: how to treat records that are gone or rejected.
+      new_revision: if encoders or settings differ from the store's, encode everything again as its next revision.
+      device: of the encoders, if no engine is given.
+      part: encode only this share of the shards; None for all shards that no other process encodes.
+      engine: encodes the shards; None for this process.
+      listed: the source, if it is already listed.
+      say: called with notes about the source before encoding starts.
+    Raises: LeanditError: its class tells what to fix; the same command then resumes.
     """
     start, clock = time.perf_counter(), StageClock()
     manifest, changes = None, None
@@ -184,17 +183,17 @@ def precompute(
         encoders = None if engine else load_encoders(recipe, device)
     with Decoders(num_threads()) as decoders:
         engine = LocalEngine(recipe, encoders, decoders) if encoders else engine
-        assert engine, "encoders are loaded where there is no engine"
+        assert engine, "encoders are loaded if no engine is given"
         stage = Stage1(store_path, recipe, source, engine, decoders, progress, part or Part(), clock)
 
-        # Plan: freeze it, or take up the newest one that is there.
+        # Plan: open the newest plan, or freeze the first.
         opened = open_store(stage, new_revision=new_revision)
 
-        # Encode what is missing of it, and seal it.
+        # Encode the missing shards and seal.
         if opened.matches_plan:
             manifest = finish(stage, opened.plan)
 
-        # Grow: what the source says now makes the next revision.
+        # Grow: changes of the source make the next revision.
         if opened.existed and (opened.was_sealed or not part):
             following, changes = plan_next(stage, opened, options or Options())
             if following:
@@ -203,22 +202,22 @@ def precompute(
 
 
 def open_store(stage: Stage1, *, new_revision: bool) -> OpenedStore:
-    """Take up the newest plan of the store, or plan its first revision; one process does, others wait for it.
+    """Open the newest plan of the store, or plan its first revision; other processes wait meanwhile.
 
-    Raises: FingerprintMismatch: other encoders or settings made it, and nobody asked for a new revision.
+    Raises: FingerprintMismatch: encoders or settings differ from the store's, and no new revision was requested.
     """
     root = stage.root
     with stage.clock.measure("plan"), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
         found = newest_plan(root)
         spec = stage.describe(found and found.spec)
         if found and new_revision and spec.fingerprint != found.spec.fingerprint:
-            spec = stage.describe()  # other settings may fit another batch
+            spec = stage.describe()  # the largest batch may differ
         tokenizer = stage.engine.tokenizer
         planner = Planner(root, spec, stage.source, stage.recipe, tokenizer, stage.decoders, stage.progress)
         if found and not (new_revision and is_sealed(root, found)):
             check_fingerprint(root, found.spec, spec)
         plan = found or planner.plan_first()
-        if not found:  # others may have planned it first, with the batch that fits them
+        if not found:  # another process may have planned first, with its own batch size
             spec = stage.describe(plan.spec)
             check_fingerprint(root, plan.spec, spec)
         was_sealed = bool(found) and is_sealed(root, plan)
@@ -226,7 +225,7 @@ def open_store(stage: Stage1, *, new_revision: bool) -> OpenedStore:
 
 
 def plan_next(stage: Stage1, opened: OpenedStore, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
-    """Plan the revision after one that is complete, or take up the plan of others, who were faster.
+    """Plan the revision after a complete one, or open the plan if another process was faster.
 
     Returns: as ``Planner.plan_next``.
     """
@@ -238,25 +237,25 @@ def plan_next(stage: Stage1, opened: OpenedStore, options: Options) -> tuple[Fro
 
 
 def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
-    """Encode what is missing of a revision, and seal it.
+    """Encode the missing shards of a revision and seal it.
 
-    Returns: its manifest; None where other parts are missing.
+    Returns: its manifest; None if other parts still have shards to encode.
     """
     own = stage.part.of(plan.layout.tasks())
-    # Processes without a part share all shards: the one that seals looks at their bytes, not each of them.
+    # Processes without a part share all shards: only the one that seals checks their bytes.
     writer = StoreWriter(stage.root, plan, own=() if stage.part == Part() else own)
     missing = writer.missing_tasks(own)
     if missing:
         ledger_of(stage.recipe.source, writer).check()
     check_disk(writer, missing)
-    Leases(writer).sweep()  # of a process that died after its last shard
+    Leases(writer).sweep()  # left by processes that died
 
     def encode(missing: list[Task]) -> None:
         while missing:
             tally = Tally(plan, missing, ledger_of(stage.recipe.source, writer), stage.progress)
             stage.engine.encode(writer, missing, stage.source, tally=tally, clock=stage.clock)
             stage.num_encoded += tally.num_pictures
-            sweep_strays(stage.root)  # of workers that were lost
+            sweep_strays(stage.root)  # left by lost workers
             missing = writer.missing_tasks(missing)
 
     encode(missing)
@@ -264,13 +263,12 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
 
 
 def seal(stage: Stage1, writer: StoreWriter, encode: Callable[[list[Task]], None]) -> Manifest | None:
-    """Seal a revision if nothing of it is missing.
+    """Seal a revision if no shard is missing.
 
     Args:
-      encode: as of ``seal_alone``.
-    Returns: its manifest; None where other parts are missing.
-    Raises: SourceError: not one picture of the first revision could be encoded, or all processes together have rejected
-      too many.
+      encode: as for ``seal_alone``.
+    Returns: its manifest; None if other parts still have shards to encode.
+    Raises: SourceError: no picture of the first revision could be encoded, or all processes together rejected too many.
     """
     plan, stage.num_left = writer.plan, len(writer.missing_tasks())
     if not writer.is_sealed:
@@ -279,7 +277,7 @@ def seal(stage: Stage1, writer: StoreWriter, encode: Callable[[list[Task]], None
         return None
     if not writer.num_stored and not plan.stack:
         raise SourceError(
-            f"source '{stage.source.name}': not one of {plan.records.num_rows} pictures could be encoded, so the store "
-            f"is not sealed. Look at one of them; the reasons are in '{stage.root / 'commits'}'."
+            f"source '{stage.source.name}': none of {plan.records.num_rows} pictures could be encoded, so the store is "
+            f"not sealed. Look at one of them; the reasons are in '{stage.root / 'commits'}'."
         )
     return seal_alone(writer, encode, lambda: stage.progress("others seal", 0, 1))

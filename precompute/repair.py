@@ -1,7 +1,7 @@
-"""Encode again what a verification found damaged.
+"""Encode damaged shards of a store again.
 
-A shard is a pure function of the plan and the encoders, so what is encoded again has the hash that the store names;
-where it has not (another kind of device, another version of a library), nothing is written.
+A shard is a pure function of the plan and the encoders, so the new bytes have the hash that the store names. If they
+do not (another kind of device, another library version), nothing is written.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class Maker(Protocol):
         ...
 
     def make(self, plan: FrozenPlan, tasks: Sequence[Task], fallbacks_of: FallbacksOf) -> Iterator[PackedShard]:
-        """Make some shards of a plan again.
+        """Make shards of a plan again.
 
         Args:
-          fallbacks_of: of a part and shard, how rows were encoded that were not as planned.
+          fallbacks_of: rows of a part and shard that were not encoded as planned.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Tools:
-    """What is encoded with: the pictures as they lie now, the store's own recipe and encoders."""
+    """The source, and the store's own recipe and encoders."""
 
     source: Source
     recipe: PrecomputeRecipe
@@ -69,25 +69,41 @@ class Tools:
     decoders: Decoders
 
     def make(self, plan: FrozenPlan, tasks: Sequence[Task], fallbacks_of: FallbacksOf) -> Iterator[PackedShard]:
-        """Encode some shards of a plan again."""
-        yield from _encode(plan, tasks, self, fallbacks_of)
+        """Encode shards of a plan again."""
+        plan = with_places(plan, self.source)
+        clock = StageClock()
+        if self.encoders.caption:
+            texts = [task for task in tasks if not is_picture_task(task)]
+            yield from encode_captions(plan, texts, self.encoders.caption, clock)
+        section = self.recipe.source.model_copy(update=UNLIMITED)
+        yield from encode_pictures(
+            plan,
+            [task for task in tasks if is_picture_task(task)],
+            self.encoders.image,
+            self.decoders,
+            self.source,
+            limit=RejectLimit(section, None),
+            clock=clock,
+            progress=lambda _: None,
+            fallbacks_of=fallbacks_of,
+        )
 
 
 def repair(root: Path, tools: Maker, found: Verification, progress: Callable[[str, int, int], None]) -> Verification:
-    """Encode the shards at fault again, and mend what hangs on them; then verify the store again.
+    """Encode damaged shards again, restore the files that depend on them, and verify the store again.
 
     Args:
-      found: what a verification of the store found.
-    Returns: what is still wrong.
+      found: result of a verification of the store.
+    Returns: the remaining findings.
     """
     not_reproduced: dict[str, str] = {}
     for revision in revisions_to_repair(found):
         at_fault = {part_of(finding.path) for finding in found.findings if finding.revision == revision}
         writer = repair_revision(root, revision, found)
         if writer is None or writer.spec.fingerprint != tools.fingerprint:
-            continue  # too much is gone, or what it takes to encode is not at hand
+            continue  # too much is missing, or these encoders do not match
         if revision in found.revisions:
-            at_fault |= set(writer.missing_tasks())  # else the revision is unfinished, which is precompute's to mend
+            at_fault |= set(writer.missing_tasks())  # an unfinished revision is for precompute to finish
         tasks = [task for task in writer.plan.layout.tasks() if task in at_fault]
         for done, shard in enumerate(tools.make(writer.plan, tasks, _fallbacks_of(writer)), 1):
             not_reproduced |= _replace_shard(writer, shard, found)
@@ -103,29 +119,8 @@ def repair(root: Path, tools: Maker, found: Verification, progress: Callable[[st
     return left
 
 
-def _encode(plan: FrozenPlan, tasks: Sequence[Task], tools: Tools, fallbacks_of: FallbacksOf) -> Iterator[PackedShard]:
-    """Make some shards of a plan again."""
-    plan = with_places(plan, tools.source)
-    clock = StageClock()
-    if tools.encoders.caption:
-        texts = [task for task in tasks if not is_picture_task(task)]
-        yield from encode_captions(plan, texts, tools.encoders.caption, clock)
-    section = tools.recipe.source.model_copy(update=UNLIMITED)
-    yield from encode_pictures(
-        plan,
-        [task for task in tasks if is_picture_task(task)],
-        tools.encoders.image,
-        tools.decoders,
-        tools.source,
-        limit=RejectLimit(section, None),
-        clock=clock,
-        progress=lambda _: None,
-        fallbacks_of=fallbacks_of,
-    )
-
-
 def _fallbacks_of(writer: StoreWriter) -> Callable[[str, int], Sequence[Fallback]]:
-    """How the rows of a shard were encoded that were not as planned, as its commit record says it."""
+    """Look up the rows of a shard that were not encoded as planned, in its commit record."""
 
     def fallbacks(part: str, shard: int) -> Sequence[Fallback]:
         record = read_record(writer.root, writer.plan, part, shard)
@@ -135,9 +130,9 @@ def _fallbacks_of(writer: StoreWriter) -> Callable[[str, int], Sequence[Fallback
 
 
 def _replace_shard(writer: StoreWriter, shard: PackedShard, found: Verification) -> dict[str, str]:
-    """Write a shard that came out as the store says that it was; else write nothing.
+    """Write a shard if its bytes are those that the store names.
 
-    Returns: path of each file that did not, and why.
+    Returns: path of each file that differs, and why.
     """
     shard = _keep_intact_rows(writer, shard)
     differing = []
@@ -159,13 +154,13 @@ def _replace_shard(writer: StoreWriter, shard: PackedShard, found: Verification)
         f"encoded again, it has other bytes than were written: {why}. It was left as it is. Repair where it was made, "
         "or precompute with --new-revision"
     )
-    # Every file of the shard is left as it is, so each that is damaged has the same reason.
+    # No file of the shard is replaced, so all of them share the reason.
     paths = [writer.plan.layout.arrays[path].shard_path(shard.shard) for path in shard.arrays]
     return dict.fromkeys(paths, detail)
 
 
 def _keep_intact_rows(writer: StoreWriter, shard: PackedShard) -> PackedShard:
-    """Take the rows that are still right from the damaged shard: what became of their pictures does not matter then."""
+    """Copy the intact rows of the damaged shard: they stay valid even if their pictures have changed."""
     record = read_record(writer.root, writer.plan, shard.part, shard.shard)
     if record is None:
         return shard
@@ -202,13 +197,13 @@ def _keep_intact_rows(writer: StoreWriter, shard: PackedShard) -> PackedShard:
 
 
 def _fit(arrays: dict[str, np.ndarray], checksums: Sequence[str]) -> bool:
-    """All rows of a shard are those that were written."""
+    """All rows have their recorded checksums."""
     found = (row_checksum(*(array[row] for array in arrays.values())) for row in range(len(checksums)))
     return all(not wanted or wanted == digest for wanted, digest in zip(checksums, found, strict=True))
 
 
 def with_places(plan: FrozenPlan, source: Source) -> FrozenPlan:
-    """The plan with the places that its pictures have in the source now."""
+    """The plan with the present places of its pictures in the source."""
     now: dict[str, SourceRecord] = {}
     for record in source.records:
         if not record.problem:

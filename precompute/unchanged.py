@@ -1,8 +1,8 @@
-"""A store that is complete and whose source, settings and encoders are as they were: found out without torch.
+"""Detect, without importing torch, that a complete store has nothing to do.
 
-Loading the encoders takes seconds, most of them to import torch and diffusers. Their identity needs only their files:
-the same weights are hashed, and the same config is compared, as when they are loaded. Where anything differs, or cannot
-be told without loading (a GPU's arithmetic), the answer is no, and the ordinary way decides.
+Loading the encoders takes seconds, mostly to import torch and diffusers. Their identity needs only their files: the
+hash of the weights and the config. If anything differs, or cannot be known without loading (a GPU's dtype), the
+ordinary path decides.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))  # of N
 
 @dataclass(frozen=True)
 class Unchanged:
-    """A complete store, of which nothing is to be done.
+    """A complete store with nothing to do.
 
     Args:
-      ignored: files and folders of the source that were left out.
+      ignored: files and folders of the source that were skipped.
       classes: of the source, by name.
-      notes: what was guessed about the source.
+      notes: on how the source was read.
     """
 
     manifest: Manifest
@@ -59,12 +59,12 @@ class Unchanged:
 def unchanged(
     recipe: PrecomputeRecipe, source_path: SourcePaths, store: Path, *, device: str
 ) -> Unchanged | Source | None:
-    """Whether a precompute with the same arguments as before has nothing to do.
+    """Check whether a precompute with these arguments has nothing to do.
 
     Args:
       device: as the command line names it.
-    Returns: where it may have something to do, the source if it had to be listed, so that nobody lists it again.
-    Raises: LeanditError: of the source or of the VAE, as the ordinary way raises it.
+    Returns: if there may be work, the source if it was already listed.
+    Raises: LeanditError: of the source or the VAE, as the ordinary path raises it.
     """
     if recipe.source.check == "content" or not store.is_dir():
         return None
@@ -92,7 +92,7 @@ def unchanged(
 
 
 def _has_same_settings(spec: StoreSpec, recipe: PrecomputeRecipe, store: Path) -> bool:
-    """The store was made by this release, with this recipe and this Pillow."""
+    """This release, recipe and Pillow made the store."""
     typed = with_stored_encoder_paths(spec.model_copy(update={"recipe": recipe.model_dump()}), store)
     libraries = spec.images.libraries
     return (
@@ -104,7 +104,7 @@ def _has_same_settings(spec: StoreSpec, recipe: PrecomputeRecipe, store: Path) -
 
 
 def _has_same_encoders(spec: StoreSpec, recipe: PrecomputeRecipe, device: str) -> bool:
-    """The files of the recipe's encoders are those that made the store, and they would compute in the same dtype."""
+    """The recipe's encoder files made the store, and would compute in the same dtype here."""
     vae, text = recipe.vae, recipe.text
     if not _is_same(spec.vae, vae, VAE_WEIGHTS, device, what="vae.model"):
         return False
@@ -118,11 +118,6 @@ def _has_same_encoders(spec: StoreSpec, recipe: PrecomputeRecipe, device: str) -
 
 
 def _is_same(known: EncoderIdentity, section: VaeSection | TextSection, stem: str, device: str, *, what: str) -> bool:
-    """An encoder of the recipe is the one that made the store, and would compute in the same dtype here.
-
-    Args:
-      stem: of the names of its weights.
-    """
     may_be_gpu = device != "cpu" and any(map(os.path.exists, GPU_FILES))
     if may_be_gpu and section.dtype != "float32":
         return False

@@ -1,9 +1,9 @@
-"""The engine of a Ray cluster that is there already: an actor for each GPU, decoding on the CPUs of all machines.
+"""The engine of a running Ray cluster: an actor for each GPU, decoding on the CPUs of all machines.
 
-This process lists, plans and seals; the actors share the shards by leases, and write them into the store's folder,
-which all machines must share. So a run here and plain processes elsewhere may make one store together. An actor that is
-lost is started again, and the others go on meanwhile; only a shard that takes actor after actor with it ends the run.
-Nothing lives on when this process ends. What runs in the cluster stands in ``cluster_actor.py``.
+This process lists, plans and seals. The actors share the shards by leases and write them into the store's folder, which
+all machines must share; so ordinary processes may work on the same store. A lost actor is replaced while the others
+continue; only a shard that kills actor after actor ends the run. All actors end with this process
+(``cluster_actor.py``).
 """
 
 from __future__ import annotations
@@ -36,35 +36,34 @@ from ..sources.several import SourcePaths, paths_of
 from ..sources.source import Source
 from .worker import Broken, EncodeRequest, Failed, WorkDone
 
-MAX_DEATHS = 5  # of actors, each with the same shard in its hands
-MAX_LOSSES = 10  # of actors in a row without a shard committed in between
+MAX_DEATHS = 5  # of actors that held the same shard
+MAX_LOSSES = 10  # of actors in a row, without a commit in between
 MAX_IN_FLIGHT = 512  # pictures of one actor
-LOOK_SECONDS = 0.5  # between two looks at whether this process shall stop
-GRACE_SECONDS = 10.0  # for the others to end, once one has found everything committed
+LOOK_SECONDS = 0.5  # between two checks whether to stop
+GRACE_SECONDS = 10.0  # for the other actors to finish, once one has found everything committed
 SILENCE_SECONDS = 60.0
 CONNECT_SECONDS = 20.0
 
 
 @dataclass
 class _Actor:
-    """An actor, and what it tells while it works."""
+    """An actor and the stream of its messages."""
 
     name: str
     handle: Any
-    telling: Any = None
+    messages: Any = None
 
 
 class Cluster:
-    """The actors of one run; a context manager that connects and lets go.
+    """The actors of one run; a context manager that connects and disconnects.
 
     Args:
       root: the store, in a folder that all machines share.
       sources: paths that all machines see, or URLs.
       address: of the cluster, as ``ray.init`` takes it.
-      devices: "auto": a GPU each, or where there is none half the CPUs of each machine; "cuda"; "cpu"; or "cpu,cpu" for
-        so many.
+      devices: "auto": a GPU each, or without GPUs half the CPUs of each machine; "cuda"; "cpu"; or "cpu,cpu" for two.
       num_threads: of torch in each actor.
-      say: is told of what is lost.
+      say: called with a message for each loss.
     """
 
     def __init__(
@@ -115,18 +114,18 @@ class Cluster:
     def encode(
         self, writer: StoreWriter, missing: Sequence[Task], source: Source, *, tally: Tally, clock: StageClock
     ) -> None:
-        """As ``Engine.encode``: all actors work until nothing is missing."""
+        """As ``Engine.encode``: all actors work until no shard is missing."""
         request = EncodeRequest.of(writer, missing, source, self._source_paths)
         deaths: Counter[Task] = Counter()
-        losses, heard, end = 0, time.monotonic(), float("inf")
+        losses, last_message, end = 0, time.monotonic(), float("inf")
         with self._probe() as probe:
             working = [self._begin(actor, probe, request) for actor in self._actors]
             while working and time.monotonic() < end:
-                ready, _ = self._ray.wait([actor.telling for actor in working], timeout=LOOK_SECONDS)
+                ready, _ = self._ray.wait([actor.messages for actor in working], timeout=LOOK_SECONDS)
                 if not ready:
-                    heard = self._say_silence(heard)
-                for actor in [actor for actor in working if actor.telling in ready]:
-                    message, heard = self._next(actor), time.monotonic()
+                    last_message = self._say_silence(last_message)
+                for actor in [actor for actor in working if actor.messages in ready]:
+                    message, last_message = self._next(actor), time.monotonic()
                     match message:
                         case WorkDone():
                             clock.add(message.seconds)
@@ -142,36 +141,36 @@ class Cluster:
                             working.append(self._begin(self._replace(actor, message, held), probe, request))
                         case event:
                             losses = 0 if isinstance(event, Committed) else losses
-                            tally.hear(actor.name, event)
-        for actor in working:  # one that waits for room would wait for nothing
+                            tally.count(actor.name, event)
+        for actor in working:  # still waiting for room in the cluster
             self._ray.kill(actor.handle)
             self._actors[self._actors.index(actor)] = self._start()
 
     def _begin(self, actor: _Actor, probe: str, request: EncodeRequest) -> _Actor:
-        actor.telling = actor.handle.encode.options(num_returns="streaming").remote(probe, request)
+        actor.messages = actor.handle.encode.options(num_returns="streaming").remote(probe, request)
         return actor
 
     def _next(self, actor: _Actor) -> Any:
         try:
-            return self._answer(next(actor.telling))
+            return self._answer(next(actor.messages))
         except StopIteration:
             return Broken("its work ended without an outcome")
 
     def _answer(self, reference: Any) -> Any:
-        """What an actor said; where it is gone or its code failed, that."""
-        heard = time.monotonic()
+        """An actor's message, or ``Broken`` if it is gone or its code failed."""
+        last_message = time.monotonic()
         while True:
             try:
                 return self._ray.get(reference, timeout=LOOK_SECONDS)
             except self._ray.exceptions.GetTimeoutError:
-                heard = self._say_silence(heard)
+                last_message = self._say_silence(last_message)
             except self._ray.exceptions.RayError as error:
                 return Broken(str(error).splitlines()[0])
 
-    def _say_silence(self, heard: float) -> float:
-        """Say it where nothing was heard for long; returns since when there is silence, or it was said."""
-        if time.monotonic() - heard < SILENCE_SECONDS:
-            return heard
+    def _say_silence(self, last_message: float) -> float:
+        """Report a long silence; returns the time of the last message or report."""
+        if time.monotonic() - last_message < SILENCE_SECONDS:
+            return last_message
         self._say(
             f"nothing was done for {SILENCE_SECONDS:.0f} s: actors load their encoders, other processes hold the "
             "shards, or the cluster has no room for actors ('ray status')"
@@ -179,14 +178,14 @@ class Cluster:
         return time.monotonic()
 
     def _replace(self, actor: _Actor, why: Broken | Failed, held: Sequence[Task]) -> _Actor:
-        """Another actor for one that is gone; raises what it met, where a user can mend that."""
+        """Start another actor for a lost one; raises errors that the user can fix."""
         if isinstance(why, Failed):
             raise why.error
         shards = ", ".join(f"{shard} of '{part}'" for part, shard in held)
         said = f"{actor.name} is gone: {why.what}" + (f" It held shard {shards}." if held else "")
         self._say(f"{said} Another is started, the others go on")
         with suppress(self._ray.exceptions.RayError):
-            self._ray.kill(actor.handle)  # where only its work has ended
+            self._ray.kill(actor.handle)  # if only its task has ended
         new = self._start()
         self._actors[self._actors.index(actor)] = new
         return new
@@ -199,9 +198,9 @@ class Cluster:
         return _Actor(f"actor {self._num_started}", self._make(job))
 
     def _plan_actors(self) -> tuple[Callable[[Any], Any], str, int, int]:
-        """How an actor is made, its device, how many of them, and pictures in flight for each.
+        """Choose the actor's constructor and device, the number of actors, and pictures in flight for each.
 
-        Raises: ResourceError: there are no GPUs, or no CPU is left to decode; RecipeError: no such devices.
+        Raises: ResourceError: no GPU, or no CPU left to decode; RecipeError: unknown devices.
         """
         from .cluster_actor import PICTURES_A_TASK, EncodingActor
 
@@ -220,7 +219,7 @@ class Cluster:
             named = self._devices.count(",") + 1
             device, count = "cpu", named if named > 1 else len(sizes)
             on_a_machine = -(-count // len(sizes))
-            needs = {"num_cpus": min(sizes) // (2 * on_a_machine)}  # the other half decodes
+            needs = {"num_cpus": min(sizes) // (2 * on_a_machine)}  # the rest decode
         if num_cpus - count * needs["num_cpus"] < 1:
             raise ResourceError(
                 f"the cluster at '{self._address}' has {num_cpus} CPUs, and {count} actors on {device} take "
@@ -233,10 +232,10 @@ class Cluster:
 
     @contextmanager
     def _probe(self) -> Iterator[str]:
-        """A file in the store's folder, by which an actor knows that it sees the same folder."""
+        """A file in the store's folder, by which actors check that they see the same folder."""
         folder, name = self._root / LEASES, f"probe-{secrets.token_hex(8)}.lock"
         folder.mkdir(parents=True, exist_ok=True)
-        lease = Lease(folder / name)  # so that it is swept if this process dies
+        lease = Lease(folder / name)  # swept if this process dies
         try:
             lease.take()
             yield name
@@ -247,7 +246,7 @@ class Cluster:
 
 
 def _check_losses(losses: int, deaths: Counter[Task], why: Broken | Failed) -> None:
-    """Raises what a user can mend, or what no new actor will mend."""
+    """Raises if the user can fix the error, or if too many actors were lost."""
     if isinstance(why, Failed):
         raise why.error
     most = max(deaths.values(), default=0)
@@ -265,12 +264,12 @@ def _check_losses(losses: int, deaths: Counter[Task], why: Broken | Failed) -> N
 
 
 def _connect(address: str) -> Any:
-    """Connect to the cluster, silently, and without its handlers of signals.
+    """Connect to the cluster silently, keeping this process's signal handlers.
 
-    Raises: ResourceError: there is none, or Ray is not installed.
+    Raises: ResourceError: no cluster, or Ray is not installed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of a default to come
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise it warns of a future default
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         import ray

@@ -1,7 +1,6 @@
-"""What runs on the machines of a Ray cluster: an actor for each device that encodes, and tasks that decode for it.
+"""Code that runs on a Ray cluster: an actor for each encoding device, and tasks that decode pictures for it.
 
-A picture is decoded in a child of the process that runs the task (``decoders.py``), so that a hostile one costs itself
-and not the task.
+Each task decodes in a child process (``decoders.py``), so a hostile picture does not kill the task.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ SEEN_SECONDS = 20.0  # a folder of a network may show a new file late
 
 @dataclass(frozen=True)
 class ActorJob:
-    """What an actor is for.
+    """The job of an actor.
 
     Args:
       root: the store, absolute.
-      folder: that paths in the recipe are relative to.
+      folder: working directory, for relative paths in the recipe.
       device: of the encoders, as torch names it on the actor's machine.
-      num_threads: of torch; on a CPU another number makes other bits.
-      num_at_once: pictures that are decoded for it at the same time.
+      num_threads: of torch; on a CPU the number changes the bits.
+      num_at_once: pictures that are decoded for it concurrently.
     """
 
     recipe: PrecomputeRecipe
@@ -63,7 +62,7 @@ class ActorJob:
 
 
 class EncodingActor:
-    """Encodes shards, and writes them into the store's folder itself."""
+    """Encodes shards and writes them into the store's folder."""
 
     def __init__(self, job: ActorJob) -> None:
         self._job = job
@@ -85,30 +84,30 @@ class EncodingActor:
         return outcome(described)
 
     def encode(self, probe: str, request: EncodeRequest) -> Iterator[Any]:
-        """Do what is asked for, telling of it; the last that is told is how it ended."""
-        told: SimpleQueue[Any] = SimpleQueue()
-        thread = threading.Thread(target=lambda: told.put(outcome(lambda: self._run_request(probe, request, told))))
+        """Handle a request; yields events, and the outcome last."""
+        events: SimpleQueue[Any] = SimpleQueue()
+        thread = threading.Thread(target=lambda: events.put(outcome(lambda: self._run_request(probe, request, events))))
         thread.start()
         while True:
-            message = told.get()
+            message = events.get()
             yield message
             if isinstance(message, WorkDone | Failed | Broken):
                 return
 
-    def _run_request(self, probe: str, request: EncodeRequest, told: SimpleQueue[Any]) -> WorkDone:
+    def _run_request(self, probe: str, request: EncodeRequest, events: SimpleQueue[Any]) -> WorkDone:
         root, recipe = self._job.root, self._job.recipe
         self._check_folder(probe)
         planned = read_spec(root, request.revision)
         check_fingerprint(root, planned, describe_store(recipe, None, self._encoders, known=planned))
-        _open_here(request.source_paths, request.sources)
+        _open_on_this_machine(request.source_paths, request.sources)
         with TaskDecoders(request.source_paths, request.sources, self._job.num_at_once) as decoders:
             worker = Worker(recipe, self._encoders, decoders, StageClock())
-            return worker.run_request(request, root, decoders, told.put)
+            return worker.run_request(request, root, decoders, events.put)
 
     def _check_folder(self, probe: str) -> None:
-        """The store's folder is the one that the driver has.
+        """Check that the actor sees the driver's store folder.
 
-        Raises: ResourceError: it is another one.
+        Raises: ResourceError: it does not.
         """
         folder, end = self._job.root / LEASES, time.monotonic() + SEEN_SECONDS
         while not (folder.is_dir() and probe in os.listdir(folder)):
@@ -121,8 +120,8 @@ class EncodingActor:
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """One picture that a thread waits for."""
+class _PictureRequest:
+    """A picture that a thread waits for."""
 
     place: tuple[str, int, int]
     how: dict[str, Any]
@@ -130,18 +129,18 @@ class _Wanted:
 
 
 class TaskDecoders:
-    """Decodes in tasks of the cluster, several pictures in each; ``Origin`` and ``PictureDecoders`` at once.
+    """Decodes several pictures in each cluster task; implements ``Origin`` and ``PictureDecoders``.
 
-    A context manager, with a thread that fills the tasks; at its end nobody may wait for a picture any more.
+    A context manager with a thread that fills the tasks; no thread may wait for a picture when it exits.
 
     Args:
-      source_paths, sources: of the pictures, as an order has them; the tasks read them.
-      num_at_once: pictures in flight, so the decoded ones that wait in the memory of the cluster.
+      source_paths, sources: of the pictures, as in a request; the tasks read them.
+      num_at_once: pictures in flight, which bounds the cluster memory that decoded pictures take.
     """
 
     def __init__(self, source_paths: Sequence[str], sources: Sequence[SourceSection], num_at_once: int) -> None:
         self._source, self.num_at_once = (source_paths, sources), num_at_once
-        self._wanted: SimpleQueue[_Wanted | None] = SimpleQueue()  # None: the end
+        self._wanted: SimpleQueue[_PictureRequest | None] = SimpleQueue()  # None: the end
         self._thread = threading.Thread(target=self._hand_out, name="leandit-tasks", daemon=True)
 
     def __enter__(self) -> TaskDecoders:
@@ -153,12 +152,12 @@ class TaskDecoders:
         self._thread.join()
 
     def place(self, path: str, offset: int, num_bytes: int, *, stage: str) -> PicturePlace:
-        """Where the picture lies; the task that decodes it finds the bytes."""
-        return PicturePlace(cast(Path, path), offset, num_bytes)  # as it is: a Path would tidy the key of an object
+        """The place of a picture; the decoding task resolves it."""
+        return PicturePlace(cast(Path, path), offset, num_bytes)  # a str: Path would normalize the key of an object
 
     def picture(self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, **how: Any) -> Decoded:
         """As ``Decoders.picture``."""
-        wanted = _Wanted((str(path), offset, num_bytes), how)
+        wanted = _PictureRequest((str(path), offset, num_bytes), how)
         self._wanted.put(wanted)
         return wanted.picture.result()
 
@@ -169,13 +168,13 @@ class TaskDecoders:
                 while len(some) < PICTURES_A_TASK and (wanted := self._wanted.get(timeout=GATHER_SECONDS)):
                     some.append(wanted)
             if wanted is None:
-                self._wanted.put(None)  # seen again, once these are handed out
+                self._wanted.put(None)  # handled after these
             task = _decode.remote(*self._source, [(one.place, one.how) for one in some])
-            task.future().add_done_callback(functools.partial(_give, some))
+            task.future().add_done_callback(functools.partial(_deliver, some))
 
 
-def _give(wanted: Sequence[_Wanted], done: Future[Any]) -> None:
-    """Give each thread its picture, or raise there why there is none."""
+def _deliver(wanted: Sequence[_PictureRequest], done: Future[Any]) -> None:
+    """Deliver each thread its picture, or the error."""
     error = done.exception()
     if isinstance(error, WorkerCrashedError | RaySystemError):
         error = ResourceError(f"decoding tasks of the cluster were lost {TRIES} times: {error}. See 'ray status'.")
@@ -196,10 +195,10 @@ def _give(wanted: Sequence[_Wanted], done: Future[Any]) -> None:
 
 @ray.remote(num_cpus=1, max_retries=TRIES, scheduling_strategy="SPREAD")
 def _decode(source_paths: Any, settings: Any, wanted: Sequence[tuple[tuple[str, int, int], dict[str, Any]]]) -> Any:
-    """Decode some pictures: each one, or (stage, reason, detail) of its reject, or what went wrong."""
+    """Decode pictures; each result is a picture, (stage, reason, detail) of its reject, or an error."""
 
     def decoded(place: tuple[str, int, int], how: dict[str, Any]) -> Any:
-        source, decoders = _decoding_tools(tuple(source_paths), tuple(settings))
+        source, decoders = _source_and_decoders(tuple(source_paths), tuple(settings))
         try:
             return decoders.picture(*source.place(*place, stage="decode"), **how)
         except RecordRejected as reject:
@@ -209,13 +208,13 @@ def _decode(source_paths: Any, settings: Any, wanted: Sequence[tuple[tuple[str, 
 
 
 @functools.lru_cache(maxsize=1)
-def _decoding_tools(paths: tuple[str, ...], settings: tuple[SourceSection, ...]) -> tuple[OpenedSource, Decoders]:
-    """The source, and the one child of this process, for all tasks that it runs."""
-    return _open_here(paths, settings), Decoders(1)
+def _source_and_decoders(paths: tuple[str, ...], settings: tuple[SourceSection, ...]) -> tuple[OpenedSource, Decoders]:
+    """The source and the single decoder child of this process, for all its tasks."""
+    return _open_on_this_machine(paths, settings), Decoders(1)
 
 
-def _open_here(source_paths: Sequence[str], settings: Sequence[SourceSection]) -> OpenedSource:
-    """Open sources that this machine must see as well.
+def _open_on_this_machine(source_paths: Sequence[str], settings: Sequence[SourceSection]) -> OpenedSource:
+    """Open sources on this machine.
 
     Raises: LeanditError: as ``open_sources``, with the name of the machine.
     """

@@ -1,6 +1,7 @@
-"""What an engine is: where the shards of a revision are encoded. Stage 1's story is the same with each of them.
+"""The interface of engines, which encode the shards of a revision.
 
-The engine of one device is the process itself (``local.py``); of several, a process for each (``processes.py``).
+An engine is this process (``local.py``), one process for each device (``processes.py``) or a Ray cluster
+(``cluster.py``).
 """
 
 from __future__ import annotations
@@ -19,38 +20,38 @@ from ..sources.source import Source
 
 
 class Engine(Protocol):
-    """Encodes what the process that plans and seals asks for.
+    """Encodes shards for the process that plans and seals.
 
     Attributes:
-      power: what it has to encode with.
+      power: devices and threads that it encodes with.
     """
 
     power: Power
 
     @property
     def tokenizer(self) -> CaptionTokenizer | None:
-        """Of the caption encoder, to plan with; None where the recipe wants no text."""
+        """Of the caption encoder, for planning; None without text."""
         ...
 
     @property
     def tokens(self) -> TokenCount:
-        """What went through the caption encoders so far."""
+        """Tokens that went through the caption encoders so far."""
         ...
 
     def describe(self, source: Source, known: StoreSpec | None = None) -> StoreSpec:
-        """What a store that its encoders make says of itself; as ``describe_store``."""
+        """The spec of a store that its encoders make; as ``describe_store``."""
         ...
 
     def encode(
         self, writer: StoreWriter, missing: Sequence[Task], source: Source, *, tally: Tally, clock: StageClock
     ) -> None:
-        """Encode what is missing of a revision; ends when all of it is committed, by whomever.
+        """Encode the missing shards of a revision; returns when all are committed, by any process.
 
         Args:
           writer: of the revision.
           source: of the pictures.
-          tally: hears what is done.
+          tally: receives the workers' events.
           clock: gets the seconds of each stage, summed over all workers.
-        Raises: LeanditError: of the class that says what to mend.
+        Raises: LeanditError: its class tells what to fix.
         """
         ...

@@ -1,4 +1,4 @@
-"""The engine of one device: this process itself."""
+"""The engine of one device: this process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ from .worker import Worker
 
 
 class LocalEngine:
-    """As ``Engine``.
-
-    Args:
-      decoders: of the pictures.
-    """
+    """As ``Engine``."""
 
     def __init__(self, recipe: PrecomputeRecipe, encoders: Encoders, decoders: Decoders) -> None:
         self._recipe, self._encoders, self._decoders = recipe, encoders, decoders
@@ -52,4 +48,4 @@ class LocalEngine:
     ) -> None:
         """As ``Engine.encode``."""
         worker = Worker(self._recipe, self._encoders, self._decoders, clock)
-        worker.encode(writer, missing, source, lambda event: tally.hear("", event))
+        worker.encode(writer, missing, source, lambda event: tally.count("", event))

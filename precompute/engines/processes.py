@@ -38,12 +38,12 @@ CHILD_MODULE = f"{__package__}.process_child"
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is for: the first that it is told.
+    """The job of an encoding process; the first message it receives.
 
     Args:
       device: of its encoders, as torch names it.
-      num_decoders: pictures that it decodes at once.
-      num_threads: of torch; on a CPU another number makes other bits.
+      num_decoders: pictures that it decodes concurrently.
+      num_threads: of torch; on a CPU the number changes the bits.
     """
 
     recipe: PrecomputeRecipe
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Describe:
-    """Asks for the spec of a store; ``known`` as in ``describe_store``."""
+    """Requests the spec of a store; ``known`` as in ``describe_store``."""
 
     known: StoreSpec | None
 
@@ -66,10 +66,10 @@ class Processes:
     Args:
       root: the store.
       sources: as the user gave them.
-      devices: as torch names them, each for one process.
-      num_threads: of torch in each of them.
-      say: is told of a process that dies.
-    Raises: RecipeError: devices of two kinds, which make other bits each.
+      devices: as torch names them, one for each process.
+      num_threads: of torch in each process.
+      say: called with a message when a process dies.
+    Raises: RecipeError: devices of two kinds, whose bits differ.
     """
 
     def __init__(
@@ -112,24 +112,24 @@ class Processes:
             child.end()
 
     def describe(self, source: Source, known: StoreSpec | None = None) -> StoreSpec:
-        """As ``Engine.describe``, by the first process that is there."""
+        """As ``Engine.describe``, by the first living process."""
         while True:
             child = self._children[0]
-            answer = child.ask(Describe(known)) or child.hear()
+            answer = child.ask(Describe(known)) or child.receive()
             if isinstance(answer, StoreSpec):
                 return answer.model_copy(update={"classes": source.classes})
-            self._lose(child, answer, [])
+            self._remove(child, answer, [])
 
     def encode(
         self, writer: StoreWriter, missing: Sequence[Task], source: Source, *, tally: Tally, clock: StageClock
     ) -> None:
-        """As ``Engine.encode``: all of them work until nothing is missing."""
+        """As ``Engine.encode``: all processes work until no shard is missing."""
         request = EncodeRequest.of(writer, missing, source, self._source_paths)
         working = [child for child in list(self._children) if not self._is_lost(child, request)]
         while working:
             ready = {id(connection) for connection in wait([child.connection for child in working])}
             for child in [child for child in working if id(child.connection) in ready]:
-                message = child.hear()
+                message = child.receive()
                 match message:
                     case WorkDone():
                         clock.add(message.seconds)
@@ -137,20 +137,20 @@ class Processes:
                         working.remove(child)
                     case Broken() | Failed() | None:
                         working.remove(child)
-                        self._lose(child, message, tally.drop_worker(child.name))
+                        self._remove(child, message, tally.drop_worker(child.name))
                     case event:
-                        tally.hear(child.name, event)
+                        tally.count(child.name, event)
 
     def _is_lost(self, child: _Child, request: EncodeRequest) -> bool:
         if broken := child.ask(request):
-            self._lose(child, broken, [])
+            self._remove(child, broken, [])
         return bool(broken)
 
-    def _lose(self, child: _Child, why: Broken | Failed | None, held: Sequence[Task]) -> None:
-        """Let go of a process that is gone; raises what it met, where the others would too, or that it was the last."""
-        if why and why.error:
-            raise why.error
-        what = why.what if isinstance(why, Broken) else child.how_it_ended()
+    def _remove(self, child: _Child, cause: Broken | Failed | None, held: Sequence[Task]) -> None:
+        """Remove a dead process; raises errors that the others would meet too, or if it was the last."""
+        if cause and cause.error:
+            raise cause.error
+        what = cause.what if isinstance(cause, Broken) else child.how_it_ended()
         self._children.remove(child)
         child.end()
         shards = ", ".join(f"{shard} of '{part}'" for part, shard in held)
@@ -161,7 +161,7 @@ class Processes:
 
 
 class _Child:
-    """One process, and the socket to it."""
+    """A process and its socket."""
 
     def __init__(self, number: int, job: Job) -> None:
         self.name = f"{job.device} (process {number + 1})"
@@ -170,7 +170,7 @@ class _Child:
             self.connection = Connection(ours.detach())
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", CHILD_MODULE, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],  # and no other: a sibling's socket would never see its end
+                pass_fds=[theirs.fileno()],  # only this one: an inherited copy would keep a sibling's socket open
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -179,22 +179,22 @@ class _Child:
         self.ask(job)
 
     def ask(self, request: Any) -> Broken | None:
-        """Send a request; returns how it ended, if it has."""
+        """Send a request; returns ``Broken`` if the process has ended."""
         try:
             self.connection.send(request)
         except OSError:
             return Broken(self.how_it_ended())
         return None
 
-    def hear(self) -> Any:
-        """The next message; None where it has ended without one."""
+    def receive(self) -> Any:
+        """The next message; None if it ended without one."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
             return None
 
     def how_it_ended(self) -> str:
-        """In words."""
+        """Its exit status in words."""
         try:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -204,11 +204,11 @@ class _Child:
         return f"it was ended by signal {-code} ({signal.strsignal(-code)})"
 
     def ask_to_end(self) -> None:
-        """It gives back what it holds, and ends."""
+        """Let it release its leases and end."""
         self._process.terminate()
 
     def end(self) -> None:
-        """Wait for its end, which is made where it does not come."""
+        """Wait for its end; kill it after END_SECONDS."""
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -1,9 +1,8 @@
-"""One worker of stage 1: encodes the missing shards of a revision that nobody else is encoding, until none is missing.
+"""A worker: encodes the missing shards of a revision that no other process is encoding, until none is missing.
 
-Which process it is, and how it tells what it does, is the matter of an engine: this process itself, one process for
-each device (``processes.py``), or actors of a cluster (``cluster.py``). Workers know nothing of each other but the
-leases and the commit records in the store's folder, so any of them may end at any time, and every engine ends in the
-same bytes.
+It runs in this process, in one process for each device (``processes.py``) or in actors of a cluster (``cluster.py``).
+Workers share only the leases and commit records in the store's folder, so any of them may die at any time, and every
+engine makes the same bytes.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EncodeRequest:
-    """What a worker elsewhere is asked to do; all of it is found again in the store's folder.
+    """A request to encode shards in another process.
 
     Args:
-      revision: whose plan is frozen there.
-      source_paths, sources: of the pictures, which are read by their places; how, with the kind that was found.
-      missing: the shards to make.
-      doubted: shards with a commit record that does not hold.
+      revision: whose frozen plan is in the store's folder.
+      source_paths, sources: of the pictures, and how to read them, with the detected kind.
+      missing: shards to encode.
+      doubted: shards whose commit record is wrong.
     """
 
     revision: int
@@ -52,14 +51,14 @@ class EncodeRequest:
 
     @classmethod
     def of(cls, writer: StoreWriter, missing: Sequence[Task], source: Source, paths: Sequence[str]) -> EncodeRequest:
-        """To make what is missing of a revision, from a source, or several, listed at these paths."""
+        """A request for the missing shards of a revision, from the sources listed at these paths."""
         settings = tuple(part.settings for part in source.parts)
         return cls(writer.plan.revision, tuple(paths), settings, missing, writer.doubted)
 
 
 @dataclass(frozen=True)
 class WorkDone:
-    """What a worker did in one go: seconds of each stage, and what went through its text encoder."""
+    """Result of a request: seconds of each stage, and tokens of the text encoder."""
 
     seconds: dict[str, float]
     tokens: TokenCount
@@ -67,18 +66,18 @@ class WorkDone:
 
 @dataclass(frozen=True)
 class Failed:
-    """A worker met an error that a user can mend: all the others would."""
+    """An error that the user can fix, and that all workers would meet."""
 
     error: LeanditError
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A worker met an error that may be its device's or its machine's.
+    """An error that may be the device's or the machine's.
 
     Args:
-      what: it was, in words.
-      error: of the operating system, as the worker met it; workers of one machine would all meet it.
+      what: the error in words.
+      error: of the operating system; all workers of a machine would meet it.
     """
 
     what: str
@@ -86,20 +85,20 @@ class Broken:
 
 
 def outcome(work: Callable[[], T]) -> T | Failed | Broken:
-    """What a function gives, or what it raised, as something that can be sent."""
+    """Result of a function, or its error in a form that can be sent."""
     try:
         return work()
     except LeanditError as error:
         return Failed(error)
     except MemoryError:
         return Failed(ResourceError("out of memory. Use a smaller batch (see --set)"))
-    except Exception as error:  # noqa: BLE001 the edge of a process: a broken device raises whatever it likes
+    except Exception as error:  # noqa: BLE001 a broken device may raise anything
         return Broken(f"{type(error).__name__}: {error}", error if isinstance(error, OSError) else None)
 
 
 @dataclass
 class Worker:
-    """The encoders and all else that a process needs to make shards."""
+    """The encoders, and everything else that a process needs to make shards."""
 
     recipe: PrecomputeRecipe
     encoders: Encoders
@@ -107,7 +106,7 @@ class Worker:
     clock: StageClock
 
     def run_request(self, request: EncodeRequest, root: Path, origin: Origin, emit: EventHandler) -> WorkDone:
-        """Do what is asked for, with a plan that another process has frozen; raises as ``encode``."""
+        """Handle a request, with a plan frozen by another process; raises as ``encode``."""
         caption, before = self.encoders.caption, dict(self.clock.seconds)
         tokens = caption.computed if caption else TokenCount()
         writer = StoreWriter(root, read_plan(root, request.revision), doubted=request.doubted)
@@ -116,13 +115,13 @@ class Worker:
         return WorkDone(seconds, caption.computed - tokens if caption else tokens)
 
     def encode(self, writer: StoreWriter, missing: Sequence[Task], origin: Origin, emit: EventHandler) -> None:
-        """Encode what is missing of a revision, decoding ahead and writing behind; ends when all of it is committed.
+        """Encode the missing shards of a revision, decoding ahead and writing behind, until all are committed.
 
         Args:
           writer: of the revision.
-          missing: the shards to make; those that others hold are waited for.
+          missing: shards to encode; waits for those that other workers hold.
           origin: of the pictures.
-          emit: hears of each shard and picture, from several threads; it looks at the share of rejects.
+          emit: called with the events of each shard and picture, from several threads; checks the share of rejects.
         Raises: SourceError: too many pictures in a row are rejected.
         """
 
@@ -133,7 +132,7 @@ class Worker:
             emit(Committed((shard.part, shard.shard), [reject.key for reject in shard.rejects]))
 
         plan = writer.plan
-        limit = RejectLimit(self.recipe.source, None, on_reject=refuse)  # the share holds for all workers together
+        limit = RejectLimit(self.recipe.source, None, on_reject=refuse)  # the tally checks the share
         with Leases(writer, on_taken=lambda task: emit(LeaseTaken(task))) as leases:
             while missing:
                 with Background(writer, leases, self.clock, on_commit=committed) as background:

@@ -1,8 +1,8 @@
-"""The child process that reads and decodes pictures of others; ``decoders.py`` starts it, asks it and ends it.
+"""The child process that reads and decodes untrusted pictures; ``decoders.py`` controls it.
 
-A decoder written in C may crash, hang or eat the memory on hostile bytes: here it costs one picture. Nothing is
-unpickled on either side: a message is JSON, or the bare bytes of the pixels. Only what decodes is imported, so that a
-fresh child is there in a fraction of a second.
+A decoder written in C may crash, hang or exhaust memory on hostile bytes: here that costs one picture. Neither side
+unpickles anything: a message is JSON, or the raw bytes of the pixels. Only the decoders are imported, so a child starts
+in a fraction of a second.
 
     python -m leandit.precompute.images.decoder_child SOCKET TIMEOUT_SECONDS MEMORY_MIB PARENT_PID
 """
@@ -33,19 +33,19 @@ from .pixels import PROGRAMMING_ERRORS, decode_picture, read_size
 
 READY = b"ready"
 PARENT_CHECK_SECONDS = 5.0
-HEADER_BYTES = 1 << 16  # of a JPEG: what says its size nearly always lies in them
+HEADER_BYTES = 1 << 16  # of a JPEG; they nearly always contain its size
 JPEG_BEGIN = b"\xff\xd8\xff"
 
 Answer = tuple[dict[str, Any], np.ndarray | None]
-"""What is known of a picture, and its pixels, if they were asked for."""
+"""Metadata of a picture, and its pixels if requested."""
 
 
 def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: int | None = None) -> bytes:
-    """Read the bytes of one picture, of a regular file only: nothing else can be trusted to end.
+    """Read the bytes of one picture. Only regular files are read: others may never end.
 
     Args:
-      at_most: only so many of them, from its beginning.
-    Raises: RecordRejected: unreadable, or shorter than it was listed.
+      at_most: read at most this many bytes from its beginning.
+    Raises: RecordRejected: unreadable, or shorter than listed.
     """
     name, wanted = os.path.basename(path), num_bytes if at_most is None else min(num_bytes, at_most)
     try:
@@ -57,7 +57,7 @@ def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: i
             if offset == 0 and found.st_size > num_bytes:  # a picture in a tar never lies at its beginning
                 detail = f"{name} has {found.st_size} bytes, {num_bytes} were planned"
                 raise RecordRejected(stage, "source_changed", detail)
-            # Looked at before the read, which makes room for all that is asked for.
+            # Checked first, because read() allocates all requested bytes.
             data = b""
             if offset + num_bytes <= found.st_size:
                 file.seek(offset)
@@ -73,13 +73,13 @@ def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: i
 
 
 def size_in_file(path: str, offset: int, num_bytes: int, *, exif_orientation: bool) -> tuple[int, int]:
-    """Height and width in pixels of a picture in a file; of a JPEG, mostly only its first bytes are read.
+    """Height and width in pixels of a picture in a file; of a JPEG usually only the first bytes are read.
 
     Raises: RecordRejected.
     """
     head = read_bytes(path, offset, num_bytes, "scan", at_most=HEADER_BYTES)
     if len(head) < num_bytes and head.startswith(JPEG_BEGIN):
-        # Size and orientation lie before the pixels: where they are found, the rest of the file says nothing of them.
+        # Size and orientation precede the pixels.
         with contextlib.suppress(RecordRejected):
             return read_size(head, exif_orientation=exif_orientation)
     data = head if len(head) == num_bytes else read_bytes(path, offset, num_bytes, "scan")
@@ -87,9 +87,9 @@ def size_in_file(path: str, offset: int, num_bytes: int, *, exif_orientation: bo
 
 
 def answer_sizes(places: list[tuple[str, int, int]], seconds: float, *, exif_orientation: bool) -> Answer:
-    """Read the headers of many pictures, of as many as can be read in so many seconds, but at least of one.
+    """Read the headers of many pictures: as many as fit into the time limit, but at least one.
 
-    Returns: "sizes", for each (height_px, width_px), or (stage, reason, detail) of a reject.
+    Returns: "sizes": for each (height_px, width_px), or (stage, reason, detail) of a reject.
     """
     found: list[tuple[int, int] | tuple[str, str, str]] = []
     end = time.monotonic() + seconds
@@ -104,14 +104,14 @@ def answer_sizes(places: list[tuple[str, int, int]], seconds: float, *, exif_ori
 
 
 def answer(job: dict[str, Any]) -> Answer:
-    """Do one job.
+    """Handle one job.
 
     Args:
-      job: stage; places (path, offset, num_bytes) of many pictures, for their sizes, and seconds for all of them; or
-        path, offset, num_bytes of one, data, where its bytes were sent, and for stage "decode": bucket, crop and
-        resize_filter, as of ``decode_picture``; exif_orientation: as of ``read_size``, true where it is absent.
-    Returns: "size" (height_px, width_px) of the picture, and of a decoded one its "checksum", "seconds" (of
-      reading, and of the rest) and its pixels; or "sizes".
+      job: stage; for many pictures: places (path, offset, num_bytes) and seconds for all of them; for one picture:
+        path, offset, num_bytes, data if its bytes were sent, and for stage "decode" bucket, crop and resize_filter as
+        of ``decode_picture``; exif_orientation as of ``read_size``, default true.
+    Returns: "size" (height_px, width_px), and for a decoded picture "checksum", "seconds" (reading, decoding) and its
+      pixels; or "sizes".
     Raises: RecordRejected.
     """
     exif: dict[str, bool] = {"exif_orientation": job.get("exif_orientation", True)}
@@ -137,12 +137,12 @@ def serve(
     """Answer jobs until the parent is gone."""
     connection.send_bytes(READY)
     while True:
-        # A copy of the parent's end in another of its children would keep the end of the stream from being seen.
+        # A sibling may have inherited the parent's end of the socket and so hide its closing.
         while not connection.poll(PARENT_CHECK_SECONDS):
             if os.getppid() != parent:
                 return
         job = json.loads(connection.recv_bytes())
-        signal.alarm(math.ceil(2 * timeout_seconds))  # the parent ends a child that hangs, unless it is dead itself
+        signal.alarm(math.ceil(2 * timeout_seconds))  # if the child hangs and the parent is dead
         if job["is_sent"]:
             job["data"] = connection.recv_bytes()
         head: dict[str, Any]
@@ -163,11 +163,11 @@ def serve(
 
 
 def limit(memory_mib: int) -> None:
-    """Cap the memory of this process, forbid core files, leave the end to the parent."""
+    """Limit the memory of this process, disable core files and ignore stop signals."""
     for kind, wanted in ((resource.RLIMIT_AS, memory_mib << 20), (resource.RLIMIT_CORE, 0)):
         _, hard = resource.getrlimit(kind)
         resource.setrlimit(kind, (wanted, wanted) if hard == resource.RLIM_INFINITY else (min(wanted, hard), hard))
-    # A stop request goes to all processes of a job, but the pictures that the parent waits for are still to come.
+    # Schedulers signal all processes of a job, but the parent still waits for pictures.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -177,7 +177,7 @@ def main(answer: Callable[[dict[str, Any]], Answer] = answer) -> None:
     """Serve the socket that the command line names."""
     descriptor, timeout_seconds, memory_mib, parent = sys.argv[1:]
     limit(int(memory_mib))
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent closed the socket: that is how it ends
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent closed the socket
         serve(Connection(int(descriptor)), float(timeout_seconds), int(parent), answer)
 
 

@@ -1,8 +1,8 @@
-"""Decoding in child processes, with a time-out and a limit of memory.
+"""Decode pictures in child processes with a time limit and a memory limit.
 
-Pictures of others are untrusted, and the decoders are large bodies of C. Where a picture crashes, hangs or bursts one,
-a child dies, the picture is rejected with its reason, and the next picture gets a fresh child. What a child does stands
-in ``decoder_child.py``. It is no sandbox: a child may read what its user may read.
+Pictures are untrusted, and decoders are large C libraries. If a picture crashes, hangs or bloats its decoder, the child
+dies, the picture is rejected with a reason, and the next picture gets a new child (``decoder_child.py``). This is not a
+sandbox: a child may read whatever its user may read.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .decoder_child import READY
 
 CHILD_MODULE = f"{__package__}.decoder_child"
 START_SECONDS = 60.0  # a cold interpreter on a busy network disk
-END_SECONDS = 2.0  # between the end of a socket and the end of its process
+END_SECONDS = 2.0  # from the end of a socket to the end of its process
 MAX_HEAD_BYTES = 1 << 20
-RETRY_PATIENCE = 4  # times the time-out: the second try is for a large picture on a busy machine
+RETRY_PATIENCE = 4  # times the time-out, for a large picture on a busy machine
 
 
 class PicturePlace(NamedTuple):
-    """Where the bytes of a picture lie: in a file that a child reads itself, or here, to be sent to it.
+    """Where the bytes of a picture are: in a file that a child reads, or in memory, to be sent to it.
 
     Args:
-      path: of the file; of sent bytes only a name.
-      offset, num_bytes: where they lie in it.
-      data: the bytes, where no file here holds them.
+      path: of the file; only a name if the bytes are sent.
+      offset, num_bytes: position in the file.
+      data: the bytes, if no local file holds them.
     """
 
     path: Path
@@ -56,9 +56,9 @@ class Decoded:
     Args:
       pixels: (H, W, 3) uint8, of the bucket's size; read-only.
       height_px, width_px: of the source picture, upright.
-      source_checksum: XXH3-64 of the bytes that were decoded.
-      read_seconds: that the child took to read them; what was sent to it was read before.
-      decode_seconds: that it took for all else.
+      source_checksum: XXH3-64 of the encoded bytes.
+      read_seconds: of the child's read; 0 for bytes that were sent.
+      decode_seconds: of the rest.
     """
 
     pixels: np.ndarray
@@ -72,13 +72,13 @@ class Decoded:
 class Decoders:
     """Child processes that decode pictures; a context manager.
 
-    Any number of threads may ask at once: each borrows one child and waits for it. Children are started when they are
-    first needed, and end with the context. To be used only in the process that made it.
+    Any number of threads may call it: each borrows one child. Children start on first use and end with the context. Use
+    it only in the process that made it.
 
     Args:
-      num_children: processes at most, so pictures at once.
-      timeout_seconds: for one picture, with the reading of its bytes. One that crashes or hangs is tried once more, in
-        a fresh child and with more patience: the first time it may have been the machine.
+      num_children: maximum number of processes, and so of concurrent pictures.
+      timeout_seconds: for reading and decoding one picture. After a crash or time-out a new child tries once more with
+        a longer limit: the machine may have been at fault.
       memory_mib: address space of one child.
     """
 
@@ -95,7 +95,7 @@ class Decoders:
         self._timeout_seconds = timeout_seconds
         self._owner, self._closed = os.getpid(), threading.Event()
         self._children = [_Child(_child_module, timeout_seconds, memory_mib) for _ in range(num_children)]
-        # Last in, first out: a child that has started is taken before one that has not.
+        # Last in, first out: running children are preferred to new ones.
         self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
         for child in self._children:
             self._idle.put(child)
@@ -108,19 +108,19 @@ class Decoders:
 
     @property
     def num_at_once(self) -> int:
-        """Pictures that are decoded at the same time."""
+        """Number of concurrent pictures."""
         return len(self._children)
 
     def close(self) -> None:
-        """End all children; a thread that still waits for a picture gets a RuntimeError."""
+        """End all children; threads that still wait get a RuntimeError."""
         if self._closed.is_set() or os.getpid() != self._owner:
             return
         self._closed.set()
         for child in self._children:
-            child.kill()  # who waits for it gives it back
+            child.kill()  # the waiting thread returns it
         for _ in self._children:
             self._idle.get().stop()
-        self._idle.put(self._children[0])  # wakes who waits for an idle child; each of them passes it on
+        self._idle.put(self._children[0])  # wakes threads that wait for an idle child, one after the other
 
     def size(
         self, path: Path, offset: int, num_bytes: int, data: bytes | None = None, *, exif_orientation: bool = True
@@ -129,11 +129,11 @@ class Decoders:
 
         Args:
           path, offset, num_bytes, data: as in ``PicturePlace``.
-          exif_orientation: of the upright picture, as ``images.read_size``.
+          exif_orientation: as of ``pixels.read_size``.
         Raises:
-          RecordRejected: stage "scan"; no picture, too large, unreadable, or it took its child with it.
+          RecordRejected: stage "scan"; not a picture, too large, unreadable, or it crashed its child.
           ResourceError: a child cannot be started.
-          RuntimeError: a mistake in the code of the decoder, or this is closed.
+          RuntimeError: a bug in the decoder, or this is closed.
         """
         job = {"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes}
         head, _ = self._ask(job | {"exif_orientation": exif_orientation}, data)
@@ -143,10 +143,9 @@ class Decoders:
     def sizes(
         self, places: Sequence[PicturePlace], *, exif_orientation: bool = True
     ) -> list[tuple[int, int] | RecordRejected]:
-        """As ``size`` for many pictures in one message, which is much faster; a reject is returned, not raised.
+        """As ``size`` for many pictures in one message, which is much faster; rejects are returned, not raised.
 
-        Where a child does not come through them, each is asked for alone, so that only the culprit is rejected. Where
-        reading is slow, it takes several messages.
+        If a child crashes or hangs, each picture is tried alone, so that only the culprit is rejected.
 
         Raises: ResourceError, RuntimeError: as ``size``.
         """
@@ -181,11 +180,11 @@ class Decoders:
         resize_filter: str = "bicubic",
         exif_orientation: bool = True,
     ) -> Decoded:
-        """Decode a picture and bring it into its bucket.
+        """Decode a picture and fit it into its bucket.
 
         Args:
           path, offset, num_bytes, data: as in ``PicturePlace``.
-          bucket, crop, resize_filter: as of ``images.decode_picture``.
+          bucket, crop, resize_filter: as of ``pixels.decode_picture``.
           exif_orientation: as of ``size``.
         Raises: as ``size``, with the stage "decode".
         """
@@ -199,7 +198,7 @@ class Decoders:
     def _ask(
         self, job: dict[str, Any], data: bytes | None, *, patience: tuple[int, ...] = (1, RETRY_PATIENCE)
     ) -> tuple[dict[str, Any], np.ndarray | None]:
-        """Let a child do a job; where it crashes or hangs, as often as there are numbers: each times the time-out."""
+        """Send a job to a child; ``patience`` holds a factor of the time-out for each try."""
         if os.getpid() != self._owner:
             raise RuntimeError(f"decoders of process {self._owner} used in process {os.getpid()}; make new ones there")
         child = self._idle.get()
@@ -222,12 +221,12 @@ class Decoders:
             raise RecordRejected(*head["reject"])
         if "error" in head:
             first = job.get("path") or job["places"][0][0]
-            raise RuntimeError(f"picture '{first}': a mistake in the decoder's code\n{head['error']}")
+            raise RuntimeError(f"picture '{first}': a bug in the decoder\n{head['error']}")
         return head, pixels
 
 
 class _Child:
-    """One process and the socket to it; started when asked, used by one thread at a time."""
+    """A lazily started process and its socket; used by one thread at a time."""
 
     def __init__(self, module: str, timeout_seconds: float, memory_mib: int) -> None:
         self._module, self._timeout_seconds, self._memory_mib = module, timeout_seconds, memory_mib
@@ -237,12 +236,12 @@ class _Child:
     def ask(
         self, job: dict[str, Any], data: bytes | None, *, patience: float
     ) -> tuple[dict[str, Any], np.ndarray | None]:
-        """Send one job, with its bytes if they are no file's, and wait for the answer, so many times the time-out.
+        """Send one job, with its bytes if they are not in a file, and wait for the answer.
 
         Raises: RecordRejected: decoder_crash, decoder_timeout. ResourceError: it does not start.
         """
         if self._process is not None and self._process.poll() is not None:
-            self.stop()  # it was ended from outside while it was idle: no picture's fault
+            self.stop()  # killed from outside while idle
         answered = False
         try:
             connection = self._connection or self._start()
@@ -261,22 +260,22 @@ class _Child:
         except (EOFError, OSError, ValueError) as error:
             raise RecordRejected(job["stage"], "decoder_crash", self._how_it_ended()) from error
         finally:
-            if not answered:  # also on Ctrl-C: else the next job would get the answer to this one
+            if not answered:  # also on Ctrl-C: otherwise the next job would get this answer
                 self.stop()
         return head, pixels
 
     def kill(self) -> None:
-        """End the process at once; the socket stays open for the thread that reads from it."""
+        """Kill the process; the socket stays open for the thread that reads from it."""
         process = self._process
         if process is not None:
             process.kill()
 
     def stop(self) -> None:
-        """End the process and let go of it; the next job starts a fresh one."""
+        """Kill the process and close its socket; the next job starts a new one."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
-            self._process.kill()  # it holds nothing that must be saved
+            self._process.kill()
             self._process.wait()
         self._connection = self._process = None
 
@@ -285,16 +284,16 @@ class _Child:
         try:
             ours, theirs = socket.socketpair()
             with theirs:
-                for kind in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # for one that stops amid an answer
+                for kind in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # if it stops in the middle of an answer
                     ours.setsockopt(socket.SOL_SOCKET, kind, _timeval(self._timeout_seconds))
                 self._connection = Connection(ours.detach())
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", self._module, str(theirs.fileno()), *map(str, limits)],
-                    pass_fds=[theirs.fileno()],  # and no other: a sibling's socket would never see its end
+                    pass_fds=[theirs.fileno()],  # only this one: an inherited copy would keep a sibling's socket open
                     env=_environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,  # libtiff and others write there what the reject says anyway
+                    stderr=subprocess.DEVNULL,  # libtiff and others log there
                     process_group=0,  # Ctrl-C is the parent's
                 )
             if not self._connection.poll(START_SECONDS):
@@ -326,7 +325,7 @@ def _timeval(seconds: float) -> bytes:
 
 
 def _environment() -> dict[str, str]:
-    """This process's own, with its module path, and one thread for the libraries: the children are the threads."""
+    """This process's environment and module path, with single-threaded libraries: the children are the threads."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {**os.environ, **threads, "PYTHONPATH": path}

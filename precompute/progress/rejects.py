@@ -1,7 +1,7 @@
-"""When rejects are no longer single broken files but a sign that something is wrong: then stage 1 stops.
+"""Limits on rejects: too many are a sign that something is wrong with the source, and stage 1 stops.
 
-A revision has one ledger: rejects of the listing, of planning, decoding and encoding count together, whichever process
-met them and whenever, against ``source.max_reject_share``.
+A revision has one ledger: rejects of listing, planning, decoding and encoding, by all processes, count together against
+``source.max_reject_share``.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ..config import SourceSection
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-SMALL_NUMBER = 10  # so many rejects are never too large a share, unless they are more than half: of twenty, one is 5 %
-NOT_COUNTED = "source_changed"  # it is encoded at once in the next revision, as what it is now
+SMALL_NUMBER = 10  # rejects that are always allowed, unless they are more than half: one of twenty is 5 %
+NOT_COUNTED = "source_changed"  # the next revision encodes the changed picture
 
 
 class RejectLedger:
-    """Counts the rejects of one revision whatever their order, so it can count for several processes at once.
+    """Counts the rejects of one revision in any order, so it can count for several processes.
 
     Args:
-      section: of the recipe: the largest share.
+      section: of the recipe: the maximum share.
       total: records of the revision.
-      carried: by reason, rejects of the revision before that stay: they count, but a revision with no rejects of its
-        own is never stopped.
-      rejected: by reason, rejects of this revision so far.
-      hint: called when there are too many, with their reasons: what else to say to the user.
+      carried: rejects carried over from the previous revision, by reason: they count, but without new rejects a
+        revision is never stopped.
+      rejected: rejects of this revision so far, by reason.
+      hint: called with the reasons if there are too many; returns advice for the message.
       planning: nothing is encoded yet.
     """
 
@@ -51,7 +51,7 @@ class RejectLedger:
         self._allowed = max(section.max_reject_share * total, min(SMALL_NUMBER, total / 2))
 
     def copy(self) -> RejectLedger:
-        """Another one with the same counts."""
+        """Another ledger with the same counts."""
         counts = {"carried": self._carried, "rejected": self._rejected}
         return RejectLedger(self._section, self._total, **counts, hint=self._hint, planning=self.planning)
 
@@ -60,16 +60,16 @@ class RejectLedger:
         self._rejected.update(reasons)
 
     def count(self, key: str, reject: RecordRejected) -> SourceError | None:
-        """Count one reject; returns why stage 1 must stop, or None."""
+        """Count one reject; returns the error if there are too many."""
         self._rejected[reject.reason] += 1
         return self.refusal(f"The last is '{key}': {reject}.")
 
     def forget(self, reason: str) -> None:
-        """Take one back that was counted and is not in the store."""
+        """Subtract a reject that was not committed."""
         self._rejected -= Counter([reason])
 
     def refusal(self, example: str = "") -> SourceError | None:
-        """Why stage 1 must stop, or None.
+        """The error if there are too many rejects, or None.
 
         Args:
           example: a sentence about one of the rejects.
@@ -82,13 +82,13 @@ class RejectLedger:
         return _too_many(what, reasons, example, self._hint(reasons), "max_reject_share", planning=self.planning)
 
     def check(self) -> None:
-        """Raises: SourceError: the rejects are too large a share of all records."""
+        """Raises: SourceError: too large a share of all records is rejected."""
         if refusal := self.refusal():
             raise refusal
 
 
 def ledger_of(section: SourceSection, writer: StoreWriter) -> RejectLedger:
-    """The ledger of a revision whose plan is frozen: what the plan rejects, and all shards that anybody committed."""
+    """The ledger of a frozen plan: its own rejects, and those of all committed shards."""
     plan = writer.plan
     refused = plan.records.filter(pc.equal(plan.records["status"], "rejected"))
     is_own = pc.equal(refused["revision"], plan.revision)
@@ -99,19 +99,19 @@ def ledger_of(section: SourceSection, writer: StoreWriter) -> RejectLedger:
 
 
 def count_reasons(reasons: pa.ChunkedArray | pa.Array) -> Counter[str]:
-    """How often each value stands in a column; nulls are not counted."""
+    """Count each value of a column, ignoring nulls."""
     found = reasons.drop_null().value_counts()
     return Counter(dict(zip(found.field("values").to_pylist(), found.field("counts").to_pylist(), strict=True)))
 
 
 class RejectLimit:
-    """Counts rejects as they come, in order.
+    """Checks rejects as they come, in order.
 
     Args:
-      section: of the recipe: the largest number in a row.
-      ledger: looks at the share; None where it is looked at elsewhere.
-      stops: raise what is too much; else the first of it is kept as ``error``.
-      on_reject: called with the key of each that counts, and why.
+      section: of the recipe: the maximum number in a row.
+      ledger: checks the share; None if it is checked elsewhere.
+      stops: raise on too many rejects; otherwise keep the first error as ``error``.
+      on_reject: called with the key and the reject of each that counts.
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class RejectLimit:
             self._count_row(key, reject)
 
     def count_some(self, keys: pa.Array, rejects: Mapping[int, RecordRejected]) -> None:
-        """Count some records that follow each other; all of them count before the share is looked at.
+        """Count consecutive records; the share is checked after all of them.
 
         Args:
-          rejects: of some of them, by their place, in order.
+          rejects: by position among the keys, in order.
         Raises: SourceError: too many are rejected.
         """
         if self.ledger and rejects:

@@ -1,7 +1,7 @@
-"""What the workers of a run tell of their shards, and what it comes to: progress, rejects, who holds which shard.
+"""Events of the workers of a run, and what they add up to: progress, rejects, and which worker holds which shard.
 
-A worker is a process that encodes: this one, one of several on this machine, or an actor of a cluster. What they tell
-is small and plain, so that it can be sent.
+A worker is a process that encodes: this one, one of several on this machine, or an actor of a cluster. Events are small
+and picklable.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .rejects import RejectLedger
 
 @dataclass(frozen=True)
 class LeaseTaken:
-    """The worker will encode a shard, of which it holds the lease."""
+    """The worker holds the lease of a shard and will encode it."""
 
     task: Task
 
 
 @dataclass(frozen=True)
 class Committed:
-    """A shard that the worker took is committed, and its lease given back.
+    """The worker has committed a shard and released its lease.
 
     Args:
-      rejected: keys of its records that were refused.
+      rejected: keys of its rejected records.
     """
 
     task: Task
@@ -40,7 +40,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Encoded:
-    """So many pictures, or shards of captions, went through the encoder."""
+    """A number of pictures, or shards of captions, was encoded."""
 
     stage: str
     count: int
@@ -48,7 +48,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A record was refused; the names are those of ``RecordRejected``."""
+    """A record was rejected; the fields are those of ``RecordRejected``."""
 
     key: str
     stage: str
@@ -62,11 +62,12 @@ EventHandler = Callable[[Event], None]
 
 @dataclass
 class _WorkerState:
-    """What one worker did that is not committed: the shards that it holds, what is encoded of them, why what is not.
+    """Uncommitted work of one worker.
 
     Args:
+      held: shards that it holds.
       encoded: pictures, and shards of captions, by stage.
-      rejected: the reason of each, by key.
+      rejected: reason of each reject, by key.
     """
 
     held: list[Task] = field(default_factory=list)
@@ -75,16 +76,15 @@ class _WorkerState:
 
 
 class Tally:
-    """Hears all workers of one revision, each from one or more threads.
+    """Counts the events of all workers of one revision, from any thread.
 
-    What a worker does counts at once, so that progress is seen, and is taken back where the worker is lost before it
-    has committed it: others will make it again.
+    Work counts at once, for progress, and is subtracted if its worker is lost before the commit: others will repeat it.
 
     Args:
       plan: of the revision.
-      missing: shards that are to be made.
-      ledger: of the revision; rejects of all workers count in it.
-      progress: is told the sums.
+      missing: shards to encode.
+      ledger: counts the rejects of all workers.
+      progress: called with the sums.
     """
 
     def __init__(self, plan: FrozenPlan, missing: Sequence[Task], ledger: RejectLedger, progress: Progress) -> None:
@@ -98,11 +98,11 @@ class Tally:
 
     @property
     def num_pictures(self) -> int:
-        """Pictures that were encoded, of those that were not lost again."""
+        """Encoded pictures, without those of lost workers."""
         return self._done["pictures"]
 
-    def hear(self, worker: str, event: Event) -> None:
-        """Count what a worker tells.
+    def count(self, worker: str, event: Event) -> None:
+        """Count an event.
 
         Raises: SourceError: too many records are rejected.
         """
@@ -123,7 +123,7 @@ class Tally:
                         raise refusal
 
     def drop_worker(self, worker: str) -> list[Task]:
-        """Forget a worker that is gone, and what it had not committed.
+        """Forget a lost worker and its uncommitted work.
 
         Returns: the shards that it held.
         """
@@ -135,7 +135,7 @@ class Tally:
         return state.held
 
     def _settle(self, state: _WorkerState, task: Task, rejected: Sequence[str]) -> None:
-        """What a worker did for a shard stays, unless another one was faster."""
+        """Keep a worker's counts for a shard, unless another worker committed it first."""
         stage, size = _stage(task), self._size(task)
         state.held.remove(task)
         state.encoded[stage] -= size

@@ -1,7 +1,7 @@
-"""Which stage bounds a precompute, how fast each could go, and what to change; pure functions of measured seconds.
+"""The stage that limits a precompute, the rate of each stage, and advice; pure functions of measured seconds.
 
-Decoding, encoding and writing run beside each other, so the run takes about as long as the stage that is busy longest:
-a faster one of the others would change nothing. Captions are encoded before the pictures, on the same device.
+Decoding, encoding and writing overlap, so the run takes about as long as its slowest stage. Captions are encoded before
+the pictures, on the same device.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ READ, DECODE, ENCODE, TEXT, WRITE = "read", "decode", "encode", "text", "write"
 
 @dataclass(frozen=True)
 class Power:
-    """What a run has to work with.
+    """Devices and threads of a run.
 
     Args:
       device: of the encoders, as "cpu" or "cuda".
-      num_encoders: processes that encode, each with a thread that writes.
-      num_decoders: pictures that are read and decoded at the same time.
+      num_encoders: processes that encode, each with a writing thread.
+      num_decoders: pictures that are read and decoded concurrently.
     """
 
     device: str = "cpu"
@@ -29,13 +29,13 @@ class Power:
 
 @dataclass(frozen=True)
 class StageTime:
-    """What one stage took.
+    """Time of one stage.
 
     Args:
       name: of the stage.
-      seconds: that it was busy, summed over its threads.
-      threads: that work on it; reading and decoding share theirs.
-      images_per_second: that its threads could do if it were alone; None for captions, and where it took no time.
+      seconds: busy, summed over its threads.
+      threads: of the stage; reading and decoding share theirs.
+      images_per_second: rate of its threads alone; None for captions, and if it took no time.
     """
 
     name: str
@@ -45,7 +45,7 @@ class StageTime:
 
     @property
     def busy_seconds(self) -> float:
-        """On the clock, with all its threads."""
+        """Wall time with all its threads."""
         return self.seconds / self.threads
 
 
@@ -53,9 +53,9 @@ def stage_times(seconds: Mapping[str, float], num_pictures: int, power: Power) -
     """Time and rate of each stage, in the order of the data.
 
     Args:
-      seconds: of each stage, summed over its threads; others are left out.
-      num_pictures: that went through all of them.
-      power: that there was.
+      seconds: of each stage, summed over its threads; other keys are ignored.
+      num_pictures: that went through all stages.
+      power: of the run.
     """
     found = []
     for name in (READ, DECODE, TEXT, ENCODE, WRITE):
@@ -68,7 +68,7 @@ def stage_times(seconds: Mapping[str, float], num_pictures: int, power: Power) -
 
 
 def bound_by(times: list[StageTime]) -> str:
-    """The stage that is busy longest; of reading and decoding, which follow each other in a thread, the longer one."""
+    """The slowest stage; reading and decoding, which share threads, count as one, named by the longer."""
     busy = {time.name: time.busy_seconds for time in times}
     pictures = busy.get(READ, 0.0) + busy.get(DECODE, 0.0)
     both = READ if busy.get(READ, 0.0) > busy.get(DECODE, 0.0) else DECODE
@@ -77,7 +77,7 @@ def bound_by(times: list[StageTime]) -> str:
 
 
 def advice(times: list[StageTime], *, on_cpu: bool, codec: str) -> str:
-    """What would make the run faster: one sentence, with the number it rests on.
+    """How to make the run faster: one sentence, with the number it rests on.
 
     Args:
       codec: of the store.

@@ -18,7 +18,7 @@ from .latent_shard import PackedShard
 
 
 def encode_null_caption(plan: FrozenPlan, encoder: CaptionEncoder) -> PackedShard:
-    """The empty caption at full length."""
+    """Encode the empty caption at full length."""
     assert plan.spec.text is not None
     paths = [array.path for array in plan.layout.part_arrays(NULL_PART)]
     parts = _stored(encoder.encode_null(), plan.spec.text.dtype).parts
@@ -26,9 +26,9 @@ def encode_null_caption(plan: FrozenPlan, encoder: CaptionEncoder) -> PackedShar
 
 
 def encode_caption_shard(plan: FrozenPlan, shard: int, encoder: CaptionEncoder) -> PackedShard:
-    """All captions of one shard, in batches of equal length.
+    """Encode all captions of one shard, in batches of equal length.
 
-    Raises: EncoderError: a number is beyond what the store's dtype can hold.
+    Raises: EncoderError: a value exceeds the range of the store's dtype.
     """
     spec, layouts = plan.spec.text, plan.layout.part_arrays(CAPTION_PART)
     assert spec is not None
@@ -48,7 +48,7 @@ def encode_caption_shard(plan: FrozenPlan, shard: int, encoder: CaptionEncoder) 
             if spec.dtype != "float32":
                 qualities.append(quality(tokens, stored, spec.dtype))
 
-    # Half a millisecond of numpy a caption, of which a GPU would encode several: so one batch behind the encoder.
+    # Narrowing takes as long as several captions on a GPU, so it runs in a thread, one batch behind the encoder.
     with ThreadPoolExecutor(1, thread_name_prefix="leandit-narrow") as behind:
         storing: Future[None] | None = None
         for batch in caption_batches(lengths, spec, encoder):
@@ -62,10 +62,7 @@ def encode_caption_shard(plan: FrozenPlan, shard: int, encoder: CaptionEncoder) 
 
 
 def _stored(tokens: np.ndarray, dtype: str) -> StoredTokens:
-    """Tokens in the store's dtype.
-
-    Raises: EncoderError: it cannot hold them.
-    """
+    """Tokens in the store's dtype; raises EncoderError if a value exceeds its range."""
     stored = narrow(tokens, dtype)
     if not is_storable(stored, dtype):
         raise EncoderError(
@@ -76,7 +73,7 @@ def _stored(tokens: np.ndarray, dtype: str) -> StoredTokens:
 
 
 def caption_batches(lengths: np.ndarray, spec: TextSpec, encoder: CaptionEncoder) -> list[range]:
-    """Cut the captions of a shard, which are sorted by length, into batches as the store's spec says."""
+    """Split the captions of a shard, sorted by length, into batches as the spec says."""
     shared = encoder.tokenizer.num_shared  # computed with each caption, though not stored
     return equal_length_batches(lengths, spec.batch_size, batch_tokens=spec.batch_tokens, num_shared=shared)
 
@@ -84,12 +81,12 @@ def caption_batches(lengths: np.ndarray, spec: TextSpec, encoder: CaptionEncoder
 def equal_length_batches(
     lengths: np.ndarray, batch_size: int, *, batch_tokens: int = 0, num_shared: int = 0
 ) -> list[range]:
-    """Cut captions that are sorted by length into batches of one length each.
+    """Split captions sorted by length into batches of one length each.
 
     Args:
       batch_size: captions in a full batch.
-      batch_tokens: tokens in one instead, where it is not 0; a caption with more is a batch of its own.
-      num_shared: tokens that are computed with each caption beside its own.
+      batch_tokens: if not 0, tokens in a full batch instead; a longer caption is a batch by itself.
+      num_shared: tokens computed with each caption in addition to its own.
     """
     batches = []
     borders = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]

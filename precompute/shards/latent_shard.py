@@ -1,7 +1,7 @@
 """One shard of latents: a pure function of a slice of the plan and the encoders.
 
-A batch is the next ``batch_size`` rows of the shard, whatever fails in it: a picture that cannot be decoded leaves its
-place in the batch empty, so its neighbours keep their bits.
+A batch is the next ``batch_size`` rows of the shard. A picture that cannot be decoded leaves its row empty, so the
+other rows keep their bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..images.decoders import Decoded
 
 @dataclass
 class PackedShard:
-    """A shard ready to be committed: rows of each array, a checksum a row, what was rejected or not done as planned."""
+    """A shard ready to be committed: arrays, a checksum for each row, rejects and fallbacks."""
 
     part: str
     shard: int
@@ -35,14 +35,14 @@ class PackedShard:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """What became of one batch.
+    """Result of one batch.
 
     Args:
       rows: of the bucket.
-      pictures: that were to be encoded, or why there is none.
-      found: of each row; empty where there was nothing to encode.
+      pictures: decoded, or rejects.
+      found: of each row; empty if nothing was encoded.
       first_rows: rows of the first forward that was tried.
-      max_rows: rows of a forward, for the batches after it.
+      max_rows: rows of a forward, for the following batches.
     """
 
     rows: range
@@ -56,12 +56,12 @@ class ShardBuilder:
     """Collects the encoded batches of one latent shard.
 
     Args:
-      part, shard: which.
-      layouts: of the part's arrays: latents, then flipped ones if any.
+      part, shard: of the plan.
+      layouts: of the part's arrays: latents, then flipped latents if any.
       keys: of all rows of the bucket.
-      records: positions in the records table of all rows of the bucket.
+      records: positions in the records table, of all rows of the bucket.
       spec: of the latents.
-      known_fallbacks: by an earlier commit record of the shard: how rows were encoded that were not as planned.
+      known_fallbacks: of an earlier commit record: rows that were not encoded as planned.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class ShardBuilder:
     def encode(
         self, rows: range, pictures: Sequence[Decoded | RecordRejected], encoder: Encoding, *, max_rows: int
     ) -> EncodedBatch:
-        """Encode one batch; any thread may, while others do the same with other batches.
+        """Encode one batch; thread-safe with other batches.
 
         Args:
           rows: of the bucket.
-          pictures: decoded, or why there is none.
-          max_rows: rows of a forward, as far as the batches before have shown; ``max_rows`` at the time.
+          pictures: decoded, or rejects.
+          max_rows: rows of a forward, as far as the batches before have shown.
         """
         first_rows = min(max_rows, len(rows))
         shape = next((p.pixels.shape for p in pictures if isinstance(p, Decoded)), None)
-        if shape is None:  # there is nothing to encode in the whole batch
+        if shape is None:  # nothing to encode
             return EncodedBatch(rows, pictures, [], first_rows, max_rows)
         pixels = encoder.black((len(pictures), *shape))
         for i, picture in enumerate(pictures):
@@ -109,16 +109,16 @@ class ShardBuilder:
         records = self._records[rows.start : rows.stop]
         allowed = min(rows_of_a_forward(self._known_fallbacks.get(row), max_rows) for row in rows)
         found, size = encode_batch(views, records, encoder, self._spec, max_rows=allowed)
-        # What did not fit once need not be tried with every batch of the shard.
+        # A size that did not fit is not tried again in this shard.
         return EncodedBatch(rows, pictures, found, first_rows, size if size < min(allowed, len(rows)) else max_rows)
 
     def store(self, batch: EncodedBatch, encoder: Encoding) -> list[RecordRejected | None]:
-        """Put the next batch into its rows, in their order.
+        """Store the next batch, in order.
 
-        Where a batch before it has not fitted, and this one was begun without knowing that, it is encoded again: so a
-        shard is what it would be if one batch had waited for the other.
+        If an earlier batch did not fit and this one was started before that was known, it is encoded again: the shard
+        must be as if the batches had run one after the other.
 
-        Returns: why each of them is rejected, None for one that is stored.
+        Returns: the reject of each row, None if stored.
         """
         if batch.first_rows != min(self.max_rows, len(batch.rows)):
             batch = self.encode(batch.rows, batch.pictures, encoder, max_rows=self.max_rows)
@@ -133,7 +133,7 @@ class ShardBuilder:
     def _store(
         self, row: int, picture: Decoded | RecordRejected, found: EncodedRow | None, reject: RecordRejected | None
     ) -> None:
-        """Put one row into the arrays, or into the ledger; the arrays are NaN where nothing is put."""
+        """Store one row and its reject or fallback; rows of rejects stay NaN."""
         self._source_checksums.append(
             f"{picture.source_checksum:016x}" if found and isinstance(picture, Decoded) else ""
         )
@@ -147,7 +147,7 @@ class ShardBuilder:
                 self._fallbacks.append(Fallback(row=row, how=found.fallback))
 
     def finish(self) -> PackedShard:
-        """Checksum the rows and hand the shard over."""
+        """Compute the checksums and return the shard."""
         rejected = {reject.row for reject in self._rejects}
         checksums = [
             "" if row in rejected else row_checksum(*(array[i] for array in self._arrays.values()))

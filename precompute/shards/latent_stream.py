@@ -1,4 +1,4 @@
-"""Decoded batches to shards of latents, with one batch in the encoder while others are prepared and put away."""
+"""Decoded batches to shards of latents: while one batch is in the encoder, others are prepared and stored."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..progress.rejects import RejectLimit
 from .latent_shard import EncodedBatch, PackedShard, ShardBuilder
 from .picture_batches import Picture, PictureBatch
 
-BATCHES_IN_WORK = 2  # one in the encoder, one that is prepared or put away
+BATCHES_IN_WORK = 2  # one in the encoder, one being prepared or stored
 
 
 @dataclass(frozen=True)
 class PendingBatch:
-    """A batch that is being encoded, and the shard that it belongs to."""
+    """A batch that is being encoded, and its shard."""
 
     batch: PictureBatch
     builder: ShardBuilder
@@ -29,10 +29,9 @@ class PendingBatch:
 
 
 class ShardEncoder:
-    """Makes shards of latents out of decoded batches, which come in the order of their rows; a context manager.
+    """Makes shards of latents from decoded batches, which come in row order; a context manager.
 
-    While one batch is in the encoder, the next one is prepared and the one before is put away, so that a GPU has
-    nothing to wait for.
+    While one batch is in the encoder, the next one is prepared and the previous one stored, so a GPU never waits.
 
     Args: as ``encode_pictures`` in ``stages.py``.
     """
@@ -60,9 +59,9 @@ class ShardEncoder:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def add(self, batch: PictureBatch, pictures: Sequence[Picture]) -> PackedShard | None:
-        """Begin to encode a batch, and finish the one before the last.
+        """Start encoding a batch, and finish the one before the last.
 
-        Returns: a shard, where that was its last batch.
+        Returns: a shard, if that was its last batch.
         Raises: SourceError: too many pictures are rejected.
         """
         if self._builder is None:
@@ -84,7 +83,7 @@ class ShardEncoder:
         return self._next() if len(self._pending_batches) > BATCHES_IN_WORK else None
 
     def rest(self) -> Iterator[PackedShard]:
-        """Finish what is in work.
+        """Finish all pending batches.
 
         Raises: as ``add``.
         """

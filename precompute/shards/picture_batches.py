@@ -1,4 +1,4 @@
-"""Which pictures are encoded together, and how they are decoded ahead of the encoder."""
+"""Which pictures are encoded together, and decoding them ahead of the encoder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCHES_AHEAD = 3  # decoded batches that wait for the encoder
 
 
 class Origin(Protocol):
-    """A source, as the encoding sees it: from the place that a plan names to what a decoder takes."""
+    """A source as the encoding sees it: maps places of a plan to places for a decoder."""
 
     def place(self, path: str, offset: int, num_bytes: int, *, stage: str) -> PicturePlace:
         """As ``OpenedSource.place``."""
@@ -31,11 +31,11 @@ class Origin(Protocol):
 
 
 class PictureDecoders(Protocol):
-    """What decodes pictures: here or elsewhere, from many threads at once."""
+    """Decodes pictures, locally or elsewhere, for many threads at once."""
 
     @property
     def num_at_once(self) -> int:
-        """Pictures that it works on at the same time."""
+        """Number of concurrent pictures."""
         ...
 
     def picture(
@@ -50,7 +50,7 @@ class PictureDecoders(Protocol):
         resize_filter: str = "bicubic",
         exif_orientation: bool = True,
     ) -> Decoded:
-        """As ``Decoders.picture``; the place is what the ``Origin`` says."""
+        """As ``Decoders.picture``; the place comes from ``Origin``."""
         ...
 
 
@@ -66,7 +66,7 @@ class Sizes:
 
 
 class BucketSource:
-    """Where the pictures of a bucket lie in the source, and their size when they were planned; by row."""
+    """Places and planned sizes of the pictures of a bucket, by row."""
 
     def __init__(self, plan: FrozenPlan, bucket: str) -> None:
         self.positions = plan.bucket_positions[bucket]
@@ -79,7 +79,7 @@ class BucketSource:
 
 @dataclass(frozen=True)
 class PictureBatch:
-    """The next rows of a shard, encoded in one forward."""
+    """Consecutive rows of a shard that are encoded in one forward."""
 
     part: str
     shard: int
@@ -89,7 +89,7 @@ class PictureBatch:
 
 
 def picture_batches(plan: FrozenPlan, tasks: Iterable[Task]) -> Iterator[PictureBatch]:
-    """Batches of some shards: always the same rows together, and never rows of two shards."""
+    """Batches of shards: always the same rows together, never rows of two shards."""
     size, sources = plan.spec.latent.batch_size, {}
     for part, shard in tasks:
         if part not in sources:
@@ -113,12 +113,12 @@ def decode_planned(
     bucket: tuple[int, int],
     clock: StageClock | None = None,
 ) -> Picture:
-    """Decode the picture of one planned row, or say why there is none.
+    """Decode the picture of a planned row; rejects are returned.
 
     Args:
-      place: path, offset and number of bytes, as the plan has them.
-      size: height and width in pixels that the picture had when it was planned.
-      clock: told what the decoder took, not how long it was waited for: on a cluster that is much more.
+      place: path, offset and number of bytes, as in the plan.
+      size: planned height and width in pixels.
+      clock: gets the decoder's own time, without waiting, which is much longer on a cluster.
     """
     start = time.perf_counter()
     try:
@@ -139,7 +139,7 @@ def decode_planned(
     if found == size:
         return decoded
     planned = "{}x{}".format(*size)
-    detail = f"the picture has {found[0]}x{found[1]} px, the one that was planned had {planned} px"
+    detail = f"the picture has {found[0]}x{found[1]} px, planned were {planned} px"
     return RecordRejected("decode", "wrong_size", detail)
 
 
@@ -151,7 +151,7 @@ def decode_ahead(
     origin: Origin,
     clock: StageClock,
 ) -> Iterator[tuple[PictureBatch, list[Future[Picture]]]]:
-    """Hand out batches in order while the pictures of the next ones are being decoded.
+    """Yield batches in order while the pictures of later ones are decoded.
 
     Args:
       pool: of threads that wait for the decoders.

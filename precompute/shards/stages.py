@@ -1,6 +1,6 @@
-"""The work of stage 1, with decoding ahead of the encoder and writing behind it.
+"""Encoding of shards, with decoding ahead of the encoder and writing behind it.
 
-Both sides are threads: hash functions and the encoder let go of Python's lock, and pictures are decoded in children.
+Both run in threads: hashing and the encoder release the GIL, and pictures are decoded in child processes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ WRITES_BEHIND = 2  # shards that wait for the disk
 
 
 class Background:
-    """Commits finished shards in a thread; an error there is raised here at the next commit or at the end.
+    """Commits finished shards in a thread; an error there is raised at the next commit or at the end.
 
     Args:
-      on_commit: called in that thread with each shard that is committed and whose lease is given back.
+      on_commit: called in that thread with each shard after its commit and the release of its lease.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Background:
         return self
 
     def commit(self, shard: PackedShard) -> None:
-        """Queue a shard; waits while too many are queued."""
+        """Queue a shard; waits if too many are queued."""
         self._pending.append(self._pool.submit(self._write, shard))
         with self._clock.measure("wait_write"):
             while len(self._pending) > WRITES_BEHIND:
@@ -59,8 +59,7 @@ class Background:
     def _write(self, shard: PackedShard) -> None:
         with self._clock.measure("write"):
             task = (shard.part, shard.shard)
-            # Who stood still may find that others took its lease, and that their bytes are not to be touched any more:
-            # another device, or less memory, makes others.
+            # After a pause others may have taken the lease and committed; their bytes, perhaps of another device, stay.
             if not self._writer.is_committed(task):
                 write_shard(self._writer, shard)
             self._leases.release(task)
@@ -116,12 +115,13 @@ def encode_pictures(
     progress: Callable[[int], None],
     fallbacks_of: Callable[[str, int], Sequence[Fallback]] = lambda part, shard: (),
 ) -> Iterator[PackedShard]:
-    """Encode shards of latents in the order given, decoding ahead.
+    """Encode shards of latents in the given order, decoding ahead.
 
     Args:
-      origin: of the pictures that the plan names.
-      fallbacks_of: of a part and shard that is made again: how rows were encoded that were not as planned.
-      progress: called with the number of pictures of each batch that is done.
+      origin: of the planned pictures.
+      limit: of rejects.
+      progress: called with the number of pictures of each finished batch.
+      fallbacks_of: of a part and shard that is made again, the rows that were not encoded as planned.
     Raises: SourceError: too many pictures are rejected.
     """
     pool = ThreadPoolExecutor(decoders.num_at_once, thread_name_prefix="leandit-decode")

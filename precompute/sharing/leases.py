@@ -1,9 +1,9 @@
-"""Leases on shard tasks, so that coordinators on one store share the work instead of doing it twice.
+"""Leases on shards, so that processes on one store share the work instead of repeating it.
 
-They only save work: a shard is written whole, and whoever makes it on the same kind of device makes the same bytes. A
-lease is a file in the store's folder whose owner touches it every few seconds, so it needs no locks of the file system,
-which often end at one machine. That of a process that died on this machine is free at once, one from elsewhere when it
-was not touched lately.
+Leases only save work: shards are written atomically, and the same kind of device makes the same bytes. A lease is a
+file in the store's folder that its owner touches every few seconds, so it needs no file system locks, which often do
+not work across machines. The lease of a process that died on this machine is free at once, one from another machine
+when it has not been touched for LEASE_SECONDS.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ...datasets.format.schema import Manifest
 from ...datasets.revisions.commits import Task
 from ...datasets.revisions.writer import StoreWriter
 
-LEASE_SECONDS = 60.0  # without a touch, then others take it; all coordinators must agree
+LEASE_SECONDS = 60.0  # without a touch, until others may take it; all processes must agree
 TOUCH_SECONDS = 15.0
-EMPTY_SECONDS = 2.0  # between the making of a lease's file and its first bytes, at most
+EMPTY_SECONDS = 2.0  # at most, from creating a lease's file to its first bytes
 MAY_NOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
-LOOK_SECONDS = 0.2  # between two looks at what others are making
-# Without a commit: then others are taken for stuck, and their shards are made here as well. Much more than one takes.
+LOOK_SECONDS = 0.2  # between two checks of other processes
+# Without a commit, until other processes count as stuck and their shards are encoded here; far more than a shard takes.
 PATIENCE_SECONDS = 7200.0
 
 
@@ -35,16 +35,16 @@ class Lease:
     """A lease on one file."""
 
     def __init__(self, path: Path) -> None:
-        # Released by the thread that writes, not by the one that took it.
+        # thread_local=False: the writing thread releases it, not the thread that took it.
         self._lease = SoftFileLease(
             path, lease_duration=LEASE_SECONDS, heartbeat_interval=TOUCH_SECONDS, thread_local=False
         )
         self._path, self._empty_since = path, float("inf")
 
     def take(self) -> bool:
-        """Take it, unless others hold it.
+        """Take it unless another process holds it.
 
-        Raises: OSError: nobody may write there.
+        Raises: OSError: the folder is not writable.
         """
         try:
             self._lease.acquire(blocking=False)
@@ -54,12 +54,12 @@ class Lease:
         return True
 
     def release(self) -> None:
-        """Give it back; its file goes."""
+        """Release it and remove its file."""
         with contextlib.suppress(OSError):
             self._lease.release()
 
     def _remove_empty(self) -> None:
-        """Remove the file of an owner that died before it wrote its name into it, which nobody would ever take."""
+        """Remove the file of an owner that died before writing its name, which would block forever."""
         with contextlib.suppress(OSError):
             is_empty, now = not self._path.stat().st_size, time.monotonic()
             self._empty_since = min(self._empty_since, now) if is_empty else float("inf")
@@ -68,18 +68,18 @@ class Lease:
 
 
 class Leases:
-    """Leases on the tasks of one revision; a context manager that leaves nothing behind.
+    """Leases on the shards of one revision; a context manager that leaves nothing behind.
 
     Args:
       writer: of the revision.
-      on_taken: called with each task that is handed out.
+      on_taken: called with each leased task.
     """
 
     def __init__(self, writer: StoreWriter, *, on_taken: Callable[[Task], None] = lambda task: None) -> None:
         self._writer, self._on_taken = writer, on_taken
         self._folder = writer.root / LEASES
         self._held: dict[Task, Lease] = {}
-        self._wanted: dict[Task, Lease] = {}  # held by others; each remembers when it saw the last touch
+        self._wanted: dict[Task, Lease] = {}  # held by others; each remembers the last touch
         self._patient, self._missing, self._since = True, -1, time.monotonic()
 
     def __enter__(self) -> Leases:
@@ -91,34 +91,34 @@ class Leases:
         self.sweep()
 
     def sweep(self) -> None:
-        """Remove what dead processes left, and all leases of a revision of which nothing is missing."""
-        if not self._writer.missing_tasks():  # nobody needs one any more
+        """Remove leases of dead processes, and all leases of a complete revision."""
+        if not self._writer.missing_tasks():
             for path in self._folder.glob(f"{self._writer.plan.revision}-*"):
                 path.unlink(missing_ok=True)
         for path in self._folder.glob("*.lock"):
             lease = Lease(path)
             with contextlib.suppress(OSError):
-                if lease.take():  # left by a process that died
+                if lease.take():  # its owner died
                     lease.release()
-        with contextlib.suppress(OSError):  # others still hold leases, or have removed it
+        with contextlib.suppress(OSError):  # others hold leases, or have removed it
             self._folder.rmdir()
 
     def take(self, tasks: list[Task]) -> Iterator[Task]:
-        """Hand out the tasks that are neither committed nor leased by others; each is leased until it is released.
+        """Yield tasks that are neither committed nor leased by others; each is leased until ``release``.
 
-        Raises: OSError: this user may not write there. ResourceError: the disk is full.
+        Raises: OSError: the folder is not writable. ResourceError: the disk is full.
         """
         for task in tasks:
             if self._writer.is_committed(task) or not self._take(task):
                 continue
-            if self._writer.is_committed(task):  # between the look and the lease
+            if self._writer.is_committed(task):  # between the check and the lease
                 self.release(task)
             else:
                 self._on_taken(task)
                 yield task
 
     def wait(self) -> None:
-        """Let others go on with what they hold, for a moment; who holds it for too long is taken for stuck."""
+        """Wait a moment for other processes; one without commits for PATIENCE_SECONDS counts as stuck."""
         missing = len(self._writer.missing_tasks())
         if missing != self._missing:
             self._missing, self._since = missing, time.monotonic()
@@ -126,7 +126,7 @@ class Leases:
         time.sleep(LOOK_SECONDS)
 
     def release(self, task: Task) -> None:
-        """Give a lease back."""
+        """Release a lease."""
         if lease := self._held.pop(task, None):
             lease.release()
 
@@ -139,9 +139,9 @@ class Leases:
             is_taken = lease.take()
         except OSError as error:
             raise_if_full(error, self._folder)
-            if error.errno in MAY_NOT_WRITE:  # shards neither, and no waiting would change that
+            if error.errno in MAY_NOT_WRITE:  # shards cannot be written either
                 raise
-            return not self._patient  # another process has just removed the folder
+            return not self._patient  # another process removed the folder
         (self._held if is_taken else self._wanted)[task] = lease
         self._writer.is_shared |= not is_taken
         return is_taken or not self._patient
@@ -149,12 +149,12 @@ class Leases:
 
 @contextlib.contextmanager
 def alone(root: Path, name: str, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold the lease of a name while the block runs, so that others wait for its outcome instead of doing it as well.
+    """Hold a named lease while the block runs, so that other processes wait for its result.
 
-    Where no lease can be had, because nobody may write there, the block runs all the same.
+    If the folder is not writable, the block runs without a lease.
 
     Args:
-      waiting: called again and again while somebody else holds it.
+      waiting: called repeatedly while another process holds the lease.
     """
     folder = root / LEASES
     lease, is_taken = Lease(folder / f"{name}.lock"), False
@@ -169,17 +169,17 @@ def alone(root: Path, name: str, waiting: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         lease.release()
-        with contextlib.suppress(OSError):  # others hold leases there, or there is a store now
+        with contextlib.suppress(OSError):  # others hold leases, or the store exists now
             folder.rmdir()
             root.rmdir()
 
 
 def seal_alone(writer: StoreWriter, encode: Callable[[list[Task]], None], waiting: Callable[[], None]) -> Manifest:
-    """Seal a revision of which nothing is missing; of many processes that get here together one reads the shards again.
+    """Seal a complete revision; of several processes only one reads the shards again.
 
     Args:
-      encode: makes shards again that are not as recorded, whichever part they are of.
-      waiting: called again and again while another process seals.
+      encode: makes shards again that differ from their records, of any part.
+      waiting: called repeatedly while another process seals.
     """
     with alone(writer.root, f"seal-{writer.plan.revision}", waiting):
         while damaged := writer.recheck():

@@ -1,4 +1,4 @@
-"""A share of the shards, for one of several processes that know nothing of each other, as in a Slurm array."""
+"""A share of the shards, for one of several independent processes, as in a Slurm array."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ...datasets.revisions.commits import Task
 
 @dataclass(frozen=True)
 class Part:
-    """Every ``count``-th shard, beginning with shard ``number``, counted from 1."""
+    """Every ``count``-th shard, starting with shard ``number``, counted from 1."""
 
     number: int = 1
     count: int = 1
 
     def of(self, tasks: Sequence[Task]) -> list[Task]:
-        """Its share of all tasks of a plan, whichever of them are done."""
+        """The part's share of all tasks of a plan, finished or not."""
         return list(tasks[self.number - 1 :: self.count])
 
 
 def part_of(text: str) -> Part:
-    """Read "I/N".
+    """Parse "I/N".
 
-    Raises: ValueError: it is not that, or there is no such part.
+    Raises: ValueError: malformed, or I is not from 1 to N.
     """
     found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     number, count = map(int, found.groups()) if found else (0, 0)

@@ -61,14 +61,14 @@ def test_what_a_lost_worker_has_not_committed_is_taken_back(store: Path) -> None
     plan, seen = read_plan(store / "store", 1), []
     tally, (one, two, three) = new_tally(plan, seen), picture_tasks(plan)
     for event in (LeaseTaken(one), LeaseTaken(two), Encoded("pictures", rows_of(plan, one)), Encoded("pictures", 2)):
-        tally.hear("a", event)
-    tally.hear("a", Committed(one))
+        tally.count("a", event)
+    tally.count("a", Committed(one))
     assert tally.drop_worker("a") == [two]
     assert tally.num_pictures == rows_of(plan, one)
     assert tally.drop_worker("a") == []  # nothing is taken back twice
     for task in (two, three):
         for event in (LeaseTaken(task), Encoded("pictures", rows_of(plan, task)), Committed(task)):
-            tally.hear("b", event)
+            tally.count("b", event)
     assert tally.drop_worker("b") == []
     assert tally.num_pictures == 14
     assert seen[-1] == ("pictures", 14, 14)
@@ -78,16 +78,16 @@ def test_a_shard_that_two_workers_make_counts_once(store: Path) -> None:
     plan = read_plan(store / "store", 1)
     tally, task = new_tally(plan, []), picture_tasks(plan)[0]
     for worker in "ab":
-        tally.hear(worker, LeaseTaken(task))
-        tally.hear(worker, Encoded("pictures", rows_of(plan, task)))
-        tally.hear(worker, Rejected("k", *BROKEN))
+        tally.count(worker, LeaseTaken(task))
+        tally.count(worker, Encoded("pictures", rows_of(plan, task)))
+        tally.count(worker, Rejected("k", *BROKEN))
     for worker in "ab":
-        tally.hear(worker, Committed(task, ["k"]))
+        tally.count(worker, Committed(task, ["k"]))
     assert tally.num_pictures == rows_of(plan, task)
     for number in range(9):
-        tally.hear("a", Rejected(f"{number}", *BROKEN))
+        tally.count("a", Rejected(f"{number}", *BROKEN))
     with pytest.raises(SourceError, match="11 of 14 records"):
-        tally.hear("a", Rejected("9", *BROKEN))
+        tally.count("a", Rejected("9", *BROKEN))
 
 
 def test_rejects_of_lost_workers_do_not_count_twice(store: Path) -> None:
@@ -95,20 +95,20 @@ def test_rejects_of_lost_workers_do_not_count_twice(store: Path) -> None:
     tally, (one, two, _) = new_tally(plan, []), picture_tasks(plan)
     broken = [f"k{number}" for number in range(8)]
     for worker in ("a", "b", "c"):  # the limit is ten
-        tally.hear(worker, LeaseTaken(one))
+        tally.count(worker, LeaseTaken(one))
         for key in broken:
-            tally.hear(worker, Rejected(key, *BROKEN))
+            tally.count(worker, Rejected(key, *BROKEN))
         tally.drop_worker(worker)
-    tally.hear("d", LeaseTaken(one))
+    tally.count("d", LeaseTaken(one))
     for key in broken:
-        tally.hear("d", Rejected(key, *BROKEN))
-    tally.hear("d", Committed(one, broken))
-    tally.hear("d", LeaseTaken(two))
+        tally.count("d", Rejected(key, *BROKEN))
+    tally.count("d", Committed(one, broken))
+    tally.count("d", LeaseTaken(two))
     tally.drop_worker("d")  # what is committed stays counted
     for key in ("l1", "l2"):
-        tally.hear("e", Rejected(key, *BROKEN))
+        tally.count("e", Rejected(key, *BROKEN))
     with pytest.raises(SourceError, match=r"11 of 14 records are rejected, .*: 11 x truncated\. The last is 'l3'"):
-        tally.hear("e", Rejected("l3", *BROKEN))
+        tally.count("e", Rejected("l3", *BROKEN))
 
 
 def test_sums_are_right_in_any_order_of_work_and_loss(store: Path) -> None:
@@ -119,12 +119,12 @@ def test_sums_are_right_in_any_order_of_work_and_loss(store: Path) -> None:
         for number in range(100):
             some = [task for task in left if rng.random() < 0.7]
             for task in some:
-                tally.hear(f"{number}", LeaseTaken(task))
+                tally.count(f"{number}", LeaseTaken(task))
             committed = 0
             for task in some:
-                tally.hear(f"{number}", Encoded("pictures", rows_of(plan, task)))
+                tally.count(f"{number}", Encoded("pictures", rows_of(plan, task)))
                 if committed == some.index(task) and rng.random() < 0.5:
-                    tally.hear(f"{number}", Committed(task))
+                    tally.count(f"{number}", Committed(task))
                     left.remove(task)
                     committed += 1
             assert tally.drop_worker(f"{number}") == some[committed:]
@@ -148,7 +148,7 @@ def test_a_worker_that_raises_tells_only_of_what_it_has_committed(tmp_path: Path
 
     def emit(event: Event) -> None:
         told.append(event)
-        tally.hear("a", event)
+        tally.count("a", event)
 
     writer, listed = StoreWriter(tmp_path / "store", plan), list_source(source)
     with Decoders(1) as decoders:
