@@ -1,9 +1,9 @@
-"""Which autoencoders of diffusers are known here, and how each brings its latents to the scale of a model.
+"""The supported autoencoders of diffusers, and how each normalises its latents for a model.
 
     latent of the model = (latent of the encoder - shift) * scale
 
-An autoencoder whose normalisation is not known is refused by name: stored as if it had none, its latents would train
-a model on another scale than every other program uses.
+Unknown autoencoders are rejected by name: stored without their normalisation, their latents would train a model on the
+wrong scale.
 
 Source: ``prepare_latents`` and the decoding of diffusers' pipelines (Stable Diffusion XL, SD3, Flux, Sana).
 """
@@ -17,19 +17,19 @@ import numpy as np
 
 from ...datasets.errors import EncoderError
 
-# What the config of each class may say of its normalisation. Others, as AutoencoderKLFlux2 (a batch norm over patches)
-# or AutoencoderRAE (pixels from 0 to 1), keep it elsewhere.
+# Normalisation keys in the config of each class. Other classes, as AutoencoderKLFlux2 (a batch norm over patches) or
+# AutoencoderRAE (pixels from 0 to 1), keep it elsewhere.
 NORMALISATION = {
     "AutoencoderKL": ("scaling_factor", "shift_factor", "latents_mean", "latents_std"),
     "AutoencoderTiny": ("scaling_factor", "shift_factor"),
     "AutoencoderDC": ("scaling_factor",),
 }
 SD_CHANNELS = 4  # the default of AutoencoderKL, 0.18215, is that of Stable Diffusion's
-DECODER = ("decoder.", "post_quant_conv.")  # weights that no latent depends on
+DECODER = ("decoder.", "post_quant_conv.")  # weights that encoding does not use
 
 
 def check_normalisation(config: Mapping[str, Any], where: str) -> None:
-    """Refuse an autoencoder whose latents would be stored on a scale that is not known, by its config alone.
+    """Raise if the config of an autoencoder does not determine the normalisation of its latents.
 
     Args:
       config: of its config.json.
@@ -66,11 +66,11 @@ def check_normalisation(config: Mapping[str, Any], where: str) -> None:
 
 
 def shift_and_scale(config: Mapping[str, Any], channels: int, where: str) -> tuple[list[float], list[float]]:
-    """One shift and one scale for each channel of an autoencoder that ``check_normalisation`` lets pass.
+    """Shift and scale of each channel of an autoencoder that has passed ``check_normalisation``.
 
     Args:
       config: of the loaded model, with the defaults of its class.
-    Raises: EncoderError: they are not finite numbers, or not one for each channel.
+    Raises: EncoderError: not finite numbers, or not one for each channel.
     """
     try:
         factor = config.get("scaling_factor")

@@ -1,8 +1,8 @@
-"""The VAE's encoder through ``torch.compile``: one graph for each shape, and never eager in silence.
+"""The VAE's encoder through ``torch.compile``: one graph for each shape, never a silent fallback to eager.
 
-By default dynamo compiles eight shapes of a function and then runs it eagerly, without a word: a store of forty buckets
-would hold bits of two kinds. Here the limit is beyond any table of buckets, and what would fall back is an error. A
-batch of another size is another shape, so the last rows of a shard are filled up to a power of two with black pictures.
+By default dynamo compiles eight shapes of a function and then silently runs it eagerly: a store of forty buckets would
+mix two kinds of bits. Here the limit exceeds any bucket table, and a fallback is an error. Another batch size is
+another shape, so the last batch of a shard is padded to a power of two with black pictures.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MAX_SHAPES = 4096  # buckets of a table, times the batch sizes that its last row
 
 
 def compile_encoder(model: Any) -> None:
-    """Have a diffusers autoencoder run its encoder compiled; nothing is compiled before the first batch.
+    """Compile the encoder of a diffusers autoencoder lazily, at its first batch.
 
-    Raises: RecipeError: it has none that could be.
+    Raises: RecipeError: the model has no encoder module.
     """
     encoder = getattr(model, "encoder", None)
     if not isinstance(encoder, torch.nn.Module):
@@ -36,9 +36,9 @@ def compile_encoder(model: Any) -> None:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Whatever runs compiled code, or has it made.
+    """Context for code that runs or triggers compilation.
 
-    Raises: ResourceError: there is no working compiler. RecipeError: the encoder cannot be compiled as one graph.
+    Raises: ResourceError: no working compiler. RecipeError: the encoder does not compile to one graph.
     """
     limits = {
         "recompile_limit": MAX_SHAPES,
@@ -64,16 +64,16 @@ def compiling() -> Iterator[None]:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Run without compiling, what is compiled too: for single pictures in another dtype."""
+    """Run compiled modules eagerly: for single pictures in another dtype."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 def filled_up(pixels: np.ndarray, batch_size: int) -> np.ndarray:
-    """A batch with black pictures behind it, up to a power of two, but no more than ``batch_size``.
+    """Pad a batch with black pictures to a power of two, at most ``batch_size``.
 
-    A pure function of the number of rows, so the bits of a row depend on nothing else; a batch that was halved for want
-    of memory never grows to what did not fit.
+    A pure function of the number of rows, so the bits of a row depend on nothing else. A batch that was halved for lack
+    of memory never grows beyond its size.
 
     Args:
       pixels: (B, height_px, width_px, 3) uint8.

@@ -1,4 +1,4 @@
-"""What a store says of itself: how its pictures were cropped and encoded, and by which encoders."""
+"""The spec of an encoded store: how its pictures were cropped and encoded, and by which encoders."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .vae import Encoders
 def describe_store(
     recipe: PrecomputeRecipe, source: Source | None, encoders: Encoders, *, known: StoreSpec | None = None
 ) -> StoreSpec:
-    """What the store will say of itself, with its fingerprint.
+    """The spec of the store, with its fingerprint.
 
     Args:
-      source: whose classes it names; None where nobody asks for them.
-      known: what it says already; with vae.batch_size = 0, its batch size is kept, else the largest is found.
-    Raises: RecipeError: a bucket does not fit the VAE's downscale. ResourceError: not one picture fits the device.
+      source: supplies the class names; None to omit them.
+      known: present spec; with vae.batch_size = 0 its batch size is kept, otherwise the largest that fits is measured.
+    Raises: RecipeError: a bucket is not divisible by the VAE's downscale. ResourceError: not even one picture fits.
     """
     images, table = recipe.images, recipe.images.table
     downscale, batch_size = encoders.image.downscale, recipe.vae.batch_size

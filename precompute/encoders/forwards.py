@@ -1,7 +1,7 @@
-"""One batch of pictures through the image encoder: halved where it does not fit, repeated in float32 where it broke.
+"""One batch of pictures through the image encoder: halved if out of memory, repeated in float32 if not finite.
 
-Both are told with each row, because they change its bits. A batch that runs out of memory is encoded anew from its
-first row in forwards of half the size, rounded up, and so on down to one picture; so one number says it all.
+Both are recorded with each row, because they change its bits. A batch that runs out of memory starts over with forwards
+of half the size, rounded up, down to one picture; so one number describes it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .vae import ImageEncoder
 
 CPU_BATCH = 32  # on a CPU more rows in a forward are no faster
 MAX_BATCH = 256
-MAX_BATCH_BYTES = 96 << 20  # of decoded pixels: up to eight batches are in the memory of the host, of 1 GiB
+MAX_BATCH_BYTES = 96 << 20  # of decoded pixels: up to eight batches are in host memory
 FLOAT32 = "float32"
 SIZE = "batch:"
 
 
 class Encoding(Protocol):
-    """What encodes pictures: an ``ImageEncoder``, or what several threads share of one (``SharedEncoder``)."""
+    """Encodes pictures: an ``ImageEncoder``, or one shared by threads (``SharedEncoder``)."""
 
     @property
     def identity(self) -> EncoderIdentity:
@@ -47,10 +47,10 @@ class Encoding(Protocol):
 
 
 class SharedEncoder:
-    """An encoder as threads share it: one batch at a time, while the batches of others are prepared and put away.
+    """An encoder that threads share: one batch at a time, while other batches are prepared and stored.
 
     Args:
-      measure: gives a context that measures a forward.
+      measure: returns a context that measures a forward.
     """
 
     def __init__(self, encoder: ImageEncoder, measure: Callable[[], AbstractContextManager[None]]) -> None:
@@ -70,12 +70,12 @@ class SharedEncoder:
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """One picture as it will be stored.
+    """One picture in its stored form.
 
     Args:
-      arrays: (stored_channels, H, W) of each view; empty where it is rejected.
-      fallback: how it was encoded where not as planned, as in the records table; else empty.
-      reject: why there is none.
+      arrays: (stored_channels, H, W) of each view; empty if rejected.
+      fallback: how it was encoded if not as planned, as in the records table; else empty.
+      reject: the reason if rejected.
     """
 
     arrays: list[np.ndarray]
@@ -89,18 +89,18 @@ def encode_batch(
     """Encode one batch of the plan.
 
     Args:
-      views: (B, height_px, width_px, 3) uint8 each: the pictures, and the flipped ones where the store has them.
+      views: (B, height_px, width_px, 3) uint8 each: the pictures, and the flipped ones if the store has them.
       records: (B,) positions in the records table: the key of a stored sample.
       spec: of the latents.
-      max_rows: rows of a forward, where it is known that no more fit; else B or more.
-    Returns: one for each row, and the rows of a forward that did fit.
+      max_rows: rows of a forward; B or more if no smaller limit is known.
+    Returns: a result for each row, and the rows of a forward that did fit.
     """
     num_rows = len(records)
     size = min(max_rows, num_rows)
     while (found := _encode_in_forwards(size, views, encoder)) is None:
         size = -(-size // 2)
     halved = f"{SIZE}{size}" if size < num_rows else ""
-    stored, is_finite = _whole(found, spec, records)
+    stored, is_finite = _stored_views(found, spec, records)
     rows = [
         EncodedRow([view[i] for view in stored])
         if is_finite[i]
@@ -110,13 +110,10 @@ def encode_batch(
     return [_with_fallback(row, halved) for row in rows], size
 
 
-def _whole(
+def _stored_views(
     found: Sequence[Sequence[np.ndarray | None]], spec: LatentSpec, records: np.ndarray
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """All rows of each view in the store's dtype, at once, and (B,) bool: finite in all of them.
-
-    Nothing is brought there where a row is missing: then no row is called finite.
-    """
+    """All rows of each view in the store's dtype, and (B,) bool: finite in all views; all False if a row is missing."""
     if any(row is None for rows in found for row in rows):
         return [], np.zeros(len(records), bool)
     stored = [to_stored(np.stack([row for row in rows if row is not None]), spec, records) for rows in found]
@@ -124,11 +121,11 @@ def _whole(
 
 
 def largest_batch(encoder: ImageEncoder, height_px: int, width_px: int) -> int:
-    """Pictures of one size that fit into one forward: the largest power of two, found by doubling.
+    """The largest power of two of pictures of one size that fit into one forward, found by doubling.
 
-    On a CPU it is CPU_BATCH, on any device at most MAX_BATCH and MAX_BATCH_BYTES.
+    CPU_BATCH on a CPU; at most MAX_BATCH and MAX_BATCH_BYTES on any device.
 
-    Raises: ResourceError: not one fits.
+    Raises: ResourceError: not even one fits.
     """
     max_rows = min(MAX_BATCH, max(1, MAX_BATCH_BYTES // (3 * height_px * width_px)))
     if encoder.device.type == "cpu":
@@ -148,13 +145,13 @@ def largest_batch(encoder: ImageEncoder, height_px: int, width_px: int) -> int:
 
 
 def rows_of_a_forward(fallback: str | None, planned: int) -> int:
-    """Rows that were encoded in one forward, as a row's ``fallback`` says it."""
-    said = next((part for part in (fallback or "").split(",") if part.startswith(SIZE)), None)
-    return int(said.removeprefix(SIZE)) if said else planned
+    """Rows that were encoded in one forward, from a row's ``fallback``."""
+    size = next((part for part in (fallback or "").split(",") if part.startswith(SIZE)), None)
+    return int(size.removeprefix(SIZE)) if size else planned
 
 
 def to_stored(moments: np.ndarray, spec: LatentSpec, records: np.ndarray) -> np.ndarray:
-    """What is kept of an encoder's output, in the store's dtype.
+    """The stored part of an encoder's output, in the store's dtype.
 
     Args:
       moments: (B, 2C, H, W) mean and log-variance, or (B, C, H, W) latents; float32.
@@ -165,12 +162,12 @@ def to_stored(moments: np.ndarray, spec: LatentSpec, records: np.ndarray) -> np.
         moments = moments[:, : spec.channels]
     elif spec.kind == "sample":
         moments = sample_once(moments, records)
-    with np.errstate(over="ignore"):  # what float16 cannot hold becomes infinity, and is rejected as such
+    with np.errstate(over="ignore"):  # overflow becomes infinity, which is rejected
         return moments.astype(spec.dtype)
 
 
 def sample_once(moments: np.ndarray, records: np.ndarray) -> np.ndarray:
-    """mean + std * noise, (B, C, H, W) float32; the noise depends on the record alone.
+    """Draw mean + std * noise once, (B, C, H, W) float32; the noise depends on the record alone.
 
     Args:
       moments: (B, 2C, H, W) float32, mean then log-variance.
@@ -190,7 +187,7 @@ def sample_once(moments: np.ndarray, records: np.ndarray) -> np.ndarray:
 def _encode_in_forwards(
     size: int, views: Sequence[np.ndarray], encoder: Encoding
 ) -> list[list[np.ndarray | None]] | None:
-    """Moments of each row of each view; None where they do not fit, and for a row that does not fit alone."""
+    """Moments of each row of each view; None if they do not fit, and for a row that does not fit alone."""
     found = []
     for pixels in views:
         rows: list[np.ndarray | None] = []
@@ -204,11 +201,11 @@ def _encode_in_forwards(
 
 
 def _encode_if_it_fits(encode: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray) -> np.ndarray | None:
-    """What an encoder gives, or None where the memory of its device does not suffice."""
+    """The encoder's output, or None if out of memory."""
     try:
         return encode(pixels)
     except torch.OutOfMemoryError:
-        pass  # outside of this block nothing holds what the forward had made so far
+        pass  # empty_cache below: the exception still holds the forward's tensors here
     torch.cuda.empty_cache()
     return None
 
@@ -221,7 +218,7 @@ def _encode_row(
     encoder: Encoding,
     spec: LatentSpec,
 ) -> EncodedRow:
-    """One row in the store's dtype, encoded again in float32 where a view is not finite."""
+    """One row in the store's dtype, encoded again in float32 if a view is not finite."""
     arrays, fallback = [], ""
     for picture, found in zip(pixels, moments, strict=True):
         if found is None:

@@ -1,8 +1,8 @@
-"""The instruction that Sana puts before a caption, so that a language model reads it as a prompt to be enhanced.
+"""The instruction that Sana prepends to a caption, so that a language model reads it as a prompt to enhance.
 
-Sana trains with one text and diffusers samples with another: in Sana's configuration the quotation marks carry literal
-backslashes, which are part of the prompt, where diffusers has apostrophes. So a store says the text that it was made
-with. Source: Xie et al. 2024, "SANA", section 3.2 (complex human instruction).
+Sana trains with one text and diffusers samples with another: Sana's configuration has literal backslashes before the
+quotation marks, diffusers has apostrophes. So a store records its text. Source: Xie et al. 2024, "SANA", section 3.2
+(complex human instruction).
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ INSTRUCTIONS = {"sana": SANA, "sana-diffusers": SANA.replace(r"\"", "'")}
 
 
 def instruction_text(name: str) -> str:
-    """The text of a known instruction by its name, or a text of one's own as it is."""
+    """The text of a named instruction; any other text as it is."""
     return INSTRUCTIONS.get(name, name)

@@ -1,4 +1,4 @@
-"""Where the files of a model come from, and what identifies them: a hub id, a folder, or "shipped:NAME"."""
+"""Files and identity of a model: a hub id, a folder, or "shipped:NAME"."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ...datasets.disk.hashing import read_json, sha256_file, sha256_of
 from ...datasets.errors import DamageError, EncoderError
 from ..config import TextSection, VaeSection
 
-if TYPE_CHECKING:  # torch takes seconds to import, and paths are checked before
+if TYPE_CHECKING:  # torch takes seconds to import
     import torch
 
 SHIPPED = "shipped:"
 CONFIG = "config.json"
-# What the libraries raise at a config or a file of others that is not as they need it.
+# Errors that the libraries raise for a malformed config or file.
 LOADING_ERRORS = (
     OSError,
     ValueError,
@@ -37,7 +37,7 @@ LOADING_ERRORS = (
     StrictDataclassError,
 )
 VAE_WEIGHTS, TEXT_WEIGHTS = "diffusion_pytorch_model", "model"
-# Exact names are fetched from the hub: "*" would cross folders there, and bring the other models of a pipeline.
+# Exact names: on the hub "*" matches across folders and would download the other models of a pipeline.
 TOKENIZER_FILES = (
     CONFIG,
     "tokenizer.json",
@@ -48,7 +48,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 SINGLE_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
-MAX_ERROR_CHARS = 200  # of what a library says; some list every weight
+MAX_ERROR_CHARS = 200  # of a library's message; some list every weight
 MAX_JSON_BYTES = 1 << 26  # of a tokenizer.json; the largest published ones have 35 MB
 TOKENIZER_CLASSES = (
     None,
@@ -63,19 +63,19 @@ TOKENIZER_CLASSES = (
 
 
 def weight_names(stem: str) -> tuple[str, ...]:
-    """Names of a model's safetensors as the hub matches them, whole or in parts."""
+    """File patterns of a model's safetensors on the hub, whole or sharded."""
     return f"{stem}.safetensors", f"{stem}.safetensors.index.json", f"{stem}-?????-of-?????.safetensors"
 
 
 def resolve_model(
     model: str, subfolder: str, revision: str, *, files: Iterable[str], what: str
 ) -> tuple[Path, str | None]:
-    """Find the folder of a model, fetching files of it from the hub if it is a hub id.
+    """Find the folder of a model; files of a hub id are downloaded.
 
     Args:
-      files: names that are fetched, "?" for any character.
-    Returns: the folder, and the commit where it came from the hub.
-    Raises: EncoderError: there is no such folder, and the hub does not give it.
+      files: names to download, "?" for any character.
+    Returns: the folder, and the commit if it came from the hub.
+    Raises: EncoderError: no such folder, and the hub does not have it.
     """
     folder = local_folder(model)
     if folder is not None:
@@ -103,12 +103,12 @@ def resolve_model(
 
 
 def model_folder(folder: Path, subfolder: str) -> Path:
-    """Where a model lies in a folder: that may be the model itself, not a pipeline that holds it."""
+    """Folder of the model: the folder itself if it is the model, else its subfolder."""
     return folder if (folder / CONFIG).is_file() else folder / subfolder
 
 
 def local_folder(model: str) -> Path | None:
-    """Folder of a model that needs no hub, or None for a hub id."""
+    """Folder of a local model, or None for a hub id."""
     if model.startswith(SHIPPED):
         name = model.removeprefix(SHIPPED)
         folder = Path(__file__).parents[1] / "demo_encoders" / name
@@ -124,7 +124,7 @@ def local_folder(model: str) -> Path | None:
 def read_config(folder: Path, *, what: str) -> dict[str, Any]:
     """Read a model's config.json.
 
-    Raises: EncoderError: it is not there, or no JSON object.
+    Raises: EncoderError: missing, or not a JSON object.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -133,13 +133,13 @@ def read_config(folder: Path, *, what: str) -> dict[str, Any]:
 
 
 def check_tokenizer_files(folder: Path, *, what: str) -> None:
-    """Refuse a tokenizer that needs code of its own, or whose files are none, before a library opens them.
+    """Raise if a tokenizer needs custom code or its files are malformed, before a library opens them.
 
     Raises: EncoderError.
     """
     for path in sorted(folder.glob("*.json")):
         if path.name.endswith(".index.json") or "token" not in path.name:
-            continue  # what lies beside it in a model's folder
+            continue  # not of the tokenizer
         said = _read_object(path, what=what)
         name = said.get("tokenizer_class")
         if path.name == "tokenizer_config.json" and ("auto_map" in said or name not in TOKENIZER_CLASSES):
@@ -172,7 +172,7 @@ def weight_files(folder: Path, stem: str, *, what: str) -> list[Path]:
             "Only safetensors are read; convert other weights with save_pretrained(..., safe_serialization=True)."
         )
     index = folder / f"{stem}.safetensors.index.json"
-    if index.is_file():  # the libraries load what it names, whatever and wherever that is
+    if index.is_file():  # the libraries load whatever it names
         named = _read_object(index, what=what).get("weight_map")
         names = set(map(str, named.values())) if isinstance(named, dict) else {""}
         if strange := sorted(names - {path.name for path in files}):
@@ -186,7 +186,7 @@ def weight_files(folder: Path, stem: str, *, what: str) -> list[Path]:
 
 
 def _check_header(path: Path, *, what: str) -> None:
-    """Refuse safetensors whose header is longer than their file, before anything makes room for it."""
+    """Raise if a safetensors header is longer than its file, before it is allocated."""
     size = path.stat().st_size if path.is_file() else 0
     with open(path, "rb") if size else io.BytesIO() as file:
         length = int.from_bytes(file.read(8), "little")
@@ -195,13 +195,13 @@ def _check_header(path: Path, *, what: str) -> None:
 
 
 def shortened(error: BaseException) -> str:
-    """The beginning of what a library says, in one line."""
+    """The beginning of a library's message, in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."
 
 
 def check_loaded(loading: dict[str, Any], where: str) -> None:
-    """Refuse a model that lacks weights: the libraries fill those with random numbers.
+    """Raise if weights are missing, which the libraries would fill with random numbers.
 
     Raises: EncoderError.
     """
@@ -213,29 +213,29 @@ def check_loaded(loading: dict[str, Any], where: str) -> None:
 
 
 def model_name(section: VaeSection | TextSection, folder: Path) -> str:
-    """What the recipe names, with its subfolder where the model lies in it."""
+    """The model in the recipe, with its subfolder if the model is in it."""
     in_subfolder = section.subfolder and folder != local_folder(section.model)
     return f"{section.model}/{section.subfolder}" if in_subfolder else section.model
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files that a tokenizer is read from, of those that are there."""
+    """The existing files that a tokenizer is read from."""
     return [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
 
 
 def hash_files(files: list[Path]) -> str:
-    """One SHA-256 for the names and contents of some files."""
+    """SHA-256 over the names and contents of files."""
     return sha256_of([[path.name, sha256_file(path)] for path in files])
 
 
 def lasting_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A config without what does not change the numbers."""
+    """A config without keys that do not affect the numbers."""
     volatile = ("_diffusers_version", "transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype")
     return {key: value for key, value in sorted(config.items()) if key not in volatile}
 
 
 def library_majors(*packages: str) -> dict[str, str]:
-    """Major versions of libraries; of those before 1.0, the minor too."""
+    """Major versions of libraries; with the minor version before 1.0."""
     majors = {}
     for name in packages:
         major, minor = metadata.version(name).split(".")[:2]
@@ -246,7 +246,6 @@ def library_majors(*packages: str) -> dict[str, str]:
 def arithmetic(dtype: str, device: torch.device) -> str:
     """Dtype that an encoder computes in: the recipe's, but float32 on a CPU.
 
-    There, 16 bits were seven times slower (TAESD at 256 px, no bf16 units) and are less exact. The identity in
-    the store says what was computed in.
+    On a CPU 16 bits are slower and less exact. The identity in the store records the dtype.
     """
     return "float32" if device.type == "cpu" else dtype

@@ -1,8 +1,8 @@
 """Captions to embeddings: any T5, and Gemma-2 as Sana uses it.
 
-Batches hold captions of equal length, so no padding is computed, and none stored. Only the null caption is padded, to
-full length, as the trainers do; a record without a caption has its first tokens, those that are no padding. Of a Gemma,
-which reads an instruction before each caption, the first token and those from the instruction's last on are kept.
+Batches hold captions of equal length, so no padding is computed or stored. Only the null caption is padded, to full
+length, as the trainers do; a record without a caption has its tokens without the padding. Gemma reads an instruction
+before each caption: the first token and those from the instruction's last on are kept.
 
 Source: PixArt-alpha (T5); Xie et al. 2024, "SANA", section 3.2 (the last hidden state of a decoder, the instruction).
 """
@@ -50,7 +50,7 @@ INSTRUCTED = "{instruction}{caption}"
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of text encoder: what its config.json calls it and its width, its class, and what that is loaded with."""
+    """A kind of text encoder: its model_type and width key in config.json, its class, and loading options."""
 
     model_type: str
     width_key: str
@@ -67,7 +67,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class TokenCount:
-    """Tokens that went through an encoder, the padding among them, and captions."""
+    """Tokens that went through an encoder, of which padding, and captions."""
 
     num_tokens: int = 0
     num_padding: int = 0
@@ -89,14 +89,14 @@ class TokenCount:
 
 
 class CaptionTokenizer:
-    """The tokenizer of a text encoder: counts tokens when planning, makes ids when encoding.
+    """The tokenizer of a text encoder: counts tokens for planning, makes ids for encoding.
 
-    A caption has the tokens that are stored of it: with an instruction, the first token of all, the instruction's last,
-    and the caption's own. ``num_shared`` more stand between the first two, the same for all captions.
+    Counts are of stored tokens: with an instruction, the very first token, the instruction's last, and the caption's
+    own. ``num_shared`` further tokens between the first two are the same for all captions.
 
     Args:
       section: of the recipe.
-    Raises: EncoderError: missing, or a vocabulary that cannot be the model's.
+    Raises: EncoderError: missing, or its vocabulary does not match the model's.
     """
 
     def __init__(self, section: TextSection) -> None:
@@ -118,19 +118,19 @@ class CaptionTokenizer:
         )
         check_tokenizer_files(tokenizer_folder, what="text.model")
         try:
-            # Said, because without it a library asks on the terminal whether code of the folder may run.
+            # Explicit: otherwise the library asks on the terminal whether the folder's code may run.
             self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, trust_remote_code=False)
-        except Exception as error:  # of a damaged tokenizer.json, its library raises just this class
+        except Exception as error:  # tokenizers raises plain Exception for a damaged tokenizer.json
             if type(error) is not Exception and not isinstance(error, LOADING_ERRORS):
                 raise
             raise EncoderError(f"text.model '{tokenizer_folder}': no usable tokenizer: {shortened(error)}") from error
-        # A folder with only spiece.model can load as some hundred tokens that turn every word into <unk>.
+        # A folder with only spiece.model may load as a few hundred tokens that map every word to <unk>.
         if not 0.9 * self.vocabulary_size <= len(self._tokenizer) <= self.vocabulary_size:
             raise EncoderError(
                 f"text.model '{tokenizer_folder}': the tokenizer knows {len(self._tokenizer)} tokens, the encoder "
                 f"{self.vocabulary_size}, so they do not belong together. Put the model's own tokenizer.json there."
             )
-        # The null caption is padded with a token that the tokenizer's own file does not name.
+        # The backend does not include the padding token, which the null caption contains.
         backend = json.loads(self._tokenizer.backend_tokenizer.to_str())
         self.sha256 = sha256_of([backend, self._tokenizer.pad_token_id])
         self.files_sha256 = hash_files(tokenizer_files(tokenizer_folder))
@@ -140,14 +140,14 @@ class CaptionTokenizer:
         self.num_null = int(self.null_ids()[1].sum())
 
     def count(self, captions: Sequence[str]) -> list[int]:
-        """Number of tokens of each caption, begin and end marks included, before any cut; "" is the null caption.
+        """Number of tokens of each caption with special tokens, before truncation; "" is the null caption.
 
-        Raises: EncoderError: the instruction swallows a caption.
+        Raises: EncoderError: a token merges the instruction and a caption.
         """
         if not captions:
             return []
         prompts = [self.instruction + caption for caption in captions]
-        # The library's own core, as ``__call__`` uses it: to turn all ids into Python lists takes twice its time.
+        # The backend directly: converting all ids to Python lists takes twice as long as tokenizing.
         core = self._tokenizer.backend_tokenizer
         core.no_truncation()
         core.no_padding()
@@ -161,7 +161,7 @@ class CaptionTokenizer:
         return [count if caption else self.num_null for caption, count in zip(captions, counts, strict=True)]
 
     def ids(self, captions: Sequence[str]) -> torch.Tensor:
-        """Token ids of captions of equal length, cut at max_tokens; (B, num_shared + L) int64."""
+        """Token ids of captions of equal length, truncated to max_tokens; (B, num_shared + L) int64."""
         prompts, longest = [self.instruction + caption for caption in captions], self._max_tokens + self.num_shared
         return torch.tensor(self._tokenizer(prompts, truncation=True, max_length=longest)["input_ids"])
 
@@ -180,7 +180,7 @@ class CaptionEncoder:
     Args:
       section: of the recipe.
       tokenizer: of the same section.
-      device: where it runs.
+      device: of the model.
     Raises: EncoderError: missing, without weights, or of another kind.
     """
 
@@ -202,7 +202,7 @@ class CaptionEncoder:
         weights = weight_files(folder, TEXT_WEIGHTS, what="text.model")
         dtype = arithmetic(section.dtype, device)
         self._dtype, self._device, self.tokenizer = getattr(torch, dtype), device, tokenizer
-        transformers_logging.disable_progress_bar()  # of the weights being read; the command shows its own
+        transformers_logging.disable_progress_bar()  # the command shows its own
         try:
             # Loaded in its dtype, not cast after: T5 keeps "wo" in float32 when the rest is float16.
             loaded: Any = family.model_class.from_pretrained(
@@ -229,7 +229,7 @@ class CaptionEncoder:
         )
 
     def text_spec(self, section: TextSection, dtype: str) -> TextSpec:
-        """What the store will hold."""
+        """The spec of the stored embeddings."""
         return TextSpec(
             kind="gemma2" if section.kind == "gemma2" else "t5",
             width=self.width,
@@ -242,9 +242,9 @@ class CaptionEncoder:
         )
 
     def encode(self, captions: Sequence[str]) -> np.ndarray:
-        """Encode captions of equal length, with no padding at all; (B, L, D) float32.
+        """Encode captions of equal length, without padding; (B, L, D) float32.
 
-        "" has the first tokens of the null caption, whatever the instruction.
+        "" has the unpadded tokens of the null caption, whatever the instruction.
         """
         if "" in captions:
             null, written = self.encode_null()[: self.tokenizer.num_null], [text for text in captions if text]
@@ -255,7 +255,7 @@ class CaptionEncoder:
         return self._checked(ids, torch.ones_like(ids), kept)
 
     def encode_null(self) -> np.ndarray:
-        """Encode the empty caption at full length, as the trainers pad it; (max_tokens, D) float32."""
+        """Encode the empty caption at full length, padded as the trainers do; (max_tokens, D) float32."""
         ids, mask = self.tokenizer.null_ids()
         return self._checked(ids, mask, list(range(ids.shape[1])))[0]
 
@@ -274,6 +274,6 @@ class CaptionEncoder:
 
     @torch.inference_mode()
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, kept: list[int]) -> np.ndarray:
-        """(B, kept, D) float32 of the places that are kept."""
+        """(B, kept, D) float32 of the kept positions."""
         output = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device))
         return output.last_hidden_state[:, kept].float().cpu().numpy()

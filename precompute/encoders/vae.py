@@ -1,7 +1,7 @@
-"""Pictures to moments: the autoencoders that ``autoencoders.py`` knows. And both encoders of a recipe, loaded.
+"""Pictures to moments by the autoencoders of ``autoencoders.py``, and loading both encoders of a recipe.
 
-Each encoder knows its identity: what the store's fingerprint hashes. Scale and shift are read from the model's own
-config, never assumed. Where the files come from stands in ``model_files.py``, captions in ``text.py``.
+Each encoder has an identity, which the store's fingerprint hashes. Scale and shift come from the model's config
+(``model_files.py``); captions are encoded in ``text.py``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PROBE_PX = 256  # a multiple of every published downscale up to 128
 
 @contextlib.contextmanager
 def unused_config_keys_unsaid() -> Iterator[None]:
-    """Diffusers does not warn of keys in a config.json that its class does not use; published ones have some."""
+    """Silence diffusers' warning about unused keys in a config.json, which published models have."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("The config attributes ")
@@ -63,10 +63,10 @@ class ImageEncoder:
 
     Args:
       section: of the recipe.
-      device: where it runs.
+      device: of the model.
     Attributes:
-      turn: to be held by threads that share it.
-    Raises: EncoderError: missing, without weights, or no autoencoder.
+      turn: lock for threads that share it.
+    Raises: EncoderError: missing, without weights, or not an autoencoder.
     """
 
     def __init__(self, section: VaeSection, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class ImageEncoder:
                     folder,
                     torch_dtype=self._dtype,
                     use_safetensors=True,
-                    low_cpu_mem_usage=False,  # else diffusers asks for accelerate
+                    low_cpu_mem_usage=False,  # otherwise diffusers requires accelerate
                     output_loading_info=True,
                 )
         except LOADING_ERRORS as error:
@@ -100,7 +100,7 @@ class ImageEncoder:
                 "its latents would be others. Fetch or save the model again."
             )
         self._model = loaded.to(device).eval().requires_grad_(False)
-        if device.type == "cuda":  # pixels come with their channels last, so no convolution has to turn them
+        if device.type == "cuda":  # pixels have channels last, so convolutions need no transpose
             self._model.to(memory_format=torch.channels_last)
         self._mean_logvar = False
         self._probe = self._forward(np.zeros((1, PROBE_PX, PROBE_PX, 3), np.uint8))
@@ -108,7 +108,7 @@ class ImageEncoder:
         if section.tile_px:
             set_tiling(self._model, section.tile_px, self.downscale)
         self._is_compiled, self._batch_size = section.compile, section.batch_size
-        if section.compile:  # not before the probe, whose shape no picture may have
+        if section.compile:  # after the probe, whose shape may not occur otherwise
             compile_encoder(self._model)
         self.identity = EncoderIdentity(
             model=model_name(section, folder),
@@ -133,21 +133,21 @@ class ImageEncoder:
 
     @property
     def downscale(self) -> int:
-        """Pixels, in height and in width, that make one place of a latent."""
+        """Pixels of height or width for one latent position."""
         return PROBE_PX // self._probe.shape[2]
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Device of the model."""
         return self._device
 
     def latent_spec(self, section: VaeSection, dtype: str, *, batch_size: int = 0) -> LatentSpec:
-        """What the store will hold, with the model's own shift and scale.
+        """The spec of the stored latents, with the model's shift and scale.
 
         Args:
           dtype: of the store.
-          batch_size: pictures per forward, where the section leaves it open.
-        Raises: RecipeError: the recipe wants moments of an encoder without posterior.
+          batch_size: pictures in a forward, if the section leaves it open.
+        Raises: RecipeError: moments requested of an encoder without posterior.
         """
         keep = section.keep
         if keep in ("moments", "sample") and not self.has_posterior:
@@ -175,7 +175,7 @@ class ImageEncoder:
         )
 
     def black(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Black pixels, uint8, to be filled and encoded; for a GPU in memory that it copies while it computes."""
+        """Zeroed uint8 pixels to fill and encode; pinned memory for a GPU."""
         return torch.zeros(shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda").numpy()
 
     def encode(self, pixels: np.ndarray) -> np.ndarray:
@@ -184,7 +184,7 @@ class ImageEncoder:
         Args:
           pixels: (B, height_px, width_px, 3) uint8.
         Returns: (B, 2C, H, W) mean then log-variance, or (B, C, H, W) latents, float32, raw.
-        Raises: ResourceError: vae.compile, and there is no compiler here.
+        Raises: ResourceError: vae.compile without a working compiler.
         """
         if not self._is_compiled:
             return self._forward(pixels)
@@ -192,11 +192,11 @@ class ImageEncoder:
             return self._forward(filled_up(pixels, self._batch_size))[: len(pixels)]
 
     def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
-        """Encode in float32, whatever the recipe's arithmetic, a picture at a time; as ``encode``."""
+        """Encode in float32 whatever the recipe's dtype, one picture at a time; as ``encode``."""
         dtype = self._dtype
         try:
             self._dtype = torch.float32
-            torch.nn.Module.to(self._model, torch.float32)  # diffusers' own method warns of what is meant here
+            torch.nn.Module.to(self._model, torch.float32)  # diffusers' own method would warn
             with eager():
                 return np.concatenate([self._forward(pixels[i : i + 1]) for i in range(len(pixels))])
         finally:
@@ -206,7 +206,7 @@ class ImageEncoder:
     @torch.inference_mode()
     def _forward(self, pixels: np.ndarray) -> np.ndarray:
         batch = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
-        batch = batch.to(self._device, non_blocking=True)  # what reads the output waits for both
+        batch = batch.to(self._device, non_blocking=True)  # reading the output synchronizes
         batch = batch.permute(0, 3, 1, 2).to(self._dtype) / 127.5 - 1  # (B, 3, height_px, width_px) in -1..1
         output = self._model.encode(batch)
         if hasattr(output, "latent_dist"):
@@ -222,7 +222,7 @@ class ImageEncoder:
 
         Args:
           latents: (B, C, H, W) float32.
-          zero_to_one: the decoder gives pixels from 0 to 1 for them, not from -1 to 1 (imported from EDM2).
+          zero_to_one: the decoder gives pixels from 0 to 1, not from -1 to 1 (imported from EDM2).
         Returns: (B, height_px, width_px, 3) uint8.
         """
         decoded = self._model.decode(torch.from_numpy(latents).to(self._device, self._dtype)).sample
@@ -233,9 +233,9 @@ class ImageEncoder:
 
 
 def set_tiling(model: Any, tile_px: int, downscale: int) -> None:
-    """Have a diffusers autoencoder encode what is larger than a tile in tiles that overlap by a quarter.
+    """Make a diffusers autoencoder encode large pictures in tiles that overlap by a quarter.
 
-    Raises: RecipeError: its class cannot, or the tiles would not end where a latent's places do.
+    Raises: RecipeError: its class cannot, or the tile size is not divisible into latent positions.
     """
     if tile_px % (4 * downscale):
         raise RecipeError(f"vae.tile_px {tile_px}: needed a multiple of {4 * downscale}, 4 places of a latent.")
@@ -246,7 +246,7 @@ def set_tiling(model: Any, tile_px: int, downscale: int) -> None:
         model.tile_sample_min_size, model.tile_latent_min_size = tile_px, tile_px // downscale
         model.tile_overlap_factor = 0.25
         model.enable_tiling()
-    else:  # that of AutoencoderTiny makes four channels, whatever the model has
+    else:  # AutoencoderTiny's tiling always makes four channels
         raise RecipeError(
             f"vae.tile_px {tile_px}: {type(model).__name__} cannot encode in tiles. Set vae.tile_px = 0; a smaller "
             "vae.batch_size needs less memory too."
@@ -255,7 +255,7 @@ def set_tiling(model: Any, tile_px: int, downscale: int) -> None:
 
 @dataclass(frozen=True)
 class Encoders:
-    """The loaded encoders; no caption encoder where the recipe wants no text."""
+    """The loaded encoders; no caption encoder if the recipe has no text."""
 
     image: ImageEncoder
     caption: CaptionEncoder | None
@@ -267,7 +267,7 @@ class Encoders:
 
 
 def load_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders:
-    """Load what the recipe names.
+    """Load the encoders of a recipe.
 
     Raises: EncoderError.
     """

@@ -1,7 +1,7 @@
-"""Which captions a revision encodes: each distinct text once, sorted by length, in bounded memory.
+"""The captions that a revision encodes: each distinct text once, sorted by length, in bounded memory.
 
-The texts go by twice: first their digests, which say where each text stands first; then the new ones are counted by the
-tokenizer and put down by their length. What is known of each text in between is a few bytes in a mapped file.
+Two passes over the texts: the first hashes them to find duplicates; the second counts the tokens of new texts and
+groups them by length. In between, each text takes a few bytes of a mapped file.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..sources.listing.distinct import digests, first_positions
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 TOKENIZE_BATCH = 4096
-SORTED_BYTES = 1 << 24  # of captions that are put down by their length at once
-NUMBERED = 1 << 20  # captions that get their ids at once
+SORTED_BYTES = 1 << 24  # of captions that are grouped by length at once
+NUMBERED = 1 << 20  # captions that get ids at once
 WHAT = "the plan's captions"
 IDS_SCHEMA = pa.schema([PLAN_SCHEMA.field("caption_ids")])
 SORTED_SCHEMA = pa.schema([CAPTIONS_SCHEMA.field(name) for name in ("text", "num_tokens", "truncated")])
@@ -37,13 +37,13 @@ def plan_captions(
     revision: int = 1,
     known: pa.Table | None = None,
 ) -> tuple[pa.Table, pa.ChunkedArray]:
-    """Deduplicate captions and sort the new ones by length, then by first appearance: equal lengths lie together.
+    """Deduplicate captions and sort the new ones by length, then by first appearance.
 
     Args:
-      texts_of_records: captions of some records at once, as lists of texts; gone through twice.
-      revision: that encodes the new ones.
-      known: captions table of the revision before; its captions keep their ids.
-    Returns: the captions table (CAPTIONS_SCHEMA), known ones first, and the caption ids of each record (list of
+      texts_of_records: captions of batches of records, as lists of texts; iterated twice.
+      revision: that encodes the new captions.
+      known: captions table of the previous revision; its captions keep their ids.
+    Returns: the captions table (CAPTIONS_SCHEMA), known captions first, and the caption ids of each record (list of
       int32); both mapped.
     """
     before = known if known is not None else CAPTIONS_SCHEMA.empty_table()
@@ -53,32 +53,36 @@ def plan_captions(
             pa.RecordBatch.from_arrays([pa.repeat(none, len(some))], schema=IDS_SCHEMA) for some in texts_of_records
         )
         return before, map_table(IDS_SCHEMA, nothing, WHAT)["caption_ids"]
-    numbers = GrowingArray("uint16", WHAT)  # of captions that each record has
+    numbers = GrowingArray("uint16", WHAT)  # of captions of each record
     known_texts = (batch["text"] for batch in before.to_batches())
-    first = first_positions((digests(texts) for texts in chain(known_texts, _flat(texts_of_records, numbers))), WHAT)
-    lengths = GrowingArray("int32", WHAT)  # of the distinct new ones, in order of their appearance
+    first = first_positions(
+        (digests(texts) for texts in chain(known_texts, _flattened(texts_of_records, numbers))), WHAT
+    )
+    lengths = GrowingArray("int32", WHAT)  # of distinct new captions, in order of appearance
     segments: list[int] = []  # length of the captions in each batch below
     new = _new_texts(texts_of_records, first, before.num_rows)
-    by_length = map_table(SORTED_SCHEMA, _put_down(new, tokenizer, max_tokens, lengths, segments), WHAT).to_batches()
+    by_length = map_table(
+        SORTED_SCHEMA, _by_length_batches(new, tokenizer, max_tokens, lengths, segments), WHAT
+    ).to_batches()
     in_order = (by_length[i] for i in np.argsort(np.array(segments, np.int64), kind="stable"))
     batches = chain(before.to_batches(), (_with_results(batch, revision) for batch in in_order))
     captions = map_table(CAPTIONS_SCHEMA, rebatched(batches, BATCH_ROWS), WHAT)
-    ids = _number(first, lengths.close(), before.num_rows)
-    return captions, map_table(IDS_SCHEMA, _lists(numbers.close(), ids[before.num_rows :]), WHAT)["caption_ids"]
+    ids = _caption_ids(first, lengths.close(), before.num_rows)
+    return captions, map_table(IDS_SCHEMA, _id_lists(numbers.close(), ids[before.num_rows :]), WHAT)["caption_ids"]
 
 
-def _flat(texts_of_records: Iterable[pa.ListArray], numbers: GrowingArray) -> Iterator[pa.StringArray]:
-    """Texts of many records at once; notes how many each has."""
+def _flattened(texts_of_records: Iterable[pa.ListArray], numbers: GrowingArray) -> Iterator[pa.StringArray]:
+    """Flatten the lists and append their lengths to ``numbers``."""
     for lists in texts_of_records:
         numbers.append(pc.list_value_length(lists).to_numpy())
         yield lists.flatten()
 
 
 def _new_texts(texts_of_records: Iterable[pa.ListArray], first: np.ndarray, start: int) -> Iterator[pa.StringArray]:
-    """Texts that stand there for the first time.
+    """Texts that appear for the first time.
 
     Args:
-      first: where each text stands first, counted from the first known one.
+      first: first position of each text, counted from the first known one.
       start: number of known ones.
     """
     for lists in texts_of_records:
@@ -88,14 +92,14 @@ def _new_texts(texts_of_records: Iterable[pa.ListArray], first: np.ndarray, star
         start += len(texts)
 
 
-def _put_down(
+def _by_length_batches(
     new: Iterable[pa.StringArray],
     tokenizer: CaptionTokenizer,
     max_tokens: int,
     lengths: GrowingArray,
     segments: list[int],
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of captions of one length each; notes the lengths of all captions, and of the batches."""
+    """Batches of captions of one length each; appends all lengths, and the length of each batch."""
     waiting: list[pa.StringArray] = []
     for some in chain(new, [None]):
         waiting += [some] if some else []
@@ -117,19 +121,19 @@ def _put_down(
 
 
 def _with_results(batch: pa.RecordBatch, revision: int) -> pa.RecordBatch:
-    """Captions of a new revision, of which nothing is encoded yet."""
+    """Captions of a new revision, with empty results."""
     columns = {name: batch[name] for name in SORTED_SCHEMA.names}
     columns["revision"] = pa.array(np.full(batch.num_rows, revision, np.int32))
     columns |= {name: pa.nulls(batch.num_rows, CAPTIONS_SCHEMA.field(name).type) for name in CAPTION_RESULTS}
     return pa.RecordBatch.from_pydict(columns, CAPTIONS_SCHEMA)
 
 
-def _number(first: np.ndarray, lengths: np.ndarray, num_known: int) -> np.ndarray:
-    """Ids of all texts: known ones keep their place, new ones follow by length, then by appearance.
+def _caption_ids(first: np.ndarray, lengths: np.ndarray, num_known: int) -> np.ndarray:
+    """Ids of all texts: known texts keep theirs, new ones follow by length, then by appearance.
 
     Args:
-      first: (N,) where each text stands first.
-      lengths: (num_new,) tokens of the new ones, in order of their appearance.
+      first: (N,) first position of each text.
+      lengths: (num_new,) tokens of the new texts, in order of appearance.
     Returns: (N,) int32, mapped.
     """
     histogram = np.zeros(1, np.int64)
@@ -152,12 +156,11 @@ def _number(first: np.ndarray, lengths: np.ndarray, num_known: int) -> np.ndarra
         done += len(new)
         old = positions[positions < num_known]
         ids[old] = old
-        ids[start : start + len(here)] = ids[here]  # the first stands before all others
+        ids[start : start + len(here)] = ids[here]  # the first occurrence already has its id
     return ids
 
 
-def _lists(numbers: np.ndarray, ids: np.ndarray) -> Iterator[pa.RecordBatch]:
-    """The ids of each record as a list."""
+def _id_lists(numbers: np.ndarray, ids: np.ndarray) -> Iterator[pa.RecordBatch]:
     first = 0
     for start in range(0, len(numbers), BATCH_ROWS):
         offsets = np.cumsum([0, *numbers[start : start + BATCH_ROWS]], dtype=np.int32)

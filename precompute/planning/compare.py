@@ -1,8 +1,8 @@
-"""What has changed in a source since a revision was planned: carried over, new, changed, gone.
+"""Compare a source with a planned revision: unchanged, new, changed and gone records.
 
-With ``--drop-gone`` the next revision says of every record what a fresh store of the source would say. A record is
-unchanged when its file has the size, time and place that the plan names; otherwise its bytes decide, by the checksum
-that was taken when it was encoded. So a copied or touched source costs reading, never encoding.
+With ``--drop-gone`` the next revision equals a fresh store of the source, record by record. A record is unchanged if
+its file has the planned size, time and place; otherwise the checksum from its encoding decides. So a copied or touched
+source is read again, but never encoded again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ..sources.listing.listing import Listing, record_batches, spool
 from ..sources.source import Source
 
 DUPLICATE = "duplicate_key"
-FILE_PROBLEMS = ("missing_file", "unreadable")  # the picture may come back, so the record counts as gone
-OF_THE_LISTING = ("bad_metadata", "missing_file", DUPLICATE, "no_caption")  # rejects that no file decides
+FILE_PROBLEMS = ("missing_file", "unreadable")  # the file may come back, so the record counts as gone
+OF_THE_LISTING = ("bad_metadata", "missing_file", DUPLICATE, "no_caption")  # rejects that no file content decides
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class Base:
     captions: pa.Table
 
     def sizes_differ(self, recipe: PrecomputeRecipe) -> bool:
-        """Its pictures were planned by their headers and the recipe believes the manifest, or the other way round."""
+        """Base and recipe disagree whether sizes come from headers or from the manifest."""
         return self.plan.spec.recipe.get("source", {}).get("sizes", "header") != recipe.source.sizes
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may ask for when a store grows.
+    """User options for growing a store.
 
     Args:
       drop_gone: leave out records that are gone from the source; otherwise they stay.
-      retry_rejected: try rejected records again although their files are the same.
+      retry_rejected: retry rejected records even if their files are unchanged.
     """
 
     drop_gone: bool = False
@@ -59,7 +59,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Kept:
-    """A record carried over: where it stands in the base, and what the source says of it now."""
+    """A record carried over: its position in the base, and its present listing."""
 
     position: int
     record: SourceRecord
@@ -67,19 +67,19 @@ class Kept:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A source against a revision.
+    """Differences between a source and a revision.
 
     Args:
       kept: records carried over, in the order of the base.
-      fresh: records to be planned, in the order of the source.
-      attempts: of those that are tried again, by their position in ``fresh``: which try this is.
+      fresh: records to plan, in the order of the source.
+      attempts: of retried records: the number of this attempt, by position in ``fresh``.
       table: the base's records that are carried over (RECORDS_SCHEMA).
-      gone_classes: that only records have which are gone from the source; they follow the source's own.
-      num_added, num_changed, num_retried: of the fresh ones.
+      gone_classes: classes that only gone records have; they follow the source's own.
+      num_added, num_changed, num_retried: counts of the fresh records.
       num_described: carried over with another label or other captions.
       num_gone: no longer in the source.
-      num_dropped: of those, left out.
-      is_renamed: classes have other names.
+      num_dropped: gone and left out.
+      is_renamed: class names have changed.
     """
 
     kept: list[Kept]
@@ -97,7 +97,7 @@ class Comparison:
 
     @property
     def texts(self) -> list[list[str]]:
-        """Captions of the records carried over; what was rejected at scan has none."""
+        """Captions of the records carried over; empty if rejected at scan."""
         rows = self.table["row"].to_pylist()
         return [planned_texts(one.record) if row >= 0 else [] for one, row in zip(self.kept, rows, strict=True)]
 
@@ -111,10 +111,10 @@ class KnownRecord(NamedTuple):
     """A record of the base.
 
     Args:
-      record: what the source said of it when it was planned; the captions are those that were encoded.
+      record: its listing when it was planned; the captions are those that were encoded.
       is_planned: it has a row, so its captions were encoded.
-      checksum: of the picture's file; None where it is not stored.
-      size_px: height and width of the picture; None where they were never known.
+      checksum: of the picture's file; None if not stored.
+      size_px: height and width of the picture; None if never known.
     """
 
     record: SourceRecord
@@ -128,15 +128,15 @@ class KnownRecord(NamedTuple):
 
 
 class State(Enum):
-    """What became of a record of the base in the source."""
+    """State of a base record in the source."""
 
-    SAME = "the picture, or why there is none, is the same; label and captions may differ"
-    CHANGED = "it has to be planned again"
-    GONE = "it is not listed, or its file cannot be read"
+    SAME = "picture or reject is unchanged; label and captions may differ"
+    CHANGED = "must be planned again"
+    GONE = "not listed, or its file cannot be read"
 
 
 def all_fresh(records: Listing) -> Comparison:
-    """A source of which nothing is encoded yet."""
+    """A comparison in which every record is new."""
     return Comparison([], records, RECORDS_SCHEMA.empty_table(), num_added=len(records))
 
 
@@ -149,11 +149,11 @@ def compare(
     num_threads: int,
     progress: Callable[[int], None],
 ) -> Comparison:
-    """Compare a source with a revision; reads the files that may have changed.
+    """Compare a source with a revision; reads files that may have changed.
 
     Args:
-      recipe: of the next revision: ``source.check`` may ask to read every file.
-      progress: called with the number of files read so far.
+      recipe: of the next revision; its ``source.check`` may request reading every file.
+      progress: called with the number of files checked so far.
     """
     known, listed = _known_records(base), list(source.records)
     positions = _match(known, listed)
@@ -164,12 +164,12 @@ def compare(
     kept, gone_classes = _carry_over(source, base, known, now, states, options, count)
     fresh, attempts = _to_plan(listed, known, positions, states, {one.position for one in kept}, count)
     table = base.records.take(pa.array([one.position for one in kept], pa.int64()))
-    listing = spool(record_batches(fresh), lambda _: None, check_keys=False)  # what repeats a key says so already
+    listing = spool(record_batches(fresh), lambda _: None, check_keys=False)  # repeated keys are already marked
     return Comparison(kept, listing, table, attempts, gone_classes, **dict[str, Any](count))
 
 
 def _match(known: Sequence[KnownRecord], listed: Sequence[SourceRecord]) -> list[int | None]:
-    """Position in the base of each listed record; None where it is new."""
+    """Position in the base of each listed record; None if new."""
     identities = _identities((one.record.key, one.reason == DUPLICATE) for one in known)
     places = {identity: i for i, identity in enumerate(identities)}
     names = ((record.key, bool(record.problem) and record.problem[0] == DUPLICATE) for record in listed)
@@ -177,9 +177,9 @@ def _match(known: Sequence[KnownRecord], listed: Sequence[SourceRecord]) -> list
 
 
 def _identities(names: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, int]]:
-    """Key of each record, and for one that repeats a key how many did so before it: each of them is a reject.
+    """Identify each record by its key, and repetitions of a key by their number.
 
-    Not the order alone: a record that was planned again stands behind the repetitions that were carried over.
+    Order alone would not do: a record that was planned again comes after repetitions that were carried over.
     """
     seen: Counter[str] = Counter()
     for key, repeats in names:
@@ -197,10 +197,10 @@ def _find_states(
     num_threads: int,
     progress: Callable[[int], None],
 ) -> list[State]:
-    """State of each record of the base; its file is read where size, time and place do not decide.
+    """State of each base record; reads its file if size, time and place do not decide.
 
     Args:
-      now: what the source says of those that it lists, by their position in the base.
+      now: present listing of known records, by position in the base.
       sizes_differ: as ``Base.sizes_differ``.
     """
     states = [State.GONE] * len(known)
@@ -218,12 +218,12 @@ def _find_states(
 def _state_of(
     known: KnownRecord, now: SourceRecord, source: Source, recipe: PrecomputeRecipe, sizes_differ: bool
 ) -> State:
-    """State of a record that is listed."""
+    """State of a record that is still listed."""
     same_place = known.record.place == now.place
     if problem := listing_problem(now, needs_caption=recipe.needs_captions):
         if known.is_stored and problem[0] in FILE_PROBLEMS:
             return State.GONE
-        # Of a repeated key the detail says where it stands first, which other records move.
+        # The detail of a repeated key names the first position, which other records may shift.
         is_same = known.reason == problem[0] and (known.detail == problem[1] or problem[0] == DUPLICATE)
         return _same_if(is_same and not known.is_stored)
     if known.reason in OF_THE_LISTING:
@@ -235,11 +235,11 @@ def _state_of(
         return State.CHANGED
     if not known.is_stored:
         if sizes_differ and now.height_px:
-            return State.CHANGED  # the other size may fit, or be rejected for another reason
-        # A plan that was rebuilt does not name the places, and a reject has no checksum to compare.
+            return State.CHANGED  # the other size may fit
+        # A rebuilt plan has no places, and a reject has no checksum to compare.
         return _same_if(same_place or known.record.mtime_ns == UNKNOWN_LOCATION)
     if says_other_size:
-        return State.CHANGED  # a fresh store would believe it, and reject the picture
+        return State.CHANGED  # a fresh store would reject the picture as wrong_size
     if same_place and recipe.source.check == "stat":
         return State.SAME
     return _same_if(known.checksum is not None and _checksum(source, now) == known.checksum)
@@ -258,7 +258,7 @@ def _carry_over(
     options: Options,
     count: Counter[str],
 ) -> tuple[list[Kept], list[str]]:
-    """Records that the next revision takes from the base, and the classes that only gone ones of them have."""
+    """Records carried over from the base, and classes that only gone records have."""
     gone = [one.record for one, state in zip(known, states, strict=True) if state is State.GONE]
     gone_classes, label_of = _classes_of([] if options.drop_gone else gone, base.plan.spec.classes, source)
     has_text, kept = base.plan.spec.text is not None, list[Kept]()
@@ -285,7 +285,7 @@ def _to_plan(
     kept: set[int],
     count: Counter[str],
 ) -> tuple[list[SourceRecord], dict[int, int]]:
-    """Listed records that are not carried over; of those tried again, by their place among them, which try it is."""
+    """Listed records that are not carried over, and the attempt of each retried one by its position among them."""
     fresh: list[SourceRecord] = []
     attempts: dict[int, int] = {}
     for record, position in zip(listed, positions, strict=True):
@@ -298,16 +298,16 @@ def _to_plan(
             attempts[len(fresh)] = known[position].attempts + 1
         elif states[position] is State.CHANGED:
             count["num_changed"] += 1
-        fresh.append(record)  # a gone one too: it is listed still, and becomes a reject
+        fresh.append(record)  # gone records too: still listed, they become rejects
     return fresh, attempts
 
 
 def _classes_of(gone: list[SourceRecord], before: list[str] | None, source: Source) -> tuple[list[str], dict[int, int]]:
-    """Classes that a source has no longer, and the labels that records which are gone get beside the source's own."""
+    """Classes missing from the source, and the new labels of gone records after the source's own classes."""
     classes, labels = source.classes or [], sorted({record.label for record in gone if record.label >= 0})
     if not labels or before is None:
         return [], {}
-    if not source.has_class_names:  # a label is its own name
+    if not source.has_class_names:  # labels are numbers
         return [str(i) for i in range(len(classes), labels[-1] + 1)], {}
     missing = [before[label] for label in labels if before[label] not in classes]
     every = [*classes, *missing]
@@ -315,7 +315,6 @@ def _classes_of(gone: list[SourceRecord], before: list[str] | None, source: Sour
 
 
 def _known_records(base: Base) -> list[KnownRecord]:
-    """Records of the base in their order."""
     texts = base.captions["text"].to_pylist()
     places = ("key", "source_path", "source_offset", "source_bytes", "source_mtime_ns", "label", "caption_ids")
     results = ("status", "row", "reason", "detail", "source_checksum", "attempts", "height_px", "width_px")

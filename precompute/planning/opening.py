@@ -1,4 +1,4 @@
-"""Take up a store, plan its first revision or its next; refuse what is another store, or too small a disk."""
+"""Open a store, plan its first or next revision, and raise if it does not match or the disk is too small."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pc: Any = pyarrow.compute  # its functions are made at run time, no type checker
 
 
 def newest_plan(root: Path) -> FrozenPlan | None:
-    """Plan of the newest revision, complete or not, after what dead processes left is swept up.
+    """The plan of the newest revision, complete or not; removes files of dead processes first.
 
     Returns, Raises: as ``look_for_plan``.
     """
@@ -49,7 +49,7 @@ def newest_plan(root: Path) -> FrozenPlan | None:
 
 
 def check_apart(root: Path, source: Source) -> None:
-    """Refuse a store among the folders of a source whose classes they are: it would be one, and move the labels.
+    """Raise if the store is inside a source of class folders: it would become a class and shift the labels.
 
     Raises: SourceError.
     """
@@ -59,16 +59,16 @@ def check_apart(root: Path, source: Source) -> None:
         is_inside = store.is_relative_to(folder)
         if has_classes and is_inside and not any(part.startswith(".") for part in store.relative_to(folder).parts):
             raise SourceError(
-                f"store '{root}': it lies inside of source '{one.name}', whose folders are its classes: the store "
+                f"store '{root}': it is inside source '{one.name}', whose folders are its classes: the store "
                 "would become one of them. Nothing was changed. Give a --store elsewhere."
             )
 
 
 def look_for_plan(root: Path) -> FrozenPlan | None:
-    """Plan of the newest revision, complete or not; nothing is changed.
+    """The plan of the newest revision, complete or not; changes nothing.
 
-    Returns: None where nothing is planned yet.
-    Raises: StoreError: something else is there, or the plan of a store is gone.
+    Returns: None if nothing is planned yet.
+    Raises: StoreError: the path is something else, or the store has lost its plan.
     """
     if root.exists() and not root.is_dir():
         raise StoreError(f"store '{root}': a file is there; needed a folder, or nothing. Give another --store.")
@@ -84,10 +84,10 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
             )
         return plan
     others = (path.name for path in root.iterdir() if path.name != LEASES)
-    if any(not name.startswith(TEMPORARY_PREFIX) for name in others):  # those are of a plan that others write
-        if not planned and planned_revisions(root):  # others have finished theirs between the two looks
+    if any(not name.startswith(TEMPORARY_PREFIX) for name in others):  # of a plan that another process is writing
+        if not planned and planned_revisions(root):  # another process has just finished it
             return look_for_plan(root)
-        check_store(root)  # refuses what is not ours
+        check_store(root)  # raises if it is not a store
         raise StoreError(
             f"store '{root}': its 'plan' folder is gone, so nothing can be added. Nothing was changed. Run "
             "'leandit verify --repair --source PATH', or give another --store; a complete store can still be read."
@@ -101,21 +101,21 @@ def is_sealed(root: Path, plan: FrozenPlan) -> bool:
 
 
 def check_fingerprint(root: Path, found: StoreSpec, wanted: StoreSpec) -> None:
-    """Refuse a store that other encoders or settings made, naming each field.
+    """Raise if other encoders or settings made the store, naming each field.
 
     Raises: FingerprintMismatch.
     """
     if found.fingerprint == wanted.fingerprint:
         return
-    there, here = flatten(found.identity()), flatten(wanted.identity())
-    differing = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
-    fields = "".join(f"\n  {key} is {there.get(key)!r} in the store, {here.get(key)!r} now" for key in differing)
-    beside = "or --new-revision to encode everything again beside what is there"
+    old, new = flatten(found.identity()), flatten(wanted.identity())
+    differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    fields = "".join(f"\n  {key} is {old.get(key)!r} in the store, {new.get(key)!r} now" for key in differing)
+    advice = "or --new-revision to encode everything again as a new revision"
     if planned_revisions(root)[-1:] > sealed_revisions(root)[-1:]:
-        beside = "or first finish this one with the settings that made it, and then give --new-revision"
+        advice = "or first finish this one with the settings that made it, and then give --new-revision"
     raise FingerprintMismatch(
         f"store '{root}': made with other encoders or settings. Nothing was changed. Use the settings that made it, "
-        f"give another --store, {beside}. What differs:{fields}"
+        f"give another --store, {advice}. What differs:{fields}"
     )
 
 
@@ -124,8 +124,8 @@ class Lineage:
     """What a revision builds on; the fields are those of ``FrozenPlan``.
 
     Args:
-      captions: table of the revision before; its captions keep their ids.
-      spec: of the revision before; its classes keep their names.
+      captions: table of the previous revision; its captions keep their ids.
+      spec: of the previous revision; its classes keep their names.
     """
 
     revision: int = 1
@@ -142,9 +142,8 @@ class Planner:
 
     Args:
       root: the store.
-      spec: what the revision will say of itself; None to look at its pictures only.
-      source, recipe, tokenizer, decoders: what is planned with.
-      progress: told of what is scanned.
+      spec: of the revision; None to plan pictures only.
+      progress: called while scanning.
     """
 
     root: Path
@@ -158,14 +157,14 @@ class Planner:
     def plan_first(self) -> FrozenPlan:
         """Plan every record of the source as the first revision.
 
-        Raises: SourceError: not one record can be encoded, or too many are rejected.
+        Raises: SourceError: no record can be encoded, or too many are rejected.
         """
         return freeze_plan(self.root, self.plan(all_fresh(self.source.records), Lineage()))
 
     def plan_next(self, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
-        """Compare the source with the newest revision, which is complete, and plan the next one if they differ.
+        """Compare the source with the newest, complete revision, and plan the next one if they differ.
 
-        Returns: the plan, or None where nothing has to be done; and what has changed, if the files were looked at.
+        Returns: the plan, or None if nothing has to be done; and the changes, if the files were compared.
         Raises: as ``compare`` and ``plan``.
         """
         comparison, lineage = self.compare(options)
@@ -177,11 +176,11 @@ class Planner:
         return freeze_plan(self.root, self.plan(planned, lineage)), comparison
 
     def compare(self, options: Options) -> tuple[Comparison | None, Lineage | None]:
-        """Compare the source with the newest revision, which is complete; nothing is written.
+        """Compare the source with the newest, complete revision; writes nothing.
 
-        Returns: what has changed, if the files were looked at; and what the next revision builds on, None where nothing
-          has to be done. With another spec nothing can be carried over: all is planned again, beside what is there.
-        Raises: SourceError: with another spec, records that are gone cannot be kept and nobody asked to drop them.
+        Returns: the changes, if the files were compared; and what the next revision builds on, None if nothing has to
+          be done. With another spec nothing is carried over.
+        Raises: SourceError: with another spec, gone records cannot be kept, and dropping them was not requested.
         """
         store, source = LatentStore(self.root), self.source
         base_plan, manifest = read_plan(self.root, store.revision), store.manifest
@@ -222,7 +221,7 @@ class Planner:
         return comparison, Lineage(store.revision + 1, manifest.root_hash, stack, carried, captions, base_plan.spec)
 
     def _names_of(self, classes: list[str], before: StoreSpec | None) -> list[str] | None:
-        """Names of classes for people: the source's, else those that the base has; None where neither has any."""
+        """Display names of classes: the source's, else the base's; None if neither has any."""
         source, names = self.source, {}
         if before and before.class_names:
             names = dict(zip(before.classes or (), before.class_names, strict=True))
@@ -231,13 +230,13 @@ class Planner:
         return [names.get(name, name) for name in classes] if names else None
 
     def _is_renamed(self, before: StoreSpec) -> bool:
-        """The source gives other names to classes of the base: its own, or those for people."""
+        """The source changes names, or display names, of classes of the base."""
         if self.source.renames(before.classes):
             return True
         return bool(self.source.class_names) and self._names_of(before.classes or [], before) != before.class_names
 
     def limit(self, comparison: Comparison, *, stops: bool = True) -> RejectLimit:
-        """Of the rejects of a revision, before any of its new records is looked at."""
+        """The reject limit of a revision, before any of its new records is checked."""
         section, table, parts = self.recipe.source, comparison.table, self.source.parts
         ledger = RejectLedger(
             section,
@@ -249,7 +248,7 @@ class Planner:
         return RejectLimit(section, ledger, stops=stops)
 
     def look_at(self, fresh: Listing, limit: RejectLimit) -> pa.Table:
-        """Where the pictures of new records go (PICTURES_SCHEMA). Raises: SourceError: too many are rejected."""
+        """Size, bucket and crop of new pictures (PICTURES_SCHEMA). Raises: SourceError: too many are rejected."""
         return picture_table(
             plan_pictures(
                 self.source,
@@ -262,7 +261,7 @@ class Planner:
         )
 
     def refusal(self, comparison: Comparison, pictures: pa.Table) -> SourceError | None:
-        """Why there can be no revision: nothing is carried over, and not one new picture can be encoded."""
+        """The error if nothing is carried over and no new picture can be encoded, or None."""
         if comparison.kept or not pc.all(pc.less(pictures["row"], 0)).as_py():
             return None
         fresh, first = comparison.fresh, pictures.slice(0, 1).to_pylist()[0]
@@ -272,12 +271,11 @@ class Planner:
         )
 
     def plan(self, comparison: Comparison, lineage: Lineage, pictures: pa.Table | None = None) -> FrozenPlan:
-        """Plan a revision: what is carried over from its base, and the new records; nothing is written.
+        """Plan a revision from carried-over and new records; writes nothing.
 
         Args:
-          pictures: of the new records, where they were looked at.
-        Raises: SourceError: there is nothing to carry over, and not one new record can be encoded; or too many are
-          rejected.
+          pictures: of the new records, if already planned.
+        Raises: SourceError: nothing is carried over and no new record can be encoded; or too many are rejected.
         """
         source = self.source
         assert self.spec, "only a planner of pictures has none"
@@ -310,7 +308,7 @@ class Planner:
 
 
 def check_disk(writer: StoreWriter, missing: list[Task]) -> None:
-    """Refuse to start when the disk cannot hold what is missing, before any codec.
+    """Raise if the disk cannot hold the missing shards, uncompressed.
 
     Raises: ResourceError.
     """

@@ -1,7 +1,7 @@
-"""Where every picture of a revision goes: its size, bucket, row and crop, before one pixel of it is decoded.
+"""The size, bucket, row and crop of every picture of a revision, before any pixel is decoded.
 
-Headers are read here, unless a manifest is believed. A picture that cannot be planned is rejected, with its reason, and
-has no row. Pictures of one size go the same way, so they are planned together, and put down in columns.
+Headers are read here, unless the recipe trusts a manifest. A picture that cannot be planned is rejected with a reason
+and has no row. Pictures of equal size share one placement.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..sources.source import Source
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 ASKED = 128  # pictures whose headers are read with one message to a decoder
-ASKS_AHEAD = 4  # messages on their way for each thread
+ASKS_AHEAD = 4  # messages in flight for each thread
 MAX_THREADS = 32
 KNOWN_SIZES = 1 << 16  # whose bucket and crop are remembered
 PLANNED = BATCH_ROWS // ASKED  # answers that are put into one batch
@@ -54,7 +54,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class PlannedPicture:
-    """Where one picture goes, or why it is rejected."""
+    """Placement of a picture, or its reject."""
 
     height_px: int | None = None
     width_px: int | None = None
@@ -70,11 +70,11 @@ UNPLACED = PlannedPicture()  # of a rejected picture, until its reason is filled
 
 @dataclass(frozen=True)
 class PlannedPictures:
-    """Some pictures in order; many are of one size, so they go the same way.
+    """Consecutive pictures; many share one placement.
 
     Args:
-      placements: where pictures go, each once.
-      placement_of: (N,) of each picture, its place in ``placements``.
+      placements: each once.
+      placement_of: (N,) index in ``placements`` of each picture.
     """
 
     placements: list[PlannedPicture]
@@ -86,11 +86,11 @@ class PlannedPictures:
 
 @dataclass
 class FoundSizes:
-    """What is known of the sizes of some pictures.
+    """Known sizes of pictures.
 
     Args:
-      height_px, width_px: (N,) int64, 0 where nothing is known.
-      rejects: of those that are not planned, by their place.
+      height_px, width_px: (N,) int64, 0 if unknown.
+      rejects: by position.
     """
 
     height_px: np.ndarray
@@ -107,16 +107,16 @@ def plan_pictures(
     *,
     progress: Callable[[int], None],
 ) -> Iterator[PlannedPictures]:
-    """Learn the size of every new picture and choose its bucket and crop.
+    """Find the size of every new picture and choose its bucket and crop.
 
     Args:
-      limit: counts the rejects of the revision; None: all of it is new.
-      progress: called with the number of pictures looked at so far.
-    Returns: all new records, in order, as they are asked for.
+      limit: counts the rejects of the revision; None if all of it is new.
+      progress: called with the number of pictures planned so far.
+    Returns: all new records, in order, lazily.
     Raises: SourceError: too many are rejected.
     """
     limit = limit or RejectLimit(recipe.source, RejectLedger(recipe.source, len(fresh), planning=True))
-    check_listing(fresh, recipe, limit)  # before any header is read, so that the message has all counts
+    check_listing(fresh, recipe, limit)  # before headers are read, so that the message has all counts
     threads = num_threads()
     images, table = recipe.images, recipe.images.table
     place = functools.lru_cache(KNOWN_SIZES)(lambda height_px, width_px: place_picture(height_px, width_px, images))
@@ -150,9 +150,9 @@ def plan_pictures(
 
 
 def check_listing(fresh: Listing, recipe: PrecomputeRecipe, limit: RejectLimit) -> None:
-    """Look at what the listing alone rejects; the limit's counts stay as they are.
+    """Check the rejects of the listing alone, without changing the limit's counts.
 
-    Raises: SourceError: that is too many.
+    Raises: SourceError: too many.
     """
     if limit.ledger:
         ledger, first = limit.ledger.copy(), ""
@@ -176,7 +176,6 @@ def _planned(found: FoundSizes, place: Callable[[int, int], PlannedPicture]) -> 
 
 
 def _find_sizes(source: Source, batch: pa.RecordBatch, recipe: PrecomputeRecipe, decoders: Decoders) -> FoundSizes:
-    """Size of each picture, or why it is not planned."""
     found = _known_sizes(batch, recipe)
     asked = [i for i in np.flatnonzero(found.height_px == 0).tolist() if i not in found.rejects]
     columns = [batch[name].take(pa.array(asked, pa.int64())).to_pylist() for name in ("path", "offset", "num_bytes")]
@@ -196,7 +195,7 @@ def _find_sizes(source: Source, batch: pa.RecordBatch, recipe: PrecomputeRecipe,
 
 
 def _known_sizes(batch: pa.RecordBatch, recipe: PrecomputeRecipe) -> FoundSizes:
-    """What the listing alone decides: rejects, and sizes where the recipe believes them."""
+    """Rejects, and trusted sizes, from the listing alone."""
     sizes = np.zeros((2, batch.num_rows), np.int64)
     if recipe.source.sizes == "manifest":
         sizes[:] = batch["height_px"].to_numpy(), batch["width_px"].to_numpy()
@@ -204,7 +203,7 @@ def _known_sizes(batch: pa.RecordBatch, recipe: PrecomputeRecipe) -> FoundSizes:
 
 
 def listing_rejects(batch: pa.RecordBatch, recipe: PrecomputeRecipe) -> dict[int, RecordRejected]:
-    """Records that the listing alone rejects, by their place in a batch of it; as ``listing_problem``."""
+    """Rejects of a batch of the listing, by position; as ``listing_problem``."""
     rejects = {}
     if recipe.needs_captions:
         for i in np.flatnonzero(pc.list_value_length(batch["captions"]).to_numpy() == 0).tolist():
@@ -217,7 +216,7 @@ def listing_rejects(batch: pa.RecordBatch, recipe: PrecomputeRecipe) -> dict[int
 def _sent_size(
     source: Source, place: tuple[str, int, int], decoders: Decoders, images: ImagesSection
 ) -> Size | RecordRejected:
-    """Size of a picture whose bytes this process reads: one at a time, so that it never holds many."""
+    """Size of a picture whose bytes this process reads, one at a time to bound memory."""
     try:
         return decoders.size(*source.place(*place, stage="scan"), exif_orientation=images.exif_orientation)
     except RecordRejected as reject:
@@ -225,7 +224,7 @@ def _sent_size(
 
 
 def place_picture(height_px: int, width_px: int, images: ImagesSection) -> PlannedPicture:
-    """Choose the bucket and crop of a picture of some size; a reject is returned, not raised."""
+    """Choose the bucket and crop for a picture size; rejects are returned."""
     if min(height_px, width_px) < images.min_px:
         detail = f"{height_px}x{width_px} px, images.min_px = {images.min_px}"
         return PlannedPicture(reject=RecordRejected("scan", "too_small", detail))
@@ -241,7 +240,7 @@ def place_picture(height_px: int, width_px: int, images: ImagesSection) -> Plann
 
 
 def picture_table(pictures: Iterable[PlannedPictures]) -> pa.Table:
-    """Pictures as a mapped table, each with its row: rows of a bucket follow the order of the source.
+    """Pictures as a mapped table, with rows numbered within each bucket in source order.
 
     Returns: PICTURES_SCHEMA.
     """
@@ -283,7 +282,7 @@ def _columns_of(placements: Sequence[PlannedPicture]) -> dict[str, Any]:
 def _next_rows(
     placements: Sequence[PlannedPicture], placement_of: np.ndarray, next_row: dict[Size | None, int]
 ) -> np.ndarray:
-    """(N,) row of each picture in its bucket, -1 without one; counts on in ``next_row``."""
+    """(N,) row of each picture in its bucket, -1 without one; advances ``next_row``."""
     buckets = list(dict.fromkeys(placement.bucket for placement in placements))
     number = {bucket: i for i, bucket in enumerate(buckets)}
     bucket_of = np.array([number[placement.bucket] for placement in placements])[placement_of]

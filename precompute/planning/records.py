@@ -1,9 +1,8 @@
-"""The plan of a revision: every record's bucket, row, crop and captions, frozen before the first encode.
+"""The records table of a plan: every record's bucket, row, crop and captions, frozen before encoding starts.
 
-Tokens are counted and picture headers read here; pixels and weights are not. What an earlier revision holds and the
-source did not change is carried over as it is (``compare.py`` finds it). All goes by in batches and what comes out is
-mapped, so the memory that a first plan takes does not depend on the number of records. The pictures are planned in
-``pictures.py``, the captions in ``captions.py``; here both are put together.
+It combines planned pictures (``pictures.py``), planned captions (``captions.py``) and records carried over from an
+earlier revision (``compare.py``). Everything is processed in batches and mapped, so memory does not grow with the
+number of records of a first plan.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ TEXTS = pa.list_(pa.string())
 
 @dataclass(frozen=True)
 class PlannedTexts:
-    """Captions of all records of a revision: those carried over, then the new ones; what is rejected has none.
+    """Captions of all records of a revision, carried-over ones first; rejects have none.
 
-    What is planned without a caption has the empty one, as ``planned_texts`` of ``record.py``.
+    A planned record without a caption has the empty one, as in ``record.planned_texts``.
 
     Args:
       pictures: of the new records (PICTURES_SCHEMA).
@@ -41,7 +40,6 @@ class PlannedTexts:
     pictures: pa.Table
 
     def __iter__(self) -> Iterator[pa.ListArray]:
-        """Texts of some records at once."""
         kept = self.comparison.texts
         for start in range(0, len(kept), BATCH_ROWS):
             yield pa.array(kept[start : start + BATCH_ROWS], TEXTS)
@@ -56,11 +54,11 @@ class PlannedTexts:
 def plan_records(
     comparison: Comparison, pictures: pa.Table, caption_ids: pa.ChunkedArray, *, revision: int
 ) -> pa.Table:
-    """Records table of a revision: what is carried over, then the new records with their rows.
+    """Records table of a revision: carried-over records, then new records with their rows.
 
     Args:
       pictures: of the new records (PICTURES_SCHEMA).
-      caption_ids: of all records: those carried over, then the new ones.
+      caption_ids: of all records, carried-over ones first.
     Returns: PLAN_SCHEMA, mapped.
     """
     num_kept = len(comparison.kept)
@@ -97,7 +95,7 @@ def _fresh_batches(
 
 
 def _carried_records(comparison: Comparison, caption_ids: pa.ChunkedArray) -> pa.Table:
-    """Records carried over, with the label, captions and place in the source that they have now."""
+    """Carried-over records with their present label, captions and place."""
     if not comparison.kept:
         return PLAN_SCHEMA.empty_table()
     records = [kept.record for kept in comparison.kept]

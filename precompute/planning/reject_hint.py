@@ -1,4 +1,4 @@
-"""What may help where many records are rejected: captions that lie beside the pictures, settings."""
+"""Advice for many rejects: tables of captions near the pictures, and settings."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ MANY_TABLES = 5
 
 
 def reject_hint(files: SourceFiles, reasons: Mapping[str, int]) -> str:
-    """Sentences about what may help against some reasons: captions that lie beside the pictures, settings."""
-    said = []
+    """Advice against some reject reasons: tables of captions near the pictures, and settings."""
+    advice = []
     if reasons.keys() & {"no_caption", "bad_metadata", "missing_file"} and (beside := _tables_beside(files)):
-        said.append(f"Beside the pictures lie {beside}: docs/sources.md says how a table of captions is read.")
+        advice.append(f"Beside the pictures lie {beside}: docs/sources.md says how a table of captions is read.")
     if "no_caption" in reasons:
-        said.append("To store pictures without a caption, add --set source.missing_caption=null.")
-    return " ".join(said)
+        advice.append("To store pictures without a caption, add --set source.missing_caption=null.")
+    return " ".join(advice)
 
 
 def _tables_beside(files: SourceFiles) -> str:
-    """Names of a few files, in the source or the folder above it, that may hold captions; "" where there are none."""
+    """Names of files in the source or its parent folder that may hold captions; empty if none."""
     try:
         known = known_table(files)
         names = islice(files.names(), LOOKED_AT)
         some = sorted(name for name in names if name.lower().endswith(TABLE_NAMES) and name != known)
-    except SourceError:  # of a URL, say; the error that this is a hint to says more
+    except SourceError:  # the original error matters more
         return ""
     if len(some) > MANY_TABLES:  # a text beside each picture
         some = []

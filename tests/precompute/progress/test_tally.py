@@ -166,7 +166,7 @@ def test_a_worker_that_raises_tells_only_of_what_it_has_committed(tmp_path: Path
 def test_the_share_and_the_row_are_counted_apart() -> None:
     section = SourceSection(max_reject_share=0.5, max_rejects_in_a_row=3)
     told: list[str] = []
-    limit = RejectLimit(section, None, emit=lambda key, _: told.append(key))
+    limit = RejectLimit(section, None, on_reject=lambda key, _: told.append(key))
     for number in range(100):  # a share of two thirds, which is the matter of who is told
         limit.count(f"{number}", RecordRejected(*BROKEN) if number % 3 else None)
     assert len(told) == 66
