@@ -5,19 +5,46 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...datasets.format.schema import StoreSpec
 from ...datasets.revisions.catalog import read_spec
+from ..config import PrecomputeRecipe
 from ..encoders.describe import describe_store
 from ..encoders.vae import load_encoders
 from ..images.decoders import Decoders
 from ..planning.opening import check_fingerprint
 from ..progress.clock import StageClock
 from ..sources.several import open_sources
-from .processes import Describe, Job
 from .worker import EncodeRequest, Worker
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job of an encoding process; the first message it receives.
+
+    Args:
+      device: of its encoders, as torch names it.
+      num_decoders: pictures that it decodes concurrently.
+      num_threads: of torch; on a CPU the number changes the bits.
+    """
+
+    recipe: PrecomputeRecipe
+    root: Path
+    device: str
+    num_decoders: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Describe:
+    """Requests the spec of a store; ``known`` as in ``describe_store``."""
+
+    known: StoreSpec | None
 
 
 def serve(next_request: Callable[[], Any], send: Callable[[Any], None]) -> None:

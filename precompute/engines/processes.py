@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -31,33 +30,10 @@ from ..progress.verdict import Power
 from ..sources.several import SourcePaths, paths_of
 from ..sources.source import Source
 from .process_child import END_SECONDS
+from .process_serve import Describe, Job
 from .worker import Broken, EncodeRequest, Failed, WorkDone
 
 CHILD_MODULE = f"{__package__}.process_child"
-
-
-@dataclass(frozen=True)
-class Job:
-    """The job of an encoding process; the first message it receives.
-
-    Args:
-      device: of its encoders, as torch names it.
-      num_decoders: pictures that it decodes concurrently.
-      num_threads: of torch; on a CPU the number changes the bits.
-    """
-
-    recipe: PrecomputeRecipe
-    root: Path
-    device: str
-    num_decoders: int
-    num_threads: int
-
-
-@dataclass(frozen=True)
-class Describe:
-    """Requests the spec of a store; ``known`` as in ``describe_store``."""
-
-    known: StoreSpec | None
 
 
 class Processes:
