@@ -119,9 +119,9 @@ def bench_precompute(
 
     Example: leandit bench precompute --source coco --scratch bench
     """
-    from ..bench.encode.goals import render as render_goals
     from ..bench.encode.precompute import run
     from ..bench.encode.rates import Request
+    from ..bench.encode.ratios import render
     from ..terminal.progress import ProgressLine
 
     request = Request(
@@ -138,7 +138,7 @@ def bench_precompute(
     )
     with ProgressLine() as progress:
         result = run(request, progress)
-    print(json.dumps(result, indent=1) if as_json else render_goals(result))
+    print(json.dumps(result, indent=1) if as_json else render(result))
 
 
 @bench.command("planner")

@@ -70,14 +70,18 @@ def test_all_cells_are_measured_in_each_round() -> None:
     assert set(rates) == {OURS, DIFFUSERS, PLAIN}
     assert all(len(found) == 2 and min(found) > 0 for found in rates.values())
     said = [value for _, value in render(result)]
-    assert sum("goal 1.15" in line for line in said) == 2
+    for line, other in zip(said[-2:], (DIFFUSERS, PLAIN), strict=True):
+        first, second = (a / b for a, b in zip(rates[OURS], rates[other], strict=True))
+        low, high = sorted((first, second))
+        assert line == f"{OURS} of {other}: {(low + high) / 2:.3f}x ({low:.3f}x to {high:.3f}x)"
 
 
 def test_the_real_loop_on_a_store_is_measured_beside_its_step() -> None:
     result = run(Request(tiny_work(), CPU, 1, 1, "store"), quiet)  # pyright: ignore[reportArgumentType]
     assert set(result["images_per_second"]) == {"store", "synthetic"}
     assert 0 < result["outside_share"][0] < 1
-    assert "goal 2%" in render(result)[-1][1]
+    share = f"{result['outside_share'][0]:.2%}"
+    assert render(result)[-1][1] == f"outside forward, backward, update: {share} ({share} to {share})"
 
 
 def test_what_is_watched_is_as_before_afterwards() -> None:

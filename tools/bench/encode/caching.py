@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -33,8 +32,9 @@ from ...synthetic.store import make_store
 from ...terminal.cpu_memory import keep_freed_memory
 from ...terminal.progress import ProgressLine
 from ..harness.meters import hardware
+from ..harness.rounds import alternating_rounds, median_and_range, ratios
 from ..harness.scratch import fresh_folder, own_folder
-from ..training.steps import WARM_STEPS, timed
+from ..training.steps import WARM_STEPS, device_name, timed
 from .inputs import text_model, vae_model
 
 CACHED, ONLINE = "cached", "online"
@@ -78,17 +78,16 @@ def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
     compiled = request.recipe.run.compile and _is_gpu(device)
     learner = synthetic_learner(request.recipe, spec, tokens, device, compiled=compiled)
     batches = endless(build_loader(request.recipe, store, spec, device, lambda message: None, ALONE))
-    ways: dict[str, Callable[[], object]] = {
+    cells: dict[str, Callable[[], object]] = {
         CACHED: lambda: train_step(learner, next(batches)),
         ONLINE: lambda: train_step(learner, online_batch(request, encoders, store, learner)),
     }
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
-        timed(way, WARM_STEPS, device)
-    for number in range(request.rounds):
-        for name in ways if number % 2 == 0 else reversed(ways):
-            rates[name].append(request.steps * size / timed(ways[name], request.steps, device))
-            progress("caching", number + 1, request.rounds, f"{name}: {rates[name][-1]:.2f} images/s")
+    rates: dict[str, list[float]] = {name: [] for name in cells}
+    for step in cells.values():
+        timed(step, WARM_STEPS, device)
+    for number, name in alternating_rounds(list(cells), request.rounds):
+        rates[name].append(request.steps * size / timed(cells[name], request.steps, device))
+        progress("caching", number + 1, request.rounds, f"{name}: {rates[name][-1]:.2f} images/s")
     return {
         "model": spec.name,
         "resolution_px": request.resolution_px,
@@ -96,7 +95,7 @@ def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
         "text": request.text,
         "caption_tokens": tokens,
         "batch": size,
-        "device": torch.cuda.get_device_name(device) if _is_gpu(device) else hardware()["cpu"],
+        "device": device_name(device),
         "hardware": hardware(),
         "torch": torch.__version__,
         "images_per_second": rates,
@@ -111,11 +110,9 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("machine", f"{result['device']}, torch {result['torch']}"),
         ("model", f"{result['model']}, {result['resolution_px']} px, batch {result['batch']}; {result['vae']}{text}"),
     ]
-    for name, found in rates.items():
-        rows.append(("", f"{name:<8}{median(found):>9.2f} images/s ({min(found):.2f} to {max(found):.2f})"))
-    ratios = [cached / online for cached, online in zip(rates[CACHED], rates[ONLINE], strict=True)]
-    rows.append(("", f"caching gains {median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"))
-    return rows
+    rows += [("", f"{name:<8}  {median_and_range(values, '{:.2f}')} images/s") for name, values in rates.items()]
+    gains = ratios(rates[CACHED], rates[ONLINE])
+    return [*rows, ("", f"caching gains {median_and_range(gains, '{:.2f}x')}")]
 
 
 def online_batch(request: Request, encoders: Encoders, store: LatentStore, learner: Learner) -> Batch:

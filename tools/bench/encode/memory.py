@@ -9,7 +9,6 @@ that is packed, decoders. On a CPU the activations are memory of the host too, s
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....datasets.errors import ResourceError
 from ....precompute.config import PrecomputeRecipe
 from ....precompute.encoders.vae import ImageEncoder
 from ....precompute.pipeline import precompute
+from ..harness.fresh_process import run_in_fresh_process
 from ..harness.meters import PeakMemory
 
 FORWARDS = 2
@@ -33,11 +32,7 @@ def peak_mb(job: dict[str, Any]) -> float:
       job: "recipe" as a dict, "device", "batch" (B, height_px, width_px); and "source" and "store" for a whole run.
     Raises: ResourceError: it failed.
     """
-    command = [sys.executable, "-m", __name__, json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ResourceError(f"bench precompute: the memory could not be measured: {done.stderr.strip()[-500:]}")
-    return json.loads(done.stdout)
+    return run_in_fresh_process(__name__, json.dumps(job), command="bench precompute, memory")
 
 
 def measure(job: dict[str, Any]) -> float:

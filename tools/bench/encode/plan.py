@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from PIL import Image
 
 from ....datasets.disk.files import write_atomic
 from ....datasets.disk.hashing import canonical_json
-from ....datasets.errors import RecipeError, ResourceError
+from ....datasets.errors import RecipeError
 from ....datasets.format.buckets import bucket_name
 from ....datasets.format.layout import CAPTION_PART, CAPTIONS, NULL_PART, PLAN, RECORDS, commit_path
 from ....datasets.format.schema import Reject
@@ -41,6 +40,7 @@ from ....precompute.planning.opening import Planner
 from ....precompute.planning.pictures import num_threads
 from ....precompute.sources.source import list_source
 from ...synthetic.store import noise_spec
+from ..harness.fresh_process import run_in_fresh_process
 from ..harness.meters import PeakMemory, hardware, tree_cpu_seconds
 from ..harness.scratch import fresh_folder, own_folder
 
@@ -56,6 +56,7 @@ BLOCK_ROWS = 1 << 16
 LOOK_SECONDS = 2.0  # between two looks at the memory, each of which takes longer the more is mapped
 OVERRIDES = ['images.buckets="pixart"', "images.resolution=256", 'images.crop="bucket"', "text.max_tokens=120"]
 SIZES = ("header", "manifest")
+STAGES = ("plan", "open", "commit", "seal")  # each a process
 
 
 def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str, Any]:
@@ -73,11 +74,10 @@ def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str,
     if not (source / "manifest.parquet").is_file():
         shutil.rmtree(source, ignore_errors=True)
         make_manifest(source, records, captions=captions)
-    given = [kind, sizes, str(source / "manifest.parquet"), str(store)]
-    planned = _in_fresh_process("plan", *given)
-    opened = _in_fresh_process("open", *given)
-    _in_fresh_process("commit", *given)
-    sealed = _in_fresh_process("seal", *given)
+    measured = {}
+    for stage in STAGES:
+        paths = str(source / "manifest.parquet"), str(store)
+        measured[stage] = run_in_fresh_process(__name__, stage, kind, sizes, *paths, command=f"bench plan, {stage}")
     size = sum(path.stat().st_size for path in (store / PLAN).iterdir())
     tables = sum((store / name).stat().st_size for name in (RECORDS, CAPTIONS))
     return {
@@ -85,9 +85,9 @@ def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str,
         "sizes": sizes,
         "captions": captions,
         "hardware": hardware(),
-        "plan": planned,
-        "open": opened,
-        "seal": sealed,
+        "plan": measured["plan"],
+        "open": measured["open"],
+        "seal": measured["seal"],
         "plan_bytes": size,
         "table_bytes": tables,
     }
@@ -242,13 +242,6 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("table size", f"{result['table_bytes'] / 2**20:.1f} MiB"),
     ]
-
-
-def _in_fresh_process(*arguments: str) -> dict[str, float]:
-    done = subprocess.run([sys.executable, "-m", __name__, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ResourceError(f"bench plan: a measurement failed: {done.stderr.strip().splitlines()[-1:]}")
-    return json.loads(done.stdout)
 
 
 def _main(arguments: Sequence[str]) -> None:

@@ -36,11 +36,12 @@ from ....precompute.planning.pictures import num_threads, plan_pictures
 from ....precompute.progress.clock import Progress
 from ....precompute.sources.source import list_source
 from ..harness.meters import hardware
+from ..harness.rounds import alternating_rounds
 from ..harness.scratch import fresh_folder, own_folder
-from .goals import goals_of
 from .inputs import text_model, vae_model, write_sample
 from .memory import peak_mb
 from .rates import STORE, Request, Work, cells_of, decode, precompute_anew
+from .ratios import ratios_of
 
 BASE_RECIPE = "imagenet-256"
 OWN_FOLDER = "bench-precompute"
@@ -61,14 +62,12 @@ def run(request: Request, progress: Progress) -> dict[str, Any]:
     cells = cells_of(work, captions)
     measured: dict[str, list[float]] = defaultdict(list)
     reports: list[Report] = []
-    done, total = 0, request.rounds * len(cells)
-    for number in range(request.rounds):
-        for name, measure in list(cells.items())[:: -1 if number % 2 else 1]:
-            measured[name].append(measure(reports))
-            gc.collect()
-            torch.cuda.empty_cache()  # of what is not there, it does nothing
-            done += 1
-            progress(name, done, total)
+    total = request.rounds * len(cells)
+    for done, (_, name) in enumerate(alternating_rounds(list(cells), request.rounds)):
+        measured[name].append(cells[name](reports))
+        gc.collect()
+        torch.cuda.empty_cache()  # without CUDA it does nothing
+        progress(name, done + 1, total)
     figures: dict[str, Any] = {"rates": dict(measured), "memory_mb": _memory(work, progress)}
     figures["encode_share"] = [
         report.seconds["encode"] / (report.total_seconds - report.seconds["load"]) for report in reports
@@ -88,7 +87,7 @@ def run(request: Request, progress: Progress) -> dict[str, Any]:
         "buckets": sorted({"{}x{}".format(*bucket) for bucket in work.buckets}),
         "stages": [{time.name: time.seconds for time in report.times} for report in reports],
         **figures,
-        "goals": goals_of(figures, on_cpu=request.device.type == "cpu"),
+        "ratios": ratios_of(figures, on_cpu=request.device.type == "cpu"),
     }
 
 

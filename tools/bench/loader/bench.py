@@ -25,6 +25,7 @@ from typing import Any
 from ....datasets.errors import RecipeError, ResourceError
 from ....precompute.progress.clock import Progress
 from ..harness.meters import hardware
+from ..harness.rounds import alternating_rounds
 from ..harness.work import STORE, Workload, caption_workload, latent_workload, write_store
 from ..peers.peers import LEFT_OUT, LIMIT, PEERS, Peer
 from .cell import Job
@@ -117,9 +118,7 @@ def _run_workload(request: Request, workload: Workload, progress: Progress) -> d
         states[peer.name].setdefault("checks", {})[mode] = found
     cells = [cell for cell in cells if _may_be_timed(states[cell[0].name]["checks"][cell[1]])]
 
-    # Rounds in alternating order, so that what warms up or wears off during a round hits all alike.
-    rounds = [(r, cell) for r in range(request.rounds) for cell in (cells if r % 2 == 0 else reversed(cells))]
-    for number, (peer, mode) in _shown(rounds, progress, "time"):
+    for number, (peer, mode) in _shown(list(alternating_rounds(cells, request.rounds)), progress, "time"):
         timed = _cell(request, workload, folder, peer, "time", mode=mode, seed=number, seconds=request.seconds)
         states[peer.name].setdefault("cells", {}).setdefault(mode, []).append(timed)
     for state in states.values():

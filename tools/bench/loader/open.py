@@ -6,20 +6,18 @@ The store is of noise; it is opened in fresh processes, with its files in the pa
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ....datasets.batches.reader import PLANNED_AHEAD
-from ....datasets.errors import ResourceError
 from ....datasets.loader import make_loader
 from ....datasets.order.batch_plan import BatchPlan
 from ....datasets.store import LatentStore
 from ...synthetic.store import make_store
+from ..harness.fresh_process import run_in_fresh_process
 from ..harness.meters import hardware, tree_anonymous_mb
 
 BUCKET, BATCH = "256x256", 256
@@ -34,7 +32,7 @@ def run(scratch: Path, records: int, rounds: int) -> dict[str, Any]:
     """
     store = scratch / f"open-{records}"
     make_store(store, {BUCKET: records})
-    opened = [_in_fresh_process(store) for _ in range(rounds)]
+    opened = [run_in_fresh_process(__name__, str(store), command="bench open") for _ in range(rounds)]
     return {
         "records": records,
         "hardware": hardware(),
@@ -72,13 +70,6 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _in_fresh_process(store: Path) -> dict[str, float]:
-    done = subprocess.run([sys.executable, "-m", __name__, str(store)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ResourceError(f"bench open: a measurement failed: {done.stderr.strip().splitlines()[-1:]}")
-    return json.loads(done.stdout)
-
-
 def _plan_seconds(size: int) -> float:
     """Of one batch, planned as the loader does; from all over the epoch."""
     plan = BatchPlan({BUCKET: size}, BATCH, seed=0)
@@ -89,9 +80,5 @@ def _plan_seconds(size: int) -> float:
     return (time.perf_counter() - start) / PLANNED_BATCHES
 
 
-def _main(arguments: Sequence[str]) -> None:
-    print(json.dumps(measure(arguments[0])))
-
-
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    print(json.dumps(measure(sys.argv[1])))

@@ -9,7 +9,6 @@ other processes come. (gloo also copies what it gathers, and lets go of it whene
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ....datasets.errors import ResourceError
 from ....train.config import load
 from ....train.optim.loss_scale import autocast_dtype
 from ....train.parallel.ranks import ALONE, Ranks
@@ -33,8 +31,11 @@ from ...plan.training import CUBLAS_BYTES
 from ...plan.workload import TrainingWorkload, workload_at_resolution
 from ...synthetic.batches import synthetic_batch, synthetic_learner
 from ...terminal.progress import ProgressLine
+from ...terminal.text import aligned
+from ..harness.fresh_process import run_in_fresh_process
 from ..harness.meters import hardware
 
+MIB = 2**20
 STEPS = 3  # the first makes the optimizer's state, and is not counted
 MEASURED = "leandit: measured"  # mark in the profile from which on the peak counts
 CHECKPOINTED = "run.activation_checkpointing=blocks"
@@ -145,16 +146,21 @@ def job_of(case: Case, device: torch.device, folder: Path, *overrides: str) -> d
 
 def render(result: dict[str, Any]) -> str:
     """The comparison as aligned text."""
-    lines = [f"{'recipe':<18}{'px':>5}{'images':>9}{'predicted':>12}{'measured':>12}{'ratio':>8}  MiB; overrides"]
+    numbers = [("recipe", "px", "images", "predicted", "measured", "ratio")]
+    settings = ["MiB; overrides"]
     for row in result["rows"]:
-        images = f"{row['count']} x {row['microbatch']}"
-        numbers = f"{row['predicted'] / 2**20:>12.1f}{row['measured'] / 2**20:>12.1f}{row['ratio']:>8.3f}"
+        images, predicted, measured = (
+            f"{row['count']} x {row['microbatch']}",
+            row["predicted"] / MIB,
+            row["measured"] / MIB,
+        )
+        size = str(row["side_px"])
+        numbers.append((row["recipe"], size, images, f"{predicted:.1f}", f"{measured:.1f}", f"{row['ratio']:.3f}"))
         ranks = "" if row["strategy"] == "single" else f"{row['ranks']} ranks, {row['strategy']}; "
-        changes = " ".join(row["changes"])
-        lines.append(f"{row['recipe']:<18}{row['side_px']:>5}{images:>9}{numbers}  {ranks}{changes}")
+        settings.append(ranks + " ".join(row["changes"]))
+    lines = [f"{left}  {right}".rstrip() for left, right in zip(aligned(numbers), settings, strict=True)]
     ratios = [row["ratio"] for row in result["rows"]]
-    lines.append(f"least {min(ratios):.3f}, most {max(ratios):.3f}; the goal is 0.97 to 1.05")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"least {min(ratios):.3f}, most {max(ratios):.3f}"])
 
 
 def predict(job: dict[str, Any]) -> int:
@@ -181,11 +187,7 @@ def measure_apart(job: dict[str, Any]) -> int:
 
     Raises: ResourceError: it failed.
     """
-    command = [sys.executable, "-m", __name__, json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ResourceError(f"bench planner: {job['recipe']} did not run: {done.stderr.strip()[-500:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_in_fresh_process(__name__, json.dumps(job), command=f"bench planner, {job['recipe']}")
 
 
 def measure(job: dict[str, Any]) -> int:

@@ -16,6 +16,7 @@ from ....train.objectives.losses import draw_times, loss_per_image
 from ....train.optim.loss_scale import autocast_dtype
 from ...plan.workload import TrainingWorkload
 from ...synthetic.batches import synthetic_batch, synthetic_learner
+from ..harness.meters import hardware
 
 WARM_STEPS = 3  # of a cell, not counted: what is compiled, cached or allocated at first
 LOSS_EVERY = 10  # steps after which our loop reads its loss, as run.log_every
@@ -142,6 +143,11 @@ class DiffusersDiT(nn.Module):
 def diffusers_dit(spec: ModelSpec) -> nn.Module:
     """diffusers' DiT of a model's size."""
     return DiffusersDiT(spec)
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a GPU, or of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else hardware()["cpu"]
 
 
 def timed(step: Callable[[], object], count: int, device: torch.device) -> float:

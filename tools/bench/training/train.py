@@ -31,10 +31,21 @@ from ...synthetic.store import make_store
 from ...terminal.cpu_memory import keep_freed_memory
 from ...terminal.progress import ProgressLine
 from ..harness.meters import hardware
-from .steps import LOSS_EVERY, WARM_STEPS, Request, Step, diffusers_dit, our_step, plain_dit, timed, usual_step
+from ..harness.rounds import alternating_rounds, median_and_range, ratios
+from .steps import (
+    LOSS_EVERY,
+    WARM_STEPS,
+    Request,
+    Step,
+    device_name,
+    diffusers_dit,
+    our_step,
+    plain_dit,
+    timed,
+    usual_step,
+)
 
 OURS, DIFFUSERS, PLAIN = "leandit", "diffusers", "plain"
-GOAL, OUTSIDE_GOAL, STORE_GOAL = 1.15, 0.02, 0.995
 
 
 def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
@@ -51,7 +62,6 @@ def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
     rates, outside = _on_store(request, progress) if request.data == "store" else (_beside(request, progress), [])
     size = latent_size_of(work.largest_bucket, work.store.latent)
     flops = train_flops(spec, size, work.tokens)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else hardware()["cpu"]
     precision = (
         recipe.run.precision if autocast_dtype(recipe.run.precision, device) or device.type == "cuda" else "fp32"
     )
@@ -61,7 +71,7 @@ def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
         "bucket": work.largest_bucket,
         "batch": recipe.run.global_batch,
         "precision": precision,
-        "device": name,
+        "device": device_name(device),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "hardware": hardware(),
@@ -80,19 +90,14 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("machine", f"{result['device']}, torch {result['torch']}, {result['threads']} threads"),
         ("model", f"{result['model']}, {result['bucket']} px, batch {result['batch']}, {result['precision']}"),
     ]
-    for cell, found in rates.items():
-        spread = f"({min(found):.2f} to {max(found):.2f})"
+    for cell, values in rates.items():
         mfu = f", MFU {result['mfu'][cell]:.1%}" if cell in result["mfu"] else ""
-        rows.append(("", f"{cell:<16}{median(found):>9.2f} images/s {spread}{mfu}"))
-    for cell, found in rates.items():
-        if cell != first:
-            ratios = [one / other for one, other in zip(rates[first], found, strict=True)]
-            spread = f"({min(ratios):.3f} to {max(ratios):.3f})"
-            goal = STORE_GOAL if cell == "synthetic" else GOAL
-            rows.append(("", f"{first} of {cell}: {median(ratios):.3f}x {spread}, goal {goal}"))
+        rows.append(("", f"{cell:<16}  {median_and_range(values, '{:.2f}')} images/s{mfu}"))
+    for cell in [cell for cell in rates if cell != first]:
+        spread = median_and_range(ratios(rates[first], rates[cell]), "{:.3f}x")
+        rows.append(("", f"{first} of {cell}: {spread}"))
     if shares := result["outside_share"]:
-        spread = f"({min(shares):.2%} to {max(shares):.2%})"
-        rows.append(("", f"outside forward, backward, update: {median(shares):.2%} {spread}, goal {OUTSIDE_GOAL:.0%}"))
+        rows.append(("", f"outside forward, backward, update: {median_and_range(shares, '{:.2%}')}"))
     return rows
 
 
@@ -108,11 +113,10 @@ def _beside(request: Request, progress: ProgressLine) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {cell: [] for cell in cells}
     for step in cells.values():
         timed(step, WARM_STEPS, request.device)
-    for number in range(request.rounds):
-        for cell in cells if number % 2 == 0 else reversed(cells):
-            seconds = timed(cells[cell], request.steps, request.device)
-            rates[cell].append(request.steps * request.work.recipe.run.global_batch / seconds)
-            progress("train", number + 1, request.rounds, f"{cell}: {rates[cell][-1]:.2f} images/s")
+    for number, cell in alternating_rounds(list(cells), request.rounds):
+        seconds = timed(cells[cell], request.steps, request.device)
+        rates[cell].append(request.steps * request.work.recipe.run.global_batch / seconds)
+        progress("train", number + 1, request.rounds, f"{cell}: {rates[cell][-1]:.2f} images/s")
     return rates
 
 
