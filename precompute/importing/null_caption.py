@@ -1,4 +1,4 @@
-"""The null caption of imported features: features have none, so the user brings it, or says that it is zeros."""
+"""The null caption of imported features: the user supplies it, or chooses zeros."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ ZEROS = "zeros"
 TENSOR = "y_embedding"  # its name in PixArt's checkpoints ends so
 
 
-def read_null(given: str | None, shape: tuple[int, ...]) -> np.ndarray:
-    """The null caption, at the length and width to which captions are padded.
+def read_null(choice: str | None, shape: tuple[int, ...]) -> np.ndarray:
+    """The null caption, at the padded length and width of the captions.
 
     Args:
-      given: "zeros", a .npy, a .npz with ``caption_feature``, or a checkpoint (.safetensors, .pt, .pth) that has a
-        tensor whose name ends in ``y_embedding``.
+      choice: "zeros", a .npy, a .npz with ``caption_feature``, or a checkpoint (.safetensors, .pt, .pth) with a tensor
+        whose name ends in ``y_embedding``.
       shape: (L, D) of the captions.
-    Raises: SourceError: it is none of these, or has another shape.
+    Raises: SourceError: none of these, or another shape.
     """
-    if given is None:
+    if choice is None:
         raise SourceError(
-            f"import: these features have captions, and training drops some for a null caption of shape {shape}, which "
-            f"they do not have. Give it with --null FILE (.npy, or a checkpoint with '{TENSOR}'), or --null {ZEROS} if "
+            f"import: these features have captions, and training replaces some by a null caption of shape {shape}, "
+            f"which they lack. Give it with --null FILE (.npy, or a checkpoint with '{TENSOR}'), or --null {ZEROS} if "
             "they were made for a model that takes zeros."
         )
-    if given == ZEROS:
+    if choice == ZEROS:
         return np.zeros(shape, np.float32)
-    path = Path(given)
+    path = Path(choice)
     try:
         if path.suffix == ".npy":
             rows = parse_npy(read_file(path))
@@ -41,21 +41,18 @@ def read_null(given: str | None, shape: tuple[int, ...]) -> np.ndarray:
         else:
             rows = _from_checkpoint(path)
     except UNREADABLE as error:
-        raise SourceError(f"--null '{given}': cannot be read as a null caption ({error}).") from error
+        raise SourceError(f"--null '{choice}': cannot be read as a null caption ({error}).") from error
     rows = rows.reshape(rows.shape[-2:]) if rows.ndim > 2 and rows.size == np.prod(rows.shape[-2:]) else rows
     if rows.shape != shape or rows.dtype.kind != "f" or not np.isfinite(rows).all():
         raise SourceError(
-            f"--null '{given}': {rows.dtype} of shape {rows.shape}; needed finite numbers of shape {shape}, to which "
+            f"--null '{choice}': {rows.dtype} of shape {rows.shape}; needed finite numbers of shape {shape}, to which "
             "captions are padded: guidance keeps a caption's mask, so the null caption is read at full length."
         )
     return rows
 
 
 def _from_checkpoint(path: Path) -> np.ndarray:
-    """The tensor of a checkpoint, float32.
-
-    Raises: OSError, SafetensorError, ValueError.
-    """
+    """The tensor of a checkpoint, float32; raises OSError, SafetensorError, ValueError."""
     from safetensors import safe_open
 
     from .formats.torch_files import read_tensors

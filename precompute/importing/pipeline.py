@@ -1,7 +1,7 @@
-"""An import as a story: list the features, plan them by their headers, copy what is missing, seal.
+"""An import: list the features, plan them by their headers, copy missing shards, seal.
 
-Nothing is encoded, so no encoder is loaded: rows are the numbers of the source. Running the same command again goes on
-where the last one stopped; a shard with a valid commit record is never made twice.
+No encoder is loaded: rows are the numbers of the source. Running the same command again resumes; a shard with a valid
+commit record is never made twice.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from .plan import caption_origins, listing_hash, plan_import, reject_outliers, s
 
 @dataclass
 class ImportReport:
-    """What an import did.
+    """The result of an import.
 
     Args:
       manifest: of the store.
-      spec: what the store says of itself.
-      num_imported: records copied by this call; 0 where the store was complete already.
-      total_seconds: of the whole call.
+      spec: of the store.
+      num_imported: records copied by this call; 0 if the store was already complete.
+      total_seconds: wall time of the call.
     """
 
     manifest: Manifest
@@ -63,12 +63,12 @@ def import_features(
     progress: Progress,
     null: str | None = None,
 ) -> ImportReport:
-    """Make a store of features that another program has encoded, number for number.
+    """Make a store from features that another program has encoded, number for number.
 
     Args:
       kind: of the features.
-      null: file of the null caption, or "zeros"; needed where there are captions.
-    Raises: LeanditError: of the class that says what to mend; the store then resumes with the same command.
+      null: file of the null caption, or "zeros"; required with captions.
+    Raises: LeanditError: its class tells what to fix; the same command then resumes.
     """
     start = time.perf_counter()
 
@@ -77,22 +77,19 @@ def import_features(
     entries = list(reader.entries())
     listing = listing_hash(entries)
 
-    # Plan: look at every record and freeze the plan, or take up the one that is there.
+    # Plan: open the newest plan, or scan every record and freeze the first.
     plan = newest_plan(store_path)
     if plan is None:
         plan = freeze_plan(store_path, _plan(reader, entries, listing, null, progress))
     check_resumes(store_path, plan, reader, listing)
 
-    # Copy what is missing, and seal it.
+    # Copy the missing shards and seal.
     manifest, num_imported = finish(store_path, plan, reader, null, progress)
     return ImportReport(manifest, plan.spec, num_imported, time.perf_counter() - start)
 
 
 def _plan(reader: Reader, entries: Sequence[Entry], listing: str, null: str | None, progress: Progress) -> FrozenPlan:
-    """Look at every record, and plan those that can be stored.
-
-    Raises: SourceError: too many cannot.
-    """
+    """Scan every record and plan those that can be stored; raises SourceError if too many cannot."""
     found = scan_records(reader, entries, lambda done: progress("scan", done, len(entries)))
     common, found = reject_outliers(found, reader)
     limits = reader.recipe.source.limits()
@@ -104,7 +101,7 @@ def _plan(reader: Reader, entries: Sequence[Entry], listing: str, null: str | No
 
 
 def check_resumes(root: Path, plan: FrozenPlan, reader: Reader, listing: str) -> None:
-    """Refuse a store that something else made, or a source that has changed since it was planned.
+    """Raise if something else made the store, or if the source has changed since it was planned.
 
     Raises: FingerprintMismatch, SourceError.
     """
@@ -123,9 +120,9 @@ def check_resumes(root: Path, plan: FrozenPlan, reader: Reader, listing: str) ->
 
 
 def finish(root: Path, plan: FrozenPlan, reader: Reader, null: str | None, progress: Progress) -> tuple[Manifest, int]:
-    """Copy what is missing of a plan, and seal it.
+    """Copy the missing shards of a plan and seal it.
 
-    Returns: the manifest, and how many records were copied.
+    Returns: the manifest, and the number of copied records.
     """
     writer, limits = StoreWriter(root, plan), reader.recipe.source.limits()
     missing = writer.missing_tasks()
@@ -164,12 +161,12 @@ def finish(root: Path, plan: FrozenPlan, reader: Reader, null: str | None, progr
 
 
 class ShardReader:
-    """Makes shards of a plan from the features that it was planned from.
+    """Makes shards of a plan from its features.
 
     Args:
       null: file of the null caption, or "zeros".
       limit: of rejects.
-      count: called with the number of records of each shard that was read.
+      count: called with the number of records of each shard.
     """
 
     def __init__(
@@ -180,11 +177,11 @@ class ShardReader:
 
     @cached_property
     def _origins(self) -> np.ndarray:
-        """Where each caption's features lie."""
+        """Position of the record that holds each caption's features."""
         return caption_origins(self._plan)
 
     def make(self, tasks: Iterator[Task] | Sequence[Task]) -> Iterator[PackedShard]:
-        """Read shards, in the order given."""
+        """Read shards, in the given order."""
         with ThreadPoolExecutor(num_threads(), thread_name_prefix="leandit-read") as pool:
             for part, shard in tasks:
                 if part == NULL_PART:
@@ -195,23 +192,17 @@ class ShardReader:
                     yield self._latents(part, shard, pool)
 
     def _null_caption(self) -> PackedShard:
-        """The null caption, if it is the one that was planned.
-
-        Raises: SourceError.
-        """
+        """The null caption; raises SourceError if it is not the planned one."""
         (array,) = self._plan.layout.part_arrays(NULL_PART)
-        given, encoder = read_null(self._null, array.shape), self._plan.spec.text_encoder
-        if encoder is None or row_checksum(given) != encoder.config.get("null_caption"):
+        null, encoder = read_null(self._null, array.shape), self._plan.spec.text_encoder
+        if encoder is None or row_checksum(null) != encoder.config.get("null_caption"):
             raise SourceError(f"--null '{self._null}': not the null caption that the store was planned with.")
-        if (rows := _narrowed(given, array.dtype)) is None:
+        if (rows := _narrowed(null, array.dtype)) is None:
             raise SourceError(f"--null '{self._null}': not finite as {array.dtype}. Use --set store.dtype=source.")
         return PackedShard(NULL_PART, 0, {array.path: rows}, [row_checksum(rows)])
 
     def _captions(self, shard: int, pool: ThreadPoolExecutor) -> PackedShard:
-        """Valid tokens of all captions of a shard.
-
-        Raises: SourceError: one cannot be read any more.
-        """
+        """Valid tokens of all captions of a shard; raises SourceError if one can no longer be read."""
         plan, layout = self._plan, self._plan.layout
         (array,) = layout.part_arrays(CAPTION_PART)
         first, captions = layout.rows_of(CAPTION_PART, shard).start, layout.captions_of(shard)
@@ -245,7 +236,7 @@ class ShardReader:
             ) from reject
 
     def _latents(self, part: str, shard: int, pool: ThreadPoolExecutor) -> PackedShard:
-        """Latents of all records of a shard, and the flipped ones if any."""
+        """Latents of all records of a shard, and flipped latents if any."""
         layouts, positions = self._plan.layout.part_arrays(part), self._plan.bucket_positions[part.split("/")[-1]]
         rows = layouts[0].rows_of(shard)
         entries = self._entries(positions[rows.start : rows.stop])
@@ -264,7 +255,7 @@ class ShardReader:
         return packed
 
     def _entries(self, positions: np.ndarray) -> list[Entry]:
-        """Where some records of the plan lie."""
+        """Entries of records of the plan."""
         names = ("key", "source_path", "source_offset", "source_bytes")
         return list(map(Entry, *(TakenColumn(self._plan.records[name], positions)[:] for name in names)))
 
@@ -276,7 +267,7 @@ class ShardReader:
 
 
 def _copied(found: Features, i: int, arrays: Sequence[np.ndarray]) -> Features | RecordRejected:
-    """Copy the arrays of a record into row i of each array, or say why not; then the row stays NaN."""
+    """Copy a record into row i of each array; on a reject the row stays NaN."""
     if len(found.arrays) < len(arrays):
         return RecordRejected("decode", "wrong_shape", "there is no flipped copy")
     for one, array in zip(found.arrays, arrays, strict=False):
@@ -292,7 +283,7 @@ def _copied(found: Features, i: int, arrays: Sequence[np.ndarray]) -> Features |
 
 
 def _narrowed(values: np.ndarray, dtype: np.dtype | str) -> np.ndarray | None:
-    """Values in the dtype of the store; None where they are not finite, or beyond it."""
-    with np.errstate(over="ignore"):  # what float16 cannot hold becomes infinity
+    """Values in the store's dtype; None if not finite, or out of its range."""
+    with np.errstate(over="ignore"):  # overflow becomes infinity
         rows = values.astype(dtype)
     return rows if np.isfinite(rows).all() else None

@@ -1,6 +1,6 @@
-"""The plan of an import: every record's place, shape, label and captions, by headers, and what the store will say.
+"""The plan of an import: location, shape, label and caption of every record, from headers.
 
-What most records are, all must be: a record with other channels, another dtype or no flipped copy is rejected.
+All records must match the majority: one with other channels, another dtype or no flipped copy is rejected.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ...datasets.revisions.plan import FrozenPlan, first_plan
 from ..planning.pictures import num_threads
 from .formats.source import Entry, FormatDefaults, Reader, RecordHeader
 
-CHUNK = 4096  # records looked at before the next are asked for
+CHUNK = 4096  # records scanned at once
 MAX_CLASSES = 1 << 20
-MAX_SIDE = 1 << 14  # places of a latent
+MAX_SIDE = 1 << 14  # positions of a latent
 DTYPES = ("float16", "float32")
 
 ScannedRecord = RecordHeader | RecordRejected
 
 
 class CommonFormat(NamedTuple):
-    """What all records of a store have in common.
+    """Properties that all records of a store share.
 
     Args:
       stored_channels, dtype, has_flip: of the latents.
-      caption: (length, width, dtype) that the captions' features are padded to, or None.
-      size: of the latents; empty where sizes may differ.
+      caption: (length, width, dtype) of the padded captions, or None.
+      size: of the latents; empty if sizes may differ.
     """
 
     stored_channels: int
@@ -47,21 +47,20 @@ class CommonFormat(NamedTuple):
 
     @classmethod
     def of(cls, header: RecordHeader, defaults: FormatDefaults) -> CommonFormat:
-        """What a record is of it."""
+        """The properties of one record."""
         caption = header.caption and (header.caption.padded, header.caption.width, header.caption.dtype)
         return cls(
             header.shape[0], header.dtype, header.has_flip, caption, header.shape[1:] if defaults.one_size else ()
         )
 
     def __str__(self) -> str:
-        """In words."""
         said = f"{self.stored_channels} channels{''.join(f' x {side}' for side in self.size)} of {self.dtype}"
         said += ", with a flipped copy" if self.has_flip else ", without a flipped copy"
         return said + (", captions of {} x {} {}".format(*self.caption) if self.caption else "")
 
 
 def listing_hash(entries: Sequence[Entry]) -> str:
-    """Hash of what a source lists: names, places and sizes, not times, so that it may be copied."""
+    """Hash of names, locations and sizes of a source; without times, so it may be copied."""
     digest = hashlib.sha256()
     for entry in entries:
         digest.update(repr(tuple(entry)).encode("utf-8", "surrogateescape"))
@@ -69,7 +68,7 @@ def listing_hash(entries: Sequence[Entry]) -> str:
 
 
 def scan_records(reader: Reader, entries: Sequence[Entry], progress: Callable[[int], None]) -> list[ScannedRecord]:
-    """Look at every record; a reject is kept, not raised."""
+    """Read the header of every record; rejects are returned."""
 
     def look(entry: Entry) -> ScannedRecord:
         try:
@@ -91,10 +90,7 @@ def scan_records(reader: Reader, entries: Sequence[Entry], progress: Callable[[i
 
 
 def _checked(header: RecordHeader, reader: Reader) -> RecordHeader:
-    """Refuse what no store can hold, whatever the others are.
-
-    Raises: RecordRejected.
-    """
+    """Reject a record that no store can hold; raises RecordRejected."""
     halves = reader.defaults.latent in POSTERIORS
     if (
         len(header.shape) != 3
@@ -114,7 +110,7 @@ def _checked(header: RecordHeader, reader: Reader) -> RecordHeader:
 
 
 def reject_outliers(found: Sequence[ScannedRecord], reader: Reader) -> tuple[CommonFormat, list[ScannedRecord]]:
-    """Find what most records are, and reject all that are something else.
+    """Find the format of most records, and reject all others.
 
     Raises: SourceError: no record is left.
     """
@@ -138,9 +134,9 @@ def reject_outliers(found: Sequence[ScannedRecord], reader: Reader) -> tuple[Com
 
 
 def plan_import(spec: StoreSpec, entries: Sequence[Entry], found: Sequence[ScannedRecord], listing: str) -> FrozenPlan:
-    """Give every record its row, and every distinct caption its id: sorted by length, then by first appearance.
+    """Assign every record its row and every distinct caption its id: sorted by length, then by first appearance.
 
-    Of records with the same text, the first one's features are kept.
+    Of records with the same text, the features of the first one are kept.
     """
     lengths: dict[str, int] = {}
     for header in found:
@@ -172,7 +168,7 @@ def plan_import(spec: StoreSpec, entries: Sequence[Entry], found: Sequence[Scann
 
 
 def caption_origins(plan: FrozenPlan) -> np.ndarray:
-    """Of each caption, (num_captions,): position of the first record that has it."""
+    """(num_captions,) position of the first record with each caption."""
     origins = np.full(plan.captions.num_rows, -1, np.int64)
     for position, ids in enumerate(plan.records["caption_ids"].to_pylist()):
         for caption in ids:

@@ -1,4 +1,4 @@
-"""Damaged shards of an imported store, read again from the features that it was imported from."""
+"""Repair of imported stores: damaged shards are read again from the features."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .plan import listing_hash
 
 @dataclass(frozen=True)
 class Importer:
-    """What shards are made from again: the features, as they lie now.
+    """The features from which shards are made again.
 
     Args:
-      listing: hash of what they list.
+      listing: hash of their listing.
     """
 
     fingerprint: str
@@ -35,9 +35,9 @@ class Importer:
     listing: str
 
     def make(self, plan: FrozenPlan, tasks: Sequence[Task], fallbacks_of: FallbacksOf) -> Iterator[PackedShard]:
-        """Read some shards of a plan again; the null caption is not among the features.
+        """Read shards of a plan again, except the null caption, which is not among the features.
 
-        Raises: SourceError: the features are not those that the plan lists.
+        Raises: SourceError: the plan is of other features.
         """
         if plan.listing != self.listing and not plan.copies:
             raise SourceError(f"source '{self.reader.root}': not what the store was imported from. Check --source.")
@@ -47,7 +47,7 @@ class Importer:
 
 
 def load_importer(spec: StoreSpec, source: Path) -> Importer:
-    """What it takes to repair an imported store.
+    """An importer for an imported store.
 
     Raises: SourceError: the features cannot be read.
     """

@@ -1,7 +1,7 @@
-"""Several sources as one: the first keeps its keys, those of each later one begin with its name.
+"""Several sources as one: the first keeps its keys, those of each later source are prefixed with its name.
 
-So a store of one source grows by another without encoding anything again. The plan names a picture of a later source
-by ``//NAME//PATH``, which no path of the first one begins with. Classes are joined by name: those of the first source
+So a store of one source grows by another without encoding anything again. The plan writes a path of a later source as
+``//NAME//PATH``, which no path of the first source starts with. Classes are merged by name: those of the first source
 keep their labels, new ones follow.
 """
 
@@ -34,14 +34,14 @@ SourcePaths = Path | str | Sequence[Path | str]
 
 
 def paths_of(sources: SourcePaths) -> list[str]:
-    """Each path or URL."""
+    """The path or URL of each source."""
     return [str(sources)] if isinstance(sources, str | Path) else [str(path) for path in sources]
 
 
 def source_names(paths: Sequence[str]) -> list[str]:
-    """Short name of each source: the last part of its path, with the part before it where that is taken.
+    """Short name of each source: the last part of its path, with the part before it if that is taken.
 
-    The name of a source does not depend on those behind it; the first one's is used nowhere.
+    Later sources do not affect earlier names; the first one's name is not used.
 
     Raises: RecipeError: a source is given twice.
     """
@@ -65,10 +65,10 @@ def _plain(text: str) -> str:
 
 
 def open_sources(sources: SourcePaths, asked: SourceSection | Sequence[SourceSection]) -> OpenedSource:
-    """As ``open_source``, of one or several.
+    """As ``open_source``, for one source or several.
 
     Args:
-      asked: how to read all of them, or each.
+      asked: settings for all of them, or for each.
     """
     paths = paths_of(sources)
     names = source_names(paths)
@@ -80,9 +80,9 @@ def open_sources(sources: SourcePaths, asked: SourceSection | Sequence[SourceSec
 def list_sources(
     sources: SourcePaths, asked: SourceSection, *, progress: Callable[[int], None] = lambda _: None
 ) -> Source:
-    """As ``list_source``, of one or several; a key of one that another has already is a reject, ``duplicate_key``.
+    """As ``list_source``, for one source or several; a key that an earlier source has is rejected as ``duplicate_key``.
 
-    Raises: RecipeError: a source is given twice. SourceError: also where some label by name and some by number.
+    Raises: RecipeError: a source is given twice. SourceError: also if some have named labels and some numbers.
     """
     paths = paths_of(sources)
     if len(paths) == 1:
@@ -92,7 +92,7 @@ def list_sources(
     listed: list[Source] = []
     for path in paths:
         before = sum(len(source.records) for source in listed)
-        settings = asked.model_copy(update={"class_names": ""})  # of all of them together
+        settings = asked.model_copy(update={"class_names": ""})  # applied to all together
         listed.append(list_source(path, settings, progress=lambda done, before=before: progress(before + done)))
     _check_labels(listed)
     classes = list(dict.fromkeys(name for source in listed for name in source.classes or ())) or None
@@ -121,7 +121,7 @@ def list_sources(
 
 
 def _check_labels(listed: Sequence[Source]) -> None:
-    """Names and numbers cannot be joined: which name a number means is not known."""
+    """Raise if some sources have class names and some numbers, which cannot be merged."""
     labelled = [source for source in listed if source.classes]
     named = next((source for source in labelled if source.has_class_names), None)
     numbered = next((source for source in labelled if not source.has_class_names), None)
@@ -133,7 +133,7 @@ def _check_labels(listed: Sequence[Source]) -> None:
 
 
 def _joined(source: Source, name: str, classes: list[str]) -> Iterator[pa.RecordBatch]:
-    """Records of one source as they are among those of all; without a name, of the first."""
+    """Records of one source with prefixed keys and merged labels; unchanged if ``name`` is empty."""
     own = source.classes or []
     places = {name: i for i, name in enumerate(classes)}
     label_of = np.array([*(places[name] for name in own), -1], np.int32)  # the last is that of label -1

@@ -1,8 +1,8 @@
-"""Where raw pictures and captions come from: folders, tables, tars and Parquet files, here or at a URL.
+"""Sources of pictures and captions: folders, tables, tars and Parquet files, local or at a URL.
 
-A source is listed, never unpacked: each record says where its bytes lie, so that any of them can be read at random,
-later, from any thread. Keys are names only; no path is ever made from one. What a source of others can claim is bounded
-before it is believed (``docs/security.md``). The kinds stand in ``docs/sources.md``, each in a module ``source_*.py``.
+A source is listed, never unpacked: each record holds the location of its bytes, so any record can be read at random
+from any thread. Keys are only names; no path is ever made from one. Claims of untrusted sources are bounded before they
+are used (``docs/security.md``). ``docs/sources.md`` describes the kinds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ pc: Any = pyarrow.compute  # its functions are made at run time, no type checker
 
 MARK = "//"  # //NAME//PATH: a picture of another source than the first
 MAX_SENT_BYTES = 256 << 20  # of a picture that this process reads for a decoder
-# What the listing's hash is of.
+# Columns of the listing's hash.
 LISTED = ["key", "path", "offset", "num_bytes", "mtime_ns", "label", "captions", "height_px", "width_px"]
 TABLES = ("metadata", "manifest")  # kinds whose records are rows that name pictures
 SHARDED = ("parquet", "webdataset", "imagenet")  # kinds of files that hold many pictures, whose names tell splits
@@ -60,11 +60,11 @@ RECORDS: dict[str, Callable[[SourceFiles, Scan], Iterator[SourceRecord]]] = {
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A source whose pictures are read by their places, as a plan names them; it needs no listing.
+    """A source whose pictures are read by the locations in a plan; it needs no listing.
 
     Args:
-      settings: how it is read; its kind is never "auto".
-      files: through which the records' paths are read.
+      settings: how to read it; its kind is never "auto".
+      files: resolve the records' paths.
       others: further sources, by name (``several.py``).
     """
 
@@ -89,18 +89,18 @@ class OpenedSource:
 
     @property
     def parts(self) -> list[OpenedSource]:
-        """The sources, each alone."""
+        """Each of the sources alone."""
         return [OpenedSource(self.settings, self.files), *(other for _, other in self.others)]
 
     @property
     def is_read_by_decoders(self) -> bool:
-        """A decoder reads the pictures itself; else this process reads their bytes and sends them."""
+        """Decoders read the pictures themselves; otherwise this process sends them the bytes."""
         return all(part.kind not in ROWS and isinstance(part.files, LocalFiles) for part in self.parts)
 
     def place(self, path: str, offset: int, num_bytes: int, *, stage: str) -> PicturePlace:
-        """Where a decoder finds the bytes of a picture: it reads a file here itself, all else is read for it.
+        """Where a decoder finds a picture: in a local file, or in bytes that this process has read.
 
-        Raises: RecordRejected: gone, or not as it was listed; SourceError: the URL cannot be reached.
+        Raises: RecordRejected: gone, or changed since the listing; SourceError: the URL cannot be reached.
         """
         other, path = self._holder(path)
         if other:
@@ -128,7 +128,7 @@ class OpenedSource:
         return self.files.read(path, offset, num_bytes, stage)
 
     def _holder(self, path: str) -> tuple[OpenedSource | None, str]:
-        """The other source that a path of a plan names, and the path in it; None for the first."""
+        """The other source that a planned path names, and the path in it; None for the first source."""
         if not path.startswith(MARK) or not (self.others or isinstance(self.files, LocalFiles)):
             return None, path
         name, _, inner = path.removeprefix(MARK).partition(MARK)
@@ -146,12 +146,12 @@ class Source(OpenedSource):
     """A listed source.
 
     Args:
-      records: all that it has, in order.
-      classes: names of the classes in order of their index, or None.
-      ignored: files and folders that were left out.
-      notes: what was guessed, for a person.
-      class_names: of the same classes, for people; None where the recipe names none.
-      counts: records of each source, where there are several.
+      records: all records, in order.
+      classes: class names in order of their labels, or None.
+      ignored: files and folders that were skipped.
+      notes: on how the source was read.
+      class_names: display names of the same classes; None if the recipe names none.
+      counts: records of each source, if there are several.
     """
 
     records: Listing = field(repr=False)
@@ -162,23 +162,23 @@ class Source(OpenedSource):
     counts: tuple[int, ...] = field(default=(), kw_only=True)
 
     def lines(self) -> list[str]:
-        """Kind, place and number of records of each source, for a person."""
+        """Kind, path and number of records of each source."""
         counts = zip(self.parts, self.counts or [len(self.records)], strict=True)
         return [f"{part.kind} '{part.name}', {count} records" for part, count in counts]
 
     @property
     def num_ignored(self) -> int:
-        """Files that are no pictures by their name."""
+        """Files without the extension of a picture."""
         return self.ignored.num_files
 
     @property
     def has_class_names(self) -> bool:
-        """Labels are places in a list of names, which may move; else a label is its own name."""
+        """Classes have names, so labels may move; otherwise a label is its own name."""
         names = self.classes or []
         return any(part.kind in NAMED for part in self.parts) or names != [str(i) for i in range(len(names))]
 
     def renames(self, classes: Sequence[str] | None) -> bool:
-        """Whether classes have other names here than in a store, which may have more of them: no listing says so.
+        """Whether classes are named otherwise than in a store, which may have more of them.
 
         Args:
           classes: of the store.
@@ -187,10 +187,10 @@ class Source(OpenedSource):
         return names != list(classes or ())[: len(names)]
 
     def listing_hash(self, *, null_captions: bool = False) -> str:
-        """Hash of what was listed: changes when a file is added, gone, or written again.
+        """Hash of the listing: changes if a file is added, removed or rewritten.
 
         Args:
-          null_captions: a record without a caption is stored, which is another plan of the same listing.
+          null_captions: records without a caption are stored, which is another plan of the same listing.
         """
         digest = hashlib.sha256()
         for batch in self.records.batches():
@@ -208,7 +208,7 @@ class Source(OpenedSource):
 
 
 def _hashed(column: pa.Array) -> Iterator[memoryview]:
-    """What the values of a column without nulls are, whatever the column was cut from: lengths, and bytes."""
+    """Lengths and bytes of a column without nulls, independent of its slicing."""
     if pa.types.is_list(column.type):
         yield memoryview(pc.list_value_length(column).to_numpy())
         column = column.flatten()
@@ -226,14 +226,14 @@ def open_source(path: Path | str, asked: SourceSection | Kind = "auto") -> Opene
 
     Args:
       path: a folder, one tar, one Parquet file or one manifest; or the URL of one.
-      asked: how to read it, or only of which kind it is, "auto" to look.
-    Raises: SourceError: it is missing, or holds several splits; RecipeError: no file system for the URL.
+      asked: how to read it, or only its kind; "auto" detects it.
+    Raises: SourceError: missing, or several splits; RecipeError: no file system for the URL.
     """
     return _opened(path, asked)[0]
 
 
 def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource, SourceFiles, list[str]]:
-    """As ``open_source``; the files that are listed, whose pictures may lie elsewhere; notes for a person."""
+    """As ``open_source``; also the files to list, whose pictures may be elsewhere, and notes."""
     settings, notes = SourceSection(kind=asked) if isinstance(asked, str) else asked, []
     files = open_files(path)
     if settings.kind != "imagefolder" and (folder := pixart_folder(str(path))) != str(path):
@@ -261,10 +261,7 @@ def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource
 
 
 def _check_file(files: SourceFiles) -> None:
-    """Refuse a file that cannot be a source, by what it is.
-
-    Raises: SourceError.
-    """
+    """Raise SourceError if a file cannot be a source."""
     assert files.only
     with files.open(files.only, ahead=False) as file:
         what = not_a_source(files.only, file.read(HEAD_BYTES))
@@ -280,8 +277,8 @@ def list_source(
     Args:
       path, asked: as for ``open_source``.
       progress: called with the number of records so far.
-    Raises: SourceError: it is missing, empty, not of this kind, or holds several splits; RecipeError: no file system
-      for the URL, or no file of class names.
+    Raises: SourceError: missing, empty, not of this kind, or several splits; RecipeError: no file system for the URL,
+      or no file of class names.
     """
     opened, files, notes = _opened(path, asked)
     kind, settings = opened.kind, opened.settings
@@ -342,7 +339,7 @@ def _guess_kind(files: SourceFiles, settings: SourceSection) -> str:
         return "manifest"
     tars = [] if table else tar_names(files, settings.split)
     parquet = [] if table or files.only else parquet_names(files, settings.split)
-    # Beside tars a table of another kind may lie, as img2dataset writes one of what it has fetched.
+    # A folder of tars may hold Parquet files without pictures, as img2dataset writes them.
     if table or (parquet and (not tars or holds_pictures(files, parquet[0]))):
         return "parquet"
     if tars:

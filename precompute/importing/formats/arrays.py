@@ -1,6 +1,6 @@
-"""Arrays of others, from .npy and .npz files: checked before memory is asked for, and never unpickled.
+"""Arrays of untrusted .npy and .npz files: checked before memory is allocated, and never unpickled.
 
-``numpy.load`` believes a header's shape and allocates it; here the header must fit the bytes that there are.
+``numpy.load`` trusts a header's shape and allocates it; here the header must match the size of the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES = ("float16", "float32", "bool", "uint8", "int16", "int32", "int64")
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file to read it; nothing else need come to an end.
+    """Open a regular file for reading; others, as a FIFO, may never end.
 
     Raises: OSError.
     """
@@ -43,9 +43,9 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, most: int = MAX_ARRAY_BYTES + MAX_HEADER) -> bytes:
-    """The content of a file, by default of a record.
+    """Read a file, by default of one record.
 
-    Raises: OSError; ValueError: it has more than so many bytes.
+    Raises: OSError; ValueError: longer than ``most`` bytes.
     """
     with open_regular(path) as file:
         content = file.read(most + 1)
@@ -55,12 +55,12 @@ def read_file(path: Path, most: int = MAX_ARRAY_BYTES + MAX_HEADER) -> bytes:
 
 
 def npy_header(head: bytes, total_bytes: int) -> tuple[tuple[int, ...], np.dtype, bool, int]:
-    """Shape, dtype, Fortran order and length of the header of a .npy file.
+    """Shape, dtype, Fortran order and length of a .npy header.
 
     Args:
-      head: at least its header.
-      total_bytes: of the file; must be just what the header claims.
-    Raises: ValueError: it is none, holds objects, or claims another size.
+      head: at least the header.
+      total_bytes: of the file; must match the header exactly.
+    Raises: ValueError: malformed, holds objects, or claims another size.
     """
     start = 10 if head[6:7] == b"\x01" else 12
     length = int.from_bytes(head[8:start], "little")
@@ -77,10 +77,7 @@ def npy_header(head: bytes, total_bytes: int) -> tuple[tuple[int, ...], np.dtype
 
 @lru_cache(maxsize=1024)
 def _parse_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, Fortran order and dtype of a header; of a million files, most have the same.
-
-    Raises: ValueError.
-    """
+    """Shape, Fortran order and dtype of a header, cached because most files share one; raises ValueError."""
     stream = io.BytesIO(head)
     version = np.lib.format.read_magic(stream)
     if version not in HEADERS:
@@ -92,7 +89,7 @@ def _parse_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def parse_npy(content: bytes) -> np.ndarray:
-    """The array of a .npy file, in native byte order.
+    """Parse a .npy file; native byte order.
 
     Raises: ValueError.
     """
@@ -118,9 +115,9 @@ def look_npy(path: Path) -> tuple[tuple[int, ...], str]:
 
 @contextmanager
 def open_npz(path: Path) -> Iterator[zipfile.ZipFile]:
-    """A .npz file; errors of reading its members are ValueErrors, too.
+    """Open a .npz file; errors while reading its members become ValueError.
 
-    Raises: OSError, ValueError: it is no zip file.
+    Raises: OSError; ValueError: not a zip file.
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as arrays:
@@ -140,7 +137,7 @@ def look_member(arrays: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], st
 
 
 def read_member(arrays: zipfile.ZipFile, name: str) -> np.ndarray:
-    """An array; its CRC is checked.
+    """Read an array and check its CRC.
 
     Raises: KeyError, ValueError.
     """

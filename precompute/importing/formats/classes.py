@@ -25,10 +25,9 @@ MOMENTS = ("moments", "moments_flip")
 class FastDit(Reader):
     """``imagenet256_features/N.npy`` (1, C, H, W), scaled samples, and ``imagenet256_labels/N.npy`` (1,).
 
-    Files are taken in the order of their numbers. A flip was drawn at random when the picture was encoded and stays as
-    it is.
+    Files come in numeric order. A flip was drawn at random when the picture was encoded, and stays.
 
-    Raises: SourceError: the two folders are not there.
+    Raises: SourceError: the two folders are missing.
     """
 
     kind, defaults = "fast-dit", FAST_DIT
@@ -46,14 +45,14 @@ class FastDit(Reader):
             raise SourceError(f"source '{root}': there is no '{self._labels}', which has the labels of '{found[0]}'.")
 
     def entries(self) -> Iterator[Entry]:
-        """Files by number; one of which only the label is there is a reject."""
+        """Files in numeric order; a label without features is a reject."""
         folders = (self.root / self._features, self.root / self._labels)
         names = {name for folder in folders for name in os.listdir(folder) if name.endswith(".npy")}
         for name in sorted(names, key=natural_order):
             yield self.file_entry(f"{self._features}/{name}", name.removesuffix(".npy"))
 
     def look(self, entry: Entry) -> RecordHeader:
-        """By the headers, and the label file."""
+        """From the header and the label file."""
         with rejecting(entry.path):
             shape, dtype = look_npy(self.root / entry.path)
         if len(shape) == 4 and shape[0] == 1:
@@ -97,7 +96,7 @@ class Mar(Reader):
                 yield self.file_entry(path.relative_to(self.root).as_posix())
 
     def look(self, entry: Entry) -> RecordHeader:
-        """By the headers of its arrays."""
+        """From the headers of its arrays."""
         with rejecting(entry.path), open_npz(self.root / entry.path) as arrays:
             names = [name for name in MOMENTS if f"{name}.npy" in arrays.namelist()]
             looked = [look_member(arrays, name) for name in names]
@@ -109,7 +108,7 @@ class Mar(Reader):
         return RecordHeader(shape, dtype, has_flip=len(names) == 2, label=label)
 
     def read(self, entry: Entry) -> Features:
-        """Moments, and those of the flipped picture."""
+        """Moments of the picture and of the flipped picture."""
         with rejecting(entry.path), open_npz(self.root / entry.path) as arrays:
             found = [read_member(arrays, name) for name in MOMENTS if f"{name}.npy" in arrays.namelist()]
         return Features(found, row_checksum(*found))

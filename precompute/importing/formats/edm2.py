@@ -1,7 +1,7 @@
 """EDM2's dataset of latents: a ZIP of stored .npy members, or its folder, with labels in ``dataset.json``.
 
-Members are read by their place in the file, so the directory of a million members is not kept. Nothing is unpacked to
-disk, so a member's name is a key and never a path.
+Members are read by their offset, so the directory of a million members is not kept. Nothing is unpacked to disk: a
+member's name is a key, never a path.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Edm2(Reader):
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)
-        self._odd: dict[str, str] = {}
+        self._unusable: dict[str, str] = {}
         self._streamed: dict[int, int] = {}  # CRC of members whose own header has none
         self._zip = None if root.is_dir() else open_regular(root)
         try:
@@ -59,10 +59,7 @@ class Edm2(Reader):
         self.has_labels = bool(self._labels)
 
     def _description(self) -> Any:
-        """What the source says of itself; nothing where it does not.
-
-        Raises: OSError, ValueError, BadZipFile.
-        """
+        """The content of ``dataset.json``, or {}; raises OSError, ValueError, BadZipFile."""
         if self._zip is None:
             path = self.root / DESCRIPTION
             return json.loads(read_file(path, MAX_DESCRIPTION)) if os.path.lexists(path) else {}
@@ -75,14 +72,14 @@ class Edm2(Reader):
                 return json.loads(member.read(MAX_DESCRIPTION))
 
     def entries(self) -> Iterator[Entry]:
-        """Members in the order of their names, then what has a label only: each of it is a reject."""
-        seen = set()
+        """Members in the order of their names, then labels without members, which are rejects."""
+        listed = set()
         for entry in self._members():
-            seen.add(entry.path)
+            listed.add(entry.path)
             yield entry
-        for said in sorted(self._labels.keys() - seen):
-            name, problem = usable_key(said)  # what others wrote there may be no name
-            self._odd[name] = problem[1] if problem else f"it has a label in '{DESCRIPTION}', but is not there"
+        for label_name in sorted(self._labels.keys() - listed):
+            name, problem = usable_key(label_name)
+            self._unusable[name] = problem[1] if problem else f"it has a label in '{DESCRIPTION}', but is not there"
             yield Entry(name.removesuffix(".npy"), name)
 
     def _members(self) -> Iterator[Entry]:
@@ -94,15 +91,15 @@ class Edm2(Reader):
             members = [info for info in packed.infolist() if info.filename.endswith(".npy")]
         for info in sorted(members, key=lambda info: info.filename):
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
-                self._odd[info.filename] = "it is compressed or encrypted; EDM2 stores its members as they are"
+                self._unusable[info.filename] = "it is compressed or encrypted; EDM2 stores its members as they are"
             if info.flag_bits & HAS_DESCRIPTOR:
                 self._streamed[info.header_offset] = info.CRC
             yield Entry(info.filename.removesuffix(".npy"), info.filename, info.header_offset, info.file_size)
 
     def look(self, entry: Entry) -> RecordHeader:
-        """By its header."""
+        """From its header."""
         inner_path(entry.path)
-        if why := self._odd.get(entry.path):
+        if why := self._unusable.get(entry.path):
             raise RecordRejected("scan", "unreadable", f"{entry.path}: {why}")
         with rejecting(entry.path):
             if self._zip is None:
@@ -118,10 +115,7 @@ class Edm2(Reader):
         return super().content(entry) if self._zip is None else self._member(entry, MAX_ARRAY_BYTES)
 
     def _member(self, entry: Entry, limit: int) -> bytes:
-        """The first bytes of a member; of one that is read whole, the CRC is checked.
-
-        Raises: OSError, ValueError.
-        """
+        """The first bytes of a member; a whole one's CRC is checked. Raises OSError, ValueError."""
         assert self._zip, "a folder has no members"
         head = os.pread(self._zip.fileno(), LOCAL_HEADER.size, entry.offset)
         if len(head) < LOCAL_HEADER.size or not head.startswith(b"PK\x03\x04"):
@@ -135,10 +129,7 @@ class Edm2(Reader):
 
 
 def _labels(description: Any) -> dict[str, int]:
-    """Label of each member.
-
-    Raises: ValueError: they are no class numbers.
-    """
+    """Label of each member; raises ValueError if they are not class numbers."""
     labels = description.get("labels") if isinstance(description, dict) else None
     try:
         found = {str(name): label for name, label in labels or ()}

@@ -20,7 +20,7 @@ READERS: dict[str, type[Reader]] = {one.kind: one for one in (FastDit, Lightning
 def open_reader(kind: str, root: Path, recipe: ImportRecipe) -> Reader:
     """The reader of a kind of features.
 
-    Raises: RecipeError: there is no such kind; SourceError: the source is not of it.
+    Raises: RecipeError: unknown kind; SourceError: the source does not match it.
     """
     if kind not in READERS:
         raise RecipeError(f"import '{kind}': no such kind of features. Needed one of {', '.join(get_args(Kind))}.")

@@ -28,7 +28,7 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "float32"}  # bfloat16 fit
 class LightningDit(Reader):
     """``*.safetensors`` with ``latents`` (N, C, H, W), ``latents_flip`` and ``labels`` (N,), and ``latents_stats.pt``.
 
-    Raises: SourceError: there are no shards, or no statistics, without which the latents cannot be normalised.
+    Raises: SourceError: no shards, or no statistics to normalise the latents with.
     """
 
     kind, defaults = "lightningdit", LIGHTNING_DIT
@@ -44,9 +44,9 @@ class LightningDit(Reader):
         self._open = lru_cache(maxsize=OPEN_SHARDS)(lambda name: open_shard(root / name))
 
     def entries(self) -> Iterator[Entry]:
-        """Rows of the shards in their order.
+        """Rows of the shards in order.
 
-        Raises: SourceError: one cannot be opened, so nobody knows how many rows it had.
+        Raises: SourceError: a shard cannot be opened, so its number of rows is unknown.
         """
         for name in self._names:
             stem, size = name.removesuffix(".safetensors"), size_of(self.root, name)
@@ -60,14 +60,14 @@ class LightningDit(Reader):
             yield from (Entry(f"{stem}/{row}", name, row, size) for row in range(rows))
 
     def look(self, entry: Entry) -> RecordHeader:
-        """By the shard's header, and its labels."""
+        """From the shard's header and labels."""
         with rejecting(entry.path):
             shard = self._open(entry.path)
         label = shard.labels[entry.offset] if shard.labels else -1
         return RecordHeader(shard.shape, shard.dtype, has_flip=len(shard.arrays) == 2, label=label)
 
     def read(self, entry: Entry) -> Features:
-        """A sample, and that of the flipped picture."""
+        """Samples of the picture and of the flipped picture."""
         row = entry.offset
         with rejecting(entry.path):
             found = [array[row : row + 1][0] for array in self._open(entry.path).arrays]
@@ -76,7 +76,7 @@ class LightningDit(Reader):
 
 
 class Shard(NamedTuple):
-    """One file, opened: slices of its arrays, (N, C, H, W), and a label a row, or none."""
+    """An open file: slices of its arrays, (N, C, H, W), and a label for each row, or none."""
 
     arrays: list[Any]
     rows: int
@@ -108,7 +108,7 @@ def open_shard(path: Path) -> Shard:
 def read_statistics(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel.
 
-    Raises: SourceError: there are none.
+    Raises: SourceError: missing or malformed.
     """
     try:
         loaded = read_tensors(path)

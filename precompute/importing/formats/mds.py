@@ -1,8 +1,8 @@
 """Latents in MosaicML's MDS shards, as micro_diffusion and mosaicml/diffusion write them.
 
-The format is small and is read here: the ``streaming`` package brings the clients of every cloud with it. Of a shard:
-uint32 samples, uint32 offsets (samples + 1), then the samples; of a sample: a uint32 size for each column whose size
-varies, then the columns. Pickled columns are refused.
+The format is small and parsed here, because the ``streaming`` package requires the clients of every cloud. A shard:
+uint32 samples, uint32 offsets (samples + 1), then the samples. A sample: a uint32 size for each variable-size column,
+then the columns. Pickled columns are rejected.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Sample = dict[str, tuple[str, memoryview]]
 
 
 class Shard(NamedTuple):
-    """What ``index.json`` says of one shard."""
+    """One shard in ``index.json``."""
 
     path: str
     num_bytes: int
@@ -53,9 +53,9 @@ class Shard(NamedTuple):
 
 
 class Mds(Reader):
-    """A folder with ``index.json`` and its shards, one size of latents in a column.
+    """A folder with ``index.json`` and its shards; latents of one size in a column.
 
-    Raises: SourceError: the index is none, or a column that is needed is not there or is pickled.
+    Raises: SourceError: a malformed index, or a required column is missing or pickled.
     """
 
     kind = "mds"
@@ -76,20 +76,17 @@ class Mds(Reader):
         self._unpacking = threading.Lock()
 
     def _column(self, key: str, usual: str, *, optional: bool = False) -> str:
-        """The column that is named, or the only one whose name begins as usual; "" where there is none and need not be.
-
-        Raises: SourceError.
-        """
-        given: str = getattr(self.recipe.layout, key)
+        """The configured column, or the only one with the usual prefix; "" if optional. Raises SourceError."""
+        configured: str = getattr(self.recipe.layout, key)
         columns = list(self._shards[0].columns)
-        found = [name for name in columns if name == (given or usual)]
-        if not given and usual:
+        found = [name for name in columns if name == (configured or usual)]
+        if not configured and usual:
             found = found or [name for name in columns if name.startswith(usual)]
-        if len(found) == 1 or (optional and not given and not found):
+        if len(found) == 1 or (optional and not configured and not found):
             return "".join(found)
         raise SourceError(
-            f"source '{self.root}': layout.{key} '{given}': {len(found)} such columns among {', '.join(columns)}. Name "
-            f"one with --set layout.{key}=COLUMN."
+            f"source '{self.root}': layout.{key} '{configured}': {len(found)} such columns among {', '.join(columns)}. "
+            f"Name one with --set layout.{key}=COLUMN."
         )
 
     def entries(self) -> Iterator[Entry]:
@@ -99,7 +96,7 @@ class Mds(Reader):
             yield from (Entry(f"{stem}/{i}", shard.path, i, shard.num_bytes) for i in range(shard.samples))
 
     def look(self, entry: Entry) -> RecordHeader:
-        """What a sample is; its latents are looked at, because their shape may stand beside them."""
+        """From the sample; its latents are read, because their shape may precede the values."""
         with rejecting(entry.key):
             sample = self._sample(entry)
             latents = self._array(sample)
@@ -115,7 +112,7 @@ class Mds(Reader):
         return CaptionHeader(text, len(tokens), padded, tokens.shape[1], tokens.dtype.name)
 
     def read(self, entry: Entry) -> Features:
-        """One sample's latents."""
+        """Latents of one sample."""
         with rejecting(entry.key):
             array = self._array(self._sample(entry))
         return Features([array], row_checksum(array))
@@ -126,10 +123,7 @@ class Mds(Reader):
             return self._tokens(self._sample(entry))[1]
 
     def _sample(self, entry: Entry) -> Sample:
-        """Encoding and bytes of each column of a sample.
-
-        Raises: OSError, ValueError.
-        """
+        """Encoding and bytes of each column of a sample; raises OSError, ValueError."""
         shard, content = self._by_path[entry.path], self._content(entry.path)
         begin, end = np.frombuffer(content, "<u4", 2, 4 + 4 * entry.offset).tolist()
         varying = sum(size is None for _, size in shard.columns.values())
@@ -146,15 +140,15 @@ class Mds(Reader):
         return found
 
     def _read_shard(self, path: str) -> memoryview:
-        """The content of a shard, mapped; a packed one is unpacked once, because captions come in order of length.
+        """The mapped content of a shard; a compressed one is decompressed once: captions come in order of length.
 
-        Raises: OSError, ValueError: it is not as the index says. ResourceError: there is no room to unpack it.
+        Raises: OSError, ValueError: it does not match the index. ResourceError: no room to decompress it.
         """
         shard, file = self._by_path[path], self.root / path
         if file.is_file():
             content = _mapped(file)
         elif shard.compressed:
-            with self._unpacking:  # threads want the same one at the same time
+            with self._unpacking:  # threads request the same shard at once
                 content = self._unpacked.get(path) or _unpack(self.root / shard.compressed, shard.num_bytes + 1)
                 self._unpacked[path] = content
         else:
@@ -166,10 +160,7 @@ class Mds(Reader):
         return content
 
     def _array(self, sample: Sample) -> np.ndarray:
-        """Latents, (C, H, W): squares, where a column of plain bytes does not say.
-
-        Raises: ValueError.
-        """
+        """Latents, (C, H, W), square for a column of plain bytes; raises ValueError."""
         array, channels = self._numbers(sample[self._latents]), self.recipe.layout.channels
         if sample[self._latents][0] != "bytes":
             return array[0] if array.ndim == 4 and len(array) == 1 else array
@@ -181,10 +172,7 @@ class Mds(Reader):
         return array.reshape(channels, side, side)
 
     def _tokens(self, sample: Sample) -> tuple[int, np.ndarray]:
-        """The length to which a caption is padded, and its valid tokens, (L, D).
-
-        Raises: ValueError.
-        """
+        """The padded length of a caption, and its valid tokens, (L, D); raises ValueError."""
         array, width = self._numbers(sample[self._captions]), self.recipe.layout.width
         is_plain = sample[self._captions][0] == "bytes"
         if is_plain and (not width or len(array) % width):
@@ -199,18 +187,15 @@ class Mds(Reader):
         return len(rows), rows[mask != 0]
 
     def _numbers(self, column: tuple[str, memoryview]) -> np.ndarray:
-        """Those of an array; flat, where the column is one of plain bytes.
-
-        Raises: ValueError.
-        """
+        """Values of a column, flat for plain bytes; raises ValueError."""
         encoding, data = column
         return np.frombuffer(data, self.recipe.layout.dtype) if encoding == "bytes" else _ndarray(encoding, data)
 
 
 def _unpack(path: Path, most: int) -> memoryview:
-    """The first bytes of a packed file, in a mapped temporary file that has no name any more.
+    """The first bytes of a compressed file, in a mapped, unlinked temporary file.
 
-    Raises: OSError, ValueError: it cannot be unpacked. ResourceError: the folder for temporary files is full.
+    Raises: OSError, ValueError: it cannot be decompressed. ResourceError: the temporary folder is full.
     """
     with (
         open_regular(path) as packed,
@@ -231,19 +216,13 @@ def _unpack(path: Path, most: int) -> memoryview:
 
 
 def _mapped(path: Path | str) -> memoryview:
-    """The bytes of a file, mapped by Arrow: Python's own maps each hold an open file, of which a process has few.
-
-    Raises: OSError.
-    """
+    """Map a file by Arrow, whose maps hold no file descriptor; raises OSError."""
     with pa.memory_map(str(path)) as file:
         return memoryview(file.read_buffer())
 
 
 def _index(root: Path) -> list[Shard]:
-    """The shards of a folder.
-
-    Raises: SourceError.
-    """
+    """The shards of a folder; raises SourceError."""
     try:
         with open_regular(root / INDEX) as file:
             listed: Any = json.load(file)["shards"]
@@ -281,9 +260,9 @@ def _integer(encoding: str, data: memoryview) -> int:
 
 
 def _ndarray(encoding: str, data: memoryview) -> np.ndarray:
-    """An array of an "ndarray" column, whose dtype and shape stand in the encoding or before its values.
+    """An array of an "ndarray" column, whose dtype and shape are in the encoding or precede the values.
 
-    Raises: ValueError: it is of another encoding (a pickled one is refused), or does not fit its bytes.
+    Raises: ValueError: another encoding (pickle is rejected), or the size does not match.
     """
     kind, *said = encoding.split(":")
     if kind != "ndarray" or len(said) > 2:

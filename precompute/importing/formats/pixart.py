@@ -28,7 +28,7 @@ FEATURE, MASK = "caption_feature", "attention_mask"
 
 
 class Item(NamedTuple):
-    """What ``data_info.json`` says of a picture, or why it says nothing that is of use."""
+    """A picture in ``data_info.json``, or why it cannot be used."""
 
     prompt: str = ""
     size: tuple[int, int] = (0, 0)
@@ -38,10 +38,10 @@ class Item(NamedTuple):
 class PixArt(Reader):
     """``data_info.json``, a folder of ``.npy`` (2C, H, W) mean then standard deviation, and one of ``.npz``.
 
-    The name of a record's file is that of its picture, with the folder before it joined by "_" or "/", or without it:
-    PixArt's own programs have all three. Sizes differ, so there are several buckets.
+    A record's file has the name of its picture, with the parent folder joined by "_" or "/", or omitted: PixArt's
+    programs write all three. Sizes differ, so there are several buckets.
 
-    Raises: SourceError: the description or a folder is not there.
+    Raises: SourceError: the description or a folder is missing.
     """
 
     kind, defaults = "pixart", PIXART
@@ -57,7 +57,7 @@ class PixArt(Reader):
         self._items = dict(_items(found[0] / DESCRIPTION))
 
     def entries(self) -> Iterator[Entry]:
-        """Pictures in the order of ``data_info.json``; of two that have one file, the second is rejected."""
+        """Pictures in the order of ``data_info.json``; a second picture with the same file is rejected."""
         used, prompts = set(), dict[str, str]()
         for key, item in self._items.items():
             path = "" if item.problem else self._find(self._latents, key, ".npy")
@@ -70,7 +70,7 @@ class PixArt(Reader):
             yield self.file_entry(path, key) if path else Entry(key, path)
 
     def _find(self, folder: str, key: str, suffix: str) -> str:
-        """Path of a record's file, relative to the source; "" where there is none."""
+        """Path of a record's file, relative to the source; "" if missing."""
         stem = PurePosixPath(key).with_suffix("").as_posix()
         for name in dict.fromkeys((stem, "_".join(stem.rsplit("/", 1)), stem.replace("/", "_"), stem.split("/")[-1])):
             path = f"{folder}/{name}{suffix}"
@@ -79,7 +79,7 @@ class PixArt(Reader):
         return ""
 
     def look(self, entry: Entry) -> RecordHeader:
-        """By the headers, and the caption's mask or content."""
+        """From the headers, and the caption's mask or content."""
         item = self._items[entry.key]
         if item.problem:
             raise RecordRejected("scan", "bad_metadata", item.problem)
@@ -119,20 +119,14 @@ class PixArt(Reader):
 
 
 def _valid(feature: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The rows of a padded embedding that its mask keeps.
-
-    Raises: ValueError: they do not fit each other.
-    """
+    """Rows of a padded embedding that its mask keeps; raises ValueError if the shapes do not match."""
     if feature.ndim < 2 or mask.size * feature.shape[-1] != feature.size:
         raise ValueError(f"'{FEATURE}' {feature.shape} and '{MASK}' {mask.shape} do not fit each other")
     return feature.reshape(-1, feature.shape[-1])[mask.reshape(-1) != 0]
 
 
 def _items(path: Path) -> Iterator[tuple[str, Item]]:
-    """Key and description of each picture; what cannot be used keeps its reason.
-
-    Raises: SourceError: it is no list.
-    """
+    """Key and description of each picture, with problems; raises SourceError if it is not a list."""
     try:
         with open_regular(path) as file:
             listed: Any = json.load(file)
@@ -165,15 +159,12 @@ def _item(item: Any) -> Item:
     return Item(prompt, (int(sides[0]), int(sides[1])) if known else (0, 0))
 
 
-def _folder(root: Path, base: Path, given: str, key: str, pattern: str, files: str) -> str:
-    """A folder of features, relative to the source: the one that is named, or the only one that looks like it.
-
-    Raises: SourceError.
-    """
-    if given:
-        if not (root / given).is_dir():
-            raise SourceError(f"source '{root}': layout.{key} '{given}' is no folder of it.")
-        return given
+def _folder(root: Path, base: Path, configured: str, key: str, pattern: str, files: str) -> str:
+    """The configured folder of features, or the only one that matches; raises SourceError."""
+    if configured:
+        if not (root / configured).is_dir():
+            raise SourceError(f"source '{root}': layout.{key} '{configured}' is not a folder in it.")
+        return configured
     tops = [path for path in sorted(base.glob(pattern)) if path.is_dir()]
     inner = [path for top in tops for path in (top, *sorted(top.iterdir())) if path.is_dir()]
     found = [path.relative_to(root).as_posix() for path in inner if next(path.glob(files), None)]

@@ -1,7 +1,7 @@
-"""What the kinds of imported features have in common: what a reader of one gives, and how it refuses.
+"""The interface of readers of imported features, and how they reject records.
 
-A reader lists its records, looks at each (shape, label, captions: no values), and reads one by its place. It writes
-nothing, unpickles nothing and follows no path that leaves its folder.
+A reader lists its records, reads the header of each (shape, label, caption), and reads the values of one by its entry.
+It writes nothing, unpickles nothing and follows no path out of its folder.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ FAILING = frozenset({errno.EIO, errno.ESTALE})
 
 @dataclass(frozen=True)
 class FormatDefaults:
-    """What a kind of features is, unless the user says otherwise.
+    """Properties of a kind of features, unless the user overrides them.
 
     Args:
       latent: kind of the rows, as in ``LatentSpec.kind``.
       is_scaled: shift and scale were applied before the features were stored.
       vae: name of the VAE.
-      downscale: pixels of a latent's place.
-      shift, scale: of the VAE, one number or one a channel; no scale: the user has to say it.
+      downscale: pixels of a latent position.
+      shift, scale: of the VAE, one number or one for each channel; without scale the user must give it.
       zero_to_one: the VAE was given pixels from 0 to 1.
-      one_size: all records have one size, so another is an error.
-      text: name of the text encoder; "" where there are no captions.
+      one_size: all records must have the same size.
+      text: name of the text encoder; "" without captions.
     """
 
     latent: str
@@ -57,7 +57,7 @@ class FormatDefaults:
 
 
 class Entry(NamedTuple):
-    """Where one record lies: a file, relative to the source, and a place in it whose meaning is the reader's."""
+    """Location of a record: a file, relative to the source, and an offset that only the reader interprets."""
 
     key: str
     path: str
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 
 
 class CaptionHeader(NamedTuple):
-    """A caption: its text, its valid tokens, and the (length, width, dtype) that its features are stored with."""
+    """A caption: its text, number of valid tokens, and stored length, width and dtype."""
 
     text: str
     num_tokens: int
@@ -76,14 +76,14 @@ class CaptionHeader(NamedTuple):
 
 
 class RecordHeader(NamedTuple):
-    """What a record is, by its headers.
+    """Header of a record.
 
     Args:
       shape: (stored channels, H, W).
       dtype: "float16" or "float32", as it will be read.
-      has_flip: there is a second array, of the flipped picture.
+      has_flip: a second array holds the flipped picture.
       label: -1 for none.
-      size: (height_px, width_px) of the source picture, (0, 0) where unknown.
+      size: (height_px, width_px) of the source picture, (0, 0) if unknown.
     """
 
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class RecordHeader(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What was read of a record: (C, H, W) arrays, then the flipped one if any, and the XXH3-64 of their bytes."""
+    """Values of a record: (C, H, W) arrays, then the flipped one if any, and the XXH3-64 of their bytes."""
 
     arrays: Sequence[np.ndarray]
     source_checksum: str
@@ -111,9 +111,9 @@ class Reader(ABC):
 
     kind: ClassVar[str]
     defaults: FormatDefaults
-    """What the kind is, with what the source itself says (LightningDiT's statistics)."""
+    """Of the kind, updated from the source (LightningDiT's statistics)."""
     classes: Sequence[str] | None = None
-    """Names of the classes, where the source has names."""
+    """Class names, if the source has names."""
     has_labels = True
     """Every record needs a label."""
 
@@ -122,14 +122,14 @@ class Reader(ABC):
 
     @abstractmethod
     def entries(self) -> Iterable[Entry]:
-        """All records, in the order in which they are stored."""
+        """All records, in stored order."""
 
     @abstractmethod
     def look(self, entry: Entry) -> RecordHeader:
-        """What a record is, by its headers; raises RecordRejected."""
+        """The header of a record; raises RecordRejected."""
 
     def read(self, entry: Entry) -> Features:
-        """The values of a record, here of one .npy file; raises RecordRejected."""
+        """The values of a record, by default of one .npy file; raises RecordRejected."""
         with rejecting(entry.path):
             content = self.content(entry)
             array = parse_npy(content)
@@ -147,17 +147,17 @@ class Reader(ABC):
         raise AssertionError(f"{entry.key}: this kind has no captions")
 
     def file_entry(self, path: str, key: str = "") -> Entry:
-        """A record that is a file, and has its name where no key is given."""
+        """A record that is a file; its name is the default key."""
         return Entry(key or path.rpartition(".")[0], path, 0, size_of(self.root, path))
 
 
 @contextmanager
 def rejecting(what: str, reason: str = "") -> Iterator[None]:
-    """Turn a file that cannot be read as what it is into a reject of its record; the machine's faults are no record's.
+    """Turn read errors of a file into a reject of its record; errors of the machine are raised as such.
 
     Args:
       reason: of the reject, if not "missing_file" or "unreadable".
-    Raises: RecordRejected. ResourceError: the machine lacks memory, room or open files. SourceError: its disk fails.
+    Raises: RecordRejected. ResourceError: out of memory, disk or file descriptors. SourceError: the disk fails.
     """
     try:
         yield
@@ -173,8 +173,8 @@ def rejecting(what: str, reason: str = "") -> Iterator[None]:
             ) from error
         if number in FAILING:
             raise SourceError(
-                f"source, '{what}': its disk or network folder fails ({error}). Nothing was rejected for it: mend "
-                "that, and run the same command again."
+                f"source, '{what}': its disk or network folder fails ({error}). Nothing was rejected for it: repair "
+                "it, and run the same command again."
             ) from error
         raise RecordRejected(
             "scan", reason or "unreadable", f"{what}: {type(error).__name__}: {error}"[:500]
@@ -182,9 +182,9 @@ def rejecting(what: str, reason: str = "") -> Iterator[None]:
 
 
 def size_of(root: Path, path: str) -> int:
-    """Bytes of a file of the source; 0 where that cannot be said: then looking at it says why it is a reject.
+    """Size of a file of the source in bytes; 0 on error: ``look`` then rejects it.
 
-    Raises: as ``rejecting``, but of no record.
+    Raises: as ``rejecting``, except RecordRejected.
     """
     with contextlib.suppress(RecordRejected), rejecting(path):
         return (root / path).stat().st_size
@@ -197,7 +197,7 @@ def natural_order(name: str) -> list[tuple[int, str]]:
 
 
 def inner_path(text: str) -> str:
-    """A path that a file of others names, in its plain form.
+    """A path from an untrusted file, normalized.
 
     Raises: RecordRejected: it leaves its folder.
     """
@@ -208,7 +208,7 @@ def inner_path(text: str) -> str:
 
 
 def files_below(folder: Path, suffix: str) -> Iterator[Path]:
-    """Files of a suffix in a folder and those below it; hidden ones are passed over.
+    """Files with a suffix in a folder and its subfolders, without hidden ones.
 
     Raises: SourceError: a folder cannot be read.
     """

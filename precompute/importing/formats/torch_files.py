@@ -1,4 +1,4 @@
-"""Tensors of a ``.pt`` file of others: the one place that reads such files, and it builds nothing but tensors."""
+"""Tensors of untrusted ``.pt`` files; the only module that reads them, without running code."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .arrays import open_regular
 
 
 def read_tensors(path: Path) -> Any:
-    """Tensors, and lists and dicts of them, on the CPU.
+    """Tensors, and lists and dicts of tensors, on the CPU.
 
-    Raises: OSError; ValueError: it is no such file, or holds something else, which is never made.
+    Raises: OSError; ValueError: not such a file, or it holds other objects, which are never constructed.
     """
     try:
         with open_regular(path) as file:

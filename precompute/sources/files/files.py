@@ -1,7 +1,7 @@
-"""The files of a source: a folder here, or one at a URL of any fsspec file system. Listed in order, read in ranges.
+"""The files of a source: a local folder, or one at a URL of any fsspec file system. Listed in order, read in ranges.
 
-Both have the same methods (``SourceFiles``). Nothing is held of them but the names of one folder at a time, and only
-regular files are read: nothing else can be trusted to end.
+Both implement ``SourceFiles``. Only the names of one folder at a time are in memory, and only regular files are read:
+others may never end.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .record import SourceRecord, usable_key
 
 READ_AHEAD_BYTES = 4 << 20  # of a file at a URL that is read from its beginning to its end
 NAMES_AT_ONCE = 1 << 16  # of a folder, as Python objects
-LeftOut = Callable[[str], None]  # called with the name of a folder that is not entered
+LeftOut = Callable[[str], None]  # called with the name of a skipped folder
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
 
 
 class FoundFile(NamedTuple):
-    """A file of a source: its path within it, its bytes, when it was written, and why it cannot be used."""
+    """A file of a source: path within it, size, modification time, and why it cannot be used."""
 
     path: str
     num_bytes: int = 0
@@ -46,12 +46,12 @@ class FoundFile(NamedTuple):
         problem: tuple[str, str] | None = None,
         size: tuple[int, int] = (0, 0),
     ) -> SourceRecord:
-        """The record of a picture that is this file.
+        """The record of a picture in this file.
 
         Args:
-          key: else its path.
-          problem: of the record, where the file itself has none.
-          size: height and width in pixels, where the source says them.
+          key: default its path.
+          problem: of the record, if the file has none.
+          size: height and width in pixels, if the source has them.
         """
         name, unusable = usable_key(key or self.path)
         if unusable:
@@ -61,45 +61,42 @@ class FoundFile(NamedTuple):
 
 
 class SourceFiles(Protocol):
-    """What a source is read through.
+    """Access to the files of a source.
 
     Attributes:
       name: path or URL, for messages.
-      only: name of the one file that is the source, or None where it is the folder.
+      only: name of the file if the source is one file, or None for a folder.
     """
 
     name: str
     only: str | None
 
     def names(self) -> Iterator[str]:
-        """Names of the files directly in the source, in no order; hidden ones are left out."""
+        """Names of the files directly in the source, unordered, without hidden ones."""
         ...
 
     def folders(self) -> Iterator[str]:
-        """Names of the folders directly in the source, in order, those without files too.
-
-        Hidden ones and those of a system (``ignored.py``) are left out.
-        """
+        """Names of the folders directly in the source, in order, without hidden and system folders."""
         ...
 
     def walk(self, *, files_first: bool = False, left_out: LeftOut = lambda _: None) -> Iterator[FoundFile]:
-        """All files, depth first, each folder in order of its names; hidden ones are left out.
+        """All files, depth first, sorted by name within each folder, without hidden ones.
 
         Args:
-          files_first: those of a folder before its folders.
-          left_out: called with the name of each folder that is hidden, or of a system; at a URL of the latter alone.
+          files_first: files of a folder before its subfolders.
+          left_out: called with the name of each hidden or system folder; at a URL only system folders.
         """
         ...
 
     def look(self, path: str) -> FoundFile | None:
-        """One file; None where there is none."""
+        """One file; None if it does not exist."""
         ...
 
     def open(self, path: str, *, ahead: bool = True) -> BinaryIO:
-        """Open one file to read it at any place.
+        """Open one file for random reads.
 
         Args:
-          ahead: it is read from its beginning to its end, so more may be read than is asked for.
+          ahead: it is read sequentially, so read-ahead pays.
         Raises: SourceError: it cannot be read.
         """
         ...
@@ -107,21 +104,21 @@ class SourceFiles(Protocol):
     def read(self, path: str, offset: int, num_bytes: int, stage: str) -> bytes:
         """Read the bytes of one picture.
 
-        Raises: RecordRejected: unreadable, or not as it was listed.
+        Raises: RecordRejected: unreadable, or changed since the listing.
         """
         ...
 
 
 def open_source_files(source: Path | str) -> SourceFiles:
-    """The files of a source: a folder, or one file in its folder, which is then the only one that counts.
+    """The files of a source: a folder, or a single file in its folder.
 
-    Raises: SourceError: there is no such thing; RecipeError: no file system for the URL.
+    Raises: SourceError: it does not exist; RecipeError: no file system for the URL.
     """
     return RemoteFiles(str(source)) if "://" in str(source) else LocalFiles(Path(source))
 
 
 def shown(files: SourceFiles, path: str) -> str:
-    """A file of a source, for messages."""
+    """Name of a file of a source, for messages."""
     return files.name if files.only == path else f"{files.name}/{path}"
 
 
@@ -132,7 +129,7 @@ def _unreadable(source: str, folder: str, error: OSError) -> SourceError:
 
 
 class LocalFiles:
-    """A folder here, or one file; see ``SourceFiles``. Folders behind links are followed, each once."""
+    """A local folder or file; see ``SourceFiles``. Links to folders are followed, each folder once."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -165,7 +162,7 @@ class LocalFiles:
                 entries = sorted_entries(_people_made(((e.name, e.is_dir()) for e in found), left_out))
         except OSError as error:
             raise _unreadable(self.name, folder, error) from error
-        # All folders are marked before one is entered: one that two links lead to belongs to where it stands higher.
+        # All are marked before one is entered: a folder with two links belongs to the higher one.
         new = {name for name, is_folder in entries if is_folder and self._is_new(f"{folder}/{name}", seen)}
         for name, is_folder in _ordered(entries, files_first):
             path = f"{folder}/{name}" if folder else name
@@ -182,8 +179,8 @@ class LocalFiles:
 
     def look(self, path: str) -> FoundFile | None:
         try:
-            return self._described(path, os.stat(f"{self._root}/{path}"))  # a Path takes longer than the stat
-        except (OSError, ValueError):  # none, or a name that is too long, or holds a NUL
+            return self._described(path, os.stat(f"{self._root}/{path}"))  # Path is slower than the stat
+        except (OSError, ValueError):  # missing, or a name that is too long or holds a NUL
             return None
 
     def _found(self, path: str) -> FoundFile:
@@ -193,7 +190,7 @@ class LocalFiles:
             return FoundFile(path, problem=("unreadable", f"{error.strerror}: {path}"))
 
     def _described(self, path: str, found: os.stat_result) -> FoundFile:
-        if not stat.S_ISREG(found.st_mode):  # a FIFO or a device need not come to an end
+        if not stat.S_ISREG(found.st_mode):  # a FIFO or a device may never end
             return FoundFile(path, problem=("unreadable", f"not a regular file: {path}"))
         return FoundFile(path, found.st_size, found.st_mtime_ns)
 
@@ -213,7 +210,7 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """A folder at a URL, or one object; see ``SourceFiles``. What fails is tried again before it is an error."""
+    """A folder or object at a URL; see ``SourceFiles``. Failed requests are retried."""
 
     def __init__(self, url: str) -> None:
         self._reader = RemoteReader(url, what="source")
@@ -256,12 +253,12 @@ class RemoteFiles:
         return cast(BinaryIO, io.BufferedReader(raw, READ_AHEAD_BYTES if ahead else 1 << 16))
 
     def read(self, path: str, offset: int, num_bytes: int, stage: str) -> bytes:
-        more = 1 if offset == 0 else 0  # a picture in a tar never lies at its beginning; an object that grew is seen
+        more = 1 if offset == 0 else 0  # detects an object that grew; in a tar no picture is at offset 0
         try:
             data = self._reader.read(path, offset, offset + num_bytes + more)
         except FileNotFoundError as error:
             raise RecordRejected(stage, "unreadable", f"there is no such object any more: {path}") from error
-        except StoreError as error:  # the network, or a credential: no picture's fault
+        except StoreError as error:  # of the network or credentials, not of the picture
             raise SourceError(str(error)) from error
         if len(data) != num_bytes:
             detail = f"{path} has other bytes than when it was listed: {len(data)} of {num_bytes}"
@@ -280,7 +277,7 @@ class RemoteFiles:
 
 
 class _RangedFile(io.RawIOBase):
-    """An object at a URL as a file that is read in ranges."""
+    """An object at a URL as a file read in ranges."""
 
     def __init__(self, reader: RemoteReader, path: str, size: int) -> None:
         self._reader, self._path, self._size, self._position = reader, path, size, 0
@@ -313,7 +310,7 @@ class _RangedFile(io.RawIOBase):
 
 
 class _ArrowEntries:
-    """Entries of a folder of millions, outside of Python's own objects."""
+    """Entries of a huge folder, outside of Python objects."""
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
@@ -329,7 +326,7 @@ Entries = list[tuple[str, bool]] | _ArrowEntries
 
 
 def _people_made(entries: Iterable[tuple[str, bool]], left_out: LeftOut) -> Iterator[tuple[str, bool]]:
-    """Entries of a folder without hidden ones and the folders of a system."""
+    """Entries of a folder without hidden ones and system folders."""
     for name, is_folder in entries:
         if is_folder and is_system_folder(name):
             left_out(name)
@@ -338,7 +335,7 @@ def _people_made(entries: Iterable[tuple[str, bool]], left_out: LeftOut) -> Iter
 
 
 def sorted_entries(found: Iterable[tuple[str, bool]]) -> Entries:
-    """Entries of a folder in the order of their names' bytes, which for UTF-8 is the order of their characters."""
+    """Entries of a folder, sorted by the bytes of their names, which for UTF-8 is character order."""
     found = iter(found)
     some = list(itertools.islice(found, NAMES_AT_ONCE))
     if len(some) < NAMES_AT_ONCE:
@@ -359,7 +356,7 @@ def _ordered(entries: Entries, files_first: bool) -> Iterator[tuple[str, bool]]:
 
 
 def _depth_first(entries_of: Callable[[str], Iterator[FoundFile | str]]) -> Iterator[FoundFile]:
-    """All files, from what gives the files of one folder and, as text, the folders to enter between them."""
+    """All files, given a function that yields the files of a folder and, as text, its subfolders."""
     entered = [entries_of("")]
     while entered:
         entry = next(entered[-1], None)
@@ -380,6 +377,6 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _remote_file(path: str, info: Mapping[str, Any]) -> FoundFile:
-    """A listed object; its version is what the service says of it: an ETag, else a time."""
+    """An object at a URL; a hash of its ETag or time stands for its modification time."""
     said = next((str(info[key]) for key in VERSION_KEYS if info.get(key) is not None), "")
     return FoundFile(path, int(info["size"] or 0), xxhash.xxh3_64_intdigest(said.encode()) >> 1)

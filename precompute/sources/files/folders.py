@@ -1,4 +1,4 @@
-"""Folders of pictures: class folders, as torchvision's ImageFolder; and pictures with a text file beside each."""
+"""Folders of pictures: class folders, as torchvision's ImageFolder, and pictures with text files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .files import FoundFile, SourceFiles, open_source_files
 from .ignored import Ignored
 from .record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_row, label_of, usable_key
 
-SIDECARS = (".caption", ".txt", ".json")  # of the first two, the first that is there gives the captions
+SIDECARS = (".caption", ".txt", ".json")  # captions come from the first of the first two that exists
 PICTURE_FOLDER, TEXT_FOLDERS = "images", ("captions", "labels", "texts", "prompts")  # beside each other, of equal names
 NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{0,20})?")
 OUTSIDE = 'the picture lies outside the class folders; with source.labels = "none" all are taken, without labels'
@@ -22,13 +22,13 @@ LOOKED_AT = 1000  # files, to see whether texts lie beside pictures
 
 @dataclass
 class Scan:
-    """What a walk comes upon beside the records.
+    """State of a listing, besides its records.
 
     Args:
-      classes: names of the classes in order of their index; None where they are numbers, and are counted.
-      ignored: files and folders that were left out.
-      settings: how the source is to be read.
-      notes: what was guessed, for a person.
+      settings: how to read the source.
+      classes: class names in order of their labels; None if they are numbers.
+      ignored: files and folders that were skipped.
+      notes: on how the source was read.
     """
 
     settings: SourceSection = field(default_factory=SourceSection)
@@ -38,7 +38,7 @@ class Scan:
     _labels: dict[str, int] = field(default_factory=dict)
 
     def label(self, name: str) -> int:
-        """Index of a class; classes must come in order. Where no labels are wanted, -1."""
+        """Label of a class; classes must come in order. -1 if labels are off."""
         if self.settings.labels == "none":
             return -1
         name, _ = usable_key(name)
@@ -51,10 +51,10 @@ class Scan:
 
 
 def image_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
-    """Pictures below class folders (label = position of the folder's sorted name), or in one folder without labels.
+    """Pictures in class folders (label = index of the sorted folder name), or in one folder without labels.
 
-    A class folder without pictures has its label all the same, so that a part of a set has the labels of the whole.
-    Where no labels are wanted, all pictures count, wherever they lie.
+    A class folder without pictures also counts, so that part of a dataset has the labels of the whole. Without labels
+    all pictures count, wherever they are.
     """
     wants_labels = scan.settings.labels != "none"
     has_classes = wants_labels and any("/" in file.path for file in files.walk() if is_picture(file.path))
@@ -70,7 +70,7 @@ def image_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
 
 
 def has_sidecars(files: SourceFiles) -> bool:
-    """Among the first files, a text lies beside a picture of the same name."""
+    """Whether among the first files a text has the name of a picture."""
     some = list(itertools.islice(files.walk(files_first=True), LOOKED_AT))
     texts = {file.path.rpartition(".")[0] for file in some if file.path.endswith(SIDECARS)}
     return bool(text_folder(files)) or any(
@@ -79,7 +79,7 @@ def has_sidecars(files: SourceFiles) -> bool:
 
 
 def text_folder(files: SourceFiles) -> str | None:
-    """The folder of texts that belongs to a folder ``images``: the same names, with other extensions."""
+    """The folder of texts next to a folder ``images``: same names, other extensions."""
     folders = set(itertools.islice(files.folders(), LOOKED_AT))
     for folder in TEXT_FOLDERS if PICTURE_FOLDER in folders else ():
         if folder in folders:
@@ -92,14 +92,14 @@ def text_folder(files: SourceFiles) -> str | None:
 
 
 def sidecar_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
-    """Pictures with ``NAME.caption`` or ``.txt`` beside ``NAME.jpg``, one caption a line, ``NAME.json`` for a label.
+    """Pictures with captions in ``NAME.caption`` or ``.txt``, one a line, and a label in ``NAME.json``.
 
-    The texts may also lie in a folder beside ``images``, under the same names.
+    The texts may also be in a folder next to ``images``.
     """
     folder = text_folder(files)
     if folder:
         scan.notes.append(f"captions: texts of folder '{folder}' for pictures of '{PICTURE_FOLDER}'")
-    # All names with one beginning up to the first dot follow each other, so a picture and its texts come together.
+    # Names that are equal up to the first dot are consecutive, so a picture and its texts come together.
     listed = files.walk(files_first=True, left_out=scan.ignored.folder)
     for _, group in itertools.groupby(listed, key=_until_dot):
         together = list(group)
@@ -140,12 +140,12 @@ def _with_texts(files: SourceFiles, picture: FoundFile, beside: dict[str, FoundF
     except (ValueError, TypeError, RecursionError) as error:
         return picture.record(problem=("bad_metadata", str(error)))
     except RecordRejected as reject:
-        # Not the reason of the text's own file: mended, the record would still count as looked at.
+        # bad_metadata, not the reason of the text file: the record is planned again once the text is repaired.
         return picture.record(problem=("bad_metadata", f"{reject.reason}: {reject.detail}"))
 
 
 def _are_boxes(text: bytes) -> bool:
-    """What detectors read: on each line a class and four numbers or more."""
+    """Object detection boxes: each line has a class and at least four numbers."""
     lines = [line.split() for line in text[:4096].decode("latin-1").splitlines()[:10] if line.strip()]
     return bool(lines) and all(len(line) > 4 and all(map(NUMBER.fullmatch, line)) for line in lines)
 

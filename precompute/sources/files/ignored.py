@@ -1,4 +1,4 @@
-"""What a listing leaves out, and counts: files that are no pictures, and folders that a system made."""
+"""Files and folders that a listing skips, with counts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ OTHERS = "others"
 
 
 def is_system_folder(name: str) -> bool:
-    """A folder that no person made for pictures: a hidden one, or one of SYSTEM_FOLDERS."""
+    """Hidden, or created by an operating system."""
     return name.startswith(".") or name.casefold() in SYSTEM_FOLDERS
 
 
 @dataclass
 class Ignored:
-    """Counts of what was left out.
+    """Counts of skipped files and folders.
 
     Args:
-      extensions: of files that are no pictures by their name, with the dot and in lower case.
-      folders: names of folders that were not entered.
+      extensions: of files that are not pictures, with the dot and in lower case.
+      folders: names of skipped folders.
     """
 
     extensions: Counter[str] = field(default_factory=Counter)
@@ -38,7 +38,7 @@ class Ignored:
 
     @property
     def num_files(self) -> int:
-        """Files that are no pictures by their name."""
+        """Files without the extension of a picture."""
         return self.extensions.total()
 
     def file(self, path: str) -> None:
@@ -54,7 +54,7 @@ class Ignored:
         self.folders[name if is_kept else OTHERS] += 1
 
     def lines(self) -> list[str]:
-        """What was left out, for a person: a line for files and a line for folders, each only if there are some."""
+        """A line for files and a line for folders, if any."""
         lines = []
         if self.extensions:
             lines.append(f"{_counted(self.num_files, 'file')}, no pictures by name: {_most(self.extensions)}")

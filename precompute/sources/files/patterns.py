@@ -1,4 +1,4 @@
-"""Sources that are some files of a folder: ``shards/{000..003}.tar`` as WebDataset writes it, ``shards/*.tar``."""
+"""Sources that select files of a folder: ``shards/{000..003}.tar`` as in WebDataset, ``shards/*.tar``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WILD = "*?["
 
 
 class _Chosen:
-    """Of a folder, some files only."""
+    """Selected files of a folder."""
 
     chosen: frozenset[str]
 
@@ -45,9 +45,9 @@ class _ChosenRemote(_Chosen, RemoteFiles):
 
 
 def open_files(source: Path | str) -> SourceFiles:
-    """As ``open_source_files``, where the name may have braces, and here also ``*``, ``?`` and ``[...]``.
+    """As ``open_source_files``; the name may have braces, and local names also ``*``, ``?`` and ``[...]``.
 
-    Raises: SourceError: it leads to no file, or to files of several folders.
+    Raises: SourceError: no file matches, or files of several folders.
     """
     pattern = str(source)
     is_remote = "://" in pattern

@@ -1,7 +1,7 @@
-"""Where the pictures lie that a table names: in which folder, and what of a name is not part of their path.
+"""Where the pictures of a table are: the folder, and which part of a name is not part of the path.
 
-A table of others was often made elsewhere: its names are of one folder, without the folder's name, without an
-extension, or begin with a folder of another machine. The first names tell, by the files that are there.
+Tables often come from another machine: names are relative to one folder, lack the extension, or start with a foreign
+folder. Existing files decide for the first names.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".JPG", ".JPEG", ".PNG")  # of nam
 
 @dataclass(frozen=True)
 class Placement:
-    """How the name in a row becomes the path of a picture within the source: ``folder/NAME + suffix``.
+    """Maps a name in a row to the path of a picture within the source: ``folder/NAME + suffix``.
 
     Args:
-      folder: to which names are relative; "" for the source itself.
-      suffix: that the names lack.
-      prefix: with which names begin here, and which is no part of their path; the key has none of it.
+      folder: that names are relative to; "" for the source itself.
+      suffix: that names lack.
+      prefix: of names that is not part of their path; keys lack it.
     """
 
     folder: str = ""
@@ -37,7 +37,7 @@ class Placement:
     prefix: str = ""
 
     def said(self) -> str:
-        """What was found, for a person."""
+        """The placement in words."""
         parts = [f"in '{self.folder}'" if self.folder else "beside the table"]
         parts += [f"'{self.suffix}' is added to their names"] if self.suffix else []
         parts += [f"'{self.prefix}' before their names is left out"] if self.prefix else []
@@ -52,7 +52,7 @@ class Placement:
         return f"{self.folder}/{inside}{self.suffix}" if self.folder else f"{inside}{self.suffix}"
 
     def look(self, files: SourceFiles, inside: str) -> FoundFile | None:
-        """The picture of a key; where it is not there, with another suffix than the first names lack."""
+        """The picture of a key; tries other suffixes if it is missing."""
         found = files.look(self.path(inside))
         if found and not found.problem:
             return found
@@ -62,7 +62,7 @@ class Placement:
 
 
 def normalized_root(root: str) -> str | None:
-    """``source.root`` as a path within the source, "" for the source itself; None where it lies elsewhere."""
+    """``source.root`` as a path within the source, "" for the source itself; None if it is elsewhere."""
     inside = os.path.normpath(os.path.expanduser(root))
     if "://" in root or os.path.isabs(inside) or inside.split(os.sep)[0] == "..":
         return None
@@ -70,13 +70,13 @@ def normalized_root(root: str) -> str | None:
 
 
 def default_root(files: SourceFiles) -> str:
-    """``source.root`` where the recipe says none: COCO's lists lie in a folder beside those of the pictures."""
+    """Default of ``source.root``: COCO's lists are in a folder next to the pictures."""
     is_coco = files.only and files.only.endswith(".json") and files.name.rsplit("/", 2)[-2:-1] == [ANNOTATIONS]
     return ".." if is_coco else ""
 
 
 def elsewhere(files: SourceFiles, root: str) -> str:
-    """Path or URL of a folder of pictures that lies elsewhere than the table.
+    """Path or URL of a folder of pictures outside the source.
 
     Raises: SourceError: it is relative to a URL.
     """
@@ -89,24 +89,24 @@ def elsewhere(files: SourceFiles, root: str) -> str:
 
 
 def folders_of(files: SourceFiles) -> Iterator[str]:
-    """Folders of a source in which the pictures of a table may lie; none where they cannot be listed."""
+    """Folders of a source that may hold the pictures of a table; none if they cannot be listed."""
     with contextlib.suppress(SourceError):
         yield from islice(files.folders(), MAX_FOLDERS)
 
 
 def suffixes_of(name: str) -> tuple[str, ...]:
-    """What a name may lack of the path of its picture."""
+    """Suffixes that a name may lack."""
     return ("",) if is_picture(name) else ("", *SUFFIXES)
 
 
 def find_placement(files: SourceFiles, names: Sequence[str], folders: Iterable[str]) -> Placement | None:
-    """Find out where the pictures of a table lie, by the files that its first names lead to.
+    """Find where the pictures of a table are, by the files that exist for its first names.
 
     Args:
       files: of the pictures.
       names: the first ones of the table.
-      folders: that may hold the pictures, within the source; "" for the source itself.
-    Returns: the first that leads to a file; None where none does.
+      folders: candidates within the source; "" for the source itself.
+    Returns: the first placement with a file; None if there is none.
     """
     for folder in folders:
         for name in names[:LOOKED_NAMES]:
@@ -121,7 +121,7 @@ def find_placement(files: SourceFiles, names: Sequence[str], folders: Iterable[s
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """What an absolute name may begin with that is no part of its path here: the longest path that is here wins."""
+    """Candidate prefixes of an absolute name, shortest first: the longest existing path wins."""
     if not name.startswith("/"):
         yield ""
         return

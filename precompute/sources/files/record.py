@@ -1,6 +1,6 @@
-"""What a source says of one picture, and how much of what it claims is believed.
+"""A record of a source: one picture, and limits on what an untrusted source may claim.
 
-What a source of others can claim is bounded before it is believed (``docs/security.md``): names, labels, captions.
+Names, labels and captions are bounded before they are used (``docs/security.md``).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class SourceRecord:
     Args:
       key: unique name within the source.
       path: of the file that holds the bytes, relative to the source.
-      offset, num_bytes: where the bytes lie in that file; of a Parquet file the row, and 0.
-      mtime_ns: when that file was written; at a URL a number that changes with the object.
+      offset, num_bytes: of the bytes in that file; of a Parquet file the row, and 0.
+      mtime_ns: modification time of that file; at a URL a number that changes with the object.
       label: class index, or -1.
-      captions: as the source gives them.
-      problem: (reason, detail) where the record is already known to be unusable.
-      height_px, width_px: of the upright picture, where the source says them; else 0.
+      captions: as in the source.
+      problem: (reason, detail) if the record is known to be unusable.
+      height_px, width_px: of the upright picture, if the source has them; else 0.
     """
 
     key: str
@@ -60,27 +60,27 @@ class SourceRecord:
 
     @property
     def place(self) -> tuple[str, int, int, int]:
-        """Where the bytes lie, and since when: as long as it is the same, they are taken for the same."""
+        """Location and modification time; unchanged, the bytes count as unchanged."""
         return self.path, self.offset, self.num_bytes, self.mtime_ns
 
 
 def caption_texts(record: SourceRecord) -> list[str]:
-    """Captions of a record as they are encoded: without white space at their ends, no empty one, none twice."""
+    """Captions of a record as encoded: stripped, without empty ones and duplicates."""
     return encoded_texts(record.captions)
 
 
 def encoded_texts(captions: Sequence[str]) -> list[str]:
-    """As ``caption_texts``, of the captions alone."""
+    """As ``caption_texts``, of captions."""
     return list(dict.fromkeys(text for caption in captions if (text := caption.strip())))
 
 
 def planned_texts(record: SourceRecord) -> list[str]:
-    """Captions that are encoded for a record that has a row; one without any has the empty caption, which is null."""
+    """Captions encoded for a planned record; without any, the empty caption, which is null."""
     return caption_texts(record) or [""]
 
 
 def listing_problem(record: SourceRecord, *, needs_caption: bool) -> tuple[str, str] | None:
-    """Reason and detail where the listing alone decides that a record is rejected."""
+    """Reason and detail if the listing alone rejects a record."""
     return record.problem or (NO_CAPTION if needs_caption and not caption_texts(record) else None)
 
 
@@ -90,7 +90,7 @@ def is_picture(path: str) -> bool:
 
 
 def usable_key(name: str) -> tuple[str, tuple[str, str] | None]:
-    """A name that a table can hold, and the problem of a record whose own name is not one."""
+    """A valid key for a name, and the problem if the name itself is not one."""
     text = name.encode("utf-8", "backslashreplace").decode()
     if text != name:
         return text[:MAX_KEY_CHARS], ("bad_metadata", "the file name is not UTF-8")
@@ -101,9 +101,9 @@ def usable_key(name: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def label_of(row: Mapping[str, Any]) -> int:
-    """Class index that a row says, or -1.
+    """Label of a row, or -1.
 
-    Raises: ValueError: it is none.
+    Raises: ValueError: not a class index.
     """
     label = row.get("label", row.get("cls", -1))
     label = -1 if label is None else label
@@ -113,16 +113,16 @@ def label_of(row: Mapping[str, Any]) -> int:
 
 
 def size_of(row: Mapping[str, Any]) -> tuple[int, int]:
-    """Height and width in pixels that a row says, or (0, 0)."""
+    """Height and width in pixels of a row, or (0, 0)."""
     height, width = row.get("height"), row.get("width")
     sides = [side for side in (height, width) if type(side) is int and 0 < side <= MAX_SIDE_PX]
     return (sides[0], sides[1]) if len(sides) == 2 else (0, 0)
 
 
 def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Captions that a row says: a list or one text, under the first of ``CAPTION_NAMES`` that is there.
+    """Captions of a row: a list or one text, from the first of ``CAPTION_NAMES`` that is present.
 
-    Raises: ValueError: they are no text, too many or too long.
+    Raises: ValueError: not text, too many or too long.
     """
     value = next((row[name] for name in CAPTION_NAMES if row.get(name) is not None), ())
     texts = [value] if isinstance(value, str) else value
@@ -138,9 +138,9 @@ def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def json_row(content: bytes) -> dict[str, Any]:
-    """The object that a ``.json`` beside a picture holds.
+    """Parse the object in a ``.json`` of a picture.
 
-    Raises: ValueError, RecursionError: it is none.
+    Raises: ValueError, RecursionError: not an object.
     """
     row = json.loads(content)
     if not isinstance(row, dict):

@@ -1,8 +1,8 @@
-"""Splits of a source (train, validation, test), told apart by names: several are never stored as one by accident.
+"""Splits of a source (train, validation, test), recognized by names: several are never stored as one by accident.
 
-The names are those that Hugging Face's hub and the usual archives use: shards ``train-00000-of-00005.parquet`` or
-``imagenet-val-0003.tar``, in the source itself, in its folder ``data`` or in that of a configuration; or folders
-``train`` and ``val`` of shards, of class folders or of pictures.
+The names are those of Hugging Face's hub and common archives: shards ``train-00000-of-00005.parquet`` or
+``imagenet-val-0003.tar``, in the source, its folder ``data`` or a configuration's folder; or folders ``train`` and
+``val`` of shards, class folders or pictures.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def shards_of_split(where: str, names: Iterable[str], split: str) -> list[str]:
 
     Args:
       where: the source, for messages.
-      split: of the recipe: "" where there may be only one, "all" for every file.
-    Raises: SourceError: there are several splits and none is named, or none of this name.
+      split: of the recipe: "" if there may be only one, "all" for every file.
+    Raises: SourceError: several splits and none named, or none of this name.
     """
     names = sorted(names)
     tell = any(_split_of_shard(name) for name in names)
@@ -52,10 +52,10 @@ def shards_of_split(where: str, names: Iterable[str], split: str) -> list[str]:
 
 
 def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[SourceFiles, list[str]]:
-    """The folder in which the pictures of the split lie: the source itself, or one inside of it.
+    """The folder that holds the pictures of the split: the source itself, or one inside it.
 
-    Returns: its files, and what was found, for a person.
-    Raises: SourceError: there are several splits, or configurations, and none is named.
+    Returns: its files, and notes.
+    Raises: SourceError: several splits or configurations, and none named.
     """
     if files.only is not None:
         return files, []
@@ -87,7 +87,7 @@ def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[Source
 
 
 def check_has_splits(where: str, split: str) -> None:
-    """Refuse the name of a split for a source in which no names tell splits.
+    """Raise if a split is named but the source has no recognizable splits.
 
     Raises: SourceError.
     """
@@ -99,20 +99,20 @@ def check_has_splits(where: str, split: str) -> None:
 
 
 def _is_split(where: str, split: str) -> bool:
-    """A folder is the split itself, by its name."""
+    """The source folder itself is the split."""
     folder = where.rstrip("/").rpartition("/")[2]
     return split not in ("", ALL) and bool(FOLDER.fullmatch(folder)) and _usual(folder) == _usual(split)
 
 
 def _are_splits(files: SourceFiles, folders: list[str], splits: list[str], asked: str) -> bool:
-    """Folders of usual names are splits, not classes: nothing else beside them holds pictures."""
+    """Folders named like splits are splits, not classes, if no other folder holds pictures."""
     others = [folder for folder in folders if folder not in splits]
     enough = len(splits) > 1 or asked not in ("", ALL)
     return enough and len(folders) <= MAX_CONFIGS and not any(_holds_pictures(files, folder) for folder in others)
 
 
 def _shard_folders(files: SourceFiles, folders: list[str]) -> list[str]:
-    """Folders that hold shards, or folders of splits that hold some."""
+    """Folders that hold shards, directly or in folders of splits."""
     if len(folders) > MAX_CONFIGS or any(is_picture(name) for name in files.names()):
         return []
     found = []
@@ -137,7 +137,6 @@ def _holds_pictures(files: SourceFiles, folder: str) -> bool:
 
 
 def _num_entries(files: SourceFiles, folder: str) -> int:
-    """Files and folders directly in a folder."""
     inside = _entered(files, folder)
     return sum(1 for _ in inside.names()) + sum(1 for _ in inside.folders())
 
@@ -147,7 +146,7 @@ def _entered(files: SourceFiles, folder: str) -> SourceFiles:
 
 
 def _split_of_shard(name: str) -> str:
-    """ "train" of "train-00000-of-00005.parquet" or "imagenet-train-0003.tar"; "" where the name tells none."""
+    """ "train" of "train-00000-of-00005.parquet" or "imagenet-train-0003.tar"; "" if unknown."""
     stem = name.rpartition(".")[0]
     if numbered := SHARD.fullmatch(stem):
         return numbered[1]
@@ -156,12 +155,12 @@ def _split_of_shard(name: str) -> str:
 
 
 def choose_split(where: str, counts: Counter[str], asked: str, said: Callable[[int], str] = str) -> str | None:
-    """The split that is asked for; None for all.
+    """The requested split; None for all.
 
     Args:
-      counts: of what each split holds.
-      said: a count, as the message has it.
-    Raises: SourceError: several, and none is named; or none of this name.
+      counts: of the entries of each split.
+      said: formats a count for the message.
+    Raises: SourceError: several and none named; or none of this name.
     """
     splits = [name for name in counts if name]
     there = ", ".join(f"{name} ({said(counts[name])})" for name in splits)
@@ -180,12 +179,12 @@ def choose_split(where: str, counts: Counter[str], asked: str, said: Callable[[i
 
 
 def _likely(splits: list[str]) -> str:
-    """The split that a message takes for its example: the one to train on where there is one."""
+    """The split to suggest in a message: the training split if there is one."""
     return next((name for name in splits if _usual(name) == "train"), splits[0])
 
 
 def _usual(name: str) -> str:
-    """ "validation" of "val" and "imagenet-val", so that any usual name of a split finds it."""
+    """ "validation" of "val" and "imagenet-val", so that any usual name finds a split."""
     word = WORD.search(name)
     return USUAL[word[1].lower()] if word else name
 

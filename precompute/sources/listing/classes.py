@@ -1,7 +1,7 @@
-"""Names of classes for people, from ``source.class_names``: ImageNet's, which are shipped, or a file of the user's.
+"""Display names of classes, from ``source.class_names``: ImageNet's, which are included, or a file.
 
 A text file has one name a line, in order of the labels, or "CLASS NAME" as Kaggle's ``LOC_synset_mapping.txt``; a TSV
-"CLASS<tab>NAME", or with the label before both; a JSON file a list, or an object from class or label to name, as Keras'
+"CLASS<tab>NAME", or with the label first; a JSON file a list, or an object from class or label to name, as Keras'
 ``imagenet_class_index.json``. CLASS is the class as the source names it.
 """
 
@@ -24,9 +24,9 @@ Row = Sequence[str]
 
 
 def read_class_names(asked: str) -> list[Row]:
-    """Read what ``source.class_names`` names.
+    """Read the file or name in ``source.class_names``.
 
-    Raises: RecipeError: there is no such file, or it is none of class names.
+    Raises: RecipeError: missing, or not a file of class names.
     """
     if asked == IMAGENET:
         return [(str(label), wnid, name) for label, (wnid, name) in enumerate(imagenet_names().items())]
@@ -51,7 +51,7 @@ def names_of_classes(asked: str, rows: Sequence[Row], classes: Sequence[str] | N
 
     Args:
       asked: of the recipe, for messages.
-      rows: as ``read_class_names`` gives them.
+      rows: from ``read_class_names``.
       classes: as the source names them, in order of their labels.
     Raises: SourceError: the source has no classes, or some of them have no name.
     """
@@ -78,7 +78,7 @@ def names_of_classes(asked: str, rows: Sequence[Row], classes: Sequence[str] | N
 
 
 def _with_class(row: Row, known: set[str]) -> Row:
-    """ "n01440764 tench, Tinca tinca" is a class and its name, if there is such a class."""
+    """Split "n01440764 tench, Tinca tinca" into class and name, if the class exists."""
     first, space, rest = row[0].partition(" ")
     return (first, rest.strip()) if len(row) == 1 and space and first in known and rest.strip() else row
 

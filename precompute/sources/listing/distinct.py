@@ -1,6 +1,6 @@
-"""Where each thing of a long stream stands first, in bounded memory; equal are things of one digest.
+"""First position of each item of a long stream, in bounded memory; items with equal digests are equal.
 
-The digests are spread over parts by their first bits, so that equal ones meet in one part, which fits into memory.
+Digests are partitioned by their first bits, so that equal ones fall into one part, which fits into memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENTRY = np.dtype([("high", "u8"), ("low", "u8"), ("position", "i8")])
 
 
 def digests(texts: pa.StringArray) -> np.ndarray:
-    """(N, 2) uint64, BLAKE2b of 128 bits: nobody finds two texts with one digest, not even on purpose."""
+    """(N, 2) uint64, BLAKE2b of 128 bits, so collisions cannot be constructed."""
     _, offsets, letters = texts.buffers()
     ends = np.frombuffer(offsets, np.int32)[texts.offset : texts.offset + len(texts) + 1].tolist()
     view = memoryview(letters or b"")
@@ -29,12 +29,12 @@ def digests(texts: pa.StringArray) -> np.ndarray:
 
 
 def first_positions(stream: Iterable[np.ndarray], what: str) -> np.ndarray:
-    """Of each thing, the position at which one with the same digest stands first.
+    """First position of each item's digest.
 
     Args:
       stream: (n, 2) uint64 digests, in order.
-      what: they are, for the error of a full disk.
-    Returns: (N,) int64, in a mapped temporary file; of a thing that is new, its own position.
+      what: the items, for the error of a full disk.
+    Returns: (N,) int64, in a mapped temporary file; of a new item its own position.
     """
     spread, counts = GrowingArray(ENTRY, what), []
     for entries in _entries(stream):
@@ -54,7 +54,7 @@ def first_positions(stream: Iterable[np.ndarray], what: str) -> np.ndarray:
 
 
 def _entries(stream: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Digests with their positions, so many at once."""
+    """Digests with their positions, in batches."""
     position, waiting, count = 0, [], 0
     for found in stream:
         entries = np.empty(len(found), ENTRY)
@@ -70,7 +70,7 @@ def _entries(stream: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _find_first(entries: np.ndarray, first: np.ndarray) -> None:
-    """Fill in the first positions of one part, whose entries are in order of their position."""
+    """Fill in the first positions of one part, whose entries are in order of position."""
     entries = entries[np.lexsort((entries["low"], entries["high"]))]  # stable: of equal ones, the first comes first
     is_new = np.ones(len(entries), bool)
     is_new[1:] = (entries["high"][1:] != entries["high"][:-1]) | (entries["low"][1:] != entries["low"][:-1])

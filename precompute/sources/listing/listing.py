@@ -1,7 +1,7 @@
-"""The records of a source in bounded memory: batches of a table in a temporary file, mapped, and read as records.
+"""The records of a source in bounded memory: batches of a table in a mapped temporary file.
 
-Ten million records as Python objects are several gigabytes; here they are a file that the kernel may drop from memory
-at any time. It has no name any more once it is mapped, so nothing is left of it, however the process ends.
+Ten million records as Python objects take several gigabytes; here they are a file that the kernel may drop from memory
+at any time. The file is unlinked once it is mapped, so nothing is left however the process ends.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ OWN = [name for name in SCHEMA.names if name not in ("reason", "detail")]  # wha
 
 
 class Listing(Sequence[SourceRecord]):
-    """Records of a source in their order; a record is made when it is asked for.
+    """Records of a source in order, created on access.
 
-    A key that stands there again is a reject, ``duplicate_key``: the first one counts.
+    A repeated key is a reject, ``duplicate_key``: the first record counts.
 
     Args:
       batches: of SCHEMA, all of ``batch_rows`` but the last.
-      repeated: positions whose key stands before them, and where.
+      repeated: positions of repeated keys, and their first positions.
     """
 
     def __init__(self, batches: list[pa.RecordBatch], repeated: dict[int, int], batch_rows: int) -> None:
@@ -81,7 +81,7 @@ class Listing(Sequence[SourceRecord]):
         return (self._batch(number) for number in range(len(self._batches)))
 
     def largest_label(self) -> int:
-        """Of all records but those that repeat a key; -1 where none has a label."""
+        """Largest label, without repeated keys; -1 if there are none."""
         return max((int(batch["label"].to_numpy().max()) for batch in self.batches()), default=-1)
 
     def _batch(self, number: int) -> pa.RecordBatch:
@@ -104,13 +104,13 @@ def spool(
     check_keys: bool = True,
     merge_rows: bool = False,
 ) -> Listing:
-    """Write records to a temporary file as they come, and map it.
+    """Write records to a temporary file and map it.
 
     Args:
       batches: of SCHEMA, of any length.
       progress: called with the number of records so far.
-      check_keys: look for keys that are repeated.
-      merge_rows: those with one key are rows of one picture, and join into one record (``merge.py``).
+      check_keys: look for repeated keys.
+      merge_rows: merge records with the same key, rows of one picture, into one (``merge.py``).
     Raises: ResourceError: the folder for temporary files is full.
     """
     batch_rows = BATCH_ROWS
@@ -134,14 +134,14 @@ def _counted(batches: Iterable[pa.RecordBatch], progress: Callable[[int], None])
 
 
 def record_batches(records: Iterable[SourceRecord]) -> Iterator[pa.RecordBatch]:
-    """Records as batches of SCHEMA, as they come."""
+    """Records as batches of SCHEMA, lazily."""
     iterator = iter(records)
     while some := list(islice(iterator, BATCH_ROWS)):
         yield record_batch(some)
 
 
 def record_batch(records: Sequence[SourceRecord]) -> pa.RecordBatch:
-    """Records as a batch of SCHEMA; captions as they are encoded."""
+    """Records as a batch of SCHEMA; captions as encoded."""
     columns: dict[str, Sequence] = dict(zip(OWN, zip(*map(attrgetter(*OWN), records), strict=True), strict=True))
     columns["captions"] = [encoded_texts(texts) if texts else texts for texts in columns["captions"]]
     problems = [record.problem or (None, None) for record in records]
@@ -150,7 +150,6 @@ def record_batch(records: Sequence[SourceRecord]) -> pa.RecordBatch:
 
 
 def _records(batch: pa.RecordBatch) -> list[SourceRecord]:
-    """The same as records."""
     columns = batch.to_pydict()
     reasons, details = columns.pop("reason"), columns.pop("detail")
     columns["captions"] = [tuple(texts) for texts in columns["captions"]]
@@ -164,7 +163,7 @@ def _first_positions(batches: Sequence[pa.RecordBatch]) -> np.ndarray:
 
 
 def _repeated(first: np.ndarray) -> dict[int, int]:
-    """Position of each key that stands there again, and where it stands first."""
+    """Position of each repeated key, and its first position."""
     repeated = {}
     for start in range(0, len(first), LOOK_ROWS):
         here = first[start : start + LOOK_ROWS]

@@ -1,7 +1,7 @@
-"""Several rows of a table that name one picture: one record, at the place of the first, with the captions of all.
+"""Merge rows of a table that name the same picture into one record, at the first row, with all captions.
 
-Such rows mostly follow each other, but need not. What is known of each row while they are brought together lies in
-mapped temporary files, so memory is bounded whatever the number of rows.
+Such rows are usually consecutive, but need not be. Intermediate data is in mapped temporary files, so memory is bounded
+for any number of rows.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ WHAT = "rows of one picture"
 
 
 def merged_rows(batches: Sequence[pa.RecordBatch], first: np.ndarray) -> Iterator[pa.RecordBatch] | None:
-    """Join rows that name the same picture.
+    """Merge rows that name the same picture.
 
-    A row joins the first one of its picture if it has captions, or cannot be used, and has no other label. What does
-    not join stays a row of its own, which repeats a key.
+    A row is merged into the first row of its picture if it has captions or is unusable, and its label does not differ.
+    Other rows stay and repeat the key.
 
     Args:
       batches: of the listing, all of the same length but the last.
-      first: (N,) int64, of each row the position of the first one with its key.
-    Returns: the records; None where no row joins another.
+      first: (N,) int64, position of the first row with each row's key.
+    Returns: the records; None if nothing is merged.
     """
     joined = _joined(batches, first)
     return None if joined is None else _merged(batches, *joined)
 
 
 def repeated_texts(rows: np.ndarray, texts: pa.Array) -> np.ndarray:
-    """(T,) bool: of which texts the same one stands before it in the same row.
+    """(T,) bool: texts that occur earlier in the same row.
 
     Args:
-      rows: (T,) of each text.
+      rows: (T,) row of each text.
     """
     codes = texts.dictionary_encode(null_encoding="encode").indices.to_numpy()
     _, first = np.unique(rows * max(len(texts), 1) + codes, return_index=True)
@@ -50,10 +50,10 @@ def repeated_texts(rows: np.ndarray, texts: pa.Array) -> np.ndarray:
 
 
 def _joined(batches: Sequence[pa.RecordBatch], first: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Which rows belong together.
+    """Group the rows.
 
-    Returns: (N,) int64 positions of the rows, those of one record one after the other, the first one first; and (N,)
-      bool, which of these begin a record. None where every row is its own record.
+    Returns: (N,) int64 positions of the rows, grouped by record, first row first; and (N,) bool, where a record begins.
+      None if every row is its own record.
     """
     total = len(first)
     if not total:
@@ -110,7 +110,7 @@ def _merged(batches: Sequence[pa.RecordBatch], order: np.ndarray, begins: np.nda
 
 
 def _taken(batches: Sequence[pa.RecordBatch], rows: np.ndarray, length: int) -> pa.RecordBatch:
-    """Rows of equal batches by their positions, each batch asked once: taking from all of them would copy them."""
+    """Rows of equal batches by position, with one take for each batch: a take from all would copy them."""
     numbers = rows // length
     by_batch = np.argsort(numbers, kind="stable")
     parts = []
@@ -126,7 +126,7 @@ def _taken(batches: Sequence[pa.RecordBatch], rows: np.ndarray, length: int) -> 
 
 
 def _joined_batch(rows: pa.RecordBatch, begins: np.ndarray) -> pa.RecordBatch:
-    """Rows whose records begin at some of them, as one row a record."""
+    """Grouped rows as one row a record."""
     record_of = np.repeat(np.arange(len(begins)), np.diff(begins, append=rows.num_rows))
     texts = rows["captions"].flatten()
     text_of = np.repeat(record_of, pc.list_value_length(rows["captions"]).to_numpy())

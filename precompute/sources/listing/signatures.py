@@ -1,4 +1,4 @@
-"""What a file is, by its first bytes and its name: so that one that is no source is named for what it is."""
+"""Recognize files that are not sources by their first bytes and name, for the error message."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ TABLE_EXTENSIONS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".token", ".parqu
 
 
 def not_a_source(name: str, head: bytes) -> str | None:
-    """Why a file cannot be a source, and what to do; None where it is a tar or a table.
+    """Why a file cannot be a source, and what to do; None for a tar or a table.
 
     Args:
       name: of the file.
-      head: its first HEAD_BYTES, or all that it has.
+      head: its first HEAD_BYTES, or fewer.
     """
     kind, advice = _recognized(name, head)
     if kind is None:
@@ -89,7 +89,7 @@ def _recognized(name: str, head: bytes) -> tuple[str | None, str]:
 
 
 def _compressed(name: str, head: bytes) -> tuple[str, str]:
-    """Of a gzip file: it may be a tar."""
+    """Describe a gzip file, which may be a tar."""
     try:
         begin = zlib.decompressobj(wbits=31).decompress(head, 512)
     except zlib.error:

@@ -1,4 +1,4 @@
-"""Parquet files of others: read as a stream, some rows at a time, within the bounds of memory that rows may take."""
+"""Untrusted Parquet files, streamed within a memory limit."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PARQUET_ERRORS = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises
 
 
 def open_parquet(file: BinaryIO, texts: Sequence[str] = ()) -> pq.ParquetFile:
-    """Open a Parquet file of others to read it as a stream.
+    """Open an untrusted Parquet file as a stream.
 
     Args:
-      texts: columns that are read as dictionaries, if they hold texts: one that is repeated in every row takes room
-        once, as in the file. Not texts in lists, which pyarrow cannot hand out so (26.0).
+      texts: columns to read as dictionaries if they hold text, so that a repeated text takes memory once; not lists of
+        text, which pyarrow cannot read this way (26.0).
     Raises: one of ``PARQUET_ERRORS``.
     """
     metadata = pq.read_metadata(file)
@@ -37,9 +37,9 @@ def open_parquet(file: BinaryIO, texts: Sequence[str] = ()) -> pq.ParquetFile:
 
 
 def read_rows(parquet: pq.ParquetFile, names: Sequence[str], where: str) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Columns of a file, TABLE_ROWS at a time, and the bytes that these rows take.
+    """Columns of a file, TABLE_ROWS at a time, and the bytes of these rows.
 
-    Raises: SourceError: two columns of one name, or texts that would fill the memory; or one of ``PARQUET_ERRORS``.
+    Raises: SourceError: two columns with one name, or texts that would fill the memory; or one of ``PARQUET_ERRORS``.
     """
     if twice := [name for name in names if len(parquet.schema_arrow.get_all_field_indices(name)) > 1]:
         raise SourceError(f"{where}: two columns are called '{twice[0]}'. Leave one of them out, or rename it.")
@@ -67,7 +67,7 @@ def read_rows(parquet: pq.ParquetFile, names: Sequence[str], where: str) -> Iter
 
 
 def _text_bytes(column: pa.Array) -> np.ndarray | None:
-    """(N,) int64, bytes of the text of each row of a dictionary; None of any other column."""
+    """(N,) int64, text bytes of each row of a dictionary; None for other columns."""
     if not pa.types.is_dictionary(column.type):
         return None
     lengths = pc.cast(pc.binary_length(column.dictionary), pa.int64())

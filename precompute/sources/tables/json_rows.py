@@ -1,4 +1,4 @@
-"""Tables of JSON: one object a line, one array of objects, read as far as is needed and never as a whole."""
+"""Tables of JSON: one object a line, or one array of objects, parsed incrementally."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _objects_of_lines(file: BinaryIO, table: str) -> Iterator[tuple[Any, str, in
 
 
 def json_array(file: BinaryIO, table: str, scan: Scan) -> Iterator[tuple[Rows, int]]:
-    """Objects of one JSON array, decoded one at a time."""
+    """Objects of one JSON array, parsed one at a time."""
     return _together(_objects_of_array(file, table), table, scan)
 
 
@@ -63,7 +63,7 @@ def _objects_of_array(file: BinaryIO, table: str) -> Iterator[tuple[Any, str, in
 
 
 def _together(objects: Iterable[tuple[Any, str, int]], table: str, scan: Scan) -> Iterator[tuple[Rows, int]]:
-    """Rows as JSON has them, many at once, and the bytes that they take; only what says something of a picture."""
+    """Batches of rows with their sizes in bytes; only columns that describe a picture."""
     values, wheres, num_bytes = [], [], 0
     chosen: dict[str, str] | None = None
     for value, where, size in objects:
@@ -84,14 +84,14 @@ def _together(objects: Iterable[tuple[Any, str, int]], table: str, scan: Scan) -
 
 
 class JsonText:
-    """JSON text that is read as far as it is needed."""
+    """JSON text that is read as far as needed."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._text, self._position = file, "", 0
         self._decode, self._parse = codecs.getincrementaldecoder("utf-8-sig")().decode, json.JSONDecoder().raw_decode
 
     def peek(self) -> str:
-        """The next character that is no white space, "" at the end."""
+        """The next character that is not white space, "" at the end."""
         while True:
             while self._text[self._position : self._position + 1] in WHITE_SPACE:
                 self._position += 1
@@ -99,16 +99,16 @@ class JsonText:
                 return self._text[self._position : self._position + 1]
 
     def expect(self, character: str) -> None:
-        """Step over a character. Raises: ValueError: there is another."""
+        """Skip a character. Raises: ValueError: another one follows."""
         if (found := self.peek()) != character:
             raise ValueError(f"needed {character!r}, got {found!r}")
         self._position += 1
 
     def value(self) -> tuple[Any, int]:
-        """Step over a value.
+        """Parse a value.
 
-        Returns: it, and the number of its characters.
-        Raises: ValueError: it is damaged, or too long; RecursionError: too deep.
+        Returns: it, and its number of characters.
+        Raises: ValueError: malformed, or too long; RecursionError: too deep.
         """
         self.peek()
         while True:

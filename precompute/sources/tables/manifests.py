@@ -1,7 +1,7 @@
 """Tables that name pictures: ``metadata.jsonl``, a JSONL, CSV or Parquet manifest, PixArt's ``data_info.json``.
 
-A row names a file by its path relative to the folder of the pictures, and never one outside of it. A table is read
-some rows at a time, whatever its size; what they say is made into records in ``rows.py``.
+A row names a file by its path relative to the folder of pictures, never outside it. Tables of any size are read in
+batches; ``rows.py`` makes the records.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ AHEAD = 4  # batches of rows whose files are being looked up
 
 
 def pixart_folder(source: str) -> str:
-    """The folder of ``InternData`` and ``InternImgs``, where a source is one of PixArt's, else the source."""
+    """The parent of ``InternData`` and ``InternImgs`` for a source of PixArt, else the source."""
     inside = source.rstrip("/").removesuffix(f"/{PIXART}")
     return inside.removesuffix("InternData") or "." if f"/{inside}".endswith("/InternData") else source
 
 
 def known_table(files: SourceFiles) -> str | None:
-    """Path of a table that its name tells; None where there is none."""
+    """Path of a table with a known name; None if there is none."""
     if files.only is not None:
         return files.only if is_text_table(files.only) or files.only.endswith((".jsonl", ".json", ".parquet")) else None
     return next((name for name in (*METADATA, PIXART, PIXART_TABLE) if files.look(name)), None)
 
 
 def find_table(files: SourceFiles, split: str) -> str | None:
-    """Path of the table of a source; None where there is none.
+    """Path of the table of a source; None if there is none.
 
     Args:
-      split: of the recipe; picks one of COCO's lists by its name.
+      split: of the recipe; selects one of COCO's lists by name.
     Raises: SourceError: COCO has several lists, or none of this split.
     """
     if known := known_table(files):
@@ -76,7 +76,7 @@ def find_table(files: SourceFiles, split: str) -> str | None:
 
 
 def find_caption_table(files: SourceFiles, settings: SourceSection) -> str | None:
-    """Path of a table of text in a folder of pictures, by what it says: the first pictures that it names are there.
+    """Path of a text table in a folder of pictures whose first pictures exist.
 
     Raises: SourceError: there are several.
     """
@@ -94,7 +94,7 @@ def find_caption_table(files: SourceFiles, settings: SourceSection) -> str | Non
 
 
 def _names_pictures(files: SourceFiles, table: str, folders: list[str], settings: SourceSection) -> bool:
-    """A table of text says captions or labels, and of pictures that are there."""
+    """A text table has captions or labels of existing pictures."""
     try:
         names = described_pictures(files, table, settings)
     except SourceError:
@@ -103,13 +103,13 @@ def _names_pictures(files: SourceFiles, table: str, folders: list[str], settings
 
 
 def table_batches(files: SourceFiles, pictures: SourceFiles, table: str, scan: Scan) -> Iterator[pa.RecordBatch]:
-    """A record for each row, in batches of the listing: path (``file_name`` or ``path``), perhaps a label and captions.
+    """A record for each row, in batches of the listing: path, optionally a label and captions.
 
     Args:
       files: of the table.
-      pictures: among which the rows' paths lead.
-      scan: its settings may name the columns and the folder; takes a note of what was guessed.
-    Raises: SourceError: a row is no JSON object with a path, named by its number.
+      pictures: that the rows' paths are relative to.
+      scan: its settings may name the columns and the folder; receives notes.
+    Raises: SourceError: a row is not a JSON object with a path; names its number.
     """
     broken: list[SourceRecord] = []
     ahead: deque[tuple[CheckedRows, int, Callable[[], list[FoundFile | None]]]] = deque()
@@ -135,7 +135,7 @@ def table_batches(files: SourceFiles, pictures: SourceFiles, table: str, scan: S
 
 
 def _rows(files: SourceFiles, table: str, scan: Scan, broken: list[SourceRecord]) -> Iterator[tuple[Rows, int]]:
-    """The rows of a table, many at a time, and the bytes that they take."""
+    """The rows of a table in batches, with their sizes in bytes."""
     if table.endswith((".parquet", ".jsonl", ".json")):
         kind = _parquet_rows if table.endswith(".parquet") else json_lines if table.endswith(".jsonl") else json_array
         if table.endswith(".json") and is_coco(files, table):
@@ -148,7 +148,7 @@ def _rows(files: SourceFiles, table: str, scan: Scan, broken: list[SourceRecord]
 
 
 def _placement(pictures: SourceFiles, table: str, names: list[str], scan: Scan) -> Placement:
-    """Where the pictures of a table lie, with a note where that was guessed."""
+    """Placement of the pictures of a table; adds a note if it was guessed."""
     root = scan.settings.root
     first = PIXART_PICTURES if table == PIXART_TABLE else normalized_root(root) or ""
     others = [] if root or first else folders_of(pictures)
@@ -164,9 +164,9 @@ def _placement(pictures: SourceFiles, table: str, names: list[str], scan: Scan) 
 
 
 class _LookUps:
-    """Looks up the files that rows name: one after the other, or by threads where each look is a message.
+    """Looks up the files of rows, in threads if each look-up is a network message.
 
-    Threads where nobody waits would only hinder each other, so it is measured.
+    Threads slow down fast look-ups, so the time is measured.
     """
 
     def __init__(self, files: SourceFiles) -> None:
@@ -203,7 +203,7 @@ class _LookUps:
 
 
 def _parquet_rows(file: BinaryIO, table: str, scan: Scan) -> Iterator[tuple[Rows, int]]:
-    """Rows of a Parquet table, only the columns that say something of a picture, and the bytes of their texts."""
+    """Rows of a Parquet table with only the columns that describe a picture, and their text sizes."""
     number = 1
     try:
         columns = open_parquet(file).schema_arrow.names

@@ -1,7 +1,7 @@
-"""Rows of a table as records of a source, many at once.
+"""Rows of a table to records of a source, in batches.
 
-Nearly all rows are plain: they are checked and put into columns by Arrow, with no Python object for any of them. What
-is odd in any way goes by one at a time, and that says what is wrong with it. Of a plain row both say the same.
+Nearly all rows are plain: Arrow checks them and arranges their columns, without a Python object for any. Irregular rows
+are handled one at a time, which finds their problems. For a plain row both ways agree.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ IRREGULAR = (pa.ArrowException, OverflowError, UnicodeError, TypeError)  # value
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a table.
+    """A batch of rows of a table.
 
     Args:
-      values: as JSON has them, or a batch of a Parquet file.
-      where: says for an error where row i stands.
+      values: JSON objects, or a batch of a Parquet file.
+      where: location of row i, for errors.
     """
 
     values: Sequence[Any] | pa.RecordBatch
@@ -71,7 +71,7 @@ class Rows:
         return len(self.values)
 
     def columns(self) -> pa.RecordBatch | None:
-        """What the rows say, as COLUMNS; None where that cannot be said of all of them."""
+        """The rows as COLUMNS; None if any row is not representable."""
         try:
             return (
                 _columns_of_objects(self.values)
@@ -82,7 +82,7 @@ class Rows:
             return None
 
     def some(self, numbers: np.ndarray) -> list[Any]:
-        """Single rows, as JSON has them."""
+        """Single rows as JSON objects."""
         if isinstance(self.values, Sequence):
             return [self.values[i] for i in numbers]
         return self.values.take(pa.array(numbers)).to_pylist()
@@ -90,11 +90,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """Some rows, of which the plain ones are checked and wait for their files.
+    """A batch of rows whose plain ones are checked and wait for their files.
 
     Args:
       rows: all of them.
-      plain: (P,) places of the plain ones.
+      plain: (P,) positions of the plain ones.
       columns: of those, COLUMNS.
       paths: of those, within the source.
     """
@@ -105,11 +105,11 @@ class CheckedRows:
     paths: pa.Array
 
     def batch(self, files: SourceFiles, placement: Placement, found: Sequence[FoundFile | None]) -> pa.RecordBatch:
-        """A record for each row, in order, as the listing holds them.
+        """A record for each row, in order, as a batch of the listing.
 
         Args:
-          found: the files of the plain ones.
-        Raises: SourceError: a row is no object with a path.
+          found: the files of the plain rows.
+        Raises: SourceError: a row is not an object with a path.
         """
         there = [i for i, file in enumerate(found) if file and not file.problem]
         plain, columns, paths = self.plain, self.columns, self.paths
@@ -126,10 +126,10 @@ class CheckedRows:
 
 
 def check_rows(rows: Rows, placement: Placement) -> CheckedRows:
-    """Choose the plain ones among some rows.
+    """Select the plain rows.
 
     Args:
-      placement: of the pictures that they name.
+      placement: of their pictures.
     """
     columns = rows.columns()
     if columns is not None and placement.prefix:
@@ -149,7 +149,7 @@ def _without_prefix(names: pa.Array, prefix: str) -> pa.Array:
 
 
 def first_names(rows: Rows) -> list[str]:
-    """The names of pictures in the first rows, as they are."""
+    """Names of pictures in the first rows."""
     some = rows.some(np.arange(min(LOOKED_NAMES, len(rows))))
     found = [next((row[name] for name in PATH_NAMES if row.get(name)), None) for row in some if isinstance(row, dict)]
     return [name for name in found if isinstance(name, str)]
@@ -163,9 +163,9 @@ def _one_by_one(files: SourceFiles, placement: Placement, rows: Rows, numbers: n
 
 
 def row_record(files: SourceFiles, placement: Placement, row: Any, where: str) -> SourceRecord:
-    """The record of one row: path (``file_name`` or ``path``), perhaps a label, captions and a size.
+    """The record of one row: path (``file_name`` or ``path``), optionally label, captions and size.
 
-    Raises: SourceError: it is no object with a path.
+    Raises: SourceError: not an object with a path.
     """
     try:
         name = next((row[name] for name in PATH_NAMES if row.get(name) is not None), None)
@@ -198,18 +198,20 @@ def row_record(files: SourceFiles, placement: Placement, row: Any, where: str) -
 
 
 def no_row(where: str, error: object) -> SourceError:
-    """The error of a row that says nothing of a picture."""
+    """The error for a row that describes no picture."""
     return SourceError(f"{where}: needed a JSON object with 'file_name' (or 'path') as text ({str(error)[:200]}).")
 
 
 def _columns_of_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Columns of a Parquet file as COLUMNS. Raises: one of ODD: their types or values are others."""
-    given, nothing = dict(zip(batch.schema.names, batch.columns, strict=True)), pa.nulls(batch.num_rows)
-    names = [_text(given[name]) for name in PATH_NAMES if name in given]
-    captions = [_texts(given[name]) for name in CAPTION_NAMES if name in given]
+    """Columns of a Parquet file as COLUMNS. Raises: one of IRREGULAR."""
+    by_name, nothing = dict(zip(batch.schema.names, batch.columns, strict=True)), pa.nulls(batch.num_rows)
+    names = [_text(by_name[name]) for name in PATH_NAMES if name in by_name]
+    captions = [_texts(by_name[name]) for name in CAPTION_NAMES if name in by_name]
     captions.append(pa.repeat(pa.scalar([], CAPTIONS), batch.num_rows))
-    label = given.get("label", given.get("cls", nothing))
-    label, height, width = [_whole(one) for one in (label, given.get("height", nothing), given.get("width", nothing))]
+    label = by_name.get("label", by_name.get("cls", nothing))
+    label, height, width = [
+        _whole(one) for one in (label, by_name.get("height", nothing), by_name.get("width", nothing))
+    ]
     columns = [pc.coalesce(*names), label, pc.coalesce(*captions), height, width]
     return pa.RecordBatch.from_arrays(columns, schema=COLUMNS)
 
@@ -235,7 +237,7 @@ def _whole(column: pa.Array) -> pa.Array:
 
 
 def _columns_of_objects(rows: Sequence[Any]) -> pa.RecordBatch | None:
-    """Rows as JSON has them as COLUMNS; None where one has values of other types. Raises: one of ODD."""
+    """JSON objects as COLUMNS; None if a value has another type. Raises: one of IRREGULAR."""
     if set(map(type, rows)) != {dict}:
         return None
     names, captions = _first_of(rows, PATH_NAMES), _first_of(rows, CAPTION_NAMES)
@@ -255,7 +257,7 @@ def _columns_of_objects(rows: Sequence[Any]) -> pa.RecordBatch | None:
 
 
 def _first_of(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[Any]:
-    """Of each row the value under the first name that is there."""
+    """Value of the first present name in each row."""
     values: list[Any] = [None] * len(rows)
     for name in names:
         values = [row.get(name) if value is None else value for row, value in zip(rows, values, strict=True)]
@@ -263,7 +265,7 @@ def _first_of(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[Any]
 
 
 def _is_plain(columns: pa.RecordBatch) -> np.ndarray:
-    """(N,) bool: of which rows nothing has to be said or changed, so far as the rows themselves tell."""
+    """(N,) bool: rows that need no change or message."""
     names, labels, captions = columns["name"], columns["label"], columns["captions"]
     plain = _all(
         pc.less_equal(pc.utf8_length(names), MAX_KEY_CHARS), pc.invert(pc.match_substring_regex(names, NO_PLAIN_PATH))
@@ -284,17 +286,17 @@ def _is_plain(columns: pa.RecordBatch) -> np.ndarray:
 
 
 def _all(*conditions: pa.Array) -> np.ndarray:
-    """Where all of them are true; null is not."""
+    """Where all conditions are true and not null."""
     true = [pc.fill_null(condition, False).to_numpy(zero_copy_only=False) for condition in conditions]
     return np.logical_and.reduce(true)
 
 
 def _plain_batch(columns: pa.RecordBatch, paths: pa.Array, found: Sequence[FoundFile]) -> pa.RecordBatch:
-    """Plain rows and their files, as the listing holds them."""
+    """Plain rows and their files as a batch of the listing."""
     sides = [pc.fill_null(columns[name], 0).to_numpy() for name in SIDES]
     has_size = np.logical_and.reduce([(side > 0) & (side <= MAX_SIDE_PX) for side in sides])
     nothing = pa.nulls(len(columns), pa.string())
-    given = {
+    columns_of_listing = {
         "key": columns["name"],
         "path": paths,
         "offset": np.zeros(len(columns), np.int64),
@@ -307,4 +309,4 @@ def _plain_batch(columns: pa.RecordBatch, paths: pa.Array, found: Sequence[Found
         "height_px": np.where(has_size, sides[0], 0).astype(np.int32),
         "width_px": np.where(has_size, sides[1], 0).astype(np.int32),
     }
-    return pa.RecordBatch.from_pydict(given, SCHEMA)
+    return pa.RecordBatch.from_pydict(columns_of_listing, SCHEMA)

@@ -36,8 +36,8 @@ def is_imagenet(files: SourceFiles, names: list[str]) -> bool:
 def imagenet(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
     """Records of ILSVRC2012_img_train.tar, of a folder of its class tars, or of ILSVRC2012_img_val.tar.
 
-    The key is the path that unpacking would give, the label the position of the sorted wnid, in the order of an image
-    folder. A class tar that is damaged is one reject, beside what stands before the damage.
+    The key is the path after unpacking, the label the index of the sorted wnid, in the order of an image folder. A
+    damaged class tar is one reject; its pictures before the damage are kept.
     """
     names = tar_names(files, scan.settings.split)
     if names and all(CLASS_TAR.fullmatch(name) for name in names):
@@ -104,7 +104,7 @@ def _validation(files: SourceFiles, name: str, scan: Scan) -> Iterator[SourceRec
 
 
 def _validation_labels(files: SourceFiles) -> list[str]:
-    """Wnid of each picture, from the file beside the tar; none without it."""
+    """Wnid of each picture, from the file next to the tar; empty without it."""
     labels = files.look(VAL_LABELS)
     if labels is None:
         return []

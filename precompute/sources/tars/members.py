@@ -1,7 +1,7 @@
-"""The members of a tar file of others: where their bytes lie, with every claim checked against the file itself.
+"""The members of an untrusted tar: the location of their bytes, checked against the file itself.
 
-The standard library parses the 512 bytes of a header; which members there are is decided here, because its own loop
-reads an extended header of any size into memory and takes a damaged header for the end of the archive.
+The standard library parses the 512 bytes of a header. The loop over members is here, because the library's own loop
+reads extended headers of any size into memory and takes a damaged header for the end of the archive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 @dataclass(frozen=True)
 class TarMember:
-    """A file of a tar: its name, where its bytes lie in the tar, or why they do not lie there in one piece."""
+    """A file in a tar: its name, the location of its bytes, or why they are not contiguous."""
 
     name: str
     offset: int
@@ -33,14 +33,14 @@ class TarMember:
 
 
 def tar_members(file: BinaryIO, tar: str, *, start: int = 0, stop: int | None = None) -> Iterator[TarMember]:
-    """Files and links of an uncompressed tar, in order; devices, FIFOs and folders are passed over.
+    """Files and links of an uncompressed tar, in order; devices, FIFOs and folders are skipped.
 
-    The file may be read elsewhere between two members.
+    The caller may read elsewhere in the file between two members.
 
     Args:
       tar: its name, for messages.
-      start, stop: where the tar lies in the file, if it is a member of another; offsets are the file's.
-    Raises: SourceError: it is no tar, a header is damaged, or a member reaches beyond the end.
+      start, stop: of the tar within the file, if it is a member of another tar; offsets are the file's.
+    Raises: SourceError: not a tar, a damaged header, or a member reaches beyond the end.
     """
     total = file.seek(0, os.SEEK_END) if stop is None else stop
     extended: dict[str, str] = {}
@@ -88,7 +88,7 @@ def tar_members(file: BinaryIO, tar: str, *, start: int = 0, stop: int | None = 
 
 
 def _check_end(file: BinaryIO, position: int, total: int, tar: str) -> None:
-    """Nothing but zeros may follow the end: more would be passed over without a word, as of two tars in one file."""
+    """Raise if anything but zeros follows the end, as in two concatenated tars."""
     file.seek(position)
     while position < total:
         block = file.read(min(1 << 20, total - position))

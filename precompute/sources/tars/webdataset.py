@@ -23,9 +23,9 @@ TEXT_EXTENSIONS = ("cls", "txt", "json")
 
 
 def tar_names(files: SourceFiles, split: str) -> list[str]:
-    """The tars of a source, in order; of one split, as ``source.split`` says.
+    """The tars of a source, in order; of one split, as in ``source.split``.
 
-    Raises: SourceError: the name of one is not UTF-8; or there are several splits and none is named.
+    Raises: SourceError: a name is not UTF-8; or several splits and none named.
     """
     names = [files.only] if files.only else [name for name in files.names() if fnmatchcase(name, "*.tar")]
     names = names if files.only else shards_of_split(files.name, names, split)
@@ -36,7 +36,7 @@ def tar_names(files: SourceFiles, split: str) -> list[str]:
 
 
 def webdataset(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
-    """Records of WebDataset shards: members that share all up to the first dot are one record."""
+    """Records of WebDataset shards: members that are equal up to the first dot are one record."""
     for name in tar_names(files, scan.settings.split):
         place = files.look(name) or FoundFile(name)
         with files.open(name) as file:
@@ -50,7 +50,7 @@ def webdataset(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
 
 @dataclass
 class _TarRecord:
-    """The members of one key, as they come."""
+    """The members of one key so far."""
 
     images: dict[str, TarMember] = field(default_factory=dict)
     texts: dict[str, bytes] = field(default_factory=dict)
@@ -85,7 +85,7 @@ def _groups(file: BinaryIO, tar: str, scan: Scan) -> dict[str, _TarRecord]:
 
 
 def _tar_record(key: str, place: FoundFile, group: _TarRecord) -> SourceRecord | None:
-    """The record of one key; None where it has no picture."""
+    """The record of one key; None without a picture."""
 
     if not group.images:
         return None
@@ -106,7 +106,7 @@ def _tar_record(key: str, place: FoundFile, group: _TarRecord) -> SourceRecord |
 
 
 def _tar_texts(members: dict[str, bytes]) -> tuple[int, tuple[str, ...]]:
-    """Label and captions of a record: ``.cls`` and ``.txt``, else what ``.json`` says."""
+    """Label and captions of a record: ``.cls`` and ``.txt``, else those in ``.json``."""
     row = json_row(members["json"]) if "json" in members else {}
     label = label_of({"label": int(members["cls"])} if "cls" in members else row)
     captions = captions_of({"text": members["txt"].decode("utf-8")} if "txt" in members else row)

@@ -614,7 +614,7 @@ def test_buckets_are_the_sizes_of_the_latents(tmp_path: Path) -> None:
 
 def test_without_a_null_caption_the_user_is_told_what_it_is_for(tmp_path: Path) -> None:
     made = make_pixart(tmp_path / "source")
-    with pytest.raises(SourceError, match=r"drops some for a null caption of shape \(12, 16\).*--null"):
+    with pytest.raises(SourceError, match=r"replaces some by a null caption of shape \(12, 16\).*--null"):
         run_import(replace(made, null=None), tmp_path / "store")
     np.save(tmp_path / "short.npy", noise(0, 5, 16))
     with pytest.raises(SourceError, match=r"shape \(5, 16\); needed finite numbers of shape \(12, 16\)"):
