@@ -31,8 +31,9 @@ from .engines.engine import Engine
 from .engines.local import LocalEngine
 from .images.decoders import Decoders
 from .planning.compare import Comparison, Options
-from .planning.opening import Planner, check_apart, check_disk, check_fingerprint, is_sealed, newest_plan
+from .planning.opening import check_apart, check_disk, check_fingerprint, is_sealed, newest_plan
 from .planning.pictures import num_threads
+from .planning.planner import Planner
 from .progress.clock import Progress, StageClock
 from .progress.rejects import ledger_of
 from .progress.tally import Tally

@@ -7,31 +7,20 @@ sandbox: a child may read whatever its user may read.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...datasets.errors import RecordRejected, ResourceError
-from .decoder_child import READY
+from ...datasets.errors import RecordRejected
+from .decoder_process import RETRY_PATIENCE, DecoderProcess
 
 CHILD_MODULE = f"{__package__}.decoder_child"
-START_SECONDS = 60.0  # a cold interpreter on a busy network disk
-END_SECONDS = 2.0  # from the end of a socket to the end of its process
-MAX_HEAD_BYTES = 1 << 20
-RETRY_PATIENCE = 4  # times the time-out, for a large picture on a busy machine
 
 
 class PicturePlace(NamedTuple):
@@ -94,9 +83,9 @@ class Decoders:
             raise ValueError(f"num_children is {num_children}; needed at least 1")
         self._timeout_seconds = timeout_seconds
         self._owner, self._closed = os.getpid(), threading.Event()
-        self._children = [_Child(_child_module, timeout_seconds, memory_mib) for _ in range(num_children)]
+        self._children = [DecoderProcess(_child_module, timeout_seconds, memory_mib) for _ in range(num_children)]
         # Last in, first out: running children are preferred to new ones.
-        self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[DecoderProcess] = queue.LifoQueue()
         for child in self._children:
             self._idle.put(child)
 
@@ -223,109 +212,3 @@ class Decoders:
             first = job.get("path") or job["places"][0][0]
             raise RuntimeError(f"picture '{first}': a bug in the decoder\n{head['error']}")
         return head, pixels
-
-
-class _Child:
-    """A lazily started process and its socket; used by one thread at a time."""
-
-    def __init__(self, module: str, timeout_seconds: float, memory_mib: int) -> None:
-        self._module, self._timeout_seconds, self._memory_mib = module, timeout_seconds, memory_mib
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-
-    def ask(
-        self, job: dict[str, Any], data: bytes | None, *, patience: float
-    ) -> tuple[dict[str, Any], np.ndarray | None]:
-        """Send one job, with its bytes if they are not in a file, and wait for the answer.
-
-        Raises: RecordRejected: decoder_crash, decoder_timeout. ResourceError: it does not start.
-        """
-        if self._process is not None and self._process.poll() is not None:
-            self.stop()  # killed from outside while idle
-        answered = False
-        try:
-            connection = self._connection or self._start()
-            connection.send_bytes(json.dumps({**job, "is_sent": data is not None}).encode())
-            if data is not None:
-                connection.send_bytes(data)
-            if not connection.poll(self._timeout_seconds * patience):
-                raise BlockingIOError
-            head = json.loads(connection.recv_bytes(MAX_HEAD_BYTES))
-            shape = head.get("shape")
-            pixels = None if shape is None else np.frombuffer(connection.recv_bytes(), np.uint8).reshape(shape)
-            answered = True
-        except BlockingIOError as error:
-            detail = f"no answer in {self._timeout_seconds * patience:g} s"
-            raise RecordRejected(job["stage"], "decoder_timeout", detail) from error
-        except (EOFError, OSError, ValueError) as error:
-            raise RecordRejected(job["stage"], "decoder_crash", self._how_it_ended()) from error
-        finally:
-            if not answered:  # also on Ctrl-C: otherwise the next job would get this answer
-                self.stop()
-        return head, pixels
-
-    def kill(self) -> None:
-        """Kill the process; the socket stays open for the thread that reads from it."""
-        process = self._process
-        if process is not None:
-            process.kill()
-
-    def stop(self) -> None:
-        """Kill the process and close its socket; the next job starts a new one."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._connection = self._process = None
-
-    def _start(self) -> Connection:
-        limits = (self._timeout_seconds * RETRY_PATIENCE, self._memory_mib, os.getpid())
-        try:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                for kind in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # if it stops in the middle of an answer
-                    ours.setsockopt(socket.SOL_SOCKET, kind, _timeval(self._timeout_seconds))
-                self._connection = Connection(ours.detach())
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", self._module, str(theirs.fileno()), *map(str, limits)],
-                    pass_fds=[theirs.fileno()],  # only this one: an inherited copy would keep a sibling's socket open
-                    env=_environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,  # libtiff and others log there
-                    process_group=0,  # Ctrl-C is the parent's
-                )
-            if not self._connection.poll(START_SECONDS):
-                raise TimeoutError(f"no sign of life in {START_SECONDS:g} s")
-            if self._connection.recv_bytes(len(READY)) != READY:
-                raise OSError("it said something else")
-        except (EOFError, OSError) as error:
-            how = self._how_it_ended() if self._process is not None and isinstance(error, EOFError) else str(error)
-            raise ResourceError(
-                f"picture decoder '{self._module}': the process does not start ({how}). Needed: memory and two free "
-                f"files for it, and the picture libraries. '{sys.executable} -m {self._module}' says what it lacks."
-            ) from error
-        return self._connection
-
-    def _how_it_ended(self) -> str:
-        assert self._process is not None
-        try:
-            code = self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "the decoder's answer makes no sense"
-        if code >= 0:
-            return f"the decoder ended with status {code}"
-        return f"the decoder was ended by signal {-code} ({signal.strsignal(-code)})"
-
-
-def _timeval(seconds: float) -> bytes:
-    whole = int(seconds)
-    return struct.pack("@ll", whole, int((seconds - whole) * 1e6))
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment and module path, with single-threaded libraries: the children are the threads."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {**os.environ, **threads, "PYTHONPATH": path}

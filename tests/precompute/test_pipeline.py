@@ -46,7 +46,7 @@ from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.pipeline import Report
-from leandit.precompute.planning import opening
+from leandit.precompute.planning import planner
 from leandit.tools.plan.dry_run import describe_precompute
 
 Encode = Callable[[PrecomputeRecipe, Path, Path], Report]
@@ -311,7 +311,7 @@ def test_the_first_plan_stays_when_two_are_written_at_once(
 ) -> None:
     """Another coordinator plans while this one does: its temporary is seen at the start, its plan at the end."""
     encode(caption_recipe(), few, tmp_path / "whole")
-    store, freeze = tmp_path / "store", opening.freeze_plan
+    store, freeze = tmp_path / "store", planner.freeze_plan
     temporary = store / f"{TEMPORARY_PREFIX}elsewhere@1-1@plan"
 
     def comes_second(root: Path, plan: Any) -> Any:
@@ -320,7 +320,7 @@ def test_the_first_plan_stays_when_two_are_written_at_once(
 
     store.mkdir()
     shutil.copytree(tmp_path / "whole/plan", temporary)
-    monkeypatch.setattr(opening, "freeze_plan", comes_second)
+    monkeypatch.setattr(planner, "freeze_plan", comes_second)
     assert encode(caption_recipe(), few, store).num_encoded == 6
     assert_same_tree(store, tmp_path / "whole")
 
@@ -666,7 +666,7 @@ def test_a_picture_that_changes_behind_the_plan_is_rejected(
     encode: Encode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_class_folder(tmp_path / "train", classes=2, per_class=2)
-    freeze = opening.freeze_plan
+    freeze = planner.freeze_plan
 
     def freeze_then_change(*args: Any, **kwargs: Any) -> Any:
         plan = freeze(*args, **kwargs)
@@ -674,7 +674,7 @@ def test_a_picture_that_changes_behind_the_plan_is_rejected(
         (source / "n001/1.png").unlink()
         return plan
 
-    monkeypatch.setattr(opening, "freeze_plan", freeze_then_change)
+    monkeypatch.setattr(planner, "freeze_plan", freeze_then_change)
     encode(label_recipe(), source, tmp_path / "store")
     rows = LatentStore(tmp_path / "store").records.to_pylist()
     assert [row["reason"] for row in rows] == ["source_changed", None, None, "unreadable"]

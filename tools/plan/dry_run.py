@@ -25,8 +25,9 @@ from ...precompute.encoders.model_files import local_folder, model_folder, model
 from ...precompute.encoders.vae import Encoders, load_encoders
 from ...precompute.images.decoders import Decoders
 from ...precompute.planning.compare import Comparison, Options, all_fresh
-from ...precompute.planning.opening import Lineage, Planner, check_apart, check_fingerprint, is_sealed, look_for_plan
+from ...precompute.planning.opening import check_apart, check_fingerprint, is_sealed, look_for_plan
 from ...precompute.planning.pictures import num_threads
+from ...precompute.planning.planner import Lineage, Planner
 from ...precompute.progress.rejects import count_reasons
 from ...precompute.sources.several import SourcePaths, list_sources
 from ...precompute.sources.source import Source

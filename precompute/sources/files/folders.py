@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from ....datasets.errors import RecordRejected
 from ...config import SourceSection
-from .files import FoundFile, SourceFiles, open_source_files
+from .entries import FoundFile
+from .files import SourceFiles, open_source_files
 from .ignored import Ignored
 from .record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_row, label_of, usable_key
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from braceexpand import braceexpand
 
 from ....datasets.errors import SourceError
-from .files import FoundFile, LeftOut, LocalFiles, RemoteFiles, SourceFiles, open_source_files
+from .entries import FoundFile, LeftOut
+from .files import LocalFiles, SourceFiles, open_source_files
+from .remote import RemoteFiles
 
 MAX_FILES = 1_000_000  # of one pattern
 WILD = "*?["

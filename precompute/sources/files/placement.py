@@ -14,7 +14,8 @@ from itertools import islice
 from pathlib import PurePosixPath
 
 from ....datasets.errors import SourceError
-from .files import FoundFile, SourceFiles
+from .entries import FoundFile
+from .files import SourceFiles
 from .record import ANNOTATIONS, is_picture
 
 LOOKED_NAMES = 16  # of a table, to find where the pictures lie

@@ -20,7 +20,8 @@ import pyarrow as pa
 
 from ....datasets.errors import SourceError
 from ...config import SourceSection
-from ..files.files import FoundFile, LocalFiles, SourceFiles, open_source_files, shown
+from ..files.entries import FoundFile
+from ..files.files import LocalFiles, SourceFiles, open_source_files, shown
 from ..files.folders import Scan
 from ..files.splits import ALL, choose_split
 from .columns import CAPTIONS

@@ -7,12 +7,9 @@ file. Nothing of a table is held but the block that is being read.
 from __future__ import annotations
 
 import ast
-import csv
-import io
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -24,20 +21,17 @@ from ...config import SourceSection
 from ..files.files import SourceFiles, shown
 from ..files.folders import Scan
 from ..files.placement import LOOKED_NAMES
-from ..files.record import CAPTION_NAMES, LABEL_NAMES, MAX_CLASSES, PATH_NAMES, SourceRecord, is_picture, usable_key
-from .columns import CAPTIONS, PICTURES, choose_columns, columns_note, shown_columns, usual_columns
+from ..files.record import CAPTION_NAMES, LABEL_NAMES, MAX_CLASSES, PATH_NAMES, SourceRecord, usable_key
+from .columns import columns_note
+from .csv_layout import NUMBERED, TextLayout, column_of, read_layout
 from .foreign_parquet import TABLE_ROWS
 from .rows import Rows, first_names
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-SNIFF_BYTES = 1 << 18
 BLOCK_BYTES = 1 << 24  # a row is shorter
-MAX_COLUMNS = 4096
 MAX_CLASS_BYTES = 1 << 26  # of all names of classes
 MAX_BROKEN_ROWS = 10_000  # more of them are another delimiter
-DELIMITERS = (",", "\t", ";", "|")
-NUMBERED = r"#[0-9]+$"  # Flickr8k's "NAME.jpg#0", the number of the caption
 WHOLE_NUMBER = r"^[+-]?[0-9]{1,18}(\.0*)?$"  # pandas writes whole numbers beside empty cells as 3.0
 LIST_CELL = r"""(?s)^\[\s*["'].*["']\s*\]$"""
 TEXT = r""""((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'"""  # in either quotes
@@ -47,68 +41,6 @@ STRING, LIST = (
 )
 ESCAPED = r"""(?s)(?:[^\\]|\\[\\'"nrtxuU])*"""  # as Python escapes what it writes
 SWALLOWED = r"\n[^\n]{1,200}\.(?i:jpe?g|png|webp|gif|bmp)"  # a row that a quote has swallowed which is not closed
-
-
-@dataclass(frozen=True)
-class TextLayout:
-    """How a table of text is written.
-
-    Args:
-      delimiter: between cells.
-      has_quotes: cells may stand in double quotes, and hold delimiters and new lines then.
-      columns: their names; their numbers from 1, as text, where the first line does not name them.
-      has_header: the first line names the columns.
-      is_numbered: names of pictures end in #0, #1, ..., the number of the caption.
-      chosen: what each useful column is called in a row.
-    """
-
-    delimiter: str
-    has_quotes: bool
-    columns: list[str]
-    has_header: bool
-    is_numbered: bool
-    chosen: dict[str, str]
-
-
-def is_text_table(name: str) -> bool:
-    """A file is a table of text by its name."""
-    return name.lower().endswith((".csv", ".tsv", ".txt", ".token"))
-
-
-def read_layout(file: BinaryIO, table: str, settings: SourceSection) -> TextLayout:
-    """Find out how a table of text is written, from its beginning.
-
-    Args:
-      table: for errors.
-      settings: may name columns.
-    Raises: SourceError: it is no text, or no column is known to name the pictures.
-    """
-    data = file.read(SNIFF_BYTES)
-    if b"\0" in data:
-        raise SourceError(f"{table}: not a table of UTF-8 text, it holds zero bytes. Save it as UTF-8.")
-    text = data.decode("utf-8-sig", "replace").lstrip("\r\n")
-    if not text.strip():
-        raise SourceError(f"{table}: it is empty.")
-    by_delimiter = {delimiter: _first_cells(text, delimiter, table) for delimiter in DELIMITERS}
-
-    def fitness(delimiter: str) -> tuple[bool, int]:
-        cells = by_delimiter[delimiter]
-        return _names_pictures(cells, settings) or any(map(_is_name, cells)), len(cells)
-
-    delimiter = max(DELIMITERS, key=fitness)
-    cells = by_delimiter[delimiter]
-    if len(cells) > MAX_COLUMNS:
-        raise SourceError(f"{table}: {len(cells)} columns, at most {MAX_COLUMNS} are read.")
-    has_quotes = delimiter in ",;" or _is_quoted(text, delimiter)
-    if not _names_pictures(cells, settings) and any(map(_is_name, cells)):
-        columns = [str(number) for number in range(1, len(cells) + 1)]
-        chosen = _numbered_columns(cells, columns, settings, table)
-        is_numbered = bool(re.search(NUMBERED, cells[columns.index(_column_of(chosen, PATH_NAMES) or "1")]))
-        return TextLayout(delimiter, has_quotes and not is_numbered, columns, False, is_numbered, chosen)
-    chosen = choose_columns(cells, settings, table)
-    if twice := next((name for name in chosen if cells.count(name) > 1), None):
-        raise SourceError(f"{table}: two columns are called '{twice}'. Leave one of them out, or rename it.")
-    return TextLayout(delimiter, has_quotes, cells, True, False, chosen)
 
 
 def text_rows(files: SourceFiles, path: str, scan: Scan, broken: list[SourceRecord]) -> Iterator[tuple[Rows, int]]:
@@ -151,48 +83,6 @@ def described_pictures(files: SourceFiles, path: str, settings: SourceSection) -
     if batch is None:
         return []
     return first_names(Rows(_row_values(batch.slice(0, LOOKED_NAMES), layout, None, []), lambda i: table))
-
-
-def _first_cells(text: str, delimiter: str, table: str) -> list[str]:
-    try:
-        return [cell.strip() for cell in next(csv.reader(io.StringIO(text), delimiter=delimiter))]
-    except (csv.Error, StopIteration) as error:
-        raise SourceError(f"{table}: not a table of text ({error}).") from error
-
-
-def _names_pictures(cells: list[str], settings: SourceSection) -> bool:
-    """The cells are names of columns, one of which names the pictures."""
-    return settings.image in cells if settings.image else bool(usual_columns(cells, PICTURES))
-
-
-def _is_name(cell: str) -> bool:
-    """A cell is the name of a picture."""
-    return is_picture(re.sub(NUMBERED, "", cell))
-
-
-def _is_quoted(text: str, delimiter: str) -> bool:
-    """All cells that begin with a quote are quoted; else a quote is a letter as any other."""
-    cells = [cell for line in text.splitlines()[:-1] or [text] for cell in line.split(delimiter) if cell[:1] == '"']
-    return bool(cells) and all(re.fullmatch(r'"(?:[^"]|"")*"\s*', cell) for cell in cells)
-
-
-def _numbered_columns(cells: list[str], columns: list[str], settings: SourceSection, table: str) -> dict[str, str]:
-    """As ``choose_columns``, of a table whose first line is a row already: columns have numbers."""
-    if any((settings.image, settings.caption, settings.label)):
-        image = settings.image or next(name for name, cell in zip(columns, cells, strict=True) if _is_name(cell))
-        return choose_columns(columns, settings.model_copy(update={"image": image}), table)
-    chosen = {next(name for name, cell in zip(columns, cells, strict=True) if _is_name(cell)): PICTURES}
-    others = [name for name in columns if name not in chosen]
-    if len(others) > 1:
-        raise SourceError(
-            f"{table}: the first line does not name the columns. Say which is the caption with --set source.caption=N, "
-            f"counted from 1. The first line: {shown_columns(cells).removeprefix('Its columns: ')}"
-        )
-    return chosen | dict.fromkeys(others, CAPTIONS)
-
-
-def _column_of(chosen: dict[str, str], names: tuple[str, ...]) -> str | None:
-    return next((column for name in names for column, role in chosen.items() if role == name), None)
 
 
 def _batches(
@@ -244,7 +134,7 @@ def _class_names(file: BinaryIO, layout: TextLayout, table: str) -> list[str] | 
 
     Raises: SourceError: there are too many.
     """
-    column = _column_of(layout.chosen, LABEL_NAMES)
+    column = column_of(layout.chosen, LABEL_NAMES)
     if column is None:
         return None
     names: set[bytes] = set()

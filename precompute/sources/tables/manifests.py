@@ -17,7 +17,8 @@ import pyarrow as pa
 
 from ....datasets.errors import SourceError
 from ...config import SourceSection
-from ..files.files import FoundFile, SourceFiles, shown
+from ..files.entries import FoundFile
+from ..files.files import SourceFiles, shown
 from ..files.folders import Scan
 from ..files.placement import Placement, find_placement, folders_of, normalized_root
 from ..files.record import SourceRecord
@@ -25,7 +26,8 @@ from ..files.splits import ALL, shards_of_split
 from ..listing.listing import record_batch
 from .coco import coco_names, coco_rows, is_coco
 from .columns import choose_columns, columns_note
-from .csv_rows import described_pictures, is_text_table, text_rows
+from .csv_layout import is_text_table
+from .csv_rows import described_pictures, text_rows
 from .foreign_parquet import MAX_BATCH_BYTES, PARQUET_ERRORS, open_parquet, read_rows
 from .json_rows import json_array, json_lines
 from .rows import CheckedRows, Rows, check_rows, first_names

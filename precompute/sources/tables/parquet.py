@@ -22,7 +22,8 @@ import pyarrow.parquet as pq
 
 from ....datasets.errors import RecordRejected, SourceError
 from ...config import SourceSection
-from ..files.files import FoundFile, SourceFiles, shown
+from ..files.entries import FoundFile
+from ..files.files import SourceFiles, shown
 from ..files.folders import Scan
 from ..files.record import CAPTION_NAMES, SourceRecord, captions_of, label_of, usable_key
 from ..files.splits import shards_of_split

@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ....datasets.errors import SourceError
-from ..files.files import FoundFile, SourceFiles
+from ..files.entries import FoundFile
+from ..files.files import SourceFiles
 from ..files.placement import LOOKED_NAMES, Placement
 from ..files.record import (
     CAPTION_NAMES,

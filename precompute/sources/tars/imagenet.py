@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from itertools import islice
 
 from ....datasets.errors import SourceError
-from ..files.files import FoundFile, SourceFiles, shown
+from ..files.entries import FoundFile
+from ..files.files import SourceFiles, shown
 from ..files.folders import Scan
 from ..files.record import SourceRecord, is_picture, usable_key
 from .members import TarMember, tar_members

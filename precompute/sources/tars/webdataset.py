@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 from typing import BinaryIO
 
 from ....datasets.errors import SourceError
-from ..files.files import FoundFile, SourceFiles, shown
+from ..files.entries import FoundFile
+from ..files.files import SourceFiles, shown
 from ..files.folders import Scan
 from ..files.record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_picture, json_row, label_of, usable_key
 from ..files.splits import shards_of_split

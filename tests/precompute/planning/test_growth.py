@@ -33,7 +33,7 @@ from leandit.precompute.encoders.text import CaptionEncoder
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
-from leandit.precompute.planning import opening
+from leandit.precompute.planning import planner
 from leandit.precompute.planning.compare import Options
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -599,14 +599,14 @@ def test_a_picture_that_changes_behind_the_plan_is_encoded_by_the_next_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, path = make_class_folder(tmp_path / "source", classes=1, per_class=3), tmp_path / "store"
-    freeze = opening.freeze_plan
+    freeze = planner.freeze_plan
 
     def change_then_freeze(*args: Any, **kwargs: Any) -> Any:
         picture(8, 90, 90).save(source / "n000/1.png")
         return freeze(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(opening, "freeze_plan", change_then_freeze)
+        patch.setattr(planner, "freeze_plan", change_then_freeze)
         run(source, path)
     assert LatentStore(path).record("n000/1.png").reason == "source_changed"
     run(source, path)

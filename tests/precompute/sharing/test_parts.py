@@ -29,7 +29,7 @@ from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.precompute import pipeline
 from leandit.precompute.pipeline import Report, precompute
-from leandit.precompute.planning import opening
+from leandit.precompute.planning import opening, planner
 from leandit.precompute.progress.clock import StageClock
 from leandit.precompute.shards import stages
 from leandit.precompute.shards.latent_shard import PackedShard, ShardBuilder
@@ -427,9 +427,9 @@ def test_where_no_shard_may_be_written_nobody_waits_for_its_lease(
 def test_a_plan_of_other_settings_that_came_first_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan_first = opening.Planner.plan_first
+    plan_first = planner.Planner.plan_first
 
-    def others_first(self: opening.Planner) -> Any:
+    def others_first(self: planner.Planner) -> Any:
         monkeypatch.undo()
         monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 2)
         other = caption_recipe("vae.flip=true")
@@ -437,7 +437,7 @@ def test_a_plan_of_other_settings_that_came_first_is_refused(
         shutil.copytree(tmp_path / "other" / "plan", tmp_path / "store" / "plan")
         return plan_first(self)
 
-    monkeypatch.setattr(opening.Planner, "plan_first", others_first)
+    monkeypatch.setattr(planner.Planner, "plan_first", others_first)
     with pytest.raises(FingerprintMismatch, match=r"latent\.flip"):
         run(source, tmp_path / "store")
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from leandit.datasets.errors import ResourceError, SourceError
 from leandit.precompute.sources.files import files as source_files
-from leandit.precompute.sources.files.files import FoundFile, LocalFiles, _depth_first
+from leandit.precompute.sources.files.entries import FoundFile, depth_first
+from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.listing import distinct
 from leandit.precompute.sources.listing import listing as source_listing
@@ -142,7 +143,7 @@ def test_folders_within_folders_need_no_stack_of_calls() -> None:
         if len(folder) < depth:
             yield folder + "d"
 
-    assert sum(1 for _ in _depth_first(entries_of)) == depth + 1
+    assert sum(1 for _ in depth_first(entries_of)) == depth + 1
 
 
 SCRIPT = """

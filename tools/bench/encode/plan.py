@@ -36,8 +36,8 @@ from ....datasets.revisions.writer import StoreWriter
 from ....precompute.config import PrecomputeRecipe, load
 from ....precompute.encoders.text import CaptionTokenizer
 from ....precompute.images.decoders import Decoders
-from ....precompute.planning.opening import Planner
 from ....precompute.planning.pictures import num_threads
+from ....precompute.planning.planner import Planner
 from ....precompute.sources.source import list_source
 from ...synthetic.store import noise_spec
 from ..harness.fresh_process import run_in_fresh_process

@@ -1,0 +1,219 @@
+"""Plans of revisions: the first from every record of a source, the next from what has changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute
+
+from ...datasets.errors import RecordRejected, SourceError
+from ...datasets.format.encoder_paths import with_stored_encoder_paths
+from ...datasets.format.schema import FileEntry, StoreSpec
+from ...datasets.revisions.commits import carried_files
+from ...datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
+from ...datasets.store import LatentStore
+from ..config import PrecomputeRecipe
+from ..encoders.text import CaptionTokenizer
+from ..images.decoders import Decoders
+from ..progress.clock import Progress
+from ..progress.rejects import RejectLedger, RejectLimit, count_reasons
+from ..sources.listing.listing import Listing
+from ..sources.source import Source
+from .captions import plan_captions
+from .compare import Base, Comparison, Options, all_fresh, compare
+from .pictures import num_threads, picture_table, plan_pictures
+from .records import PlannedTexts, plan_records
+from .reject_hint import reject_hint
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What a revision builds on; the fields are those of ``FrozenPlan``.
+
+    Args:
+      captions: table of the previous revision; its captions keep their ids.
+      spec: of the previous revision; its classes keep their names.
+    """
+
+    revision: int = 1
+    base: str = ""
+    stack: tuple[int, ...] = ()
+    carried: tuple[FileEntry, ...] = ()
+    captions: pa.Table | None = None
+    spec: StoreSpec | None = None
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans revisions of one store from one source.
+
+    Args:
+      root: the store.
+      spec: of the revision; None to plan pictures only.
+      progress: called while scanning.
+    """
+
+    root: Path
+    spec: StoreSpec | None
+    source: Source
+    recipe: PrecomputeRecipe
+    tokenizer: CaptionTokenizer | None
+    decoders: Decoders
+    progress: Progress
+
+    def plan_first(self) -> FrozenPlan:
+        """Plan every record of the source as the first revision.
+
+        Raises: SourceError: no record can be encoded, or too many are rejected.
+        """
+        return freeze_plan(self.root, self.plan(all_fresh(self.source.records), Lineage()))
+
+    def plan_next(self, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
+        """Compare the source with the newest, complete revision, and plan the next one if they differ.
+
+        Returns: the plan, or None if nothing has to be done; and the changes, if the files were compared.
+        Raises: as ``compare`` and ``plan``.
+        """
+        comparison, lineage = self.compare(options)
+        if lineage is None:
+            return None, comparison
+        starts_over = not lineage.stack
+        assert comparison is not None
+        planned = all_fresh(self.source.records) if starts_over else comparison
+        return freeze_plan(self.root, self.plan(planned, lineage)), comparison
+
+    def compare(self, options: Options) -> tuple[Comparison | None, Lineage | None]:
+        """Compare the source with the newest, complete revision; writes nothing.
+
+        Returns: the changes, if the files were compared; and what the next revision builds on, None if nothing has to
+          be done. With another spec nothing is carried over.
+        Raises: SourceError: with another spec, gone records cannot be kept, and dropping them was not requested.
+        """
+        store, source = LatentStore(self.root), self.source
+        base_plan, manifest = read_plan(self.root, store.revision), store.manifest
+        assert manifest is not None
+        assert self.spec, "only a planner of pictures has none"
+        starts_over = self.spec.fingerprint != base_plan.spec.fingerprint
+        is_renamed = self._is_renamed(base_plan.spec)
+        base = Base(base_plan, store.records, store.captions)
+        must_look = (
+            starts_over
+            or is_renamed
+            or base.sizes_differ(self.recipe)
+            or self.recipe.source.check == "content"
+            or options != Options()
+        )
+        if not must_look and source.listing_hash(null_captions=self.recipe.null_captions) == base_plan.listing:
+            return None, None
+        total = len(source.records)
+        comparison = compare(
+            source,
+            base,
+            options,
+            self.recipe,
+            num_threads=num_threads(),
+            progress=lambda done: self.progress("compare", done, total),
+        )
+        comparison = replace(comparison, is_renamed=is_renamed)
+        if not (starts_over or comparison.changes_anything):
+            return comparison, None
+        if starts_over and comparison.num_gone > comparison.num_dropped:
+            raise SourceError(
+                f"source '{source.name}': {comparison.num_gone} records of store '{self.root}' are gone from it, so "
+                "they cannot be encoded again. Restore them, or add --drop-gone to leave them out of the new revision."
+            )
+        stack = () if starts_over else tuple(manifest.stack)
+        captions = None if starts_over else store.captions
+        carried = carried_files(manifest, stack)
+        return comparison, Lineage(store.revision + 1, manifest.root_hash, stack, carried, captions, base_plan.spec)
+
+    def _names_of(self, classes: list[str], before: StoreSpec | None) -> list[str] | None:
+        """Display names of classes: the source's, else the base's; None if neither has any."""
+        source, names = self.source, {}
+        if before and before.class_names:
+            names = dict(zip(before.classes or (), before.class_names, strict=True))
+        if source.class_names:
+            names |= zip(source.classes or (), source.class_names, strict=True)
+        return [names.get(name, name) for name in classes] if names else None
+
+    def _is_renamed(self, before: StoreSpec) -> bool:
+        """The source changes names, or display names, of classes of the base."""
+        if self.source.renames(before.classes):
+            return True
+        return bool(self.source.class_names) and self._names_of(before.classes or [], before) != before.class_names
+
+    def limit(self, comparison: Comparison, *, stops: bool = True) -> RejectLimit:
+        """The reject limit of a revision, before any of its new records is checked."""
+        section, table, parts = self.recipe.source, comparison.table, self.source.parts
+        ledger = RejectLedger(
+            section,
+            len(comparison.kept) + len(comparison.fresh),
+            carried=count_reasons(table.filter(pc.equal(table["status"], "rejected"))["reason"]),
+            hint=lambda reasons: next(filter(None, (reject_hint(part.files, reasons) for part in parts)), ""),
+            planning=True,
+        )
+        return RejectLimit(section, ledger, stops=stops)
+
+    def look_at(self, fresh: Listing, limit: RejectLimit) -> pa.Table:
+        """Size, bucket and crop of new pictures (PICTURES_SCHEMA). Raises: SourceError: too many are rejected."""
+        return picture_table(
+            plan_pictures(
+                self.source,
+                fresh,
+                self.recipe,
+                self.decoders,
+                limit,
+                progress=lambda done: self.progress("scan", done, len(fresh)),
+            )
+        )
+
+    def refusal(self, comparison: Comparison, pictures: pa.Table) -> SourceError | None:
+        """The error if nothing is carried over and no new picture can be encoded, or None."""
+        if comparison.kept or not pc.all(pc.less(pictures["row"], 0)).as_py():
+            return None
+        fresh, first = comparison.fresh, pictures.slice(0, 1).to_pylist()[0]
+        return SourceError(
+            f"source '{self.source.name}': all {len(fresh)} records are rejected; the first is '{fresh[0].key}': "
+            f"{RecordRejected(first['stage'], first['reason'], first['detail'])}. Nothing was written."
+        )
+
+    def plan(self, comparison: Comparison, lineage: Lineage, pictures: pa.Table | None = None) -> FrozenPlan:
+        """Plan a revision from carried-over and new records; writes nothing.
+
+        Args:
+          pictures: of the new records, if already planned.
+        Raises: SourceError: nothing is carried over and no new record can be encoded; or too many are rejected.
+        """
+        source = self.source
+        assert self.spec, "only a planner of pictures has none"
+        if pictures is None:
+            pictures = self.look_at(comparison.fresh, self.limit(comparison))
+            if refusal := self.refusal(comparison, pictures):
+                raise refusal
+        captions, caption_ids = plan_captions(
+            PlannedTexts(comparison, pictures),
+            self.tokenizer,
+            self.recipe.text.max_tokens,
+            revision=lineage.revision,
+            known=lineage.captions,
+        )
+        classes = [*(source.classes or ()), *comparison.gone_classes]
+        names = self._names_of(classes, lineage.spec)
+        return FrozenPlan(
+            spec=with_stored_encoder_paths(
+                self.spec.model_copy(update={"classes": classes or None, "class_names": names}), self.root
+            ),
+            revision=lineage.revision,
+            base=lineage.base,
+            stack=lineage.stack,
+            carried=lineage.carried,
+            copies=False,
+            listing=self.source.listing_hash(null_captions=self.recipe.null_captions),
+            records=plan_records(comparison, pictures, caption_ids, revision=lineage.revision),
+            captions=captions,
+        )
