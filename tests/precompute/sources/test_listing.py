@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from leandit.datasets.errors import ResourceError, SourceError
-from leandit.precompute.sources.files import files as source_files
+from leandit.precompute.sources.files import entries
 from leandit.precompute.sources.files.entries import FoundFile, depth_first
 from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.files.record import SourceRecord
@@ -44,7 +44,7 @@ def test_a_walk_comes_in_the_order_of_sorted_paths(
     paths: set[str], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch:
-        patch.setattr(source_files, "NAMES_AT_ONCE", at_once)  # small: names are sorted outside of Python
+        patch.setattr(entries, "NAMES_AT_ONCE", at_once)  # small: names are sorted outside of Python
         made = usable(paths)
         for path in made:
             (Path(folder) / path).parent.mkdir(parents=True, exist_ok=True)
