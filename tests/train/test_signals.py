@@ -227,7 +227,7 @@ def test_sigterm_at_the_start_of_precompute_ends_with_75(delay: float, class_fol
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == EXIT_RESUMABLE, out + err
-    assert err.splitlines()[-1] == "leandit: terminated; run the same command again to go on"
+    assert err.splitlines()[-1] == "leandit: terminated; run the same command again to resume"
 
 
 def kill_self() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..terminal.text import print_rows
-from .options import AsJson, Device, Overrides, local_input, output, path_or_url, torch_device
+from ..terminal.text import print_result
+from .options import AsJson, Device, Overrides, Recipe, local_input, output, path_or_url, print_line, torch_device
 
 bench = typer.Typer(no_args_is_help=True)
 
@@ -54,10 +52,10 @@ def bench_loader(
         check_plot(plot)
     with ProgressLine() as progress:
         result = run(request, progress)
-    print(json.dumps(result, indent=1) if as_json else render(result))
+    print_result(result, render, as_json=as_json)
     if plot:
         draw(result, plot)
-        print(f"leandit: chart written to {plot}", file=sys.stderr)
+        print_line(f"chart written to {plot}")
 
 
 @bench.command("plan")
@@ -75,10 +73,7 @@ def bench_plan(
     from ..bench.encode.plan import render, run
 
     result = run(scratch, records, sizes, captions=captions)
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        print_rows(render(result))
+    print_result(result, render, as_json=as_json)
 
 
 @bench.command("open")
@@ -95,10 +90,7 @@ def bench_open(
     from ..bench.loader.open import render, run
 
     result = run(scratch, records, rounds)
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        print_rows(render(result))
+    print_result(result, render, as_json=as_json)
 
 
 @bench.command("precompute")
@@ -138,7 +130,7 @@ def bench_precompute(
     )
     with ProgressLine() as progress:
         result = run(request, progress)
-    print(json.dumps(result, indent=1) if as_json else render(result))
+    print_result(result, render, as_json=as_json)
 
 
 @bench.command("planner")
@@ -157,12 +149,12 @@ def bench_planner(
     where = torch_device(device)
     with ProgressLine() as progress:
         result = run(where, overrides or [], ON_GPU if where.type == "cuda" else ON_CPU, progress)
-    print(json.dumps(result, indent=1) if as_json else render(result))
+    print_result(result, render, as_json=as_json)
 
 
 @bench.command("train")
 def bench_train(
-    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
+    recipe: Recipe,
     resolution: Annotated[int, typer.Option(min=8, help="Side of the pictures, in pixels.")] = 256,
     data: Annotated[
         str, typer.Option(help="synthetic; or store: the real loop on one, beside its step.")
@@ -190,15 +182,12 @@ def bench_train(
     workload = workload_of_store(loaded, store) if store else workload_at_resolution(loaded, resolution)
     with ProgressLine() as progress:
         result = run(Request(workload, torch_device(device), rounds, steps, data, store), progress)
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        print_rows(render(result))
+    print_result(result, render, as_json=as_json)
 
 
 @bench.command("caching")
 def bench_caching(
-    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
+    recipe: Recipe,
     scratch: Annotated[Path, output("Folder for the store and random encoders; they stay there.")],
     resolution: Annotated[int, typer.Option(min=8, help="Side of the pictures, in pixels.")] = 256,
     vae: Annotated[str, typer.Option(help="Hub id, folder, or random:sd.")] = "random:sd",
@@ -223,7 +212,4 @@ def bench_caching(
     request = Request(loaded, resolution, vae, text, tokenizer, scratch.resolve(), where, rounds, steps)
     with ProgressLine() as progress:
         result = run(request, progress)
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        print_rows(render(result))
+    print_result(result, render, as_json=as_json)

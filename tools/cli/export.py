@@ -1,22 +1,20 @@
-"""``leandit export``: what other programs load."""
+"""``leandit export``: a model for other programs."""
 
 from __future__ import annotations
 
-import json
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..terminal.text import print_rows
-from .options import AsJson, Run, output
+from ..terminal.text import print_result
+from .options import AsJson, Run, output, print_line
 from .preflight import check_run
 
 
 class Layout(StrEnum):
-    """What ``--format`` may be."""
+    """Values of ``--format``."""
 
     diffusers = "diffusers"
     official = "official"
@@ -45,9 +43,7 @@ def export(
 
     result = write(run, out, layout=layout.value, step=step, encoders=encoders, vae=vae, text=text)
     for note in result["notes"]:
-        print(f"leandit: {note}", file=sys.stderr)
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        shown = ("snapshot", "format", "pipeline", "out")
-        print_rows([(name, str(result[name])) for name in shown if result[name] is not None])
+        print_line(note)
+    names = ("snapshot", "format", "pipeline", "out")
+    rows = [(name, str(result[name])) for name in names if result[name] is not None]
+    print_result(result, lambda _: rows, as_json=as_json)

@@ -1,4 +1,4 @@
-"""What the sub-commands share: options of one name and meaning, the device, aligned results."""
+"""Options, paths and devices that several sub-commands share."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Devices = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one recipe key; repeatable.")
 ]
+Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
-
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
-def is_url(place: str) -> bool:
-    """A place is not on this machine."""
-    return bool(URL.match(place))
+def is_url(path: str) -> bool:
+    """Whether a path is a URL."""
+    return bool(URL.match(path))
 
 
 def path_or_url(value: str) -> str:
-    """A place that may be a URL; a file:// URL becomes its path.
+    """A path or URL; a file:// URL becomes its path.
 
     Raises: BadParameter: a file:// URL names another machine.
     """
@@ -48,28 +48,28 @@ def path_or_url(value: str) -> str:
 
 
 def read_path(value: str) -> Path:
-    """A path that is only read.
+    """A local path to read.
 
     Raises: BadParameter: it is a URL.
     """
-    what = "is read here from a local folder only. Copy it first, as with 'aws s3 sync s3://BUCKET/NAME FOLDER'."
-    return _local_path(value, f"and {what}")
+    hint = "Copy it first, as with 'aws s3 sync s3://BUCKET/NAME FOLDER'."
+    return _local_path(value, f"and this command reads local folders only. {hint}")
 
 
 def written_path(value: str) -> Path:
-    """A path that is written to. A URL would become a local folder of that name.
+    """A local path to write to.
 
     Raises: BadParameter: it is a URL.
     """
-    what = "only local folders are written to. Give a folder, then copy it there, as with"
-    return _local_path(value, f"and {what} 'aws s3 sync FOLDER s3://BUCKET/NAME'.")
+    hint = "Give a folder, then copy it there, as with 'aws s3 sync FOLDER s3://BUCKET/NAME'."
+    return _local_path(value, f"and this command writes to local folders only. {hint}")
 
 
-def _local_path(value: str, refusal: str) -> Path:
-    place = path_or_url(value)
-    if is_url(place):
-        raise typer.BadParameter(f"'{place}' is a URL, {refusal}")
-    return Path(place)
+def _local_path(value: str, error: str) -> Path:
+    path = path_or_url(value)
+    if is_url(path):
+        raise typer.BadParameter(f"'{path}' is a URL, {error}")
+    return Path(path)
 
 
 def output(help: str, *names: str) -> Any:
@@ -78,7 +78,7 @@ def output(help: str, *names: str) -> Any:
 
 
 def local_input(help: str, *names: str) -> Any:
-    """An option for a path that the command reads, and that cannot be a URL."""
+    """An option for a local path that the command reads."""
     return typer.Option(*names, help=help, parser=read_path, metavar="PATH")
 
 
@@ -91,7 +91,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def torch_device(name: str) -> Any:
     """The device that ``--device`` names.
 
-    Raises: RecipeError: there is no such device; ResourceError: torch is not installed.
+    Raises: RecipeError: the device does not exist; ResourceError: torch is not installed.
     """
     try:
         import torch
@@ -114,10 +114,10 @@ def torch_device(name: str) -> Any:
 
 
 def rank_device(name: str, local_rank: int | None) -> Any:
-    """The device of a rank: of the GPUs of its machine the one with its number, unless ``--device`` says another.
+    """The device of a rank: the GPU with its local number, unless ``--device`` names another.
 
     Args:
-      local_rank: number of the rank on its machine; None where there is one rank.
+      local_rank: number of the rank on its machine; None for a single rank.
     Raises: as ``torch_device``.
     """
     device = torch_device(name)
@@ -127,7 +127,7 @@ def rank_device(name: str, local_rank: int | None) -> Any:
 
 
 def torch_devices(names: str) -> list[Any]:
-    """The devices that ``--device`` names where it may name several.
+    """The devices that ``--device`` names, if it may name several.
 
     Raises: as ``torch_device``.
     """
@@ -140,8 +140,8 @@ def torch_devices(names: str) -> list[Any]:
 
 
 def print_line(message: str) -> None:
-    """Print a warning or an error on stderr, at once; a line of it that begins with two spaces is one of a list."""
-    if not message.isprintable():  # a key of others could bring control characters onto the terminal
+    """Print a message on stderr and flush; lines that begin with two spaces are items of a list."""
+    if not message.isprintable():  # keys of records may contain control characters
         from ..terminal.text import printable
 
         message = "\n  ".join(map(printable, message.split("\n  ")))

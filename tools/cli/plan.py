@@ -1,22 +1,22 @@
-"""``leandit plan``: what a command will take, before it is run."""
+"""``leandit plan``: memory and time of a training, before it runs."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...datasets.errors import RecipeError
-from .options import AsJson, Overrides, local_input, path_or_url
+from ..terminal.text import print_result
+from .options import AsJson, Overrides, Recipe, local_input, path_or_url
 
 plan = typer.Typer(no_args_is_help=True)
 
 
 @plan.callback()
 def plan_options() -> None:
-    """Say what a training takes, before a GPU is rented for it.
+    """Estimate what a training takes, before you rent a GPU for it.
 
     Example: leandit plan train dit-xl-2-256 --resolution 256
     """
@@ -24,7 +24,7 @@ def plan_options() -> None:
 
 @plan.command("train")
 def plan_train(
-    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
+    recipe: Recipe,
     store: Annotated[
         str | None, typer.Option(parser=path_or_url, metavar="PATH", help="Store to train on; or give --resolution.")
     ] = None,
@@ -50,10 +50,10 @@ def plan_train(
 
     loaded = load(recipe, overrides or [])
     if store and resolution:
-        raise RecipeError("plan train: --store and --resolution: a store has its own, so give one of them alone.")
+        raise RecipeError("plan train: a store has its own resolution. Give either --store or --resolution.")
     if store is None and resolution is None:
         raise RecipeError("plan train: needed --store PATH, or --resolution PX where there is no store yet.")
     loaded, changes = with_ds_config(loaded, gpus)
     workload = workload_of_store(loaded, store) if store else workload_at_resolution(loaded, resolution or 0)
     result = make_plan(workload, gpu=gpu, num_gpus=gpus, images=images, run=run, changes=changes)
-    print(json.dumps(result, indent=1) if as_json else render(result))
+    print_result(result, render, as_json=as_json)

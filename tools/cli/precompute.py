@@ -1,10 +1,11 @@
-"""``leandit precompute`` and ``leandit import``: what makes a store."""
+"""``leandit precompute`` and ``leandit import``: commands that make a store."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,14 +13,31 @@ from ...datasets.errors import RecipeError
 from ...precompute.sharing.part import Part, part_of
 from ...train.parallel.stop import StopRequest
 from ..terminal.text import print_rows
-from .engine import LOCAL, chosen_engine, engine_name
-from .options import Devices, DryRun, Overrides, local_input, output, torch_device, torch_devices
+from .options import Devices, DryRun, Overrides, Recipe, local_input, output, print_line, torch_device, torch_devices
 from .preflight import check_import, check_precompute, check_source
+
+if TYPE_CHECKING:  # they load torch, which most commands do without
+    from ...precompute.config import PrecomputeRecipe
+    from ...precompute.engines.engine import Engine
+    from ...precompute.planning.compare import Options
+    from ...precompute.progress.clock import Progress
+
+LOCAL, RAY = "local", "ray"
+
+
+def parse_engine(text: str) -> str:
+    """Read ``--engine``.
+
+    Raises: ValueError: an unknown engine.
+    """
+    if text not in (LOCAL, RAY):
+        raise ValueError(f"'{text}': needed {LOCAL} or {RAY}.")
+    return text
 
 
 def precompute(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
+    recipe: Recipe,
     source: Annotated[
         list[str] | None, typer.Option(help="Pictures: a folder, a file or a URL; docs/sources.md; repeatable.")
     ] = None,
@@ -31,17 +49,17 @@ def precompute(
     retry_rejected: Annotated[bool, typer.Option("--retry-rejected", help="Try rejected records again.")] = False,
     new_revision: Annotated[
         bool,
-        typer.Option("--new-revision", help="With other encoders or settings: encode all again, beside what is there."),
+        typer.Option("--new-revision", help="With other encoders or settings: encode everything as a new revision."),
     ] = False,
     part: Annotated[
         Part | None,
         typer.Option(parser=part_of, metavar="I/N", help="Only the I-th of N shares of the shards."),
     ] = None,
     engine: Annotated[
-        str, typer.Option(parser=engine_name, metavar="NAME", help="local, or ray: the actors of a Ray cluster.")
-    ] = "local",
+        str, typer.Option(parser=parse_engine, metavar="NAME", help="local, or ray: the actors of a Ray cluster.")
+    ] = LOCAL,
     address: Annotated[
-        str, typer.Option(help="Address of the Ray cluster; auto: the one that this machine is part of.")
+        str, typer.Option(help="Address of the Ray cluster; auto: the cluster of this machine.")
     ] = "auto",
 ) -> None:
     """Encode every picture and caption once into a store; run again, it resumes, or adds what has changed.
@@ -49,71 +67,113 @@ def precompute(
     Example: leandit precompute imagenet-256 --source imagenet/train --store imagenet-256
     """
     from ...precompute.config import load
+    from ...precompute.planning.compare import Options
 
     loaded = load(recipe, overrides or [])
+    options = Options(drop_gone=drop_gone, retry_rejected=retry_rejected)
     if dry_run:
-        check_source(loaded, source or [])
-        from ...precompute.planning.compare import Options
-        from ..plan.dry_run import describe_precompute
-        from ..plan.precompute_cost import check_room
-
-        devices = torch_devices(device)
-        found = describe_precompute(
-            loaded,
-            source or None,
-            devices[0],
-            num_devices=len(devices),
-            store=store,
-            new_revision=new_revision,
-            options=Options(drop_gone=drop_gone, retry_rejected=retry_rejected),
-        )
-        print(found.text)
-        if store:
-            check_room(store, found.store_bytes)
-        if found.refusal:
-            raise found.refusal  # as the run would
+        _dry_run(loaded, source or [], store, device, options, new_revision=new_revision)
         return
     if not source or store is None:
         raise RecipeError("precompute: needed --source PATH and --store PATH (or --dry-run).")
     from ...precompute.unchanged import Unchanged, unchanged
 
     check_precompute(loaded, source)
-    is_plain = not (drop_gone or retry_rejected or new_revision or part) and engine == LOCAL
-    found = unchanged(loaded, source, store, device=device) if is_plain else None
-    if isinstance(found, Unchanged):
+    is_plain = options == Options() and not (new_revision or part) and engine == LOCAL
+    listed = unchanged(loaded, source, store, device=device) if is_plain else None
+    if isinstance(listed, Unchanged):
         from ..terminal.outcome import unchanged_rows
 
-        for note in found.notes:
-            print(f"leandit: {note}", file=sys.stderr)
-        print_rows(unchanged_rows(found, store))
+        for note in listed.notes:
+            print_line(note)
+        print_rows(unchanged_rows(listed, store))
         return
     from ...precompute.pipeline import precompute as run
-    from ...precompute.planning.compare import Options
     from ..terminal.outcome import precompute_rows
+
+    chosen = _open_engine(loaded, store, source, devices=device, name=engine, address=address)
+    with _stoppable_progress(context.obj) as progress, chosen as opened:
+        report = run(
+            loaded,
+            source_path=source,
+            store_path=store,
+            device=torch_device("cpu") if opened else torch_devices(device)[0],
+            progress=progress,
+            options=options,
+            new_revision=new_revision,
+            part=part,
+            engine=opened,
+            listed=listed,
+            say=print_line,
+        )
+    print_rows(precompute_rows(report, store))
+
+
+def _dry_run(
+    recipe: PrecomputeRecipe,
+    source: list[str],
+    store: Path | None,
+    device: str,
+    options: Options,
+    *,
+    new_revision: bool,
+) -> None:
+    check_source(recipe, source)
+    from ..plan.dry_run import describe_precompute
+    from ..plan.precompute_cost import check_room
+
+    devices = torch_devices(device)
+    planned = describe_precompute(
+        recipe,
+        source or None,
+        devices[0],
+        num_devices=len(devices),
+        store=store,
+        new_revision=new_revision,
+        options=options,
+    )
+    print(planned.text)
+    if store:
+        check_room(store, planned.store_bytes)
+    if planned.refusal:
+        raise planned.refusal  # as the run would
+
+
+def _open_engine(
+    recipe: PrecomputeRecipe, store: Path, source: list[str], *, devices: str, name: str, address: str
+) -> AbstractContextManager[Engine | None]:
+    """The engine that the options select; None for a single device, where this process encodes.
+
+    Raises: RecipeError: the devices are of two kinds, or do not exist.
+    """
+    torch_device("cpu")  # a clear error without torch
+    import torch
+
+    threads = torch.get_num_threads()
+    if name == RAY:
+        from ...precompute.engines.cluster import Cluster
+
+        return Cluster(recipe, store, source, address=address, devices=devices, num_threads=threads, say=print_line)
+    names = [str(device) for device in torch_devices(devices)]
+    if len(names) == 1:
+        return nullcontext()
+    from ...precompute.engines.processes import Processes
+
+    return Processes(recipe, store, source, names, num_threads=threads, say=print_line)
+
+
+@contextmanager
+def _stoppable_progress(stop: StopRequest) -> Iterator[Progress]:
+    """Progress on stderr; each report is a point where a stop request takes effect."""
     from ..terminal.progress import ProgressLine
 
-    stop: StopRequest = context.obj
-    chosen = chosen_engine(loaded, store, source, devices=device, name=engine, address=address)
-    with ProgressLine() as line, chosen as elsewhere:
+    with ProgressLine() as line:
 
         def progress(stage: str, done: int, total: int) -> None:
             stop.check()
             line(stage, done, total)
 
-        report = run(
-            loaded,
-            source_path=source,
-            store_path=store,
-            device=torch_device("cpu") if elsewhere else torch_devices(device)[0],
-            progress=progress,
-            options=Options(drop_gone=drop_gone, retry_rejected=retry_rejected),
-            new_revision=new_revision,
-            part=part,
-            engine=elsewhere,
-            listed=found,
-            say=lambda note: print(f"leandit: {note}", file=sys.stderr),
-        )
-    print_rows(precompute_rows(report, store))
+        yield progress
 
 
 def import_(
@@ -134,14 +194,7 @@ def import_(
     check_import(source)
     from ...precompute.importing.pipeline import import_features
     from ..terminal.outcome import import_rows
-    from ..terminal.progress import ProgressLine
 
-    stop: StopRequest = context.obj
-    with ProgressLine() as line:
-
-        def progress(stage: str, done: int, total: int) -> None:
-            stop.check()
-            line(stage, done, total)
-
+    with _stoppable_progress(context.obj) as progress:
         report = import_features(kind, settings, source_path=source, store_path=store, progress=progress, null=null)
     print_rows(import_rows(report, store))

@@ -1,6 +1,6 @@
-"""What a command is given, checked before torch is loaded: a wrong path answers at once, not after seconds.
+"""Checks of a command's inputs before torch loads, so that a wrong path fails at once.
 
-What is checked here is checked again where it is used; only what is cheap and lies on this machine is looked at.
+Only cheap checks of local files. The code that uses an input checks it again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ...train.weights.folders import SNAPSHOT, STATE, find
 from ..sample.subjects import find_labels
 from .options import is_url
 
-RANKS = ("RANK", "WORLD_SIZE", "SLURM_PROCID")  # several processes would each say the same
+RANKS = ("RANK", "WORLD_SIZE", "SLURM_PROCID")  # set when several processes would print the same error
 
 
 def check_precompute(recipe: PrecomputeRecipe, source: Sequence[str]) -> None:
-    """Refuse a source that is not there, and encoders in folders that are not what the recipe says.
+    """Raise if a source is missing, or a local encoder does not match the recipe.
 
     Raises: SourceError, RecipeError; EncoderError.
     """
@@ -51,7 +51,7 @@ def check_precompute(recipe: PrecomputeRecipe, source: Sequence[str]) -> None:
 
 
 def check_source(recipe: PrecomputeRecipe, sources: Sequence[str]) -> None:
-    """Refuse a source that is not there, or is given twice.
+    """Raise if a source is missing, or given twice.
 
     Raises: SourceError, RecipeError.
     """
@@ -65,16 +65,16 @@ def check_source(recipe: PrecomputeRecipe, sources: Sequence[str]) -> None:
 
 
 def check_import(source: Path) -> None:
-    """Refuse features that are not there.
+    """Raise if the features are missing.
 
     Raises: SourceError.
     """
     if not source.exists():
-        raise SourceError(f"source '{source}': there is no such file or folder. Check the path.")
+        raise SourceError(f"source '{source}': no such file or folder. Check the path.")
 
 
 def check_trainable(store: str) -> None:
-    """Refuse a store that is not there, where one process trains.
+    """Raise if a local store is missing and one process trains.
 
     Raises: StoreNotFound, StoreError, StoreIncomplete.
     """
@@ -83,21 +83,21 @@ def check_trainable(store: str) -> None:
 
 
 def check_run(run: Path) -> None:
-    """Refuse a run that is not there.
+    """Raise if the run is missing.
 
     Raises: RunError.
     """
     if not run.is_dir():
-        raise RunError(f"run '{run}': there is no such folder. Train first, or check the path.")
+        raise RunError(f"run '{run}': no such folder. Train first, or check the path.")
 
 
 def check_subjects(run: Path, labels: Sequence[str], captions: Sequence[str]) -> None:
-    """Refuse labels or captions that the newest snapshot of a run cannot draw.
+    """Raise if the newest snapshot of a run cannot draw these labels or captions.
 
-    A snapshot that cannot be read is left to the loading of its weights, which says what is wrong with it.
+    Loading the weights reports a snapshot that cannot be read.
 
     Raises: RecipeError.
     """
-    if found := find(SNAPSHOT, run):
+    if snapshots := find(SNAPSHOT, run):
         with contextlib.suppress(DamageError, OSError, KeyError, TypeError):
-            find_labels(read_json(found[-1] / STATE), labels, captions)
+            find_labels(read_json(snapshots[-1] / STATE), labels, captions)

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...datasets.errors import RecipeError
 from ...datasets.revisions.catalog import check_store
-from ..terminal.text import print_rows
-from .options import AsJson, Device, Run, local_input, output, rank_device
+from ..terminal.text import print_result
+from .options import AsJson, Device, Run, local_input, output, print_line, rank_device
 from .preflight import check_run, check_subjects
 
 if TYPE_CHECKING:  # torch takes a second to import
     from ...train.parallel.ranks import Ranks
+    from ..sample.sampler import SampleRequest
 
-LARGEST_GRID = 256  # pictures; of more, each has a file
+LARGEST_GRID = 256  # pictures; a larger number becomes a set of files
 
 
 class SamplerName(StrEnum):
-    """What ``--sampler`` may be; those of ``train.sample.Sampler``."""
+    """Values of ``--sampler``; those of ``train.sampling.sample.Sampler``."""
 
     auto = "auto"
     euler = "euler"
@@ -36,11 +35,18 @@ class SamplerName(StrEnum):
 
 
 class PrecisionName(StrEnum):
-    """What ``--precision`` may be."""
+    """Values of ``--precision``."""
 
     fp32 = "fp32"
     tf32 = "tf32"
     bf16 = "bf16"
+
+
+Num = typer.Option(min=1, help="Pictures of each label or caption, else of all; without it 1 of each, else 16.")
+Npz = typer.Option("--npz", help=f"A set of files, as for more than {LARGEST_GRID} pictures.")
+Interval = typer.Option(metavar="LOW,HIGH", help="Times of guidance: 0 is data, 1 noise.")
+SamplerOption = typer.Option(help="flow: euler, heun, dpm. ddpm: ddim, dpm, ddpm.")
+Precision = typer.Option(help="Of the model's forwards; tf32 and bf16 on a GPU.")
 
 
 def sample(
@@ -48,28 +54,17 @@ def sample(
     out: Annotated[Path, output("Folder for grid.png and samples.json, or for the pictures of a set.")],
     label: Annotated[list[str] | None, typer.Option(help="Class name, folder (wnid) or index; repeatable.")] = None,
     caption: Annotated[list[str] | None, typer.Option(help="Caption; repeatable.")] = None,
-    num: Annotated[
-        int | None,
-        typer.Option(min=1, help="Pictures of each label or caption, else of all; without it 1 of each, else 16."),
-    ] = None,
-    npz: Annotated[bool, typer.Option("--npz", help=f"A set of files, as for more than {LARGEST_GRID} pictures.")] = (
-        False
-    ),
+    num: Annotated[int | None, Num] = None,
+    npz: Annotated[bool, Npz] = False,
     batch: Annotated[int, typer.Option(min=1, help="Pictures drawn at once.")] = 64,
     bucket: Annotated[str | None, typer.Option(help="HxW in pixels, else the most common bucket.")] = None,
     guidance: Annotated[float, typer.Option(help="Classifier-free guidance; 1 is none.")] = 4.0,
-    guidance_interval: Annotated[
-        str, typer.Option(metavar="LOW,HIGH", help="Times of guidance: 0 is data, 1 noise.")
-    ] = "0,1",
+    guidance_interval: Annotated[str, Interval] = "0,1",
     guidance_channels: Annotated[int, typer.Option(min=0, help="Guide the first channels alone; 0: all.")] = 0,
-    sampler: Annotated[
-        SamplerName, typer.Option(help="flow: euler, heun, dpm. ddpm: ddim, dpm, ddpm.")
-    ] = SamplerName.auto,
+    sampler: Annotated[SamplerName, SamplerOption] = SamplerName.auto,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps of the solver.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise.")] = 0,
-    precision: Annotated[PrecisionName, typer.Option(help="Of the model's forwards; tf32 and bf16 on a GPU.")] = (
-        PrecisionName.fp32
-    ),
+    precision: Annotated[PrecisionName, Precision] = PrecisionName.fp32,
     compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the blocks; for many pictures.")] = False,
     recipe: Annotated[str, typer.Option(help="Train recipe of a published checkpoint, given as RUN.")] = "",
     encoders: Annotated[str, typer.Option(help="Precompute recipe of its VAE and text encoder.")] = "",
@@ -83,17 +78,14 @@ def sample(
 
     Example: leandit sample runs/dit-s --out samples --label 207 --label 360
     """
-    interval = interval_of(guidance_interval)
-    if not (recipe or encoders):  # else it is a published checkpoint, which may lie on the hub
+    interval = parse_interval(guidance_interval)
+    if not (recipe or encoders):  # a published checkpoint may be on the hub
         check_run(run)
         check_subjects(run, label or (), caption or ())
     if store:
         check_store(store)
     from ..sample.sampler import SampleRequest
-    from ..sample.sampler import sample as draw
 
-    ranks = place()
-    where = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
     request = SampleRequest(
         labels=label or (),
         captions=caption or (),
@@ -111,37 +103,46 @@ def sample(
         encoders=encoders,
         compiled=compiled,
     )
-    places = {"out": out, "device": where, "store": store, "vae": vae, "text": text}
-    if npz or request.total > LARGEST_GRID or ranks.world_size > 1:
+    places = {"out": out, "store": store, "vae": vae, "text": text}
+    _draw(run, request, read_rank(), device, places, as_set=npz, as_json=as_json)
+
+
+def _draw(
+    run: Path, request: SampleRequest, ranks: Ranks, device: str, places: dict[str, Any], *, as_set: bool, as_json: bool
+) -> None:
+    """Draw a grid or a set; the first rank reports, and any rank that completes a set."""
+    places["device"] = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
+    if as_set or request.total > LARGEST_GRID or ranks.world_size > 1:
         from ..sample.sample_set import sample_set
         from ..terminal.progress import ProgressLine
 
         with ProgressLine() if ranks.is_first else contextlib.nullcontext() as line:
             result = sample_set(run, request, **places, ranks=ranks, progress=line or (lambda *_: None))
-        shown = ("snapshot", "bucket", "sampler", "guidance", "npz")
-        first = ("samples", f"{result['there']} of {result['of']}, {result['drawn']} drawn by this process")
+        file, drawn = "npz", f"{result['there']} of {result['of']}, {result['drawn']} drawn by this process"
     else:
-        result = draw(run, request, **places)
-        shown, first = ("snapshot", "bucket", "sampler", "guidance", "grid"), ("samples", str(len(result["samples"])))
+        from ..sample.sampler import sample as draw_grid
+
+        result = draw_grid(run, request, **places)
+        file, drawn = "grid", str(len(result["samples"]))
     if result["warning"] and ranks.is_first:
-        print(f"leandit: {result['warning']}", file=sys.stderr)
-    if as_json:
-        print(json.dumps(result, indent=1))
-    elif ranks.is_first or result.get("npz"):
-        print_rows([first, *((name, str(result[name])) for name in shown if result[name] is not None)])
+        print_line(result["warning"])
+    if as_json or ranks.is_first or result.get("npz"):
+        names = ("snapshot", "bucket", "sampler", "guidance", file)
+        rows = [("samples", drawn), *((name, str(result[name])) for name in names if result[name] is not None)]
+        print_result(result, lambda _: rows, as_json=as_json)
 
 
-def place() -> Ranks:
-    """Which process this is; they never meet, so where is no matter."""
+def read_rank() -> Ranks:
+    """Which process this is. Processes do not communicate, so the address of the first is not needed."""
     from ...train.parallel.ranks import read_ranks
 
     return read_ranks({"MASTER_ADDR": "", "MASTER_PORT": "", **os.environ})
 
 
-def interval_of(text: str) -> tuple[float, float]:
+def parse_interval(text: str) -> tuple[float, float]:
     """Read "LOW,HIGH".
 
-    Raises: RecipeError: it is not that.
+    Raises: RecipeError: not two times in order.
     """
     low, comma, high = text.partition(",")
     try:

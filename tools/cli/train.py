@@ -1,10 +1,9 @@
-"""``leandit train`` and ``leandit average``: what makes a run, and what averages its weights."""
+"""``leandit train`` makes a run; ``leandit average`` averages its weights."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,18 @@ import typer
 from ...datasets.errors import LeanditError, RecipeError
 from ...train.parallel.stop import StopRequest
 from ..terminal.text import print_rows
-from .options import Device, DryRun, Overrides, output, path_or_url, print_line, rank_device, read_path, torch_device
+from .options import (
+    Device,
+    DryRun,
+    Overrides,
+    Recipe,
+    output,
+    path_or_url,
+    print_line,
+    rank_device,
+    read_path,
+    torch_device,
+)
 from .preflight import check_run, check_trainable
 
 if TYPE_CHECKING:  # torch takes a second to import
@@ -26,7 +36,7 @@ if TYPE_CHECKING:  # torch takes a second to import
 
 def train(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a TOML file.")],
+    recipe: Recipe,
     store: Annotated[
         str | None,
         typer.Option(parser=path_or_url, metavar="PATH", help="Store to train on: a folder, or s3://, gs://, hf://."),
@@ -56,8 +66,8 @@ def train(
     stop: StopRequest = context.obj
     stop.catch(signal.SIGINT)
     ranks = read_ranks()
-    where = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
-    rows, finished = _train(loaded, store, run, where, stop, ranks)
+    device_of_rank = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
+    rows, finished = _train(loaded, store, run, device_of_rank, stop, ranks)
     if ranks.is_first:
         print_rows(rows)
     if not finished:
@@ -67,7 +77,7 @@ def train(
 def _train(
     recipe: TrainRecipe, store: str, run: Path, device: torch.device, stop: StopRequest, ranks: Ranks
 ) -> tuple[list[tuple[str, str]], bool]:
-    """Train; rows for a person, and whether the run is finished."""
+    """Train; returns rows for the user, and whether the run is finished."""
     from ...train.loop import train as train_run
     from ...train.optim.loss_scale import autocast_dtype
     from ...train.parallel.strategy import choose_strategy
@@ -98,13 +108,12 @@ def _train(
         rows.append(("this run", f"from step {outcome.first_step}, at best {outcome.images_per_second:.1f} images/s"))
         rows.append(("loss", f"{outcome.losses[0]:.4f} at first, {outcome.losses[1]:.4f} at last"))
     if not outcome.finished:
-        rows.append(("state", "interrupted; what was done is saved, run the same command again to go on"))
+        rows.append(("state", "interrupted and saved; run the same command again to resume"))
     return rows, outcome.finished
 
 
 def _warn_of_memory(recipe: TrainRecipe, store: str, ranks: Ranks) -> None:
-    """Say on stderr where a step will not fit into this machine's memory; what does not fit for another reason is said
-    by the training itself."""
+    """Warn on stderr if a step exceeds this machine's memory; other errors are left to the training."""
     from ...train.parallel.strategy import choose_strategy
     from ..plan.memory_check import available_bytes, memory_warning
 
@@ -113,11 +122,11 @@ def _warn_of_memory(recipe: TrainRecipe, store: str, ranks: Ranks) -> None:
         return
     try:
         if choose_strategy(recipe.parallel, ranks) not in ("single", "ddp"):
-            return  # what a rank holds of a sharded model is another sum
+            return  # the estimate assumes that each rank holds the whole model
         if warning := memory_warning(
             recipe, store, available, num_ranks=ranks.world_size, local_ranks=ranks.local_world_size
         ):
-            print(f"leandit: {warning}", file=sys.stderr)
+            print_line(warning)
     except LeanditError:
         return
 
@@ -130,15 +139,13 @@ def average(
     out: Annotated[Path, output("Folder for the snapshot; sample from it as from a run.")],
     step: Annotated[int, typer.Option(min=0, help="Average up to this step; 0: the newest that is stored.")] = 0,
 ) -> None:
-    """Make a snapshot with averaged weights of any length, of the averages that a run has stored.
+    """Make a snapshot whose averaged weights have any length, from the averages that a run has stored.
 
     Example: leandit average runs/dit-s --length 0.075 --out runs/dit-s-0.075
     """
     check_run(run)
     from ...train.optim.posthoc_ema import combine
 
-    made = combine(run, length, out, step=step)
-    error = f"{made.error:.2%} from its profile"
-    print_rows(
-        [("snapshot", str(made.path)), ("made of", f"{made.used} stored averages"), ("length", f"{length:g}, {error}")]
-    )
+    combined = combine(run, length, out, step=step)
+    rows = [("snapshot", str(combined.path)), ("made of", f"{combined.used} stored averages")]
+    print_rows([*rows, ("length", f"{length:g}, {combined.error:.2%} from its profile")])

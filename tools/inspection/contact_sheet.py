@@ -144,50 +144,62 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def write_sheet(
-    store: LatentStore,
-    path: Path,
-    *,
-    key: str | None,
-    rejects: bool,
-    count: int,
-    bucket: str | None,
-    class_name: str | None,
-    source: SourcePaths | None,
-    with_originals: bool,
-    vae: str | None,
-) -> str:
-    """Write the contact sheet of ``leandit inspect --sheet`` as PNG.
+@dataclass(frozen=True)
+class SheetOptions:
+    """What a contact sheet shows.
 
     Args:
-      key: draw this record alone.
-      rejects: draw rejected records: their source pictures where ``source`` is given and they can be read.
-      others: as the command has them.
-    Returns: what was drawn, in words.
+      key: this record alone.
+      rejects: rejected records, with their source pictures if ``source`` is given and they can be read.
+      count: largest number of pictures.
+      bucket, class_name: records of these alone.
+      source: the pictures that the store was made from.
+      with_originals: the source picture on the left of each decoded one.
+      vae: hub id or folder of the decoder; None: the store's own.
+    """
+
+    key: str | None = None
+    rejects: bool = False
+    count: int = 24
+    bucket: str | None = None
+    class_name: str | None = None
+    source: SourcePaths | None = None
+    with_originals: bool = False
+    vae: str | None = None
+
+
+def write_sheet(store: LatentStore, path: Path, options: SheetOptions) -> str:
+    """Write the contact sheet of ``leandit inspect --sheet`` as PNG.
+
+    Returns: a count of what it shows, for the user.
     Raises: StoreError, SourceError, EncoderError, UnknownKey, RecipeError: an unknown class.
     """
-    if rejects:
-        entries = ledger(store)[:count]
-        if not entries:
+    if options.rejects:
+        rejects = ledger(store)[: options.count]
+        if not rejects:
             raise StoreError(f"store '{store.path}': it has no rejects, so there is nothing to show.")
-        found = read_originals(store, source, [entry["key"] for entry in entries]) if source else {}
-        image, drawn = rejects_sheet(entries, found), f"{len(entries)} rejected records"
+        keys = [reject["key"] for reject in rejects]
+        image = rejects_sheet(rejects, read_originals(store, options.source, keys) if options.source else {})
+        shown = f"{len(rejects)} rejected records"
     else:
-        if key:
-            record = store.record(key)
-            if record.status != "stored":
-                raise StoreError(f"record '{key}': it is {record.status}, so there is nothing to decode.")
-            positions = [record.index]
-        else:
-            label = store.class_names.find(class_name) if class_name else None
-            positions = choose_records(store, count=count, bucket=bucket, label=label)
+        positions = _chosen_positions(store, options)
         keys = [store.record_at(position).key for position in positions]
-        originals = read_originals(store, source, keys) if source and with_originals else None
-        decoder = load_decoder(encoder_section(store.spec, "vae", store.path), vae, torch.device("cpu"))
-        image, drawn = store_sheet(store, decoder, positions, originals=originals), f"{len(keys)} records"
+        originals = read_originals(store, options.source, keys) if options.source and options.with_originals else None
+        decoder = load_decoder(encoder_section(store.spec, "vae", store.path), options.vae, torch.device("cpu"))
+        image, shown = store_sheet(store, decoder, positions, originals=originals), f"{len(keys)} records"
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, format="PNG")
-    return drawn
+    return shown
+
+
+def _chosen_positions(store: LatentStore, options: SheetOptions) -> list[int]:
+    if not options.key:
+        label = store.class_names.find(options.class_name) if options.class_name else None
+        return choose_records(store, count=options.count, bucket=options.bucket, label=label)
+    record = store.record(options.key)
+    if record.status != "stored":
+        raise StoreError(f"record '{options.key}': it is {record.status}, so there is nothing to decode.")
+    return [record.index]
 
 
 def choose_records(store: LatentStore, *, count: int, bucket: str | None = None, label: int | None = None) -> list[int]:

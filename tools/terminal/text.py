@@ -1,23 +1,37 @@
-"""Text for a terminal: aligned columns, and no control characters of others."""
+"""Text for a terminal: results, aligned columns, no control characters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Rows = list[tuple[str, str]]
 
 
 def printable(text: str) -> str:
-    """Text without control characters, which a key or caption of others could bring onto the terminal."""
+    """Text with control characters escaped; keys and captions may contain some."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def print_rows(rows: list[tuple[str, str]]) -> None:
-    """Print names and values, the values under each other."""
+def print_rows(rows: Rows) -> None:
+    """Print names and values in two columns."""
     for name, value in rows:
         print(f"{name:<12}{value}")
 
 
+def print_result(result: Any, render: Callable[[Any], str | Rows], *, as_json: bool) -> None:
+    """Print a result on stdout: as JSON, or as ``render`` shows it."""
+    if as_json:
+        print(json.dumps(result, indent=1))
+    elif isinstance(shown := render(result), str):
+        print(shown)
+    else:
+        print_rows(shown)
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: the first column to the left, the others to the right."""
+    """Lines of a table: the first column left-aligned, the others right-aligned."""
     widths = column_widths(rows)
     return [
         "  ".join(

@@ -29,6 +29,7 @@ from leandit.tools.inspection.contact_sheet import (
     LINE_PX,
     MARGIN_PX,
     Cell,
+    SheetOptions,
     draw_sheet,
     read_originals,
     rejects_sheet,
@@ -248,8 +249,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(label_store: LatentStore) ->
 
 def draw(store: LatentStore, path: Path, **asked: Any) -> tuple[str, np.ndarray]:
     """What was drawn, in words, and the pixels of the sheet."""
-    nothing: dict[str, Any] = {"key": None, "bucket": None, "class_name": None, "source": None, "vae": None}
-    drawn = write_sheet(store, path, **({"count": 24, "rejects": False, "with_originals": False} | nothing | asked))
+    drawn = write_sheet(store, path, SheetOptions(**asked))
     with Image.open(path) as sheet:
         assert sheet.format == "PNG"
         return drawn, np.asarray(sheet.convert("RGB"))

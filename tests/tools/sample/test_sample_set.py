@@ -19,7 +19,7 @@ from leandit.datasets.disk.files import EXIT_DIED, FAILPOINT_VARIABLE, TEMPORARY
 from leandit.datasets.disk.hashing import read_json
 from leandit.datasets.errors import DamageError, LeanditError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
-from leandit.tools.cli.sample import interval_of, place
+from leandit.tools.cli.sample import parse_interval, read_rank
 from leandit.tools.sample import sample_set as module
 from leandit.tools.sample.sample_set import npz_parts, sample_set
 from leandit.tools.sample.sampler import SampleRequest
@@ -215,14 +215,14 @@ def test_two_processes_of_which_one_is_killed_and_started_again_draw_what_one_dr
 def test_under_srun_no_meeting_place_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("PROCID", "3"), ("LOCALID", "1"), ("STEP_NUM_TASKS", "4"), ("STEP_TASKS_PER_NODE", "2(x2)")):
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert place() == Ranks(3, 4, 1, 2)
+    assert read_rank() == Ranks(3, 4, 1, 2)
 
 
 @pytest.mark.parametrize("text", ["1", "a,b", "0.5,0.2", "0,2", "-1,1", "nan,1", "0,,1"])
 def test_an_interval_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(RecipeError, match="--guidance-interval"):
-        interval_of(text)
-    assert interval_of("0.1,0.8") == (0.1, 0.8)
+        parse_interval(text)
+    assert parse_interval("0.1,0.8") == (0.1, 0.8)
 
 
 def test_a_label_that_the_model_has_not_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:

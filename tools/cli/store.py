@@ -1,0 +1,135 @@
+"""``leandit inspect``, ``verify`` and ``compact``: commands on an existing store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...datasets.errors import DamageError, RecipeError, StoreIncomplete
+from ..terminal.text import print_result, print_rows
+from .options import AnyStore, AsJson, Device, LocalStore, Overrides, is_url, output, print_line, torch_device
+
+
+def inspect(
+    store: AnyStore,
+    key: Annotated[str | None, typer.Argument(help="Key of one record.")] = None,
+    as_json: AsJson = False,
+    revision: Annotated[int, typer.Option(min=0, help="Revision of the store; 0: the newest.")] = 0,
+    rejects: Annotated[bool, typer.Option("--rejects", help="List every rejected record.")] = False,
+    sheet: Annotated[Path | None, output("Write a contact sheet of decoded records here (PNG).")] = None,
+    count: Annotated[int, typer.Option(min=1, max=600, help="Pictures of a contact sheet.")] = 24,
+    bucket: Annotated[str | None, typer.Option(help="A sheet of this bucket alone, HxW in pixels.")] = None,
+    class_: Annotated[
+        str | None, typer.Option("--class", metavar="NAME", help="A sheet of this class alone: name, wnid or index.")
+    ] = None,
+    originals: Annotated[
+        bool, typer.Option("--originals", help="A sheet with the source pictures beside; needs --source.")
+    ] = False,
+    source: Annotated[
+        list[str] | None, typer.Option(help="Pictures that the store was made from, for a sheet; repeatable.")
+    ] = None,
+    vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's own VAE.")] = None,
+) -> None:
+    """Show what a store holds, and whether its numbers are as they should be.
+
+    Example: leandit inspect imagenet-256 --sheet sheet.png
+    """
+    _check_inspect(key, rejects, bool(sheet), bucket or class_, originals, source)
+    from ...datasets.store import LatentStore
+    from ..inspection.summary import describe_record, ledger, render, render_ledger, render_record, summarise
+
+    opened = LatentStore(store, revision=revision, allow_incomplete=True)
+    if sheet:
+        from ..inspection.contact_sheet import SheetOptions, write_sheet
+
+        options = SheetOptions(key, rejects, count, bucket, class_, source, originals, vae)
+        print_line(f"contact sheet of {write_sheet(opened, sheet, options)} written to {sheet}")
+    if rejects:
+        print_result(ledger(opened), render_ledger, as_json=as_json)
+    elif key:
+        print_result(describe_record(opened, opened.record(key)), render_record, as_json=as_json)
+    else:
+        print_result(summarise(opened), render, as_json=as_json)
+
+
+def _check_inspect(
+    key: str | None, rejects: bool, sheet: bool, selection: str | None, originals: bool, source: list[str] | None
+) -> None:
+    """Raise if the options contradict each other.
+
+    Args:
+      selection: a bucket or a class.
+    Raises: RecipeError.
+    """
+    if originals and key and not source:
+        raise RecipeError(
+            f"inspect --originals: it takes no value, so '{key}' is the key of a record. Give the pictures that the "
+            "store was made from with --source PATH."
+        )
+    if not sheet and (selection or originals or source):
+        raise RecipeError("inspect: --bucket, --class, --originals and --source are of a contact sheet. Give --sheet.")
+    if originals and not source:
+        raise RecipeError("inspect --originals: the store does not hold the source pictures. Give --source PATH.")
+    if rejects and (key or selection):
+        raise RecipeError("inspect --rejects: it has all rejects. Leave out KEY, --bucket and --class.")
+    if key and selection:
+        raise RecipeError("inspect KEY: it is one record. Leave out --bucket and --class.")
+
+
+def verify(
+    store: AnyStore,
+    quick: Annotated[bool, typer.Option("--quick", help="Sizes and records only, not every byte.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also encode a sample again, and compare.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Make damaged parts again.")] = False,
+    source: Annotated[
+        list[str] | None, typer.Option(help="Pictures to encode again, for --deep and --repair; repeatable.")
+    ] = None,
+    device: Device = "auto",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that a store holds the bytes that were written; name and repair what does not.
+
+    Example: leandit verify imagenet-256 --repair --source imagenet/train
+    """
+    from ..inspection.verify import check, check_url, render
+    from ..terminal.progress import ProgressLine
+
+    if is_url(store):
+        verification, done = check_url(store, quick=quick, deep=deep, repair=repair)
+    else:
+        with ProgressLine() as progress:
+            verification, done = check(
+                Path(store),
+                quick=quick,
+                deep=deep,
+                repair=repair,
+                source=source,
+                device=lambda: torch_device(device),
+                overrides=overrides or [],
+                progress=progress,
+            )
+    print(json.dumps(verification.to_json() | done, indent=1) if as_json else render(verification, done))
+    if verification.damaged:
+        raise typer.Exit(DamageError.exit_code)
+    if not verification.complete:
+        raise typer.Exit(StoreIncomplete.exit_code)
+
+
+def compact(store: LocalStore, out: Annotated[Path, output("Folder of the new store.")]) -> None:
+    """Copy what a store still uses into a new store of one revision; the old one is only read. Nothing is encoded.
+
+    Example: leandit compact imagenet-256 --out imagenet-256-compact
+    """
+    from ...datasets.maintenance.compact import compact as run
+    from ..terminal.progress import ProgressLine
+
+    with ProgressLine() as progress:
+        manifest = run(store, out, progress=progress)
+    rows = [("store", f"{out}: revision {manifest.revision}, {manifest.num_stored} records")]
+    rows.append(("old store", f"{store}: as it was; remove it once no run reads it"))
+    rows.append(("root hash", manifest.root_hash))
+    print_rows(rows)
