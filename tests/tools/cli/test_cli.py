@@ -527,7 +527,7 @@ def test_a_dry_run_refuses_what_a_precompute_would_and_says_what_is_there(
     assert ended.code == 3
     assert ended.err.endswith("now\n  images.resolution_px is 32 in the store, 64 now\n")
     ended = leandit(*command, "--store", store, "--set", "images.resolution=64", "--new-revision")
-    assert (ended.code, "all would be encoded again" in ended.out) == (0, True)
+    assert (ended.code, "a new revision would encode everything again" in ended.out) == (0, True)
     assert (
         "not complete, 1 of 1 shards, with 15 of 15 pictures are missing" in leandit(*command, "--store", plan_only).out
     )
