@@ -24,7 +24,7 @@ LARGEST_GRID = 256  # pictures; a larger number becomes a set of files
 
 
 class SamplerName(StrEnum):
-    """Values of ``--sampler``; those of ``train.sampling.sample.Sampler``."""
+    """Values of ``--sampler``; those of ``train.sampling.schedulers.Sampler``."""
 
     auto = "auto"
     euler = "euler"

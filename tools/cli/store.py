@@ -39,7 +39,8 @@ def inspect(
     """
     _check_inspect(key, rejects, bool(sheet), bucket or class_, originals, source)
     from ...datasets.store import LatentStore
-    from ..inspection.summary import describe_record, ledger, render, render_ledger, render_record, summarise
+    from ..inspection.render import render, render_ledger, render_record
+    from ..inspection.summary import describe_record, ledger, summarise
 
     opened = LatentStore(store, revision=revision, allow_incomplete=True)
     if sheet:

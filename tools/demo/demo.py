@@ -25,8 +25,10 @@ from ...train import config as train_config
 from ...train.loop import StopRequest, train
 from ...train.metrics.window import StepReport
 from ...train.sampling.snapshot import load_snapshot
-from ..inspection.contact_sheet import Cell, choose_records, draw_sheet, load_decoder, store_sheet
-from ..inspection.summary import render, summarise
+from ..inspection.contact_sheet import choose_records, load_decoder, store_sheet
+from ..inspection.grid import Cell, draw_sheet
+from ..inspection.render import render
+from ..inspection.summary import summarise
 from ..sample.sampler import SampleRequest, draw_pictures, make_conditioning
 from ..terminal.cpu_memory import keep_freed_memory
 from ..terminal.progress import ProgressLine

@@ -1,4 +1,4 @@
-"""Contact sheets: pictures in a grid with their captions below, as one PNG."""
+"""Contact sheets of a store: decoded records, their source pictures and rejected records, as one PNG."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from pydantic import ValidationError
 
 from ...datasets.batches.latents import raw_latents
@@ -23,125 +23,11 @@ from ...precompute.encoders.vae import ImageEncoder
 from ...precompute.images.decoders import Decoders
 from ...precompute.planning.compare import DUPLICATE
 from ...precompute.sources.several import SourcePaths, list_sources
+from .grid import Cell, draw_sheet
 from .summary import ledger
 
 Originals = Mapping[str, np.ndarray]
-"""Source pictures by the key of their record, (height, width, 3) uint8 each."""
-
-CELL_PX = 192
-COLUMNS = 6
-CAPTION_LINES = 3
-FONT_PX, LINE_PX = 13, 17
-MARGIN_PX, GAP_PX = 12, 4  # between cells; between what is in a cell
-ORIGINAL, DECODED = "original", "decoded"  # below the two pictures of a cell
-FRAME, EMPTY, KEY_COLOUR = (190, 190, 190), (236, 236, 236), (110, 110, 110)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A picture of a sheet.
-
-    Args:
-      pixels: (height, width, 3) uint8, of any size; None: there is none, and a grey field takes its place.
-      caption: below it, at most ``CAPTION_LINES`` lines; what is longer is cut.
-      key: above the caption in grey, one line; its middle is left out where it is too long.
-      original: the source picture, drawn on the left; None: without.
-    """
-
-    pixels: np.ndarray | None
-    caption: str = ""
-    key: str = ""
-    original: np.ndarray | None = None
-
-
-def draw_sheet(cells: Sequence[Cell], *, columns: int = COLUMNS, with_originals: bool = False) -> Image.Image:
-    """Lay pictures out in a grid, each scaled to its frame, with its key and caption below.
-
-    Args:
-      columns: most pictures of a row; half as many with originals.
-      with_originals: each cell has two frames, the original's on the left; below them stands which is which.
-    """
-    font: Any = ImageFont.load_default(FONT_PX)
-    frames = 2 if with_originals else 1
-    columns = min(max(1, columns // frames), len(cells))
-    width = frames * CELL_PX + (frames - 1) * GAP_PX
-    texts = [_wrapped(cell.caption, font, width) for cell in cells]
-    keys = [_shortened(_printable(cell.key), font, width) for cell in cells]
-    side_lines, key_lines, text_lines = frames - 1, int(any(keys)), max(map(len, texts))
-    height = CELL_PX + GAP_PX + (side_lines + key_lines + text_lines) * LINE_PX
-    rows = -(-len(cells) // columns)
-    step_x, step_y = width + MARGIN_PX, height + MARGIN_PX
-    sheet = Image.new("RGB", (columns * step_x + MARGIN_PX, rows * step_y + MARGIN_PX), "white")
-    draw = ImageDraw.Draw(sheet)
-    for i, (cell, key, lines) in enumerate(zip(cells, keys, texts, strict=True)):
-        left, top = MARGIN_PX + i % columns * step_x, MARGIN_PX + i // columns * step_y
-        sides = [(ORIGINAL, cell.original), (DECODED, cell.pixels)] if with_originals else [("", cell.pixels)]
-        below = top + CELL_PX + GAP_PX
-        for number, (side, pixels) in enumerate(sides):
-            x = left + number * (CELL_PX + GAP_PX)
-            _paste(sheet, pixels, x, top)
-            draw.text((x, below), side, fill=KEY_COLOUR, font=font)
-        below += side_lines * LINE_PX
-        draw.text((left, below), key, fill=KEY_COLOUR, font=font)
-        for number, text in enumerate(lines, key_lines):
-            draw.text((left, below + number * LINE_PX), text, fill="black", font=font)
-    return sheet
-
-
-def _paste(sheet: Image.Image, pixels: np.ndarray | None, left: int, top: int) -> None:
-    """Draw a picture into the middle of its square, with a frame around the picture; a grey square where it is none."""
-    box = (left, top, left + CELL_PX - 1, top + CELL_PX - 1)
-    if pixels is None:
-        ImageDraw.Draw(sheet).rectangle(box, fill=EMPTY, outline=FRAME)
-        return
-    picture, room = Image.fromarray(pixels), CELL_PX - 2
-    scale = room / max(picture.size)
-    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
-    picture = picture.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
-    x, y = left + (CELL_PX - size[0]) // 2, top + (CELL_PX - size[1]) // 2
-    ImageDraw.Draw(sheet).rectangle((x - 1, y - 1, x + size[0], y + size[1]), outline=FRAME)
-    sheet.paste(picture, (x, y))
-
-
-def _wrapped(text: str, font: Any, width_px: int) -> list[str]:
-    """Lines that are no wider than this, as the font has them; the last one ends in dots where text is left over."""
-    lines, words = [""], [part for word in _printable(text).split() for part in _pieces(word, font, width_px)]
-    for word in words:
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= width_px:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    if len(lines) > CAPTION_LINES:
-        last = lines[CAPTION_LINES - 1]
-        while last and font.getlength(last + "...") > width_px:
-            last = last[:-1]
-        lines = [*lines[: CAPTION_LINES - 1], last.rstrip() + "..."]
-    return [line for line in lines if line]
-
-
-def _pieces(word: str, font: Any, width_px: int) -> list[str]:
-    """A word cut into pieces that fit on a line."""
-    pieces = [""]
-    for character in word[:1000]:
-        if font.getlength(pieces[-1] + character) > width_px:
-            pieces.append("")
-        pieces[-1] += character
-    return pieces
-
-
-def _shortened(text: str, font: Any, width_px: int) -> str:
-    """One line, its middle replaced by dots where it is too wide: the ends of a key tell it apart."""
-    if font.getlength(text) <= width_px:
-        return text
-    kept = len(text)
-    while kept > 2 and font.getlength(text[: kept // 2] + "..." + text[-(kept // 2) :]) > width_px:
-        kept -= 1
-    return text[: kept // 2] + "..." + text[-(kept // 2) :]
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else " " for character in text)
+"""Source pictures by record key, (height, width, 3) uint8 each."""
 
 
 @dataclass(frozen=True)
@@ -203,11 +89,11 @@ def _chosen_positions(store: LatentStore, options: SheetOptions) -> list[int]:
 
 
 def choose_records(store: LatentStore, *, count: int, bucket: str | None = None, label: int | None = None) -> list[int]:
-    """Positions in the records table of stored records, spread evenly over the store, bucket after bucket.
+    """Positions of stored records in the records table, bucket after bucket, spread evenly over the store.
 
     Args:
-      bucket, label: of these alone.
-    Raises: StoreError: there are none; UnknownKey: the store has no such bucket.
+      bucket, label: choose from these alone.
+    Raises: StoreError: no record matches; UnknownKey: the store has no such bucket.
     """
     indexes = [store.index(name) for name in ([bucket] if bucket else store.buckets)]
     parts = [index.records if label is None else index.records[index.labels == label] for index in indexes]
@@ -224,9 +110,8 @@ def store_sheet(
     """Contact sheet of decoded records.
 
     Args:
-      decoder: of the store's VAE.
       positions: in the records table (``choose_records``).
-      originals: the source pictures of the records by key, drawn beside them.
+      originals: source pictures by key, drawn on the left.
     """
     cells = []
     for position in positions:
@@ -240,12 +125,12 @@ def store_sheet(
 
 
 def rejects_sheet(rejects: Sequence[Mapping[str, Any]], originals: Originals) -> Image.Image:
-    """Contact sheet of rejected records: the source picture where it can be read, and the reason.
+    """Contact sheet of rejected records: the source picture if it can be read, and the reason.
 
-    A repeated key has no picture here: the one of that name is of the record that counts.
+    A duplicate key shows no picture: the source picture with that key belongs to the accepted record.
 
     Args:
-      rejects: as ``inspector.ledger`` has them, at least one.
+      rejects: at least one entry of ``summary.ledger``.
     """
 
     def picture(reject: Mapping[str, Any]) -> np.ndarray | None:
@@ -255,27 +140,25 @@ def rejects_sheet(rejects: Sequence[Mapping[str, Any]], originals: Originals) ->
 
 
 def read_originals(store: LatentStore, source: SourcePaths, keys: Sequence[str]) -> Originals:
-    """Source pictures of some records, cropped and resized as the store has them; those that can be read.
+    """Readable source pictures of some records, cropped and resized as the store has them.
 
-    Args:
-      source: path or URL of the source, or of each; its pictures as they are now.
     Raises: SourceError.
     """
     images = store.spec.images
-    section = SourceSection.model_validate(store.spec.recipe.get("source", {}))  # an import has none
+    section = SourceSection.model_validate(store.spec.recipe.get("source", {}))  # an imported store has none
     listed = list_sources(source, section)
-    wanted, found = set(keys), dict[str, np.ndarray]()
+    remaining, originals = set(keys), dict[str, np.ndarray]()
     with Decoders(1) as decoders:
         for record in listed.records:
-            if not wanted:
+            if not remaining:
                 break
-            if record.key not in wanted:
+            if record.key not in remaining:
                 continue
-            wanted.remove(record.key)
+            remaining.remove(record.key)
             bucket = store.record(record.key).bucket or f"{images.resolution_px}x{images.resolution_px}"
             try:
                 place = listed.place(record.path, record.offset, record.num_bytes, stage="decode")
-                found[record.key] = decoders.picture(
+                originals[record.key] = decoders.picture(
                     *place,
                     bucket=bucket_size(bucket),
                     crop=images.crop,
@@ -283,23 +166,23 @@ def read_originals(store: LatentStore, source: SourcePaths, keys: Sequence[str])
                     exif_orientation=images.exif_orientation,
                 ).pixels
             except RecordRejected:
-                continue  # what cannot be read has a grey field
-    return found
+                continue  # its cell stays grey
+    return originals
 
 
 def stored_to_latent(store: LatentStore, stored: np.ndarray) -> np.ndarray:
-    """Raw latents to decode from stored rows: the mean where a posterior is stored; (B, C, H, W) float32."""
+    """Raw latents of stored rows, (B, C, H, W) float32; the mean of a stored posterior."""
     rows = torch.from_numpy(stored.astype(np.float32)[:, : store.spec.latent.channels])
     return raw_latents(rows, store.spec.latent).numpy()
 
 
 def gives_zero_to_one(spec: LatentSpec) -> bool:
-    """The VAE's decoder was used on pictures from 0 to 1."""
+    """Whether the VAE decodes to pictures from 0 to 1 instead of -1 to 1."""
     return spec.decoding is not None and spec.decoding.zero_to_one
 
 
 def caption_of(store: LatentStore, caption_ids: Sequence[int], label: int) -> str:
-    """What to write below a record beside its key: its first caption, else its class, else nothing."""
+    """First caption of a record, else its class, else nothing."""
     if caption_ids:
         return store.captions["text"][caption_ids[0]].as_py()
     if label >= 0 and store.spec.classes:
@@ -308,19 +191,19 @@ def caption_of(store: LatentStore, caption_ids: Sequence[int], label: int) -> st
 
 
 def load_decoder(section: Any, vae: str | None, device: torch.device) -> ImageEncoder:
-    """The VAE that a store or snapshot was made with, or another one that the user names.
+    """Load the VAE of a store or snapshot, or the one that the user names.
 
     Args:
       section: [vae] of the store's recipe.
       vae: hub id or folder instead.
-    Raises: EncoderError: it is not to be had; the message says how to name another.
+    Raises: EncoderError: it cannot be loaded.
     """
-    chosen = {"model": vae, "subfolder": "", "revision": ""} if vae else {}
+    other = {"model": vae, "subfolder": "", "revision": ""} if vae else {}
     try:
-        wanted = VaeSection.model_validate(section | chosen | {"dtype": "float32"})
+        vae_section = VaeSection.model_validate(section | other | {"dtype": "float32"})
     except (ValidationError, TypeError) as error:
-        raise EncoderError(f"the [vae] of the recipe is none ({error}). Name a VAE with --vae PATH.") from error
+        raise EncoderError(f"section [vae] of the recipe is invalid ({error}). Give a VAE with --vae PATH.") from error
     try:
-        return ImageEncoder(wanted, device)
+        return ImageEncoder(vae_section, device)
     except EncoderError as error:
-        raise EncoderError(f"{error} To decode with a VAE that lies elsewhere, give its folder with --vae.") from error
+        raise EncoderError(f"{error} If the VAE is in another folder, give it with --vae.") from error

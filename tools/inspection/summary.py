@@ -1,4 +1,4 @@
-"""``leandit inspect``: what a store holds, and whether its numbers are what they should be. Needs no torch."""
+"""``leandit inspect``: contents and statistics of a store or a record. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,19 @@ from ...datasets.format.layout import EMBEDDINGS, NULL_EMBEDDING, NULL_SCALES, S
 from ...datasets.format.schema import LOGVAR_RANGE, LatentSpec
 from ...datasets.format.token_dtypes import token_bytes
 from ...datasets.store import LatentStore, Record
-from ..terminal.text import printable
 
-pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+pc: Any = pyarrow.compute  # defined at run time, so type checkers do not know its functions
 
-SCAN_BYTES = 2 << 30  # latents are read up to this; of a larger store, rows spread evenly over it
-SCAN_BYTES_AT_URL = 256 << 20  # of a store at a URL: whole shards, which come from there
+SCAN_BYTES = 2 << 30  # of latents; a larger store is sampled evenly
+SCAN_BYTES_AT_URL = 256 << 20  # of a remote store, in whole shards
 SCAN_ROWS = 512  # read at a time
-# A model wants latents of about zero mean and unit deviation. Beyond these the scale is probably another VAE's.
+# Models expect latents of about zero mean and unit deviation. Beyond these limits the scale is probably another VAE's.
 MEAN_LIMIT, STD_LIMITS = 0.5, (0.5, 2.0)
-FALLBACKS = {
-    "float32": "not finite before, so encoded again",
-    "batch": "the batch ran out of memory, so fewer rows in a forward",
-}
 PERCENTILES = (0, 50, 95, 100)
 
 
 def summarise(store: LatentStore) -> dict[str, Any]:
-    """Everything ``inspect`` says of a store, as plain values (what ``--json`` prints)."""
+    """Contents and statistics of a store, as plain values."""
     records, spec = store.records, store.spec
     statuses = _counts(records["status"])
     rejected = records.filter(pc.equal(records["status"], "rejected"))
@@ -69,13 +64,13 @@ def summarise(store: LatentStore) -> dict[str, Any]:
 
 
 def _counts(column: pa.ChunkedArray) -> dict[str, int]:
-    """How often each text stands in a column, in order; nulls are not counted."""
-    found = {entry["values"]: entry["counts"] for entry in column.value_counts().to_pylist()}
-    return {text: found[text] for text in sorted(text for text in found if text is not None)}
+    """Count of each text in a column, sorted; without nulls."""
+    counts = {entry["values"]: entry["counts"] for entry in column.value_counts().to_pylist()}
+    return {text: counts[text] for text in sorted(text for text in counts if text is not None)}
 
 
 def caption_lengths(store: LatentStore) -> dict[str, Any] | None:
-    """How long the captions are, in tokens; None where there are none."""
+    """Lengths of the captions in tokens; None without captions."""
     if store.spec.text is None or not store.captions.num_rows:
         return None
     tokens = store.captions["num_tokens"].to_numpy()
@@ -96,9 +91,9 @@ def caption_lengths(store: LatentStore) -> dict[str, Any] | None:
 
 
 def caption_quality(store: LatentStore) -> dict[str, Any] | None:
-    """What it cost to store captions in a narrower dtype, and what it saved; None where there are none.
+    """Error and saving of storing captions in a narrower dtype; None without captions.
 
-    The cosine of a caption is the smallest of its tokens, between what the encoder gave and what is stored.
+    The cosine of a caption is the smallest cosine between one of its tokens as encoded and as stored.
     """
     if store.spec.text is None or not store.captions.num_rows:
         return None
@@ -140,9 +135,9 @@ def bytes_per_part(store: LatentStore) -> dict[str, int]:
 
 
 def latent_statistics(store: LatentStore) -> dict[str, Any]:
-    """Mean and standard deviation of each channel as the model sees it, and rows that are not finite.
+    """Mean and standard deviation of each channel of the final latents, and rows that are not finite.
 
-    The figures are those of the final latents: after shift and scale, with the posterior's variance counted in.
+    Final means after shift and scale, and includes the variance of the posterior.
     """
     spec = store.spec.latent
     count, num_rows, nonfinite = 0, 0, []
@@ -175,7 +170,7 @@ def latent_statistics(store: LatentStore) -> dict[str, Any]:
 
 
 def _moments_of(values: np.ndarray, spec: LatentSpec) -> tuple[np.ndarray, np.ndarray]:
-    """First and second moment of a raw latent at each place, over the posterior's draw."""
+    """First and second moment of each raw latent value, over draws from the posterior."""
     if not spec.has_posterior:
         return values, values**2
     mean, spread = np.split(values, 2, axis=1)
@@ -183,119 +178,31 @@ def _moments_of(values: np.ndarray, spec: LatentSpec) -> tuple[np.ndarray, np.nd
 
 
 def _rows_to_scan(store: LatentStore) -> dict[str, np.ndarray]:
-    """Rows of each bucket that are read: all of a store up to SCAN_BYTES, else evenly spread ones."""
+    """Rows to read of each bucket: all up to SCAN_BYTES, else an even sample."""
     rows = {bucket: store.index(bucket).rows for bucket in store.buckets}
     sizes = {bucket: store.latents(bucket).row_bytes for bucket in rows}
     total = sum(len(rows[bucket]) * sizes[bucket] for bucket in rows)
     if store.remote is None:
         step = max(1, -(-total // SCAN_BYTES))
-        return {bucket: found[::step] for bucket, found in rows.items()}
+        return {bucket: bucket_rows[::step] for bucket, bucket_rows in rows.items()}
     step = max(1, -(-total // SCAN_BYTES_AT_URL))
     chosen, num_shards = {}, 0
-    for bucket, found in rows.items():
-        shards = num_shards + found // store.latents(bucket).shard_rows
-        num_shards += -(-len(found) // store.latents(bucket).shard_rows)
-        chosen[bucket] = found[shards % step == 0]
+    for bucket, bucket_rows in rows.items():
+        shard_rows = store.latents(bucket).shard_rows
+        shards = num_shards + bucket_rows // shard_rows
+        num_shards += -(-len(bucket_rows) // shard_rows)
+        chosen[bucket] = bucket_rows[shards % step == 0]
     return chosen
 
 
-def render(summary: dict[str, Any]) -> str:
-    """The summary as aligned text."""
-    stats, lines = summary["latent_statistics"], []
-
-    def line(name: str, value: object) -> None:
-        lines.append(f"{name:<20}{value}")
-
-    line("store", summary["store"])
-    line("state", "complete" if summary["complete"] else "INCOMPLETE: run the same precompute command again")
-    if summary["unfinished_revision"] and summary["complete"]:
-        line("", f"revision {summary['unfinished_revision']} is unfinished: run the same precompute command again")
-    line("revision", f"{summary['revision']} of {summary['newest_revision']}")
-    said = f"{summary['num_planned']} planned = {summary['num_stored']} stored + {summary['num_rejected']} rejected"
-    missing = summary["num_planned"] - summary["num_stored"] - summary["num_rejected"]
-    line("records", f"{said} + {missing} missing" if missing else said)
-    for reason, count in summary["rejects"].items():
-        line("", f"{count} x {reason}")
-    for how, count in summary["fallbacks"].items():
-        line("", f"{count} stored as {how}: {FALLBACKS[how.split(':')[0]]}")
-    line("classes", summary["classes"])
-    line("fingerprint", summary["fingerprint"])
-    line("root hash", summary["root_hash"] or "none yet")
-    lines += ["", f"{'bucket':<20}{'records':>10}"]
-    lines += [f"{bucket:<20}{count:>10}" for bucket, count in summary["buckets"].items()]
-    lines += ["", f"{'part':<20}{'MiB':>10}"]
-    lines += [f"{part:<20}{size / 2**20:>10.2f}" for part, size in summary["bytes"].items()]
-    lines += ["", *_render_encoders(summary)]
-    if lengths := summary["caption_tokens"]:
-        lines += ["", f"{'caption tokens':<20}{'captions':>10}"]
-        lines += [f"{span:<20}{count:>10}" for span, count in lengths["table"].items()]
-        lines.append(
-            f"{summary['num_captions']} captions, {summary['num_caption_tokens']} tokens: min {lengths['min']}, "
-            f"median {lengths['median']}, 95 % {lengths['p95']}, max {lengths['max']}; {lengths['num_truncated']} cut "
-            f"at {summary['text']['max_tokens']}; {lengths['padding_avoided']}x fewer tokens than padded"
-        )
-    if found := summary["caption_quality"]:
-        lines.append(
-            f"{found['bytes_per_caption']:.0f} bytes a caption, {found['fewer_than_padded_float16']}x fewer than "
-            f"float16 padded to {summary['text']['max_tokens']} tokens"
-        )
-        if found["min_cosine"] is not None and found["max_error"] is not None:
-            lines.append(
-                f"stored tokens against the encoder's: cosine at least {found['min_cosine']}, median of captions "
-                f"{found['median_cosine']}; largest error {found['max_error']:.4g}"
-            )
-    lines.append("")
-    figures = list(zip(stats["channel_mean"], stats["channel_std"], strict=True)) if stats["num_rows_read"] else []
-    if figures:
-        head = f"{'latent channel':<20}{'mean':>10}{'std':>10}"
-        lines.append(f"{head}   as the model sees them; expected about 0 and 1")
-    for channel, (mean, std) in enumerate(figures):
-        mark = "   <- unusual: is this the VAE's own scale?" if channel in stats["suspicious_channels"] else ""
-        lines.append(f"{channel:<20}{mean:>10.3f}{std:>10.3f}{mark}")
-    lines.append(f"{stats['num_nonfinite']} rows are not finite, of {stats['num_rows_read']} read")
-    lines += [f"  {where}" for where in stats["nonfinite"]]
-    return "\n".join(printable(line) for line in lines)
-
-
-def _render_encoders(summary: dict[str, Any]) -> list[str]:
-    latent, text = summary["latent"], summary["text"]
-    lines = []
-    for role, identity in summary["encoders"].items():
-        if identity:
-            revision = f" at {identity['revision']}" if identity["revision"] else ""
-            lines.append(f"{role + ' encoder':<20}{identity['class_name']} '{identity['model']}'{revision}")
-            lines.append(
-                f"{'':<20}weights sha256 {identity['weights_sha256'][:16]}..., computed in {identity['dtype']}"
-            )
-    lines.append(
-        f"{'latents':<20}{latent['kind']}, {latent['stored_channels']} channels stored as {latent['dtype']}, "
-        f"1/{latent['downscale']} of the pixels, codec {summary['codec']}, flip {'yes' if latent['flip'] else 'no'}"
-    )
-    if text:
-        lines.append(
-            f"{'captions':<20}{text['width']} wide, stored as {text['dtype']}, at most {text['max_tokens']} tokens"
-        )
-    return lines
-
-
 def ledger(store: LatentStore) -> list[dict[str, Any]]:
-    """Every rejected record: key, stage, reason, detail, attempts, and the revision that rejected it."""
+    """Every rejected record: key, stage, reason, detail, attempts and revision."""
     rejected = store.records.filter(pc.equal(store.records["status"], "rejected"))
     return rejected.select(["key", "stage", "reason", "detail", "attempts", "revision"]).to_pylist()
 
 
-def render_ledger(rejects: list[dict[str, Any]]) -> str:
-    """The rejects as text, one a line."""
-    lines = [
-        f"{reject['reason']:<18}{reject['stage']:<8}{reject['key']}: {reject['detail']}"
-        + (f" (tried {reject['attempts']} times)" if reject["attempts"] > 1 else "")
-        for reject in rejects
-    ]
-    return "\n".join(printable(line) for line in [*lines, f"{len(rejects)} rejected"])
-
-
 def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:
-    """Everything known of one record."""
+    """All fields of a record, its captions, and statistics of its latent."""
     values: dict[str, Any] = {name: getattr(record, name) for name in Record.__dataclass_fields__}
     values["caption_ids"] = list(record.caption_ids)
     if store.spec.classes and record.label >= 0:
@@ -321,19 +228,5 @@ def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:
 
 
 def _rounded(value: float, digits: int = 4) -> float | None:
-    """A few digits, or None where JSON has no number for it."""
+    """The rounded value; None if it is not finite, which JSON cannot hold."""
     return round(float(value), digits) if np.isfinite(value) else None
-
-
-def render_record(values: dict[str, Any]) -> str:
-    """One record as aligned text."""
-    lines = []
-    for name, value in values.items():
-        if name == "captions":
-            lines += [
-                f"{'caption':<20}{caption['text'] or 'none: the null caption'}  ({caption['num_tokens']} tokens)"
-                for caption in value
-            ]
-        elif value is not None:
-            lines.append(f"{name:<20}{value}")
-    return "\n".join(printable(line) for line in lines)

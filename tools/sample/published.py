@@ -1,6 +1,6 @@
-"""A published checkpoint in the place of a run, for ``leandit sample``: two recipes say what a run would have recorded.
+"""Sampling from a published checkpoint: two recipes replace what a run would have recorded.
 
-The train recipe names the model and its objective, the precompute recipe the VAE, the text encoder and the sizes.
+The train recipe names the model and its objective; the precompute recipe names the VAE, the text encoder and the sizes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def load_published(
     device: torch.device,
     compiled: bool = False,
 ) -> Snapshot:
-    """Load weights that no run of ours made.
+    """Load published weights as a snapshot.
 
     Args:
       source: as ``model.init_from``: a hub id or folder in diffusers' layout, or a DiT's file in the official layout.
-      recipe: of training: its model and objective.
-      encoders: of precomputing: its images, VAE and text encoder.
-      vae, text: hub id or folder instead of theirs.
-      compiled: the blocks go through torch.compile.
+      recipe: train recipe with the model and objective.
+      encoders: precompute recipe with images, VAE and text encoder.
+      vae, text: hub id or folder instead of the recipe's.
+      compiled: torch.compile the blocks.
     Raises: RecipeError, RunError: the weights are of another model; EncoderError: an encoder cannot be loaded.
     """
     takes_text, num_classes = encoders.text.kind != "none", recipe.model.num_classes
@@ -77,18 +77,18 @@ def load_published(
 
 
 def _with_models(encoders: PrecomputeRecipe, vae: str | None, text: str | None) -> PrecomputeRecipe:
-    """The recipe with other places of its encoders; those are folders of one model each."""
-    changed = {}
+    """The recipe with other encoders, each in a folder of its own."""
+    changes = {}
     if vae:
-        changed["vae"] = encoders.vae.model_copy(update={"model": vae, "subfolder": "", "revision": ""})
+        changes["vae"] = encoders.vae.model_copy(update={"model": vae, "subfolder": "", "revision": ""})
     if text:
-        elsewhere = {"model": text, "subfolder": "", "tokenizer_subfolder": "", "revision": ""}
-        changed["text"] = encoders.text.model_copy(update=elsewhere)
-    return encoders.model_copy(update=changed)
+        location = {"model": text, "subfolder": "", "tokenizer_subfolder": "", "revision": ""}
+        changes["text"] = encoders.text.model_copy(update=location)
+    return encoders.model_copy(update=changes)
 
 
 def _squarest_first(store: StoreSpec) -> dict[str, int]:
-    """Buckets with counts that make the squarest one the most common, which is drawn unless another is asked for."""
+    """Buckets with counts that make the squarest one the most common, which is the default to draw."""
     sides = {name: [int(side) for side in name.split("x")] for name in store.images.buckets}
     order = sorted(sides, key=lambda name: abs(np.log(sides[name][0] / sides[name][1])), reverse=True)
-    return {name: place for place, name in enumerate(order)}
+    return {name: count for count, name in enumerate(order)}

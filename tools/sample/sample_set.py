@@ -1,15 +1,15 @@
 """``leandit sample --num 50000``: a set of pictures for an evaluation, drawn by any number of processes.
 
-Each picture depends on the seed and its number alone, so who draws it, and beside which others, changes nothing but
-rounding. Process r of n draws the numbers r, r + n, r + 2n, ... that are not there yet; no process talks to another.
-Who finds all pictures there packs them as the evaluator of ADM reads them (guided-diffusion, evaluations/evaluator.py).
+Each picture depends on the seed and its number alone; the process and the batch that draw it change only rounding.
+Process r of n draws the missing numbers among r, r + n, r + 2n, ...; processes do not communicate. A process that finds
+all pictures packs them for ADM's evaluator (guided-diffusion, evaluations/evaluator.py).
 """
 
 from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +27,13 @@ from ...datasets.order.shuffle import keyed_hash
 from ...precompute.progress.clock import Progress
 from ...train.models.conditioning import Conditioning
 from ...train.parallel.ranks import ALONE, Ranks
-from ...train.sampling.schedulers import choose_sampler
 from ...train.sampling.snapshot import Snapshot
-from ..inspection.contact_sheet import load_decoder
-from .sampler import (
-    SampleRequest,
-    check_decoder,
-    checked,
-    choose_bucket,
-    draw_pictures,
-    embed_captions,
-    needed_captions,
-    open_captions,
-    open_model,
-    padded_captions,
-)
+from .captions import Captions
+from .sampler import Generator, SampleRequest, open_generator
 
 SET, RESULT = "set.json", "samples.json"
-CHOICE = 1  # beside the seed and a number: what is drawn, where the noise has the seed and the number alone
-ZIP_TIME = (1980, 1, 1, 0, 0, 0)  # so that the same pictures are the same file
+CHOICE = 1  # third key of the draw of a subject; the noise has seed and number only
+ZIP_TIME = (1980, 1, 1, 0, 0, 0)  # so that equal pictures give equal files
 
 
 def sample_set(
@@ -60,62 +48,41 @@ def sample_set(
     ranks: Ranks = ALONE,
     progress: Progress,
 ) -> dict:
-    """Draw the pictures of this process that are not there yet; pack all where they are complete.
+    """Draw the missing pictures of this process; pack the set if it is complete.
 
     Args:
       out: folder for ``000000.png`` and so on, the same for all processes.
       store, vae, text: as for ``sampler.sample``.
-      ranks: which process this is, of how many.
-    Returns: what was drawn and what is there, as plain values.
+    Returns: what was drawn and how many pictures exist, as plain values.
     Raises: RunError: the folder holds another set; RecipeError, EncoderError, StoreError.
     """
-    snapshot = open_model(run, request, device, vae, text)
-    request, count = checked(snapshot, request), request.total
-    bucket = choose_bucket(snapshot, request)
-    sampler = choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
-    decoder = load_decoder(snapshot.state["vae"]["model"], vae, device)
-    warning = check_decoder(snapshot, decoder)
-    subjects = Subjects(snapshot, request, run, store, text, device)
-    take_up(out, describe(snapshot, request, bucket, sampler, decoder.identity.weights_sha256))
+    generator, count = open_generator(run, request, device, vae, text), request.total
+    subjects = Subjects(generator.snapshot, generator.request, run, store, text, device)
+    open_set(out, describe(generator))
 
-    mine = range(ranks.rank, count, ranks.world_size)
-    missing = [number for number in mine if not picture_path(out, number).is_file()]
+    rank_numbers = range(ranks.rank, count, ranks.world_size)
+    missing = [number for number in rank_numbers if not picture_path(out, number).is_file()]
     for start in range(0, len(missing), request.batch):
         numbers = missing[start : start + request.batch]
-        given = subjects.conditioning(numbers)
-        pictures = draw_pictures(snapshot, given, decoder, bucket=bucket, request=request, numbers=numbers)
+        pictures = generator.draw(subjects.conditioning(numbers), numbers)
         for number, pixels in zip(numbers, pictures, strict=True):
-            write_atomic(picture_path(out, number), png_of(pixels))
-        progress("sample", len(mine) - len(missing) + start + len(numbers), len(mine))
+            write_atomic(picture_path(out, number), png_bytes(pixels))
+        progress("sample", len(rank_numbers) - len(missing) + start + len(numbers), len(rank_numbers))
 
-    num_there = sum(picture_path(out, number).is_file() for number in range(count))
-    packed = None
-    if num_there == count:
-        packed = pack(out, count, bucket_size(bucket), subjects.labels)
-        names = [subjects.name(number) for number in range(count)]
-        write_atomic(out / RESULT, canonical_json(read_json(out / SET) | {"npz": packed.name, "samples": names}))
-    return {
-        "snapshot": snapshot.path.name,
-        "step": snapshot.step,
-        "bucket": bucket,
-        "guidance": request.guidance,
-        "sampler": sampler,
-        "drawn": len(missing),
-        "there": num_there,
-        "of": count,
-        "npz": packed and str(packed),
-        "warning": warning,
-    }
+    num_pictures = sum(picture_path(out, number).is_file() for number in range(count))
+    packed = pack(out, count, bucket_size(generator.bucket), subjects) if num_pictures == count else None
+    drawn = {"drawn": len(missing), "there": num_pictures, "of": count, "npz": packed and str(packed)}
+    return generator.summary() | drawn
 
 
 class Subjects:
-    """What each picture of a set shows: a label or a caption.
+    """The label or caption of each picture of a set.
 
-    Those that are asked for take turns; else each picture has one of the run's classes, or of the store's captions,
+    Requested labels or captions alternate. Otherwise each picture has a class of the run or a caption of the store,
     drawn uniformly from the seed and its number.
 
     Args:
-      request: its labels as indexes (``sampler.checked``).
+      request: with class indexes for labels (``sampler.resolve_request``).
     Raises: RunError: there is no store to choose captions from; EncoderError: a caption cannot be encoded.
     """
 
@@ -128,66 +95,51 @@ class Subjects:
         text: str | None,
         device: torch.device,
     ) -> None:
-        self._snapshot, self._request, self._device, self._text = snapshot, request, device, text
-        self._takes_text = snapshot.spec.takes_text
-        self._opened = open_captions(snapshot, run, store) if self._takes_text else None
-        self._captions = [caption.strip() for caption in request.captions]
-        self._embedded: list[torch.Tensor] = []
-        if self._captions:
-            self._embedded = embed_captions(snapshot, self._captions, self._opened, text, device)
-        elif self._takes_text:
-            self._opened = needed_captions(self._opened, run)
-
-    def _choice(self, number: int) -> int:
-        """Which of those that there are."""
-        given = self._captions or self._request.labels
-        if given:
-            return number % len(given)
-        if self._takes_text:
-            assert self._opened is not None
-            return keyed_hash(self._request.seed, number, CHOICE) % self._opened.captions.num_rows
-        return keyed_hash(self._request.seed, number, CHOICE) % len(self._snapshot.state["classes"])
+        self._snapshot, self._request, self._device = snapshot, request, device
+        self._captions = Captions(snapshot, run, store, text, device) if snapshot.spec.takes_text else None
+        self._texts = [caption.strip() for caption in request.captions]
+        self._embeddings = self._captions.embed(self._texts) if self._captions and self._texts else []
+        if requested := len(self._texts or request.labels):
+            self._choose = lambda number: number % requested
+        else:
+            choices = self._captions.store.captions.num_rows if self._captions else len(snapshot.state["classes"])
+            self._choose = lambda number: keyed_hash(request.seed, number, CHOICE) % choices
 
     def label(self, number: int) -> int:
         """Class of a picture."""
-        chosen = self._choice(number)
+        chosen = self._choose(number)
         return int(self._request.labels[chosen]) if self._request.labels else chosen
 
     def labels(self, count: int) -> np.ndarray | None:
-        """Classes of all pictures, (N,) int64; None where they have captions."""
-        return None if self._takes_text else np.array([self.label(number) for number in range(count)], np.int64)
+        """Classes of all pictures, (N,) int64; None for captions."""
+        return None if self._captions else np.array([self.label(number) for number in range(count)], np.int64)
 
     def name(self, number: int) -> str:
-        """The class or caption of a picture, in words."""
-        if not self._takes_text:
+        """The class index or caption of a picture."""
+        if not self._captions:
             return str(self.label(number))
-        chosen = self._choice(number)
-        if self._captions:
-            return self._captions[chosen]
-        assert self._opened is not None
-        return self._opened.captions["text"][chosen].as_py()
+        chosen = self._choose(number)
+        return self._texts[chosen] if self._texts else self._captions.text(chosen)
 
     def conditioning(self, numbers: Sequence[int]) -> Conditioning:
         """The conditioning of some pictures."""
-        if not self._takes_text:
+        if not self._captions:
             labels = torch.tensor([self.label(number) for number in numbers], device=self._device)
             return self._snapshot.conditioner(labels, None, None)
-        if self._embedded:
-            rows = [self._embedded[self._choice(number)] for number in numbers]
-        else:
-            names = [self.name(number) for number in numbers]
-            rows = embed_captions(self._snapshot, names, self._opened, self._text, self._device)
-        return padded_captions(self._snapshot, rows, self._device)
+        if self._embeddings:
+            return self._captions.conditioning([self._embeddings[self._choose(number)] for number in numbers])
+        return self._captions.conditioning(self._captions.embed([self.name(number) for number in numbers]))
 
 
-def describe(snapshot: Snapshot, request: SampleRequest, bucket: str, sampler: str, decoder: str) -> dict[str, Any]:
-    """What makes the pictures of a set what they are, but for their number."""
+def describe(generator: Generator) -> dict[str, Any]:
+    """Everything that determines the pictures of a set."""
+    request = generator.request
     return {
-        "snapshot": snapshot.path.name,
-        "weights_xxh3_128": snapshot.weights_hash,
-        "decoder_sha256": decoder,
-        "bucket": bucket,
-        "sampler": sampler,
+        "snapshot": generator.snapshot.path.name,
+        "weights_xxh3_128": generator.snapshot.weights_hash,
+        "decoder_sha256": generator.decoder.identity.weights_sha256,
+        "bucket": generator.bucket,
+        "sampler": generator.sampler,
         "steps": request.steps,
         "guidance": request.guidance,
         "interval": list(request.interval),
@@ -199,33 +151,33 @@ def describe(snapshot: Snapshot, request: SampleRequest, bucket: str, sampler: s
     }
 
 
-def take_up(out: Path, wanted: dict[str, Any]) -> None:
-    """Begin a set, or go on with one that is the same.
+def open_set(out: Path, description: dict[str, Any]) -> None:
+    """Start a set, or resume one with the same description.
 
-    Raises: RunError: the folder holds another set, or something else; DamageError.
+    Raises: RunError: the folder holds another set, or other pictures; DamageError.
     """
     if not (out / SET).is_file():
         if out.is_dir() and any(path.suffix in (".png", ".npz") for path in out.iterdir()):
-            raise RunError(f"folder '{out}': it has pictures that are no set of leandit. Give another --out.")
-        write_atomic(out / SET, canonical_json(wanted))
+            raise RunError(f"folder '{out}': its pictures are not a set of leandit. Give another --out.")
+        write_atomic(out / SET, canonical_json(description))
     sweep_strays(out)
-    found = read_json(out / SET)
-    if not isinstance(found, dict):
-        raise DamageError(f"folder '{out}': '{SET}' is not what was written. Give another --out.")
-    for key, value in wanted.items():
-        if found.get(key) != value:
+    existing = read_json(out / SET)
+    if not isinstance(existing, dict):
+        raise DamageError(f"folder '{out}': '{SET}' is damaged. Give another --out.")
+    for key, value in description.items():
+        if existing.get(key) != value:
             raise RunError(
-                f"folder '{out}': its pictures were drawn with {key} {found.get(key)!r}, this command has {value!r}. "
-                "Give another --out."
+                f"folder '{out}': its pictures were drawn with {key} {existing.get(key)!r}, this command has "
+                f"{value!r}. Give another --out."
             )
 
 
 def picture_path(out: Path, number: int) -> Path:
-    """Where a picture of a set lies."""
+    """Path of a picture of a set."""
     return out / f"{number:06d}.png"
 
 
-def png_of(pixels: np.ndarray) -> bytes:
+def png_bytes(pixels: np.ndarray) -> bytes:
     """(height, width, 3) uint8 as PNG."""
     content = io.BytesIO()
     Image.fromarray(pixels).save(content, "PNG")
@@ -233,9 +185,9 @@ def png_of(pixels: np.ndarray) -> bytes:
 
 
 def read_picture(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """(height, width, 3) uint8 of a picture of a set.
+    """Pixels of a picture of a set, (height, width, 3) uint8.
 
-    Raises: DamageError: it is none, or of another size.
+    Raises: DamageError: it cannot be read, or has another size.
     """
     try:
         with Image.open(path) as picture:
@@ -250,36 +202,39 @@ def read_picture(path: Path, size: tuple[int, int]) -> np.ndarray:
 # --------------------------------------------------------------------------------------------------------------- pack
 
 
-def pack(out: Path, count: int, size: tuple[int, int], labels: Callable[[int], np.ndarray | None]) -> Path:
-    """Write ``samples_NxHxWx3.npz``: ``arr_0`` (N, H, W, 3) uint8 and, of classes, ``arr_1`` (N,) int64.
+def pack(out: Path, count: int, size: tuple[int, int], subjects: Subjects) -> Path:
+    """Write ``samples.json`` and, unless it exists, ``samples_NxHxWx3.npz``.
 
-    One picture is in memory at a time. What is there already stays.
+    The .npz holds ``arr_0`` (N, H, W, 3) uint8 and, for classes, ``arr_1`` (N,) int64. One picture is in memory at a
+    time.
     """
     path = out / f"samples_{count}x{size[0]}x{size[1]}x3.npz"
     if not path.is_file():
         pictures = (read_picture(picture_path(out, number), size) for number in range(count))
-        write_atomic(path, npz_parts(pictures, (count, *size, 3), labels(count)))
+        write_atomic(path, npz_parts(pictures, (count, *size, 3), subjects.labels(count)))
+    names = [subjects.name(number) for number in range(count)]
+    write_atomic(out / RESULT, canonical_json(read_json(out / SET) | {"npz": path.name, "samples": names}))
     return path
 
 
 def npz_parts(pictures: Iterator[np.ndarray], shape: tuple[int, ...], labels: np.ndarray | None) -> Iterator[bytes]:
-    """The bytes of an .npz, a picture at a time; not compressed."""
-    sink = Sink()
-    with zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED) as archive:
+    """The bytes of an uncompressed .npz, a picture at a time."""
+    buffer = ByteBuffer()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         with archive.open(zipfile.ZipInfo("arr_0.npy", ZIP_TIME), "w", force_zip64=True) as member:
             npy.write_array_header_1_0(member, {"descr": "|u1", "fortran_order": False, "shape": shape})
             for pixels in pictures:
                 member.write(pixels.tobytes())
-                yield sink.taken()
+                yield buffer.take()
         if labels is not None:
             content = io.BytesIO()
             npy.write_array(content, labels, allow_pickle=False)
             archive.writestr(zipfile.ZipInfo("arr_1.npy", ZIP_TIME), content.getvalue())
-    yield sink.taken()
+    yield buffer.take()
 
 
-class Sink(io.RawIOBase):
-    """Takes what is written, until it is asked for."""
+class ByteBuffer(io.RawIOBase):
+    """Collects written bytes until they are taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +247,7 @@ class Sink(io.RawIOBase):
         self._parts.append(bytes(data))
         return len(self._parts[-1])
 
-    def taken(self) -> bytes:
-        """What was written since the last call."""
+    def take(self) -> bytes:
+        """The bytes written since the last call."""
         parts, self._parts = self._parts, []
         return b"".join(parts)

@@ -1,7 +1,4 @@
-"""``leandit sample``: a snapshot and a VAE decoder make pictures, for class labels or captions.
-
-Captions that are in the store are read from it; with a text encoder at hand, any caption is encoded live.
-"""
+"""``leandit sample``: pictures from a snapshot and a VAE decoder, for class labels or captions."""
 
 from __future__ import annotations
 
@@ -9,39 +6,36 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from ...datasets.batches.latents import denormalise
 from ...datasets.disk.files import write_atomic
-from ...datasets.disk.hashing import canonical_json, read_json
-from ...datasets.errors import EncoderError, RecipeError, RunError, StoreError
+from ...datasets.disk.hashing import canonical_json
+from ...datasets.errors import EncoderError, RecipeError
 from ...datasets.format.buckets import bucket_size
-from ...datasets.format.schema import UNKNOWN
-from ...datasets.store import LatentStore
 from ...precompute import config as precompute_config
-from ...precompute.config import TextSection
-from ...precompute.encoders.text import CaptionEncoder, CaptionTokenizer
 from ...precompute.encoders.vae import ImageEncoder
 from ...train import config as train_config
 from ...train.models.build import patch_of
 from ...train.models.conditioning import Conditioning
 from ...train.optim.loss_scale import autocast_dtype
-from ...train.run.resume import RUN
 from ...train.sampling.guided import Solver, draw_latents
 from ...train.sampling.schedulers import Sampler, choose_sampler
 from ...train.sampling.snapshot import Snapshot, load_snapshot
-from ..inspection.contact_sheet import COLUMNS, Cell, draw_sheet, gives_zero_to_one, load_decoder
+from ..inspection.contact_sheet import gives_zero_to_one, load_decoder
+from ..inspection.grid import COLUMNS, Cell, draw_sheet
+from .captions import Captions
 from .published import load_published
 from .subjects import find_labels
 
 BATCH = 64  # pictures drawn at once
-DECODED = 16  # pictures decoded at once: a decoder needs more memory for each than the model does
+DECODED = 16  # pictures decoded at once: for each, a decoder needs more memory than the model
 DEFAULT_COUNT = 16
 LARGEST_GUIDANCE = 100.0
-LARGEST_ROW = 12  # pictures of one label or caption that make a row of the grid
+LARGEST_ROW = 12  # pictures of one label or caption in a row of the grid
 
 
 @dataclass(frozen=True)
@@ -51,14 +45,14 @@ class SampleRequest:
     Args:
       labels: class indexes or names, for a model with classes.
       captions: texts, for a model with captions.
-      count: pictures of each label or caption, or of all where neither is given; 0: one, or ``DEFAULT_COUNT``.
-      bucket: "HxW" in pixels, or None for the most common one.
-      steps, guidance, sampler, interval, guided_channels: as ``Solver`` has them.
-      seed: of the noise, and of what is drawn where neither labels nor captions are given.
+      count: pictures of each label or caption, or in all without either; 0: one, or ``DEFAULT_COUNT``.
+      bucket: "HxW" in pixels; None: the most common one.
+      steps, guidance, sampler, interval, guided_channels: as in ``Solver``.
+      seed: of the noise, and of the choice of subjects without labels and captions.
       precision: of the model's forwards; a device without fast bf16 uses fp32.
       batch: pictures drawn at once.
       recipe, encoders: names or paths of a train and a precompute recipe, for a published checkpoint instead of a run.
-      compiled: the model's blocks go through torch.compile.
+      compiled: torch.compile the model's blocks.
     """
 
     labels: Sequence[int | str] = ()
@@ -79,19 +73,67 @@ class SampleRequest:
 
     @property
     def num_subjects(self) -> int:
-        """Labels or captions that are asked for."""
+        """Number of labels or captions."""
         return len(self.labels) + len(self.captions)
 
     @property
     def total(self) -> int:
-        """Pictures in all."""
+        """Number of pictures."""
         return self.num_subjects * max(1, self.count) if self.num_subjects else self.count or DEFAULT_COUNT
 
     def solver(self, device: torch.device) -> Solver:
-        """How the latents are drawn on a device."""
+        """The solver for a device."""
         dtype = autocast_dtype(self.precision, device)
         guidance = self.guidance, self.interval, self.guided_channels
         return Solver(self.sampler, self.steps, *guidance, dtype, tf32=self.precision == "tf32")
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A model, a decoder and a checked request.
+
+    Args:
+      request: with class indexes for labels.
+      warning: for the user, if the decoder is not the VAE that made the store.
+    """
+
+    snapshot: Snapshot
+    request: SampleRequest
+    decoder: ImageEncoder
+    bucket: str
+    sampler: str
+    warning: str | None
+
+    def draw(self, conditioning: Conditioning, numbers: Sequence[int]) -> np.ndarray:
+        """As ``draw_pictures``."""
+        how = {"bucket": self.bucket, "request": self.request}
+        return draw_pictures(self.snapshot, conditioning, self.decoder, **how, numbers=numbers)
+
+    def summary(self) -> dict[str, Any]:
+        """What it draws with, as plain values."""
+        return {
+            "snapshot": self.snapshot.path.name,
+            "step": self.snapshot.step,
+            "bucket": self.bucket,
+            "sampler": self.sampler,
+            "guidance": self.request.guidance,
+            "warning": self.warning,
+        }
+
+
+def open_generator(
+    run: Path, request: SampleRequest, device: torch.device, vae: str | None, text: str | None
+) -> Generator:
+    """Load the newest snapshot of a run or a published checkpoint, load its decoder, and check the request.
+
+    Raises: RunError, EncoderError; RecipeError: the model cannot draw the request.
+    """
+    snapshot = _load_model(run, request, device, vae, text)
+    request = resolve_request(snapshot, request)
+    bucket = choose_bucket(snapshot, request)
+    sampler = choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
+    decoder = load_decoder(snapshot.state["vae"]["model"], vae, device)
+    return Generator(snapshot, request, decoder, bucket, sampler, check_decoder(snapshot, decoder))
 
 
 def sample(
@@ -108,45 +150,25 @@ def sample(
 
     Args:
       run: a run, or with ``request.recipe`` a published checkpoint.
-      store: where captions are looked up; None: the store that the run trained on.
-      vae, text: hub id or folder instead of the encoders that the store was made with.
+      store: with captions; None: the store that the run trained on.
+      vae, text: hub id or folder instead of the encoders that made the store.
     Returns: what was drawn, as plain values.
     Raises: RunError, EncoderError, StoreError, RecipeError.
     """
-    snapshot = open_model(run, request, device, vae, text)
-    request = checked(snapshot, request)
-    bucket = choose_bucket(snapshot, request)
-    sampler = choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
-    decoder = load_decoder(snapshot.state["vae"]["model"], vae, device)
-    warning = check_decoder(snapshot, decoder)
-    names, conditioning = make_conditioning(snapshot, request, run, store, text, device)
-    numbers = subject_by_subject(request, len(names))
-    pictures = draw_pictures(snapshot, conditioning, decoder, bucket=bucket, request=request, numbers=numbers)
+    generator = open_generator(run, request, device, vae, text)
+    names, conditioning = make_conditioning(generator.snapshot, generator.request, run, store, text, device)
+    pictures = generator.draw(conditioning, subject_by_subject(request, len(names)))
     out.mkdir(parents=True, exist_ok=True)
     cells = [Cell(pixels, name) for pixels, name in zip(pictures, names, strict=True)]
-    each = request.count if request.num_subjects and 1 < request.count <= LARGEST_ROW else COLUMNS
-    draw_sheet(cells, columns=each).save(out / "grid.png")
-    result = {
-        "snapshot": snapshot.path.name,
-        "step": snapshot.step,
-        "bucket": bucket,
-        "steps": request.steps,
-        "sampler": sampler,
-        "guidance": request.guidance,
-        "seed": request.seed,
-        "samples": names,
-        "grid": str(out / "grid.png"),
-        "warning": warning,
-    }
+    columns = request.count if request.num_subjects and 1 < request.count <= LARGEST_ROW else COLUMNS
+    draw_sheet(cells, columns=columns).save(out / "grid.png")
+    files = {"samples": names, "grid": str(out / "grid.png")}
+    result = generator.summary() | {"steps": request.steps, "seed": request.seed} | files
     write_atomic(out / "samples.json", canonical_json(result))
     return result
 
 
-def open_model(run: Path, request: SampleRequest, device: torch.device, vae: str | None, text: str | None) -> Snapshot:
-    """The newest snapshot of a run, or the published checkpoint that the recipes describe.
-
-    Raises: RecipeError: one recipe without the other; RunError, EncoderError.
-    """
+def _load_model(run: Path, request: SampleRequest, device: torch.device, vae: str | None, text: str | None) -> Snapshot:
     if not (request.recipe or request.encoders):
         return load_snapshot(run, device, compiled=request.compiled)
     if not (request.recipe and request.encoders):
@@ -171,24 +193,18 @@ def draw_pictures(
     """Draw and decode; (B, height_px, width_px, 3) uint8.
 
     Args:
-      numbers: of the pictures, on which their noise depends; None counts them from 0.
+      numbers: of the pictures; each number and the seed give the noise. None: 0, 1, 2, ...
     """
     height_px, width_px = bucket_size(bucket)
     size = (height_px // snapshot.latent.downscale, width_px // snapshot.latent.downscale)
-    given = conditioning.labels if conditioning.labels is not None else conditioning.captions
-    assert given is not None
-    numbers = range(len(given)) if numbers is None else numbers
-    solver, pictures = request.solver(given.device), []
-    for start in range(0, len(given), request.batch):
+    subjects = conditioning.labels if conditioning.labels is not None else conditioning.captions
+    assert subjects is not None
+    numbers = range(len(subjects)) if numbers is None else numbers
+    solver, pictures = request.solver(subjects.device), []
+    for start in range(0, len(subjects), request.batch):
         rows = slice(start, start + request.batch)
-        latents = draw_latents(
-            snapshot,
-            conditioning.part(rows),
-            size=size,
-            seed=request.seed,
-            solver=solver,
-            numbers=numbers[rows],
-        )
+        noise = {"seed": request.seed, "numbers": numbers[rows]}
+        latents = draw_latents(snapshot, conditioning.part(rows), size=size, solver=solver, **noise)
         raw = denormalise(latents.cpu(), snapshot.latent).numpy()
         for first in range(0, len(raw), DECODED):
             part = raw[first : first + DECODED]
@@ -196,20 +212,10 @@ def draw_pictures(
     return np.concatenate(pictures)
 
 
-def choose_bucket(snapshot: Snapshot, request: SampleRequest) -> str:
-    """The size that is asked for, else the most common one of the store.
-
-    Raises: RecipeError: the latents cannot have it.
-    """
-    bucket = request.bucket or max(snapshot.state["buckets"], key=lambda name: snapshot.state["buckets"][name])
-    check_bucket(snapshot, bucket)
-    return bucket
-
-
 def subject_by_subject(request: SampleRequest, total: int) -> list[int]:
     """Numbers of the pictures of a grid: all of the first label or caption, then all of the next.
 
-    In a set (``sample_set.py``) labels and captions take turns; picture number n is the same here and there.
+    In a set (``sample_set.py``) labels and captions alternate; picture number n is the same in both.
     """
     step = request.num_subjects or 1
     return [number for first in range(step) for number in range(first, total, step)]
@@ -218,13 +224,13 @@ def subject_by_subject(request: SampleRequest, total: int) -> list[int]:
 def make_conditioning(
     snapshot: Snapshot, request: SampleRequest, run: Path, store: Path | None, text: str | None, device: torch.device
 ) -> tuple[list[str], Conditioning]:
-    """Conditioning of what was asked for, subject by subject, and a name for each picture.
+    """A name for each picture, subject by subject, and the conditioning.
 
     Args:
-      request: its labels as indexes (``checked``).
+      request: with class indexes for labels (``resolve_request``).
     """
     if snapshot.spec.takes_text:
-        return caption_conditioning(snapshot, request, run, store, text, device)
+        return _caption_conditioning(request, Captions(snapshot, run, store, text, device))
     classes = snapshot.class_names
     labels = [int(label) for label in request.labels for _ in range(max(1, request.count))]
     labels = labels or [round(i) for i in np.linspace(0, len(classes) - 1, request.total)]
@@ -232,22 +238,27 @@ def make_conditioning(
     return names, snapshot.conditioner(torch.tensor(labels, device=device), None, None)
 
 
-def checked(snapshot: Snapshot, request: SampleRequest) -> SampleRequest:
+def _caption_conditioning(request: SampleRequest, captions: Captions) -> tuple[list[str], Conditioning]:
+    """The requested captions, else captions spread evenly over the store."""
+    texts, count = [caption.strip() for caption in request.captions], max(1, request.count)
+    if not texts:
+        num_captions, count = captions.store.captions.num_rows, 1
+        spread = np.linspace(0, num_captions - 1, min(request.total, num_captions)).round().astype(int)
+        texts = [captions.text(i) for i in spread.tolist()]
+    embeddings = [embedding for embedding in captions.embed(texts) for _ in range(count)]
+    return [text for text in texts for _ in range(count)], captions.conditioning(embeddings)
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+def resolve_request(snapshot: Snapshot, request: SampleRequest) -> SampleRequest:
     """The request with class names replaced by their indexes.
 
-    Raises: RecipeError: labels of a model of captions or captions of one of labels, a class that the model does not
-      have, guidance that it cannot follow.
+    Raises: RecipeError: labels for a model of captions or captions for a model of labels, an unknown class, guidance
+      that the model cannot follow.
     """
     labels = find_labels(snapshot.state, request.labels, request.captions)
-    check_guidance(snapshot, request)
-    return dataclasses.replace(request, labels=tuple(labels))
-
-
-def check_guidance(snapshot: Snapshot, request: SampleRequest) -> None:
-    """Refuse a guidance that has no meaning for this model.
-
-    Raises: RecipeError.
-    """
     guidance, channels = request.guidance, snapshot.spec.channels
     if not 0 <= guidance <= LARGEST_GUIDANCE:
         raise RecipeError(f"--guidance {guidance:g}: needed a number from 0 to {LARGEST_GUIDANCE:g}; 1 is none.")
@@ -258,114 +269,23 @@ def check_guidance(snapshot: Snapshot, request: SampleRequest) -> None:
             f"--guidance {guidance:g}: the model was trained with conditioning.drop = 0, so it has not learned the "
             "null condition that guidance needs. Use --guidance 1."
         )
+    return dataclasses.replace(request, labels=tuple(labels))
 
 
-def caption_conditioning(
-    snapshot: Snapshot, request: SampleRequest, run: Path, store: Path | None, text: str | None, device: torch.device
-) -> tuple[list[str], Conditioning]:
-    """Captions from the store, and those it does not have through the text encoder."""
-    opened = open_captions(snapshot, run, store)
-    captions = [caption.strip() for caption in request.captions]
-    if not captions:
-        opened = needed_captions(opened, run)
-        spread = np.linspace(0, opened.captions.num_rows - 1, min(request.total, opened.captions.num_rows))
-        captions = opened.captions["text"].take(spread.round().astype(int)).to_pylist()
-    each = max(1, request.count) if request.captions else 1
-    rows = embed_captions(snapshot, captions, opened, text, device)
-    names = [caption for caption in captions for _ in range(each)]
-    return names, padded_captions(snapshot, [row for row in rows for _ in range(each)], device)
+def choose_bucket(snapshot: Snapshot, request: SampleRequest) -> str:
+    """The requested bucket, else the most common one of the store.
 
-
-def open_captions(snapshot: Snapshot, run: Path, store: Path | None) -> LatentStore | None:
-    """The store that captions are looked up in; None where none is named and the run's own is gone.
-
-    Raises: StoreError; RunError: its captions are of another text encoder.
+    Raises: RecipeError: its sides do not fit the model and the VAE.
     """
-    if store:
-        opened = LatentStore(store, allow_incomplete=True)
-    else:
-        try:
-            opened = LatentStore(run / read_json(run / RUN)["store"], allow_incomplete=True)
-        except (StoreError, FileNotFoundError):
-            return None  # then captions are encoded
-    if opened.spec.text_encoder:
-        made_with = snapshot.state["text_encoder"]["weights_sha256"]
-        if opened.spec.text_encoder.weights_sha256 != made_with:
-            raise RunError(
-                f"store '{opened.path}': its captions are of another text encoder than the run's. Check --store."
-            )
-    return opened
-
-
-def needed_captions(opened: LatentStore | None, run: Path) -> LatentStore:
-    """The store to choose captions from.
-
-    Raises: RunError: there is none.
-    """
-    if opened is None:
-        raise RunError(f"run '{run}': its store is not there to choose captions from. Give --caption or --store.")
-    return opened
-
-
-def embed_captions(
-    snapshot: Snapshot, captions: Sequence[str], opened: LatentStore | None, text: str | None, device: torch.device
-) -> list[torch.Tensor]:
-    """Embedding of each caption, (L, D) float32: of the store, else through the text encoder.
-
-    Raises: EncoderError.
-    """
-    ids = opened.find_captions(list(captions)) if opened else [None] * len(captions)
-    live = [caption for caption, i in zip(captions, ids, strict=True) if i is None]
-    encoded = dict(zip(live, encode_live(snapshot, live, text, device), strict=True)) if live else {}
-    rows = []
-    for caption, i in zip(captions, ids, strict=True):
-        if i is None:
-            rows.append(encoded[caption])
-        else:
-            assert opened is not None
-            rows.append(torch.from_numpy(np.array(opened.caption_embedding(i))))
-    return [row.float() for row in rows]
-
-
-def padded_captions(snapshot: Snapshot, rows: Sequence[torch.Tensor], device: torch.device) -> Conditioning:
-    """The conditioning of some embeddings, padded to the longest."""
-    lengths = torch.tensor([len(row) for row in rows])
-    padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True).to(device)  # (B, L, D)
-    return snapshot.conditioner(None, padded, lengths)
-
-
-def encode_live(snapshot: Snapshot, captions: list[str], text: str | None, device: torch.device) -> list[torch.Tensor]:
-    """Encode captions that no store holds, (L, D) float32 each.
-
-    Raises: EncoderError: the encoder is not at hand, or is another one.
-    """
-    chosen = {"model": text, "subfolder": "", "tokenizer_subfolder": "", "revision": ""} if text else {}
-    section = TextSection.model_validate(snapshot.state["text_encoder"]["model"] | chosen)
-    try:
-        encoder = CaptionEncoder(section, CaptionTokenizer(section), device)
-    except EncoderError as error:
-        raise EncoderError(
-            f"caption '{captions[0]}' is not in the store, and its text encoder is not at hand: {error} "
-            "Use a caption of the store, or give --text PATH."
-        ) from error
-    made_with = snapshot.state["text_encoder"]["weights_sha256"]
-    if made_with not in (encoder.identity.weights_sha256, UNKNOWN):
-        raise EncoderError(f"text encoder '{section.model}': not the one that the store was made with. Check --text.")
-    return [torch.from_numpy(encoder.encode([caption])[0]) for caption in captions]
-
-
-def check_bucket(snapshot: Snapshot, bucket: str) -> None:
-    """Refuse a size that the latents cannot have.
-
-    Raises: RecipeError.
-    """
+    bucket = request.bucket or max(snapshot.state["buckets"], key=lambda name: snapshot.state["buckets"][name])
     step = snapshot.latent.downscale * patch_of(snapshot.spec)
     if any(side % step for side in bucket_size(bucket)):
         raise RecipeError(f"--bucket {bucket}: both sides must be multiples of {step} px for this model and VAE.")
+    return bucket
 
 
 def check_decoder(snapshot: Snapshot, decoder: ImageEncoder) -> str | None:
-    """Say so when the decoder is not of the VAE that made the store.
+    """A warning if the decoder is not the VAE that made the store, else None.
 
     Raises: EncoderError: its latents have another number of channels.
     """

@@ -1,4 +1,4 @@
-"""What a run is asked to draw: labels by name, folder or index, or captions. Needs no torch."""
+"""Checks of labels and captions to draw. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ...datasets.format.class_names import ClassNames
 
 
 def find_labels(state: Mapping[str, Any], labels: Sequence[int | str], captions: Sequence[str]) -> list[int]:
-    """The index of each class that is asked for by its name, folder or index.
+    """The index of each class, given by name, folder or index.
 
     Args:
       state: of a snapshot.
-    Raises: RecipeError: labels of a model of captions or captions of one of labels; no class has this name, or several
-      have.
+    Raises: RecipeError: labels for a model of captions, or captions for a model of labels; no class has the name, or
+      several have.
     """
     spec = state["spec"]
     if labels and spec["caption_width"]:

@@ -21,7 +21,8 @@ from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.forwards import encode_batch, largest_batch, rows_of_a_forward
 from leandit.precompute.encoders.vae import ImageEncoder
-from leandit.tools.inspection.summary import render, summarise
+from leandit.tools.inspection.render import render
+from leandit.tools.inspection.summary import summarise
 from leandit.tools.inspection.verify import check
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -20,7 +20,8 @@ from leandit.datasets.maintenance.verify import Verification
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.demo.pictures import draw_scene, main_object_of, make_scenes, read_main_object
-from leandit.tools.inspection.contact_sheet import (
+from leandit.tools.inspection.contact_sheet import SheetOptions, read_originals, rejects_sheet, write_sheet
+from leandit.tools.inspection.grid import (
     CELL_PX,
     FONT_PX,
     FRAME,
@@ -29,13 +30,10 @@ from leandit.tools.inspection.contact_sheet import (
     LINE_PX,
     MARGIN_PX,
     Cell,
-    SheetOptions,
     draw_sheet,
-    read_originals,
-    rejects_sheet,
-    write_sheet,
 )
-from leandit.tools.inspection.summary import describe_record, ledger, render, render_ledger, render_record, summarise
+from leandit.tools.inspection.render import render, render_ledger, render_record
+from leandit.tools.inspection.summary import describe_record, ledger, summarise
 from leandit.tools.inspection.verify import render as render_verification
 
 PROMISED = {

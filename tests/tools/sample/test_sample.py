@@ -27,9 +27,9 @@ from leandit.tools.inspection.contact_sheet import load_decoder
 from leandit.tools.sample.sample_set import sample_set
 from leandit.tools.sample.sampler import (
     SampleRequest,
-    checked,
     draw_pictures,
     make_conditioning,
+    resolve_request,
     sample,
     subject_by_subject,
 )
@@ -481,8 +481,8 @@ def test_guidance_of_a_model_that_never_saw_null_is_refused(go: Draw, runs: Runs
     assert snapshot.state["drop"] == 0.1
     unguided = dataclasses.replace(snapshot, state=snapshot.state | {"drop": 0.0})
     with pytest.raises(RecipeError, match=r"trained with conditioning\.drop = 0"):
-        checked(unguided, SampleRequest(guidance=4.0))
-    assert checked(unguided, SampleRequest(guidance=1.0)).guidance == 1.0
+        resolve_request(unguided, SampleRequest(guidance=4.0))
+    assert resolve_request(unguided, SampleRequest(guidance=1.0)).guidance == 1.0
 
 
 def test_a_store_that_is_not_there_is_refused_when_it_is_named(go: Draw, runs: Runs, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_another_set_in_the_folder_is_refused(run: Path, key: str, value: Any, t
 def test_other_pictures_in_the_folder_are_refused_and_a_damaged_one_is_named(run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     shutil.copy(Image.__file__, tmp_path / "mine/cat.png")
-    with pytest.raises(RunError, match="no set of leandit"):
+    with pytest.raises(RunError, match="not a set of leandit"):
         go(run, tmp_path / "mine")
     go(run, tmp_path / "set", Ranks(0, 2))
     (tmp_path / "set/000002.png").write_bytes(b"no picture")
