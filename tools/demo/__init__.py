@@ -1,1 +1,1 @@
-"""The demo: pictures drawn, encoded, trained on and generated in minutes."""
+"""The demo: generate images, encode them, train and sample in minutes."""

@@ -1,1 +1,1 @@
-"""A trained model as a folder for diffusers, or as an official checkpoint."""
+"""Export to diffusers, or to an official checkpoint."""

@@ -1,1 +1,1 @@
-"""What a store holds: summaries, contact sheets, verification."""
+"""Summaries, contact sheets and verification of a store."""

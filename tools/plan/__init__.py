@@ -1,1 +1,1 @@
-"""What a run will take, before it starts: bytes, hours, memory."""
+"""Estimates before a run: bytes, hours, memory."""

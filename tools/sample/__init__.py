@@ -1,1 +1,1 @@
-"""Pictures from a run or a published checkpoint, a grid or 50,000."""
+"""Images from a run or a published checkpoint: a grid, or 50,000."""

@@ -1,1 +1,1 @@
-"""Stores and batches of noise, at any size."""
+"""Stores and batches of noise, of any size."""

@@ -1,1 +1,1 @@
-"""What appears on a terminal: progress, aligned text, the outcome of a run."""
+"""Terminal output: progress, aligned text, results of a run."""
