@@ -712,7 +712,7 @@ def test_two_pictures_with_one_file_are_not_both_taken(tmp_path: Path) -> None:
 
 def test_samples_of_an_unknown_vae_need_its_scale(tmp_path: Path) -> None:
     made = make_mds(tmp_path / "source")
-    with pytest.raises(SourceError, match=r"vae\.scale is not known"):
+    with pytest.raises(SourceError, match=r"vae\.scale is unknown for this kind of features"):
         run_import(replace(made, settings=made.settings[1:]), tmp_path / "store")
     run_import(made, tmp_path / "store")
     spec = LatentStore(tmp_path / "store").spec.latent
