@@ -330,7 +330,7 @@ def test_metrics_that_are_none_are_named_and_a_lost_checkpoint_is_told(stores: d
     run_to(constant_steps(2, EVERY), stores["dit-s-4"], run)
     with open(run / "metrics.jsonl", "ab") as file:
         file.write(b"\xff\x00\n")
-    with pytest.raises(DamageError, match=r"metrics.jsonl': line 3 is no report"):
+    with pytest.raises(DamageError, match=r"metrics.jsonl': line 3 is not a report"):
         run_to(constant_steps(3, EVERY), stores["dit-s-4"], run)
     (run / "metrics.jsonl").unlink()
     for path in checkpoint.find(checkpoint.CHECKPOINT, run):

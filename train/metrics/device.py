@@ -1,7 +1,7 @@
-"""What a run reads of its device: how busy it is, its memory, and the arithmetic that steps make of it.
+"""Busy time, memory and FLOPs of a run's device.
 
-A step marks its beginning and its end in the device's own queue, and counts its FLOPs on the host from shapes that the
-host knows; nothing waits. What was marked is read when the figures of some steps are.
+A step records its start and end as events on the device, and counts its FLOPs on the host from shapes: nothing waits.
+Events are read when figures are reported.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .gpus import gpu_by_name
 
 
 class ComputeCounter:
-    """Arithmetic and image tokens of steps, counted from the model.
+    """FLOPs and image tokens of steps, counted from the model.
 
     Args:
       spec: of the model.
       latent: of the store.
-      peak_flops: of all devices together, in FLOP/s; 0 where it is not known.
+      peak_flops: of all devices together, in FLOP/s; 0 if unknown.
     """
 
     def __init__(self, spec: ModelSpec, latent: LatentSpec, peak_flops: float) -> None:
@@ -35,11 +35,11 @@ class ComputeCounter:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start counting from zero."""
         self._flops, self._tokens = 0.0, 0
 
     def add(self, batch: Batch) -> None:
-        """Count a step: the images of the global batch, all with captions as long as this rank's are padded to."""
+        """Count the images of a global batch, all with captions as long as this rank's padded ones."""
         size = latent_size_of(batch.bucket, self._latent)
         self._tokens += batch.global_size * tokens_per_image(self._spec, size)
         if self._peak:
@@ -48,16 +48,16 @@ class ComputeCounter:
             self._flops += batch.global_size * train_flops(self._spec, size, length)
 
     def tokens_per_second(self, seconds: float) -> float:
-        """Image tokens that the model has trained on, in each of so many seconds."""
+        """Image tokens a second, if the steps took this many seconds."""
         return self._tokens / seconds
 
     def mfu(self, seconds: float) -> float | None:
-        """Share of the arithmetic that the devices could have done in so many seconds; None: it is not known."""
+        """Model FLOPs utilisation, 0 to 1, if the steps took this many seconds; None if the peak is unknown."""
         return self._flops / (self._peak * seconds) if self._peak else None
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """Peak of a device in FLOP/s, in the precision that it computes in; 0: a CPU, or a GPU that is not known.
+    """Peak of a device in FLOP/s, in the precision it computes in; 0: a CPU, or an unknown GPU.
 
     Args:
       precision: of the recipe; a device without bf16 computes in float32 instead.
@@ -70,7 +70,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
 
 
 class Gauges:
-    """Busy time and memory of a device; on a CPU there is no busy time, and the memory is the host's.
+    """Busy time and memory of a device; a CPU has no busy time, and its memory is that of the process.
 
     Args:
       device: of this rank.
@@ -78,29 +78,29 @@ class Gauges:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step: the time from when the device begins it until it has ended it."""
+        """Around a step: time it on the device."""
         if self._device.type != "cuda":
             yield
             return
-        marks = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        marks[0].record()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
         yield
-        marks[1].record()
-        self._marks.append(marks)
+        end.record()
+        self._events.append((start, end))
 
     def busy_share(self, seconds: float) -> float | None:
-        """Share of the time that the device spent in the marked steps, which are forgotten; it must have ended them."""
-        marks, self._marks = self._marks, []
-        if not marks:
+        """Share of the time spent in steps since the last call; the device must have finished them."""
+        events, self._events = self._events, []
+        if not events:
             return None
-        return min(1.0, sum(begin.elapsed_time(end) for begin, end in marks) / 1000 / seconds)
+        return min(1.0, sum(start.elapsed_time(end) for start, end in events) / 1000 / seconds)
 
     def peak_memory_gib(self) -> float:
-        """Most that torch has handed out of the GPU since this was last read; on a CPU, the process's peak so far."""
+        """Peak of torch's allocations on the GPU since the last call; on a CPU, the process's peak so far."""
         if self._device.type != "cuda":
             unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

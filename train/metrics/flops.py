@@ -1,8 +1,8 @@
-"""FLOPs of a model, counted from the model itself: every matrix product, convolution and attention that it runs.
+"""FLOPs of a model, counted from its matrix products, convolutions and attention.
 
 A FLOP is one multiplication or one addition, so a multiply-accumulate is two: the "Gflops" of the DiT paper are half of
-these. A training step is three forwards (the backward has two products for each of the forward's); what activation
-checkpointing computes again is not counted, as is usual for MFU.
+these. A training step is three forwards (the backward has two products for each of the forward's). Recomputation by
+activation checkpointing is not counted, as is usual for MFU.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..models.build import Denoiser, build_model, patch_of
 from ..models.conditioning import Conditioning
 from ..models.spec import ModelSpec
 
-COUNTED_TOKENS = (8, 16, 24)  # lengths of captions that a count is made at; the others follow
+COUNTED_TOKENS = (8, 16, 24)  # caption lengths that are counted; others are interpolated
 TRAIN_FORWARDS = 3  # forward, and the gradients of inputs and of weights
 
 
 def meta_model(spec: ModelSpec) -> Denoiser:
-    """A model without memory: shapes alone."""
+    """A model on the meta device, without memory."""
     return _meta_model(spec.model_dump_json())
 
 
@@ -35,8 +35,8 @@ def _meta_model(spec: str) -> Denoiser:
 def forward_flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens: int = 0) -> int:
     """FLOPs of one image's forward.
 
-    Counting takes a tenth of a second, and captions have hundreds of lengths. A product of matrices grows with the
-    length or not at all, attention at most with its square: three counts say it for every length, exactly.
+    Counting takes a tenth of a second, and captions have hundreds of lengths. Counts are polynomials of the length, of
+    degree two at most: three counts give every length exactly.
 
     Args:
       latent_size: height and width of the latent.
@@ -62,12 +62,12 @@ def _counted(spec: str, latent_size: tuple[int, int], caption_tokens: int) -> in
 
 
 def train_flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens: int = 0) -> int:
-    """FLOPs of one image's forward and backward; nothing that is computed again is counted."""
+    """FLOPs of one image's forward and backward, without recomputation."""
     return TRAIN_FORWARDS * forward_flops(spec, latent_size, caption_tokens)
 
 
 def tokens_per_image(spec: ModelSpec, latent_size: tuple[int, int]) -> int:
-    """Image tokens that the model sees."""
+    """Image tokens of one image."""
     return latent_size[0] * latent_size[1] // patch_of(spec) ** 2
 
 

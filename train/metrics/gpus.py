@@ -1,7 +1,7 @@
-"""GPUs that are known: dense peak rates and memory, as their vendor publishes them. The name finds the row.
+"""Known GPUs: dense peak rates and memory, as published by the vendor.
 
 Rates are without sparsity, at the boost clock, with accumulation in float32 for 16-bit inputs. For GeForce cards that
-is half of the figure with 16-bit accumulation. A rate of 0 means that the GPU has no such arithmetic.
+is half of the rate with 16-bit accumulation. A rate of 0: the GPU lacks that precision.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ class Gpu:
     """One kind of GPU.
 
     Args:
-      name: as it is called here.
-      words: all must be in the name that the driver gives, in lower case.
-      memory_gib: that a process finds free on an empty one, in GiB.
+      name: in our tables.
+      words: in lower case; the driver's name has them all.
+      memory_gib: free memory of an idle GPU, in GiB.
       bf16, fp16, tf32, fp32: dense peak, in TFLOP/s.
     """
 
@@ -29,7 +29,7 @@ class Gpu:
     fp32: float
 
     def peak_flops(self, precision: str) -> float:
-        """Peak in FLOP/s of "bf16", "fp16", "tf32" or "fp32"; 0: the GPU cannot do it."""
+        """Peak in FLOP/s of "bf16", "fp16", "tf32" or "fp32"; 0: unsupported."""
         return {"bf16": self.bf16, "fp16": self.fp16, "tf32": self.tf32, "fp32": self.fp32}[precision] * 1e12
 
 
@@ -57,14 +57,14 @@ GPUS = (
 )
 
 
-# What makes of a name another GPU, or a part of one, whose rates are not those of the table.
+# Words that make a name another GPU, or a slice of one, with other rates.
 OTHERS = {"ti", "super", "laptop", "mobile", "max-q", "d", "mig"}
 
 
 def gpu_by_name(name: str) -> Gpu | None:
-    """The GPU of a name: one of this table, or what ``torch.cuda.get_device_name`` gives, or None.
+    """Find a GPU by its name in the table or by ``torch.cuda.get_device_name``; None if unknown.
 
-    An "RTX 4090 Laptop GPU" is no RTX-4090, and a slice of an H200 (MIG) no H200.
+    An "RTX 4090 Laptop GPU" is not an RTX-4090, and a slice of an H200 (MIG) is not an H200.
     """
     lower = name.lower()
     for gpu in GPUS:
@@ -77,5 +77,5 @@ def gpu_by_name(name: str) -> Gpu | None:
 
 
 def _is_in(word: str, pieces: list[str]) -> bool:
-    """Whole words only, so that an A100 is no A10; "80gb" may be glued to what stands before it."""
+    """Match whole words, so that an A100 is not an A10; "80gb" may be a suffix."""
     return any(piece == word or (word.endswith("gb") and piece.endswith(word)) for piece in pieces)

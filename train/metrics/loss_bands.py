@@ -1,4 +1,4 @@
-"""Mean loss in equal bands of the time, so that a change of one part of the path shows. Added up on the device."""
+"""Mean loss in equal bands of the time, summed on the device."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ NUM_BANDS = 10
 
 
 def band_sums(share: Tensor, losses: Tensor) -> Tensor:
-    """Losses and counts of a microbatch, by band; those of several are added, over steps as over ranks.
+    """Sums of losses and counts by band; add them over microbatches, steps and ranks.
 
-    Every image meets every band, so that the shapes are fixed and the order of the sum is: atomic additions on a GPU
-    come in any order. No matrix product, which TF32 would round.
+    Every image is compared with every band, so that shapes and order of the sum are fixed, which atomic additions on a
+    GPU are not. No matrix product, because TF32 would round it.
 
     Args:
-      share: (B,) float32 of the way from data to noise, 0..1 (``objectives.time_share``).
+      share: (B,) float32 position between data, 0, and noise, 1 (``losses.time_share``).
       losses: (B,).
-    Returns: (2, NUM_BANDS) float32 on their device: sums of losses, counts. A loss that is not finite spoils its own
-      band alone.
+    Returns: (2, NUM_BANDS) float32 on their device: sums of losses, counts. A loss that is not finite affects
+      only its band.
     """
     band = (share.float() * NUM_BANDS).long().clamp(0, NUM_BANDS - 1)
     inside = band[:, None] == torch.arange(NUM_BANDS, device=share.device)  # (B, NUM_BANDS)
@@ -27,6 +27,6 @@ def band_sums(share: Tensor, losses: Tensor) -> Tensor:
 
 
 def band_means(sums: Tensor) -> list[float | None]:
-    """Mean loss of each band, None where no image was; the one place where the device is waited for."""
+    """Mean loss of each band, None for a band without images; waits for the device."""
     totals, counts = sums.tolist()
     return [total / count if count else None for total, count in zip(totals, counts, strict=True)]

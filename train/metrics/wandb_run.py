@@ -1,4 +1,4 @@
-"""Weights & Biases: an optional library that is told what ``metrics.jsonl`` is told. A run stays one run there too."""
+"""Weights & Biases, an optional library, gets the figures of ``metrics.jsonl``. A resumed run stays one run there."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ RUN_ID = "wandb_id"  # file in the run's folder
 
 
 def check_wandb(recipe: TrainRecipe) -> None:
-    """See that the library is there, where the recipe asks for it.
-
-    Raises: RecipeError: it is not installed.
-    """
+    """Raise RecipeError if the recipe asks for wandb and it is not installed."""
     if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
         raise RecipeError(
             f"run.wandb '{recipe.run.wandb}': it needs the package 'wandb', which is not installed. Install leandit "
@@ -26,21 +23,21 @@ def check_wandb(recipe: TrainRecipe) -> None:
 
 
 def start_wandb(run: Path, recipe: TrainRecipe) -> Any:
-    """Begin a run of Weights & Biases, or go on with the one whose id stands in the run's folder.
+    """Start a run of Weights & Biases, or resume the one whose id is in the run's folder.
 
-    Where nobody is logged in, ``WANDB_MODE=offline`` keeps it in the run's folder, for ``wandb sync``.
+    Without a login, ``WANDB_MODE=offline`` keeps it in the run's folder, for ``wandb sync``.
 
     Raises: RunError: wandb refuses.
     """
     import wandb  # takes a second to import
 
     path = run / RUN_ID
-    known = path.read_text().strip() if path.is_file() else None
+    run_id = path.read_text().strip() if path.is_file() else None
     try:
-        begun = wandb.init(
+        started = wandb.init(
             project=recipe.run.wandb,
             name=run.resolve().name,
-            id=known,
+            id=run_id,
             resume="allow",
             dir=str(run),
             config=recipe.model_dump(),
@@ -51,5 +48,5 @@ def start_wandb(run: Path, recipe: TrainRecipe) -> Any:
             f"run.wandb '{recipe.run.wandb}': wandb refuses: {error}. Log in with 'wandb login', set "
             "WANDB_MODE=offline, or leave run.wandb empty."
         ) from error
-    write_atomic(path, begun.id.encode())
-    return begun
+    write_atomic(path, started.id.encode())
+    return started

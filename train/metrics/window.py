@@ -1,4 +1,4 @@
-"""What a run says of itself: ``metrics.jsonl`` with units in its keys; the same figures for TensorBoard and wandb."""
+"""Figures of a run: ``metrics.jsonl`` with units in its keys; the same for TensorBoard and wandb."""
 
 from __future__ import annotations
 
@@ -41,16 +41,15 @@ class StepReport:
       loss, grad_norm: means over the steps; the norm is taken before clipping.
       learning_rate: of the last step.
       seconds_per_step, images_per_second: over the steps, of all ranks together.
-      tokens_per_second: image tokens that the model has trained on.
-      mfu: share of the peak of all GPUs that the model's arithmetic makes, 0 to 1 (``flops.py``); None on a CPU and on
-        a GPU that ``gpus.py`` does not know.
-      data_wait_share: of the time, 0 to 1, in which the step waited for its batch.
-      gpu_busy_share: of the time, 0 to 1, that the GPU of this rank spent in steps; None on a CPU.
-      memory_gib: most that torch has handed out of this rank's GPU over the steps; on a CPU, the process's peak so far.
-      loss_by_time: mean loss of the images in each of ``NUM_BANDS`` equal bands from data to noise; None where no image
-        was.
-      skipped_steps: whose gradients overflowed, so that nothing was updated (float16).
-      loss_scale: of the last step, or None where losses are not scaled.
+      tokens_per_second: image tokens, of all ranks together.
+      mfu: model FLOPs utilisation of all GPUs, 0 to 1 (``flops.py``); None on a CPU and on a GPU unknown to
+        ``gpus.py``.
+      data_wait_share: share of the time, 0 to 1, spent waiting for batches.
+      gpu_busy_share: share of the time, 0 to 1, that this rank's GPU spent in steps; None on a CPU.
+      memory_gib: peak of torch's allocations on this rank's GPU over the steps; on a CPU, the process's peak so far.
+      skipped_steps: steps without an update, because gradients overflowed (float16).
+      loss_scale: of the last step, or None if losses are not scaled.
+      loss_by_time: mean loss in each of ``NUM_BANDS`` equal bands from data to noise; None for a band without images.
     """
 
     step: int
@@ -72,18 +71,17 @@ class StepReport:
 
 
 class StepResult(NamedTuple):
-    """What is kept of a step until its figures are read; tensors on the device.
+    """Losses and gradient norm of a step, on the device until they are reported.
 
     Args:
-      step: which.
       loss: () this rank's share of the mean over the global batch.
       grad_norm: () over all ranks, before clipping.
-      skipped: () 1 where nothing was updated, else 0.
+      skipped: () 1 if the update was skipped, else 0.
       num_images: of the global batch.
       losses: (B,) of each image of this rank.
-      time_shares: (B,) of the way from data to noise, 0..1, at which each was.
-      records: (B,) their positions in the records table.
-      store: which of the stores they are of.
+      time_shares: (B,) position of each image between data, 0, and noise, 1.
+      records: (B,) positions in the records table.
+      store: index of the store.
     """
 
     step: int
@@ -98,14 +96,14 @@ class StepResult(NamedTuple):
 
 
 class Window:
-    """Figures since the last report; the device is waited for only when they are read.
+    """Figures since the last report; only a report waits for the device.
 
     Args:
-      watchdog: with the other ranks, which read their figures together.
-      stores: that the batches are of, to name records.
-      compute: counts what the steps compute.
+      watchdog: connects the ranks, which report together.
+      stores: of the batches, to name records.
+      compute: counts FLOPs and tokens of the steps.
       gauges: of this rank's device.
-      may_skip: a gradient that is not finite is no error (float16, whose loss scale then shrinks).
+      may_skip: a gradient that is not finite is no error, but shrinks the loss scale (float16).
     """
 
     def __init__(
@@ -123,7 +121,7 @@ class Window:
 
     def _reset(self) -> None:
         self._start, self._wait, self._images = time.perf_counter(), 0.0, 0
-        self._traces: list[StepResult] = []
+        self._results: list[StepResult] = []
         self._compute.reset()
 
     @property
@@ -139,38 +137,38 @@ class Window:
         self._wait += time.perf_counter() - start
 
     def step(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
-        """Count what the block computes of a batch, and the device's time in it."""
+        """Count the compute of a batch, and the device time of the block."""
         self._compute.add(batch)
         return self._gauges.step()
 
-    def add(self, trace: StepResult) -> None:
+    def add(self, result: StepResult) -> None:
         """Count one step."""
-        self._traces.append(trace)
-        self._images += trace.num_images
+        self._results.append(result)
+        self._images += result.num_images
 
     def report(
         self, *, step: int, num_images: int, epoch: int, learning_rate: float, scale: float | None
     ) -> StepReport:
-        """Read the figures and begin anew; all ranks do so after the same steps.
+        """Read the figures and reset them; a collective call.
 
         Args:
           scale: of the loss, with float16.
-        Raises: RunError: a loss or a gradient is not finite; it names the records.
+        Raises: RunError: a loss or a gradient is not finite, naming the records; or the loss scale is too small.
         """
-        columns = [(trace.loss, trace.grad_norm, trace.skipped) for trace in self._traces]
+        columns = [(result.loss, result.grad_norm, result.skipped) for result in self._results]
         losses, norms, skipped = (torch.stack(column) for column in zip(*columns, strict=True))
-        shares, of_images = zip(*((trace.time_shares, trace.losses) for trace in self._traces), strict=True)
-        bands = band_sums(torch.cat(shares), torch.cat(of_images))
+        shares = torch.cat([result.time_shares for result in self._results])
+        bands = band_sums(shares, torch.cat([result.losses for result in self._results]))
         if self._watchdog.ranks.world_size > 1:
             dist.all_reduce(losses)
             dist.all_reduce(bands)
         good = skipped == 0
-        loss, num_skipped = losses.mean().item(), int(skipped.sum().item())  # the device is waited for here
+        loss, num_skipped = losses.mean().item(), int(skipped.sum().item())  # waits for the device
         seconds = time.perf_counter() - self._start
         if not math.isfinite(loss) or (num_skipped and not self._may_skip):
-            self._refuse(losses, skipped)
+            self._raise_not_finite(losses, skipped)
         if scale is not None and scale < SMALLEST_SCALE:
-            self._watchdog.leave()  # every rank says the same, and none of them is dead
+            self._watchdog.leave()  # every rank raises, so none of them is dead
             raise RunError(
                 f"step {step}: the loss scale of fp16 has shrunk to {scale:g}, and gradients still overflow. Train "
                 "with --set run.precision=bf16, or a lower optimizer.lr."
@@ -182,7 +180,7 @@ class Window:
             loss=loss,
             grad_norm=norms[good].mean().item() if num_skipped < len(norms) else None,
             learning_rate=learning_rate,
-            seconds_per_step=seconds / len(self._traces),
+            seconds_per_step=seconds / len(self._results),
             images_per_second=self._images / seconds,
             tokens_per_second=self._compute.tokens_per_second(seconds),
             mfu=self._compute.mfu(seconds),
@@ -196,28 +194,22 @@ class Window:
         self._reset()
         return figures
 
-    def _refuse(self, losses: Tensor, skipped: Tensor) -> NoReturn:
-        """Stop at the first step whose loss or gradient is not finite, naming the records that made it so.
-
-        Raises: RunError: on every rank, the same.
-        """
-        left_out = (skipped != 0) & (not self._may_skip)  # on the CPU, where the optimizer is
-        bad = (~losses.isfinite() | left_out.to(losses.device)).tolist().index(True)
-        trace = self._traces[bad]
-        guilty = trace.records[~trace.losses.isfinite()].tolist()
-        keys = [key for said in self._watchdog.gather([self._key(trace, record) for record in guilty]) for key in said]
-        self._watchdog.leave()  # every rank says the same, and none of them is dead
+    def _raise_not_finite(self, losses: Tensor, skipped: Tensor) -> NoReturn:
+        """Raise the same RunError on every rank: the first step that is not finite, and its records."""
+        bad_update = (skipped != 0) & (not self._may_skip)  # on the CPU if the optimizer is
+        result = self._results[(~losses.isfinite() | bad_update.to(losses.device)).tolist().index(True)]
+        records = result.records[~result.losses.isfinite()].tolist()
+        rank_keys = self._watchdog.gather([self._stores[result.store].record_at(record).key for record in records])
+        keys = [key for of_rank in rank_keys for key in of_rank]
+        self._watchdog.leave()  # every rank raises, so none of them is dead
         names = ", ".join(f"'{key}'" for key in keys[:MOST_NAMED])
         more = f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else ""
         what = f"the loss of records {names}{more} is" if keys else "the losses are finite, but the gradient is"
         raise RunError(
-            f"step {trace.step}: {what} not finite. That update was not made, and nothing since the last checkpoint "
-            "was saved. Look at the records with 'leandit inspect STORE KEY'; train with a lower optimizer.lr or with "
+            f"step {result.step}: {what} not finite. The update was skipped, and nothing was saved since the last "
+            "checkpoint. Look at the records with 'leandit inspect STORE KEY'; train with a lower optimizer.lr or with "
             "run.grad_clip, in another --run."
         )
-
-    def _key(self, trace: StepResult, record: int) -> str:
-        return self._stores[trace.store].record_at(record).key
 
 
 class MetricsWriter:
@@ -225,8 +217,8 @@ class MetricsWriter:
 
     Args:
       run: its folder.
-      step: from which it goes on; lines of later steps, of a process that died after its last checkpoint, are dropped.
-      recipe: its ``run.wandb`` says whether wandb is told too.
+      step: from which the run starts or resumes; lines of later steps are dropped.
+      recipe: its ``run.wandb`` turns on wandb.
     Raises: RunError: wandb refuses.
     """
 
@@ -234,7 +226,7 @@ class MetricsWriter:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         self._path = run / METRICS
-        write_atomic(self._path, "".join(_kept(self._path, step)).encode())
+        write_atomic(self._path, "".join(_lines_until(self._path, step)).encode())
         self._wandb = start_wandb(run, recipe) if recipe.run.wandb else None
         self._tensorboard = SummaryWriter(run / "tensorboard", purge_step=step + 1)
 
@@ -257,16 +249,16 @@ class MetricsWriter:
 
 
 def _scalars(values: dict[str, Any]) -> dict[str, float]:
-    """What of a report can be drawn over the steps: all numbers that are known, each band under a name of its own."""
+    """The numbers of a report that can be plotted over the steps, one for each band."""
     bands = {f"loss_by_time/{band / NUM_BANDS:g}": value for band, value in enumerate(values["loss_by_time"])}
     plain = {name: value for name, value in values.items() if name not in ("step", "loss_by_time")}
     return {name: value for name, value in (plain | bands).items() if value is not None}
 
 
-def _kept(path: Path, step: int) -> list[str]:
-    """Lines of a metrics file up to a step; one that a crash cut off is left out.
+def _lines_until(path: Path, step: int) -> list[str]:
+    """Lines of a metrics file up to a step, without a line that a crash cut off.
 
-    Raises: DamageError: a line is no report.
+    Raises: DamageError: a line is not a report.
     """
     if not path.is_file():
         return []
@@ -275,11 +267,11 @@ def _kept(path: Path, step: int) -> list[str]:
         if not line.endswith(b"\n"):
             continue
         try:
-            found = json.loads(line)["step"]
+            line_step = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError) as error:
             raise DamageError(
-                f"'{path}': line {number} is no report of a run. Remove the line, or move the file away: a run "
-                "goes on without it."
+                f"'{path}': line {number} is not a report. Remove the line, or move the file away: a run "
+                "resumes without it."
             ) from error
-        kept += [line.decode()] if found <= step else []
+        kept += [line.decode()] if line_step <= step else []
     return kept

@@ -172,14 +172,14 @@ class TextDenoiser(nn.Module):
         """
         assert conditioning.captions is not None
         assert conditioning.caption_mask is not None
-        captions, where = arrange_captions(
+        captions, layout = arrange_captions(
             conditioning.captions, conditioning.caption_mask, head_width=self.cross_head_width
         )
         more = {"added_cond_kwargs": self.size_conditions(x, conditioning)} if self.family == "pixart" else {}
         return self.net(
             hidden_states=x,
             encoder_hidden_states=captions,
-            encoder_attention_mask=where,
+            encoder_attention_mask=layout,
             timestep=t,
             return_dict=False,
             **more,

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .cross_attention import arrange_captions
+from .cross_attention import CaptionLayout, arrange_captions
 from .layers import (
     Attention,
     CaptionEmbedder,
@@ -68,15 +68,15 @@ class DiTBlock(nn.Module):
         c: Tensor,
         rotation: Rotation | None = None,
         captions: Tensor | None = None,
-        where: Tensor | None = None,
+        layout: CaptionLayout | None = None,
     ) -> Tensor:
         modulation = at_least_float32(self.adaLN_modulation(c))  # 1 + scale would lose a small scale in 16 bits
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation.chunk(6, dim=1)
         x = add_gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa), rotation))
         if self.cross_attn is not None and self.norm_cross is not None:
             assert captions is not None
-            assert where is not None
-            x = x + self.cross_attn(self.norm_cross(x), captions, where).to(x.dtype)
+            assert layout is not None
+            x = x + self.cross_attn(self.norm_cross(x), captions, layout).to(x.dtype)
         return add_gated(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
 
 
@@ -181,7 +181,7 @@ class DiT(nn.Module):
         """
         rows, columns = x.shape[2] // self.patch, x.shape[3] // self.patch
         x, rotation = self.embed_patches(x, rows, columns)  # (B, T, E)
-        where = None
+        layout = None
         with without_autocast(x.device):
             c = self.t_embedder(t)  # (B, E)
             if not self.takes_text:
@@ -189,10 +189,10 @@ class DiT(nn.Module):
         if self.takes_text:
             assert captions is not None
             assert caption_mask is not None
-            captions, where = arrange_captions(captions, caption_mask, head_width=self.head_width)
+            captions, layout = arrange_captions(captions, caption_mask, head_width=self.head_width)
             captions = self.y_embedder(captions)  # (B, L, E)
         for block in self.blocks:
-            x = block(x, c, rotation, captions, where) if self.takes_text else block(x, c, rotation)
+            x = block(x, c, rotation, captions, layout) if self.takes_text else block(x, c, rotation)
         return self.unpatchify(self.final_layer(x, c), rows, columns)
 
     def embed_patches(self, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Rotation | None]:

@@ -1,8 +1,8 @@
-"""The layers of our DiT: embeddings, positions, attention, feed-forward; the plain ones named as published.
+"""The layers of our DiT: embeddings, positions, attention, feed-forward. Published layers keep their names.
 
 Shapes: B batch, C latent channels, p patch, T image tokens, L caption tokens, D caption width, E model width.
 
-Source: "Scalable Diffusion Models with Transformers", arXiv 2212.09748; what is not from there says where it is from.
+Source: "Scalable Diffusion Models with Transformers", arXiv 2212.09748; other sources are named in place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .cross_attention import attend
+from .cross_attention import CaptionLayout
 from .numerics import at_least_float32, without_autocast
 
 MLP_RATIO = 4
@@ -29,7 +29,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class DiTOptions(BaseModel):
-    """What may differ from the published DiT; the defaults are that."""
+    """Options of DiT; the defaults are the published model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,7 +50,7 @@ def add_gated(x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
 
 
 def _multiply_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """x + y * z, in one pass where they have one dtype; else it would copy the narrower ones, and keep the copies."""
+    """x + y * z, in one pass if the dtypes are equal; otherwise addcmul copies the narrower ones, and keeps them."""
     return torch.addcmul(x, y, z) if x.dtype == y.dtype == z.dtype else x + y * z
 
 
@@ -65,7 +65,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The residual stream keeps the order that it has here: without a copy, each norm would make one.
+        # The residual stream keeps this memory order: without a copy here, each norm would make one.
         return self.proj(x).flatten(2).transpose(1, 2).contiguous()
 
 
@@ -86,7 +86,7 @@ def time_features(t: Tensor) -> Tensor:
     The exponent divides by 128, as in DiT; diffusers' DiT class divides by 127, which is another function.
     """
     half = FREQUENCIES // 2
-    t = at_least_float32(t)  # 16 bits do not tell 1000 times apart
+    t = at_least_float32(t)  # 16 bits cannot represent 1000 distinct times
     exponent = torch.arange(half, dtype=t.dtype, device=t.device) / half
     angles = t[:, None] * torch.exp(-math.log(10_000) * exponent)
     return torch.cat([angles.cos(), angles.sin()], dim=1)
@@ -104,7 +104,7 @@ class LabelEmbedder(nn.Module):
 
 
 class GainNorm(nn.RMSNorm):
-    """RMS norm over the last axis with a gain, in float32 at least."""
+    """RMS norm over the last axis with a gain, in at least float32."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=NORM_EPS)
@@ -225,7 +225,7 @@ class Attention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Image tokens (B, T, E) look at the real tokens of their captions (B, L, E)."""
+    """Attention of image tokens (B, T, E) to the real tokens of their captions (B, L, E)."""
 
     def __init__(self, width: int, heads: int, options: DiTOptions) -> None:
         super().__init__()
@@ -236,10 +236,10 @@ class CrossAttention(nn.Module):
         self.k_norm = GainNorm(width // heads) if options.qk_norm else nn.Identity()
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, captions: Tensor, where: Tensor) -> Tensor:
+    def forward(self, x: Tensor, captions: Tensor, layout: CaptionLayout) -> Tensor:
         q = self.q_norm(self.q_linear(x).unflatten(-1, (self.heads, -1)))
         k, v = self.kv_linear(captions).unflatten(-1, (2, self.heads, -1)).unbind(2)
-        return self.proj(attend(q.to(v.dtype), self.k_norm(k).to(v.dtype), v, where).flatten(2))
+        return self.proj(layout.attend(q.to(v.dtype), self.k_norm(k).to(v.dtype), v).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -260,7 +260,7 @@ class SwiGLU(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         hidden = math.ceil(2 * MLP_RATIO * width / 3 / SWIGLU_STEP) * SWIGLU_STEP
-        self.w12 = nn.Linear(width, 2 * hidden)  # the gate, then what is gated
+        self.w12 = nn.Linear(width, 2 * hidden)  # gate, then value
         self.w3 = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The manifest of a run, ``run.json``: what it was begun with, and which revisions of its store it has read.
+"""The manifest of a run, ``run.json``: its settings, and the revisions of its store that it has read.
 
-A run goes on only with what it was begun with; what differs is named. Its revision stays the same while the store
-grows, until the recipe moves it to another.
+A run resumes only with the settings it was started with. It stays at its revision while the store grows, until the
+recipe moves it to another.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 
 RUN = "run.json"
-# Keys of the recipe that may differ when a run goes on: they change how far and how often, not what a step computes.
-# The revision changes what is read; it has rules of its own.
+# Keys that may change when a run resumes: they do not change what a step computes. The revision changes which records
+# are read; ``_check_store`` has its rules.
 FREE_ON_RESUME = {
     "run.steps",
     "run.checkpoint_every",
@@ -54,7 +54,7 @@ FREE_ON_RESUME = {
 
 
 class RevisionRead(BaseModel):
-    """A revision of the store that the run reads from a step on; the root hash is None where it was incomplete."""
+    """A revision that the run reads from a step on; the root hash is None if the store was incomplete."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -64,13 +64,13 @@ class RevisionRead(BaseModel):
 
 
 class RunManifest(BaseModel):
-    """What ``run.json`` holds.
+    """Content of ``run.json``.
 
     Args:
       store: path of the store, relative to the run.
       revisions: read so far, in order; the last is the current one.
       spec: of the model.
-      recipe: of the last call.
+      recipe: of the latest call.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -82,7 +82,7 @@ class RunManifest(BaseModel):
 
 
 def read_run_manifest(run: Path) -> RunManifest | None:
-    """Read the manifest of a run; None where there is no run yet.
+    """Read the manifest of a run; None for a new run.
 
     Raises: RunError: the folder holds something else; DamageError.
     """
@@ -96,21 +96,21 @@ def read_run_manifest(run: Path) -> RunManifest | None:
                 f"run '{run}': '{RUN}' is not valid, '{place}': {problem['msg']}. Restore it, or give another --run."
             ) from error
     if run.exists() and any(not path.name.startswith(TEMPORARY_PREFIX) for path in run.iterdir()):
-        raise RunError(f"run '{run}': the folder is not empty and no run of leandit. Give another --run.")
+        raise RunError(f"run '{run}': the folder is not empty and not a run of leandit. Give another --run.")
     return None
 
 
 def open_store(
     recipe: TrainRecipe, path: Path | str, run: Path, manifest: RunManifest | None, warn: Callable[[str], None]
 ) -> LatentStore:
-    """Open the revision that the recipe asks for, else the one that the run reads, else the newest.
+    """Open the revision of the recipe, else that of the run, else the newest.
 
     Args:
       path: of the store, or its URL.
-    Raises: StoreError; RunError: the store is another one, or no longer has the revision.
+    Raises: StoreError; RunError: it is another store, or it no longer has the revision.
     """
     pinned = manifest and manifest.revisions[-1]
-    sealed = [] if "://" in str(path) else sealed_revisions(Path(path))  # of a URL, opening it tells
+    sealed = [] if "://" in str(path) else sealed_revisions(Path(path))  # a URL raises when it is opened
     if pinned and not recipe.run.revision and sealed and pinned.revision not in sealed:
         raise RunError(
             f"run '{run}': it reads revision {pinned.revision} of store '{path}', which has only "
@@ -132,7 +132,7 @@ def open_store(
 
 
 def _check_store(run: Path, known: list[RevisionRead], store: LatentStore) -> None:
-    """A revision that the run knows must be the same still; another must be of the same store, and fit the model.
+    """Check that known revisions are unchanged, and that a new one has the encoders and classes of the model.
 
     Raises: RunError.
     """
@@ -152,66 +152,66 @@ def _check_store(run: Path, known: list[RevisionRead], store: LatentStore) -> No
                 f"run '{run}': revision {store.revision} of store '{store.path}' was made with {what} than revision "
                 f"{pinned.revision}, which the model has learned. Start a new run."
             )
-    for revision, was, found in hashes:
-        if was is not None and was != found:  # None: it was incomplete, and has been finished since
+    for revision, expected, actual in hashes:
+        if expected is not None and expected != actual:  # None: it was incomplete, and has been finished since
             raise RunError(
-                f"run '{run}': begun with another store: root_hash of revision {revision} was {was!r}, is {found!r}. "
-                "Give another --run, or the store that it was begun with."
+                f"run '{run}': started with another store: root_hash of revision {revision} was {expected!r}, "
+                f"is {actual!r}. Give another --run, or the store that it was started with."
             )
 
 
 def contents_read(revisions: list[RevisionRead], store: LatentStore) -> set[str]:
-    """What stands in the loader's states for the revisions that a run has read."""
+    """Content hashes of the revisions that a run has read, as in the states of its loader."""
     sealed = sealed_revisions(store.path)
-    found = set()
+    hashes = set()
     for entry in revisions:
         if entry.revision == store.revision:
-            found.add(content_hash(entry.root_hash, store.plan_hash))
-        elif entry.root_hash or entry.revision in sealed:  # else it was incomplete, and is so still
+            hashes.add(content_hash(entry.root_hash, store.plan_hash))
+        elif entry.root_hash or entry.revision in sealed:  # otherwise it is still incomplete
             plan_hash = "" if entry.root_hash else read_manifest(store.path, entry.revision).plan
-            found.add(content_hash(entry.root_hash, plan_hash))
-    return found
+            hashes.add(content_hash(entry.root_hash, plan_hash))
+    return hashes
 
 
 def revisions_read(manifest: RunManifest | None, store: LatentStore, step: int) -> list[RevisionRead]:
-    """The revisions up to a step from which the run goes on, and the one that is open now as the last."""
-    here = RevisionRead(revision=store.revision, root_hash=store.root_hash, from_step=step)
-    lived = [entry for entry in manifest.revisions if entry.from_step <= step] if manifest else []
-    if lived and (lived[-1].revision, lived[-1].root_hash) == (here.revision, here.root_hash):
-        return lived
-    return [*lived, here]
+    """The revisions read up to the step from which the run resumes, and the open one as the last."""
+    current = RevisionRead(revision=store.revision, root_hash=store.root_hash, from_step=step)
+    earlier = [entry for entry in manifest.revisions if entry.from_step <= step] if manifest else []
+    if earlier and (earlier[-1].revision, earlier[-1].root_hash) == (current.revision, current.root_hash):
+        return earlier
+    return [*earlier, current]
 
 
 def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: dict[str, Any]) -> None:
-    """Refuse to go on with a run that computes something else, naming the fields.
+    """Check that a resumed run computes the same.
 
-    Raises: RunError.
+    Raises: RunError: naming the settings that differ.
     """
-    # A key that is newer than the run has its default, with which all is computed as before.
-    there = flatten({"recipe": TrainRecipe().model_dump()}) | flatten(
+    # A key that is newer than the run has its default, which keeps the old behaviour.
+    stored = flatten({"recipe": TrainRecipe().model_dump()}) | flatten(
         {"spec": manifest.spec, "recipe": manifest.recipe}
     )
-    here = flatten({"spec": spec, "recipe": recipe.model_dump()})
+    current = flatten({"spec": spec, "recipe": recipe.model_dump()})
     free = FREE_ON_RESUME
-    if "cosine" in (there.get("recipe.schedule.kind"), recipe.schedule.kind):
+    if "cosine" in (stored.get("recipe.schedule.kind"), recipe.schedule.kind):
         free = FREE_ON_RESUME - {"run.steps"}  # the cosine ends at the last step
     differing = [
         key
-        for key in sorted(there.keys() | here.keys())
-        if there.get(key) != here.get(key) and key.removeprefix("recipe.") not in free
+        for key in sorted(stored.keys() | current.keys())
+        if stored.get(key) != current.get(key) and key.removeprefix("recipe.") not in free
     ]
     if differing:
-        fields = "".join(f"\n  {key} was {there.get(key)!r}, is {here.get(key)!r}" for key in differing)
+        fields = "".join(f"\n  {key} was {stored.get(key)!r}, is {current.get(key)!r}" for key in differing)
         raise RunError(
-            f"run '{run}': begun with other settings. Give another --run, or go on with the settings in its "
-            f"recipe.toml. What differs:{fields}"
+            f"run '{run}': started with other settings. Give another --run, or resume with the settings in its "
+            f"recipe.toml. They differ in:{fields}"
         )
 
 
 def continue_manifest(
     run: Path, recipe: TrainRecipe, spec: dict[str, Any], store: LatentStore, manifest: RunManifest | None, step: int
 ) -> RunManifest:
-    """The manifest with which a run goes on from a step."""
+    """The manifest of a run that starts or resumes at a step."""
     return RunManifest(
         store=os.path.relpath(store.path, run),
         revisions=revisions_read(manifest, store, step),

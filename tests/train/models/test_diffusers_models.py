@@ -18,7 +18,7 @@ from leandit.train.loop import StopRequest, train
 from leandit.train.models import cross_attention
 from leandit.train.models.build import Denoiser, build_model
 from leandit.train.models.conditioning import Conditioner, Conditioning
-from leandit.train.models.cross_attention import LinearProcessor, attend_packed, attend_padded, pack_captions
+from leandit.train.models.cross_attention import LinearProcessor, Padded, pack_captions
 from leandit.train.models.diffusers_models import (
     CachedPatchEmbed,
     Family,
@@ -307,8 +307,8 @@ def plain_varlen(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: 
 
 def test_packing_puts_the_real_tokens_first_in_order() -> None:
     captions = torch.arange(21.0).view(3, 7, 1)
-    packed, offsets = pack_captions(captions, MASK)
-    assert offsets.tolist() == [0, 4, 5, 12]
+    packed, layout = pack_captions(captions, MASK)
+    assert layout.offsets.tolist() == [0, 4, 5, 12]
     assert packed.flatten()[:12].tolist() == [0, 1, 2, 3, 7, 14, 15, 16, 17, 18, 19, 20]
     assert packed.shape == captions.shape
 
@@ -317,11 +317,11 @@ def test_packed_attention_is_padded_attention() -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = ((3, 5, 2, 4), (3, 7, 2, 4), (3, 7, 2, 4))
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes)
-    padded = attend_padded(q, k, v, MASK[:, None, None])
+    padded = Padded(MASK[:, None, None]).attend(q, k, v)
     both = torch.cat([k, v], dim=2).flatten(2)
-    packed_rows, offsets = pack_captions(both, MASK)
+    packed_rows, layout = pack_captions(both, MASK)
     one, two = packed_rows.unflatten(2, (4, 4)).chunk(2, dim=2)
-    packed = attend_packed(q, one, two, offsets, varlen=plain_varlen)
+    packed = layout.attend(q, one, two, varlen=plain_varlen)
     torch.testing.assert_close(packed, padded, rtol=1e-12, atol=1e-12)
     pull = torch.randn(padded.shape, generator=generator, dtype=torch.float64)
     wanted, found = (torch.autograd.grad((out * pull).sum(), (q, k, v)) for out in (padded, packed))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
 from leandit.train.models.activation_checkpointing import Mode, checkpoint_blocks
+from leandit.train.models.cross_attention import Padded
 from leandit.train.models.dit import PATCHES, PUBLISHED, SIZES, DiT
 from leandit.train.models.layers import DiTOptions, Mlp, SwiGLU, position_table, rotate, rotation_table, time_features
 
@@ -300,8 +301,8 @@ def test_a_new_model_with_options_puts_out_exactly_zero_and_its_blocks_are_ident
     tokens, condition = (torch.randn(3, *shape, dtype=torch.float64) for shape in ((12, 24), (24,)))
     rotation = model.positions(2, 6)
     rotation = rotation if isinstance(rotation, tuple) else None
-    where, embedded = mask[:, None, None], torch.randn(3, 6, 24, dtype=torch.float64)
-    assert all(torch.equal(block(tokens, condition, rotation, embedded, where), tokens) for block in model.blocks)
+    layout, embedded = Padded(mask[:, None, None]), torch.randn(3, 6, 24, dtype=torch.float64)
+    assert all(torch.equal(block(tokens, condition, rotation, embedded, layout), tokens) for block in model.blocks)
 
 
 def test_swiglu_has_about_as_many_parameters_as_gelu() -> None:

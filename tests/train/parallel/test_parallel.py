@@ -415,13 +415,13 @@ def test_under_torchrun_an_error_of_all_ranks_is_printed_once(recipe: str, tmp_p
     assert ("there is no such folder" if recipe == "dit-s-2-256" else "neither a file nor a shipped recipe") in said[0]
 
 
-def words_of_two(monkeypatch: pytest.MonkeyPatch) -> list[Watchdog]:
-    """The meetings of two ranks that share a store, both in this process; what they print goes to ``printed``."""
+def watchdogs_of_two(monkeypatch: pytest.MonkeyPatch) -> list[Watchdog]:
+    """The watchdogs of two ranks that share a store, both in this process; what they print goes to ``printed``."""
     store = HashStore()
     monkeypatch.setattr("leandit.train.parallel.watchdog._default_store", lambda: store)
     ranks = [Watchdog(Ranks(rank, 2, rank, 2), print) for rank in range(2)]
     for watchdog in ranks:
-        watchdog._words = PrefixStore("two", store)
+        watchdog._store = PrefixStore("two", store)
     return ranks
 
 
@@ -430,9 +430,9 @@ def test_rank_0_prints_its_error_before_it_waits_for_the_others(
 ) -> None:
     printed: list[str] = []
     monkeypatch.setattr("time.sleep", lambda _: printed.append(capsys.readouterr().out))
-    first, second = words_of_two(monkeypatch)
+    first, second = watchdogs_of_two(monkeypatch)
     first.__exit__(None, StoreError("no store"), None)
-    assert len(printed) == 1, "it keeps the words, so it waits"
+    assert len(printed) == 1, "it keeps the store, so it waits"
     assert printed[0].startswith("rank 0 (")
     assert printed[0].endswith("): no store\n")
     error = StoreError("no store")
@@ -445,7 +445,7 @@ def test_a_rank_that_the_launcher_ends_prints_nothing_after_the_one_that_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
-    first, second = words_of_two(monkeypatch)
+    first, second = watchdogs_of_two(monkeypatch)
     first.__exit__(None, StoreError("no store"), None)
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
