@@ -1,7 +1,7 @@
-"""What is measured on a GPU before the first step: how many images go through the model at once, and the attention.
+"""Measure the microbatch and the fastest attention kernel on a GPU, before the first step.
 
-The bucket of most pixels is measured with two sizes of real forwards and backwards, the rest follows: what a forward
-keeps grows with images times pixels. The sizes stand in the checkpoint, so a run that resumes makes the same sums.
+Forward and backward are measured at two sizes in the largest bucket; activations grow with images times pixels. The
+sizes are saved in checkpoints, so that a resumed run sums in the same order.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..step.train_step import image_losses
 from ..weights.checkpoint import OPTIMIZER
 from .state import TrainState
 
-TRIED = ((2, 4), (1, 2))  # images; fewer where those do not fit
-TRIED_IMAGES = 32  # of attention: enough to fill a GPU
-KEPT_FREE = 0.08  # of the memory, for what the allocator cannot use and for what kernels want on the way
+TRIED = ((2, 4), (1, 2))  # images; fewer if those do not fit
+TRIED_IMAGES = 32  # for attention: enough to fill a GPU
+KEPT_FREE = 0.08  # share of memory for fragmentation and for workspaces of kernels
 
 
 def tune(state: TrainState, watchdog: Watchdog) -> None:
-    """Measure on a GPU what the recipe leaves to us and the checkpoint does not hold: how many images go through the
-    model at once, and which attention is fastest. All ranks end with the same. DeepSpeed keeps gradients that were
-    only tried, so with it all images of a rank go at once.
+    """Measure what neither recipe nor checkpoint sets; all ranks get the same values.
+
+    DeepSpeed would keep the gradients of a trial: with it, a rank's images are one microbatch.
 
     Raises: ResourceError: not even one image fits.
     """
@@ -55,8 +55,8 @@ def _fastest_attention(state: TrainState, bucket: str) -> list[str]:
 def _most_images(state: TrainState, largest: str) -> int:
     """Images of the largest bucket that fit.
 
-    Raises: ResourceError: not one; of several ranks, not two, since what a backward that fails leaves of DDP and FSDP
-      cannot be used again.
+    Raises: ResourceError: not one fits; with several ranks, not two, because DDP and FSDP cannot be used again after
+      a backward that failed.
     """
     device = state.device
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - _bytes_to_come(state)
@@ -69,13 +69,13 @@ def _most_images(state: TrainState, largest: str) -> int:
     needed = "one image" if is_alone else "a trial with two images"
     raise ResourceError(
         f"device '{device}': {needed} of bucket '{largest}' does not fit beside the model, {free / 2**30:.1f} GiB are "
-        "there. Use run.activation_checkpointing, parallel.strategy 'fsdp', or a smaller model"
+        "free. Use run.activation_checkpointing, parallel.strategy 'fsdp', or a smaller model"
         f"{'' if is_alone else '; or try run.microbatch=1'}."
     )
 
 
 def _peaks(state: TrainState, bucket: str, tried: tuple[int, int]) -> tuple[float, float] | None:
-    """The peaks of two tried sizes, or None where memory ran out."""
+    """Peak bytes of two microbatches, or None if memory ran out."""
     try:
         return _peak(state, bucket, tried[0]), _peak(state, bucket, tried[1])
     except torch.OutOfMemoryError:
@@ -85,14 +85,14 @@ def _peaks(state: TrainState, bucket: str, tried: tuple[int, int]) -> tuple[floa
 
 
 def most_that_fit(tried: tuple[int, int], peaks: tuple[float, float], free: float) -> int:
-    """Images that fit, from the peaks of two tried sizes in bytes: a constant part and one for each image."""
+    """Images that fit, from the peaks of two sizes in bytes: a constant and a part for each image."""
     each = (peaks[1] - peaks[0]) / (tried[1] - tried[0])
     constant = peaks[0] - each * tried[0]
     return int((free - constant) // each) if each > 0 else int(free >= peaks[0])
 
 
 def microbatch_sizes(buckets: dict[str, int], largest: str, most: int) -> dict[str, int]:
-    """For each bucket, as many images as have no more pixels together than the most of the largest bucket."""
+    """Images for each bucket, with at most as many pixels together as in the largest bucket."""
     return {bucket: most * area(largest) // area(bucket) for bucket in buckets}
 
 
@@ -103,22 +103,21 @@ def area(bucket: str) -> int:
 
 
 def _bytes_to_come(state: TrainState) -> float:
-    """On this rank's GPU: the optimizer's state, which its first step makes, and the gradients, which from the second
-    microbatch of a step on are there all the time."""
+    """Bytes of this rank's GPU that the first step will allocate: gradients, and the optimizer state."""
     parameters = list(state.engine.model.parameters())
-    here = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-    if here[0].device.type == "cpu":  # offloaded
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    if shards[0].device.type == "cpu":  # offloaded
         return 0.0
-    gradients = sum(p.nbytes for p in here)
+    gradients = sum(p.nbytes for p in shards)
     if state.step:
         return gradients
-    is_whole = sum(p.numel() for p in here) == sum(p.numel() for p in parameters)
-    whole = sum(t.numel() * t.element_size() for t in state.engine.expected(OPTIMIZER, in_codes=is_whole).values())
-    return gradients + whole * sum(p.numel() for p in here) / sum(p.numel() for p in parameters)
+    held, total = sum(p.numel() for p in shards), sum(p.numel() for p in parameters)
+    whole = sum(t.numel() * t.element_size() for t in state.engine.expected(OPTIMIZER, in_codes=held == total).values())
+    return gradients + whole * held / total
 
 
 def synthetic_microbatch(state: TrainState, bucket: str, images: int) -> tuple[Tensor, Draws, Conditioning]:
-    """Images of noise, of a bucket, with captions of full length: as large as a microbatch gets."""
+    """A microbatch of noise, with captions of full length: the largest that a bucket can have."""
     latent, text = state.store.spec.latent, state.store.spec.text
     shape = (latent.channels, *(side // latent.downscale for side in bucket_size(bucket)))
     recipe, rows = state.recipe, slice(0, images)
@@ -129,13 +128,13 @@ def synthetic_microbatch(state: TrainState, bucket: str, images: int) -> tuple[T
         dtype = torch.float32 if state.autocast_dtype is None else torch.float16
         captions = torch.zeros(images, text.max_tokens, text.width, dtype=dtype, device=state.device)
         lengths = torch.full((images,), text.max_tokens, device=state.device)
-    given = state.conditioner(labels, captions, lengths, labels, widen=state.autocast_dtype is None)
-    return draws.noise, draws, given
+    conditioning = state.conditioner(labels, captions, lengths, labels, widen=state.autocast_dtype is None)
+    return draws.noise, draws, conditioning
 
 
 def _peak(state: TrainState, bucket: str, images: int) -> float:
-    """Bytes that a forward and backward of so many images of a bucket take at most, all that is there counted."""
-    for _ in range(2):  # the first one compiles, and tries kernels, which takes memory of its own
+    """Peak bytes of the GPU in a forward and backward, with everything allocated before."""
+    for _ in range(2):  # the first compiles and tries kernels, which takes extra memory
         torch.cuda.reset_peak_memory_stats(state.device)
         with state.engine.microbatch(last=True), preferred(state.attention_kernels):
             losses = image_losses(state, *synthetic_microbatch(state, bucket, images))

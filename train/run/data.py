@@ -1,4 +1,4 @@
-"""The data of a run: which records of its store train, in which order, and the loader that brings them."""
+"""The data of a run: which records train, in which order, and the loader that reads them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def build_loader(
     """The loader of a rank.
 
     Args:
-      warn: told how many records a filter keeps, and which buckets never fill a batch.
-    Raises: RecipeError: the filter leaves no record, a bucket has no batch of so few tokens, or there is no batch.
+      warn: called with the number of filtered records, and with buckets that never fill a batch.
+    Raises: RecipeError: the filter leaves no record, one image exceeds ``data.batch_tokens``, or there is no batch.
     """
     data = recipe.data
     selection = select_records(data, store)
@@ -63,7 +63,7 @@ def build_loader(
 
 
 def caption_odds(data: DataSection) -> CaptionOdds | None:
-    """What the recipe draws captions with; None where all are drawn alike."""
+    """Odds of each caption of a record; None if all are drawn alike."""
     if not (data.caption_scores or data.original_share):
         return None
     return CaptionOdds(
@@ -72,7 +72,7 @@ def caption_odds(data: DataSection) -> CaptionOdds | None:
 
 
 def select_records(data: DataSection, store: LatentStore) -> Selection | None:
-    """The records that the recipe's conditions keep; None where there is no condition.
+    """The records that pass the recipe's filter; None without a filter.
 
     Raises: RecipeError: as ``RecordFilter.select``.
     """

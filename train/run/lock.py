@@ -13,11 +13,11 @@ from ...datasets.remote.bounded import release_lock, try_lock
 
 @contextlib.contextmanager
 def run_lock(run: Path) -> Iterator[None]:
-    """Keep others from writing the run's folder; the lock ends with the process, however that ends.
+    """Lock the run's folder against other writers; the lock always ends with the process.
 
-    Where a file system locks no folders, as some network ones, nobody is kept away.
+    File systems that cannot lock folders, as some network ones, are not locked.
 
-    Raises: RunError: another process holds it.
+    Raises: RunError: another process holds the lock.
     """
     run.mkdir(parents=True, exist_ok=True)
     folder = os.open(run, os.O_RDONLY | os.O_CLOEXEC)

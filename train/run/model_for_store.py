@@ -1,4 +1,4 @@
-"""The model that a recipe asks for, built for the store that it trains on; what does not fit is named."""
+"""The model of a recipe, with the sizes of its store."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..weights.init_from import read_config
 
 
 def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
-    """Derive the model from the recipe and the store it shall train on.
+    """Derive the model from the recipe and its store.
 
     Args:
       where: path of the store, for the messages.
-    Raises: RecipeError: unknown model, or options that it has not; RunError: the model does not fit the store.
+    Raises: RecipeError: unknown model, or options that it does not have; RunError: the model does not fit the store.
     """
     name, latent = recipe.model.name, store.latent
     check_model_name(name)
@@ -27,7 +27,7 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
         raise RecipeError(f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options of DiT alone.")
     if family_of(name) and recipe.run.residual != "float32":
         raise RecipeError(
-            f"run.residual '{recipe.run.residual}': model '{name}' has a float32 one. It is a key of DiT."
+            f"run.residual '{recipe.run.residual}': model '{name}' has a float32 stream. Only DiT has this key."
         )
     if recipe.model.channels not in (0, latent.channels):
         raise RunError(
@@ -54,7 +54,7 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
 
 
 def takes_captions(recipe: TrainRecipe) -> bool:
-    """The model shall be conditioned on captions, not on labels.
+    """Whether the model is conditioned on captions, not on labels.
 
     Raises: RecipeError: diffusers' models take no labels.
     """
@@ -65,49 +65,46 @@ def takes_captions(recipe: TrainRecipe) -> bool:
 
 
 def _num_classes(recipe: TrainRecipe, store: StoreSpec, where: str) -> int:
-    name, found = recipe.model.name, len(store.classes or ())
-    if not found:
+    name, num_stored = recipe.model.name, len(store.classes or ())
+    if not num_stored:
         raise RunError(
             f"model '{name}': it needs class labels, store '{where}' has none. Use a model with captions, or "
             "--set conditioning.kind=caption."
         )
-    num_classes = recipe.model.num_classes or found
-    if num_classes < found:
+    num_classes = recipe.model.num_classes or num_stored
+    if num_classes < num_stored:
         raise RunError(
-            f"model '{name}': made for {num_classes} classes (model.num_classes), store '{where}' has {found}. "
+            f"model '{name}': made for {num_classes} classes (model.num_classes), store '{where}' has {num_stored}. "
             "Use --set model.num_classes=0 to build the model for the store."
         )
     return num_classes
 
 
 def _with_config(spec: ModelSpec, recipe: TrainRecipe, where: str) -> ModelSpec:
-    """The spec of the model that is fine-tuned, whose sizes are its own; it must fit store and objective."""
+    """The spec with the config of the model to fine-tune, which must fit store and objective."""
     family, source = family_of(spec.name), recipe.model.init_from
     if not (family and source):
         return spec
     config = read_config(source, family)
-    if not config:  # a run of ours from scratch: the same model, at the store's base size
+    if not config:  # a run of ours from scratch
         return spec
     needed = {"in_channels": spec.channels, "out_channels": spec.out_channels, "caption_channels": spec.caption_width}
     for key, value in needed.items():
-        found = config.get(key) or (config.get("in_channels") if key == "out_channels" else None)
-        if found != value:
+        actual = config.get(key) or (config.get("in_channels") if key == "out_channels" else None)
+        if actual != value:
             raise RunError(
-                f"model '{source}': its {key} is {found}, store '{where}' and objective '{recipe.objective.kind}' need "
-                f"{value}. Use a store and an objective.kind as those that it was trained with."
+                f"model '{source}': its {key} is {actual}, store '{where}' and objective '{recipe.objective.kind}' "
+                f"need {value}. Use the kind of store and objective it was trained with."
             )
     return spec.model_copy(update={"config": config})
 
 
 def check_sizes(spec: ModelSpec, latent: LatentSpec, buckets: list[str]) -> None:
-    """Refuse buckets that are no whole number of patches.
-
-    Raises: RunError.
-    """
+    """Raise RunError if the sides of a bucket are not divisible by the patch size."""
     step = pixels_per_token(spec, latent)
     for bucket in buckets:
         if any(int(side) % step for side in bucket.split("x")):
             raise RunError(
-                f"model '{spec.name}': bucket '{bucket}' is no whole number of patches, {step} px are one patch. "
+                f"model '{spec.name}': bucket '{bucket}' is not divisible by the patch size of {step} px. "
                 "Use a model with smaller patches, or buckets that are multiples of it."
             )

@@ -1,7 +1,7 @@
-"""Writing checkpoints and snapshots, beside the steps that follow if the recipe says so.
+"""Write checkpoints and snapshots, optionally during the next steps.
 
-All ranks gather; the first one writes. What is gathered is a copy of its own, so the next steps may change everything
-while it is written. Writes follow each other in their order, and what went wrong in one is raised before the next.
+All ranks gather; the first one writes a copy, so the next steps may change the state. Writes keep their order, and an
+error in one is raised before the next.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder to be.
+    """Content of a folder to write.
 
     Args:
       kind: CHECKPOINT, SNAPSHOT or AVERAGE.
       groups: its tensors, on the CPU.
-      state: what is no tensor.
+      state: everything else, as JSON values.
     """
 
     kind: str
@@ -39,34 +39,34 @@ class Folder:
 
 @dataclass(frozen=True)
 class Captured:
-    """State of a step, in memory: the folders that shall hold it, none of them on other ranks than the first."""
+    """State of a step in memory, as the folders to write; only the first rank has any."""
 
     step: int
     folders: list[Folder]
 
 
 def gather(engine: Engine, groups: Sequence[str], *, keep: bool) -> dict[str, Tensors]:
-    """Whole tensors on the CPU, by group and name; every rank must ask, and those that do not keep get none."""
-    found: dict[str, Tensors] = {}
+    """Whole tensors on the CPU, by group and name; a collective call. Ranks that do not keep them get none."""
+    gathered: dict[str, Tensors] = {}
     for group in groups:
-        found[group] = {}
-        for name, tensor in engine.tensors(group):  # one at a time: of a sharded model, only one is whole on the device
+        gathered[group] = {}
+        for name, tensor in engine.tensors(group):  # only one at a time is whole on the device
             if keep:
                 copy = tensor.detach().cpu()
-                found[group][name] = copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy
-    return found if keep else {}
+                gathered[group][name] = copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy
+    return gathered if keep else {}
 
 
 def buffers_of(model: nn.Module) -> Tensors:
-    """What a model's state has beside its parameters, on the CPU."""
+    """Persistent buffers of a model, on the CPU."""
     state = model.state_dict()
     return {name: state[name].cpu().clone() for name, _ in model.named_buffers() if name in state}
 
 
 def write(captured: Captured, run: Path, section: RunSection) -> None:
-    """Write the folders, a checkpoint last; older checkpoints go once it has proven whole.
+    """Write the folders, a checkpoint last; then remove older checkpoints.
 
-    Raises: ResourceError: the disk is full; DamageError: it gives back other bytes. The older ones then stay.
+    Raises: ResourceError: the disk is full; DamageError: it returned other bytes. Older checkpoints then stay.
     """
     for folder in captured.folders:
         path = checkpoint.save(folder.kind, run, captured.step, folder.groups, dict(folder.state))
@@ -75,7 +75,7 @@ def write(captured: Captured, run: Path, section: RunSection) -> None:
 
 
 class Saver:
-    """Writes what was captured, one after the other.
+    """Writes captured states one after the other.
 
     Args:
       run: folder.
@@ -88,9 +88,9 @@ class Saver:
         self._pending: Future[None] | None = None
 
     def begin(self, captured: Captured) -> None:
-        """Write, or begin to; waits for the one before.
+        """Write, or start writing, after the previous write has finished.
 
-        Raises: ResourceError, DamageError: of this one or of the one before.
+        Raises: ResourceError, DamageError: of this write or the previous one.
         """
         self.finish()
         if not captured.folders:
@@ -101,23 +101,17 @@ class Saver:
             self._pending = self._thread.submit(write, captured, self._run, self._section)
 
     def check(self) -> None:
-        """Raise what went wrong meanwhile.
-
-        Raises: ResourceError, DamageError.
-        """
+        """Raise the error of a write that has failed: ResourceError, DamageError."""
         if self._pending is not None and self._pending.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until all is written.
-
-        Raises: ResourceError, DamageError.
-        """
+        """Wait until everything is written; raises ResourceError, DamageError."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Wait for the thread, whatever became of its last write."""
+        """Wait for the thread, and ignore its errors."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)

@@ -1,8 +1,7 @@
-"""Which of torch's attention kernels a GPU is fastest with, found by trying them with the model's own calls.
+"""Find the fastest of torch's attention kernels by timing the model's own calls.
 
-Which one is depends on the width of a head, the number of tokens and the GPU (FlashAttention-3 paper, arXiv 2407.08608,
-figure 5: cuDNN and flash change places), so nothing is assumed. The choice stands in the checkpoint: another kernel
-rounds in another way.
+The fastest depends on head width, number of tokens and GPU (FlashAttention-3 paper, arXiv 2407.08608, figure 5).
+Checkpoints store the choice, because kernels round differently.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Call(NamedTuple):
 
 
 def attention_calls(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens: int) -> Counter[Call]:
-    """The calls without a mask that a forward makes, and how often; of a model that computes nothing.
+    """The calls without a mask that a forward makes, with their counts; runs on the meta device.
 
     Args:
       latent_size: height and width of the latent.
@@ -53,7 +52,7 @@ def attention_calls(spec: ModelSpec, latent_size: tuple[int, int], caption_token
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down the sizes of each call of attention."""
+    """Records the sizes of each attention call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def fastest_kernels(calls: Mapping[Call, int], images: int, dtype: torch.dtype, device: torch.device) -> list[str]:
-    """Names of the kernels, the fastest first, by forward and backward of all calls; those that fail come last.
+    """Names of the kernels, the fastest first, by forward and backward of all calls; unsupported ones come last.
 
     Args:
       images: in a microbatch.
@@ -81,7 +80,7 @@ def fastest_kernels(calls: Mapping[Call, int], images: int, dtype: torch.dtype, 
 def _seconds(
     name: str, calls: Mapping[Call, int], images: int, dtype: torch.dtype, device: torch.device
 ) -> float | None:
-    """GPU time of a kernel for all calls of a step; None where it cannot do one of them."""
+    """GPU time of a kernel for all calls of a step; None if it does not support one of them."""
     total = 0.0
     for call, count in calls.items():
         sizes = [(images, call.heads, tokens, call.width) for tokens in (call.queries, call.keys, call.keys)]
@@ -94,7 +93,7 @@ def _seconds(
                 for _ in range(TRIES):
                     _forward_backward(inputs)
                 end.record()
-        except RuntimeError:  # torch's word for a kernel that does not take these sizes, this dtype or this GPU
+        except RuntimeError:  # unsupported sizes, dtype or GPU
             return None
         end.synchronize()
         total += count * start.elapsed_time(end) / 1000 / TRIES
@@ -107,7 +106,7 @@ def _forward_backward(inputs: list[Tensor]) -> None:
 
 
 def preferred(names: Sequence[str]) -> AbstractContextManager[Any]:
-    """Within it attention takes the first of these kernels that can do a call; none of them: as torch chooses."""
+    """Within this context attention uses the first of these kernels that supports a call; no names: torch's choice."""
     if not names:
         return contextlib.nullcontext()
     return sdpa_kernel([*(KERNELS[name] for name in names), SDPBackend.MATH], set_priority=True)

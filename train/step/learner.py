@@ -1,7 +1,6 @@
-"""What learns: a model with its optimizer and averages, and all else that a step reads or changes.
+"""A model with its optimizer, its averages and everything else that a step reads or changes.
 
-Built alike for a run (``resume.py``), for what is measured and for what is traced (``batches.py``), so that all of
-them make the very same step.
+Runs, benchmarks and the memory planner build the same learner, so that all of them make the same step.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class Learner:
 
     Args:
       autocast_dtype: of forward and backward; None: float32.
-      step, num_images: that it has made and seen.
-      microbatches: most images of a forward by bucket, where they were measured.
-      attention_kernels: the fastest first, where they were measured.
+      step, num_images: made and seen so far.
+      microbatches: measured limits of images in a forward, by bucket.
+      attention_kernels: measured, the fastest first.
     """
 
     recipe: TrainRecipe
@@ -65,11 +64,11 @@ def build_learner(
 
     Args:
       null_caption: (max_tokens, D), for a model with text.
-      source_sizes: (records, 2) pixels, for a model that is told them.
-      ranks: place of this process, which ``ranks.connected`` has joined with the others.
+      source_sizes: (records, 2) pixels, for a model conditioned on them.
+      ranks: of this process; ``ranks.connected`` has connected it.
       compiled: the blocks go through torch.compile.
-      pretrained: begin with the weights of ``model.init_from``.
-      onednn: on a CPU, where nothing is compiled, products go through oneDNN.
+      pretrained: load the weights of ``model.init_from``.
+      onednn: use oneDNN for matrix products on a CPU, if nothing is compiled.
     Raises: RecipeError, RunError: something does not fit.
     """
     model = build_model(spec, seed=recipe.run.seed)
@@ -81,7 +80,7 @@ def build_learner(
     if device.type == "cuda":
         if device.index is not None:
             torch.cuda.set_device(device)  # events and streams that name no device are of the current one
-        # What is float32 under autocast, as the time's embedding, is there because it needs to be.
+        # Layers that stay float32 under autocast, as the time embedding, need its precision.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.run.precision == "tf32"
     if device.type == "cpu" and onednn and not compiled:
         use_onednn(model)

@@ -1,4 +1,4 @@
-"""One step: from a batch to an update. With AdamW nothing waits for the device; the other optimizers are asked once
+"""One step: from a batch to an update. With AdamW nothing waits for the device; other optimizers wait once, to learn
 whether the gradient is finite."""
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from .learner import Learner
 def train_step(learner: Learner, batch: Batch) -> StepResult:
     """One update: accumulate the gradients of the microbatches, clip, step, average.
 
-    Returns: losses and gradient norm on the device (read later, so that the step does not wait for them).
+    Returns: losses and gradient norm, still on the device.
     """
     recipe, engine, step, size = learner.recipe, learner.engine, learner.step + 1, batch.global_size
-    mine = rank_slice(size, learner.ranks.rank, learner.ranks.world_size)
+    rows = rank_slice(size, learner.ranks.rank, learner.ranks.world_size)
     draws = draw(
         recipe.objective,
         recipe.conditioning.drop,
         seed=recipe.run.seed,
         step=step,
-        rows=mine,
+        rows=rows,
         shape=tuple(batch.latents.shape[1:]),
         device=learner.device,
     )
-    given = batch.labels, batch.captions, batch.caption_lengths, batch.records
-    conditioning = learner.conditioner(*given, widen=learner.autocast_dtype is None)
+    inputs = batch.labels, batch.captions, batch.caption_lengths, batch.records
+    conditioning = learner.conditioner(*inputs, widen=learner.autocast_dtype is None)
     conditioning = learner.conditioner.drop(conditioning, draws.dropped)
 
     engine.model.train()
     parts = microbatches(
         size, learner.ranks.world_size, recipe.run.microbatch or microbatch_limit(learner, batch.bucket)
     )
-    losses = []
+    parts_losses = []
     for part in parts:
         with (
             engine.microbatch(last=part is parts[-1]),
-            preferred(learner.attention_kernels),
-        ):  # what is recomputed as well
-            found = image_losses(learner, batch.latents[part], draws.part(part), conditioning.part(part))
-            engine.backward(found.sum() / size)
-        losses.append(found.detach())
+            preferred(learner.attention_kernels),  # for recomputed forwards too
+        ):
+            losses = image_losses(learner, batch.latents[part], draws.part(part), conditioning.part(part))
+            engine.backward(losses.sum() / size)
+        parts_losses.append(losses.detach())
 
     rate = learning_rate(recipe.peak_lr, recipe.schedule, step, recipe.run.steps)
     grad_norm, skipped = engine.update(step, learning_rate=rate, grad_clip=recipe.run.grad_clip)
     learner.step, learner.num_images = step, learner.num_images + size
-    of_images = torch.cat(losses)[: len(batch)]
+    losses = torch.cat(parts_losses)[: len(batch)]
     return StepResult(
         step=step,
-        loss=of_images.sum() / size,
+        loss=losses.sum() / size,
         grad_norm=grad_norm,
         skipped=skipped,
         num_images=size,
-        losses=of_images,
+        losses=losses,
         time_shares=time_share(recipe.objective, draws.times)[: len(batch)],
         records=batch.records,
         store=batch.store,
@@ -69,9 +69,9 @@ def train_step(learner: Learner, batch: Batch) -> StepResult:
 
 
 def image_losses(learner: Learner, x: Tensor, draws: Draws, conditioning: Conditioning) -> Tensor:
-    """Loss of each image of a microbatch; one zero for a rank that has none left, so that all ranks go the same way."""
+    """Loss of each image of a microbatch; a rank without images computes one zero, as collectives need all ranks."""
     if not len(x):
-        return image_losses(learner, *_nothing(x, conditioning)) * 0
+        return image_losses(learner, *_dummy(x, conditioning)) * 0
 
     def predict(noisy: Tensor, t: Tensor) -> Tensor:
         cast = torch.autocast(learner.device.type, learner.autocast_dtype, enabled=learner.autocast_dtype is not None)
@@ -81,28 +81,28 @@ def image_losses(learner: Learner, x: Tensor, draws: Draws, conditioning: Condit
     return loss_per_image(learner.recipe.objective, predict, x, draws.noise, draws.times)
 
 
-def _nothing(x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Draws, Conditioning]:
-    """One made-up image in the place of none: zeros, at time zero."""
+def _dummy(x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Draws, Conditioning]:
+    """One image of zeros at time zero."""
     image, time = x.new_zeros((1, *x.shape[1:])), x.new_zeros(1)
     return image, Draws(image, time, time.bool()), conditioning.dummy()
 
 
 def microbatch_limit(learner: Learner, bucket: str) -> int:
-    """Most images of a forward, where it was measured; of a bucket that is new since, the least. 0: no limit."""
+    """Measured limit of images in a forward; for a bucket that is new since, the smallest one. 0: no limit."""
     measured = learner.microbatches
     return measured.get(bucket) or min(measured.values(), default=0)
 
 
 def microbatches(size: int, world_size: int, limit: int) -> list[slice]:
-    """Cut a rank's slice of a global batch for one forward each: as few as can be, and as equal.
+    """Split a rank's slice of a global batch into as few microbatches as possible, of equal size.
 
-    All ranks make as many, so the last ones may be beyond the end of a rank that has fewer images.
+    All ranks have the same number, so the last ones may lie beyond the end of a rank with fewer images.
 
     Args:
       size: images of the global batch.
       limit: most images of a forward; 0: no limit.
     """
-    most = -(-size // world_size)  # images of the rank that has most
+    most = -(-size // world_size)  # images of the largest rank
     count = -(-most // limit) if limit else 1
     each = -(-most // count)
     return [slice(start, start + each) for start in range(0, most, each)]

@@ -304,7 +304,7 @@ def test_a_small_model_is_not_promised_more_than_its_launches_allow(
 
 
 def test_pictures_that_are_no_whole_patches_are_refused() -> None:
-    with pytest.raises(RunError, match="no whole number of patches"):
+    with pytest.raises(RunError, match="is not divisible by the patch size"):
         workload_at_resolution(load("dit-s-2-256", SMALL), 250)
 
 

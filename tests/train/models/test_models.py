@@ -145,7 +145,7 @@ def test_a_bucket_of_no_whole_number_of_patches_is_refused(label_store: LatentSt
     latent = label_store.spec.latent
     fits, does_not = f"{4 * latent.downscale}x{8 * latent.downscale}", f"{4 * latent.downscale}x{5 * latent.downscale}"
     check_sizes(LABELS, latent, [fits])
-    with pytest.raises(RunError, match=f"{does_not}.*no whole number of patches"):
+    with pytest.raises(RunError, match=f"{does_not}.*is not divisible by the patch size"):
         check_sizes(LABELS, latent, [fits, does_not])
 
 

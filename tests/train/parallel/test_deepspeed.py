@@ -145,7 +145,7 @@ def test_fp16_is_refused_where_deepspeed_has_none(label_store: LatentStore, tmp_
 
     if get_accelerator().is_fp16_supported():
         pytest.skip("this CPU has float16")
-    with pytest.raises(RecipeError, match="it has no float16 on device 'cpu'"):
+    with pytest.raises(RecipeError, match="device 'cpu' has no float16"):
         train(
             train_recipe("dit-s-4", f"parallel.deepspeed_config={path}"),
             store_path=label_store.path,
