@@ -1,7 +1,7 @@
-"""Activation checkpointing: what the backward pass computes again instead of keeping it (Chen et al. 2016).
+"""Activation checkpointing: the backward pass recomputes activations (Chen et al. 2016).
 
-A block becomes one of a subclass whose ``forward`` is checkpointed: the names of parameters stay, a block that is
-compiled is compiled with it, and FSDP, which hooks into the call, gathers no weights a second time.
+A block gets a subclass whose ``forward`` is checkpointed: parameters keep their names, compilation includes it, and
+FSDP, which hooks into ``__call__``, does not gather weights twice.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Hooks = Callable[[], AbstractContextManager[Any]]
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Mode, *, to_cpu: bool | Hooks = False) -> None:
-    """Choose what the blocks keep for the backward pass; the last call holds.
+    """Choose what the blocks keep for the backward pass; a later call replaces an earlier one.
 
     Args:
-      mode: "none" keeps everything. "blocks" keeps what goes into a block. "selective" keeps matrix products,
-        convolutions and attention too, and computes the pointwise rest again.
-      to_cpu: what goes into a block waits in the memory of the CPU; or the hooks that do as if it did.
+      mode: "none" keeps everything. "blocks" keeps the inputs of a block. "selective" keeps matrix products,
+        convolutions and attention too, and recomputes the pointwise rest.
+      to_cpu: offload the inputs of a block to the CPU; or the saved-tensor hooks that simulate it.
     """
     for block in blocks:
         plain = getattr(type(block), "plain_class", type(block))
@@ -36,30 +36,30 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Mode, *, to_cpu: bool |
 
 @functools.cache
 def checkpointed_class(plain: type[nn.Module], mode: Mode, to_cpu: bool | Hooks = False) -> type[nn.Module]:
-    """A subclass of a block's class that computes again what the mode does not keep.
+    """A subclass of a block's class that recomputes what the mode does not keep.
 
-    Its ``forward`` is a function of this module, since the compiler passes over frames of torch's own, and one for all
-    blocks of a class, so that they share their compiled code.
+    Its ``forward`` is defined here, because the compiler skips torch's own frames; blocks of a class share it, and so
+    their compiled code.
     """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no block draws anything
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # blocks are deterministic
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept_operations())
 
-    def forward(self: Any, *args: Any, **more: Any) -> Any:
-        own = super(made, self).forward  # pyright: ignore[reportAttributeAccessIssue]
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain_forward = super(subclass, self).forward  # pyright: ignore[reportAttributeAccessIssue]
         if not to_cpu:
-            return checkpoint(own, *args, **options, **more)
-        # The hooks around a checkpoint take the inputs of the block; those within it take the rest, and drop it.
-        on_gpu = any(isinstance(given, Tensor) and given.is_cuda for given in args)
+            return checkpoint(plain_forward, *args, **options, **kwargs)
+        # Hooks around a checkpoint see the inputs of the block; the hooks within it drop the rest.
+        on_gpu = any(isinstance(arg, Tensor) and arg.is_cuda for arg in args)
         with to_cpu() if callable(to_cpu) else save_on_cpu(pin_memory=on_gpu):
-            return checkpoint(own, *args, **options, **more)
+            return checkpoint(plain_forward, *args, **options, **kwargs)
 
-    made = type(plain.__name__, (plain,), {"forward": forward, "plain_class": plain})
-    return made
+    subclass = type(plain.__name__, (plain,), {"forward": forward, "plain_class": plain})
+    return subclass
 
 
 def kept_operations() -> list[Any]:
-    """Operations whose results "selective" keeps: those that take the time."""
+    """The expensive operations, whose results "selective" keeps."""
     import torch.nn.attention.varlen  # registers its operation
 
     aten = torch.ops.aten

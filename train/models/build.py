@@ -1,7 +1,6 @@
-"""The models that can be trained, behind one call: ``denoiser(x, t, conditioning)``.
+"""Build the models behind one call: ``denoiser(x, t, conditioning)``.
 
-Our own DiT takes class labels, or captions of any encoder; diffusers' PixArt and Sana take captions. What a model is
-made of stands in a ``ModelSpec`` (``spec.py``).
+Our DiT takes class labels, or captions of any encoder; diffusers' PixArt and Sana take captions.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ def dit_names() -> list[str]:
 
 
 def check_model_name(name: str) -> None:
-    """Refuse a model that there is not.
-
-    Raises: RecipeError.
-    """
+    """Raise RecipeError if the model name is unknown."""
     known = [*dit_names(), *PIXART_SIZES, *SANA_SIZES]
     if name not in known:
         raise RecipeError(f"model.name '{name}': needed one of {', '.join(known)}.")
@@ -75,7 +71,7 @@ class DiTDenoiser(nn.Module):
         return self.net(x, t, conditioning.labels, conditioning.captions, conditioning.caption_mask)
 
     def checkpoint_activations(self, mode: Mode = "blocks") -> None:
-        """Choose what the backward pass computes again (``recompute.checkpoint_blocks``)."""
+        """See ``checkpoint_blocks``."""
         checkpoint_blocks(self.blocks, mode)
 
     @property

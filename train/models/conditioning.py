@@ -1,4 +1,4 @@
-"""What a batch is conditioned on, and what takes its place where it is dropped."""
+"""Conditioning of a batch, and its null for classifier-free guidance."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .spec import ModelSpec
 
 
 class Conditioning(NamedTuple):
-    """What a batch is conditioned on: labels, or captions with their mask.
+    """Labels, or captions with their mask.
 
     Args:
-      labels: (B,) int64, the number of classes for null.
+      labels: (B,) int64; null is the number of classes.
       captions: (B, L, D).
       caption_mask: (B, L) true for valid tokens.
-      source_sizes: (B, 2) float32 height and width of the source pictures in pixels, for a model that asks for them.
+      source_sizes: (B, 2) float32 height and width of the source pictures in pixels, for models that use them.
     """
 
     labels: Tensor | None = None
@@ -32,7 +32,7 @@ class Conditioning(NamedTuple):
         return Conditioning(*(None if tensor is None else tensor[rows] for tensor in self))
 
     def dummy(self) -> Conditioning:
-        """That of one image of zeros, with one valid token."""
+        """Zeros for one image, with one valid token."""
         labels, captions, mask, sizes = self
         return Conditioning(
             labels=None if labels is None else labels.new_zeros(1),
@@ -49,10 +49,10 @@ class Conditioner:
     Args:
       spec: of the model.
       null_caption: (max_tokens, D) embedding of the empty caption, for a model with text.
-      source_sizes: (records, 2) float32 pixels on the device of the batches, for a model that asks for them; eight
-        bytes a record there, so that batches need not carry them.
-      caption_step: captions are padded to a multiple of it, or to the length of null where that is less, so that blocks
-        which are compiled see few lengths.
+      source_sizes: (records, 2) float32 pixels on the device of the batches, for models that use
+        them; at eight bytes a record, batches need not carry them.
+      caption_step: pad captions to a multiple of it, at most to the length of null, so that compiled blocks see few
+        lengths.
     """
 
     spec: ModelSpec
@@ -69,13 +69,13 @@ class Conditioner:
         *,
         widen: bool = True,
     ) -> Conditioning:
-        """Conditioning of a batch, nothing dropped.
+        """Conditioning of a batch, without dropping.
 
         Args:
           labels: (B,) int64, -1 for none.
           captions: (B, L, D), with their (B,) lengths.
           records: (B,) int64 positions in the records table.
-          widen: captions of 16 bits to float32, which the model needs where it does not run under autocast.
+          widen: convert 16-bit captions to float32, which the model needs without autocast.
         """
         if not self.spec.takes_text:
             assert labels is not None
@@ -91,14 +91,14 @@ class Conditioner:
         return Conditioning(captions=captions, caption_mask=mask, source_sizes=sizes)
 
     def _padding(self, length: int) -> int:
-        """Rows to add to captions of a length."""
+        """Rows of padding to add to captions of this length."""
         longest = length if self.null_caption is None else max(length, len(self.null_caption))
         return min(-(-length // self.caption_step) * self.caption_step, longest) - length
 
     def drop(self, conditioning: Conditioning, where: Tensor) -> Conditioning:
         """Replace the conditioning of some images by null.
 
-        A dropped caption keeps its mask, as in PixArt and Sana: the first rows of null take the place of its tokens.
+        A dropped caption keeps its mask, as in PixArt and Sana: the first rows of null replace its tokens.
 
         Args:
           where: (B,) bool.

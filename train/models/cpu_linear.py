@@ -1,7 +1,7 @@
-"""Linear layers on a CPU, their products by oneDNN.
+"""Linear layers on a CPU by oneDNN.
 
-torch gives float32 products to MKL, which on CPUs that are not Intel's leaves half of what their vectors can do; torch
-carries oneDNN too, which does not. Convolutions go through it anyway. Shapes: K inputs, N outputs, any leading axes.
+torch computes float32 products by MKL, which reaches half of the speed of oneDNN on CPUs that are not Intel's.
+Shapes: K inputs, N outputs, any leading axes.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -17,12 +17,12 @@ from torch.autograd.function import once_differentiable
 
 
 def has_onednn() -> bool:
-    """Whether this torch carries the operation, and it is not turned off (``torch.backends.mkldnn.enabled``)."""
+    """Whether this torch has the operation, and ``torch.backends.mkldnn.enabled``."""
     return bool(torch.backends.mkldnn.enabled) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Let the linear layers of a model go through oneDNN where it is to be had; their parameters keep their names."""
+    """Run the linear layers of a model by oneDNN if available; parameters keep their names."""
     if not has_onednn():
         return
     for module in model.modules():
@@ -31,7 +31,7 @@ def use_onednn(model: nn.Module) -> None:
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer that is torch's own, but for float32 on a CPU outside of autocast. Once differentiable."""
+    """torch's linear layer, with oneDNN for float32 on a CPU outside of autocast. Once differentiable."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -58,7 +58,7 @@ class _Products(torch.autograd.Function):
         rows = gradient.reshape(-1, gradient.shape[-1])
         return (
             _product(gradient, weight.t(), None) if for_x else None,
-            # oneDNN would make this copy by itself, where nobody sees its memory.
+            # oneDNN would make this copy itself, in memory that torch does not count.
             _product(rows.t().contiguous(), x.reshape(-1, x.shape[-1]).t(), None) if for_weight else None,
             rows.sum(0) if for_bias else None,
         )

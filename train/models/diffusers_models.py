@@ -40,7 +40,7 @@ PIXART_DOWNSCALE = 8  # pixels a latent pixel, of the VAEs that PixArt is traine
 
 
 def family_of(name: str) -> Family | None:
-    """Which of diffusers' classes a model is, or None."""
+    """Family of diffusers' models, or None for a DiT."""
     if name in PIXART_SIZES:
         return "pixart"
     return "sana" if name in SANA_SIZES else None
@@ -60,7 +60,7 @@ def transformer_class(family: Family) -> Any:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Keep what optional libraries of diffusers log as they are imported from the user, whom it does not concern."""
+    """Silence what diffusers' optional libraries log during their import."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -104,10 +104,10 @@ def published_config(name: str, *, channels: int, out_channels: int, caption_wid
 
 
 class CachedPatchEmbed(nn.Module):
-    """diffusers' patch embedding, its position table computed once for each size instead of at each forward.
+    """diffusers' patch embedding, with a position table that is computed once for each size.
 
     Args:
-      plain: takes its weights over, under the same names.
+      plain: the original, whose weights it shares under the same names.
     """
 
     def __init__(self, plain: Any) -> None:
@@ -128,15 +128,15 @@ class CachedPatchEmbed(nn.Module):
         if key not in self._tables:
             from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
-            with torch.inference_mode(False):  # a table that was made while sampling may serve training later
-                found: Any = get_2d_sincos_pos_embed(
+            with torch.inference_mode(False):  # a table made while sampling may be used in training later
+                table: Any = get_2d_sincos_pos_embed(
                     embed_dim=self.proj.out_channels,
                     grid_size=(rows, columns),
                     base_size=self.base_size,
                     interpolation_scale=self.scale,
                     output_type="pt",
                 )
-                self._tables[key] = found.float().unsqueeze(0).to(device)
+                self._tables[key] = table.float().unsqueeze(0).to(device)
         return self._tables[key]
 
 
@@ -156,7 +156,7 @@ class TextDenoiser(nn.Module):
         embed = getattr(self.net, name)
         if embed.pos_embed is not None:
             setattr(self.net, name, CachedPatchEmbed(embed))
-        getattr(self.net, name).register_forward_hook(_begin_stream)
+        getattr(self.net, name).register_forward_hook(_start_stream)
         blocks: list[Any] = list(self.blocks)
         for block in blocks:
             block.attn2.set_processor(CaptionProcessor())
@@ -168,7 +168,7 @@ class TextDenoiser(nn.Module):
     def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
         """(B, C, H, W), (B,) time in 0..1000, captions to (B, out_channels, H, W).
 
-        Time 1000 is pure noise in both. Sana's trainer rounds it down to whole numbers; here it is what was drawn.
+        Time 1000 is pure noise in both. Sana's trainer rounds it down to whole numbers; here it stays as drawn.
         """
         assert conditioning.captions is not None
         assert conditioning.caption_mask is not None
@@ -186,12 +186,12 @@ class TextDenoiser(nn.Module):
         )[0]
 
     def size_conditions(self, x: Tensor, conditioning: Conditioning) -> dict[str, Tensor | None]:
-        """What PixArt-alpha at 1024 px is told of a picture: size of its source, (B, 2) height and width, and ratio.
+        """Inputs of PixArt-alpha at 1024 px: (B, 2) height and width of the source picture, and (B, 1) aspect ratio.
 
-        Where no source is known, as in sampling, the picture's own size takes its place.
+        Without a source, as in sampling, the size is that of the picture itself.
 
         Source: Chen et al. 2023, arXiv 2310.00426, appendix; as in its trainer, the ratio is the key of the bucket in
-        PixArt's table. For a bucket that no table has it is height over width.
+        PixArt's table. Without a bucket in the table it is height over width.
         """
         if not self.net.config.use_additional_conditions:
             return {"resolution": None, "aspect_ratio": None}
@@ -203,7 +203,7 @@ class TextDenoiser(nn.Module):
         return {"resolution": sizes, "aspect_ratio": torch.full((len(x), 1), ratio, device=x.device)}
 
     def checkpoint_activations(self, mode: Mode = "blocks") -> None:
-        """Choose what the backward pass computes again (``recompute.checkpoint_blocks``)."""
+        """See ``checkpoint_blocks``."""
         checkpoint_blocks(self.blocks, mode)
 
     @property
@@ -212,21 +212,21 @@ class TextDenoiser(nn.Module):
         return self.net.transformer_blocks
 
 
-def _begin_stream(embed: nn.Module, given: Any, tokens: Tensor) -> Tensor:
-    """Tokens (B, T, E) as all blocks hand them on: in one piece, and under autocast float32, as their gates are.
+def _start_stream(embed: nn.Module, inputs: Any, tokens: Tensor) -> Tensor:
+    """Tokens (B, T, E), contiguous and at least float32, as the blocks return them.
 
-    diffusers leaves both to the first block, which would be compiled for itself, and transposed at each norm.
+    Otherwise the first block would be compiled separately, and each norm would transpose.
     """
     return at_least_float32(tokens).contiguous()
 
 
 def initialize_weights(net: Any, family: Family) -> None:
-    """Start from scratch as the published code does, and diffusers does not.
+    """Initialise as the published code does, unlike diffusers.
 
-    Both: xavier for linear layers and patches, with queries, keys and values as the one matrix that they are there, and
-    a deviation of 0.02 for what embeds time, sizes and captions. PixArt begins with zeros for its output and for what
-    cross-attention adds. Sana's output is xavier, and its norm of captions has a gain of 0.01; its convolutions, as the
-    tables that scale and shift in both, keep torch's and diffusers' start, which is the published one.
+    Both: xavier for linear layers and patches, with queries, keys and values as one matrix, and a standard deviation
+    of 0.02 for embedders of time, sizes and captions. PixArt: zeros for the output of the model and of cross-attention.
+    Sana: xavier for the output, a gain of 0.01 for the caption norm. Sana's convolutions, and the modulation tables of
+    both, keep the defaults of torch and diffusers, which are the published ones.
 
     Source: ``initialize`` in PixArt-sigma's and NVlabs/Sana's ``PixArtMS.py`` and ``sana_multi_scale.py``.
     """

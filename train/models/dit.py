@@ -1,11 +1,10 @@
 """DiT: the diffusion transformer of Peebles and Xie 2023, with the parameter names of the published checkpoints.
 
 Shapes: B batch, C latent channels, H W latent size, p patch, T = (H/p)(W/p) image tokens, E width, L caption tokens, D
-caption width. Any H and W that are multiples of p; the position table of the base size is part of the checkpoint, those
-of other sizes are computed.
+caption width. H and W are multiples of p; checkpoints hold the position table of the base size only.
 
-Without options it is the published model. With captions instead of labels, each block looks at them between attention
-and feed-forward, as in PixArt (arXiv 2310.00426, section 2.3).
+Without options it is the published model. With captions instead of labels, each block has cross-attention between
+attention and feed-forward, as in PixArt (arXiv 2310.00426, section 2.3).
 
 Source: "Scalable Diffusion Models with Transformers", arXiv 2212.09748, section 3 and table 1.
 """
@@ -50,7 +49,7 @@ def size_of(name: str) -> tuple[int, int, int, int]:
 
 
 class DiTBlock(nn.Module):
-    """Transformer block with adaLN-Zero conditioning (figure 3, right); captions bring cross-attention."""
+    """Transformer block with adaLN-Zero conditioning (figure 3, right); cross-attention with captions."""
 
     def __init__(self, width: int, heads: int, options: DiTOptions, *, takes_text: bool) -> None:
         super().__init__()
@@ -70,7 +69,7 @@ class DiTBlock(nn.Module):
         captions: Tensor | None = None,
         layout: CaptionLayout | None = None,
     ) -> Tensor:
-        modulation = at_least_float32(self.adaLN_modulation(c))  # 1 + scale would lose a small scale in 16 bits
+        modulation = at_least_float32(self.adaLN_modulation(c))  # 1 + scale would round away a small scale in 16 bits
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation.chunk(6, dim=1)
         x = add_gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa), rotation))
         if self.cross_attn is not None and self.norm_cross is not None:
@@ -101,10 +100,10 @@ class DiT(nn.Module):
       depth, width, heads, patch: the size.
       channels: C of the latents.
       out_channels: 2C with learned variance, else C.
-      num_classes: of the label table, the null class not counted.
+      num_classes: without the null class.
       base_size: latent height and width of the position table in the checkpoint.
       caption_width: D; 0: conditioned on classes.
-      options: what differs from the published model.
+      options: changes to the published model.
 
     Attributes:
       residual: dtype of the residual stream under autocast to bfloat16; in any other precision it is float32.
@@ -144,7 +143,7 @@ class DiT(nn.Module):
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
-        """Initialise as the paper does: xavier, small embeddings, and zeros so that each block begins as identity."""
+        """Initialise as the paper does: xavier, small embeddings, zeros that make each block the identity."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -222,7 +221,7 @@ class DiT(nn.Module):
         weight = self.x_embedder.proj.weight
         key = (rows, columns, weight.device)
         if key not in self._positions:
-            with torch.inference_mode(False):  # a table that was made while sampling may serve training later
+            with torch.inference_mode(False):  # a table made while sampling may be used in training later
                 if self.pos_embed is not None:
                     table = position_table(rows, columns, self.pos_embed.shape[2], self.base_grid)
                     self._positions[key] = table[None].to(self.pos_embed)

@@ -1,4 +1,4 @@
-"""Where 16 bits would lose: what the models compute in wider numbers, whatever autocast says."""
+"""Precision that the models need, whatever autocast does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """Compute in the dtype of the inputs; nothing to do on meta, which has no autocast."""
+    """Compute in the dtype of the inputs; a no-op on meta, which has no autocast."""
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 

@@ -1,4 +1,4 @@
-"""What a model is made of: it travels with every checkpoint and snapshot, which are built again from it."""
+"""The specification of a model, stored with every checkpoint and snapshot."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .layers import DiTOptions
 
 
 class ModelSpec(BaseModel):
-    """Everything needed to build a model again.
+    """Everything needed to build a model.
 
     Args:
       num_classes: of the label table; 0 with captions.
       caption_width: 0 with labels.
       options: of our DiT.
-      config: arguments of diffusers' class, where the model came from a folder or the hub.
+      config: arguments of diffusers' class, if the model came from a folder or the hub.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -37,5 +37,5 @@ class ModelSpec(BaseModel):
 
     @property
     def takes_sizes(self) -> bool:
-        """Told the sizes of the source pictures too (PixArt-alpha at 1024 px)."""
+        """Conditioned on the sizes of the source pictures too (PixArt-alpha at 1024 px)."""
         return bool(self.config.get("use_additional_conditions"))

@@ -1,4 +1,4 @@
-"""A model, spread over the ranks: compiled, wrapped by DDP, sharded by FSDP2, or given to DeepSpeed."""
+"""Distribute a model over the ranks: compile it, wrap it in DDP, shard it by FSDP2, or hand it to DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from .engine import Engine, TorchEngine
 from .ranks import COLLECTIVE_TIMEOUT, Ranks
 from .strategy import choose_strategy, num_replicas
 
-MOST_SHAPES = 2048  # that are compiled: 40 buckets, lengths of captions, last batches; torch stops at 8, and is eager
+MOST_SHAPES = (
+    2048  # compiled shapes: 40 buckets, caption lengths, last batches; after 8, torch's default, it runs eagerly
+)
 
 
 def compile_blocks(model: Denoiser) -> None:
     """Compile the forward of each block, once for each shape.
 
-    Of the forward alone: the hooks of FSDP stay outside of the graph, and parameters keep their names. All blocks of a
-    model share the code of a shape.
+    Hooks of FSDP stay outside of the graph, and parameters keep their names. All blocks share the code of a shape.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_SHAPES)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MOST_SHAPES)
-    config.optimize_ddp = False  # it would cut each block where a bucket of gradients ends
+    config.optimize_ddp = False  # it would split blocks at the ends of gradient buckets
     for block in model.blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
 
 
 def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: torch.device, *, compiled: bool) -> Engine:
-    """Spread a model over the ranks as the recipe says.
+    """Distribute a model over the ranks by the recipe's strategy.
 
     Args:
       model: float32, on the CPU, the same on every rank.
@@ -54,11 +55,11 @@ def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: tor
     forward: nn.Module = model
     if strategy in ("fsdp", "hsdp"):
         shard(model, section, ranks, device, dtype)
-    elif device.type != "cpu":  # a module of fake tensors cannot be moved, not even to where it is
+    elif device.type != "cpu":  # a module of fake tensors cannot be moved, even to its own device
         model.to(device)
     if strategy == "ddp":
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is in no 2.10 yet
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.10 has no replacement yet
             forward = DistributedDataParallel(
                 model,
                 device_ids=[device] if device.type == "cuda" else None,
@@ -72,12 +73,12 @@ def build_engine(recipe: TrainRecipe, model: Denoiser, ranks: Ranks, device: tor
 def shard(
     model: Denoiser, section: ParallelSection, ranks: Ranks, device: torch.device, dtype: torch.dtype | None
 ) -> None:
-    """Shard each block, then what is left of the model, over the ranks (FSDP2); it moves to the device meanwhile.
+    """Shard each block, then the rest of the model, over the ranks (FSDP2), and move them to the device.
 
-    Blocks are gathered in the dtype that they compute in, and their gradients summed in float32; what is outside of
-    them is small, and stays float32, as the time embedding needs it.
+    Blocks are gathered in the dtype of the computation, and their gradients summed in float32. The rest is small and
+    stays float32, which the time embedding needs.
     """
-    # The loss takes the output as it is; nothing of ours writes into it.
+    # The warning is about in-place changes of the output, which nothing here makes.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -102,7 +103,7 @@ def _mesh(section: ParallelSection, ranks: Ranks, device: torch.device) -> Devic
         replicas = num_replicas(section, ranks)
         shape = (replicas, ranks.world_size // replicas)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-        for group in mesh.get_all_groups():  # which have torch's default, not that of the group of all ranks
+        for group in mesh.get_all_groups():  # subgroups do not inherit the timeout
             dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, group)
         return mesh
     return init_device_mesh(device.type, (ranks.world_size,), mesh_dim_names=("shard",))

@@ -1,7 +1,7 @@
-"""A user's ds_config.json and the recipe: what the file says holds, and what it leaves open comes from the recipe.
+"""Merge a user's ds_config.json with the recipe: values of the file win, the recipe fills in the rest.
 
-``resolve`` gives both as they are used: the recipe with the values of the file, and the config as DeepSpeed gets it.
-Batches are cut and gradients summed by our loop, so DeepSpeed itself is told of single microbatches.
+``resolve`` returns the recipe with the values of the file, and the config for DeepSpeed. Our loop splits batches and
+accumulates gradients, so DeepSpeed gets single microbatches.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ...datasets.recipe import flatten
 from ..config import TrainRecipe
 from .deepspeed_keys import UNUSED_CHECKPOINTING
 
-ADAM_NAMES = ("adam", "adamw")  # of DeepSpeed: their state has our names
+ADAM_NAMES = ("adam", "adamw")  # DeepSpeed's names of optimizers whose state is AdamW's
 AUTO = (None, "auto")
 PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
-# Sections that are looked into; what lies inside of another stands behind it.
+# Sections that are checked, outer ones first.
 SECTIONS = (
     "zero_optimization",
     "zero_optimization.offload_param",
@@ -38,14 +38,14 @@ SECTIONS = (
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """Recipe and ds_config.json as they are used.
+    """A merged recipe and ds_config.json.
 
     Args:
       config: for DeepSpeed.
       recipe: with the values of the file.
-      cpu_checkpointing: what blocks keep for the backward pass waits in the CPU's memory.
-      loss_scaler: the section fp16 of the file, with "auto" left out.
-      notes: lines for a person: a table of what differs, and what is passed over.
+      cpu_checkpointing: offload the checkpointed activations to the CPU.
+      loss_scaler: section fp16 of the file, without "auto".
+      notes: lines to print: a table of differences, and the ignored keys.
     """
 
     config: dict[str, Any]
@@ -57,7 +57,7 @@ class ResolvedConfig:
 
 @dataclass
 class _Table:
-    """Where recipe and file differ: a key, what the recipe says, what the file says or becomes."""
+    """Differences as rows: key, value of the recipe, value of the file."""
 
     rows: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class _Table:
 def read_config(path: str) -> dict[str, Any]:
     """Read a ds_config.json.
 
-    Raises: RecipeError: there is none, or it is no JSON object.
+    Raises: RecipeError: it cannot be read, or is not a JSON object.
     """
     try:
         config = json.loads(Path(path).read_text())
@@ -84,12 +84,12 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def resolve(config: dict[str, Any], recipe: TrainRecipe, world_size: int) -> ResolvedConfig:
-    """Put file and recipe together: a value of the file holds, "auto" or nothing is filled from the recipe.
+    """Merge file and recipe: values of the file win; the recipe replaces "auto" and missing ones.
 
     Args:
       config: is not changed.
       world_size: ranks, for the sizes of batches.
-    Raises: RecipeError: the file contradicts itself, or asks for what cannot be saved.
+    Raises: RecipeError: the file contradicts itself, or asks for state that cannot be saved.
     """
     config, table, values = json.loads(json.dumps(config)), _Table(), dict[str, Any]()
     _check_sections(config)
@@ -110,7 +110,7 @@ def resolve(config: dict[str, Any], recipe: TrainRecipe, world_size: int) -> Res
 
 
 def _check_sections(config: dict[str, Any]) -> None:
-    """Leave out sections that are null, and refuse what is no section."""
+    """Remove null sections; raise RecipeError if a section is not an object."""
     for path in SECTIONS:
         *outer, name = path.split(".")
         inside = config
@@ -156,19 +156,21 @@ def _take_batches(
         total = micro * parts * world_size
     if total:
         values["run.global_batch"] = total
-    images = -(-(total or recipe.run.global_batch) // world_size)  # of the rank that has most
+    images = -(-(total or recipe.run.global_batch) // world_size)  # of the largest rank
     if parts and not micro:
         micro = -(-images // parts)
-        if (made := -(-images // micro)) != parts:
-            table.rows.append(("gradient_accumulation_steps", "", f"{made} of {parts}: a rank has {images} images"))
+        if (actual_parts := -(-images // micro)) != parts:
+            table.rows.append(
+                ("gradient_accumulation_steps", "", f"{actual_parts} of {parts}: a rank has {images} images")
+            )
     if micro:
         values["run.microbatch"] = micro
 
 
 def _take_precision(config: dict[str, Any], recipe: TrainRecipe, values: dict[str, Any]) -> None:
-    """The precision of forward and backward; weights stay float32, whichever it is.
+    """The precision of forward and backward; weights always stay float32.
 
-    A file that enables none, and disables the recipe's, asks for float32.
+    A file that disables the recipe's precision and enables none means float32.
     """
     asked = [name for name in PRECISIONS if config.get(name, {}).get("enabled") is True]
     autocast = config.get("torch_autocast", {})
@@ -195,16 +197,16 @@ def _take_optimizer(config: dict[str, Any], recipe: TrainRecipe, values: dict[st
     for key in ("lr", "betas", "eps", "weight_decay"):
         if params.get(key) not in AUTO:
             values[f"optimizer.{key}"] = params[key]
-    if isinstance(values.get("optimizer.betas"), list):  # the third is not Adam's
+    if isinstance(values.get("optimizer.betas"), list):  # Adam has two, CAME three
         values["optimizer.betas"] = [*values["optimizer.betas"], *recipe.optimizer.betas[2:]]
     if "optimizer.lr" in values:
-        values["optimizer.lr_base_batch"] = 0  # it is the rate of this batch
+        values["optimizer.lr_base_batch"] = 0  # the rate is for this batch
 
 
 def _take_checkpointing(config: dict[str, Any], recipe: TrainRecipe, values: dict[str, Any], table: _Table) -> bool:
-    """Blocks are recomputed by torch; whether what they keep is offloaded to the CPU.
+    """Use torch's recomputation; returns whether activations are offloaded to the CPU.
 
-    DeepSpeed's own checkpointing empties inputs that the blocks of a transformer share.
+    DeepSpeed's own checkpointing frees inputs that the blocks of a transformer share.
     """
     section = config.pop("activation_checkpointing", None)
     if section is None:
@@ -218,10 +220,7 @@ def _take_checkpointing(config: dict[str, Any], recipe: TrainRecipe, values: dic
 
 
 def _with(recipe: TrainRecipe, values: dict[str, Any]) -> TrainRecipe:
-    """The recipe with other values, checked as a recipe is.
-
-    Raises: RecipeError: naming the key and the value of the file.
-    """
+    """The recipe with other values; raises RecipeError, naming the invalid key and value."""
     whole = recipe.model_dump()
     for key, value in values.items():
         section, leaf = key.split(".")
@@ -235,7 +234,7 @@ def _with(recipe: TrainRecipe, values: dict[str, Any]) -> TrainRecipe:
 
 
 def _fill(config: dict[str, Any], recipe: TrainRecipe, table: _Table) -> None:
-    """What DeepSpeed shall know of the recipe."""
+    """Fill in the values of the recipe that DeepSpeed needs."""
     zero, section = config["zero_optimization"], recipe.optimizer
     if any(zero.get(part, {}).get("device", "none") != "none" for part in ("offload_param", "offload_optimizer")):
         config.setdefault("zero_force_ds_cpu_optimizer", False)
@@ -254,9 +253,11 @@ def _fill(config: dict[str, Any], recipe: TrainRecipe, table: _Table) -> None:
         params = scheduler.setdefault("params", {})
         for key, value in list(params.items()):
             if value == "auto" and key not in known:
-                raise RecipeError(f'ds_config.json: scheduler.params.{key} is "auto", which the recipe does not say.')
+                raise RecipeError(
+                    f'ds_config.json: scheduler.params.{key} is "auto", but the recipe has no such value.'
+                )
             params[key] = known[key] if value == "auto" else value
-    # Weights stay float32 and the forward is cast, as with every other strategy; 16-bit weights are another training.
+    # Weights stay float32 under autocast, as with every other strategy; 16-bit weights would train differently.
     for name in PRECISIONS:
         config[name] = {"enabled": False}
     config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}

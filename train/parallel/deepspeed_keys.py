@@ -1,4 +1,4 @@
-"""Which keys of a ds_config.json DeepSpeed knows: one that it does not know is passed over, and said."""
+"""The keys of a ds_config.json that DeepSpeed knows; others are ignored with a warning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Keys of activation_checkpointing that torch's recomputation has no use for, and why.
+# Keys of activation_checkpointing that torch's recomputation does not use, and why.
 UNUSED_CHECKPOINTING = {
     "partition_activations": "nothing to partition: a model is not split over ranks within a layer",
     "contiguous_memory_optimization": "torch's allocator does without",
@@ -14,7 +14,7 @@ UNUSED_CHECKPOINTING = {
     "number_checkpoints": "each block is one",
     "profile": "use torch's profiler",
 }
-# Sections whose names stand in modules of their own in DeepSpeed.
+# Sections that DeepSpeed defines outside of ``deepspeed.runtime.constants``.
 OTHER_SECTIONS = frozenset(
     {
         "activation_checkpointing",
@@ -46,7 +46,7 @@ OTHER_SECTIONS = frozenset(
 
 
 def drop_unknown(config: dict[str, Any]) -> Iterator[str]:
-    """Take keys out that DeepSpeed does not know and would refuse; a line for each, with the nearest real key."""
+    """Remove keys that DeepSpeed would reject; yields a warning for each, with the nearest known key."""
     from deepspeed.runtime import constants
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -75,15 +75,17 @@ def drop_unknown(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _dropped(section: dict[str, Any], known: Mapping[str, str], prefix: str) -> Iterator[str]:
-    """Take unknown keys out of a section.
+    """Remove unknown keys from a section.
 
     Args:
-      known: the names of keys as users write them, each with another one that is taken too.
+      known: documented name of each key -> an alias that is accepted too.
     """
     taken = known.keys() | set(known.values())
     for key in [key for key in section if key not in taken]:
         del section[key]
-        left = [name for name, other in known.items() if not {name, other} & section.keys()]  # else it is meant already
+        left = [
+            name for name, other in known.items() if not {name, other} & section.keys()
+        ]  # a key that is set is not a suggestion
         near = difflib.get_close_matches(key, sorted(left), n=1)
         meant = f" The nearest that it has is '{near[0]}'." if near else ""
         yield f"ds_config.json: DeepSpeed has no key '{prefix}{key}', it is passed over.{meant}"

@@ -1,8 +1,8 @@
 """How ranks share the work of a step, in plain torch: one process, DDP, FSDP2, HSDP.
 
-What all strategies can do stands in ``Engine``; the loop knows nothing else. Every strategy averages the gradients of
-the ranks, and the losses are sums over a rank's images divided by those of the global batch, so each is multiplied by
-the number of ranks: the update is that of one process with the whole batch, whoever has how many images.
+The loop knows only ``Engine``. Every strategy averages gradients over the ranks. A loss is the sum over a rank's
+images divided by the size of the global batch, so it is multiplied by the number of ranks: the update is that
+of one process with the whole batch, however the images are distributed.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ NORM_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
 class Engine(Protocol):
-    """A model with its optimizer and averages, spread over the ranks in some way."""
+    """A model with its optimizer and averages, distributed over the ranks."""
 
     model: Denoiser
     forward: Callable[..., Tensor]
 
     @property
     def loss_scale(self) -> Scale | None:
-        """Of float16, else None."""
+        """With float16, else None."""
         ...
 
     @property
     def scheduled_rate(self) -> float | None:
-        """Learning rate of the last update, where the engine has a schedule of its own."""
+        """Learning rate of the last update, if the engine has its own schedule."""
         ...
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward; gradients that can wait travel after the last microbatch of a step."""
+        """Around forward and backward; gradients are reduced after the last microbatch where possible."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -55,34 +55,34 @@ class Engine(Protocol):
         ...
 
     def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
-        """Clip, take one step of the optimizer and move the averages; not where a gradient is not finite.
+        """Clip, take one optimizer step and update the averages, unless a gradient is not finite.
 
         Args:
-          step: that this makes; the first is 1.
-          grad_clip: largest norm of all gradients together; 0: no clipping.
-        Returns: norm of the gradients before clipping, and 1 where nothing was updated, else 0; on the device.
+          step: number of this step; the first is 1.
+          grad_clip: largest total norm of the gradients; 0: no clipping.
+        Returns: norm of the gradients before clipping, and 1 if the update was skipped, else 0; on the device.
         """
         ...
 
     def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of MODEL, EMA or OPTIMIZER by name, on every rank one after the other."""
+        """Whole tensors of MODEL, EMA or OPTIMIZER by name, one at a time, on every rank."""
         ...
 
     def expected(self, group: str, *, in_codes: bool = False) -> dict[str, Tensor]:
         """Meta tensors with the names, shapes and dtypes of ``tensors``.
 
         Args:
-          in_codes: moments of 8 bits stand there as codes and scales, which one process writes; else as numbers.
+          in_codes: 8-bit moments as codes and scales, which one process writes; otherwise as numbers.
         """
         ...
 
     def load(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take whole tensors, which every rank has; a sharded engine holds one of them at a time."""
+        """Load whole tensors, which every rank has; a sharded engine holds one at a time."""
         ...
 
 
 class TorchEngine:
-    """Everything but DeepSpeed.
+    """Every strategy except DeepSpeed.
 
     Args:
       model: on its device, compiled and sharded or not.
@@ -106,8 +106,8 @@ class TorchEngine:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(recipe.optimizer, model)
         self.ema = Ema(model, build_rules(recipe))
-        # torch's fused optimizers take a scale and a veto from the device; the others have to be told here.
-        self._has_veto = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        # torch's fused optimizers read the scale and the skip flag on the device.
+        self._skips_on_device = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -116,7 +116,7 @@ class TorchEngine:
             with self.forward.no_sync():
                 yield
             return
-        if _is_sharded(self.model):  # gradients are sharded at once, else each rank would hold all; groups wait
+        if _is_sharded(self.model):  # only the all-reduce of hsdp can wait
             self.model.set_requires_all_reduce(last)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         yield
 
@@ -136,7 +136,7 @@ class TorchEngine:
         factor = shrink if scale is None else shrink / scale
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        if self._has_veto:
+        if self._skips_on_device:
             self.optimizer.grad_scale, self.optimizer.found_inf = 1 / factor, skipped  # pyright: ignore
             self.optimizer.step()
         else:
@@ -180,12 +180,12 @@ class TorchEngine:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor that every rank has all of; of a sharded one, all ranks must ask."""
+    """The whole tensor; a collective call if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def like(tensor: Tensor, target: Tensor) -> Tensor:
-    """A whole tensor, placed as another one of its shape is: on its device, or each rank its part."""
+    """A whole tensor, moved and sharded like another of its shape."""
     if isinstance(target, DTensor) and tensor.shape == target.shape:
         return placed(tensor, target, target.placements)
     return tensor.to(target.device) if tensor.shape == target.shape else tensor

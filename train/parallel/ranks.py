@@ -1,6 +1,6 @@
-"""The processes of a run: which rank each one is, and how they connect.
+"""The processes of a run: the rank of each one, and how they connect.
 
-The launcher (torchrun, accelerate, deepspeed, srun) sets both in the environment; nothing else of it is needed.
+The launcher (torchrun, accelerate, deepspeed, srun) sets both in the environment.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SRUN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TAS
 
 @dataclass(frozen=True)
 class Ranks:
-    """The place of this process among those that train together.
+    """The rank of this process.
 
     Args:
-      rank, world_size: among all.
+      rank, world_size: among all processes.
       local_rank, local_world_size: among those of this machine.
     """
 
@@ -39,12 +39,12 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Rank 0, which writes and tells."""
+        """Rank 0, which writes and reports."""
         return self.rank == 0
 
     @property
     def num_machines(self) -> int:
-        """Machines of equally many ranks."""
+        """Machines, each with the same number of ranks."""
         return max(1, self.world_size // self.local_world_size)
 
 
@@ -52,9 +52,9 @@ ALONE = Ranks()
 
 
 def read_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """The place that the launcher gave this process; alone where there is none.
+    """The rank that the launcher set; ``ALONE`` without a launcher.
 
-    Raises: RecipeError: the launcher's variables contradict each other, or lack where the ranks meet.
+    Raises: RecipeError: the launcher's variables contradict each other, or lack the master address.
     """
     names = TORCHRUN if "WORLD_SIZE" in environment else SRUN
     found = {name: environment[name] for name in names if name in environment}
@@ -66,7 +66,7 @@ def read_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
         per_machine = int(found.get(names[3], world_size).partition("(")[0])  # srun writes "4(x2)": 4 on each of 2
     except (KeyError, ValueError) as error:
         said = ", ".join(f"{name}={environment.get(name)!r}" for name in names)
-        raise RecipeError(f"{said}: needed the rank of this process, as torchrun or srun say it.") from error
+        raise RecipeError(f"{said}: needed the rank of this process, as set by torchrun or srun.") from error
     if not (0 <= rank < world and 0 <= local_rank < per_machine):
         raise RecipeError(f"{names[0]}={rank}, {names[1]}={local_rank} of {world} ranks: there is no such rank.")
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]:
@@ -79,9 +79,9 @@ def read_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
 
 @contextlib.contextmanager
 def connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
-    """Connect the ranks, where nobody has yet: NCCL on GPUs, gloo else; gloo for what lies in memory.
+    """Connect the ranks unless they are connected: NCCL for GPUs, gloo for CPUs.
 
-    Raises: ResourceError: not all of them came.
+    Raises: ResourceError: not all of them connected.
     """
     if ranks.world_size == 1 or dist.is_initialized():
         yield
@@ -100,39 +100,39 @@ def connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
         )
     except (dist.DistError, RuntimeError) as error:
         raise ResourceError(
-            f"rank {ranks.rank} of {ranks.world_size}: the ranks could not meet at {where} ({error}). Look whether all "
-            "of them were started, and whether the port is free and reachable."
+            f"rank {ranks.rank} of {ranks.world_size}: the ranks could not connect at {where} ({error}). Check that "
+            "all of them were started, and that the port is free and reachable."
         ) from error
     done = False
     try:
         yield
         done = True
     finally:
-        if done or device.type == "cpu":  # NCCL would wait for ranks that are about to end, or have ended
+        if done or device.type == "cpu":  # NCCL would wait for ranks that have ended
             dist.destroy_process_group()
 
 
 class SharedStop:
-    """Lets all ranks stop after the same step, whichever was asked to; the step does not wait for the answer.
+    """Stops all ranks after the same step, once one of them has a stop request.
 
-    What is said after a step is known to all after the next one.
+    The exchange runs during the next step: ranks stop one step after the request.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._group = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
         self._flag, self._pending = torch.zeros((), dtype=torch.int32), None
 
-    def asked(self, here: bool) -> bool:
-        """Whether the ranks stop now; every rank asks once a step.
+    def asked(self, requested: bool) -> bool:
+        """Whether the ranks stop now; a collective call, once a step.
 
         Args:
-          here: this rank was asked to.
+          requested: this rank has a stop request.
         """
         if self._group is None:
-            return here
+            return requested
         if self._pending is not None:
             self._pending.wait()
         stops = self._pending is not None and bool(self._flag)
-        self._flag = torch.tensor(int(here), dtype=torch.int32)
+        self._flag = torch.tensor(int(requested), dtype=torch.int32)
         self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return stops

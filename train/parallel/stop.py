@@ -1,6 +1,6 @@
-"""How a command is asked to stop, and may be at any moment: at once, or where a step is worth keeping after it.
+"""Stop a command by a signal: at once, or after the current step if it is worth keeping.
 
-One object for a process, made before anything heavy is imported. This module imports no torch.
+A process has one ``StopRequest``, made before heavy imports. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from types import FrameType
 
 RETRY_SECONDS = 0.02
 IMPORT_FILE = "<frozen importlib._bootstrap>"
-EXIT_CTRL_C = 130  # what a shell says of a command that Ctrl-C has ended
-EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: what a scheduler takes for "run it again"
+EXIT_CTRL_C = 130  # a shell's exit code after Ctrl-C
+EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: schedulers run the command again
 
 
 class Terminated(BaseException):
-    """SIGTERM: stop now, resume later. No Exception, so that nobody who catches those swallows it."""
+    """SIGTERM: stop now, resume later. Not an Exception, so that ``except Exception`` does not catch it."""
 
 
 class StopRequest:
-    """Set by a signal; the loop looks at it after each step.
+    """Set by a signal; the loop checks it after each step.
 
-    A plain flag and no ``threading.Event``: its lock, taken in a handler, would wait for itself at a second signal.
+    A plain flag, because a ``threading.Event`` would deadlock if a second signal arrives in its handler.
     """
 
     def __init__(self) -> None:
-        self.signal: int | None = None  # the first that was caught
+        self.signal: int | None = None  # the first one caught
         self._asked, self._held = False, False
-        self._deferred: type[BaseException] | None = None  # what is raised after the import that goes on
+        self._deferred: type[BaseException] | None = None  # raised after the current import
         self._has_alarm = False
 
     def __bool__(self) -> bool:
@@ -39,34 +39,33 @@ class StopRequest:
         self._asked = True
 
     def catch(self, number: int) -> None:
-        """Handle a signal from now on: it raises ``Terminated`` or ``KeyboardInterrupt``; while held, it only sets."""
+        """Handle a signal from now on: raise ``Terminated`` or ``KeyboardInterrupt``; while held, only set the flag."""
         signal.signal(number, self._handle)
 
     def ignore(self, number: int) -> None:
-        """The exit code stands. Else Python, when it is torn down, gives signals their deadly defaults back, and one
-        that comes then, or an alarm that is still to come, ends the process by that signal."""
+        """Ignore a signal once the exit code is known: Python restores default handlers at shutdown, so a late signal
+        or a pending alarm would replace the exit code."""
         signal.signal(number, signal.SIG_IGN)
         if self._has_alarm:
             signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
     def hold(self) -> None:
-        """From now on there is a step to keep: a signal only sets. One that was caught but got lost is set as well."""
+        """From now on a signal only sets the flag, as there is a step to keep; so does an earlier one that got lost."""
         self._held, self._deferred = True, None
         if self.signal is not None:
             self.set()
 
     def check(self) -> None:
-        """Stop here if a signal was caught and got lost: Python drops what is raised while an object is torn down, and
-        an import tears down its lock.
+        """Raise Terminated or KeyboardInterrupt if a signal got lost.
 
-        Raises: Terminated, KeyboardInterrupt.
+        Python drops exceptions raised in a finalizer, such as that of an import lock.
         """
         if self.signal is not None:
             self._deferred = None
             raise Terminated if self.is_terminated else KeyboardInterrupt
 
     def release(self) -> None:
-        """Signals raise again."""
+        """Let signals raise again."""
         self._held = False
 
     @property
@@ -76,8 +75,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Of a command that has saved and stopped: 130 after Ctrl-C here, else 75, as after SIGTERM here or at another
-        rank."""
+        """Of a command that saved and stopped: 130 after Ctrl-C on this rank, otherwise 75."""
         return EXIT_CTRL_C if self.signal == signal.SIGINT else EXIT_RESUMABLE
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -89,10 +87,10 @@ class StopRequest:
         elif first:
             self._raise(Terminated, frame)
         else:
-            os._exit(EXIT_RESUMABLE)  # while the first one is being carried out; every write is whole or not there
+            os._exit(EXIT_RESUMABLE)  # a second SIGTERM does not wait; all writes are atomic
 
     def _raise(self, kind: type[BaseException], frame: FrameType | None) -> None:
-        """Raise now; amid an import a moment later, because a module in C that is left half-made ends the process."""
+        """Raise now, or after the current import: a half-initialised C extension would crash the process."""
         self._deferred = kind if _is_import(frame) else None
         if self._deferred is None:
             raise kind
@@ -101,12 +99,12 @@ class StopRequest:
         signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)
 
     def _again(self, _number: int, frame: FrameType | None) -> None:
-        if self._deferred is not None:  # else the program has met it by itself meanwhile
+        if self._deferred is not None:  # otherwise ``check`` or ``hold`` has handled it
             self._raise(self._deferred, frame)
 
 
 def _is_import(frame: FrameType | None) -> bool:
-    """The frame belongs to an import, or is called by one."""
+    """Whether the frame is part of an import."""
     while frame is not None and frame.f_code.co_filename != IMPORT_FILE:
         frame = frame.f_back
     return frame is not None

@@ -1,4 +1,4 @@
-"""Which strategy spreads a run over its ranks; pure."""
+"""Choose the parallel strategy of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .ranks import Ranks
 
 
 def choose_strategy(section: ParallelSection, ranks: Ranks) -> str:
-    """The strategy of a run; "auto" is one process, DDP where there are more, DeepSpeed where its config is given.
+    """The strategy of a run; "auto": "single" for one rank, "ddp" for several, "deepspeed" if its config is given.
 
     Raises: RecipeError: the strategy does not fit the number of ranks.
     """
@@ -40,7 +40,7 @@ def choose_strategy(section: ParallelSection, ranks: Ranks) -> str:
 def num_replicas(section: ParallelSection, ranks: Ranks) -> int:
     """Groups of ranks that each hold the whole model.
 
-    Raises: RecipeError: the ranks do not divide into so many.
+    Raises: RecipeError: the ranks cannot be split into that many groups.
     """
     replicas = section.replicas or ranks.num_machines
     if ranks.world_size % replicas or not 1 < replicas < ranks.world_size:
