@@ -1,7 +1,7 @@
-"""AdamW whose moments are held in 8 bits, a scale for each 256 of them: torchao's, behind the loop's float rates.
+"""torchao's AdamW with 8-bit moments and a scale for every 256 of them.
 
-torchao and not bitsandbytes: it also takes parameters that are sharded (FSDP2), and its kernels are compiled for every
-device. Both quantise alike (Dettmers et al. 2021, block-wise dynamic quantisation).
+torchao rather than bitsandbytes: it supports sharded parameters (FSDP2), and compiles its kernels for every device.
+Both quantise alike (Dettmers et al. 2021, block-wise dynamic quantisation).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 @contextlib.contextmanager
 def _without_noise() -> Iterator[None]:
-    """torchao tells of extensions that it does not find, which nobody here calls."""
+    """Silence torchao's warnings about missing extensions that are not used here."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -41,14 +41,14 @@ warnings.filterwarnings("ignore", message="OptimState8bit does not implement _st
 class AdamW8bit(torchao.optim.AdamW8bit):
     """torchao's optimizer, with learning rates that are plain numbers between steps.
 
-    On a CPU it runs without being compiled: that would take a second and more for each shape of a parameter.
+    On a CPU it runs eagerly: compilation takes more than a second for each shape of a parameter.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
         self._rates = [
             group["lr"] for group in self.param_groups
-        ]  # tensors: a number would be part of what is compiled
+        ]  # tensors: torch would compile a number as a constant
         for group, rate in zip(self.param_groups, self._rates, strict=True):
             group["lr"] = float(rate)
 
@@ -65,9 +65,9 @@ class AdamW8bit(torchao.optim.AdamW8bit):
             group["lr"] = number
 
     def parts(self, value: Tensor) -> dict[str, Tensor]:
-        """What a field of the state is written as: codes and scales, or numbers where it is sharded.
+        """A field of the state as tensors: codes and scales, or numbers if it is sharded.
 
-        The blocks of a sharded moment are those of one number of processes, so its numbers are what others can read.
+        The blocks of a sharded moment depend on the number of processes, its numbers do not.
         """
         if isinstance(value, DTensor) and isinstance(local := value.to_local(), OptimState8bit):
             numbers, like = local.dequantize(), {"shape": value.shape, "stride": value.stride()}
@@ -77,7 +77,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         return {"": value}
 
     def join(self, parameter: Tensor, field: str, parts: dict[str, Tensor]) -> Tensor:
-        """Undo ``parts``: the same bits of codes and scales, or the nearest of numbers.
+        """Undo ``parts``: exact for codes and scales, rounded for numbers.
 
         Args:
           field: "exp_avg" or "exp_avg_sq".
@@ -86,7 +86,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         if "" in parts:
             buffer.copy_(parts[""])
         else:
-            assert isinstance(buffer, OptimState8bit), "codes of a parameter that is held in numbers"
+            assert isinstance(buffer, OptimState8bit), "8-bit codes for a parameter that is not quantised"
             buffer.codes.copy_(parts["/codes"])
             buffer.scale.copy_(parts["/scale"])
         return buffer

@@ -1,6 +1,6 @@
-"""The optimizers and their learning rate. The rate is a function of the step alone, so there is no schedule to save.
+"""The optimizers, and their learning rate as a function of the step alone, so that no schedule is saved.
 
-The loop sets ``group["lr"]`` of every group before each step, a plain number for each of them.
+The loop sets ``group["lr"]`` of every group to a plain number before each step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def build_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.
 
 
 def parameter_groups(section: OptimizerSection, model: nn.Module) -> Groups:
-    """Parameters that are treated alike: those that decay and those that do not, and for Muon the hidden matrices."""
+    """Parameters grouped by weight decay, and for Muon by whether they are hidden matrices."""
     decaying = {
         id(module.weight)
         for module in model.modules()
@@ -85,7 +85,7 @@ def _of_adam(section: OptimizerSection) -> dict[str, Any]:
 
 
 def _can_fuse(groups: Groups) -> bool:
-    """One kernel for all parameters; on a CPU six times as fast as many, with the same result but for rounding."""
+    """Whether one kernel can update all parameters; on a CPU it is six times as fast."""
     return all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
 
 

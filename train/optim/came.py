@@ -1,8 +1,8 @@
 """CAME: Adam with a second moment kept as row and column means, and a confidence in each step kept the same way.
 
-Source: Luo et al. 2023, "CAME: Confidence-guided Adaptive Memory Efficient Optimization", algorithm 2; which layers are
-factored is as in Sana: matrices and 1x1 convolutions, no other convolution. Own code: the libraries' versions factor
-every tensor by its last two dimensions, which for a 1x1 convolution saves nothing, and cannot take sharded parameters.
+Source: Luo et al. 2023, "CAME: Confidence-guided Adaptive Memory Efficient Optimization", algorithm 2; as in Sana,
+matrices and 1x1 convolutions are factored. Library versions factor every tensor by its last two dimensions, which saves
+nothing for a 1x1 convolution, and do not support sharded parameters.
 """
 
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 SQUARE_EPS, CONFIDENCE_EPS = 1e-30, 1e-16  # added to squared gradients and to squared residuals; as published
 CLIP_THRESHOLD = 1.0  # largest root mean square of an update; as published
-CHUNK = 2**26  # elements of parameters that are updated at once: three tensors of that size are needed meanwhile
+CHUNK = 2**26  # elements of parameters updated at once, with three temporary tensors of that size
 
 
 class Came(torch.optim.Optimizer):
@@ -60,7 +60,7 @@ class Came(torch.optim.Optimizer):
         average = [_as_matrix(self.state[p]["exp_avg"]) for p in parameters]
         torch._foreach_lerp_(average, updates, 1 - fast)
 
-        # A step that differs much from their average is trusted less.
+        # The confidence in an update falls with its distance from the average.
         torch._foreach_sub_(updates, average)
         self._follow("exp_avg_res", parameters, _squares(updates, CONFIDENCE_EPS), 1 - third)
         updates = self._inverse_roots("exp_avg_res", parameters)
@@ -79,7 +79,7 @@ class Came(torch.optim.Optimizer):
         _apply(group, parameters, average)
 
     def _follow(self, name: str, parameters: list[Tensor], values: list[Tensor], weight: float) -> None:
-        """Move the means of rows and of columns towards those of the values."""
+        """Update the moving averages of row and column means."""
         for field, dim in ((f"{name}_row", 1), (f"{name}_col", 0)):
             factors = [self.state[p][field] for p in parameters]
             means = [_placed_like(value.mean(dim), factor) for value, factor in zip(values, factors, strict=True)]
@@ -87,11 +87,11 @@ class Came(torch.optim.Optimizer):
 
     def _inverse_roots(self, name: str, parameters: list[Tensor]) -> list[Tensor]:
         """One over the root of rows times columns over the mean, (N, M) each (Shazeer, Stern 2018, algorithm 2)."""
-        found = []
+        roots = []
         for parameter in parameters:
             row, column = self.state[parameter][f"{name}_row"], self.state[parameter][f"{name}_col"]
-            found.append((row / row.mean()).rsqrt()[:, None] * column.rsqrt()[None, :])
-        return found
+            roots.append((row / row.mean()).rsqrt()[:, None] * column.rsqrt()[None, :])
+        return roots
 
 
 def is_factored(shape: Sequence[int]) -> bool:
@@ -100,7 +100,7 @@ def is_factored(shape: Sequence[int]) -> bool:
 
 
 def factor_placements(parameter: DTensor, field: str) -> list[Placement]:
-    """Where the factors of a sharded parameter lie: as what they are the means of, else everywhere."""
+    """Placements of a field of a sharded parameter: a factor is sharded along its own axis, else replicated."""
     if not field.endswith(("_row", "_col")):
         return list(parameter.placements)
     kept = 0 if field.endswith("_row") else 1

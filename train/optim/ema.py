@@ -1,7 +1,7 @@
-"""Averaged weights: float32 copies of the parameters that follow them.
+"""Moving averages of the weights, in float32.
 
-How much of an average is kept at an update depends on the number of the step alone; where the optimizer has skipped
-its update, an average does not move. Parameters that are sharded have averages that are sharded alike.
+The decay of an update depends on the step alone; a skipped update does not change the averages. Averages are sharded
+like their parameters.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..config import TrainRecipe
 
 
 class Rule(Protocol):
-    """How an average follows."""
+    """Decay of an average."""
 
     @property
     def prefix(self) -> str:
-        """Of the names of its weights, among those of several averages."""
+        """Prefix of its weights' names, to tell several averages apart."""
         ...
 
     def kept(self, step: int) -> float:
@@ -33,11 +33,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Exponential:
-    """The same share at each step.
-
-    Args:
-      decay: the share.
-    """
+    """The same decay at each step."""
 
     decay: float
     prefix: str = ""
@@ -48,10 +44,10 @@ class Exponential:
 
 @dataclass(frozen=True)
 class Power:
-    """Weights of step t count as t to a power, so that the average grows longer with the run.
+    """Weights of step t count as t to a power, so that the average lengthens with the run.
 
     Args:
-      length: standard deviation of the weights' place on the time axis, as a share of the run up to now.
+      length: standard deviation of the profile, as a share of the run so far.
     Source: Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models", section 3.1.
     """
 
@@ -72,7 +68,7 @@ class Power:
 
 
 class HasParameters(Protocol):
-    """A model, as far as averages care."""
+    """A model, as averages use it."""
 
     def parameters(self) -> Iterator[Any]:
         """Its parameters."""
@@ -87,8 +83,8 @@ class Ema:
     """Moving averages of a model's parameters.
 
     Args:
-      model: all begin as a copy of its parameters.
-      rules: one for each average; the first is the one that snapshots hold.
+      model: its parameters are the initial averages.
+      rules: one for each average; snapshots hold the first.
     """
 
     def __init__(self, model: HasParameters, rules: Sequence[Rule]) -> None:
@@ -100,9 +96,8 @@ class Ema:
         """Move the averages towards the model: average += (1 - kept) * (weights - average).
 
         Args:
-          step: that the model has just made; the first is 1.
-          skipped: () float32, 1 where the optimizer has left the update out, else 0; None: it never does. It stays on
-            its device: as the weight of the interpolation it is read there.
+          step: just made by the model; the first is 1.
+          skipped: () float32 on the device, 1 if the optimizer skipped the update, else 0; None: never skipped.
         """
         parameters = [_local(p.detach()).float() for p in model.parameters()]
         for rule, average in zip(self.rules, self.averages, strict=True):
@@ -122,12 +117,12 @@ class Ema:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank has of a sharded tensor, sharing its memory."""
+    """This rank's part of a sharded tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def build_rules(recipe: TrainRecipe) -> list[Rule]:
-    """How the averages of a recipe follow."""
+    """The averages of a recipe."""
     if recipe.ema.kind == "exponential":
         return [Exponential(recipe.run.ema_decay)]
     return [Power(length) for length in recipe.ema.lengths]

@@ -1,7 +1,7 @@
 """The dtype of forward and backward, and the loss scale of float16.
 
-The scale lifts small gradients to what 16 bits can hold; updates that overflow are left out.
-All of it stays on the device: torch's GradScaler waits for the device at every step with most optimizers.
+The scale lifts small gradients into the range of 16 bits; updates that overflow are skipped. It stays on the device:
+with most optimizers, torch's GradScaler waits for the device at every step.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 
 FIRST_SCALE = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
-GROWTH_STEPS = 2000  # good updates in a row, then the scale grows
-SMALLEST_SCALE = 2.0**-10  # below it nothing is lifted any more: the model itself overflows
+GROWTH_STEPS = 2000  # updates without overflow before the scale grows
+SMALLEST_SCALE = 2.0**-10  # below it the model itself overflows
 
 
 class Scale(Protocol):
-    """The loss scale of an engine, as far as the loop and checkpoints care."""
+    """The loss scale of an engine, as the loop and checkpoints use it."""
 
     def value(self) -> float:
         """The scale, from the device."""
@@ -70,7 +70,7 @@ class LossScale:
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """Dtype of autocast, or None: bf16 where asked for and the GPU has it. A CPU computes bf16 ten times slower."""
+    """Dtype of autocast or None; bf16 only on a GPU that has it: a CPU is ten times slower with it."""
     if precision == "fp16":
         return torch.float16
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,9 +1,9 @@
-"""Muon for the hidden matrices, AdamW for all else, as one optimizer.
+"""Muon for the hidden matrices and AdamW for the rest, as one optimizer.
 
 Muon makes every step of a matrix orthogonal, so it is for matrices that map hidden activations to hidden activations
-(Jordan et al. 2024): linear layers within the blocks. Embeddings, the final layer, biases, convolutions and what
-computes modulations from the time are AdamW's. Steps are scaled to the size of AdamW's, so that one learning rate
-serves both (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2).
+(Jordan et al. 2024): linear layers within the blocks. AdamW updates embeddings, the final layer, biases, convolutions
+and modulations. Steps are scaled to the size of AdamW's, so that both share one learning rate (Liu et al. 2025, "Muon
+is Scalable for LLM Training", section 2.2).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ IS_MUON = "muon"  # key of a group
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Both of torch's optimizers over groups of their own, with one state.
+    """torch's two optimizers over separate groups, with one state.
 
     Args:
-      groups: each with ``muon``, true where Muon takes it; its parameters are matrices.
+      groups: each with ``muon``, true for a group of matrices that Muon updates.
       momentum: of Muon.
     """
 

@@ -15,10 +15,10 @@ from .came import factor_placements
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's state as tensors named "<parameter>/<field>", float32 all but codes.
+    """The optimizer's state as tensors named "<parameter>/<field>", all float32 except codes.
 
-    Moments of 8 bits are two tensors each, "<parameter>/<field>/codes" (uint8) and ".../scale". What is sharded like
-    the parameters stays so, and 8-bit moments that are sharded are given as the numbers that they stand for.
+    An 8-bit moment is two tensors, "<parameter>/<field>/codes" (uint8) and ".../scale"; a sharded one is its numbers.
+    Sharded state stays sharded.
     """
     return _tensors(optimizer, dict(model.named_parameters()))
 
@@ -26,7 +26,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 def expected_tensors(section: OptimizerSection, model: nn.Module) -> dict[str, Tensor]:
     """Meta tensors with the names, shapes and dtypes of ``optimizer_tensors`` once the optimizer has made a step.
 
-    They are those of a twin that makes a step on the meta device, where nothing is computed and nothing is held.
+    They come from a step of a copy on the meta device, which needs neither time nor memory.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     twins: dict[str, nn.Parameter] = {}
@@ -43,11 +43,10 @@ def expected_tensors(section: OptimizerSection, model: nn.Module) -> dict[str, T
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Undo ``optimizer_tensors``: every tensor goes where the optimizer would hold it.
+    """Undo ``optimizer_tensors``, on the device and with the placement that the optimizer uses.
 
     Args:
-      tensors: whole ones, the same on all processes, where the parameters are sharded. 8-bit moments as codes and
-        scales, or as numbers, which are then rounded to 8 bits.
+      tensors: whole, and the same on all processes. 8-bit moments as codes and scales, or as numbers to round.
     """
     parameters = dict(model.named_parameters())
     on_device = {id(p) for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
@@ -59,19 +58,19 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
             device = parameter.device if id(parameter) in on_device else "cpu"
             optimizer.state[parameter][field] = value.to(device, copy=True)
         else:
-            here = value.to(parameter.device, copy=True)
+            tensor = value.to(parameter.device, copy=True)
             if isinstance(parameter, DTensor):
-                here = placed(value, parameter, factor_placements(parameter, field))
-            moments.setdefault((name, field), {})["".join(f"/{it}" for it in part)] = here
+                tensor = placed(value, parameter, factor_placements(parameter, field))
+            moments.setdefault((name, field), {})["".join(f"/{it}" for it in part)] = tensor
     join = getattr(optimizer, "join", lambda _parameter, _field, parts: parts[""])
     for (name, field), parts in moments.items():
         optimizer.state[parameters[name]][field] = join(parameters[name], field, parts)
 
 
 def placed(tensor: Tensor, target: DTensor, placements: Sequence[Placement]) -> Tensor:
-    """This rank's part of a whole tensor, where the target's part lies: with offload that is not the mesh's device."""
-    found = distribute_tensor(tensor, target.device_mesh, placements, src_data_rank=None)
-    return found.to(target.to_local().device)  # DTensor.from_local would bring it back to the mesh's device
+    """This rank's part of a whole tensor, on the device of the target's part: with offload not that of the mesh."""
+    part = distribute_tensor(tensor, target.device_mesh, placements, src_data_rank=None)
+    return part.to(target.to_local().device)  # DTensor.from_local would bring it back to the mesh's device
 
 
 def _tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Any]) -> dict[str, Tensor]:

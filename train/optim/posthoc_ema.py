@@ -1,7 +1,7 @@
-"""An average of any length after training, from averages of few lengths that a run has stored on its way.
+"""An average of any length after training, from the averages of a few lengths that a run has stored.
 
-The profile of an average says how much the weights of each moment count in it. Stored averages are combined so that
-their profiles come as near as possible to the wanted one, in the sense of least squares.
+The profile of an average is the weight of each moment in it. Stored averages are combined by least squares, so that the
+profile comes as near as possible to the wanted one.
 Source: Karras et al. 2024, section 3.2 and appendix C.3.
 """
 
@@ -22,13 +22,13 @@ from ..weights import checkpoint
 from ..weights.checkpoint import AVERAGE, EMA, MODEL, NULL_CAPTION, SNAPSHOT, CheckpointDamage, Saved
 from .ema import Power
 
-SMALLEST = 1e-13  # share of the largest singular value; what lies below is rounding of float64
+SMALLEST = 1e-13  # share of the largest singular value, below which is rounding of float64
 HEAD = {"format_version", "kind", "step", "files"}
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Of an average of a length that was followed up to a step."""
+    """Profile of an average of a length, up to a step."""
 
     step: int
     length: float
@@ -36,12 +36,12 @@ class Profile:
 
 @dataclass(frozen=True)
 class Combined:
-    """What ``combine`` has made.
+    """Result of ``combine``.
 
     Args:
       path: of the snapshot.
-      error: how far its profile is from the wanted one, relative to that.
-      used: stored averages that it was made of.
+      error: distance of its profile from the wanted one, relative to the norm of that.
+      used: number of stored averages in it.
     """
 
     path: Path
@@ -57,7 +57,7 @@ def products(one: Sequence[Profile], other: Sequence[Profile]) -> np.ndarray:
     step, g = (np.array(it, np.float64)[:, None] for it in _numbers(one))
     steps, h = (np.array(it, np.float64)[None, :] for it in _numbers(other))
     earlier, later = np.minimum(step, steps), np.maximum(step, steps)
-    of_later = np.where(step < steps, h, g)  # its profile is cut off where the earlier one ends
+    of_later = np.where(step < steps, h, g)  # its profile is cut off at the end of the earlier one
     return (g + 1) * (h + 1) / (g + h + 1) * (earlier / later) ** of_later / later
 
 
@@ -86,8 +86,8 @@ def combine(run: Path, length: float, out: Path, *, step: int = 0) -> Combined:
     One tensor of each stored average is in memory at a time, beside the result.
 
     Args:
-      step: at which; 0: the newest that averages were stored at.
-    Raises: RunError: nothing is stored that could be combined, or the snapshot is there; DamageError.
+      step: of the average; 0: the newest stored one.
+    Raises: RunError: the run has no stored averages, or the snapshot exists; DamageError.
     """
     found = {int(path.name.partition("-")[2]): path for path in checkpoint.find(AVERAGE, run)}
     if not found:
@@ -148,5 +148,5 @@ def _all_of(saved: Saved, group: str) -> dict[str, Tensor]:
 
 
 def _opened(saved: Saved, group: str) -> Any:
-    """A file of a folder that has been checked, whose tensors are read as they are asked for."""
+    """A file of a checked folder, whose tensors are read on demand."""
     return safe_open(saved.path / f"{group}.safetensors", framework="pt")

@@ -26,9 +26,9 @@ class Solver:
       steps: of the scheduler; "heun" makes two forwards in all but the last.
       guidance: 1 is none; output = null + guidance * (conditional - null).
       interval: guidance only at times from the first to the second, 0 is data and 1 noise.
-      guided_channels: guidance of the first channels alone, as DiT's reference does with 3; 0: of all.
-      autocast: dtype of the forwards, or None for that of the weights.
-      tf32: products of float32 in TensorFloat-32, on a GPU that has it.
+      guided_channels: guide only the first channels, 3 in DiT's reference; 0: all.
+      autocast: dtype of the forwards; None: that of the weights.
+      tf32: float32 products in TensorFloat-32, on a GPU that has it.
     """
 
     sampler: Sampler = "auto"
@@ -40,22 +40,22 @@ class Solver:
     tf32: bool = False
 
     def guides(self, t: float) -> bool:
-        """Whether null is asked for at a time in 0..1."""
+        """Whether guidance applies at a time in 0..1."""
         return self.guidance != 1 and self.interval[0] <= t <= self.interval[1]
 
 
 @contextlib.contextmanager
 def float32_products(tf32: bool) -> Iterator[None]:
-    """Whether a GPU computes products of float32 in TensorFloat-32, for a while."""
-    places: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [place.allow_tf32 for place in places]
-    for place in places:
-        place.allow_tf32 = tf32
+    """Turn TensorFloat-32 on or off within a block."""
+    backends: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    previous = [backend.allow_tf32 for backend in backends]
+    for backend in backends:
+        backend.allow_tf32 = tf32
     try:
         yield
     finally:
-        for place, was in zip(places, before, strict=True):
-            place.allow_tf32 = was
+        for backend, value in zip(backends, previous, strict=True):
+            backend.allow_tf32 = value
 
 
 def draw_latents(
@@ -71,17 +71,17 @@ def draw_latents(
 
     Args:
       size: latent height and width.
-      seed, numbers: the noise of an image depends on both alone, so images can be drawn in any batches; None counts
-        them from 0.
+      seed, numbers: the noise of an image depends on these alone, so images can be drawn in any batches; None
+        numbers them from 0.
     Returns: (B, C, H, W) float32, as the model sees them (shifted and scaled).
     Raises: RecipeError: the sampler is not one of the objective's.
     Source: Ho and Salimans 2022, equation 6; Kynkaanniemi et al. 2024, section 3 (the interval).
     """
     sampler = choose_sampler(snapshot.objective, solver.sampler, steps=solver.steps)
     device = next(snapshot.model.parameters()).device
-    given = conditioning.labels if conditioning.labels is not None else conditioning.captions
-    assert given is not None
-    numbers = range(len(given)) if numbers is None else numbers
+    inputs = conditioning.labels if conditioning.labels is not None else conditioning.captions
+    assert inputs is not None
+    numbers = range(len(inputs)) if numbers is None else numbers
     generators = [torch.Generator().manual_seed(keyed_hash(seed, number) % 2**63) for number in numbers]
     shape = (snapshot.spec.channels, *size)
     x = torch.stack([torch.randn(shape, generator=generator) for generator in generators]).to(device)
@@ -91,8 +91,8 @@ def draw_latents(
     noises: dict[str, Any] = {"generator": generators} if sampler == "ddpm" else {}
     times = scheduler.timesteps.tolist()
     if snapshot.objective.kind == "flow" and sampler == "dpm":
-        times = (scheduler.sigmas[:-1] * TRAIN_STEPS).tolist()  # its own are cut to whole numbers
-        scheduler.set_begin_index(0)  # of which many steps make two equal ones
+        times = (scheduler.sigmas[:-1] * TRAIN_STEPS).tolist()  # its timesteps are rounded to whole numbers
+        scheduler.set_begin_index(0)  # two of which may be equal
     with torch.inference_mode(), float32_products(solver.tf32):
         for t, time in zip(scheduler.timesteps, times, strict=True):
             output = forward(x, time)
@@ -105,7 +105,7 @@ def draw_latents(
 class Guided:
     """The model with guidance, as a function of noisy latents and one time for all of them.
 
-    Conditional and null go through the model as one batch, at the times where both are needed.
+    Conditional and null are one batch at the times that need both.
     """
 
     def __init__(self, snapshot: Snapshot, conditioning: Conditioning, solver: Solver, device: torch.device) -> None:

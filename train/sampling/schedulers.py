@@ -16,16 +16,16 @@ SAMPLERS: dict[str, tuple[Sampler, ...]] = {"flow": ("euler", "heun", "dpm"), "d
 
 
 def choose_sampler(objective: ObjectiveSection, wanted: Sampler, *, steps: int) -> Sampler:
-    """The sampler that is meant.
+    """Resolve "auto", and check the sampler.
 
-    Raises: RecipeError: it is not one of the objective's, or cannot do with so few or so many steps.
+    Raises: RecipeError: the objective does not have it, or it does not support this number of steps.
     """
     known = SAMPLERS[objective.kind]
     if wanted == "auto":
         return known[0]
     if wanted == "dpm" and steps >= TRAIN_STEPS:
         raise RecipeError(f"--steps {steps}: --sampler dpm needs {TRAIN_STEPS - 1} at most; 20 are usual.")
-    if wanted == "ddpm" and steps < 2:  # they are spread from the first to the last, and one would be the last
+    if wanted == "ddpm" and steps < 2:  # steps include the first and the last time
         raise RecipeError(f"--steps {steps}: --sampler ddpm needs 2 at least, as DiT is evaluated 250.")
     if wanted not in known:
         raise RecipeError(f"--sampler {wanted}: the run has objective.kind '{objective.kind}'. Use {', '.join(known)}.")
@@ -65,18 +65,18 @@ def build_scheduler(objective: ObjectiveSection, sampler: Sampler) -> Any:
         variance: Any = "learned_range" if objective.variance == "learned" else "fixed_large"
         return DDPMScheduler(**shared, variance_type=variance, clip_sample=False, timestep_spacing="linspace")
     # DDIM is the first order of DPM-Solver++ (Lu et al. 2022, section 4.1). diffusers' own class steps by 1000 // N,
-    # which is not how far apart "trailing" times lie unless N divides 1000.
+    # unlike "trailing" times, unless N divides 1000.
     return DPMSolverMultistepScheduler(
         **shared, algorithm_type="dpmsolver++", solver_order=1, timestep_spacing="trailing"
     )
 
 
 def pipeline_scheduler(objective: ObjectiveSection, *, takes_flow_match: bool) -> Any:
-    """The scheduler that is written into a pipeline's folder: DDIM for "ddpm", one of flow matching for "flow".
+    """The scheduler in the folder of a pipeline: DDIM for "ddpm", a flow-matching one for "flow".
 
     Args:
-      takes_flow_match: the pipeline takes the schedulers of flow matching. DiT's and PixArt's ask for what only older
-        ones have; DPM-Solver++ with the flow's noise levels is one of those, and rounds its times to whole numbers.
+      takes_flow_match: the pipeline supports flow-matching schedulers. DiT's and PixArt's do not; they get DPM-Solver++
+        with flow sigmas, which rounds its times to whole numbers.
     """
     first = SAMPLERS[objective.kind][0] if objective.kind == "ddpm" or takes_flow_match else "dpm"
     return build_scheduler(objective, first)

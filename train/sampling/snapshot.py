@@ -27,10 +27,7 @@ class Snapshot:
     """Averaged weights, ready to sample.
 
     Args:
-      path, step: which.
       model: in evaluation mode, on its device.
-      spec, objective, latent, text: what it is, and what its latents and captions are.
-      conditioner: makes its conditioning.
       state: the rest of what was saved (encoders, classes, buckets).
       weights_hash: XXH3-128 of the file that the weights were read from.
     """
@@ -48,7 +45,7 @@ class Snapshot:
 
     @property
     def class_names(self) -> ClassNames:
-        """The classes that it was trained on, by name: ``.find("tench")`` is a label."""
+        """The classes of the training store by name: ``.find("tench")`` is a label."""
         return ClassNames(self.state["classes"], self.state.get("class_names"))
 
 
@@ -56,17 +53,17 @@ def load_snapshot(run: Path, device: torch.device, step: int = 0, *, compiled: b
     """Load a snapshot of a run.
 
     Args:
-      step: of which step; 0: the newest.
+      step: of the snapshot; 0: the newest.
       compiled: the blocks go through torch.compile.
-    Raises: RunError: there is none, or it is not whole; DamageError.
+    Raises: RunError: there is none, or its state is not valid; DamageError.
     """
-    found = checkpoint.find(checkpoint.SNAPSHOT, run)
-    if not found:
+    paths = checkpoint.find(checkpoint.SNAPSHOT, run)
+    if not paths:
         raise RunError(f"run '{run}': there is no snapshot. Train first: a checkpoint makes one too.")
-    there = {int(path.name.partition("-")[2]): path for path in found}
-    if step and step not in there:
-        raise RunError(f"run '{run}': no snapshot of step {step}; there are {', '.join(map(str, there))}.")
-    saved = checkpoint.read(there[step or max(there)])
+    snapshots = {int(path.name.partition("-")[2]): path for path in paths}
+    if step and step not in snapshots:
+        raise RunError(f"run '{run}': no snapshot of step {step}; there are {', '.join(map(str, snapshots))}.")
+    saved = checkpoint.read(snapshots[step or max(snapshots)])
     try:
         spec = ModelSpec.model_validate(saved.state["spec"])
         objective = ObjectiveSection.model_validate(saved.state["objective"])
@@ -95,7 +92,7 @@ def load_snapshot(run: Path, device: torch.device, step: int = 0, *, compiled: b
 
 
 def prepare_model(model: Denoiser, device: torch.device, *, compiled: bool) -> Denoiser:
-    """The model in evaluation mode on its device, and as fast as it can be there."""
+    """Move the model to its device, in evaluation mode, compiled or with oneDNN."""
     model.to(device).eval().requires_grad_(False)
     if compiled:
         compile_blocks(model)
@@ -105,5 +102,5 @@ def prepare_model(model: Denoiser, device: torch.device, *, compiled: bool) -> D
 
 
 def caption_step(compiled: bool) -> int:
-    """What captions are padded to a multiple of, so that compiled blocks see few lengths."""
+    """Captions are padded to a multiple of this, so that compiled blocks see few lengths."""
     return COMPILED_CAPTION_STEP if compiled else 1

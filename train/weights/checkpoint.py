@@ -1,8 +1,8 @@
 """Checkpoints (all state to resume) and snapshots (averaged weights to use), as folders of safetensors and JSON.
 
-``state.json`` names every file with its size and hash, and has a hash of its own. A folder is there whole or not at
-all (``files.write_folder``). Whatever is read is checked first, against damage and malice alike: only bytes that have
-their hash become tensors, and only tensors of the expected names, shapes and dtypes are handed out. Nothing is pickled.
+``state.json`` has the size and hash of every file, and its own hash. Folders are written atomically
+(``files.write_folder``). Everything read is checked first, against damage and malice: only bytes with the right hash
+become tensors, and only tensors of the expected names, shapes and dtypes are returned. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Groups = Mapping[str, Mapping[str, Tensor]]
 
 
 class CheckpointDamage(DamageError):
-    """A checkpoint or snapshot is not what was written.
+    """A checkpoint or snapshot differs from what was written.
 
     Args:
       path: of its folder.
-      what: is wrong.
+      what: the damage.
     """
 
     def __init__(self, path: Path, what: str) -> None:
@@ -60,7 +60,7 @@ class FileHash(BaseModel):
 
 
 class _State(BaseModel):
-    """What must be so in every ``state.json``; what else is in it is the run's."""
+    """Required content of every ``state.json``; the rest belongs to the run."""
 
     model_config = ConfigDict(strict=True)
 
@@ -75,7 +75,7 @@ class Saved:
 
     Args:
       path: of its folder.
-      state: everything that is no tensor.
+      state: everything except tensors.
       files: size and hash by name.
     """
 
@@ -84,7 +84,7 @@ class Saved:
     files: dict[str, FileHash]
 
     def read(self, group: str) -> dict[str, Tensor]:
-        """Tensors of a group, on the CPU, made of bytes that were hashed once more.
+        """Tensors of a group, on the CPU, from bytes whose hash is checked again.
 
         Raises: DamageError: the file is missing or damaged.
         """
@@ -97,16 +97,16 @@ class Saved:
         if xxh3_parts([data]) != (entry.bytes, entry.xxh3_128):
             raise CheckpointDamage(self.path, f"'{name}' differs from its hash")
         try:
-            found = tensors_of(data)
-        except (SafetensorError, KeyError, ValueError, TypeError) as error:  # KeyError: a dtype that torch has not
+            tensors = tensors_of(data)
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:  # KeyError: a dtype that torch lacks
             raise CheckpointDamage(self.path, f"'{name}' holds no tensors ({error})") from error
-        return found
+        return tensors
 
     def tensors(self, group: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As ``read``, checked.
+        """Like ``read``, with a check of names, shapes and dtypes.
 
         Args:
-          wanted: tensors whose names, shapes and dtypes they must have; meta tensors do.
+          wanted: tensors with the expected ones, such as meta tensors.
         Raises: DamageError: the file is missing or damaged, or holds other tensors.
         """
         name, found = f"{group}.safetensors", self.read(group)
@@ -117,8 +117,8 @@ class Saved:
             )
         for key, tensor in found.items():
             if (tensor.shape, tensor.dtype) != (wanted[key].shape, wanted[key].dtype):
-                was, needed = [f"{tuple(t.shape)} {t.dtype}" for t in (tensor, wanted[key])]
-                raise CheckpointDamage(self.path, f"'{name}': '{key}' is {was}, the model needs {needed}")
+                actual, needed = [f"{tuple(t.shape)} {t.dtype}" for t in (tensor, wanted[key])]
+                raise CheckpointDamage(self.path, f"'{name}': '{key}' is {actual}, the model needs {needed}")
         return found
 
 
@@ -128,8 +128,8 @@ def save(kind: str, run: Path, step: int, groups: Groups, state: dict[str, Any])
     Args:
       kind: CHECKPOINT, SNAPSHOT or AVERAGE.
       groups: name of each safetensors file -> its tensors; one group at a time is in memory twice.
-      state: everything that is no tensor; JSON values.
-    Raises: ResourceError: the disk is full; DamageError: the disk gives back other bytes. What was there before stays.
+      state: everything except tensors; JSON values.
+    Raises: ResourceError: the disk is full; DamageError: the disk returns other bytes. An older folder then stays.
     """
     final = run / f"{kind}-{step}"
     hashes: dict[str, Any] = {}
@@ -167,7 +167,11 @@ def read(path: Path) -> Saved:
         whole = digest == sha256_of(state) and content == canonical_json(state | {STATE_HASH: digest})
     except CheckpointDamage:
         raise
-    except (DamageError, ValueError, RecursionError) as error:  # also NaN, half a surrogate pair, a thousand brackets
+    except (
+        DamageError,
+        ValueError,
+        RecursionError,
+    ) as error:  # such as NaN, half a surrogate pair, a thousand brackets
         raise CheckpointDamage(path, f"'{STATE}' is none of ours ({error})") from error
     if not whole:
         raise CheckpointDamage(path, f"'{STATE}' differs from its own hash")
@@ -206,7 +210,7 @@ def _check_files(path: Path, files: Mapping[str, FileHash]) -> None:
 
 @contextlib.contextmanager
 def _bad_disk_is_damage(path: Path, name: str) -> Iterator[None]:
-    """What the disk cannot give back is damaged; other errors, of rights or of a network, are not the file's."""
+    """Turn read errors of the disk into damage; errors of permissions or of a network are not the file's."""
     try:
         yield
     except OSError as error:
@@ -220,10 +224,12 @@ def _kind(path: Path) -> str:
 
 
 def prune(run: Path, keep: int, *, proven: Path, keep_every: int = 0) -> None:
-    """Remove all but the newest checkpoints, never the one that is proven to be whole; snapshots stay.
+    """Remove all but the newest checkpoints; snapshots stay.
 
     Args:
-      keep_every: those of steps that are a multiple of it stay as well; 0: none.
+      keep: number of newest checkpoints to keep.
+      proven: a checkpoint that was read back, and is never removed.
+      keep_every: checkpoints of steps divisible by it stay too; 0: none.
     """
     for step, path in sorted(steps(CHECKPOINT, run))[:-keep]:
         if path != proven and not (keep_every and step % keep_every == 0):
@@ -231,7 +237,7 @@ def prune(run: Path, keep: int, *, proven: Path, keep_every: int = 0) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is no longer taken for one; nothing is deleted.
+    """Rename a damaged checkpoint, so that it is ignored; nothing is deleted.
 
     Returns: its new path.
     """
@@ -242,5 +248,5 @@ def set_aside(path: Path) -> Path:
 
 
 def damaged(run: Path) -> list[Path]:
-    """Checkpoints that were set aside."""
+    """Damaged checkpoints that were renamed."""
     return sorted(run.glob(f"{DAMAGED_PREFIX}{CHECKPOINT}-*"))

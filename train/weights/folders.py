@@ -1,4 +1,4 @@
-"""Which checkpoints, snapshots and averages a run's folder holds. Needs no torch."""
+"""Find the checkpoints, snapshots and averages of a run, without torch."""
 
 from __future__ import annotations
 
