@@ -127,7 +127,7 @@ class Window:
     @property
     def is_empty(self) -> bool:
         """No step since the last report."""
-        return not self._traces
+        return not self._results
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
