@@ -90,13 +90,13 @@ def mended(root: Path, source: Path | None, *overrides: str, deep: bool = False)
 def tasks_encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Spies on the shards that a repair encodes."""
     seen: list[tuple[str, int]] = []
-    real = repair_module._encode
+    real = repair_module.Tools.make
 
-    def spy(plan: Any, tasks: Any, *more: Any) -> Any:
+    def spy(self: repair_module.Tools, plan: Any, tasks: Any, *more: Any) -> Any:
         seen.extend(tasks)
-        return real(plan, tasks, *more)
+        return real(self, plan, tasks, *more)
 
-    monkeypatch.setattr(repair_module, "_encode", spy)
+    monkeypatch.setattr(repair_module.Tools, "make", spy)
     return seen
 
 
