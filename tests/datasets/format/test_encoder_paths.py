@@ -55,7 +55,7 @@ def test_a_store_and_its_encoder_may_move_together_and_the_fingerprint_stays(
     shutil.rmtree(moved / "models")
     failed = leandit("inspect", moved / "a", "--sheet", "sheet.png")
     assert isinstance(failed.exception, EncoderError)
-    assert "give its folder with --vae" in str(failed.exception)
+    assert "give it with --vae" in str(failed.exception)
 
 
 @pytest.mark.usefixtures("quick")
@@ -101,7 +101,7 @@ def test_sample_and_export_find_the_vae_from_any_directory(
     assert leandit("export", home / "run", "--out", "exported", "--encoders").exit_code == 0
     assert Path("exported/vae/config.json").is_file()
     (home / "models").rename(elsewhere / "models")
-    assert "give its folder with --vae" in str(leandit(*drawn, "again").exception)
+    assert "give it with --vae" in str(leandit(*drawn, "again").exception)
     failed = leandit("export", home / "run", "--out", "again", "--encoders")
-    assert "give its folder with --vae" in str(failed.exception)
+    assert "give it with --vae" in str(failed.exception)
     assert leandit("export", home / "run", "--out", "again", "--encoders", "--vae", "models/vae").exit_code == 0

@@ -19,7 +19,7 @@ from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.describe import describe_store
 from leandit.precompute.encoders.vae import ImageEncoder, load_encoders
-from leandit.precompute.images.decoders import _Child
+from leandit.precompute.images.decoder_process import DecoderProcess
 from leandit.precompute.pipeline import precompute
 from leandit.precompute.sources.source import list_source
 from leandit.tools.plan import precompute_cost
@@ -87,7 +87,7 @@ def test_the_text_says_bytes_hours_and_memory(caption_folder: Path) -> None:
 
 def test_what_is_done_once_is_not_timed(caption_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first forward of each shape takes long, as one that compiles does; so does the first picture of a decoder."""
-    seen, encode, ask = set(), ImageEncoder.encode, _Child.ask
+    seen, encode, ask = set(), ImageEncoder.encode, DecoderProcess.ask
 
     def slow_at_first(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
         if pixels.shape not in seen:
@@ -95,7 +95,7 @@ def test_what_is_done_once_is_not_timed(caption_folder: Path, monkeypatch: pytes
             time.sleep(0.5)
         return encode(self, pixels)
 
-    def slow_to_start(self: _Child, *job: Any, **how: Any) -> Any:
+    def slow_to_start(self: DecoderProcess, *job: Any, **how: Any) -> Any:
         if self._process is None:
             time.sleep(0.5)
         return ask(self, *job, **how)
@@ -103,7 +103,7 @@ def test_what_is_done_once_is_not_timed(caption_folder: Path, monkeypatch: pytes
     recipe = caption_recipe()
     encoders = load_encoders(recipe, CPU)
     monkeypatch.setattr(ImageEncoder, "encode", slow_at_first)
-    monkeypatch.setattr(_Child, "ask", slow_to_start)
+    monkeypatch.setattr(DecoderProcess, "ask", slow_to_start)
     source = list_source(caption_folder)
     chosen = [(record, (64, 64)) for record in source.records]
     probe = run_probe(recipe, describe_store(recipe, source, encoders), source, chosen, encoders, NO_CAPTIONS)
