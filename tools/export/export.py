@@ -240,7 +240,7 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
             found[name], _ = resolve_model(section.model, section.subfolder, section.revision, files=files, what=what)
             weights_sha256 = hash_files(weight_files(found[name], stem, what=what))
         except EncoderError as error:
-            raise EncoderError(f"{error} Where it lies elsewhere now, give its folder with {flag}.") from error
+            raise EncoderError(f"{error} If it is in another folder, give it with {flag}.") from error
         if made_with not in (UNKNOWN, weights_sha256):
             raise EncoderError(f"{what} '{found[name]}': not the one that the store was made with. Check {flag}.")
     if text:
