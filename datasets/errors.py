@@ -15,17 +15,17 @@
     ├── DamageError                           4   bytes on disk are not the bytes that were written
     └── ResourceError                         5   disk or memory ran out
 
-``RecordRejected`` stands beside the tree: it is caught where a record is refused, and becomes a line of the ledger.
+``RecordRejected`` is not part of the tree: it is caught for each record, and becomes a line of the ledger.
 """
 
 from __future__ import annotations
 
 
 class LeanditError(Exception):
-    """Base of all errors that a user can mend; the command line prints it as one line."""
+    """Base of all errors that a user can fix; the command line prints it as one line."""
 
     exit_code = 1
-    is_said = False  # a rank of several has printed it already
+    is_said = False  # another rank has already printed it
 
 
 class RecipeError(LeanditError, ValueError):
@@ -53,17 +53,17 @@ class StoreError(LeanditError):
 
 
 class StoreNotFound(StoreError, FileNotFoundError):
-    """There is no store at the path."""
+    """The path has no store."""
 
 
 class UnknownKey(StoreError, KeyError):
-    """A store has no record of the key, or no such bucket."""
+    """A store has no record with this key, or no bucket with this name."""
 
-    __str__ = Exception.__str__  # that of KeyError would put the message in quotes
+    __str__ = Exception.__str__  # KeyError would quote the message
 
 
 class RowOutOfRange(StoreError, IndexError):
-    """An array has no such row, or a store no such record or caption."""
+    """A row of an array, or a record or caption of a store, does not exist."""
 
 
 class StoreIncomplete(StoreError):
@@ -71,11 +71,11 @@ class StoreIncomplete(StoreError):
 
 
 class FormatVersionError(StoreError):
-    """The store was written in a format version that this release does not read."""
+    """This release does not read the store's format version."""
 
 
 class FingerprintMismatch(StoreError):
-    """The store was made with other encoders or settings."""
+    """The store was encoded with other encoders or settings."""
 
 
 class RunError(LeanditError):
@@ -97,12 +97,12 @@ class ResourceError(LeanditError):
 
 
 class RecordRejected(Exception):
-    """One record is refused.
+    """One record is rejected.
 
     Args:
       stage: "scan", "decode" or "encode".
       reason: one of the closed list in ``table_schemas.REJECT_REASONS``.
-      detail: what was seen, for a person.
+      detail: the observation, for people.
     """
 
     def __init__(self, stage: str, reason: str, detail: str) -> None:

@@ -1,7 +1,7 @@
 """From a TOML file to a frozen, typed recipe: shipped presets, overrides, and errors that name the nearest key.
 
-A recipe is data: no interpolation, no includes, no environment variables. What the keys mean stands beside the models,
-in ``precompute/config.py`` and ``train/config.py``.
+A recipe is data: no interpolation, no includes, no environment variables. The models in ``precompute/config.py`` and
+``train/config.py`` document the keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .errors import RecipeError
 
-STAGES = ("precompute", "train")  # packages that ship recipes; a command takes those of one
+STAGES = ("precompute", "train")  # packages that ship recipes
 
 
 class Section(BaseModel):
@@ -43,7 +43,7 @@ def load_recipe(name: str, model: type[RecipeT], *, package: str, overrides: Seq
 
     Precedence: default of the model < recipe file < override.
 
-    Raises: RecipeError: no such recipe, not TOML, unknown key (the nearest is named), wrong type or value.
+    Raises: RecipeError: unknown recipe, not TOML, unknown key (with the nearest one), wrong type or value.
     """
     shipped = shipped_recipes(package)
     path = Path(name)
@@ -70,9 +70,9 @@ def load_recipe(name: str, model: type[RecipeT], *, package: str, overrides: Seq
 
 
 def parse_with_overrides(name: str, model: type[RecipeT], values: dict[str, Any], overrides: Sequence[str]) -> RecipeT:
-    """Apply ``section.key=value`` overrides to plain values, and check them against a recipe model.
+    """Apply ``section.key=value`` overrides to plain values, and validate them against a recipe model.
 
-    Raises: RecipeError: naming every key at fault.
+    Raises: RecipeError: names every wrong key.
     """
     values = copy.deepcopy(values)
     for override in overrides:
@@ -81,9 +81,9 @@ def parse_with_overrides(name: str, model: type[RecipeT], values: dict[str, Any]
 
 
 def parse_recipe(name: str, model: type[RecipeT], values: dict[str, Any]) -> RecipeT:
-    """Check plain values against a recipe model.
+    """Validate plain values against a recipe model.
 
-    Raises: RecipeError: naming every key at fault.
+    Raises: RecipeError: names every wrong key.
     """
     try:
         return model.model_validate(values)
@@ -106,7 +106,7 @@ def _apply_override(values: dict[str, Any], override: str, model: type[Section])
 
 
 def _typed(text: str, annotation: Any) -> Any:
-    """Read an override as TOML, or as plain text where the key holds text or the text is no TOML."""
+    """Parse an override as TOML; keep plain text if the key holds text or the TOML is invalid."""
     if annotation is str:
         return text.strip("\"'") if text[:1] in "\"'" else text
     try:
@@ -135,19 +135,19 @@ def _describe(problem: Any, model: type[BaseModel]) -> str:
     if not key:
         return message
     what = f"'{key}': {message[:1].lower()}{message[1:]}"
-    is_of_section = problem["type"] == "value_error" and isinstance(got, dict)  # it says itself which keys do not fit
+    is_of_section = problem["type"] == "value_error" and isinstance(got, dict)  # its message names the keys
     return what if is_of_section else f"{what} (got {got!r})"
 
 
 def _instead(key: str, known: Sequence[str]) -> str:
-    """The key that was probably meant, else those that its section has, for a message."""
+    """The most similar key, else all keys of the section, for a message."""
     section, _, name = key.rpartition(".")
-    beside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
-    near = [beside[other] for other in difflib.get_close_matches(name, beside, n=1)]
+    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+    near = [siblings[other] for other in difflib.get_close_matches(name, siblings, n=1)]
     near = near or [other for other in known if other.endswith(f".{name}")]
     if near:
         return f", did you mean '{near[0]}'?"
-    return f"; [{section}] has {', '.join(beside)}" if section else ""
+    return f"; [{section}] has {', '.join(siblings)}" if section else ""
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -181,7 +181,7 @@ def to_toml(recipe: BaseModel) -> str:
 def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, str):  # JSON's escapes are TOML's, but for one character
+    if isinstance(value, str):  # TOML has JSON's escapes, except for one character
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"

@@ -1,4 +1,4 @@
-"""A property that is computed once for each object, without a lock."""
+"""A property that is computed once per object, without a lock."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ T = TypeVar("T")
 class cached_property(Generic[T]):  # noqa: N801 (used like "property")
     """``functools.cached_property`` as of Python 3.12.
 
-    That of 3.11 holds a lock for all objects of a class while it computes. A fork may find it held, by a thread that it
-    has not, and two threads that also take a lock of their own may wait for each other. Here threads that ask at the
-    same moment may compute twice; all of them get the first result.
+    Python 3.11 holds a lock for all objects of a class while it computes. A fork may inherit it locked by a thread that
+    the child does not have, and it can deadlock with other locks. Here concurrent threads may compute twice; all of
+    them get the first result.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
@@ -29,5 +29,5 @@ class cached_property(Generic[T]):  # noqa: N801 (used like "property")
     def __get__(self, instance: object | None, owner: type) -> cached_property[T] | T:
         if instance is None:
             return self
-        # Found in the object itself from now on: a descriptor that cannot be set comes second.
+        # The instance attribute shadows this descriptor from now on, because it has no ``__set__``.
         return vars(instance).setdefault(self._name, self._compute(instance))

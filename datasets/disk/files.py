@@ -1,8 +1,8 @@
-"""The one way bytes reach a disk: temporary file in the same folder, fsync, rename, fsync of the folder.
+"""The only way to write to disk: temporary file in the same folder, fsync, rename, fsync of the folder.
 
-A file or folder is there whole or not at all, also after a power cut. Nothing is written through a memory map. What a
-killed process left behind carries the name of its owner (``owners.py``) and is swept at the next start. Every step is
-counted, and a test can let any one of them fail (``Failpoint``). How files are identified stands in ``hashing.py``.
+A file or folder exists completely or not at all, even after a power failure. Nothing is written through a memory map.
+Temporaries of a killed process carry the name of their owner (``owners.py``) and are swept at the next start. Tests can
+make any single step fail (``Failpoint``).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ..errors import ResourceError
 from .owners import TEMPORARY_PREFIX, heartbeat, renew_time, replaced_beside, temporary_beside
 
 FAILPOINT_VARIABLE = "LEANDIT_FAILPOINT"
-EXIT_DIED = 137  # what a shell shows of kill -9
+EXIT_DIED = 137  # exit code after kill -9
 NEEDS_SPACE = frozenset(["create", "write", "sync", "folder"])
 
 
 @dataclass
 class Failpoint:
-    """Lets one operation of this layer fail, for tests; from ``LEANDIT_FAILPOINT=KIND@NUMBER`` or set by hand.
+    """Makes one operation of this module fail, for tests; from ``LEANDIT_FAILPOINT=KIND@NUMBER`` or set in code.
 
     Args:
-      kind: "die" ends the process at operation ``at``, a write half done; "eio" lets that operation fail; "enospc" lets
-        it and all later ones that need space fail; "short" lets the system take half of what it is given.
+      kind: "die" ends the process at operation ``at``, in the middle of a write; "eio" makes that operation fail;
+        "enospc" also all later ones that need space; "short" makes every write take half of its bytes.
       at: number of the operation, counted from 0; -1 counts only.
     """
 
@@ -41,9 +41,9 @@ class Failpoint:
     _numbers: Any = field(default_factory=itertools.count, repr=False)
 
     def step(self, operation: str, path: Path) -> bool:
-        """Count an operation and let it fail if its turn has come.
+        """Count an operation, and fail at number ``at``.
 
-        Returns: True where a write shall be done by half, then end the process.
+        Returns: True if a write must stop halfway and end the process.
         """
         number = next(self._numbers)
         self.seen.append(f"{operation} {path.name}")
@@ -58,7 +58,7 @@ class Failpoint:
         return self.kind == "die"
 
     def takes(self, view: memoryview) -> memoryview:
-        """What the system takes of a write in one go."""
+        """The part of a buffer that one write takes."""
         return view[: max(1, len(view) // 2)] if self.kind == "short" else view
 
 
@@ -75,17 +75,17 @@ def _step(operation: str, path: Path) -> bool:
 
 
 def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
-    """Write a file so that it is there whole or not at all.
+    """Write a file atomically.
 
     Args:
-      path: where the file shall be; its folder is made if missing.
-      parts: the content, or contiguous buffers that follow each other.
-    Raises: ResourceError: the disk is full or over quota; nothing is left behind.
+      path: the file; its folder is created if missing.
+      parts: the content, or consecutive buffers of it.
+    Raises: ResourceError: the disk is full or over quota; nothing remains.
     """
     temporary = temporary_beside(path)
     try:
         make_folder(path.parent)
-        with heartbeat(temporary):  # to its end before the rename: readers watch the time of a shard
+        with heartbeat(temporary):  # ends before the rename: readers watch a shard's mtime
             _write_file(temporary, parts)
         _rename(temporary, path)
         fsync_folder(path.parent)
@@ -99,15 +99,15 @@ def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
 
 
 def write_folder(final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]], *, replace: bool) -> bool:
-    """Write a folder of files so that it is there whole or not at all.
+    """Write a folder of files atomically.
 
     Args:
-      final: where it shall be; its parent is made if missing.
-      files: name and content of each, a name may have folders before it; taken one at a time.
-      replace: an older folder of the same name makes room and is removed last (``sweep_strays`` moves it back if the
-        process dies between); otherwise the first one stays.
-    Returns: False where there was one already and it stays.
-    Raises: ResourceError: the disk is full or over quota; nothing is left behind.
+      final: the folder; its parent is created if missing.
+      files: relative path and content of each, consumed one at a time.
+      replace: replace an existing folder and remove it last (``sweep_strays`` restores it if the process dies in
+        between); otherwise an existing folder stays.
+    Returns: False if an existing folder stayed.
+    Raises: ResourceError: the disk is full or over quota; nothing remains.
     """
     with temporary_folder(final) as temporary:
         is_new = _write_folder(temporary, final, files, replace=replace)
@@ -118,7 +118,7 @@ def write_folder(final: Path, files: Iterable[tuple[str, bytes | Iterable[Any]]]
 
 @contextlib.contextmanager
 def temporary_folder(final: Path) -> Iterator[Path]:
-    """An empty folder beside a place, to be filled and moved there; where the block fails, nothing of it is left.
+    """An empty folder next to ``final``, to be filled and moved there; removed if the block fails.
 
     Raises: ResourceError: the disk is full or over quota.
     """
@@ -161,32 +161,32 @@ def _write_folder(
 def _replace_folder(temporary: Path, final: Path) -> None:
     replaced = replaced_beside(final)
     if final.exists():
-        renew_time(final)  # its heartbeat, before it has the name that a sweep looks for
+        renew_time(final)  # a heartbeat, before the rename makes it a candidate for sweeps
         _rename(final, replaced)
     try:
         _rename(temporary, final)
     except BaseException:
-        if not final.exists() and replaced.exists():  # no sweep would while this process lives
+        if not final.exists() and replaced.exists():  # sweeps leave it while this process lives
             os.rename(replaced, final)
         raise
-    fsync_folder(final.parent)  # the new name first: a power cut must not take both
+    fsync_folder(final.parent)  # first: a power failure must not lose both
     remove(replaced)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all in it; a folder is first given a temporary name, so it never looks whole."""
+    """Remove a file or folder; a folder is renamed to a temporary first, so that it never looks complete."""
     if path.is_dir() and not path.is_symlink():
         doomed = path if path.name.startswith(TEMPORARY_PREFIX) else temporary_beside(path)
         if doomed != path:
             shutil.rmtree(doomed, ignore_errors=True)
-            renew_time(path)  # its heartbeat, before it has the name that a sweep looks for
+            renew_time(path)  # a heartbeat, before the rename makes it a candidate for sweeps
             _rename(path, doomed)
         try:
             _step("remove", path)
             with heartbeat(doomed):
                 shutil.rmtree(doomed)
         except OSError:
-            shutil.rmtree(doomed, ignore_errors=True)  # as much as goes; the rest is swept by the next command
+            shutil.rmtree(doomed, ignore_errors=True)  # as far as possible; the next command sweeps the rest
             raise
     elif os.path.lexists(path):
         _step("remove", path)
@@ -200,7 +200,7 @@ def move(source: Path, target: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, each durable in its parent."""
+    """Create a folder and its parents, each durably."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -210,7 +210,7 @@ def make_folder(folder: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Sync the names in a folder."""
     _step("sync", folder)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -224,13 +224,13 @@ def _write_file(path: Path, parts: bytes | Iterable[Any]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         for part in [parts] if isinstance(parts, bytes) else parts:
-            half = _step("write", path)
+            stops_halfway = _step("write", path)
             view = memoryview(part)
-            view = view.cast("B") if view.nbytes else memoryview(b"")  # an array without rows has no bytes to cast
-            left = view[: len(view) // 2] if half else view
+            view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty array cannot be cast
+            left = view[: len(view) // 2] if stops_halfway else view
             while left:
                 left = left[os.write(descriptor, failpoint.takes(left) if failpoint else left) :]
-            if half:
+            if stops_halfway:
                 os._exit(EXIT_DIED)
         _step("sync", path)
         os.fsync(descriptor)
@@ -244,7 +244,7 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def raise_if_full(error: OSError, path: Path) -> None:
-    """Turn "no space left" into a ResourceError that says how much is free."""
+    """Turn "no space left" into a ResourceError with the free space."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         free_mib = shutil.disk_usage(folder).free / 2**20
@@ -255,6 +255,6 @@ def raise_if_full(error: OSError, path: Path) -> None:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Every file of a folder and of those below it, also below links."""
+    """Every file in a folder and its subfolders; links are followed."""
     for home, _, names in os.walk(folder, followlinks=True):
         yield from (Path(home) / name for name in names)

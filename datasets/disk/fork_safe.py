@@ -1,7 +1,6 @@
-"""What a fork must not take over from its parent: threads, locks that they hold, queues that both would read.
+"""Objects that a fork must reset: threads, locks that other threads hold, queues that both processes would read.
 
-A child begins with one thread. What has such things says here how to begin anew, and does so before that thread goes
-on, in the order in which they were made.
+Every registered object is reset in the child before its only thread continues, in the order of registration.
 """
 
 from __future__ import annotations
@@ -12,25 +11,25 @@ from typing import Protocol
 
 
 class ForkAware(Protocol):
-    """Something that holds threads, locks or queues."""
+    """An object that holds threads, locks or queues."""
 
     def reset(self) -> None:
-        """Make them anew; called in a fork, where no other thread runs."""
+        """Create them again; called in a fork, where no other thread runs."""
         ...
 
 
 _known: weakref.WeakKeyDictionary[ForkAware, None] = weakref.WeakKeyDictionary()
 
 
-def reset_in_forks(thing: ForkAware) -> None:
-    """Let something begin anew in every fork, as long as it lives."""
-    _known[thing] = None
+def reset_in_forks(owner: ForkAware) -> None:
+    """Reset an object in every fork, as long as it lives."""
+    _known[owner] = None
 
 
 def _reset_all() -> None:
-    for thing in list(_known):
-        thing.reset()
+    for owner in list(_known):
+        owner.reset()
 
 
-if hasattr(os, "register_at_fork"):  # elsewhere there are no forks
+if hasattr(os, "register_at_fork"):  # Windows does not fork
     os.register_at_fork(after_in_child=_reset_all)

@@ -1,6 +1,6 @@
-"""What identifies bytes: hashes of files, of buffers and of values; JSON that gives equal bytes for equal values.
+"""Hashes of files, buffers and values, and canonical JSON: equal values give equal bytes.
 
-XXH3 finds accidental damage at memory speed; SHA-256 stands where a hash is an identity.
+XXH3 detects accidental damage at memory speed; SHA-256 is used where a hash is an identity.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import xxhash
 
 from ..errors import DamageError
 
-MAX_JSON_BYTES = 1 << 30  # a manifest of ten million shards; more is no JSON of ours
-MAX_JSON_DEPTH = 64  # far beyond any of ours, and far below what any library's recursion bears
+MAX_JSON_BYTES = 1 << 30  # a manifest of ten million shards
+MAX_JSON_DEPTH = 64  # far deeper than any of ours, far below recursion limits
 BLOCK_BYTES = 1 << 20
 
 
 def canonical_json(value: Any) -> bytes:
-    """Encode as JSON with sorted keys and one space of indent: equal values give equal bytes."""
+    """Encode as JSON with sorted keys and an indent of one space."""
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file of ours. What ``canonical_json`` could not have written is refused: others may have changed it.
+    """Read a JSON file that ``canonical_json`` wrote. Content that it cannot write is refused.
 
-    Raises: DamageError: it is no valid JSON, no regular file, or larger or deeper than any of ours; OSError: not there.
+    Raises: DamageError: not valid JSON, not a regular file, too large or too deep; OSError: missing.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise DamageError(f"file '{path}': not a regular file; needed a JSON file. Restore it, or make it anew.")
-    if found.st_size > max_bytes:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DamageError(f"file '{path}': not a regular file; needed a JSON file. Restore it, or create it again.")
+    if status.st_size > max_bytes:
         raise DamageError(
-            f"file '{path}': {found.st_size} bytes, none such is larger than {max_bytes / 2**20:.0f} MiB. Restore it."
+            f"file '{path}': {status.st_size} bytes; needed at most {max_bytes / 2**20:.0f} MiB. Restore it."
         )
     try:
         content = path.read_bytes()
@@ -47,22 +47,22 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
         if _is_deeper(value, MAX_JSON_DEPTH):
             raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep")
         if _SURROGATE.search(content):
-            canonical_json(value)  # half a surrogate pair cannot be written again, so nothing of ours holds one
+            canonical_json(value)  # a lone surrogate cannot be encoded
         return value
-    except (ValueError, RecursionError) as error:  # of what json and UTF-8 raise, and of numbers without end
-        raise DamageError(f"file '{path}': not valid JSON ({error}). Restore it, or make it anew.") from error
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"file '{path}': not valid JSON ({error}). Restore it, or create it again.") from error
 
 
 _SURROGATE = re.compile(rb"\\u[dD]")
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _finite(text: str) -> float:
     if math.isinf(value := float(text)):
-        raise ValueError(f"{text[:20]} is larger than any number")
+        raise ValueError(f"{text[:20]} is out of range")
     return value
 
 
@@ -96,7 +96,7 @@ def xxh3_file(path: str | Path) -> str:
     """Hash a file with XXH3-128; 32 hex digits."""
     with open(path, "rb", buffering=0) as file:
         digest = xxhash.xxh3_128()
-        # One buffer for all blocks: a new one each time costs as much as the hash.
+        # One reused buffer: allocating one per block costs as much as the hash.
         block = memoryview(bytearray(min(BLOCK_BYTES, os.fstat(file.fileno()).st_size + 1)))
         while count := file.readinto(block):
             digest.update(block[:count])
@@ -104,7 +104,7 @@ def xxh3_file(path: str | Path) -> str:
 
 
 def xxh3_parts(parts: Iterable[Any]) -> tuple[int, str]:
-    """Size in bytes and XXH3-128 of buffers that follow each other in a file."""
+    """Size in bytes and XXH3-128 of consecutive buffers."""
     digest, size = xxhash.xxh3_128(), 0
     for part in parts:
         digest.update(part)

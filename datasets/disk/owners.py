@@ -1,8 +1,7 @@
-"""Which process owns a temporary file, and whether it still lives: also across containers and machines.
+"""Which process owns a temporary file, and whether it is alive, across containers and machines.
 
-Containers of one pod share the host's name and count their processes apart, so a process number means nothing without
-its PID namespace. Where the number cannot be looked up, a heartbeat decides: an owner touches its file every few
-seconds.
+Containers of one pod share a host name but not process ids, so an id is only valid within its PID namespace. If the
+process cannot be looked up, a heartbeat decides: an owner touches its file every few seconds.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ TEMPORARY_PREFIX = ".leandit-tmp-"
 REPLACED = ".leandit-replaced"
 REPLACED_NAME = re.compile(rf"(?P<kept>.+){re.escape(REPLACED)}(-(?P<owner>.+))?", re.DOTALL)
 HEARTBEAT_SECONDS = 15.0
-STALE_SECONDS = 300.0  # without a heartbeat; far more than a file system caches the time of a file
+STALE_SECONDS = 300.0  # without a heartbeat; file systems cache an mtime for much less
 UNKNOWN = "unknown"
 STARTED_FIELD = 19  # of ``_stat``
-_TOKEN = secrets.token_hex(4)  # of this start of the program: exec keeps the number and the start time of a process
+_TOKEN = secrets.token_hex(4)  # of this program start: exec keeps process id and start time
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, as the names of its temporary files give it.
+    """A process, as encoded in the names of its temporary files.
 
     Args:
-      host: its name.
-      namespace: boot of the kernel and PID namespace, in which ``pid`` is a number.
-      pid: process number.
-      started: clock ticks from the boot to its start, "" where the system does not say.
-      token: random, another one for each start of the program.
+      host: host name.
+      namespace: kernel boot and PID namespace of ``pid``.
+      pid: process id.
+      started: clock ticks from boot to its start, "" if unknown.
+      token: random, different for each program start.
     """
 
     host: str
@@ -51,27 +50,27 @@ class Owner:
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether it runs, or None where this process cannot tell: in another container, or on another machine."""
-        here = this_process()
-        if UNKNOWN in self.namespace or (self.host, self.namespace) != (here.host, here.namespace):
+        """Whether it runs; None if that is unknown: it is in another container, or on another machine."""
+        current = this_process()
+        if UNKNOWN in self.namespace or (self.host, self.namespace) != (current.host, current.namespace):
             return None
-        if self.pid == here.pid:
-            return (self.started, self.token) == (here.started, here.token)
+        if self.pid == current.pid:
+            return (self.started, self.token) == (current.started, current.token)
         try:
             os.kill(self.pid, 0)
-        except (ProcessLookupError, OverflowError):  # no process has such a number
+        except (ProcessLookupError, OverflowError):  # OverflowError: not a valid process id
             return False
         except PermissionError:
             pass
         fields = _stat(self.pid)
-        if fields[:1] in (["Z"], ["X"]):  # it has ended, and its parent has not looked: in a container perhaps never
+        if fields[:1] in (["Z"], ["X"]):  # a zombie: its parent in the container may never wait for it
             return False
-        # Else it is another process of that number.
+        # A different start time: the id was reused.
         return not self.started or not fields or fields[STARTED_FIELD] == self.started
 
 
 def this_process() -> Owner:
-    """The owner of what this process writes."""
+    """The owner of files that this process writes."""
     host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())
     return Owner(host, _namespace(), os.getpid(), _started(os.getpid()), _TOKEN)
 
@@ -80,29 +79,29 @@ _NAME = re.compile(r"(?P<host>[^@]*)@(?P<namespace>[^-@]+)-(?P<pid>[0-9]+)-(?P<s
 
 
 def parse_owner(text: str) -> Owner | None:
-    """The owner that a name gives, or None where it gives none."""
-    found = _NAME.fullmatch(text)
-    return found and Owner(found["host"], found["namespace"], int(found["pid"]), found["started"], found["token"])
+    """Parse an owner's name; None if it is not one."""
+    match = _NAME.fullmatch(text)
+    return match and Owner(match["host"], match["namespace"], int(match["pid"]), match["started"], match["token"])
 
 
 def temporary_beside(path: Path) -> Path:
-    """Name a temporary in the same folder; the name says which process owns it."""
+    """Path of a temporary in the same folder; its name includes the owner."""
     return path.with_name(f"{TEMPORARY_PREFIX}{this_process()}@{path.name}")
 
 
 def replaced_beside(final: Path) -> Path:
-    """Name what is there while another folder takes its place; the name says which process owns it."""
+    """Path of a folder while another one replaces it; its name includes the owner."""
     return final.with_name(f"{final.name}{REPLACED}-{this_process()}")
 
 
 def is_temporary(name: str, *, is_folder: bool) -> bool:
-    """Whether a name is one that this project gives, and only for a while."""
+    """Whether this project gives the name to temporary files or folders."""
     return name.startswith(TEMPORARY_PREFIX) or (is_folder and REPLACED_NAME.fullmatch(name) is not None)
 
 
 @contextlib.contextmanager
 def heartbeat(*paths: Path) -> Iterator[None]:
-    """Touch files or folders every few seconds while the block runs, those of them that are there."""
+    """Touch files or folders every few seconds while the block runs; missing ones are skipped."""
     stop = threading.Event()
 
     def beat() -> None:
@@ -116,11 +115,11 @@ def heartbeat(*paths: Path) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join()  # so that a process that forks afterwards has one thread less
+        thread.join()  # so that a later fork has one thread less
 
 
 def renew_time(path: Path) -> None:
-    """Give a file or folder the present time of its file system, if it is there."""
+    """Set the mtime of a file or folder to now, if it exists."""
     with contextlib.suppress(OSError):
         os.utime(path, follow_symlinks=False)
 
@@ -134,15 +133,15 @@ def _namespace() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, in clock ticks since boot; empty where the system does not say."""
+    """Start time of a process in clock ticks since boot; "" if unknown."""
     fields = _stat(pid)
     return fields[STARTED_FIELD] if fields else ""
 
 
 def _stat(pid: int) -> list[str]:
-    """What the system says of a process, from its state on (field 3 of proc(5)); empty where it does not."""
+    """Fields of /proc/PID/stat from the state on (field 3 of proc(5)); empty if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return []
-    return stat.rpartition(")")[2].split()  # the name before may hold anything
+    return stat.rpartition(")")[2].split()  # the name before it may contain anything

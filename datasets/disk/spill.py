@@ -1,8 +1,7 @@
-"""Tables and arrays that may be larger than the memory: in temporary files without a name, mapped.
+"""Tables and arrays that may exceed memory, mapped from unnamed temporary files.
 
-The kernel drops their pages from memory whenever it wants to and reads them again. A file has no name any more once it
-is mapped, so nothing is left of it, however the process ends. They lie where ``tempfile`` puts them (TMPDIR); on a
-tmpfs they would be memory after all.
+The kernel evicts their pages as needed. The files have no name, so nothing remains however the process ends. They lie
+in ``tempfile``'s folder (TMPDIR); on a tmpfs they would take memory after all.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from ..errors import ResourceError
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 BATCH_ROWS = 1 << 14  # of a mapped table
-MAX_BATCH_BYTES = 1 << 30  # in them: texts of a column lie within 2 GiB
+MAX_BATCH_BYTES = 1 << 30  # of such a batch: texts of a column must fit into 2 GiB
 
 
 @contextmanager
 def named_errors(what: str) -> Iterator[None]:
-    """Turn what writing a temporary file raises into a ResourceError that says where and what it was for."""
+    """Turn an OSError of a temporary file into a ResourceError that names its folder and purpose."""
     try:
         yield
     except OSError as error:
@@ -41,17 +40,17 @@ def named_errors(what: str) -> Iterator[None]:
 
 
 def map_table(schema: pa.Schema, batches: Iterable[pa.RecordBatch], what: str) -> pa.Table:
-    """Write batches to a temporary file as they come, and map it.
+    """Write batches to a temporary file as they arrive, and map it.
 
     Args:
-      what: they are, for the error.
-    Returns: a table with a chunk for each batch; its memory is the file's.
+      what: the content, for the error.
+    Returns: a table with a chunk for each batch.
     Raises: ResourceError: the folder for temporary files is full.
     """
     with named_errors(what):
         file = tempfile.TemporaryFile(prefix="leandit-table-")  # noqa: SIM115 (the next line closes it)
     with file:
-        path = f"/proc/self/fd/{file.fileno()}"  # it has no name, so nothing is left of it, however the process ends
+        path = f"/proc/self/fd/{file.fileno()}"
         with named_errors(what):
             sink = pa.OSFile(path, "wb")
             writer = pa.ipc.new_file(sink, schema)
@@ -74,15 +73,15 @@ def map_array(length: int, dtype: str, what: str) -> np.ndarray:
         return np.empty(0, dtype)
     with tempfile.TemporaryFile(prefix="leandit-array-") as file, named_errors(what):
         num_bytes = length * np.dtype(dtype).itemsize
-        os.posix_fallocate(file.fileno(), 0, num_bytes)  # a hole would be a SIGBUS later
+        os.posix_fallocate(file.fileno(), 0, num_bytes)  # a sparse file would cause a SIGBUS later
         return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype)
 
 
 class GrowingArray:
-    """Numbers that come a few at a time, in a temporary file.
+    """Numbers that arrive a few at a time, in a temporary file.
 
     Args:
-      what: they are, for the error.
+      what: the content, for the error.
     """
 
     def __init__(self, dtype: str | np.dtype, what: str) -> None:
@@ -91,7 +90,7 @@ class GrowingArray:
             self._file = tempfile.TemporaryFile(prefix="leandit-array-")  # noqa: SIM115 (``close`` closes it)
 
     def append(self, values: np.ndarray) -> None:
-        """Add numbers at the end.
+        """Append numbers.
 
         Raises: ResourceError: the folder for temporary files is full.
         """
@@ -100,7 +99,7 @@ class GrowingArray:
         self._length += len(values)
 
     def close(self) -> np.ndarray:
-        """All of them, mapped; nothing can be added any more."""
+        """All numbers, mapped; nothing can be appended afterwards."""
         with self._file, named_errors(self._what):
             self._file.flush()
             if not self._length:
@@ -109,7 +108,7 @@ class GrowingArray:
 
 
 def map_written(write: Callable[[BinaryIO], None], what: str) -> memoryview:
-    """Let a function write a temporary file, and map what it wrote.
+    """Call a function that writes a temporary file, and map the result.
 
     Raises: ResourceError: the folder for temporary files is full.
     """
@@ -120,7 +119,7 @@ def map_written(write: Callable[[BinaryIO], None], what: str) -> memoryview:
 
 
 def one_chunk(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The same values in one chunk; the letters of texts in a mapped file. Texts beyond 2 GiB stay as they are."""
+    """The same values in one chunk, texts in a mapped file. More than 2 GiB of text is returned unchanged."""
     if column.num_chunks == 1 or column.type != pa.string():
         return column if column.num_chunks == 1 else pa.chunked_array([column.combine_chunks()], column.type)
     lengths = pc.fill_null(pc.binary_length(column), 0).to_numpy()
@@ -142,9 +141,9 @@ def one_chunk(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def rebatched(batches: Iterable[pa.RecordBatch], num_rows: int) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of so many, all but the last.
+    """The same rows in batches of ``num_rows``; the last may be smaller.
 
-    Raises: ResourceError: so many rows take more than a gigabyte.
+    Raises: ResourceError: a batch takes more than a gigabyte.
     """
     waiting: list[pa.RecordBatch] = []
     count = num_bytes = 0
@@ -153,8 +152,8 @@ def rebatched(batches: Iterable[pa.RecordBatch], num_rows: int) -> Iterator[pa.R
         count, num_bytes = count + batch.num_rows, num_bytes + batch.nbytes
         if num_bytes > MAX_BATCH_BYTES:
             raise ResourceError(
-                f"{num_bytes >> 20} MiB of texts in {count} records that follow each other; at most "
-                f"{MAX_BATCH_BYTES >> 20} MiB in {num_rows} are taken. Shorten the captions of the source."
+                f"{num_bytes >> 20} MiB of texts in {count} consecutive records; needed at most "
+                f"{MAX_BATCH_BYTES >> 20} MiB in {num_rows}. Shorten the captions of the source."
             )
         if count < num_rows:
             continue
@@ -170,7 +169,7 @@ def rebatched(batches: Iterable[pa.RecordBatch], num_rows: int) -> Iterator[pa.R
 
 
 class TakenColumn(Sequence[Any]):
-    """Values of a column at some positions, each read when it is asked for: nothing is held for them.
+    """Values of a column at some positions, each read on access; none is held in memory.
 
     Args:
       column: of a mapped table.

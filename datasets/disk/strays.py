@@ -1,4 +1,4 @@
-"""What killed processes left behind: found by its name, and removed once its owner is gone."""
+"""Temporary files of killed processes: found by name, removed once their owner is dead."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from .owners import REPLACED_NAME, STALE_SECONDS, TEMPORARY_PREFIX, parse_owner,
 
 
 def find_strays(folder: Path, *, below: bool = True) -> list[Path]:
-    """All temporaries below a folder, or only those right in it, whoever owns them."""
-    found = []
+    """All temporaries below a folder, or only those directly in it, of any owner."""
+    strays = []
     for parent, folders, files in _walk(folder, below):
-        strays = [name for name in (*folders, *files) if name.startswith(TEMPORARY_PREFIX)]
-        found += [Path(parent) / name for name in strays]
-        folders[:] = [name for name in folders if name not in strays]
-    return sorted(found)
+        names = [name for name in (*folders, *files) if name.startswith(TEMPORARY_PREFIX)]
+        strays += [Path(parent) / name for name in names]
+        folders[:] = [name for name in folders if name not in names]
+    return sorted(strays)
 
 
 def _walk(folder: Path, below: bool) -> Iterable[tuple[str, list[str], list[str]]]:
-    # os.walk, not rglob, which raises where another process removes a folder meanwhile.
+    # Not rglob, which raises if another process removes a folder.
     return os.walk(folder) if below else itertools.islice(os.walk(folder), 1)
 
 
 def sweep_strays(folder: Path, *, of_all: bool = False, below: bool = True) -> list[Path]:
-    """Remove temporaries whose owner is gone.
+    """Remove temporaries whose owner is dead.
 
-    An owner on this machine and in this container is gone when its process is; another one when its heartbeat has
-    stopped. A folder that ``write_folder`` moved out of the way and never replaced is moved back.
+    An owner in this container is dead if its process is; any other owner if its heartbeat has stopped. A folder that
+    ``write_folder`` moved away but did not replace is moved back.
 
     Args:
-      of_all: those of living owners too; only when nobody writes there.
-      below: those in its folders too.
-    Returns: what was removed.
+      of_all: also those of living owners; only safe while nothing writes to the folder.
+      below: also those in subfolders.
+    Returns: the removed paths.
     """
     clock = _Clock(folder)
     walked = ((Path(parent), names) for parent, names, _ in _walk(folder, below))
@@ -56,20 +56,20 @@ def sweep_strays(folder: Path, *, of_all: bool = False, below: bool = True) -> l
 
 
 class _Clock:
-    """The time of a folder's file system: those of machines that share it may differ.
+    """The clock of a folder's file system: the clocks of machines that share it may differ.
 
     Args:
-      folder: asked once, and only where a heartbeat decides.
+      folder: read once, and only if a heartbeat decides.
     """
 
     def __init__(self, folder: Path) -> None:
         self._probe = temporary_beside(folder / "clock")
 
     def is_abandoned(self, path: Path, owner: str | None) -> bool:
-        """Whether nobody writes to a temporary any more.
+        """Whether the owner of a temporary is dead.
 
         Args:
-          owner: as its name gives it.
+          owner: from its name.
         """
         known = parse_owner(owner or "")
         is_alive = known.is_alive if known else None
@@ -77,7 +77,7 @@ class _Clock:
             return not is_alive
         try:
             return self._now - path.lstat().st_mtime > STALE_SECONDS
-        except OSError:  # it has just gone, or this user may not write here: then neither may it sweep
+        except OSError:  # just removed, or this user may not write here, and so not sweep
             return False
 
     @cached_property

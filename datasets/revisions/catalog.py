@@ -1,4 +1,4 @@
-"""Which revisions a folder holds, and what each says of itself; refuses what is no store."""
+"""The revisions of a store and their specs; refuses folders that are not stores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..format.layout import GROUP, MANIFEST, revision_prefix, revisions_with
 from ..format.schema import FORMAT_VERSION, StoreSpec
 from .plan import planned_revisions, read_plan
 
-REPAIR = "Run 'leandit verify --repair --source PATH': it makes what is damaged anew."
+REPAIR = "Run 'leandit verify --repair --source PATH': it restores damaged files."
 
 
 def sealed_revisions(path: Path) -> list[int]:
@@ -21,31 +21,31 @@ def sealed_revisions(path: Path) -> list[int]:
 
 
 def check_store(path: Path) -> None:
-    """Refuse what is no store.
+    """Check that a folder is a store.
 
-    Raises: StoreNotFound, StoreError (something else is there), StoreIncomplete (only its plan is there).
+    Raises: StoreNotFound, StoreError (it is something else), StoreIncomplete (it holds only a plan).
     """
     if not path.is_dir():
-        raise StoreNotFound(f"store '{path}': there is no such folder. Make it with 'leandit precompute'.")
+        raise StoreNotFound(f"store '{path}': no such folder. Create it with 'leandit precompute'.")
     if not (path / GROUP).is_file():
         if planned_revisions(path):
-            read_plan(path, 1)  # refuses a plan that is none
+            read_plan(path, 1)  # raises if the plan is damaged
             raise StoreIncomplete(f"store '{path}': nothing is encoded yet. Run the same precompute command again.")
-        raise StoreError(f"store '{path}': the folder holds no 'zarr.json', so it is no leandit store. Check the path.")
+        raise StoreError(
+            f"store '{path}': the folder holds no 'zarr.json', so it is not a leandit store. Check the path."
+        )
 
 
 def read_spec(path: Path, revision: int = 1) -> StoreSpec:
-    """Read what a revision of a store says of itself.
+    """Read the spec of a revision.
 
-    Raises: StoreError (something else is there), FormatVersionError, DamageError.
+    Raises: StoreError (not a store), FormatVersionError, DamageError.
     """
     name = revision_prefix(revision) + GROUP
     group = read_json(path / name) if (path / name).is_file() else None
     attributes = (group.get("attributes") or {}).get("leandit") if isinstance(group, dict) else None
     if not isinstance(attributes, dict):
-        raise StoreError(
-            f"store '{path}': '{name}' is missing or not that of a leandit store (no 'leandit' attribute). {REPAIR}"
-        )
+        raise StoreError(f"store '{path}': '{name}' is missing, or has no 'leandit' attribute. {REPAIR}")
     version = attributes.get("format_version")
     if version != FORMAT_VERSION:
         raise FormatVersionError(

@@ -1,7 +1,7 @@
-"""Commit records and their merge: what is in a revision of a store, and that it is all there.
+"""Commit records, and the manifest that merges them.
 
-A shard counts only when its commit record is there, fits its own hash, belongs to this plan, and names files of the
-right size. The seal is a pure function of the plan and the records, so it gives the same bytes whoever runs it.
+A shard counts only if its commit record exists, matches its own hash, belongs to this plan, and names files of the
+right size. The seal is a pure function of plan and records, so every process writes the same bytes.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ pc: Any = pyarrow.compute  # its functions are made at run time, no type checker
 
 
 def missing_work(plan: FrozenPlan, missing: Sequence[Task]) -> str:
-    """What some tasks of a plan hold, in words: shards, pictures, captions."""
+    """Describe tasks of a plan for a message: shards, pictures, captions."""
     layout = plan.layout
     pictures = [task for task in missing if task[0] not in (CAPTION_PART, NULL_PART)]
     num_pictures = sum(len(layout.rows_of(*task)) for task in pictures)
-    said = f"{len(missing)} of {len(layout.tasks())} shards, with {num_pictures} of "
-    said += f"{sum(layout.bucket_rows.values())} pictures"
+    described = f"{len(missing)} of {len(layout.tasks())} shards, with {num_pictures} of "
+    described += f"{sum(layout.bucket_rows.values())} pictures"
     if not plan.spec.text:
-        return said
+        return described
     num_captions = sum(len(layout.captions_of(shard)) for part, shard in missing if part == CAPTION_PART)
-    return f"{said} and {num_captions} of {plan.own_captions.num_rows} captions"
+    return f"{described} and {num_captions} of {plan.own_captions.num_rows} captions"
 
 
 def read_commits(root: Path, plan: FrozenPlan, *, check_bytes: bool = False) -> dict[Task, CommitRecord]:
-    """Read the commit records that hold; ``check_bytes`` as ``read_commit``."""
-    found = {task: read_commit(root, plan, *task, check_bytes=check_bytes) for task in plan.layout.tasks()}
-    return {task: record for task, record in found.items() if record}
+    """Read all valid commit records; ``check_bytes`` as of ``read_commit``."""
+    records = {task: read_commit(root, plan, *task, check_bytes=check_bytes) for task in plan.layout.tasks()}
+    return {task: record for task, record in records.items() if record}
 
 
 def read_commit(
     root: Path, plan: FrozenPlan, part: str, shard: int, *, check_bytes: bool = False
 ) -> CommitRecord | None:
-    """Read the commit record of a task, or None where it does not hold: then the shard is made again.
+    """Read the commit record of a task; None if it is not valid, so the shard must be encoded again.
 
     Args:
-      check_bytes: hash the shard's files too, not only look at their size: where a disk lost power they may hold zeros.
+      check_bytes: hash the shard's files instead of only checking sizes: after a power failure they may hold zeros.
     """
     record = read_record(root, plan, part, shard)
     if record is None or not all(_has_size(root / entry.path, entry.bytes) for entry in record.files):
@@ -74,7 +74,7 @@ def read_commit(
 
 
 def read_record(root: Path, plan: FrozenPlan, part: str, shard: int) -> CommitRecord | None:
-    """Read the commit record of a task whether or not its files are there; None where it is not of this plan."""
+    """Read the commit record of a task without looking at its files; None if it is not of this plan."""
     try:
         record = CommitRecord.model_validate(read_json(root / commit_path(plan.revision, part, shard)))
     except (OSError, DamageError, ValidationError):
@@ -82,11 +82,11 @@ def read_record(root: Path, plan: FrozenPlan, part: str, shard: int) -> CommitRe
     named = (record.fingerprint, record.plan, record.part, record.shard)
     if named != (plan.spec.fingerprint, plan.hash, part, shard) or record != record.with_hash():
         return None
-    return record if _fits_plan(plan, record) else None
+    return record if _matches_plan(plan, record) else None
 
 
-def _fits_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
-    """It names the files and as many rows as the plan has for it; a record of others may say anything."""
+def _matches_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
+    """Whether a record has the files and rows of the plan; a record from others may contain anything."""
     if {entry.path for entry in record.files} != {
         array.shard_path(record.shard) for array in plan.layout.part_arrays(record.part)
     }:
@@ -121,11 +121,11 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 class CommitSummary(NamedTuple):
-    """What a writer keeps of a commit record: its rows' checksums would fill the memory of a large store.
+    """The part of a commit record that a writer keeps in memory, without the checksums of its rows.
 
     Args:
       files: of its shard, then the record itself.
-      rejects: how many for each reason.
+      rejects: number by reason.
     """
 
     files: tuple[FileEntry, ...]
@@ -134,15 +134,15 @@ class CommitSummary(NamedTuple):
 
     @classmethod
     def of(cls, plan: FrozenPlan, record: CommitRecord) -> CommitSummary:
-        """Of a record of a plan."""
+        """Summarise a record."""
         rejects = Counter(reject.reason for reject in record.rejects)
         return cls((*record.files, _record_entry(plan, record)), len(record.checksums), rejects)
 
 
 class CommitFiles(Mapping[Task, CommitRecord]):
-    """The commit records of a plan, each read from its file when its turn comes.
+    """The commit records of a plan, each read from disk on access.
 
-    Raises: DamageError: one of them is not what it was when the seal began.
+    Raises: DamageError: one of them has changed since the seal began.
     """
 
     def __init__(self, root: Path, plan: FrozenPlan) -> None:
@@ -151,7 +151,7 @@ class CommitFiles(Mapping[Task, CommitRecord]):
     def __getitem__(self, task: Task) -> CommitRecord:
         if (record := read_record(self._root, self._plan, *task)) is None:
             raise DamageError(
-                f"store '{self._root}': '{commit_path(self._plan.revision, *task)}' was changed while the store was "
+                f"store '{self._root}': '{commit_path(self._plan.revision, *task)}' changed while the store was "
                 "sealed. Run the same command again."
             )
         return record
@@ -164,12 +164,12 @@ class CommitFiles(Mapping[Task, CommitRecord]):
 
 
 def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes | memoryview], Manifest]:
-    """Everything that a revision's seal writes, and the manifest over it.
+    """Content of the files that a seal writes, and the manifest.
 
     Args:
-      commits: of all tasks of the plan; each is asked for once.
-    Returns: path and content of the files that are neither shards nor commit records, then the manifest. The tables lie
-      in mapped temporary files.
+      commits: of all tasks of the plan; each is read once.
+    Returns: content by path of the files that are neither shards nor commit records (tables in mapped temporary files),
+      and the manifest.
     """
     prefix, merge = revision_prefix(plan.revision), Merge(plan)
     entries = {entry.path: entry for entry in plan.carried}
@@ -216,14 +216,14 @@ def _counts(values: pa.ChunkedArray) -> dict[str, int]:
     return {entry["values"]: entry["counts"] for entry in pc.value_counts(values).to_pylist()}
 
 
-def commit_record(plan: FrozenPlan, part: str, shard: int, **held: Any) -> CommitRecord:
+def commit_record(plan: FrozenPlan, part: str, shard: int, **content: Any) -> CommitRecord:
     """The commit record of a shard, with its hash.
 
     Args:
-      held: the fields of ``CommitRecord`` that say what the shard holds.
+      content: the fields of ``CommitRecord`` that describe the shard.
     """
     of_plan = {"format_version": FORMAT_VERSION, "fingerprint": plan.spec.fingerprint, "plan": plan.hash}
-    return CommitRecord(**of_plan, part=part, shard=shard, **held, record_hash="").with_hash()
+    return CommitRecord(**of_plan, part=part, shard=shard, **content, record_hash="").with_hash()
 
 
 def _record_entry(plan: FrozenPlan, record: CommitRecord) -> FileEntry:
@@ -232,19 +232,19 @@ def _record_entry(plan: FrozenPlan, record: CommitRecord) -> FileEntry:
 
 
 def carried_files(base: Manifest, stack: Sequence[int]) -> tuple[FileEntry, ...]:
-    """Files of a revision that the next one reads too: the root's metadata and the arrays of its stack."""
+    """Files that the next revision also reads: the root's metadata and the arrays of its stack."""
     prefixes = [revision_prefix(revision) + name for revision in stack for name in ("buckets/", "captions/", GROUP)]
     shared = (GROUP, f"{REVISIONS}/{GROUP}", *prefixes)
     return tuple(entry for entry in base.files if entry.path.startswith(shared))
 
 
 def with_root_hash(manifest: Manifest) -> Manifest:
-    """The same manifest with the hash of all the rest filled in."""
+    """The manifest with its root hash."""
     return manifest.model_copy(update={"root_hash": root_hash(manifest)})
 
 
 def root_hash(manifest: Manifest) -> str:
-    """Hash of all that a manifest says but this."""
+    """Hash of all fields of a manifest except ``root_hash``."""
     return sha256_of(manifest.model_dump(exclude={"root_hash"}))
 
 
@@ -257,16 +257,16 @@ def file_entry(path: str, content: bytes | memoryview) -> FileEntry:
 def read_manifest(root: Path, revision: int) -> Manifest:
     """Read the manifest of a revision.
 
-    Raises: DamageError: it is not what was written.
+    Raises: DamageError.
     """
     name = revision_prefix(revision) + MANIFEST
-    mend = "Run 'leandit verify --repair': it is made anew from the commit records."
+    remedy = "Run 'leandit verify --repair': it rebuilds the manifest from the commit records."
     try:
         manifest = Manifest.model_validate(read_json(root / name))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])[:80]
-        raise DamageError(f"store '{root}': '{name}' is not valid: {where}: {first['msg']}. {mend}") from error
+        raise DamageError(f"store '{root}': '{name}' is not valid: {where}: {first['msg']}. {remedy}") from error
     if root_hash(manifest) != manifest.root_hash or manifest.revision != revision:
-        raise DamageError(f"store '{root}': '{name}' does not fit its own root hash. {mend}")
+        raise DamageError(f"store '{root}': '{name}' does not match its own root hash. {remedy}")
     return manifest

@@ -1,7 +1,7 @@
-"""The tables of a revision: its plan's rows joined with what the commit records say became of them.
+"""The tables of a revision: the rows of its plan joined with the results in the commit records.
 
-A commit record is read, spread over arrays that are mapped from temporary files, and dropped; then the tables come a
-few rows at a time. So memory does not grow with the store, but for the texts of rejects and fallbacks.
+Each commit record is read, scattered into arrays in mapped temporary files, and dropped; the tables are then written a
+few rows at a time. Memory does not grow with the store, except for the texts of rejects and fallbacks.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ pc: Any = pyarrow.compute  # its functions are made at run time, no type checker
 
 Task = tuple[str, int]
 Commits = Mapping[Task, CommitRecord]
-# What is known of a row: its shard is committed, it was rejected there, it has a checksum, its picture has one.
-MADE, REJECTED, CHECKED, SOURCE_CHECKED = 1, 2, 4, 8
+# Flags of a row: its shard is committed; it is rejected; it has a checksum; its picture has one.
+COMMITTED, REJECTED, CHECKED, SOURCE_CHECKED = 1, 2, 4, 8
 WHAT = "what the commit records say"
 RECORD_RESULTS = ("status", "stage", "reason", "detail", "checksum", "source_checksum", "fallback")
 STATUSES = pa.array(["stored", "rejected"])
 
 
 def merge_records(plan: FrozenPlan, commits: Commits) -> pa.Table:
-    """Records table of a revision, of whose tasks some may not be committed."""
+    """Records table of a revision; some of its tasks may be missing."""
     return pa.concat_tables(_merged(plan, commits).record_groups())
 
 
 def merge_captions(plan: FrozenPlan, commits: Commits) -> pa.Table:
-    """Captions table of a revision, likewise: with the checksums of their embeddings, and how close these are."""
+    """Captions table of a revision, with checksums and quality of the embeddings; some tasks may be missing."""
     return pa.concat_tables(_merged(plan, commits).caption_groups())
 
 
@@ -49,7 +49,7 @@ def _merged(plan: FrozenPlan, commits: Commits) -> Merge:
 
 
 class Merge:
-    """Takes the commit records of a plan one by one, and gives the tables."""
+    """Collects the commit records of a plan one by one, and writes the tables."""
 
     def __init__(self, plan: FrozenPlan) -> None:
         self._plan, rows, captions = plan, plan.records.num_rows, plan.captions.num_rows
@@ -62,7 +62,7 @@ class Merge:
         self._qualities = {name: map_array(captions, "float32", WHAT) for name in ("min_cosine", "max_error")}
 
     def add(self, task: Task, commit: CommitRecord) -> None:
-        """Take what one commit record says."""
+        """Add one commit record."""
         part, shard = task
         if part == CAPTION_PART:
             self._add_captions(shard, commit)
@@ -72,38 +72,38 @@ class Merge:
     def _add_rows(self, part: str, shard: int, commit: CommitRecord) -> None:
         positions = self._plan.bucket_positions[part.removeprefix("buckets/")]
         rows = self._plan.layout.rows_of(part, shard)
-        here = positions[rows.start : rows.stop]
-        flags = np.full(len(here), MADE, np.uint8)
+        targets = positions[rows.start : rows.stop]
+        flags = np.full(len(targets), COMMITTED, np.uint8)
         for bit, values, digits in (
             (CHECKED, self._checksums, commit.checksums),
             (SOURCE_CHECKED, self._source_checksums, commit.source_checksums),
         ):
-            values[here], is_there = _numbers(digits)
-            flags[is_there] |= bit
+            values[targets], is_present = _numbers(digits)
+            flags[is_present] |= bit
         fallbacks = {fallback.row: fallback for fallback in commit.fallbacks}
         self._fallbacks.add(positions[list(fallbacks)], [[fallback.how] for fallback in fallbacks.values()])
         rejects = {reject.row: reject for reject in commit.rejects}
         self._rejects.add(positions[list(rejects)], [[r.stage, r.reason, r.detail] for r in rejects.values()])
-        flags[np.array(list(rejects), np.int64) - rows.start] = MADE | REJECTED
-        self._flags[here] = flags
+        flags[np.array(list(rejects), np.int64) - rows.start] = COMMITTED | REJECTED
+        self._flags[targets] = flags
 
     def _add_captions(self, shard: int, commit: CommitRecord) -> None:
         captions = self._plan.layout.captions_of(shard)
         first = self._plan.first_caption + captions.start
-        here = slice(first, first + len(captions))
-        self._caption_checksums[here], _ = _numbers(commit.checksums)
-        self._caption_flags[here] = MADE
+        targets = slice(first, first + len(captions))
+        self._caption_checksums[targets], _ = _numbers(commit.checksums)
+        self._caption_flags[targets] = COMMITTED
         if commit.min_cosines:
-            self._caption_flags[here] |= CHECKED
-            self._qualities["min_cosine"][here] = commit.min_cosines
-            self._qualities["max_error"][here] = commit.max_errors
+            self._caption_flags[targets] |= CHECKED
+            self._qualities["min_cosine"][targets] = commit.min_cosines
+            self._qualities["max_error"][targets] = commit.max_errors
 
     def record_groups(self) -> Iterator[pa.Table]:
         """The records table, in the order of the source, by row groups."""
         return _groups(self._plan.records.select(RECORDS_SCHEMA.names), RECORD_RESULTS, self._records_of)
 
     def caption_groups(self) -> Iterator[pa.Table]:
-        """The captions table, in the order of the captions' ids, likewise."""
+        """The captions table, in the order of ids, by row groups."""
         return _groups(self._plan.captions.select(CAPTIONS_SCHEMA.names), CAPTION_RESULTS, self._captions_of)
 
     def _records_of(self, rows: slice, planned: pa.RecordBatch) -> dict[str, pa.Array]:
@@ -112,22 +112,22 @@ class Merge:
         if not flags.any():
             return columns
         status = STATUSES.take(pa.array((flags & REJECTED != 0).astype(np.int8)))
-        columns["status"] = _where(flags & MADE, status, columns["status"])
+        columns["status"] = _where(flags & COMMITTED, status, columns["status"])
         for name, bit, values in (
             ("checksum", CHECKED, self._checksums),
             ("source_checksum", SOURCE_CHECKED, self._source_checksums),
         ):
-            columns[name] = _where(flags & MADE, pa.array(values[rows], mask=flags & bit == 0), columns[name])
+            columns[name] = _where(flags & COMMITTED, pa.array(values[rows], mask=flags & bit == 0), columns[name])
         for sparse in (self._rejects, self._fallbacks):
             columns |= sparse.over(rows, columns)
         return columns
 
     def _captions_of(self, rows: slice, planned: pa.RecordBatch) -> dict[str, pa.Array]:
         flags = self._caption_flags[rows]
-        found = {"checksum": pa.array(self._caption_checksums[rows])}
+        results = {"checksum": pa.array(self._caption_checksums[rows])}
         for name, values in self._qualities.items():
-            found[name] = pa.array(values[rows], mask=flags & CHECKED == 0)
-        return {name: _where(flags & MADE, values, planned[name]) for name, values in found.items()}
+            results[name] = pa.array(values[rows], mask=flags & CHECKED == 0)
+        return {name: _where(flags & COMMITTED, values, planned[name]) for name, values in results.items()}
 
 
 def _groups(
@@ -140,8 +140,8 @@ def _groups(
             for name, values in merge(slice(first, first + batch.num_rows), batch).items():
                 parts[name].append(values)
             first += batch.num_rows
-        # These in one chunk, the others in those of the plan, as the first stores were written: a page may end where a
-        # chunk does, so other chunks would change the bytes of a large table, and the root hash.
+        # Merged columns in one chunk, the others in the plan's chunks, as in the first stores: pages may end where chunks
+        # do, so other chunks would change the bytes of a large table and the root hash.
         merged = {name: pa.chunked_array(parts[name], planned.schema.field(name).type) for name in names}
         columns = {name: one_chunk(merged[name]) if name in merged else group[name] for name in group.column_names}
         yield pa.table(columns, schema=planned.schema)
@@ -156,15 +156,15 @@ class _Sparse:
         self._batches: list[pa.RecordBatch] = []
 
     def add(self, positions: np.ndarray, texts: list[list[str]]) -> None:
-        """Take the texts of some rows: one for each column."""
+        """Add the texts of some rows, one for each column."""
         if len(positions):
             columns = [pa.array(column, pa.string()) for column in zip(*texts, strict=True)]
             self._positions.append(np.array(positions))
             self._batches.append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
     def over(self, rows: slice, columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
-        """The columns of a batch, with these texts where there are any."""
-        if len(self._positions) > 1:  # all of it, in order of the rows
+        """Columns of a batch, with these texts in the rows that have them."""
+        if len(self._positions) > 1:  # merge them, sorted by row
             positions = np.concatenate(self._positions)
             order = np.argsort(positions)
             table = pa.Table.from_batches(self._batches).take(pa.array(order)).combine_chunks()

@@ -1,7 +1,7 @@
-"""The frozen plan of a revision: every row's place, fixed before the first encode, in a folder written as one.
+"""The frozen plan of a revision: the position of every row, fixed before the first encode, in one atomic folder.
 
-Whoever writes the folder first has planned the revision; all others go on with that plan. So coordinators that start at
-the same moment, or from a source that changes meanwhile, still make one store.
+The first process to write the folder plans the revision; all others use that plan. So concurrent coordinators still
+write one store, even if the source changes meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..format.tables import map_plan_table, parquet_file, table_problem
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-VOLATILE_COLUMN = "source_mtime_ns"  # it says when a file was written, not what is in it
+VOLATILE_COLUMN = "source_mtime_ns"  # does not depend on a file's content
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class FrozenPlan:
     """The plan of one revision.
 
     Args:
-      spec: what the revision says of itself.
+      spec: of the revision.
       revision: its number, from 1.
       base: root hash of the revision that it builds on, "" for the first.
       stack: earlier revisions whose arrays stay in use.
       carried: files of earlier revisions that it reads: the root's metadata, and the arrays of its stack.
       copies: its rows are copied from the base, a revision of another store, not encoded (``leandit compact``).
-      listing: hash of the source's listing (keys, sizes, times), to tell whether the source has changed.
-      records: all records of the revision: RECORDS_SCHEMA's columns, then where each picture lies in the source. What
-        this revision makes has its number in ``revision``; the rest is carried over as it is.
-      captions: CAPTIONS_SCHEMA; those that this revision adds come last, sorted so that equal lengths lie together.
-      recorded_hash: as the store says it; computed where the plan is new.
+      listing: hash of the source's listing (keys, sizes, times), to detect changes of the source.
+      records: PLAN_SCHEMA, all records of the revision. Records that it encodes have its number in ``revision``; the
+        others are carried over unchanged.
+      captions: CAPTIONS_SCHEMA; those that this revision adds come last, sorted by length.
+      recorded_hash: from the store; empty for a new plan.
     """
 
     spec: StoreSpec
@@ -63,7 +63,7 @@ class FrozenPlan:
 
     @cached_property
     def hash(self) -> str:
-        """What commit records name: a hash of all that decides the bytes."""
+        """Hash of everything that decides the bytes; commit records name it."""
         if self.recorded_hash:
             return self.recorded_hash
         parts = [parquet_file(self.records.drop_columns([VOLATILE_COLUMN])), parquet_file(self.captions)]
@@ -77,11 +77,11 @@ class FrozenPlan:
         names = sorted(counts, key=bucket_size)
         positions = map_array(sum(counts.values()), "int64", "the rows of the plan")
         ends = np.cumsum([counts[name] for name in names])
-        found = {name: positions[end - counts[name] : end] for name, end in zip(names, ends, strict=True)}
-        for name, rows, here in _own_rows(self):
+        by_bucket = {name: positions[end - counts[name] : end] for name, end in zip(names, ends, strict=True)}
+        for name, rows, records in _own_rows(self):
             assert name is not None, "a row has a bucket"
-            found[name][rows] = here
-        return found
+            by_bucket[name][rows] = records
+        return by_bucket
 
     @cached_property
     def own_captions(self) -> pa.Table:
@@ -95,7 +95,7 @@ class FrozenPlan:
 
     @cached_property
     def layout(self) -> RevisionLayout:
-        """Where everything of the revision lies."""
+        """Files and arrays of the revision."""
         return RevisionLayout(
             spec=self.spec,
             revision=self.revision,
@@ -108,7 +108,7 @@ class FrozenPlan:
 def first_plan(
     spec: StoreSpec, listing: str, records: pa.Table, *, texts: Sequence[str], num_tokens: Sequence[int]
 ) -> FrozenPlan:
-    """The plan of a store's first revision, where captions need no tokenizer.
+    """The plan of a store's first revision, for captions that need no tokenizer.
 
     Args:
       records: as PLAN_SCHEMA has them.
@@ -151,7 +151,7 @@ def write_plan(root: Path, plan: FrozenPlan, *, replace: bool) -> bool:
     for name, content in tables.items():
         size, digest = xxh3_parts(content)
         entries.append(FileEntry(path=name, bytes=size, xxh3_128=digest).model_dump())
-    head = {
+    content = {
         "format_version": FORMAT_VERSION,
         "revision": plan.revision,
         "base": plan.base,
@@ -163,9 +163,9 @@ def write_plan(root: Path, plan: FrozenPlan, *, replace: bool) -> bool:
         "spec": plan.spec.model_dump(),
         "files": entries,
     }
-    head |= {"sha256": sha256_of(head)}
+    content |= {"sha256": sha256_of(content)}
     folder = root / revision_prefix(plan.revision) / PLAN
-    return write_folder(folder, [*tables.items(), (PLAN_FILE, canonical_json(head))], replace=replace)
+    return write_folder(folder, [*tables.items(), (PLAN_FILE, canonical_json(content))], replace=replace)
 
 
 def planned_revisions(root: Path) -> list[int]:
@@ -176,51 +176,51 @@ def planned_revisions(root: Path) -> list[int]:
 def read_plan(root: Path, revision: int) -> FrozenPlan:
     """Read the frozen plan of a revision.
 
-    Raises: StoreIncomplete: there is none; DamageError: a file of it is not what was written.
+    Raises: StoreIncomplete: it has none; DamageError: a file of it is damaged.
     """
     folder = root / revision_prefix(revision) / PLAN
     if not (folder / PLAN_FILE).is_file():
         raise StoreIncomplete(f"store '{root}': its plan is not finished. Run the same precompute command again.")
-    head = read_json(folder / PLAN_FILE)
+    content = read_json(folder / PLAN_FILE)
     damaged = DamageError(
         f"store '{root}': the plan of revision {revision} is damaged. Run 'leandit verify --repair --source PATH'."
     )
-    if not isinstance(head, dict) or head.pop("sha256", None) != sha256_of(head):
+    if not isinstance(content, dict) or content.pop("sha256", None) != sha256_of(content):
         raise damaged
-    if head.get("format_version") != FORMAT_VERSION:
+    if content.get("format_version") != FORMAT_VERSION:
         raise FormatVersionError(
-            f"store '{root}': its plan has format version {head.get('format_version')}, this release reads "
+            f"store '{root}': its plan has format version {content.get('format_version')}, this release reads "
             f"{FORMAT_VERSION}. Use the release that wrote it, or precompute again."
         )
     try:
-        said = PlanFile.model_validate(head)
+        file = PlanFile.model_validate(content)
     except ValidationError as error:
         raise damaged from error
-    if said.revision != revision:
+    if file.revision != revision:
         raise damaged
-    for name, entry in zip((RECORDS, CAPTIONS), said.files, strict=True):
+    for name, entry in zip((RECORDS, CAPTIONS), file.files, strict=True):
         if not (folder / name).is_file() or xxh3_file(folder / name) != entry.xxh3_128:
             raise damaged
     records, captions = map_plan_table(folder / RECORDS), map_plan_table(folder / CAPTIONS)
     plan = FrozenPlan(
-        spec=said.spec,
+        spec=file.spec,
         revision=revision,
-        base=said.base,
-        stack=tuple(said.stack),
-        carried=tuple(said.carried),
-        copies=said.copies,
-        listing=said.listing,
+        base=file.base,
+        stack=tuple(file.stack),
+        carried=tuple(file.carried),
+        copies=file.copies,
+        listing=file.listing,
         records=records,
         captions=captions,
-        recorded_hash=said.plan,
+        recorded_hash=file.plan,
     )
-    if problem := table_problem(said.spec, revision, records, captions.num_rows, captions) or _place_problem(plan):
-        raise DamageError(f"{damaged} It says what cannot be: {problem}.")
+    if problem := table_problem(file.spec, revision, records, captions.num_rows, captions) or _row_problem(plan):
+        raise DamageError(f"{damaged} Its tables are not valid: {problem}.")
     return plan
 
 
 def _own_rows(plan: FrozenPlan) -> Iterator[tuple[str | None, np.ndarray, np.ndarray]]:
-    """Records with a row in the plan's own arrays, a few at a time: their bucket, rows, and positions in the table."""
+    """Bucket, rows and table positions of the records in the plan's own arrays, a few at a time."""
     first = 0
     for batch in plan.records.select(["bucket", "revision", "row"]).to_batches():
         rows = batch["row"].to_numpy()
@@ -229,9 +229,9 @@ def _own_rows(plan: FrozenPlan) -> Iterator[tuple[str | None, np.ndarray, np.nda
             buckets = batch["bucket"].take(pa.array(own)).dictionary_encode()
             codes = pc.fill_null(buckets.indices, -1).to_numpy()
             for code, name in [*enumerate(buckets.dictionary.to_pylist()), (-1, None)]:
-                here = own[codes == code]
-                if len(here):
-                    yield name, rows[here], here + first
+                of_bucket = own[codes == code]
+                if len(of_bucket):
+                    yield name, rows[of_bucket], of_bucket + first
         first += batch.num_rows
 
 
@@ -243,19 +243,17 @@ def _count_rows(plan: FrozenPlan) -> dict[str, int]:
     return counts
 
 
-def _place_problem(plan: FrozenPlan) -> str:
-    """Rows of a bucket that are not 0, 1, 2, ..., or ""."""
-    counts: dict[str, int] = {}
-    for name, rows, _ in _own_rows(plan):
-        if name is None:
-            return "a row without a bucket"
-        counts[name] = counts.get(name, 0) + len(rows)
+def _row_problem(plan: FrozenPlan) -> str:
+    """Describe a bucket whose rows are not 0, 1, 2, ...; "" if there is none."""
+    if any(name is None for name, _, _ in _own_rows(plan)):
+        return "a row without a bucket"
+    counts = _count_rows(plan)
     seen = {name: np.zeros(rows, bool) for name, rows in counts.items()}
     for name, rows, _ in _own_rows(plan):
-        assert name is not None, "looked at above"
+        assert name is not None, "checked above"
         if rows.max() < counts[name]:
             seen[name][rows] = True
-    for name, there in seen.items():
-        if not there.all():
-            return f"rows of bucket {name!r} that do not follow each other"
+    for name, is_seen in seen.items():
+        if not is_seen.all():
+            return f"rows of bucket {name!r} that are not consecutive"
     return ""

@@ -1,7 +1,7 @@
-"""The writing side of a store: the plan is frozen first, shards are committed whole, the seal merges what is there.
+"""Writing a store: the plan is frozen first, shards are committed one by one, the seal merges their records.
 
-Order of a shard's commit: every array file (temporary, fsync, rename), then the commit record. A process that dies in
-between has cost one shard, and nothing half-written is ever read. No encoder is known here.
+A commit writes every array file of a shard (temporary, fsync, rename), then the commit record. A crash in between costs
+one shard, and no partial shard is ever read. This module knows no encoder.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..format.zarr_shard import pack_shard
 from .commits import CommitFiles, CommitSummary, Task, commit_record, file_entry, read_commit, read_manifest, seal_files
 from .plan import FrozenPlan
 
-READERS = 4  # threads that look at bytes
+READERS = 4  # threads that hash shards
 
 
 def row_checksum(*rows: np.ndarray) -> str:
-    """XXH3-64 of rows that follow each other, as 16 hex digits."""
+    """XXH3-64 of consecutive rows, as 16 hex digits."""
     digest = xxhash.xxh3_64()
     for row in rows:
         digest.update(np.ascontiguousarray(row).data)
@@ -40,9 +40,9 @@ class StoreWriter:
     Args:
       root: the store.
       plan: of the revision.
-      own: tasks of this process, whose bytes are looked at; None for all. Those of others are looked at by them, and by
-        the one that seals.
-      doubted: tasks whose bytes are to be looked at, where another process has just looked at all others.
+      own: tasks of this process, whose shards are hashed; None for all. Other processes hash their own, and the one
+        that seals hashes all.
+      doubted: tasks whose shards must be hashed, if another process has just hashed all others.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class StoreWriter:
         for path, content in plan.layout.static_files().items():
             self._ensure(path, content)
         self._commits: dict[Task, CommitSummary] = {}
-        self.is_shared = False  # others have made, or are making, shards of this revision
+        self.is_shared = False  # other processes write shards of this revision
         if doubted is None and self.is_sealed:
             self._read(frozenset())
         elif doubted is None:
-            # Of a revision that is being made the bytes that are there are looked at; what others commit from now on is
-            # whole. Of a sealed one, that is what verify is for.
+            # Hash the existing shards of an unfinished revision; shards committed later are intact. ``verify`` hashes
+            # those of a sealed one.
             tasks = plan.layout.tasks()
             checked = frozenset(tasks if own is None else own)
             self._read(checked)
@@ -73,12 +73,12 @@ class StoreWriter:
 
     @property
     def is_sealed(self) -> bool:
-        """The manifest of the revision is there."""
+        """The revision has a manifest."""
         return (self.root / revision_prefix(self.plan.revision) / MANIFEST).is_file()
 
     @property
     def num_stored(self) -> int:
-        """Records that the committed shards hold."""
+        """Records in the committed shards."""
         return sum(
             commit.num_rows - commit.rejects.total()
             for (part, _), commit in self._commits.items()
@@ -87,15 +87,15 @@ class StoreWriter:
 
     @property
     def reject_reasons(self) -> Counter[str]:
-        """How many records were refused while the committed shards were encoded, by reason."""
+        """Number of rejects in the committed shards, by reason."""
         return sum((commit.rejects for commit in self._commits.values()), Counter[str]())
 
     def missing_tasks(self, own: Sequence[Task] | None = None) -> list[Task]:
-        """The (part, shard) that no valid commit record covers, of all or some; others may commit at the same time."""
+        """All tasks, or those of ``own``, without a valid commit record; others may commit at the same time."""
         return [task for task in (self.plan.layout.tasks() if own is None else own) if not self.is_committed(task)]
 
     def is_committed(self, task: Task) -> bool:
-        """A valid commit record covers the task, written by this process or by another."""
+        """Whether the task has a valid commit record, from any process."""
         if task not in self._commits:
             record = read_commit(self.root, self.plan, *task, check_bytes=task in self.doubted)
             if record:
@@ -103,7 +103,7 @@ class StoreWriter:
         return task in self._commits
 
     def _read(self, checked: Collection[Task]) -> None:
-        """Read all commit records that hold, with a look at the bytes of some of their shards."""
+        """Read all valid commit records, and hash the shards of ``checked``."""
 
         def read(task: Task) -> CommitSummary | None:
             record = read_commit(self.root, self.plan, *task, check_bytes=task in checked)
@@ -114,14 +114,13 @@ class StoreWriter:
             self._commits = {task: found for task, found in zip(tasks, pool.map(read, tasks), strict=True) if found}
 
     def recheck(self) -> list[Task]:
-        """Look at the bytes of all shards if others had a hand in them; what is not as recorded is missing again.
+        """Hash all shards if other processes wrote some of them; those that differ from their record count as missing.
 
-        Only under the lease of the seal, so that of many processes that end together one does.
+        Call it under the lease of the seal, so that only one of many processes does this. After a lease has expired,
+        two processes may write one shard with different bytes (another device, less memory), and leave the file of one
+        and the record of the other.
 
-        Two that make one shard at the same moment, because a lease has run out, may make different bytes (another
-        device, less memory), and leave the file of one and the record of the other.
-
-        Returns: what is missing now.
+        Returns: the missing tasks.
         """
         if not self.is_shared or self.is_sealed:
             return []
@@ -148,10 +147,10 @@ class StoreWriter:
 
         Args:
           arrays: path of each array -> (n, ...) rows of this shard.
-          checksums: one a row (or caption), "" where rejected.
-          source_checksums: of the pictures' files, one a row, "" where rejected.
-          rejects: rows refused while encoding.
-          qualities: of captions that were narrowed, the smallest cosine and the largest error of each.
+          checksums: one per row (or caption), "" if rejected.
+          source_checksums: of the pictures' files, one per row, "" if rejected.
+          rejects: rows rejected while encoding.
+          qualities: smallest cosine and largest error of each narrowed caption.
           fallbacks: rows that were not encoded as planned.
         Returns: bytes written.
         """
@@ -188,7 +187,7 @@ class StoreWriter:
                 f"store '{self.root}': {len(missing)} of {len(self.plan.layout.tasks())} shards are not committed, "
                 f"the first is {missing[0][1]} of '{missing[0][0]}'. Run the same precompute command again."
             )
-        if manifest := self._whole_manifest():  # made anew it could differ: Parquet names the library that wrote it
+        if manifest := self._valid_manifest():  # a new one could differ: Parquet names its writer
             return manifest
         files, manifest = seal_files(self.plan, CommitFiles(self.root, self.plan))
         for path, content in files.items():
@@ -196,8 +195,8 @@ class StoreWriter:
         self._ensure(revision_prefix(self.plan.revision) + MANIFEST, canonical_json(manifest.model_dump()))
         return manifest
 
-    def _whole_manifest(self) -> Manifest | None:
-        """The manifest that is there, if all that the seal wrote and the commit records say is as it says."""
+    def _valid_manifest(self) -> Manifest | None:
+        """The existing manifest, if it matches the tables and the commit records."""
         try:
             manifest = read_manifest(self.root, self.plan.revision)
         except (LeanditError, OSError):
@@ -210,12 +209,12 @@ class StoreWriter:
             if not file.is_file():
                 return None
             known.append(FileEntry(path=path, bytes=file.stat().st_size, xxh3_128=xxh3_file(file)))
-        is_whole = all(entries.get(entry.path) == entry for entry in known)
-        return manifest if is_whole and manifest.plan == self.plan.hash else None
+        is_current = all(entries.get(entry.path) == entry for entry in known)
+        return manifest if is_current and manifest.plan == self.plan.hash else None
 
     def _ensure(self, path: str, content: bytes | memoryview) -> None:
-        """Write a file unless it is there with these bytes."""
+        """Write a file unless it already has these bytes."""
         file = self.root / path
-        is_there = file.is_file() and file.stat().st_size == len(content)
-        if not is_there or xxh3_file(file) != file_entry(path, content).xxh3_128:
+        has_size = file.is_file() and file.stat().st_size == len(content)
+        if not has_size or xxh3_file(file) != file_entry(path, content).xxh3_128:
             write_atomic(file, [content])

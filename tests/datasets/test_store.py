@@ -90,7 +90,7 @@ REPAIR = "verify --repair"
 SPOILED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] = [
     ("missing folder", shutil.rmtree, StoreNotFound, ["no such folder", "leandit precompute"]),
     ("file", lambda p: (shutil.rmtree(p), p.write_text("")), StoreNotFound, ["no such folder"]),
-    ("empty folder", empty, StoreError, ["no 'zarr.json'", "no leandit store"]),
+    ("empty folder", empty, StoreError, ["no 'zarr.json'", "not a leandit store"]),
     ("foreign group", make_foreign_group, StoreError, ["zarr.json", "not that of a leandit store"]),
     ("no attributes", lambda p: (p / "zarr.json").write_text("{}"), StoreError, ["not that of a leandit store"]),
     ("null attributes", lambda p: (p / "zarr.json").write_text('{"attributes": null}'), StoreError, ["zarr.json"]),
@@ -131,7 +131,7 @@ SPOILED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] 
         "edited manifest",
         set_manifest(lambda v: v["buckets"].__setitem__("64x64", 4)),
         DamageError,
-        ["manifest.json", "root hash", "made anew"],
+        ["manifest.json", "root hash", "rebuilds the manifest"],
     ),
     (
         "edited file entry",

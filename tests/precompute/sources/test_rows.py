@@ -224,5 +224,5 @@ def test_texts_that_would_fill_the_memory_together_are_an_error(
     (tmp_path / "a.jpg").write_bytes(b"x")
     rows = [{"path": "a.jpg", "prompt": "x" * 1000}] * 1500
     (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(ResourceError, match=r"records that follow each other.*Shorten"):
+    with pytest.raises(ResourceError, match=r"consecutive records.*Shorten"):
         list_source(tmp_path / "list.jsonl")
