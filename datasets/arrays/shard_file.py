@@ -1,7 +1,7 @@
-"""One shard file, opened: its index checked, its rows read where they lie.
+"""One open shard file: its index is checked, its rows are read in place.
 
-A shard that is *dense*, uncompressed with its chunks one after the other, is one array. All others are read chunk by
-chunk: compressed ones are decoded, and of a sparse one, which another writer made, absent chunks hold the fill value.
+A *dense* shard, uncompressed with consecutive chunks, is one array. All others are read chunk by chunk: compressed
+chunks are decoded, and absent chunks of a sparse shard from another writer hold the fill value.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from ..disk.cached import cached_property
 from ..errors import DamageError
 from ..format.zarr_shard import ABSENT, CODECS, CRC_BYTES, ArrayLayout
 
-REPAIR = "Run 'leandit verify --repair --source PATH': it makes this shard anew."
+REPAIR = "Run 'leandit verify --repair --source PATH': it restores this shard."
 
 
 class ShardFile:
     """A shard file that is open for reading.
 
     Args:
-      path: of the file; its size has been checked against the manifest.
+      path: of the file; the caller has checked its size.
       layout: of its array.
-      num_rows: rows that it holds.
-      mapped: read by memory map; else by ``pread``, which a network file system that fails answers with an error
-        where a map would end the process.
-      mend: what to do where it is damaged.
-    Raises: DamageError: the index does not fit its checksum, or names chunks that are not there.
+      num_rows: rows in the shard.
+      mapped: read by memory map; else by ``pread``: on a network file system a failed ``pread`` raises an error, a
+        failed map ends the process.
+      remedy: what to do if it is damaged, for the error.
+    Raises: DamageError: the index does not match its checksum, or points outside the file.
     """
 
     def __init__(
-        self, path: Path, layout: ArrayLayout, num_rows: int, *, mapped: bool = True, mend: str = REPAIR
+        self, path: Path, layout: ArrayLayout, num_rows: int, *, mapped: bool = True, remedy: str = REPAIR
     ) -> None:
-        self.path, self._layout, self._num_rows, self._mend = path, layout, num_rows, mend
+        self.path, self._layout, self._num_rows, self._remedy = path, layout, num_rows, remedy
         self.file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         self.close = weakref.finalize(self, os.close, self.file)
         self.size = os.fstat(self.file).st_size
@@ -50,27 +50,27 @@ class ShardFile:
             self.size = len(self._map)
         self._offsets, self._lengths = self._read_index()
         if mapped:
-            self.close()  # the map needs no descriptor, of which a process may have few
+            self.close()  # a map needs no descriptor, and descriptors are limited
 
     @cached_property
     def is_dense(self) -> bool:
-        """The rows are one array at the beginning of the file.
+        """Whether the rows are one array at the start of the file.
 
-        Checked, because a writer that drops chunks equal to the fill value moves all later ones by a row.
+        Checked, because a writer that drops chunks equal to the fill value shifts all later ones.
         """
         wanted = np.arange(len(self._offsets), dtype=np.uint64) * np.uint64(self._layout.chunk_bytes)
         return self._layout.codec == "none" and np.array_equal(self._offsets, wanted)
 
     @cached_property
     def rows(self) -> np.ndarray | None:
-        """(n, ...) view of the whole shard, or None where it is not dense, or not mapped."""
+        """(n, ...) view of the whole shard; None if it is not dense or not mapped."""
         if self._map is None or not self.is_dense:
             return None
         payload = self._map[: self._num_rows * self._layout.row_bytes].view(np.ndarray)
         return payload.view(self._layout.disk_dtype).reshape(self._num_rows, *self._layout.shape[1:])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Rows start to stop, (stop - start, ...): a view where dense and mapped, else a copy."""
+        """Rows start to stop, (stop - start, ...): a view if dense and mapped, else a copy."""
         if self.rows is not None:
             return self.rows[start:stop]
         out = np.empty((stop - start, *self._layout.shape[1:]), self._layout.dtype)
@@ -93,8 +93,8 @@ class ShardFile:
             self._read_chunks(rows, out, where)
 
     def damage(self, what: str) -> DamageError:
-        """The error of this shard."""
-        return DamageError(f"shard '{self.path}': {what}. {self._mend}")
+        """An error about this shard."""
+        return DamageError(f"shard '{self.path}': {what}. {self._remedy}")
 
     def _read_index(self) -> tuple[np.ndarray, np.ndarray]:
         """(chunks,) uint64 offsets and lengths of the chunks that hold rows."""
@@ -104,12 +104,12 @@ class ShardFile:
         tail = self._bytes(start, index_bytes + CRC_BYTES) if start >= 0 else b""
         index, checksum = tail[:index_bytes], int.from_bytes(tail[index_bytes:], "little")
         if start < 0 or google_crc32c.value(index) != checksum:
-            raise self.damage("the index does not fit its checksum")
+            raise self.damage("the index does not match its checksum")
         num_chunks = math.ceil(self._num_rows / layout.chunk_rows)
         entries = np.frombuffer(index, "<u8").reshape(-1, 2)[:num_chunks]
         offsets, lengths = entries[:, 0].copy(), entries[:, 1].copy()
         absent = (offsets == ABSENT) & (lengths == ABSENT)
-        # Not by their sum, which wraps around.
+        # Not by their sum, which could overflow.
         outside = ~absent & ((offsets > start) | (lengths > start - offsets))
         wrong_size = ~absent & (lengths != layout.chunk_bytes) if layout.codec == "none" else np.False_
         if len(entries) != num_chunks or np.any(outside | wrong_size):
@@ -121,25 +121,25 @@ class ShardFile:
             return self._map[offset : offset + length].tobytes()
         content = os.pread(self.file, length, offset)
         if len(content) != length:
-            raise self.damage(f"it ends at byte {offset + len(content)}, {offset + length} were there")
+            raise self.damage(f"it ends at byte {offset + len(content)}, {offset + length} were expected")
         return content
 
     def _read_runs(self, rows: np.ndarray, out: np.ndarray, where: np.ndarray) -> None:
-        """Read rows that follow each other here and there by one call, straight into their place."""
+        """Read each run of consecutive rows with one call, directly into ``out``."""
         row_bytes = self._layout.row_bytes
         edges = np.flatnonzero((np.diff(rows) != 1) | (np.diff(where) != 1)) + 1
         for first, last in zip([0, *edges], [*edges, len(rows)], strict=True):
             place = int(where[first])
             target = out[place : place + int(last - first)].reshape(-1).view(np.uint8).data
             offset, done = int(rows[first]) * row_bytes, 0
-            while done < len(target):  # a call may give less than was asked for
+            while done < len(target):  # short reads are allowed
                 count = os.preadv(self.file, [target[done:]], offset + done)
                 if not count:
-                    raise self.damage(f"it ends at byte {offset + done}, {offset + len(target)} were there")
+                    raise self.damage(f"it ends at byte {offset + done}, {offset + len(target)} were expected")
                 done += count
 
     def _read_chunks(self, rows: np.ndarray, out: np.ndarray, where: np.ndarray) -> None:
-        """Rows of a compressed or sparse shard; a chunk that is wanted for several rows in turn is read once."""
+        """Rows of a compressed or sparse shard; consecutive rows of one chunk read it once."""
         chunks, within = np.divmod(rows, self._layout.chunk_rows)
         last, values = -1, np.empty(0)
         for place, chunk, row in zip(where.tolist(), chunks.tolist(), within.tolist(), strict=True):
@@ -148,7 +148,7 @@ class ShardFile:
             out[place] = values[row]
 
     def _chunk(self, chunk: int) -> np.ndarray:
-        """(chunk_rows, ...) of one chunk: decoded and checked, or the fill value where it is absent."""
+        """(chunk_rows, ...) of one chunk, decoded and checked; the fill value if it is absent."""
         layout, shape = self._layout, (self._layout.chunk_rows, *self._layout.shape[1:])
         offset, length = int(self._offsets[chunk]), int(self._lengths[chunk])
         if offset == ABSENT:
@@ -159,13 +159,13 @@ class ShardFile:
             return np.frombuffer(stored, layout.disk_dtype).reshape(shape)
         payload, checksum = stored[:-CRC_BYTES], int.from_bytes(stored[-CRC_BYTES:], "little")
         if google_crc32c.value(payload) != checksum:
-            raise self.damage(f"chunk {chunk} does not fit its checksum")
-        # Blosc believes the size in its header, and would read beyond the buffer.
+            raise self.damage(f"chunk {chunk} does not match its checksum")
+        # Blosc trusts the size in its header, and would read beyond the buffer.
         if layout.codec.startswith("blosc") and payload[12:16] != len(payload).to_bytes(4, "little"):
-            raise self.damage(f"chunk {chunk} has not the size that its Blosc header says")
+            raise self.damage(f"chunk {chunk} does not have the size in its Blosc header")
         decoded = np.zeros(shape, layout.dtype)
         try:
-            compression[1].decode(payload, out=decoded)  # into a buffer of the right size: what claims more is refused
+            compression[1].decode(payload, out=decoded)  # a fixed buffer: larger claims fail
         except (RuntimeError, ValueError, OSError, EOFError, zlib.error) as error:
             raise self.damage(f"chunk {chunk} cannot be decoded ({error})") from error
         return decoded

@@ -1,8 +1,8 @@
-"""Reading the rows of a stored array, over all its shards: views where they lie, and whole batches by one gather.
+"""Reading the rows of a stored array over all its shards: views in place, and whole batches by one gather.
 
-Uncompressed shards are mapped, each when it is first touched, into one range of addresses (``address_window.py``),
-where all rows of the array are rows of one numpy array. What cannot be there is read shard by shard: compressed or
-sparse ones, more shards than a process may map, and all of them with ``access="pread"``.
+Uncompressed shards are mapped on first use into one range of addresses (``address_window.py``), where all rows form
+one numpy array. Other shards are read one by one: compressed or sparse ones, those beyond the limit on maps, and all of
+them with ``access="pread"``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ JOB_BYTES = 1 << 18  # of rows that one thread reads or decodes at a time
 
 
 class ShardedArray:
-    """A stored array: a sequence of rows over all its shards, each opened when it is first touched. Safe in threads.
+    """A stored array: a sequence of rows over all its shards, each opened on first use. Thread-safe.
 
-    It is read as one of numpy: ``array[7]``, ``array[10:20]``, ``array[[3, 1]]``, ``array[mask]``, ``array[7, :4]``.
+    Index it like a numpy array: ``array[7]``, ``array[10:20]``, ``array[[3, 1]]``, ``array[mask]``, ``array[7, :4]``.
 
     Args:
-      folder: where the shards lie.
-      layouts: of the Zarr arrays that follow each other: one for each revision that added rows.
-      check: called with each shard when it is opened, to refuse one that is not what it should be (``probe.py``).
+      folder: of the shards.
+      layouts: of consecutive Zarr arrays, one for each revision that added rows.
+      check: called with each shard when it is opened, to refuse wrong ones (``probe.py``).
     """
 
     def __init__(self, folder: ShardFolder, layouts: Sequence[ArrayLayout], check: ShardCheck | None = None) -> None:
@@ -41,7 +41,7 @@ class ShardedArray:
         self._starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # of each shard, then the end
         self.path, self.dtype = layouts[-1].path, np.dtype(layouts[-1].dtype)
         self.row_shape, self.row_bytes = layouts[-1].shape[1:], layouts[-1].row_bytes
-        # Not where shards come and go: a slot of the window cannot be given back while views of it are out.
+        # Not if shards are evicted: a slot of the window cannot be freed while views of it exist.
         in_place = folder.access == "map" and folder.remote is None
         self._may_map = in_place and all(layout.codec == "none" for layout in layouts)
         self.shard_rows = max(layout.shard_rows for layout in layouts)  # of a full shard
@@ -50,23 +50,23 @@ class ShardedArray:
         reset_in_forks(self)
 
     def reset(self) -> None:
-        """Nothing is open."""
+        """Close everything."""
         self._window: AddressWindow | None = None
-        self._grid = np.empty(0)  # all rows of the window, those of the gaps included
-        self._is_grid = False  # there are no gaps, and all shards are there: a row is its own place
+        self._grid = np.empty(0)  # all rows of the window, including gaps
+        self._is_grid = False  # no gaps, all shards mapped: rows need no shift
         self._in_window = np.zeros(len(self._places), bool)
         self._opened = np.zeros(len(self._places), bool)
-        self._shift = np.zeros(len(self._places), np.int64)  # from a row to its place in the grid, by shard
+        self._shift = np.zeros(len(self._places), np.int64)  # from row to grid position, by shard
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def locate(self, row: int) -> tuple[ArrayLayout, int]:
-        """The Zarr array that holds a row, and the number of its shard."""
+        """The Zarr array of a row, and its shard number."""
         return self._places[self._shard_of(row)]
 
     def shard_paths(self, rows: np.ndarray) -> list[str]:
-        """Paths of the shards, within the store, that hold some rows."""
+        """Paths within the store of the shards that hold these rows."""
         shards = np.unique(np.searchsorted(self._starts, rows, side="right") - 1)
         return [self._name(shard) for shard in shards.tolist()]
 
@@ -218,7 +218,7 @@ class ShardedArray:
         try:
             window = AddressWindow(len(self._places), self.row_bytes, self._shard_bytes)
         except OSError:
-            self._may_map = False  # then each is mapped alone, and the least recently used ones are let go
+            self._may_map = False  # each is mapped alone; the least recently used ones are closed
             return
         slots = np.arange(len(self._places), dtype=np.int64)
         self._shift = slots * window.slot_rows - self._starts[:-1]

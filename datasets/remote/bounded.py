@@ -1,12 +1,12 @@
-"""A folder of whole files that never holds more than its room, shared by threads and processes. Knows nothing remote.
+"""A folder of complete files that never exceeds its capacity, shared by threads and processes.
 
-    FOLDER/lock          locked while somebody makes room
-    FOLDER/shards/NAME   whole files; the time of access of each is the time of its last use
-    FOLDER/coming/NAME   empty: somebody, who has it locked, is bringing NAME, and its bytes count already
+    FOLDER/lock          locked during eviction
+    FOLDER/shards/NAME   complete files; the access time of each is its last use
+    FOLDER/coming/NAME   empty, locked by the thread that fetches NAME; its bytes count already
 
-A NAME is the file's XXH3-128 and its size, so a file can be checked by its name, and one of another store or revision
-is never taken for it. All locks are those of flock(2): they hold between threads as between processes, and the system
-frees them when their owner dies. So what a killed process has left is known by its lock being free.
+A NAME is the file's XXH3-128 and size, so its name is enough to check a file, and files of other stores or revisions
+have other names. All locks are flock(2): they work between threads and processes, and the system frees them when their
+owner dies. A free lock therefore marks the leftovers of a killed process.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import NamedTuple
 from ..disk.files import TEMPORARY_PREFIX, make_folder, remove, write_atomic
 
 EvictionPriority = Callable[[str], int | None]
-"""When a file goes, by its name: smaller numbers first, then what was not used for longest; None: never."""
+"""Eviction order of a file, by its name: smaller numbers first, ties by least recent use; None: never evicted."""
 
 _NAME = re.compile(r"[0-9a-f]{32}-(0|[1-9][0-9]{0,14})")
 
 
 class NoRoom(Exception):
-    """There is no room now.
+    """The folder has no room now.
 
     Args:
-      there: sizes in bytes of what is there or coming, by name.
+      sizes: bytes of each file, fetched or being fetched, by name.
     """
 
-    def __init__(self, there: dict[str, int]) -> None:
+    def __init__(self, sizes: dict[str, int]) -> None:
         super().__init__("no room")
-        self.there = there
+        self.sizes = sizes
 
 
 class _Stored(NamedTuple):
@@ -48,7 +48,7 @@ class _Stored(NamedTuple):
 
 
 def is_name(name: str) -> bool:
-    """A file may be called so: it leads out of no folder, and its size can be read from it."""
+    """Whether a name is valid: it cannot leave the folder, and includes the size."""
     return bool(_NAME.fullmatch(name))
 
 
@@ -61,31 +61,31 @@ class BoundedFolder:
     """The folder. Its methods may be called by any thread.
 
     Args:
-      path: of the folder; made if missing.
-      capacity: bytes that the files together may have, those included that are coming.
-      evicted: called with the names of files that this process removed for others. It must wait for no lock that is
-        held by who waits for a file.
+      path: of the folder; created if missing.
+      capacity: limit on the total bytes, including files that are being fetched.
+      evicted: called with the names of files that this process evicted. It must not wait for a lock whose holder waits
+        for a file.
     """
 
     def __init__(self, path: Path, capacity: int, evicted: Callable[[list[str]], None]) -> None:
         self.capacity = capacity
-        self.mutex = threading.RLock()  # held while it is decided what goes; never taken before a lock of the system
+        self.mutex = threading.RLock()  # held while choosing files to evict; never taken before an flock
         self._evicted = evicted
         self._shards, self._coming, self._lock = path / "shards", path / "coming", path / "lock"
         self._last_use = 0
         for folder in (self._shards, self._coming):
             make_folder(folder)
-        with self._locked(), contextlib.suppress(NoRoom):  # it may have had more room before
+        with self._locked(), contextlib.suppress(NoRoom):  # its capacity may have been larger
             self._make_room("", lambda name: 0, [])
 
     def path(self, name: str) -> Path:
-        """Where a file is, once it is there."""
+        """Path of a fetched file."""
         return self._shards / name
 
     def hold(self, name: str) -> int | None:
-        """Keep a file from being removed by any process, and mark it as used now.
+        """Protect a file from eviction by any process, and mark it as used now.
 
-        Returns: a descriptor for ``release_lock``; None where the file is not there.
+        Returns: a descriptor for ``release_lock``; None if the file is missing.
         """
         try:
             descriptor = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
@@ -100,7 +100,7 @@ class BoundedFolder:
         return descriptor
 
     def use(self, name: str) -> bool:
-        """Mark a file as used now; False where it is not there."""
+        """Mark a file as used now; False if it is missing."""
         try:
             self._mark(self.path(name), os.stat(self.path(name)))
         except FileNotFoundError:
@@ -108,24 +108,24 @@ class BoundedFolder:
         return True
 
     def _mark(self, file: int | Path, found: os.stat_result) -> None:
-        # Given, not "now": the clock of the file system ticks every few milliseconds only. The time of change stays as
-        # it was: by it a reader sees that somebody wrote to a file (``change_watch.py``).
+        # Explicit, because the file system's clock ticks only every few milliseconds. The mtime stays: it shows readers
+        # that a file was written to (``change_watch.py``).
         self._last_use = now = max(self._last_use + 1, time.time_ns())
         os.utime(file, ns=(now, found.st_mtime_ns))
 
     def discard(self, name: str) -> None:
-        """Remove a file whose bytes are wrong, unless somebody reads it."""
+        """Remove a damaged file, unless it is in use."""
         with self._locked():
             self._remove(name)
 
     def bring(self, name: str, parts: Callable[[], Iterable[bytes]], priority: EvictionPriority) -> bool:
-        """Put a file into the folder, unless it is there; wait while somebody else is bringing it.
+        """Fetch a file unless it exists; wait while another thread or process fetches it.
 
         Args:
-          parts: gives the content; what it raises goes on to the caller, and nothing is left behind.
-          priority: what may go to make room.
-        Returns: True where this call has brought it.
-        Raises: NoRoom: nothing that may go is enough; ResourceError: the disk is full.
+          parts: returns the content; its exceptions propagate, and nothing remains of the file.
+          priority: decides which files may be evicted.
+        Returns: True if this call fetched it.
+        Raises: NoRoom: not enough can be evicted; ResourceError: the disk is full.
         """
         while (marker := self._claim(name, priority)) is None:
             if self.path(name).exists():
@@ -139,9 +139,9 @@ class BoundedFolder:
         return True
 
     def _claim(self, name: str, priority: EvictionPriority) -> int | None:
-        """Make room for a file and say that it is coming, as one; where somebody else has said so, wait for its end.
+        """Make room for a file and create its marker; if another thread holds the marker, wait until it is done.
 
-        Returns: the locked marker; None where the file was there, or after waiting.
+        Returns: the locked marker; None if the file existed, or after waiting.
         """
         gone: list[str] = []
         try:
@@ -159,32 +159,32 @@ class BoundedFolder:
             if gone:
                 self._evicted(gone)
         try:
-            fcntl.flock(marker, fcntl.LOCK_SH)  # until whoever brings it is done, or dead
+            fcntl.flock(marker, fcntl.LOCK_SH)  # until its owner is done, or dead
         finally:
             release_lock(marker)
         return None
 
     def _drop(self, name: str, marker: int) -> None:
-        """Take back that a file is coming; only under the lock."""
+        """Remove a marker; only under the lock."""
         (self._coming / name).unlink(missing_ok=True)
         release_lock(marker)
 
     def _make_room(self, name: str, priority: EvictionPriority, gone: list[str]) -> bool:
-        """Remove what must go so that a file fits whose marker is there, and so counts already.
+        """Evict files until the folder, with all markers counted, is within its capacity.
 
         Args:
-          gone: takes the names of what is removed.
-        Returns: True where the file is there.
+          gone: receives the names of evicted files.
+        Returns: True if the file exists.
         """
         stored, coming = self._scan()
         if any(file.name == name for file in stored):
             return True
         excess = sum(file.size for file in stored) + sum(coming.values()) - self.capacity
         with self.mutex:
-            places = {file.name: place for file in stored if (place := priority(file.name)) is not None}
-            leaving = sorted((f for f in stored if f.name in places), key=lambda f: (places[f.name], f.used_ns))
-            if sum(file.size for file in leaving) >= excess:
-                for file in leaving:
+            ranks = {file.name: rank for file in stored if (rank := priority(file.name)) is not None}
+            candidates = sorted((f for f in stored if f.name in ranks), key=lambda f: (ranks[f.name], f.used_ns))
+            if sum(file.size for file in candidates) >= excess:
+                for file in candidates:
                     if excess > 0 and self._remove(file.name):
                         excess -= file.size
                         gone.append(file.name)
@@ -193,7 +193,7 @@ class BoundedFolder:
         return False
 
     def _scan(self) -> tuple[list[_Stored], dict[str, int]]:
-        """Files that are there, and sizes of those that are coming; what the dead have left is removed."""
+        """Stored files, and sizes of those being fetched; leftovers of dead processes are removed."""
         coming: dict[str, int] = {}
         for entry in os.scandir(self._coming):
             if is_name(entry.name) and not self._is_dead(entry.name):
@@ -207,14 +207,14 @@ class BoundedFolder:
                 found = entry.stat()
                 if found.st_size == size_of(entry.name):
                     stored.append(_Stored(entry.name, found.st_size, found.st_atime_ns))
-                else:  # not ours: cut by somebody, or by a disk that lost power
+                else:  # truncated, for example by a power failure
                     remove(Path(entry.path))
         for file in stored:
-            coming.pop(file.name, None)  # it has just come
+            coming.pop(file.name, None)  # fetched a moment ago
         return stored, coming
 
     def _is_dead(self, name: str) -> bool:
-        """Whoever was bringing a file is gone; then its marker is removed."""
+        """Whether the owner of a marker is dead; then the marker is removed."""
         marker = os.open(self._coming / name, os.O_RDWR | os.O_CLOEXEC)
         try:
             if not try_lock(marker):
@@ -225,11 +225,11 @@ class BoundedFolder:
             release_lock(marker)
 
     def _remove(self, name: str) -> bool:
-        """Remove a file unless somebody holds it."""
+        """Remove a file unless it is in use."""
         try:
             descriptor = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return True  # somebody emptied the folder
+            return True  # already removed
         try:
             if not try_lock(descriptor):
                 return False
@@ -244,7 +244,7 @@ class BoundedFolder:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file alone, among all threads and processes."""
+    """Hold an exclusive lock on a file, among all threads and processes."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -254,15 +254,15 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def release_lock(descriptor: int) -> None:
-    """Free a lock; closing alone would not, where the process has forked meanwhile and its child has the descriptor."""
+    """Release a lock and close it; closing is not enough if a forked child has the descriptor."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def try_lock(descriptor: int) -> bool:
-    """Take a lock alone, unless somebody has it.
+    """Take an exclusive lock if it is free.
 
-    Raises: OSError: the file system has no such locks.
+    Raises: OSError: the file system does not support flock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

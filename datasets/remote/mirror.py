@@ -1,7 +1,7 @@
-"""All of a store at a URL but its shards, brought into a local folder when the store is opened.
+"""Everything of a store at a URL except its shards, fetched into a local folder when the store is opened.
 
-That folder then looks like a store to ``catalog.py``, ``commits.py`` and ``LatentStore``. Commit records stay where
-they are: only who writes or repairs a store reads them. Every file has been checked by the manifest's size and hash.
+``catalog.py``, ``commits.py`` and ``LatentStore`` read that folder like a store. Commit records are not fetched: only
+writing and repair need them. Every file is checked by the manifest's size and hash.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from .reader import RemoteReader
 
 OPENING = "opening"
 REQUESTS = 8  # at a time
-# Files of a manifest up to which the sizes of its shards are looked up: 20 requests of an s3 listing. Beyond, that
-# would take minutes, and a shard's size is seen when it comes.
+# Largest manifest whose shard sizes are listed at open: 20 requests to s3. Larger ones would take minutes; their shards
+# are checked when they are fetched.
 MAX_LISTED = 20_000
 
 
 def is_shard(entry: FileEntry) -> bool:
-    """A file of the manifest is a shard: it comes when it is needed."""
+    """Whether a file of the manifest is a shard, which is fetched on demand."""
     return "/c/" in entry.path
 
 
 def default_folder(url: str) -> Path:
-    """Where the local folder of a URL is if nothing else is said."""
+    """Default local folder of a URL."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "leandit" / sha256_of(url.rstrip("/"))[:16]
 
 
 def check_folder(folder: Path, shown_url: str) -> None:
-    """Refuse a local folder with files that are not ours; it is made if missing.
+    """Refuse a local folder with other files; create it if missing.
 
     Raises: StoreError.
     """
     make_folder(folder)
-    there = set(os.listdir(folder))
-    if there and not there & {REMOTE_ABOUT, OPENING}:
+    names = set(os.listdir(folder))
+    if names and not names & {REMOTE_ABOUT, OPENING}:
         raise StoreError(
             f"folder '{folder}': it holds other files; needed an empty one for store '{shown_url}', since files in it "
             "are removed to make room. Give another one."
@@ -67,12 +67,12 @@ def check_folder(folder: Path, shown_url: str) -> None:
 
 
 def claim_folder(folder: Path, url: str, shown_url: str) -> None:
-    """Make a local folder that of a URL; only under its lock.
+    """Bind a local folder to a URL; only under its lock.
 
-    Raises: StoreError: it is that of another.
+    Raises: StoreError: it belongs to another URL.
     """
     about = {"url": shown_url, "url_sha256": sha256_of(url.rstrip("/"))}
-    for stray in folder.glob(f"{TEMPORARY_PREFIX}*@{REMOTE_ABOUT}"):  # of a process that was killed
+    for stray in folder.glob(f"{TEMPORARY_PREFIX}*@{REMOTE_ABOUT}"):  # of a killed process
         remove(stray)
     if not (folder / REMOTE_ABOUT).is_file():
         write_atomic(folder / REMOTE_ABOUT, canonical_json(about))
@@ -88,10 +88,12 @@ def name_of(entry: FileEntry) -> str:
 
 
 def check_entries(url: str, entries: Iterable[FileEntry], capacity: int) -> None:
-    """Refuse what could never be brought, before anything is."""
+    """Refuse shards that can never be fetched, before fetching any."""
     for entry in entries:
-        if not is_name(name_of(entry)):  # a manifest of others may say anything, and this becomes a name on this disk
-            raise DamageError(f"store '{url}': file '{entry.path}' has no valid hash in the manifest. Copy it anew.")
+        if not is_name(name_of(entry)):  # not trusted, and used as a file name
+            raise DamageError(
+                f"store '{url}': file '{entry.path}' has no valid hash in the manifest. Copy the store again."
+            )
         if entry.bytes > capacity:
             raise ResourceError(
                 f"store '{url}': shard '{entry.path}' has {in_mib(entry.bytes)}, the local folder may hold "
@@ -100,14 +102,16 @@ def check_entries(url: str, entries: Iterable[FileEntry], capacity: int) -> None
 
 
 def in_mib(size: int) -> str:
-    """A size for a message."""
+    """Format a size for a message."""
     return f"{size / 2**20:.4g} MiB"
 
 
 def fetch_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifest:
-    """Bring the manifests of all complete revisions, and what the folder needs to be taken for a store.
+    """Fetch the manifests of all complete revisions, and the metadata that makes the folder a store.
 
-    Returns: the manifest of the revision asked for, 0 for the newest.
+    Args:
+      revision: 0 for the newest.
+    Returns: the manifest of that revision.
     Raises: StoreNotFound, StoreIncomplete, StoreError, FormatVersionError, DamageError.
     """
     numbers = [name for name in reader.names(REVISIONS) if re.fullmatch(r"[0-9]{6,9}", name)]
@@ -128,11 +132,11 @@ def fetch_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifest
     _forget_others(store, set(sizes))
     for path, size in sizes.items():
         if size > MAX_JSON_BYTES:
-            raise DamageError(f"store '{reader.url}': file '{path}' has {size} bytes, no such is that large.")
-    # The manifests last: with them the folder is a store.
-    _for_each(lambda path: _bring(reader, store, _unhashed(path, sizes[path])), sorted(sizes, key=_is_manifest))
+            raise DamageError(f"store '{reader.url}': file '{path}' has {size} bytes; needed at most {MAX_JSON_BYTES}.")
+    # Manifests last: they make the folder a store.
+    _for_each(lambda path: _fetch(reader, store, _unhashed(path, sizes[path])), sorted(sizes, key=_is_manifest))
     with url_in_errors(reader, store):
-        read_spec(store, wanted)  # another format version is named as such, not as damage
+        read_spec(store, wanted)  # reports another format version as such, not as damage
         return read_manifest(store, wanted)
 
 
@@ -142,31 +146,31 @@ def check_listing(reader: RemoteReader, manifest: Manifest) -> None:
     Raises: DamageError: a shard is missing or has another size.
     """
     folders = [revision_prefix(number) + name for number in manifest.stack for name in ("buckets", "captions")]
-    found: dict[str, int] = {}
-    for sizes in _for_each(reader.sizes, folders):
-        found |= sizes
+    sizes: dict[str, int] = {}
+    for sizes_below in _for_each(reader.sizes, folders):
+        sizes |= sizes_below
     for entry in filter(is_shard, manifest.files):
-        size = found.get(entry.path)
+        size = sizes.get(entry.path)
         if size != entry.bytes:
-            was = "is missing" if size is None else f"has {size} bytes"
+            state = "is missing" if size is None else f"has {size} bytes"
             raise DamageError(
-                f"store '{reader.url}': file '{entry.path}' {was}, the manifest says {entry.bytes} bytes. Copy it "
-                "there again from a store that 'leandit verify' finds whole."
+                f"store '{reader.url}': file '{entry.path}' {state}, the manifest says {entry.bytes} bytes. Copy it "
+                "there again from a store that passes 'leandit verify'."
             )
 
 
 def fetch_small_files(reader: RemoteReader, store: Path, manifest: Manifest) -> None:
-    """Bring the metadata of all groups and arrays, and the tables; what is here already is kept if its hash is right.
+    """Fetch the metadata of all groups and arrays, and the tables; local files with the right hash are kept.
 
     Raises: DamageError, StoreError.
     """
     prefix = revision_prefix(manifest.revision)
     tables = (prefix + RECORDS, prefix + CAPTIONS)
     small = [entry for entry in manifest.files if entry.path in tables or f"/{entry.path}".endswith(f"/{GROUP}")]
-    _for_each(lambda entry: _bring(reader, store, entry), small)
+    _for_each(lambda entry: _fetch(reader, store, entry), small)
 
 
-def _bring(reader: RemoteReader, store: Path, entry: FileEntry) -> None:
+def _fetch(reader: RemoteReader, store: Path, entry: FileEntry) -> None:
     local = store / entry.path
     if (
         entry.xxh3_128
@@ -187,13 +191,13 @@ def _is_manifest(path: str) -> bool:
 
 
 def _sizes_of(reader: RemoteReader, paths: list[str]) -> dict[str, int]:
-    """Sizes of those files that are there."""
+    """Sizes of the files that exist."""
     found = zip(paths, _for_each(reader.size, paths), strict=True)
     return {path: size for path, size in found if size is not None}
 
 
 def _for_each(work: Callable, items: list) -> list:
-    """Do something for each of some items, several at a time; the first error goes on."""
+    """Call ``work`` for each item, several at a time; the first exception propagates."""
     if not items:
         return []
     with ThreadPoolExecutor(min(REQUESTS, len(items)), thread_name_prefix="leandit-open") as pool:
@@ -204,25 +208,25 @@ def _refuse_without_manifest(reader: RemoteReader) -> None:
     if _sizes_of(reader, [GROUP, f"{PLAN}/{PLAN_FILE}"]):
         raise StoreIncomplete(
             f"store '{reader.url}': it has no complete revision, and only those are read at a URL. Run the same "
-            "precompute command again where it was made, then copy it anew."
+            "precompute command again where it was made, then copy the store again."
         )
     raise StoreNotFound(
-        f"store '{reader.url}': there is no such place, or no 'manifest.json' in it, so it is no leandit store. Check "
+        f"store '{reader.url}': the URL does not exist or has no 'manifest.json', so it is not a leandit store. Check "
         "the URL."
     )
 
 
 def _forget_others(store: Path, remote: set[str]) -> None:
-    """Remove manifests and plans that are not at the URL any more, so that nobody takes them for revisions."""
-    here = {revision_prefix(number) + MANIFEST for number in sealed_revisions(store)}
-    here |= {f"{revision_prefix(number)}{PLAN}/{PLAN_FILE}" for number in planned_revisions(store)}
-    for path in sorted(here - remote):
+    """Remove local manifests and plans that no longer exist at the URL."""
+    local = {revision_prefix(number) + MANIFEST for number in sealed_revisions(store)}
+    local |= {f"{revision_prefix(number)}{PLAN}/{PLAN_FILE}" for number in planned_revisions(store)}
+    for path in sorted(local - remote):
         remove(store / path)
 
 
 @contextlib.contextmanager
 def url_in_errors(reader: RemoteReader, store: Path) -> Iterator[None]:
-    """Errors name the URL, not the local folder, which nobody needs to know."""
+    """Replace the local folder by the URL in error messages."""
     try:
         yield
     except LeanditError as error:

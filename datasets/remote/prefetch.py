@@ -1,4 +1,4 @@
-"""Threads that work through a list in its order, until another list takes its place."""
+"""Threads that work through a list in order, until a new list replaces it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 
 
 class Prefetcher:
-    """A list of names and the threads that work through it; they end with the list.
+    """A list of names and the threads that work through it; the threads end with the list.
 
     Args:
-      num_threads: at most that many at a time.
-      work: what is done with each name; where it gives False, the rest of the list is left alone.
+      num_threads: maximum number of threads.
+      work: called with each name; if it returns False, the rest of the list is dropped.
     """
 
     def __init__(self, num_threads: int, work: Callable[[str], bool]) -> None:
@@ -22,17 +22,17 @@ class Prefetcher:
         self._running: set[threading.Thread] = set()
 
     def follow(self, names: Iterable[str]) -> None:
-        """Work through these names; what is being done comes to its end, the rest of the former list is dropped."""
+        """Work through these names; the rest of the previous list is dropped, current calls finish."""
         with self._lock:
             self._names = deque(names)
             for _ in range(min(self._num_threads, len(self._names)) - len(self._running)):
-                # Daemons: a process that ends waits for no download.
+                # Daemons: process exit must not wait for downloads.
                 thread = threading.Thread(target=self._run, name="leandit-ahead", daemon=True)
                 self._running.add(thread)
                 thread.start()
 
     def close(self) -> None:
-        """Drop the list, and wait for what is being done."""
+        """Drop the list, and wait for current calls."""
         with self._lock:
             self._names = deque()
             running = set(self._running)
@@ -45,7 +45,7 @@ class Prefetcher:
                 with self._lock:
                     names = self._names
                     if not names:
-                        self._running.discard(threading.current_thread())  # here: the next list counts who is left
+                        self._running.discard(threading.current_thread())  # under the lock, for the next list's count
                         return
                     name = names.popleft()
                 if not self._work(name):

@@ -1,7 +1,7 @@
-"""Reading files of a store at a URL: any file system of fsspec, with retries, and errors that say what to do.
+"""Reading files of a store at a URL, through fsspec, with retries and errors that say what to do.
 
-What the libraries behind fsspec raise has no common base. So their errors are looked up by name among what is loaded,
-and divided into three: there is no such file, we may not, and all others, which may pass and are tried again.
+The libraries behind fsspec have no common base exception. Their errors are looked up by name among the loaded modules
+and divided into three kinds: file missing, access denied, and all others, which are retried.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import xxhash
 from ..errors import DamageError, RecipeError, StoreError
 from ..format.schema import FileEntry
 
-ATTEMPTS = 6  # at each request; botocore and others try a few times more beneath
+ATTEMPTS = 6  # per request; botocore and others retry internally as well
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 20.0
-PIECE_BYTES = 16 << 20  # of one request: what is lost when a connection breaks, and what a thread holds in memory
+PIECE_BYTES = 16 << 20  # per request: lost if a connection breaks, held in memory by each thread
 
 _ERRORS = {
     "aiohttp": ("ClientError",),
@@ -47,7 +47,7 @@ _NOT_ALLOWED = {
     "RefreshError",
     "DefaultCredentialsError",
 }
-# What another try does not mend: the request itself is wrong, or its answer is not the bytes asked for.
+# Errors that a retry does not fix.
 _LASTING_NUMBERS = {errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
 _LASTING_NUMBERS |= {getattr(errno, "EREMCHG", errno.EINVAL)}  # s3fs: the bucket is in another region
 _PASSING_STATUS = {408, 409, 425, 429}
@@ -56,7 +56,7 @@ Answer = TypeVar("Answer")
 
 
 class _WrongBytes(Exception):
-    """What came is not what the manifest says."""
+    """The bytes do not match the manifest."""
 
 
 class RemoteReader:
@@ -64,9 +64,9 @@ class RemoteReader:
 
     Args:
       url: of the store, with the protocol of any fsspec file system.
-      options: for that file system, such as ``endpoint_url``; it reads its usual environment by itself.
-      what: the word for it in messages; a source of pictures is read the same way.
-    Raises: RecipeError: there is no such protocol, or its package is not installed.
+      options: for that file system, such as ``endpoint_url``; it also reads its usual environment variables.
+      what: "store" or "source", for messages.
+    Raises: RecipeError: the protocol is unknown, or its package is not installed.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, what: str = "store") -> None:
@@ -76,39 +76,36 @@ class RemoteReader:
             self._connection, root = self._connect()
         except ImportError as error:
             raise RecipeError(
-                f"{what} '{self.url}': {_one_line(error)}. To read what lies at a URL install leandit with its extra "
+                f"{what} '{self.url}': {_one_line(error)}. To read from a URL, install leandit with its extra "
                 "'remote' (s3), or the package of the file system."
             ) from error
         except (ValueError, OSError, *_library_errors()) as error:
             raise RecipeError(f"{what} '{self.url}': {_one_line(error)}. Check the URL.") from error
         self._root, self._process = str(root).rstrip("/"), os.getpid()
-        self._fs.invalidate_cache()  # what this process listed earlier may have grown since
+        self._fs.invalidate_cache()  # earlier listings of this process may be outdated
 
     @property
     def _fs(self) -> Any:
-        """The file system; a new one after a fork, which those of fsspec with a thread of their own do not outlive."""
+        """The file system; a new one after a fork, because fsspec's threads do not survive it."""
         if os.getpid() != self._process:
             self._connection, self._process = self._connect()[0], os.getpid()
         return self._connection
 
     def names(self, folder: str) -> list[str]:
-        """Names directly below a folder; none where there is no such folder."""
+        """Names directly below a folder; empty if it does not exist."""
         try:
-            found = self._ask(folder, lambda: self._fs.ls(f"{self._root}/{folder}", detail=False))
+            paths = self._ask(folder, lambda: self._fs.ls(f"{self._root}/{folder}", detail=False))
         except FileNotFoundError:
             return []
-        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
+        return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
 
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is none."""
-        try:
-            found = self._ask(path, lambda: self._fs.info(f"{self._root}/{path}"))
-        except FileNotFoundError:
-            return None
-        return found["size"] if found["type"] == "file" else None
+        """Bytes of a file; None if it does not exist."""
+        found = self.info(path)
+        return found["size"] if found and found["type"] == "file" else None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of every file below a folder, by its path within the store: one listing, a thousand files a request."""
+        """Bytes of every file below a folder, by its path within the store, from one listing."""
         try:
             found = self._ask(folder, lambda: self._fs.find(f"{self._root}/{folder}", detail=True))
         except FileNotFoundError:
@@ -117,21 +114,21 @@ class RemoteReader:
         return {path.strip("/").removeprefix(prefix): info["size"] for path, info in found.items()}
 
     def info(self, path: str) -> dict[str, Any] | None:
-        """What the file system says of a file or folder, as fsspec's ``info``; None where there is none."""
+        """fsspec's ``info`` of a file or folder; None if it does not exist."""
         try:
             return self._ask(path, lambda: self._fs.info(self._inside(path)))
         except FileNotFoundError:
             return None
 
     def entries(self, folder: str) -> dict[str, dict[str, Any]]:
-        """What lies directly below a folder, by name, as fsspec's ``info``; hidden names are left out."""
+        """fsspec's ``info`` of the entries directly below a folder, by name, without hidden ones."""
         where = self._inside(folder)
         try:
             found = self._ask(folder, lambda: self._fs.ls(where, detail=True))
         except FileNotFoundError:
             return {}
-        self._fs.invalidate_cache(where)  # else all that was ever listed stays in memory
-        # Some list the folder itself among what it holds: its marker.
+        self._fs.invalidate_cache(where)  # the cache would grow with every listing
+        # Some file systems list the folder itself: its marker.
         inside = {
             str(info["name"]).strip("/"): info for info in found if str(info["name"]).strip("/") != where.strip("/")
         }
@@ -139,9 +136,9 @@ class RemoteReader:
         return {name: info for name, info in named.items() if name and not name.startswith(".")}
 
     def read(self, path: str, start: int, end: int) -> bytes:
-        """Bytes of a file from ``start`` to ``end``, or to its end where that comes first.
+        """Bytes of a file from ``start`` to ``end``, or to the end of the file.
 
-        Raises: FileNotFoundError; StoreError: not allowed, or in vain.
+        Raises: FileNotFoundError; StoreError: access denied, or all attempts failed.
         """
         return self._ask(path, lambda: self._request(self._inside(path), start, end))
 
@@ -149,17 +146,17 @@ class RemoteReader:
         return f"{self._root}/{path}" if path else self._root
 
     def pieces(self, entry: FileEntry) -> Iterator[bytes]:
-        """The bytes of a file, a piece at a time; when the last has been taken, size and hash have been checked.
+        """The bytes of a file in pieces; after the last one, size and hash are checked.
 
         Args:
           entry: of the manifest; without a hash only the size is checked.
-        Raises: StoreError: it cannot be read; DamageError: it is missing; in ``checked``: what makes that try again.
+        Raises: StoreError: it cannot be read; DamageError: it is missing. Wrong bytes make ``checked`` retry.
         """
         digest, position = xxhash.xxh3_128(), 0
         while position < entry.bytes:
             end = min(position + PIECE_BYTES, entry.bytes)
             is_last = end == entry.bytes
-            piece = self._read(entry.path, position, end + is_last)  # one byte more at the end, to see a file that grew
+            piece = self._read(entry.path, position, end + is_last)  # one byte more, to detect a file that grew
             if len(piece) != end - position:
                 more = "more than " if len(piece) > end - position else ""
                 raise _WrongBytes(f"{more}{position + min(len(piece), end - position)} bytes")
@@ -170,9 +167,9 @@ class RemoteReader:
             raise _WrongBytes(f"hash {digest.hexdigest()}")
 
     def checked(self, entry: FileEntry, fetch: Callable[[], Answer]) -> Answer:
-        """Call what takes the ``pieces`` of a file, a second time where the bytes are wrong.
+        """Call a function that reads ``pieces`` of a file; call it once more if the bytes are wrong.
 
-        Raises: DamageError: they are wrong both times.
+        Raises: DamageError: they are wrong again.
         """
         try:
             return fetch()
@@ -184,16 +181,16 @@ class RemoteReader:
             raise DamageError(
                 f"store '{self.url}': file '{entry.path}' has {error}, the manifest says {entry.bytes} bytes"
                 f"{f' with hash {entry.xxh3_128}' if entry.xxh3_128 else ''}. It was damaged or changed: copy it there "
-                "again from a store that 'leandit verify' finds whole, or open the store anew."
+                "again from a store that passes 'leandit verify', or open the store again."
             ) from error
 
     def _read(self, path: str, start: int, end: int) -> bytes:
         try:
-            return self._ask(path, lambda: self._request(f"{self._root}/{path}", start, end))
+            return self.read(path, start, end)
         except FileNotFoundError as error:
             raise DamageError(
-                f"store '{self.url}': file '{path}' is missing. Copy it there again from a store that 'leandit verify' "
-                "finds whole."
+                f"store '{self.url}': file '{path}' is missing. Copy it there again from a store that passes "
+                "'leandit verify'."
             ) from error
 
     def _request(self, path: str, start: int, end: int) -> bytes:
@@ -201,14 +198,14 @@ class RemoteReader:
             return self._fs.cat_file(path, start=start, end=end)
         except (OSError, *_library_errors()) as error:
             is_range = _status(error) == 416 or (isinstance(error, OSError) and error.errno == errno.EINVAL)
-            if is_range and self._fs.info(path)["size"] <= start:  # s3 refuses what begins at the end or after it
+            if is_range and self._fs.info(path)["size"] <= start:  # s3 refuses ranges that start at the end or later
                 return b""
             raise
 
     def _ask(self, path: str, request: Callable[[], Answer]) -> Answer:
-        """Make a request, again and again with growing pauses while what goes wrong may pass.
+        """Make a request; retry with exponential backoff after errors that may be transient.
 
-        Raises: FileNotFoundError: there is no such file; StoreError: not allowed, or in vain.
+        Raises: FileNotFoundError; StoreError: access denied, or all attempts failed.
         """
         where = f"{self.what} '{self.url}': file '{path}'" if path else f"{self.what} '{self.url}'"
         for attempt in range(ATTEMPTS):
@@ -229,25 +226,25 @@ class RemoteReader:
                         f"{where} could not be read in {ATTEMPTS} attempts, the last gave: {_one_line(error)}. Check "
                         "the network and the service, then run the same command again."
                     ) from error
-            # A random part, so that many readers that failed together do not come back together.
+            # Jitter, so that readers that failed together do not retry together.
             pause = min(FIRST_WAIT_SECONDS * 2**attempt, MAX_WAIT_SECONDS)
             time.sleep(pause * random.uniform(0.5, 1.0))
         raise AssertionError("the last attempt returns or raises")
 
 
 def _connect(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    import fsspec  # the base does without
+    import fsspec  # not a base dependency
 
     return fsspec.core.url_to_fs(url, **options)
 
 
 def redact_url(url: str) -> str:
-    """A URL as it may stand in messages and files: without user, password and query."""
+    """A URL without user, password and query, for messages and files."""
     return re.sub(r"://[^/@]*@", "://", url).partition("?")[0].rstrip("/")
 
 
 def _library_errors() -> tuple[type[BaseException], ...]:
-    """Base errors of the libraries that are loaded; not all of them are OSErrors."""
+    """Base exceptions of the loaded libraries; not all of them are OSErrors."""
     found = [getattr(sys.modules.get(name), kind, None) for name, kinds in _ERRORS.items() for kind in kinds]
     return tuple(kind for kind in found if kind is not None)
 
@@ -265,7 +262,7 @@ def _lasts(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """HTTP status that an error carries, in the ways of the libraries."""
+    """HTTP status of an error; each library stores it elsewhere."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")

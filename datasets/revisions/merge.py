@@ -140,8 +140,8 @@ def _groups(
             for name, values in merge(slice(first, first + batch.num_rows), batch).items():
                 parts[name].append(values)
             first += batch.num_rows
-        # Merged columns in one chunk, the others in the plan's chunks, as in the first stores: pages may end where chunks
-        # do, so other chunks would change the bytes of a large table and the root hash.
+        # Merged columns in one chunk, the others in the plan's chunks, as in the first stores: pages may end with a
+        # chunk, so other chunks would change the bytes of a large table and the root hash.
         merged = {name: pa.chunked_array(parts[name], planned.schema.field(name).type) for name in names}
         columns = {name: one_chunk(merged[name]) if name in merged else group[name] for name in group.column_names}
         yield pa.table(columns, schema=planned.schema)

@@ -420,7 +420,7 @@ def test_a_shard_that_is_changed_in_the_local_folder_is_named(
     (shard,) = (path for path in store.latents(bucket).shard_paths(np.array([0])))
     assert store.remote is not None
     os.truncate(store.remote.fetch(shard), 10)
-    with pytest.raises(DamageError, match=r"local/shards/.*Remove this file: it comes again"):
+    with pytest.raises(DamageError, match=r"local/shards/.*Remove this file: it is fetched again"):
         store.latents(bucket).take([0])
 
 
@@ -595,7 +595,7 @@ def test_a_shard_comes_in_pieces_and_a_broken_one_alone_comes_again(
 
 
 def test_a_path_that_is_no_shard_and_a_hash_that_is_no_name_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DamageError, match=r"\.\./zarr.json' is no shard"):
+    with pytest.raises(DamageError, match=r"\.\./zarr.json' is not a shard"):
         made_up(tmp_path / "local").fetch("../zarr.json")
     manifest = made_up_manifest()
     evil = manifest.files[0].model_copy(update={"xxh3_128": "../../evil"})
