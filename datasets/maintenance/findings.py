@@ -1,8 +1,7 @@
-"""What a verification finds: the file, the cause, and which bucket, shard and records the file is about."""
+"""Findings of a verification: file, cause, bucket, shard and records."""
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from functools import cache
@@ -41,31 +40,31 @@ CAUSES = {
     "missing": "the file is not there",
     "size": "the file has another size than it was written with",
     "content": "the bytes differ from those that were written",
-    "unsealed": "all shards are committed; it is still to be sealed, or the manifest is gone",
-    "link": "a symbolic link stands where a file was written",
-    "stray": "a file that no revision knows",
-    "temporary": "left behind by a process that was killed, or still being written",
+    "unsealed": "all shards are committed, but there is no manifest: the seal is pending, or the file was lost",
+    "link": "a symbolic link replaces a file that was written",
+    "stray": "a file that belongs to no revision",
+    "temporary": "left by a killed process, or still being written",
     "counts": "planned records are not stored plus rejected",
     "not_reproduced": "encoding the record again does not give what is stored",
     "source_changed": "the source no longer holds the picture that was encoded",
 }
 HARMLESS = frozenset(["temporary", "unsealed", "source_changed"])
-MAX_KEYS = 20  # named in a finding
+MAX_KEYS = 20  # listed in a finding
 SHARD = re.compile(r"(?P<array>(?:.*/)?(?:buckets/(?P<bucket>\d+x\d+)|captions)/\w+)/c/(?P<shard>\d+)(?:/0)*$")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One problem of a file.
 
     Args:
       path: of the file, relative to the store.
       cause: a key of CAUSES.
-      detail: what was got, what was needed.
+      detail: the observation, and what was expected.
       revision: that wrote the file.
-      bucket, shard: where the file is a shard of latents; ``bucket`` is None for captions and all else.
-      num_records: records (or, in a shard of captions, captions) whose bytes are concerned.
-      records: keys of the first of them (of captions, their texts).
+      bucket, shard: of a shard; ``bucket`` is None for captions and all other files.
+      num_records: records (captions in a shard of captions) that are affected.
+      records: keys of the first of them (texts of captions).
     """
 
     path: str
@@ -82,8 +81,8 @@ class Finding:
         where = f"bucket '{self.bucket}', shard {self.shard}: " if self.bucket else ""
         where = where or (f"captions, shard {self.shard}: " if self.shard is not None else "")
         named = ", ".join(self.records[:3]) + (", ..." if self.num_records > 3 else "")
-        concerned = f" ({self.num_records} records: {named})" if self.num_records else ""
-        return f"{where}file '{self.path}': {self.detail}{concerned}"
+        affected = f" ({self.num_records} records: {named})" if self.num_records else ""
+        return f"{where}file '{self.path}': {self.detail}{affected}"
 
 
 def revision_of(path: str) -> int:
@@ -93,7 +92,7 @@ def revision_of(path: str) -> int:
 
 
 def shard_place(path: str) -> tuple[str, str | None, int] | None:
-    """Array, bucket and number of a shard file; the bucket is None for captions. None where it is no shard of data."""
+    """Array, bucket (None for captions) and number of a shard file; None for other files."""
     match = SHARD.fullmatch(path)
     if not match or match["array"].endswith(("captions/offsets", "captions/lengths")):
         return None
@@ -101,7 +100,7 @@ def shard_place(path: str) -> tuple[str, str | None, int] | None:
 
 
 def part_of(path: str) -> tuple[str, int] | None:
-    """The (part, shard) whose task made a shard file."""
+    """The task, (part, shard), that wrote a shard file."""
     place = shard_place(path)
     if place is None:
         return None
@@ -111,28 +110,24 @@ def part_of(path: str) -> tuple[str, int] | None:
     return (NULL_PART if array.endswith((NULL_EMBEDDING, NULL_SCALES)) else CAPTION_PART), shard
 
 
-def intact_table(root: Path, manifest: Manifest, name: str) -> pa.Table:
-    """A table of a revision; empty where it is damaged itself."""
+def read_intact_table(root: Path, manifest: Manifest, name: str) -> pa.Table:
+    """Read a table of a revision. Raises: DamageError: it differs from the manifest; OSError: missing."""
     path = revision_prefix(manifest.revision) + name
-    entry = next((entry for entry in manifest.files if entry.path == path), None)
-    try:
-        if entry and os.stat(root / path).st_size == entry.bytes and xxh3_file(root / path) == entry.xxh3_128:
-            return read_table(root / path)
-    except (LeanditError, OSError):
-        pass
-    return pa.table({})
+    if not any(entry.path == path and entry.xxh3_128 == xxh3_file(root / path) for entry in manifest.files):
+        raise DamageError(f"'{path}' differs from the manifest")
+    return read_table(root / path)
 
 
 class Locator:
-    """Says which bucket, shard and records a file is about; reads tables and plans only when something is wrong.
+    """Finds the bucket, shard and records of a damaged file; reads tables only when there is one.
 
     Args:
-      manifests: of the revisions, by their number, where they can be trusted.
+      manifests: intact ones, by revision.
     """
 
     def __init__(self, root: Path, manifests: dict[int, Manifest]) -> None:
         self._root, self._manifests = root, manifests
-        self._table = cache(self._read_table)  # a damaged folder brings many findings
+        self._table = cache(self._read_table)  # a damaged folder causes many findings
 
     def finding(self, entry: FileEntry, cause: str, detail: str) -> Finding:
         """A finding with its bucket, shard and records."""
@@ -153,8 +148,11 @@ class Locator:
         return Finding(entry.path, cause, detail, revision, bucket, shard, len(names), names[:MAX_KEYS])
 
     def _read_table(self, revision: int, name: str) -> pa.Table:
-        manifest = self._manifests.get(revision)
-        return intact_table(self._root, manifest, name) if manifest else pa.table({})
+        """A table of a revision; empty if it is damaged itself."""
+        try:
+            return read_intact_table(self._root, self._manifests[revision], name)
+        except (LeanditError, OSError, KeyError):
+            return pa.table({})
 
     def _records(self, revision: int, bucket: str, rows: range) -> pa.Table:
         """Key, row and checksum of the records in some rows of a revision's bucket."""
@@ -166,7 +164,7 @@ class Locator:
         return records.filter(pc.fill_null(here, False)).select(["key", "row", "checksum"])
 
     def _captions(self, layout: ArrayLayout, shard: int) -> pa.Table:
-        """Text, first row and checksum of the captions in a shard of embeddings; nothing of the null caption."""
+        """Text, first row and checksum of the captions in a shard of embeddings; empty for the null caption."""
         revision, rows = revision_of(layout.path), layout.rows_of(shard)
         captions = self._table(revision, CAPTIONS)
         if not layout.path.endswith((EMBEDDINGS, SCALES)) or not captions.num_columns:
@@ -178,7 +176,7 @@ class Locator:
         return found.append_column("row", pa.array(offsets[here]))
 
     def _differing_records(self, layout: ArrayLayout, shard: int, table: pa.Table) -> list[str]:
-        """Keys of the records whose bytes do not fit their checksum; all, where the file cannot be opened."""
+        """Keys of the records that do not match their checksum; all keys if the file cannot be opened."""
         first = layout.path.removesuffix("_flip")  # a checksum covers the rows of both
         paths = [path for path in (first, f"{first}_flip") if (self._root / path / GROUP).is_file()]
         keys, start = table["key"].to_pylist(), layout.rows_of(shard).start
@@ -195,7 +193,7 @@ class Locator:
         return found
 
     def _differing_captions(self, layout: ArrayLayout, shard: int, table: pa.Table) -> list[str]:
-        """Texts of the captions whose tokens do not fit their checksum; all, where the file cannot be opened."""
+        """Texts of the captions that do not match their checksum; all texts if the file cannot be opened."""
         folder = layout.path.rpartition("/")[0].removesuffix("captions")
         paths = [f"{folder}{name}" for name in (EMBEDDINGS, SCALES)]  # a checksum covers the tokens and their scales
         try:

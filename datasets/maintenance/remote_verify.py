@@ -14,8 +14,9 @@ from ..format.layout import CAPTIONS, GROUP, LEASES, MANIFEST, PLAN_FILE, RECORD
 from ..format.schema import FileEntry
 from ..remote.mirror import url_in_errors
 from ..remote.reader import RemoteReader
+from .expected import Problem, check_file
 from .findings import CAUSES, shard_place
-from .verify import Problem, Verification, check_file, verify_store
+from .verify import Verification, verify_store
 
 REQUESTS = 8  # at a time
 COMMITS = "commits/"
@@ -25,16 +26,16 @@ DESCRIBING = {MANIFEST, PLAN_FILE, GROUP, RECORDS, CAPTIONS}
 def verify_remote(url: str, *, quick: bool = False) -> Verification:
     """Check a store at a URL against its manifests, as ``verify_store`` does; nothing is written there.
 
-    Tables, manifests and metadata come into a temporary folder; shards are hashed as they come and not kept.
+    Tables, manifests and metadata are fetched into a temporary folder; shards are hashed as they arrive, and not kept.
 
     Args:
       quick: sizes of all files, hashes of all but the shards.
-    Raises: StoreNotFound; StoreError: it is no store, or cannot be read; RecipeError: the URL cannot be read here.
+    Raises: StoreNotFound; StoreError: it is not a store, or cannot be read; RecipeError: the URL is not supported.
     """
     reader = RemoteReader(url)
     sizes = {path: size for path, size in reader.sizes("").items() if not path.startswith(f"{LEASES}/")}
     if not sizes:
-        raise StoreNotFound(f"store '{reader.url}': there is nothing at this URL. Check it.")
+        raise StoreNotFound(f"store '{reader.url}': nothing exists at this URL. Check the URL.")
     with tempfile.TemporaryDirectory(prefix="leandit-verify-") as scratch:
         store = Path(scratch)
 
@@ -55,14 +56,14 @@ def verify_remote(url: str, *, quick: bool = False) -> Verification:
             return entry.bytes, None
 
         with url_in_errors(reader, store):
-            _bring_what_describes(reader, store, sizes)
-            found = verify_store(store, quick=quick, num_threads=REQUESTS, check=check, paths=sizes)
-    found.store = reader.url
-    return found
+            _fetch_metadata(reader, store, sizes)
+            result = verify_store(store, quick=quick, num_threads=REQUESTS, check=check, paths=sizes)
+    result.store = reader.url
+    return result
 
 
-def _bring_what_describes(reader: RemoteReader, store: Path, sizes: dict[str, int]) -> None:
-    """Bring manifests, plans, tables and metadata; commit records where no manifest lists their hashes."""
+def _fetch_metadata(reader: RemoteReader, store: Path, sizes: dict[str, int]) -> None:
+    """Fetch manifests, plans, tables and metadata; commit records only if no manifest lists their hashes."""
     for path, size in sizes.items():
         folder, is_commit, _ = path.partition(COMMITS)
         if is_commit:
@@ -72,6 +73,6 @@ def _bring_what_describes(reader: RemoteReader, store: Path, sizes: dict[str, in
         try:
             entry = FileEntry(path=path, bytes=size, xxh3_128="")
         except ValidationError:
-            continue  # its name leads out of the store: a stray
+            continue  # a stray: the name is not valid in a store
         if is_wanted:
             reader.checked(entry, lambda entry=entry: write_atomic(store / entry.path, reader.pieces(entry)))

@@ -1,7 +1,7 @@
-"""Undo damage that needs no encoder: what plan, commit records, tables and manifest say of each other.
+"""Repair without encoding: plan, commit records, tables and manifest are rebuilt from each other.
 
-Each of them can be made again from the others, to the byte; so only where two that depend on each other are damaged is
-something lost. Shards are encoded again (``precompute/repair.py``).
+Each can be rebuilt from the others byte for byte, so only damage to two that depend on each other loses something.
+Shards are encoded again by ``precompute/repair.py``.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from ..disk.hashing import canonical_json, xxh3_file, xxh3_parts
 from ..disk.strays import sweep_strays
 from ..errors import DamageError, StoreError, StoreIncomplete
 from ..format.layout import CAPTION_PART, CAPTIONS, GROUP, NULL_PART, RECORDS, commit_path, group_json, revision_prefix
-from ..format.schema import CommitRecord, Fallback, FileEntry, Manifest, Reject
+from ..format.schema import CommitRecord, Fallback, FileEntry, Reject
 from ..format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA
-from ..format.tables import read_table
 from ..revisions.catalog import read_spec
 from ..revisions.commits import Task, carried_files, commit_record, file_entry, read_manifest, read_record
 from ..revisions.plan import FrozenPlan, planned_revisions, read_plan, write_plan
 from ..revisions.writer import StoreWriter, row_checksum
-from .findings import shard_place
+from .findings import read_intact_table, shard_place
 from .verify import Verification, verify_store
 
-UNKNOWN_LOCATION = -1  # size and time of a picture in a plan that was rebuilt: the next precompute compares the bytes
+UNKNOWN_LOCATION = -1  # size and time of a picture in a rebuilt plan: the next precompute compares the bytes
 SOURCE_COLUMNS = {
     "source_path": pa.string(),
     "source_offset": pa.int64(),
@@ -37,9 +36,9 @@ SOURCE_COLUMNS = {
 
 
 def repair_revision(root: Path, revision: int, found: Verification) -> StoreWriter | None:
-    """Make plan, metadata and commit records of a revision anew where they are damaged; seal it where it can be.
+    """Rebuild damaged plan, metadata and commit records of a revision, and seal it if possible.
 
-    Returns: a writer for what has to be encoded, or None where too much is gone.
+    Returns: a writer for the shards to encode; None if too much is lost.
     """
     plan = _plan_of(root, revision)
     if plan is None:
@@ -49,24 +48,24 @@ def repair_revision(root: Path, revision: int, found: Verification) -> StoreWrit
             record = _rebuild_record(root, plan, task, found.expected)
             if record:
                 write_atomic(root / commit_path(revision, *task), canonical_json(record.model_dump()))
-    writer = StoreWriter(root, plan)  # writes the metadata that differs
+    writer = StoreWriter(root, plan)  # rewrites damaged metadata
     reseal(writer)
     return writer
 
 
 def reseal(writer: StoreWriter) -> None:
-    """Write tables and manifest anew where all shards are there."""
+    """Write tables and manifest again if all shards exist."""
     if not writer.missing_tasks() and (writer.num_stored or writer.plan.stack):
         writer.seal()
 
 
 def repair_without_encoding(root: Path, found: Verification) -> Verification:
-    """Mend all that needs no encoder, and remove what killed processes left.
+    """Repair everything that needs no encoder, and remove temporaries of killed processes.
 
     Args:
-      found: what a verification of the store found.
-    Returns: what is still wrong.
-    Raises: StoreError: a folder stands where a file belongs, so nothing is done.
+      found: a verification of the store.
+    Returns: a verification after the repair.
+    Raises: StoreError: a folder with files replaces a file of the store; then nothing is changed.
     """
     _make_way(root, found)
     remove_litter(root)
@@ -77,37 +76,37 @@ def repair_without_encoding(root: Path, found: Verification) -> Verification:
 
 
 def revisions_to_repair(found: Verification) -> list[int]:
-    """Revisions that were found damaged, and all that are complete: metadata may be shared between them."""
+    """Revisions with findings, and all complete ones, which may share metadata."""
     return sorted({finding.revision for finding in found.findings} | set(found.revisions))
 
 
 def remove_litter(root: Path) -> list[Path]:
-    """Remove the temporaries of all hosts and processes. Only when nobody writes to the store."""
+    """Remove the temporaries of all processes; only safe while nothing writes to the store."""
     return sweep_strays(root, of_all=True)
 
 
 def _make_way(root: Path, found: Verification) -> None:
-    """Replace links by the file itself, and remove empty folders, where a file of the store belongs."""
+    """Replace links and empty folders in place of a file of the store."""
     for finding in found.findings:
         path = root / finding.path
         if finding.cause in ("missing", "unsealed", "content") and path.is_dir() and not path.is_symlink():
             if any(inner.is_symlink() or not inner.is_dir() for inner in path.rglob("*")):
                 raise StoreError(
-                    f"store '{root}': at '{finding.path}' is a folder with files, needed the file of that name. "
+                    f"store '{root}': '{finding.path}' is a folder with files; needed a file. "
                     "Nothing was changed. Move the folder out of the store, then repair again."
                 )
             remove(path)
         elif finding.cause == "link":
             entry = found.expected.get(finding.path)
             intact = path.is_file() and (entry is None or xxh3_file(path) == entry.xxh3_128)
-            if intact:  # a plan or a manifest carries its own hash, and is checked again
+            if intact:  # plans and manifests carry their own hash, and are checked again
                 write_atomic(path, path.read_bytes())
             elif entry is None or not shard_place(finding.path):
-                remove(path)  # what it points to stays; the file is made anew
+                remove(path)  # the target stays; the file is rebuilt
 
 
 def _repair_root_group(root: Path, found: Verification) -> None:
-    """The root's metadata is the first revision's; where there is none, as after a compaction, a later one's."""
+    """Restore the root's metadata from the first revision, or after a compaction from a later one."""
     entry = found.expected.get(GROUP)
     if entry is None or not any(finding.path == GROUP for finding in found.findings):
         return
@@ -122,15 +121,15 @@ def _repair_root_group(root: Path, found: Verification) -> None:
 
 
 def _plan_of(root: Path, revision: int) -> FrozenPlan | None:
-    """Read a plan; where it is damaged, rebuild it from the sealed tables, and write it."""
+    """Read a plan; if it is damaged, rebuild it from the sealed tables and write it."""
     try:
         return read_plan(root, revision)
     except (DamageError, StoreIncomplete):
         pass
     try:
         manifest, spec = read_manifest(root, revision), read_spec(root, revision)
-        records, captions = (_intact_table(root, manifest, name) for name in (RECORDS, CAPTIONS))
-    except (DamageError, StoreError, OSError, StopIteration):
+        records, captions = (read_intact_table(root, manifest, name) for name in (RECORDS, CAPTIONS))
+    except (DamageError, StoreError, OSError):
         return None
     group = revision_prefix(revision) + GROUP
     if not any(entry == file_entry(group, group_json(spec)) for entry in manifest.files):
@@ -142,7 +141,7 @@ def _plan_of(root: Path, revision: int) -> FrozenPlan | None:
         stack=tuple(manifest.stack[:-1]),
         carried=carried_files(manifest, manifest.stack[:-1]) if revision > 1 else (),
         copies=manifest.copies,
-        listing="",  # not known: the next precompute compares all files by their content
+        listing="",  # unknown: the next precompute compares all files by content
         records=_planned_records(records, revision),
         captions=_planned_captions(captions, revision),
         recorded_hash=manifest.plan,
@@ -151,16 +150,8 @@ def _plan_of(root: Path, revision: int) -> FrozenPlan | None:
     return plan
 
 
-def _intact_table(root: Path, manifest: Manifest, name: str) -> pa.Table:
-    path = revision_prefix(manifest.revision) + name
-    entry = next(entry for entry in manifest.files if entry.path == path)
-    if xxh3_file(root / path) != entry.xxh3_128:
-        raise DamageError(f"'{path}' differs from the manifest")
-    return read_table(root / path)
-
-
 def _planned_records(records: pa.Table, revision: int) -> pa.Table:
-    """The records table as it was planned; where the pictures lie in the source is not in it, only their names."""
+    """The records table as planned; of the pictures' locations only the names are known."""
     own = (records["revision"].to_numpy() == revision) & (records["row"].to_numpy() >= 0)
     columns = {name: records[name] for name in records.column_names}
     unknown_yet = ("stage", "reason", "detail", "checksum", "source_checksum", "fallback")
@@ -187,13 +178,13 @@ def _planned_captions(captions: pa.Table, revision: int) -> pa.Table:
 
 
 def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str, FileEntry]) -> CommitRecord | None:
-    """A commit record from manifest and tables; None where it does not come out as the manifest says that it was."""
+    """Rebuild a commit record from manifest and tables; None if its hash differs from the manifest."""
     part, shard = task
     entry = expected.get(commit_path(plan.revision, *task))
     try:
         manifest = read_manifest(root, plan.revision)
-        records, captions = (_intact_table(root, manifest, name) for name in (RECORDS, CAPTIONS))
-    except (DamageError, OSError, StopIteration):
+        records, captions = (read_intact_table(root, manifest, name) for name in (RECORDS, CAPTIONS))
+    except (DamageError, OSError):
         return None
     arrays = plan.layout.part_arrays(part)
     files = [expected[array.shard_path(shard)] for array in arrays if array.shard_path(shard) in expected]
@@ -206,7 +197,7 @@ def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str
         checksums = _digits(table["checksum"].to_pylist())
         if not table["min_cosine"].null_count:
             qualities = {"min_cosines": table["min_cosine"].to_pylist(), "max_errors": table["max_error"].to_pylist()}
-    elif part == NULL_PART:  # its one checksum is in no table
+    elif part == NULL_PART:  # no table holds its checksum
         rows = []
         for file, array in zip(files, arrays, strict=True):
             shard_path = root / file.path
