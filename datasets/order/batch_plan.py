@@ -1,12 +1,12 @@
-"""BatchPlan: which records training reads at which step. A pure function of (seed, number); no array of N is held.
+"""BatchPlan: the records of every batch, as a pure function of (seed, number), without an array of N.
 
     plan = BatchPlan(store.buckets, global_batch=256, seed=0)
     plan.batch_at(1_000_000)            # bucket, positions and epochs of a global batch
-    plan.place_of(1_000_000)            # its epoch, and its index there
+    plan.place_of(1_000_000)            # its epoch, and its index in the epoch
 
-Global batches are counted from 0 over all epochs, so the state of a reader is one integer. Each batch is wholly of one
-bucket, and the buckets are mixed within an epoch. Every record comes once per epoch, but for what is left of a bucket
-(``leftovers``). Nothing here depends on ranks or microbatches: those cut a global batch, see ``slices.py``.
+Global batches are counted from 0 over all epochs, so the state of a reader is one integer. Each batch holds records of
+one bucket; the batches of all buckets are shuffled within an epoch. Every record comes once per epoch, except those
+that do not fill a batch (``leftovers``). Ranks and microbatches only cut a global batch, see ``slices.py``.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class BatchPlan:
 
     Args:
       buckets: records per bucket; the order of the mapping is part of the plan.
-      global_batch: records in a full batch, over all ranks: one number, or one for each bucket.
+      global_batch: records in a full batch, over all ranks: one number, or one per bucket.
       seed: of the order.
-      leftovers: what becomes of the records of a bucket that fill no batch. "short": they make one smaller batch.
-        "carry": they wait, and share a batch with the next epoch's first of the bucket, so that all batches are full (a
-        record can be in such a batch twice). "drop": they are left out of this epoch; the next one leaves out others.
-      window: read from a few shards at a time; None to shuffle over all. Its blocks are of positions (of those
-        selected, if there is a selection): where records are rejected, a block reaches into the next shard.
-      selection: the records that train, whose counts are then ``buckets``; None for all.
-    Raises: RecipeError: a size below 1, a bucket without a size, another word, or "drop" leaves no batch.
+      leftovers: what happens to records of a bucket that do not fill a batch. "short": they form a smaller batch.
+        "carry": they share a batch with the first records of the next epoch, so that all batches are full (a record may
+        be in such a batch twice). "drop": they are skipped in this epoch; the next epoch skips others.
+      window: read from a few shards at a time; None to shuffle over all. Its blocks count positions (of the selection,
+        if there is one), so rejected records shift a block into the next shard.
+      selection: the records to train on, with counts equal to ``buckets``; None for all.
+    Raises: RecipeError: a size below 1, a bucket without a size, unknown ``leftovers``, or "drop" leaves no batch.
     """
 
     buckets: Mapping[str, int]
@@ -69,7 +69,7 @@ class BatchPlan:
     def __post_init__(self) -> None:
         if not isinstance(self.seed, Integral):
             raise RecipeError(f"a seed of {self.seed!r}: needed a whole number.")
-        object.__setattr__(self, "seed", int(self.seed))  # numpy's would overflow, and cannot be written as JSON
+        object.__setattr__(self, "seed", int(self.seed))  # numpy integers overflow, and are not JSON
         if self.leftovers not in get_args(Leftovers):
             raise RecipeError(f"leftovers {self.leftovers!r}: needed one of {', '.join(get_args(Leftovers))}.")
         numbers = [(f"bucket '{bucket}': a batch size", size) for bucket, size in self.batch_sizes.items()]
@@ -117,7 +117,7 @@ class BatchPlan:
 
     @property
     def plans(self) -> tuple[BatchPlan, ...]:
-        """This plan."""
+        """The plan itself, as of ``BatchOrder``."""
         return (self,)
 
     @property
@@ -127,12 +127,12 @@ class BatchPlan:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Number of global batches in an epoch, the smaller ones included.
+        """Number of global batches in an epoch, including smaller ones.
 
-        Raises: RecipeError: with "carry" it is not the same in every epoch (see ``num_batches``).
+        Raises: RecipeError: with "carry" it varies by epoch (see ``num_batches``).
         """
         if self.leftovers == "carry":
-            raise RecipeError("leftovers 'carry': the number of batches is not the same in every epoch.")
+            raise RecipeError("leftovers 'carry': the number of batches varies by epoch.")
         return self.num_batches(0)
 
     def num_batches(self, epoch: int) -> int:
@@ -140,7 +140,7 @@ class BatchPlan:
         return self.batches_before(epoch + 1) - self.batches_before(epoch)
 
     def num_left_over(self, epoch: int) -> int:
-        """Records that fill no batch at the end of an epoch: left out of it ("drop"), or handed on ("carry")."""
+        """Records that do not fill a batch at the end of an epoch: skipped ("drop"), or carried over ("carry")."""
         if self.leftovers == "short":
             return 0
         epochs = epoch + 1 if self.leftovers == "carry" else 1
@@ -148,7 +148,7 @@ class BatchPlan:
 
     @property
     def never_read(self) -> dict[str, int]:
-        """Records of the buckets that "drop" leaves out of every epoch, because they never fill a batch."""
+        """Records of buckets that "drop" skips in every epoch, because they never fill a batch."""
         return {b: count for b, count, size in self._table if self.leftovers == "drop" and 0 < count < size}
 
     def batches_before(self, epoch: int) -> int:
@@ -177,7 +177,7 @@ class BatchPlan:
         """
         if not 0 <= number < MAX_NUMBER or not self._rate:
             raise IndexError(f"batch {number} of a plan of {self.num_records} records")
-        # Rounding down takes less than one batch from each bucket, so the epoch lies between these two.
+        # Rounding down removes less than one batch per bucket, so the epoch lies between these two.
         low, high = int(number / self._rate), -int(-(number + len(self._table)) // self._rate)
         epoch = low + bisect.bisect_right(range(low + 1, high + 1), number, key=self.batches_before)
         return epoch, number - self.batches_before(epoch)
@@ -205,20 +205,20 @@ class BatchPlan:
         """
         (epoch, index), spans = self.place_of(first), list[np.ndarray]()
         while count:
-            if here := min(count, self.num_batches(epoch) - index):  # with "carry", an epoch can have none
-                spans.append(self._spans(epoch, index, here))
-            epoch, index, count = epoch + 1, 0, count - here
+            if in_epoch := min(count, self.num_batches(epoch) - index):  # with "carry", an epoch can have none
+                spans.append(self._spans(epoch, index, in_epoch))
+            epoch, index, count = epoch + 1, 0, count - in_epoch
         return self._fill(np.concatenate(spans)) if spans else []
 
     def _spans(self, epoch: int, index: int, count: int) -> np.ndarray:
-        """Batches ``index`` to ``index + count - 1`` of an epoch, (count, 3) as pieces of their buckets' streams."""
+        """Batches ``index`` to ``index + count - 1`` of an epoch, as (count, 3) spans of their buckets' streams."""
         before, after = self._ordinals(epoch), self._ordinals(epoch + 1)
-        here, spans = [high - low for low, high in zip(before, after, strict=True)], list[np.ndarray]()
+        totals, spans = [high - low for low, high in zip(before, after, strict=True)], list[np.ndarray]()
         while count:
-            # The round that the batch is of: the batches of a round are permuted, so that the buckets are mixed.
+            # Batches are permuted within a round, which shuffles the buckets.
             later = range(1, self._num_rounds)
-            number = bisect.bisect_right(later, index, key=lambda r: sum(self._until_round(here, r)))
-            lows, highs = self._until_round(here, number), self._until_round(here, number + 1)
+            number = bisect.bisect_right(later, index, key=lambda r: sum(self._until_round(totals, r)))
+            lows, highs = self._until_round(totals, number), self._until_round(totals, number + 1)
             starts = np.array([0, *accumulate(high - low for low, high in zip(lows, highs, strict=True))])
             first = index - sum(lows)
             taken = min(count, int(starts[-1]) - first)
@@ -231,7 +231,7 @@ class BatchPlan:
         return np.concatenate(spans)
 
     def _cut_streams(self, epoch: int, which: np.ndarray, before: np.ndarray, ordinals: np.ndarray) -> np.ndarray:
-        """(n, 3) bucket, start, stop of the batches with these ordinals in an epoch, after those before it."""
+        """(n, 3) bucket, start, stop of the batches with these ordinals in an epoch; ``before``: in earlier epochs."""
         counts, sizes = self._counts[which], self._sizes[which]
         if self.leftovers == "carry":
             starts = (before + ordinals) * sizes
@@ -241,21 +241,20 @@ class BatchPlan:
 
     @cached_property
     def _num_rounds(self) -> int:
-        """Pieces of an epoch whose batches are mixed among each other: a window of the longest bucket, or all."""
+        """Number of rounds of an epoch, within which batches are shuffled: windows of the longest bucket, or 1."""
         if self.window is None:
             return 1
         return max(-(-n // (self.window.shards * self.shard_rows[bucket])) for bucket, n in self.buckets.items())
 
     def _until_round(self, counts: Sequence[int], number: int) -> list[int]:
-        """Batches of each bucket in the rounds of an epoch before this one, of so many in the epoch."""
+        """Batches of each bucket before a round, from those in the epoch."""
         return [count * number // self._num_rounds for count in counts]
 
     def _fill(self, spans: np.ndarray) -> list[PlannedBatch]:
-        """Find the records at some pieces of the buckets' streams, all in one go.
+        """The batches at some spans, computed together.
 
         Args:
-          spans: (n, 3) int64, a batch as a piece of its bucket's stream, in which epoch follows epoch: which bucket,
-            start, stop.
+          spans: (n, 3) int64 bucket, start, stop of each batch in its bucket's stream, which concatenates the epochs.
         """
         which, epochs, places, lengths = self._pieces(spans)
         keys, groups = np.unique(epochs * len(self._table) + which, return_inverse=True)
@@ -273,7 +272,7 @@ class BatchPlan:
         return batches
 
     def _pieces(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Cut spans where an epoch ends: bucket, epoch, first place in the epoch and length of each piece."""
+        """Split spans at the ends of epochs: bucket, epoch, first place in the epoch and length of each piece."""
         which, starts, stops = spans.T
         epochs, places = np.divmod(starts, self._counts[which])
         lengths = stops - starts
@@ -290,16 +289,16 @@ class BatchPlan:
         return which, epochs, places, lengths
 
     def _shuffled(self, places: np.ndarray, groups: np.ndarray, orders: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Send (B,) places through permutations, those of (epoch, which bucket) ``orders[group]``."""
+        """Permute (B,) places, each by the permutation of (epoch, bucket) ``orders[group]``."""
         sizes = [self._table[which][1] for _, which in orders]
         keys = [keyed_hash(self.seed, epoch, PURPOSE_RECORDS, which) for epoch, which in orders]
         if self.window is None:
             return permute_groups(places, groups, sizes, keys)
         found = np.empty(len(places), np.int64)
         for group, (epoch, which) in enumerate(orders):
-            here = groups == group
-            found[here] = permute_in_windows(
-                places[here],
+            of_group = groups == group
+            found[of_group] = permute_in_windows(
+                places[of_group],
                 sizes[group],
                 rows=self.shard_rows[self._table[which][0]],
                 shards=self.window.shards,

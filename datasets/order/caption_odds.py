@@ -1,6 +1,6 @@
-"""How often each of a record's captions is drawn: by scores from a table of the user's, and by a share of the first.
+"""How often each caption of a record is drawn: by scores from a user's table, and by a share for the first caption.
 
-Without any, captions are drawn uniformly. What is drawn is a function of (seed, epoch, record), whatever the odds.
+Without either, draws are uniform. A draw is always a function of (seed, epoch, record).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SCORES = "scores"  # column of the table: a list of numbers for each record, one
 
 @dataclass(frozen=True)
 class CaptionOdds:
-    """What captions are drawn with.
+    """Weights for drawing captions.
 
     Args:
       scores: Parquet file with a list of scores for each record in its column "scores", one a caption, in the record's
         order; "" for none.
       key: its column with the records' keys.
-      minimum: captions with a lower score are not drawn, unless a record has no better one: then its best.
+      minimum: captions with a lower score are not drawn, unless all of a record are lower: then its best is.
       temperature: a caption is drawn in proportion to score ** (1 / temperature).
       original_share: share of draws that take a record's first caption; 0: it is drawn as the others are.
     Source: NVlabs/Sana, ``weighted_sample_clipscore``; PixArt-sigma, ``real_prompt_ratio``.
@@ -77,7 +77,9 @@ class CaptionOdds:
         none = np.repeat(np.add.reduceat(weights, firsts), counts) == 0
         is_first = np.zeros(len(scores), bool)
         is_first[firsts] = True
-        only = np.where(np.isneginf(best), is_first, known == best)  # without scores the first caption, as in Sana
+        only = np.where(
+            np.isneginf(best), is_first, known == best
+        )  # the first caption if there are no scores, as in Sana
         return np.where(none, only, weights)
 
     def _with_original(self, weights: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -128,7 +130,7 @@ def _read_scores(path: str | Path, key: str, store: LatentStore) -> _Scores:
         keys = table[key].cast(pa.string()).combine_chunks()
         lists = pc.fill_null(table[SCORES].cast(pa.list_(pa.float64())), []).combine_chunks()
     except FileNotFoundError as error:
-        raise RecipeError(f"{where}: there is no such file.") from error
+        raise RecipeError(f"{where}: no such file.") from error
     except (pa.ArrowException, OSError) as error:
         raise RecipeError(
             f"{where}: needed Parquet with text in '{key}' and lists of numbers in '{SCORES}' ({error})."

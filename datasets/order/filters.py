@@ -1,9 +1,9 @@
-"""Which records of a store train: by label, by aspect ratio, by a score from a table of the user's own.
+"""Select the records to train on: by label, by aspect ratio, by a score from a user's table.
 
     selection = RecordFilter(labels=["n01440764"], scores=ScoreTable(path, "aesthetic", minimum=5.5)).select(store)
     plan = BatchPlan(selection.counts, global_batch=256, seed=0, selection=selection)
 
-The store stays as it is. A filter is evaluated once, into sorted positions per bucket; the plan then orders these.
+A filter does not change the store. It is evaluated once into sorted positions per bucket, which the plan shuffles.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ pc: Any = pyarrow.compute  # its functions are made at run time, no type checker
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """A Parquet file with one number for each record, and how much is enough.
+    """A Parquet file with one score per record, and a minimum.
 
     Args:
-      path: of the Parquet file; keys that are not in the store do no harm.
-      column: the numbers: integers, floats or booleans. Null and NaN are no score.
-      minimum: records with less are filtered out, and those without a score.
+      path: of the Parquet file; unknown keys are ignored.
+      column: integers, floats or booleans. Null and NaN mean no score.
+      minimum: records with a lower score, or none, are filtered out.
       key: the column with the records' keys.
     """
 
@@ -47,11 +47,11 @@ class ScoreTable:
 
 @dataclass(frozen=True)
 class Selection:
-    """The records of a store that train.
+    """The records of a store to train on.
 
     Args:
       counts: of records per bucket, in the order of the store's buckets.
-      positions: of each bucket, sorted positions of those that train, in the smallest integer dtype; None for all.
+      positions: of each bucket, sorted positions of the selected records, in the smallest integer dtype; None for all.
       num_filtered: records filtered out, by reason; a record counts for the first that applies.
       identity: plain values of the filter, for the state of a loader.
       plan_hash: of the store's revision, whose records these are.
@@ -65,11 +65,11 @@ class Selection:
 
     @property
     def num_records(self) -> int:
-        """Records that train."""
+        """Number of selected records."""
         return sum(self.counts.values())
 
     def describe(self) -> str:
-        """One line: how many records train, and how many were filtered out why."""
+        """One line: number of selected records, and of filtered ones by reason."""
         total = self.num_records + sum(self.num_filtered.values())
         reasons = ", ".join(f"{count} by {reason}" for reason, count in self.num_filtered.items() if count)
         return f"{self.num_records} of {total} records train; filtered out: {reasons or 'none'}"
@@ -77,7 +77,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class RecordFilter:
-    """What a record must have to train; without any condition, every record does.
+    """Conditions for a record to train; without any, every record does.
 
     Args:
       labels: class names or class indices, any of which will do; None for all.
@@ -108,24 +108,24 @@ class RecordFilter:
         )
 
     def select(self, store: LatentStore) -> Selection:
-        """Find the records of a store that train.
+        """Select the records of a store.
 
-        Raises: RecipeError: the store has no such class, the score table cannot be used, or no record is left.
+        Raises: RecipeError: unknown class, unusable score table, or no record left.
         """
-        here = {bucket: store.index(bucket).records for bucket in store.buckets}
+        by_bucket = {bucket: store.index(bucket).records for bucket in store.buckets}
         stored = np.zeros(len(store.checksums), bool)
-        for records in here.values():
+        for records in by_bucket.values():
             stored[records] = True
 
-        # One condition after the other; a record counts for the first that it fails.
+        # A filtered record counts for the first condition that it fails.
         identity: dict[str, Any] = {}
         passing, num_filtered = stored.copy(), dict[str, int]()
         for reason, passes in self._conditions(store, stored, identity):
             num_filtered[reason] = int(np.count_nonzero(passing & ~passes))
             passing &= passes
 
-        positions = {bucket: _positions(passing[records]) for bucket, records in here.items()}
-        counts = {b: len(here[b]) if chosen is None else len(chosen) for b, chosen in positions.items()}
+        positions = {bucket: _positions(passing[records]) for bucket, records in by_bucket.items()}
+        counts = {b: len(by_bucket[b]) if chosen is None else len(chosen) for b, chosen in positions.items()}
         selection = Selection(counts, positions, num_filtered, identity, store.plan_hash)
         if not selection.num_records:
             raise RecipeError(f"store '{store.path}': {selection.describe()}. Loosen the filter.")
@@ -153,7 +153,7 @@ class RecordFilter:
             identity["scores"] = {
                 "column": self.scores.column,
                 "minimum": float(self.scores.minimum),
-                # Of what counts, so that the same scores in another order, file or company are the same.
+                # Only of stored records, so that the order and other rows of the file do not matter.
                 "xxh3_128": xxh3_parts([np.ascontiguousarray(scores[stored])])[1],
             }
             yield "no_score", ~np.isnan(scores)
@@ -161,9 +161,9 @@ class RecordFilter:
 
 
 def label_indices(labels: Sequence[str | int], store: LatentStore) -> list[int]:
-    """Class indices of labels that are given by name or index, sorted.
+    """Sorted class indices of labels given by name or index.
 
-    Raises: RecipeError: the store has no such class; the nearest name is given.
+    Raises: RecipeError: unknown class, with the nearest name.
     """
     try:
         return sorted({store.class_names.find(label) for label in labels})
@@ -186,7 +186,7 @@ def read_scores(table: ScoreTable, store: LatentStore, stored: np.ndarray) -> np
             raise RecipeError(f"{where}: no column '{missing[0]}'. There are: {', '.join(there)}.")
         content = pq.read_table(table.path, columns=[table.key, table.column])
     except FileNotFoundError as error:
-        raise RecipeError(f"{where}: there is no such file.") from error
+        raise RecipeError(f"{where}: no such file.") from error
     except (pa.ArrowException, OSError) as error:
         raise RecipeError(f"{where}: not a readable Parquet file ({error}).") from error
     content = content.filter(pc.is_valid(content[table.key]))
@@ -216,7 +216,7 @@ def read_scores(table: ScoreTable, store: LatentStore, stored: np.ndarray) -> np
 
 
 def _positions(passes: np.ndarray) -> np.ndarray | None:
-    """Where a (N,) bool is true, in the smallest integer dtype, or None where it is everywhere."""
+    """Positions of true values of a (N,) bool, in the smallest integer dtype; None if all are true."""
     if passes.all():
         return None
     return np.flatnonzero(passes).astype(np.min_scalar_type(max(len(passes) - 1, 0)))

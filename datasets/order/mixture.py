@@ -1,11 +1,11 @@
-"""Orders of orders: plans mixed by weight, and stages one after the other. Pure functions of a batch's number.
+"""Orders of orders: mixtures of plans by weight, and consecutive stages. Pure functions of the batch number.
 
     photos, art = BatchPlan(...), BatchPlan(...)
     Mixture([(photos, 0.7), (art, 0.3)], seed=0)              # of every ten batches, seven are photos
     Stages([(at_256_px, 200_000), (at_512_px, None)])         # progressive training
 
-A weight is a share of the global batches. Each part of a mixture goes through its own batches in its own order, epoch
-after epoch, at its own pace. Each stage begins at batch 0 of its order.
+A weight is a share of the global batches. Each part of a mixture runs through its own order at its own pace. Each stage
+starts at batch 0 of its order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .order import BatchOrder
 from .planned import PlannedBatch
 from .shuffle import PURPOSE_MIXTURE, keyed_hash, permute
 
-MAX_PERIOD = 10_000  # batches; a table of a period is held, and a run should see several periods
+MAX_PERIOD = 10_000  # batches; a table of a period is kept, and a run should contain several periods
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Mixture:
         for _, weight in self.parts:
             if not (math.isfinite(weight) and weight > 0):
                 raise RecipeError(f"a mixture with a weight of {weight}: needed a number above 0.")
-            # The decimal that was written, not the nearest binary number: 0.7 is 7/10.
+            # The decimal, not the nearest binary number: 0.7 is 7/10.
             shares.append(Fraction(str(weight)))
         whole = math.lcm(*(share.denominator for share in shares))
         counts = [int(share * whole) for share in shares]
@@ -83,7 +83,7 @@ class Mixture:
         return tuple(plan for order, _ in self.parts for plan in order.plans)
 
     def part_of(self, number: int) -> tuple[int, int]:
-        """Which part gives a global batch, and which of that part's batches it is.
+        """Part of a global batch, and its number within that part.
 
         Raises: IndexError: the number is negative.
         """
@@ -122,11 +122,11 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Stages:
-    """Orders one after the other, as in progressive training: small pictures first, then large ones.
+    """Consecutive orders, as in progressive training: small pictures first, then large ones.
 
     Args:
-      stages: order of each stage and its number of global batches; the last has None and does not end. Two stages of
-        one plan begin at the same batch: give the second another seed, unless that is wanted.
+      stages: order of each stage and its number of global batches; None for the last, which does not end. Two stages of
+        one plan start with the same batches, unless they have different seeds.
     Raises: RecipeError: no stage, a number below 1, or None elsewhere than at the end.
     """
 
@@ -151,7 +151,7 @@ class Stages:
         return tuple(plan for order, _ in self.stages for plan in order.plans)
 
     def stage_of(self, number: int) -> tuple[int, int]:
-        """Which stage gives a global batch, and which of that stage's batches it is.
+        """Stage of a global batch, and its number within that stage.
 
         Raises: IndexError: the number is negative.
         """
@@ -176,8 +176,8 @@ class Stages:
         while len(found) < count:
             stage, number = self.stage_of(first + len(found))
             order, length = self.stages[stage]
-            here = min(count - len(found), count if length is None else length - number)
-            found += [_of_part(batch, offsets[stage]) for batch in order.batches(number, here)]
+            in_stage = min(count - len(found), count if length is None else length - number)
+            found += [_of_part(batch, offsets[stage]) for batch in order.batches(number, in_stage)]
         return found
 
     def identity(self) -> dict[str, Any]:
@@ -187,11 +187,11 @@ class Stages:
 
 
 def check_alike(stores: Sequence[LatentStore], *, captions: bool) -> None:
-    """Refuse stores that one model cannot be trained on: other latents, or other captions.
+    """Check that one model can train on all stores: same latents, same captions.
 
     Args:
-      captions: they are read too.
-    Raises: RecipeError: naming two stores and what differs.
+      captions: compare captions too.
+    Raises: RecipeError: names two stores and the difference.
     """
     first, *others = stores
     for other in others:
@@ -202,10 +202,10 @@ def check_alike(stores: Sequence[LatentStore], *, captions: bool) -> None:
                 for values, store in ((there, first), (here, other))
             )
         if differing := [name for name in there if there[name] != here[name]]:
-            told = "; ".join(f"{name} {_short(there[name])} and {_short(here[name])}" for name in differing)
+            differences = "; ".join(f"{name} {_short(there[name])} and {_short(here[name])}" for name in differing)
             without = " Or read no captions (text='none')." if differing == ["caption width"] else ""
             raise RecipeError(
-                f"stores '{first.path}' and '{other.path}' cannot be mixed: {told}. Needed stores of the same "
+                f"stores '{first.path}' and '{other.path}' cannot be mixed: {differences}. Needed stores of the same "
                 f"encoders.{without}"
             )
 
@@ -217,9 +217,9 @@ def _short(value: Any) -> str:
 
 
 def _model_space(latent: LatentSpec) -> dict[str, Any]:
-    """What the latents of two stores must have in common: their shape, and raw latent = input / scale + shift."""
+    """Properties that mixed stores must share: shape of the latents, and raw latent = input / scale + shift."""
     scale, shift = np.array(latent.scale), np.array(latent.shift)
-    if latent.decoding:  # part of it was applied before rows were stored
+    if latent.decoding:  # already applied to the stored rows
         stored_scale, stored_shift = np.array(latent.decoding.scale), np.array(latent.decoding.shift)
         scale, shift = scale * stored_scale, stored_shift + shift / stored_scale
     return {
@@ -231,10 +231,7 @@ def _model_space(latent: LatentSpec) -> dict[str, Any]:
 
 
 def check_orders(orders: Sequence[BatchOrder]) -> None:
-    """Check that there are orders, and that each has batches.
-
-    Raises: RecipeError.
-    """
+    """Raises: RecipeError: there are no orders, or one has no batches."""
     if not orders:
         raise RecipeError("an order without parts: needed at least one.")
     if any(not plan.num_records for order in orders for plan in order.plans):
@@ -242,7 +239,7 @@ def check_orders(orders: Sequence[BatchOrder]) -> None:
 
 
 def plan_offsets(orders: Sequence[BatchOrder]) -> list[int]:
-    """Where the plans of each order begin among the plans of all."""
+    """Index of each order's first plan among all plans."""
     return [0, *accumulate(len(order.plans) for order in orders)][:-1]
 
 
@@ -252,7 +249,7 @@ def _of_part(batch: PlannedBatch, offset: int) -> PlannedBatch:
 
 @lru_cache(maxsize=8)
 def _period_table(weights: tuple[int, ...], seed: int, period: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each place of a period: which part, and the how manieth of that part; (P,) each."""
+    """Part of each place in a period, and its ordinal within the part; (P,) each."""
     length = sum(weights)
     order = permute(np.arange(length), length, keyed_hash(seed, period, PURPOSE_MIXTURE))
     which = np.searchsorted(np.cumsum(weights), order, side="right")

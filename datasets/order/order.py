@@ -1,4 +1,4 @@
-"""What an order of batches is: the face that a plan, a mixture of plans and stages of plans show to a loader."""
+"""The interface of batch orders: plans, mixtures of plans, and stages of plans."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .planned import PlannedBatch
 
 
 class BatchOrder(Protocol):
-    """An endless sequence of global batches, each known by its number alone. Orders nest."""
+    """An endless sequence of global batches, each a function of its number. Orders nest."""
 
     @property
     def plans(self) -> tuple[BatchPlan, ...]:
-        """The plans beneath, depth first; ``PlannedBatch.plan`` counts in them. Each reads one store."""
+        """The nested plans, depth first; ``PlannedBatch.plan`` is an index into them. Each reads one store."""
         ...
 
     def batches(self, first: int, count: int) -> list[PlannedBatch]:
@@ -31,17 +31,17 @@ class BatchOrder(Protocol):
         ...
 
     def identity(self) -> dict[str, Any]:
-        """Plain values of everything that decides the order, but for the stores' own root hashes."""
+        """Plain values of everything that decides the order, except the stores' root hashes."""
         ...
 
 
-def changed_fields(was: Any, here: Any, name: str = "") -> list[str]:
-    """Say field by field how two identities differ: ["seed: was 1, is now 2"]; empty where they are equal."""
-    if isinstance(was, dict) and isinstance(here, dict):
+def changed_fields(before: Any, now: Any, name: str = "") -> list[str]:
+    """Differences of two identities, field by field: ["seed: was 1, is now 2"]."""
+    if isinstance(before, dict) and isinstance(now, dict):
         dotted = f"{name}." if name else ""
-        keys = [*was, *(key for key in here if key not in was)]
-        return [line for key in keys for line in changed_fields(was.get(key), here.get(key), f"{dotted}{key}")]
-    if isinstance(was, list) and isinstance(here, list) and len(was) == len(here):
-        pairs = enumerate(zip(was, here, strict=True))
+        keys = [*before, *(key for key in now if key not in before)]
+        return [line for key in keys for line in changed_fields(before.get(key), now.get(key), f"{dotted}{key}")]
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        pairs = enumerate(zip(before, now, strict=True))
         return [line for i, pair in pairs for line in changed_fields(*pair, f"{name}[{i}]")]
-    return [] if was == here else [f"{name}: was {was!r}, is now {here!r}"]
+    return [] if before == now else [f"{name}: was {before!r}, is now {now!r}"]

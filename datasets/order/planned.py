@@ -1,4 +1,4 @@
-"""One planned batch: what every order of batches is made of."""
+"""One planned batch, the element of every order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ORDER_VERSION = 1  # raised where the same identity would give another order
+ORDER_VERSION = 1  # incremented when the same identity gives another order
 MAX_NUMBER = 1 << 48  # batches; up to here the records of a bucket, counted over all epochs, fit into 64 bits
 
 
@@ -18,7 +18,7 @@ class PlannedBatch:
       bucket: "HxW" in pixels.
       positions: (B,) int64 positions within the bucket's stored records (see ``LatentStore.index``).
       epochs: (B,) int64 epoch of each record, never falling; with "carry" a batch can hold several.
-      plan: which of the order's ``plans`` it is of.
+      plan: index into the order's ``plans``.
     """
 
     bucket: str
