@@ -1,8 +1,8 @@
-"""Memory for batches that is used again: a fresh buffer for every batch costs more than reading it from a warm store.
+"""Reused memory for batches: allocating a buffer costs more than reading the batch from a warm store.
 
-A buffer goes back when the array over it is gone, and the last tensor that was made of that array, whoever holds them,
-so no batch is ever overwritten. Views that numpy makes of the array do not count: hold the array, or make it a tensor.
-A copy to a GPU that goes on after the call reads from a buffer too: ``CopiesInFlight`` holds it until the copy is done.
+A buffer is reused once its array, and every tensor made from the array, are deleted, so no batch is ever overwritten.
+Numpy views of the array do not count: hold the array, or make it a tensor. ``CopiesInFlight`` holds a buffer until an
+asynchronous copy to a GPU is done.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 
 from ..disk.fork_safe import reset_in_forks
 
-# Bytes: allocators begin 16 bytes past a page, and there some processors copy at a quarter of their speed.
+# Bytes. Allocators start 16 bytes past a page, where some processors copy at a quarter of their speed.
 ALIGNMENT = 4096
-SPARE_BUFFERS = 16  # kept at most
-MAX_COPIES = 4  # batches whose copies go on at the same time; one more waits, or page-locked memory would grow
+SPARE_BUFFERS = 16  # maximum kept
+MAX_COPIES = 4  # concurrent copies of batches; more would grow page-locked memory
 
 
 class BufferPool:
-    """Buffers of any shape. Safe in threads.
+    """Buffers of any shape. Thread-safe.
 
     Args:
-      pin: page-locked memory, which a GPU copies from without waiting.
+      pin: use page-locked memory, which a GPU copies asynchronously.
     """
 
     def __init__(self, *, pin: bool = False) -> None:
@@ -37,20 +37,20 @@ class BufferPool:
         reset_in_forks(self)
 
     def reset(self) -> None:
-        """Without memory that is used by others."""
-        self._spare: list[np.ndarray] = []  # in the order in which they came back
-        # The arrays over each that are in use, by the number of the reference: an array has no hash.
+        """Forget all buffers."""
+        self._spare: list[np.ndarray] = []  # in the order of their return
+        # Arrays in use and their buffers, by id of the weak reference: arrays are not hashable.
         self._lent: dict[int, tuple[weakref.ref, np.ndarray]] = {}
         self._lock = threading.RLock()  # a finalizer may run while it is held
 
     def take(self, shape: tuple[int, ...], dtype: str | np.dtype) -> np.ndarray:
-        """An array with any content; make it a tensor with ``torch.from_numpy``."""
+        """An uninitialised array; make it a tensor with ``torch.from_numpy``."""
         COPIES.release_done()
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         with self._lock:
-            most = 4 * max(num_bytes, 1 << 16)  # one that is far too large waits for a batch that needs it
+            most = 4 * max(num_bytes, 1 << 16)  # far larger ones stay for larger batches
             fitting = [i for i, spare in enumerate(self._spare) if num_bytes <= spare.nbytes <= most]
-            # Of the smallest the one used last: the caches still have it.
+            # The most recently used of the smallest: it is still in the cache.
             smallest = min(reversed(fitting), key=lambda i: self._spare[i].nbytes, default=None)
             buffer = None if smallest is None else self._spare.pop(smallest)
         if buffer is None:
@@ -61,7 +61,7 @@ class BufferPool:
         return array
 
     def _give_back(self, watch: weakref.ref) -> None:
-        """Take a buffer back when the array over it is gone."""
+        """Take a buffer back when its array is deleted."""
         with self._lock:
             buffer = self._lent.pop(id(watch))[1]
             self._spare.append(buffer)
@@ -69,41 +69,41 @@ class BufferPool:
                 del self._spare[0]
 
     def _allocate(self, num_bytes: int) -> np.ndarray:
-        """Aligned memory, an eighth larger than asked for, so that it fits the next one that is a little longer."""
+        """Aligned memory, an eighth larger than needed, so that it also fits slightly larger batches."""
         room = num_bytes + num_bytes // 8 + ALIGNMENT
         memory = torch.empty(room, dtype=torch.uint8, pin_memory=self._pin).numpy()
         return memory[-memory.ctypes.data % ALIGNMENT :]
 
     def __reduce__(self) -> tuple:
-        return _new_pool, (self._pin,)  # another process has memory of its own
+        return _new_pool, (self._pin,)  # buffers are not shared between processes
 
 
 class Event(Protocol):
-    """The end of what a device was given so far: what is used of ``torch.cuda.Event``."""
+    """The end of the work submitted to a device: the part of ``torch.cuda.Event`` that is used."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Whether the device has reached it."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has reached it."""
         ...
 
 
 class CopiesInFlight:
-    """Holds tensors of page-locked memory until a device has copied them. Safe in threads."""
+    """Holds tensors of page-locked memory until a device has copied them. Thread-safe."""
 
     def __init__(self) -> None:
         self.reset()
         reset_in_forks(self)
 
     def reset(self) -> None:
-        """Hold nothing: a fork has neither the device nor the copies."""
+        """Hold nothing: a fork has no device and no copies."""
         self._held: list[tuple[Event, Sequence[torch.Tensor]]] = []  # in the order of their copies
-        self._lock = threading.RLock()  # tensors that end may end a batch, whose finalizer may come here
+        self._lock = threading.RLock()  # deleting tensors may run finalizers that come here
 
     def hold(self, tensors: Sequence[torch.Tensor], copied: Event) -> None:
-        """Hold tensors until their copy is done; waits for the oldest where too many copies are under way.
+        """Hold tensors until their copy is done; waits for the oldest if too many are in flight.
 
         Args:
           copied: recorded on the stream of the copy, after it.
@@ -122,7 +122,7 @@ class CopiesInFlight:
             for entry in self._held:
                 (done if entry[0].query() else going_on).append(entry)
             self._held = going_on
-        del done  # not under the lock: their buffers go back to their pools now
+        del done  # outside of the lock: this returns their buffers to the pools
 
 
 COPIES = CopiesInFlight()

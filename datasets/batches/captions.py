@@ -1,6 +1,6 @@
-"""The captions of a batch: gathered as they are stored, made numbers of on the device where the batch is.
+"""The captions of a batch: gathered as stored, converted to numbers on the device of the batch.
 
-So what travels is what lies on disk: of int8 half the bytes of float16, and a scale for each token.
+So the stored bytes are copied to the device: of int8 half those of float16, plus a scale per token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StoredCaptions(NamedTuple):
 def final_captions(tokens: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """Caption embeddings for a model, on the device of the tokens.
 
-    Returns: float32 of int8 tokens, one exact product each, so the same on every device; else the tokens themselves.
+    Returns: float32 of int8 tokens, one exact product each, so equal on every device; other tokens unchanged.
     """
     return tokens if scales is None else tokens * scales[..., None]
 

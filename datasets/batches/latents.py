@@ -1,8 +1,8 @@
 """From stored rows to the model's input: draw from the posterior, then shift and scale, once.
 
-All of it happens where the rows are, after the copy to the device: half the bytes travel, and no CPU draws. The draw is
-keyed by (seed, epoch, record) and computed by integer and exactly rounded arithmetic alone, so it is the same on every
-device and depends on no rank, worker, batch or call order.
+This runs on the device, after the copy, which halves the copied bytes and the load of the CPU. The draw is keyed by
+(seed, epoch, record) and uses only integer and exactly rounded arithmetic, so it is equal on every device and
+independent of rank, worker, batch and call order.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def final_latents(stored: torch.Tensor, spec: LatentSpec, keys: torch.Tensor | N
     Args:
       stored: (B, 2C, H, W) moments or (B, C, H, W) latents, raw.
       spec: of the store.
-      keys: (B,) int64, of ``draw_keys``; needed where a posterior is stored.
+      keys: (B,) int64, of ``draw_keys``; needed for a stored posterior.
     Returns: (B, C, H, W) float32, shifted and scaled.
     Source: Kingma and Welling 2014, section 2.4 (reparameterization); (z - shift) * scale as in diffusers.
     """
@@ -75,13 +75,13 @@ def normalise(latents: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
 
 
 def denormalise(latents: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
-    """Undo ``normalise``: what the VAE's decoder wants; (B, C, H, W) float32."""
+    """Undo ``normalise``: the input of the VAE's decoder; (B, C, H, W) float32."""
     shift, scale = _shift_scale(tuple(spec.shift), tuple(spec.scale), latents.device)
     return raw_latents(latents / scale + shift, spec)
 
 
 def raw_latents(rows: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
-    """Undo what was applied before rows were stored, if anything was; (B, C, H, W) float32."""
+    """Undo the scaling of imported rows, if there is one; (B, C, H, W) float32."""
     if spec.decoding is None:
         return rows
     shift, scale = _shift_scale(tuple(spec.decoding.shift), tuple(spec.decoding.scale), rows.device)

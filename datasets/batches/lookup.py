@@ -1,7 +1,7 @@
-"""From planned batches to what is read of each: rows, labels, captions and draws, looked up for many batches at once.
+"""Look up rows, labels, captions and draws of planned batches, many batches at once. Nothing is read here.
 
-Nothing is read here. What a record brings depends on its own position and epoch alone, so a batch looked up with others
-is the same as a batch looked up by itself, and a hundred of them cost little more than ten.
+The result for a record depends only on its position and epoch, so batches may be looked up alone or together; a hundred
+cost little more than ten.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Records(NamedTuple):
       rows: (B,) int64 in ``store.latents(bucket)``.
       records: (B,) int64 positions in the records table.
       labels: (B,) class index, -1 for none.
-      flipped: (B,) bool, whether the flipped picture is read, or None where the store has none.
+      flipped: (B,) bool, whether to read the flipped picture, or None if the store has none.
       caption_ids: (B,) int64 the caption chosen for each, or None.
-      draw_keys: (B,) int64 keys of the posterior draw, or None where nothing is drawn.
+      draw_keys: (B,) int64 keys of the posterior draw, or None without a posterior.
     """
 
     rows: np.ndarray
@@ -60,14 +60,14 @@ class WantedBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Lookup:
-    """Looks up what a rank reads of planned batches.
+    """Looks up a rank's slices of planned batches.
 
     Args:
-      stores: of each of the order's plans.
+      stores: one for each of the order's plans.
       seed: of the posterior draw and the choice of caption and flip.
-      rank, world_size: every global batch is sliced.
-      captions: choose one for each record, where the store has them.
-      caption_bounds: of each store, by bucket, from ``CaptionOdds.bounds``; without, captions are drawn uniformly.
+      rank, world_size: select the slice of every global batch.
+      captions: choose one for each record, if the store has captions.
+      caption_bounds: of each store, by bucket, from ``CaptionOdds.bounds``; empty for uniform draws.
     """
 
     stores: Sequence[LatentStore]
@@ -78,7 +78,7 @@ class Lookup:
     caption_bounds: Sequence[Mapping[str, np.ndarray]] = ()
 
     def batches(self, planned: Sequence[PlannedBatch]) -> list[WantedBatch]:
-        """Each of them looked up."""
+        """Look up planned batches, in their order."""
         groups: dict[tuple[int, str], list[int]] = {}
         for number, batch in enumerate(planned):
             groups.setdefault((batch.plan, batch.bucket), []).append(number)
@@ -86,8 +86,8 @@ class Lookup:
         for (plan, bucket), numbers in groups.items():
             batches = [planned[number] for number in numbers]
             slices = [rank_slice(len(batch.positions), self.rank, self.world_size) for batch in batches]
-            positions = [batch.positions[mine] for batch, mine in zip(batches, slices, strict=True)]
-            epochs = [batch.epochs[mine] for batch, mine in zip(batches, slices, strict=True)]
+            positions = [batch.positions[part] for batch, part in zip(batches, slices, strict=True)]
+            epochs = [batch.epochs[part] for batch, part in zip(batches, slices, strict=True)]
             records = self._records(plan, bucket, np.concatenate(positions), np.concatenate(epochs))
             edges = pairwise(accumulate(map(len, positions), initial=0))
             for number, batch, (start, stop) in zip(numbers, batches, edges, strict=True):

@@ -1,6 +1,6 @@
-"""Reading one global batch: the records that its order names, gathered from the store into memory used again.
+"""Reading one global batch: the records that its order names, gathered from the store into reused memory.
 
-What a batch holds is a function of its number alone: any rank, worker or thread may read it, at any time.
+A batch is a function of its number: any rank, worker or thread may read it, at any time.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from .latents import final_latents
 from .lookup import Lookup, Records, WantedBatch
 
 TextForm = Literal["padded", "packed", "none"]
-PLANNED_AHEAD = 32  # batches that are planned in one go, at little more than the price of one
-KEPT_GROUPS = 3  # of planned batches: threads read on both sides of a border, and the next is planned ahead
+PLANNED_AHEAD = 32  # batches planned together, at little more than the cost of one
+KEPT_GROUPS = 3  # of planned batches: threads read on both sides of a boundary, and one is planned ahead
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Batch:
-    """A rank's slice of one global batch of one bucket; B records, fewer than 1 only where a "short" batch is smaller
-    than the number of ranks.
+    """A rank's slice of one global batch of one bucket; B records, 0 only if a "short" batch has fewer records than
+    there are ranks.
 
     Args:
-      stored: (B, 2C, H, W) moments or (B, C, H, W) latents in the store's dtype, as they lie there.
+      stored: (B, 2C, H, W) moments or (B, C, H, W) latents as stored, in the store's dtype.
       labels: (B,) int64 class index, -1 for none.
       stored_captions: in the store's dtype, or None: (B, L, D), padded with zeros to the longest, or packed (sum L, D).
       caption_lengths: (B,) int64 valid tokens, or None.
       records: (B,) int64 positions in the records table.
-      draw_keys: (B,) int64 keys of the posterior draw, or None where nothing is drawn.
-      spec: what ``stored`` is, and how it becomes the model's input.
+      draw_keys: (B,) int64 keys of the posterior draw, or None without a posterior.
+      spec: describes ``stored``, and how it becomes the model's input.
       bucket: "HxW" in pixels.
       number: of the global batch, over all epochs.
-      global_size: records of the global batch, of which this is a rank's slice.
-      epoch: that the batch belongs to.
-      store: which of the reader's stores it is of.
-      caption_scales: (B, L) or (sum L,) float32 where the captions are int8, else None.
+      global_size: records in the global batch.
+      epoch: of the batch.
+      store: index into the reader's stores.
+      caption_scales: (B, L) or (sum L,) float32 of int8 captions, else None.
     """
 
     stored: torch.Tensor
@@ -90,17 +90,17 @@ class Batch:
     def caption_offsets(self) -> torch.Tensor:
         """(B + 1,) int32 where each packed caption begins, then the end: cu_seqlens of variable-length attention."""
         if self.caption_lengths is None:
-            raise RecipeError("this batch has no captions: its store has none, or the reader was asked for none.")
+            raise RecipeError("this batch has no captions: the store has none, or the reader was asked for none.")
         zero = torch.zeros(1, dtype=torch.int64, device=self.caption_lengths.device)
         return torch.cat([zero, self.caption_lengths.cumsum(0)]).int()
 
     def finish(self) -> Batch:
-        """The same batch, with its latents and captions computed."""
+        """Compute latents and captions now."""
         _ = self.latents, self.captions
         return self
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of a batch on a GPU from others until the stream has done what it was given so far."""
+        """Keep the memory of a batch on a GPU until the stream has finished its current work."""
         for value in vars(self).values():  # the latents too, once they are computed
             if isinstance(value, torch.Tensor):
                 value.record_stream(stream)
@@ -108,7 +108,7 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on a device, copied asynchronously from pinned memory, on the current stream of the device.
 
-        This batch may be dropped at once. Who copies its tensors without this method holds it until the copy is done.
+        This batch may be dropped at once. Code that copies its tensors otherwise must hold it until the copy is done.
         """
         device = torch.device(device)
         values: dict[str, Any] = {entry.name: getattr(self, entry.name) for entry in fields(self)}
@@ -119,25 +119,25 @@ class Batch:
 
 
 class _Group:
-    """Batches that are planned in one go, by the first who asks for one of them."""
+    """Batches that are planned together, by the first thread that needs one of them."""
 
     def __init__(self) -> None:
         self.lock, self.batches = threading.Lock(), list[WantedBatch]()
 
 
 class BatchReader(Dataset):
-    """Global batches by their number; a map-style dataset of endless length.
+    """Global batches by number; a map-style dataset of infinite length.
 
     Args:
-      stores: of each of the order's plans.
-      order: which records when.
-      rank, world_size: this reader gives its slice of every global batch.
-      text: form of the captions, or none of them.
-      pin: into page-locked memory.
+      stores: one for each of the order's plans.
+      order: of the batches.
+      rank, world_size: this reader reads its slice of every global batch.
+      text: form of the captions, or "none".
+      pin: use page-locked memory.
       seed: of the posterior draw and the choice of caption and flip; None: that of the first plan.
-      caption_odds: how often each caption of a record is drawn; None: all alike.
-    Raises: RecipeError: a plan or its selection is of another store, the stores do not fit each other, or there is no
-      such form of captions; IndexError: no such rank.
+      caption_odds: how often each caption of a record is drawn; None for uniform draws.
+    Raises: RecipeError: a plan or selection is of another store, the stores cannot be mixed, or ``text`` is unknown;
+      IndexError: no such rank.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class BatchReader(Dataset):
             raise RecipeError(f"stores of a reader: {count}; needed a list of {len(order.plans)}, one for each plan.")
         self.stores, self.order = list(stores), order
         self.seed = order.plans[0].seed if seed is None else seed
-        rank_slice(0, rank, world_size)  # is there such a rank?
+        rank_slice(0, rank, world_size)  # checks the rank
         if text not in get_args(TextForm):
             raise RecipeError(f"text {text!r}: needed one of {', '.join(get_args(TextForm))}.")
         for store, plan in zip(self.stores, order.plans, strict=True):
@@ -171,14 +171,14 @@ class BatchReader(Dataset):
         reset_in_forks(self)
 
     def reset(self) -> None:
-        """Nothing is planned."""
+        """Drop all planned batches."""
         self._planned: OrderedDict[int, _Group] = OrderedDict()  # by number // PLANNED_AHEAD
         self._lock = threading.Lock()
 
     def __getitem__(self, number: int) -> Batch:
-        """Read a global batch, or this rank's slice of it; in order is cheapest, since they are planned together."""
+        """Read this rank's slice of a global batch; sequential reads are cheapest: they are planned together."""
         if number < 0:
-            raise IndexError(f"batch {number}: they are counted from 0")
+            raise IndexError(f"batch {number}: needed a number from 0")
         looked_up = self._look_up(number)
         planned, wanted = looked_up.planned, looked_up.wanted
         store, text = self.stores[planned.plan], None
@@ -215,7 +215,7 @@ class BatchReader(Dataset):
         return store, paths
 
     def fetch_ahead(self, first: int, count: int) -> None:
-        """Let stores at a URL bring the shards of these batches, in their order."""
+        """Prefetch the shards of these batches, in order, from stores at a URL."""
         wanted: dict[int, list[str]] = {}
         for number in range(first, first + count):
             store, paths = self.shards_of(number)
@@ -225,7 +225,7 @@ class BatchReader(Dataset):
                 store.remote.prefetch(wanted.get(id(store), []))
 
     def plan_ahead(self, number: int) -> None:
-        """Plan a batch and its neighbours, so that nobody waits for it later."""
+        """Plan a batch and its neighbours ahead of their use."""
         self._look_up(number)
 
     def _look_up(self, number: int) -> WantedBatch:
@@ -235,7 +235,7 @@ class BatchReader(Dataset):
             self._planned.move_to_end(group)
             if len(self._planned) > KEPT_GROUPS:
                 self._planned.popitem(last=False)
-        with planned.lock:  # others may read batches of other groups while this one is planned
+        with planned.lock:  # other groups can be read meanwhile
             if not planned.batches:
                 planned.batches = self._lookup.batches(self.order.batches(group * PLANNED_AHEAD, PLANNED_AHEAD))
         return planned.batches[place]
@@ -255,20 +255,20 @@ class BatchReader(Dataset):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         for store, plan in zip(self.stores, self.order.plans, strict=True):
-            check_fit(store, plan)  # an incomplete store may hold more than it did in the other process
+            check_fit(store, plan)  # an incomplete store may have grown since
         self.reset()
         reset_in_forks(self)
 
 
 def check_fit(store: LatentStore, plan: BatchPlan) -> None:
-    """Refuse to read a store by a plan of another one.
+    """Check that a plan was made for this store.
 
-    Raises: RecipeError: naming the bucket and both counts.
+    Raises: RecipeError: names the bucket and both counts.
     """
     if plan.selection and plan.selection.plan_hash != store.plan_hash:
         raise RecipeError(
-            f"store '{store.path}': the plan's selection was made from another store, or another revision of it. Make "
-            "it anew with RecordFilter.select."
+            f"store '{store.path}': the plan's selection was made from another store, or another revision of it. "
+            "Create it again with RecordFilter.select."
         )
     for bucket in {**plan.buckets, **store.buckets}:
         planned, there = plan.buckets.get(bucket, 0), store.buckets.get(bucket, 0)
@@ -283,5 +283,5 @@ def check_fit(store: LatentStore, plan: BatchPlan) -> None:
 
 
 def _tensor(column: np.ndarray) -> torch.Tensor:
-    """A copy, which may be changed: the column is kept for who reads the batch again."""
+    """A copy that the caller may change: the column stays for the next read of the batch."""
     return torch.from_numpy(column.copy())

@@ -1,8 +1,8 @@
-"""Where the encoders of a store lie: how the store names their folders, and how a reader finds them.
+"""Paths of a store's encoders: how the store names them, and how a reader finds them.
 
-A folder beside the store, or below the store's parent, is named relative to the store, so both may move together; any
-other by its absolute path. So a store is read from any working directory. Hub ids and shipped encoders stay as typed.
-No fingerprint covers where an encoder lies.
+A folder below the store's parent is named relative to the store, so both may move together; any other folder by its
+absolute path. A store can therefore be read from any working directory. Hub ids and shipped encoders stay as typed. The
+fingerprint does not cover paths.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ ROLES = ("vae", "text")
 
 
 def with_stored_encoder_paths(spec: StoreSpec, store: Path) -> StoreSpec:
-    """What a store says of itself, with the folders of its encoders as a store names them.
+    """The spec with encoder paths as a store names them.
 
     Args:
-      spec: with folders as the user typed them.
+      spec: with paths as the user typed them.
     """
     recipe = dict(spec.recipe)
     for role in ROLES:
         if isinstance(section := recipe.get(role), dict) and "model" in section:
-            recipe[role] = section | {"model": _named(section["model"], store)}
-    found: dict[str, Any] = {"recipe": recipe, "vae": _identity_named(spec.vae, store)}
+            recipe[role] = section | {"model": _stored_path(section["model"], store)}
+    changed: dict[str, Any] = {"recipe": recipe, "vae": _stored_identity(spec.vae, store)}
     if spec.text_encoder:
-        found["text_encoder"] = _identity_named(spec.text_encoder, store)
-    return spec.model_copy(update=found)
+        changed["text_encoder"] = _stored_identity(spec.text_encoder, store)
+    return spec.model_copy(update=changed)
 
 
 def encoder_section(spec: StoreSpec, role: str, store: Path) -> dict[str, Any]:
-    """[vae] or [text] of a store's recipe, with its folder as this process finds it.
+    """[vae] or [text] of a store's recipe, with the path that this process can open.
 
-    A relative path is looked for from the store, then, as earlier releases stored it, from the working directory.
+    A relative path is resolved from the store, then, for stores of earlier releases, from the working directory.
 
     Args:
       role: "vae" or "text".
@@ -43,31 +43,31 @@ def encoder_section(spec: StoreSpec, role: str, store: Path) -> dict[str, Any]:
     """
     section = dict(spec.recipe.get(role) or {})
     model = section.get("model")
-    return section | {"model": _found(model, store)} if isinstance(model, str) else section
+    return section | {"model": _resolved(model, store)} if isinstance(model, str) else section
 
 
 def with_moved_encoder_paths(spec: StoreSpec, store: Path, copy: Path) -> StoreSpec:
-    """What a store says of itself, for a copy of it in another folder, which finds the same encoders."""
+    """The spec for a copy of a store in another folder, with paths to the same encoders."""
     recipe = dict(spec.recipe) | {role: encoder_section(spec, role, store) for role in ROLES if role in spec.recipe}
-    found: dict[str, Any] = {"recipe": recipe}
+    changed: dict[str, Any] = {"recipe": recipe}
     for name in ("vae", "text_encoder"):
         if identity := getattr(spec, name):
-            found[name] = identity.model_copy(update={"model": _found(identity.model, store)})
-    return with_stored_encoder_paths(spec.model_copy(update=found), copy)
+            changed[name] = identity.model_copy(update={"model": _resolved(identity.model, store)})
+    return with_stored_encoder_paths(spec.model_copy(update=changed), copy)
 
 
-def _found(model: str, store: Path) -> str:
-    """Absolute path of a folder that a store names; anything else as it is."""
+def _resolved(model: str, store: Path) -> str:
+    """Absolute path of a folder that a store names; other names unchanged."""
     path = Path(model).expanduser()
     folders = () if ":" in model else (path,) if path.is_absolute() else (store / path, path)
     return next((os.path.abspath(folder) for folder in folders if folder.is_dir()), model)
 
 
-def _identity_named(identity: EncoderIdentity, store: Path) -> EncoderIdentity:
-    return identity.model_copy(update={"model": _named(identity.model, store)})
+def _stored_identity(identity: EncoderIdentity, store: Path) -> EncoderIdentity:
+    return identity.model_copy(update={"model": _stored_path(identity.model, store)})
 
 
-def _named(model: str, store: Path) -> str:
+def _stored_path(model: str, store: Path) -> str:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return model

@@ -1,6 +1,6 @@
-"""What a store says of itself: the attributes of its root group, its commit records, its manifest, its tables.
+"""The JSON of a store: attributes of its root group, commit records, manifest and plan.
 
-``FORMAT.md`` is the norm; these models are its reading in Python.
+``FORMAT.md`` is the norm; these models implement it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IMPORTED = "imported:"  # begins the class name of an encoder of which only its 
 UNKNOWN = "unknown"  # its weights' hash
 POSTERIORS = ("mean_logvar", "mean_std")  # kinds of latents whose draw happens at read time
 
-# A store of others may say anything. These limits are far beyond what any encoder needs, and keep products small.
+# Stores are not trusted. These limits are far beyond what any encoder needs, and keep products small.
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
 Float32 = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]  # what a column of float32 can hold
 Side = Annotated[int, Field(ge=1, le=1 << 20)]
@@ -36,7 +36,7 @@ class _Model(BaseModel):
 
 
 def _left_out_where_absent(*names: str) -> Any:
-    """A serializer that leaves fields out where they are None or False, as in stores of releases that had none."""
+    """A serializer that omits fields that are None or False, as in stores of earlier releases."""
 
     def serialised(self: _Model, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values = serialise(self)
@@ -46,7 +46,7 @@ def _left_out_where_absent(*names: str) -> Any:
 
 
 class EncoderIdentity(_Model):
-    """Which encoder made the bytes. ``model`` and ``revision`` say where it came from; the hashes say what it was."""
+    """The encoder of the bytes. ``model`` and ``revision`` say where it came from, the hashes what it is."""
 
     model: str
     revision: str | None
@@ -78,11 +78,11 @@ class ImageSpec(_Model):
 
 
 class Decoding(_Model):
-    """How imported rows that are no raw latents of diffusers become such: row / scale + shift.
+    """How imported rows become raw latents of diffusers: row / scale + shift.
 
     Args:
-      shift, scale: what whoever encoded has applied already, C numbers each.
-      zero_to_one: the VAE took and gives pictures from 0 to 1, not from -1 to 1.
+      shift, scale: already applied by the other encoder, C numbers each.
+      zero_to_one: pictures of the VAE range from 0 to 1, not from -1 to 1.
     """
 
     shift: list[float]
@@ -91,7 +91,7 @@ class Decoding(_Model):
 
 
 class LatentSpec(_Model):
-    """What the rows of the latent arrays are, and how a row becomes the model's input: (z - shift) * scale."""
+    """The rows of the latent arrays, and their conversion to the model's input: (z - shift) * scale."""
 
     array: Literal["moments", "latents"]
     kind: Literal["mean_logvar", "mean_std", "mean", "sample", "latent"]
@@ -125,7 +125,7 @@ class LatentSpec(_Model):
 
 
 class TextSpec(_Model):
-    """What the caption embeddings are."""
+    """The caption embeddings."""
 
     kind: Literal["t5", "gemma2", "imported"]
     width: Side
@@ -156,11 +156,11 @@ class StoreSpec(_Model):
 
     @property
     def is_imported(self) -> bool:
-        """Another program has encoded it: there are no pictures and encoders to encode it from again."""
+        """Whether another program encoded it, so it cannot be encoded again."""
         return self.vae.class_name.startswith(IMPORTED)
 
     def identity(self) -> dict[str, Any]:
-        """Everything that changes the bytes of a record, and nothing else: what the fingerprint hashes."""
+        """Exactly what changes the bytes of a record: the input of the fingerprint."""
         elsewhere = {"fingerprint", "leandit_version", "classes", "class_names", "recipe"}
         where_from = {"model", "revision", "tokenizer_files_sha256"}
         return self.model_dump(exclude=elsewhere | {"vae", "text_encoder"}) | {
@@ -190,7 +190,7 @@ class FileEntry(_Model):
 
 
 class Reject(_Model):
-    """One record refused after the plan was frozen; its row holds NaN."""
+    """One record rejected after the plan was frozen; its row holds NaN."""
 
     row: int
     key: str
@@ -200,7 +200,7 @@ class Reject(_Model):
 
 
 class Fallback(_Model):
-    """One stored row that was not encoded as planned: that explains its bytes.
+    """One stored row that was not encoded as planned, which changes its bytes.
 
     "batch:N": in forwards of N rows, because the batch ran out of memory; "float32": again, alone and in float32,
     because its latent was not finite; or both.
@@ -211,7 +211,7 @@ class Fallback(_Model):
 
 
 class CommitRecord(_Model):
-    """Written last, after all files of one shard task: these rows are there, and this is what they are."""
+    """The rows of one shard and their files; written after all files of its task."""
 
     format_version: int
     fingerprint: str
@@ -228,12 +228,12 @@ class CommitRecord(_Model):
     record_hash: str
 
     def with_hash(self) -> CommitRecord:
-        """The same record with the hash of all the rest filled in, so that a flipped bit in it is not trusted."""
+        """The record with the hash of all other fields, which detects flipped bits."""
         return self.model_copy(update={"record_hash": sha256_of(self.model_dump(exclude={"record_hash"}))})
 
 
 class Manifest(_Model):
-    """The sorted merge of all commit records: readers open a revision of the store through it."""
+    """The sorted merge of all commit records, through which readers open a revision."""
 
     format_version: int
     revision: Annotated[int, Field(ge=1, le=999_999_999)]
@@ -259,7 +259,7 @@ class Manifest(_Model):
 
 
 class PlanFile(_Model):
-    """``plan/plan.json``: the frozen plan of a revision, but for its tables."""
+    """``plan/plan.json``: the frozen plan of a revision, without its tables."""
 
     format_version: int
     revision: Annotated[int, Field(ge=1, le=999_999_999)]

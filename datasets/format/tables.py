@@ -1,4 +1,4 @@
-"""The Parquet tables of a store: written as the same bytes each time, and distrusted when they are read."""
+"""The Parquet tables of a store: written deterministically, validated when read."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from .table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 MAX_LABEL = 1 << 31
-# How much a table may grow when it is read, for each byte of its file; far more than any of ours. A stored record has
-# 16 bytes of checksums alone, which no encoding shortens.
+# Limits per byte of a file, far beyond any of ours: a stored record has 16 bytes of incompressible checksums.
 MAX_ROWS_PER_BYTE, MAX_VALUES_PER_BYTE, MAX_TEXT_PER_BYTE = 4, 16, 256
 ROW_GROUP = 1 << 20  # rows; pyarrow's own default
 SMALL_TABLE = 1 << 16  # bytes that every table is allowed
@@ -60,13 +59,13 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a Parquet table of ours, whose hash was checked before.
 
     Args:
-      columns: only these, with texts as dictionaries; else all.
-    Raises: DamageError: it is none, has not the columns of its name, or claims more than its file can hold.
+      columns: only these, with texts as dictionaries; None for all.
+    Raises: DamageError: not Parquet, wrong columns, or more values than the file can hold.
     """
     wanted = {RECORDS: RECORDS_SCHEMA, CAPTIONS: CAPTIONS_SCHEMA}[path.name]
     try:
-        # Arrow's own memory, not Python's: one of its threads may let go of it when the process is ending, and to ask
-        # for Python's lock then would abort a command that has just succeeded.
+        # Arrow's memory, not Python's: an Arrow thread may free it at process exit, where taking Python's lock would
+        # abort a command that has succeeded.
         with pa.OSFile(str(path)) as file:
             content = file.read_buffer()
         _check_parquet(pa.BufferReader(content), wanted, expand=columns is None)
@@ -118,7 +117,7 @@ def _texts(schema: pa.Schema) -> list[str]:
 
 
 def _check_parquet(content: pa.NativeFile, wanted: pa.Schema, *, expand: bool) -> None:
-    """Refuse a table that would fill the memory: repeated values take no space in a file.
+    """Refuse a table that would fill the memory: repeated values compress to nothing.
 
     Args:
       expand: texts will be read as they are, not as dictionaries.
@@ -158,7 +157,7 @@ def _check_parquet(content: pa.NativeFile, wanted: pa.Schema, *, expand: bool) -
 def table_problem(
     spec: StoreSpec, revision: int, records: pa.Table, num_captions: int, captions: pa.Table | None = None
 ) -> str:
-    """What cannot be in the tables of a revision, or "": numbers that would lead outside of its arrays and tables.
+    """Describe invalid values in the tables of a revision, such as rows outside of its arrays; "" if there are none.
 
     Args:
       records: all columns of the table, or some.
@@ -191,11 +190,11 @@ def table_problem(
 
 
 def _falls(numbers: pa.ChunkedArray) -> bool:
-    """A number is smaller than the one before it."""
+    """Whether a number is smaller than its predecessor."""
     last = -1
     for chunk in numbers.chunks:
-        here = chunk.to_numpy()
-        if len(here) and (here[0] < last or np.any(np.diff(here) < 0)):
+        values = chunk.to_numpy()
+        if len(values) and (values[0] < last or np.any(np.diff(values) < 0)):
             return True
-        last = here[-1] if len(here) else last
+        last = values[-1] if len(values) else last
     return False
