@@ -134,7 +134,8 @@ def fetch_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifest
         if size > MAX_JSON_BYTES:
             raise DamageError(f"store '{reader.url}': file '{path}' has {size} bytes; needed at most {MAX_JSON_BYTES}.")
     # Manifests last: they make the folder a store.
-    _for_each(lambda path: _fetch(reader, store, _unhashed(path, sizes[path])), sorted(sizes, key=_is_manifest))
+    unhashed = [FileEntry(path=path, bytes=size, xxh3_128="") for path, size in sizes.items()]
+    _for_each(lambda entry: _fetch(reader, store, entry), sorted(unhashed, key=lambda e: e.path.endswith(MANIFEST)))
     with url_in_errors(reader, store):
         read_spec(store, wanted)  # reports another format version as such, not as damage
         return read_manifest(store, wanted)
@@ -180,14 +181,6 @@ def _fetch(reader: RemoteReader, store: Path, entry: FileEntry) -> None:
     ):
         return
     reader.checked(entry, lambda: write_atomic(local, reader.pieces(entry)))
-
-
-def _unhashed(path: str, size: int) -> FileEntry:
-    return FileEntry(path=path, bytes=size, xxh3_128="")
-
-
-def _is_manifest(path: str) -> bool:
-    return path.endswith(MANIFEST)
 
 
 def _sizes_of(reader: RemoteReader, paths: list[str]) -> dict[str, int]:

@@ -66,9 +66,12 @@ def read_commit(
       check_bytes: hash the shard's files instead of only checking sizes: after a power failure they may hold zeros.
     """
     record = read_record(root, plan, part, shard)
-    if record is None or not all(_has_size(root / entry.path, entry.bytes) for entry in record.files):
+    if record is None:
         return None
-    if check_bytes and not all(xxh3_file(root / entry.path) == entry.xxh3_128 for entry in record.files):
+    files = [(root / entry.path, entry) for entry in record.files]
+    if not all(path.is_file() and path.stat().st_size == entry.bytes for path, entry in files):
+        return None
+    if check_bytes and not all(xxh3_file(path) == entry.xxh3_128 for path, entry in files):
         return None
     return record
 
@@ -114,10 +117,6 @@ def _matches_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
 
 
 _HEX = re.compile("[0-9a-f]{16}")
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
 
 
 class CommitSummary(NamedTuple):
