@@ -15,7 +15,7 @@ bench = typer.Typer(no_args_is_help=True)
 
 @bench.callback()
 def bench_options() -> None:
-    """Measure leandit beside its peers, on this machine.
+    """Compare leandit with its peers, on this machine.
 
     Example: leandit bench loader --scratch bench
     """
@@ -26,7 +26,7 @@ def bench_loader(
     scratch: Annotated[Path, output("Folder for the store and the peers' files; they stay there.")],
     workload: Annotated[str, typer.Option(help="latents, captions or both.")] = "both",
     rounds: Annotated[int, typer.Option(min=1, help="Times that every peer is measured.")] = 5,
-    peers: Annotated[str | None, typer.Option(metavar="A,B", help="Only these peers, beside the limit.")] = None,
+    peers: Annotated[str | None, typer.Option(metavar="A,B", help="Only these peers, and the limit.")] = None,
     records: Annotated[
         int | None, typer.Option(min=40, help="Of each workload, else 100000 latents and 2000 with captions.")
     ] = None,
@@ -107,16 +107,16 @@ def bench_precompute(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a precompute beside its bare encoder and beside the extraction loops of fast-DiT and PixArt.
+    """Compare a precompute with its bare encoder and with the extraction loops of fast-DiT and PixArt.
 
     Example: leandit bench precompute --source coco --scratch bench
     """
     from ..bench.encode.precompute import run
-    from ..bench.encode.rates import Request
+    from ..bench.encode.rates import PrecomputeRequest
     from ..bench.encode.ratios import render
     from ..terminal.progress import ProgressLine
 
-    request = Request(
+    request = PrecomputeRequest(
         source,
         scratch.resolve(),
         torch_device(device),
@@ -157,7 +157,7 @@ def bench_train(
     recipe: Recipe,
     resolution: Annotated[int, typer.Option(min=8, help="Side of the pictures, in pixels.")] = 256,
     data: Annotated[
-        str, typer.Option(help="synthetic; or store: the real loop on one, beside its step.")
+        str, typer.Option(help="synthetic; or store: the real loop on a store, and its step.")
     ] = "synthetic",
     store: Annotated[
         str | None, typer.Option(parser=path_or_url, metavar="PATH", help="Store for --data store, else one of noise.")
@@ -168,12 +168,12 @@ def bench_train(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure our training step beside diffusers' DiT and a plain one, or our real loop beside its step.
+    """Compare our training step with diffusers' DiT and a plain DiT, or our real loop with its step.
 
     Example: leandit bench train dit-b-2-256 --set run.global_batch=8
     """
     from ...train.config import load
-    from ..bench.training.steps import Request
+    from ..bench.training.steps import StepRequest
     from ..bench.training.train import render, run
     from ..plan.workload import workload_at_resolution, workload_of_store
     from ..terminal.progress import ProgressLine
@@ -181,7 +181,7 @@ def bench_train(
     loaded = load(recipe, overrides or [])
     workload = workload_of_store(loaded, store) if store else workload_at_resolution(loaded, resolution)
     with ProgressLine() as progress:
-        result = run(Request(workload, torch_device(device), rounds, steps, data, store), progress)
+        result = run(StepRequest(workload, torch_device(device), rounds, steps, data, store), progress)
     print_result(result, render, as_json=as_json)
 
 
@@ -199,17 +199,17 @@ def bench_caching(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure training on a store beside training that encodes every picture and caption anew.
+    """Compare training on a store with training that encodes every picture and caption again.
 
     Example: leandit bench caching dit-b-2-256 --scratch bench
     """
     from ...train.config import load
-    from ..bench.encode.caching import Request, render, run
+    from ..bench.encode.caching import CachingRequest, render, run
     from ..terminal.progress import ProgressLine
 
     loaded = load(recipe, overrides or [])
     where = torch_device(device)
-    request = Request(loaded, resolution, vae, text, tokenizer, scratch.resolve(), where, rounds, steps)
+    request = CachingRequest(loaded, resolution, vae, text, tokenizer, scratch.resolve(), where, rounds, steps)
     with ProgressLine() as progress:
         result = run(request, progress)
     print_result(result, render, as_json=as_json)

@@ -22,7 +22,7 @@ from leandit.datasets.store import LatentStore
 from leandit.tools.bench.harness.meters import disk_bytes, hardware, tree_anonymous_mb, tree_cpu_seconds
 from leandit.tools.bench.harness.work import STORE, Served, Workload, caption_workload, latent_workload, write_store
 from leandit.tools.bench.loader import bench, open
-from leandit.tools.bench.loader.bench import Request, make_request, run
+from leandit.tools.bench.loader.bench import LoaderRequest, make_request, run
 from leandit.tools.bench.loader.cell import Job, endless, run_cell
 from leandit.tools.bench.loader.check import Check, check_epoch
 from leandit.tools.bench.loader.report import check_plot, notes, plot, render, summarise
@@ -151,7 +151,9 @@ def test_the_check_tells_an_order_that_hardly_shuffles(tmp_path: Path) -> None:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells run in this process: an interpreter with torch takes seconds to start."""
 
-    def cell(request: Request, workload: Workload, folder: Path, peer: Any, kind: str, **how: Any) -> dict[str, Any]:
+    def cell(
+        request: LoaderRequest, workload: Workload, folder: Path, peer: Any, kind: str, **how: Any
+    ) -> dict[str, Any]:
         if request.pythons.get(peer.name) == "breaks":
             return {"failed": "exit code 1: it broke"}
         return json.loads(json.dumps(run_cell(job(kind, peer.name, workload, folder, **how))))
@@ -181,7 +183,7 @@ def test_a_run_writes_checks_times_and_reports(tmp_path: Path, monkeypatch: pyte
     for name, peer in made.items():
         monkeypatch.setitem(PEERS, name, peer)
     shown: list[tuple[str, int, int]] = []
-    request = Request(
+    request = LoaderRequest(
         tmp_path,
         [LATENTS, CAPTIONS],
         ["leandit", "leandit gather", *made],
@@ -221,7 +223,7 @@ def test_a_run_writes_checks_times_and_reports(tmp_path: Path, monkeypatch: pyte
     assert line.split()[0:2] == ["leandit", "gather"]
 
     written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    again = Request(tmp_path, [LATENTS], [LIMIT], 1, 0.01)
+    again = LoaderRequest(tmp_path, [LATENTS], [LIMIT], 1, 0.01)
     run(again, lambda *stage: None)
     assert {path: path.stat().st_mtime_ns for path in written} == written  # what is there is used
 
@@ -232,10 +234,10 @@ def test_a_run_writes_checks_times_and_reports(tmp_path: Path, monkeypatch: pyte
 
 def test_a_cell_is_a_process_of_its_own_and_its_failure_a_result(folders: dict[str, Path]) -> None:
     folder = folders["latents"]
-    request = Request(folder, [LATENTS], [LIMIT], pythons={"npy": "/bin/false", "safetensors": "/no/such/python"})
+    request = LoaderRequest(folder, [LATENTS], [LIMIT], pythons={"npy": "/bin/false", "safetensors": "/no/such/python"})
     found = bench._cell(request, LATENTS, folder, PEERS[LIMIT], "write")
     assert found == {"disk_bytes": disk_bytes(folder / "flat"), "versions": {}}
-    assert bench._cell(request, LATENTS, folder, PEERS["npy"], "write") == {"failed": "exit code 1: no word"}
+    assert bench._cell(request, LATENTS, folder, PEERS["npy"], "write") == {"failed": "exit code 1: no message"}
     assert "does not start" in bench._cell(request, LATENTS, folder, PEERS["safetensors"], "write")["failed"]
 
 
@@ -250,7 +252,7 @@ def test_the_options_name_workloads_and_peers() -> None:
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="GiB are free"):
-        run(Request(tmp_path, [latent_workload(10**12)], [LIMIT]), lambda *stage: None)
+        run(LoaderRequest(tmp_path, [latent_workload(10**12)], [LIMIT]), lambda *stage: None)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -48,7 +48,7 @@ def test_a_manifest_is_planned_and_taken_up_in_fresh_processes(tmp_path: Path) -
     assert (manifest.num_planned, manifest.num_stored) == (ROWS, result["seal"]["stored"])
     assert 0 < manifest.num_stored < ROWS
     names = [name for name, _ in bench_plan.render(result)]
-    assert names[-4:] == ["plan size", "taken up", "sealed", "table size"]
+    assert names[-4:] == ["plan size", "opened", "sealed", "table size"]
 
 
 def test_an_unknown_place_of_sizes_is_refused_before_anything_is_made(tmp_path: Path) -> None:

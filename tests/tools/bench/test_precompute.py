@@ -40,10 +40,10 @@ from leandit.tools.bench.encode.extract import (
 from leandit.tools.bench.encode.inputs import text_model, vae_model, write_sample
 from leandit.tools.bench.encode.memory import measure, peak_mb
 from leandit.tools.bench.encode.precompute import caption_bytes_on_disk, run
-from leandit.tools.bench.encode.rates import Request
+from leandit.tools.bench.encode.rates import PrecomputeRequest
 from leandit.tools.bench.encode.ratios import bottleneck, ratios_of, render
 from leandit.tools.bench.harness.rounds import alternating_rounds, median_and_range, ratios
-from leandit.tools.bench.harness.scratch import fresh_folder, own_folder
+from leandit.tools.bench.harness.scratch import benchmark_folder, fresh_folder
 
 VAE, TEXT = VaeSection(model="shipped:vae", dtype="float32"), TextSection(kind="t5", model="shipped:t5")
 SIDE_PX = 32
@@ -228,7 +228,7 @@ def test_the_whole_benchmark_runs_and_reports(
         (scratch / name / "precious").write_text(name)
     monkeypatch.setattr("leandit.tools.bench.encode.precompute.peak_mb", measure)  # a second less for each
     calls: list[tuple[str, int, int]] = []
-    request = Request(
+    request = PrecomputeRequest(
         str(caption_folder),
         scratch,
         CPU,
@@ -270,18 +270,18 @@ def test_a_folder_that_no_benchmark_made_is_refused(class_folder: Path, tmp_path
     with pytest.raises(RecipeError, match="'bench-plan' that no benchmark made"):
         plan.run(tmp_path, 10, "manifest", captions=False)
     with pytest.raises(RecipeError, match="'bench-precompute' that no benchmark made"):
-        run(Request(str(class_folder), tmp_path, CPU, vae="shipped:vae", records=2), no_progress)
+        run(PrecomputeRequest(str(class_folder), tmp_path, CPU, vae="shipped:vae", records=2), no_progress)
     assert tree_digest(tmp_path) == before
 
 
 def test_only_what_lies_in_its_own_folder_is_removed(tmp_path: Path) -> None:
-    own = own_folder(tmp_path, "bench-x")
+    own = benchmark_folder(tmp_path, "bench-x")
     (own / "store").mkdir()
     (own / "store" / "shard").write_text("old")
-    assert own_folder(tmp_path, "bench-x") == own  # again, with what is in it
+    assert benchmark_folder(tmp_path, "bench-x") == own  # again, with what is in it
     assert list(fresh_folder(own, "store").iterdir()) == []
     assert not fresh_folder(own, "store", make=False).exists()
-    with pytest.raises(AssertionError, match="no folder of a benchmark"):
+    with pytest.raises(AssertionError, match="is not the folder of a benchmark"):
         fresh_folder(tmp_path, "bench-x")
     assert own.is_dir()
 
@@ -297,13 +297,15 @@ def test_bytes_a_caption_are_those_of_the_files(caption_store: LatentStore) -> N
 
 
 def test_captions_that_are_not_there_cannot_be_measured(class_folder: Path, tmp_path: Path) -> None:
-    request = Request(str(class_folder), tmp_path, CPU, vae="shipped:vae", text="shipped:t5", records=2)
+    request = PrecomputeRequest(str(class_folder), tmp_path, CPU, vae="shipped:vae", text="shipped:t5", records=2)
     with pytest.raises(RecipeError, match="has no captions"):
         run(request, lambda stage, done, total: None)
 
 
 def test_the_size_of_a_batch_must_be_said(class_folder: Path, tmp_path: Path) -> None:
-    request = Request(str(class_folder), tmp_path, CPU, vae="shipped:vae", records=2, overrides=["vae.batch_size=0"])
+    request = PrecomputeRequest(
+        str(class_folder), tmp_path, CPU, vae="shipped:vae", records=2, overrides=["vae.batch_size=0"]
+    )
     with pytest.raises(RecipeError, match=r"vae\.batch_size 0"):
         run(request, lambda stage, done, total: None)
 

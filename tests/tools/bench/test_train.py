@@ -12,8 +12,8 @@ from making import CPU
 
 from leandit.datasets.errors import RecipeError
 from leandit.tools.bench.encode import caching
-from leandit.tools.bench.training.steps import Request, our_step, plain_dit
-from leandit.tools.bench.training.train import DIFFUSERS, OURS, PLAIN, Inside, render, run
+from leandit.tools.bench.training.steps import StepRequest, our_step, plain_dit
+from leandit.tools.bench.training.train import DIFFUSERS, OURS, PLAIN, ComputeTimer, render, run
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.train.config import load
 from leandit.train.models.build import build_model
@@ -65,7 +65,7 @@ def test_the_plain_dit_is_the_same_function_as_ours() -> None:
 
 
 def test_all_cells_are_measured_in_each_round() -> None:
-    result = run(Request(tiny_work(), CPU, 2, 1, "synthetic"), quiet)  # pyright: ignore[reportArgumentType]
+    result = run(StepRequest(tiny_work(), CPU, 2, 1, "synthetic"), quiet)  # pyright: ignore[reportArgumentType]
     rates = result["images_per_second"]
     assert set(rates) == {OURS, DIFFUSERS, PLAIN}
     assert all(len(found) == 2 and min(found) > 0 for found in rates.values())
@@ -77,7 +77,7 @@ def test_all_cells_are_measured_in_each_round() -> None:
 
 
 def test_the_real_loop_on_a_store_is_measured_beside_its_step() -> None:
-    result = run(Request(tiny_work(), CPU, 1, 1, "store"), quiet)  # pyright: ignore[reportArgumentType]
+    result = run(StepRequest(tiny_work(), CPU, 1, 1, "store"), quiet)  # pyright: ignore[reportArgumentType]
     assert set(result["images_per_second"]) == {"store", "synthetic"}
     assert 0 < result["outside_share"][0] < 1
     share = f"{result['outside_share'][0]:.2%}"
@@ -86,24 +86,24 @@ def test_the_real_loop_on_a_store_is_measured_beside_its_step() -> None:
 
 def test_what_is_watched_is_as_before_afterwards() -> None:
     before = step_module.image_losses, TorchEngine.backward, TorchEngine.update
-    step = our_step(Request(tiny_work(), CPU, 1, 1, "synthetic"))
-    with Inside() as inside:
+    step = our_step(StepRequest(tiny_work(), CPU, 1, 1, "synthetic"))
+    with ComputeTimer() as timer:
         start = time.perf_counter()
         step()
         whole = time.perf_counter() - start
-    assert 0.3 * whole < inside.seconds < whole
+    assert 0.3 * whole < timer.seconds < whole
     assert (step_module.image_losses, TorchEngine.backward, TorchEngine.update) == before
 
 
 def test_unknown_data_is_refused() -> None:
     with pytest.raises(RecipeError, match="needed synthetic or store"):
-        run(Request(tiny_work(), CPU, 1, 1, "none"), quiet)  # pyright: ignore[reportArgumentType]
+        run(StepRequest(tiny_work(), CPU, 1, 1, "none"), quiet)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("recipe", "text"), [("dit-s-2-256", None), ("demo", "shipped:t5")])
 def test_caching_is_measured_with_labels_and_with_captions(recipe: str, text: str | None, tmp_path: Path) -> None:
     loaded = load(recipe, TINY)
-    request = caching.Request(loaded, 64, "shipped:vae", text, None, tmp_path, CPU, rounds=1, steps=1)
+    request = caching.CachingRequest(loaded, 64, "shipped:vae", text, None, tmp_path, CPU, rounds=1, steps=1)
     result = caching.run(request, quiet)  # pyright: ignore[reportArgumentType]
     assert (result["caption_tokens"] > 0) == (text is not None)
     assert all(found[0] > 0 for found in result["images_per_second"].values())

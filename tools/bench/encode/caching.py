@@ -1,8 +1,8 @@
-"""``leandit bench caching``: training on a store beside training that encodes every batch anew, with one trainer.
+"""``leandit bench caching``: training on a store compared with training that encodes every batch again.
 
-Both take the very step of ``leandit train``. Online, each batch begins as decoded pixels in memory (decoding is not
-counted) and as captions, which the VAE and the T5 encode on the same device; cached, it comes from a store through the
-loader. Captions are as long as the encoder allows, on both sides, as PixArt pads them.
+Both run the training step of ``leandit train``. Online, each batch starts as decoded pixels in memory (decoding is not
+counted) and as captions, which the VAE and the T5 encode on the same device; cached, the loader reads it from a store.
+Both have captions of the encoder's maximum length, to which PixArt pads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ...terminal.cpu_memory import keep_freed_memory
 from ...terminal.progress import ProgressLine
 from ..harness.meters import hardware
 from ..harness.rounds import alternating_rounds, median_and_range, ratios
-from ..harness.scratch import fresh_folder, own_folder
+from ..harness.scratch import benchmark_folder, fresh_folder
 from ..training.steps import WARM_STEPS, device_name, timed
 from .inputs import text_model, vae_model
 
@@ -42,12 +42,12 @@ BATCHES = 4  # of the store
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked for.
+class CachingRequest:
+    """What to measure.
 
     Args:
-      vae, text: of ``bench_inputs``; no text for a model of labels.
-      tokenizer: folder, of a random text encoder.
+      vae, text: hub id, folder, or "random:SHAPE" (``inputs.py``); no text for a model of labels.
+      tokenizer: folder of the tokenizer of a random text encoder.
       scratch: folder for the store and the random encoders.
     """
 
@@ -62,13 +62,13 @@ class Request:
     steps: int
 
 
-def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
-    """Measure both, in turn.
+def run(request: CachingRequest, progress: ProgressLine) -> dict[str, Any]:
+    """Measure both in alternating rounds.
 
     Raises: EncoderError, RecipeError: an encoder cannot be loaded, or does not fit the model.
     """
     device, size = request.device, request.recipe.run.global_batch
-    scratch = own_folder(request.scratch, "caching")
+    scratch = benchmark_folder(request.scratch, "caching")
     if device.type == "cpu":
         keep_freed_memory()  # as the command 'train' does
     encoders = load_encoders(_encoder_recipe(request, scratch), device)
@@ -103,7 +103,7 @@ def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Name and value of each line: medians of all rounds, least and most."""
+    """Name and value of each line: medians and ranges over the rounds."""
     rates = result["images_per_second"]
     text = f", {result['text']} of {result['caption_tokens']} tokens" if result["caption_tokens"] else ""
     rows = [
@@ -115,8 +115,8 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
     return [*rows, ("", f"caching gains {median_and_range(gains, '{:.2f}x')}")]
 
 
-def online_batch(request: Request, encoders: Encoders, store: LatentStore, learner: Learner) -> Batch:
-    """A batch as the loader would hand it out, encoded now."""
+def online_batch(request: CachingRequest, encoders: Encoders, store: LatentStore, learner: Learner) -> Batch:
+    """A batch as the loader would deliver it, encoded now."""
     size, side, latent = request.recipe.run.global_batch, request.resolution_px, store.spec.latent
     rng = np.random.default_rng(learner.step)
     pixels = rng.integers(0, 256, (size, side, side, 3), np.uint8)
@@ -141,16 +141,16 @@ def online_batch(request: Request, encoders: Encoders, store: LatentStore, learn
 
 
 def long_caption(tokens: int) -> str:
-    """A caption that is cut at the encoder's longest."""
+    """A caption that the encoder truncates to its maximum length."""
     return "a " * tokens
 
 
-def request_vae(request: Request) -> VaeSection:
-    """Settings of the VAE; a CPU computes in float32 whatever they say."""
+def request_vae(request: CachingRequest) -> VaeSection:
+    """Settings of the VAE: bfloat16 on a GPU, float32 on a CPU."""
     return VaeSection(model=request.vae, dtype="bfloat16" if _is_gpu(request.device) else "float32")
 
 
-def _encoder_recipe(request: Request, scratch: Path) -> PrecomputeRecipe:
+def _encoder_recipe(request: CachingRequest, scratch: Path) -> PrecomputeRecipe:
     vae = request_vae(request).model_copy(update={"model": vae_model(request.vae, scratch)})
     if request.text is None:
         return PrecomputeRecipe(vae=vae)
@@ -158,8 +158,8 @@ def _encoder_recipe(request: Request, scratch: Path) -> PrecomputeRecipe:
     return PrecomputeRecipe(vae=vae, text=TextSection(kind="t5", model=model))
 
 
-def _store(request: Request, encoders: Encoders, path: Path) -> LatentStore:
-    """A store of noise, of the shapes that the encoders give."""
+def _store(request: CachingRequest, encoders: Encoders, path: Path) -> LatentStore:
+    """A store of noise in the encoders' shapes."""
     width = encoders.caption.encode(["a"]).shape[2] if encoders.caption else 1
     tokens = encoders.caption.encode([long_caption(TextSection().max_tokens)]).shape[1] if encoders.caption else 0
     side = request.resolution_px

@@ -1,11 +1,11 @@
-"""How peers extract features, written anew from what their scripts do: a picture at a time, a padded caption at a time.
+"""The peers' extraction loops, rewritten from their scripts: one picture at a time, one padded caption at a time.
 
 fast-DiT (``extract_features.py``): a DataLoader of four workers and batches of one, ADM's crop, a random flip, one draw
 of the posterior, scaled, one .npy for it and one for the label. PixArt (``tools/extract_features.py``): batches of one
 in the several-ratio form, thirteen workers, squashed into the bucket, mean and deviation, one .npy a picture; for
 captions twenty threads and a lock around the text encoder, each caption padded to 300 tokens, a compressed .npz each.
-Their dtypes are kept on a GPU (float32 with TF32; automatic float16; a T5 in float16); a CPU computes in float32, as
-ours does. The time is that of a steady loop: neither the loading of a model nor the start of workers counts.
+A GPU computes in their dtypes (float32 with TF32; automatic float16; a T5 in float16), a CPU in float32, as ours does.
+Only the steady loop is timed, without loading models or starting workers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ....precompute.encoders.model_files import read_config
 
 FAST_DIT_WORKERS, PIXART_WORKERS = 4, 13
 PIXART_THREADS, PIXART_TOKENS = 20, 300
-FEWEST = 4  # measured, however slow
+FEWEST = 4  # items measured, however slow
 SCALE = 0.18215  # fast-DiT's own constant
 
 Transform = Callable[[Image.Image], torch.Tensor]
 
 
 class Pictures(Dataset[tuple[torch.Tensor, int]]):
-    """Files, opened with Pillow and transformed; the number of the file comes with it."""
+    """Picture files, opened with Pillow and transformed; an item is (picture, number of the file)."""
 
     def __init__(self, paths: Sequence[Path], transforms: Sequence[Transform]) -> None:
         self._paths, self._transforms = paths, transforms
@@ -57,7 +57,7 @@ def to_tensor(picture: Image.Image) -> torch.Tensor:
 
 
 def adm_square(picture: Image.Image, side_px: int) -> Image.Image:
-    """Halve with a box while it is twice as large, resize bicubically, crop the centre (guided-diffusion)."""
+    """ADM's crop (guided-diffusion): halve with a box while twice as large, resize bicubically, crop the centre."""
     while min(picture.size) >= 2 * side_px:
         picture = picture.resize((picture.width // 2, picture.height // 2), Image.Resampling.BOX)
     scale = side_px / min(picture.size)
@@ -67,12 +67,12 @@ def adm_square(picture: Image.Image, side_px: int) -> Image.Image:
 
 
 def squash(picture: Image.Image, height_px: int, width_px: int) -> Image.Image:
-    """Resize to exactly the bucket, whatever becomes of the ratio."""
+    """Resize to exactly the bucket, ignoring the aspect ratio."""
     return picture.resize((width_px, height_px), Image.Resampling.BICUBIC)
 
 
 class FlippedAtRandom:
-    """fast-DiT's transform: ADM's crop, then a flip in half of the cases."""
+    """fast-DiT's transform: ADM's crop, then a random flip."""
 
     def __init__(self, side_px: int) -> None:
         self._side_px = side_px
@@ -95,10 +95,10 @@ class Squashed:
 def fast_dit(
     paths: Sequence[Path], labels: Sequence[int], side_px: int, *, vae: Any, out: Path, workers: int = FAST_DIT_WORKERS
 ) -> Iterator[int]:
-    """Extract picture after picture; gives the number of each that is done.
+    """Extract one picture after another; yields the number of each.
 
     Args:
-      vae: a diffusers autoencoder, as ``load_vae`` gives it.
+      vae: a diffusers autoencoder, from ``load_vae``.
       out: folder of the features.
     """
     for name in ("features", "labels"):
@@ -123,7 +123,7 @@ def fast_dit(
 def pixart_pictures(
     paths: Sequence[Path], buckets: Sequence[tuple[int, int]], *, vae: Any, out: Path, workers: int = PIXART_WORKERS
 ) -> Iterator[int]:
-    """Extract picture after picture; gives the number of each that is done.
+    """Extract one picture after another; yields the number of each.
 
     Args:
       buckets: (height_px, width_px) of each.
@@ -134,16 +134,16 @@ def pixart_pictures(
         with torch.no_grad(), torch.autocast("cuda", torch.float16, enabled=_pins(vae)):
             encoded = vae.encode(batch.to(vae.device))
             if hasattr(encoded, "latent_dist"):
-                found = torch.cat([encoded.latent_dist.mean, encoded.latent_dist.std], dim=1)
+                latents = torch.cat([encoded.latent_dist.mean, encoded.latent_dist.std], dim=1)
             else:
-                found = _only(encoded)
-        for one, number in zip(found.cpu().numpy(), numbers.tolist(), strict=True):
-            np.save(out / f"{number}.npy", one)
+                latents = _only(encoded)
+        for latent, number in zip(latents.cpu().numpy(), numbers.tolist(), strict=True):
+            np.save(out / f"{number}.npy", latent)
             yield number
 
 
 def pixart_captions(captions: Sequence[str], *, model: Any, tokenizer: Any, out: Path) -> float:
-    """Extract all captions with twenty threads; their seconds."""
+    """Extract all captions with twenty threads; returns the seconds."""
     out.mkdir(parents=True, exist_ok=True)
     lock = Lock()
 
@@ -157,9 +157,9 @@ def pixart_captions(captions: Sequence[str], *, model: Any, tokenizer: Any, out:
                     truncation=True,
                     return_tensors="pt",
                 ).to(model.device)
-                found = model(tokens.input_ids, attention_mask=tokens.attention_mask)[0]
+                features = model(tokens.input_ids, attention_mask=tokens.attention_mask)[0]
             arrays = {
-                "caption_feature": found.to(torch.float16).cpu().numpy(),
+                "caption_feature": features.to(torch.float16).cpu().numpy(),
                 "attention_mask": tokens.attention_mask.to(torch.int16).cpu().numpy(),
             }
             np.savez_compressed(out / f"{number}.npz", **arrays)
@@ -172,21 +172,21 @@ def pixart_captions(captions: Sequence[str], *, model: Any, tokenizer: Any, out:
 
 
 def load_vae(folder: Path, device: torch.device) -> Any:
-    """As both peers load it: in float32."""
+    """Load the VAE in float32, as both peers do."""
     name = read_config(folder, what="--vae")["_class_name"]
     model = getattr(diffusers, name).from_pretrained(folder, use_safetensors=True, low_cpu_mem_usage=False)
     return model.to(device).eval()
 
 
 def load_text(folder: Path, device: torch.device) -> tuple[Any, Any]:
-    """As PixArt loads it: in float16 on a GPU."""
+    """Load the T5 and its tokenizer, in float16 on a GPU, as PixArt does."""
     dtype = torch.float32 if device.type == "cpu" else torch.float16
     model: Any = T5EncoderModel.from_pretrained(folder, dtype=dtype, use_safetensors=True)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def steady_rate(loop: Iterator[int], seconds: float) -> float:
-    """Items a second of a loop, after its first one, over so many seconds and at least ``FEWEST`` items."""
+    """Items a second of a loop after its first item, over ``seconds`` and at least ``FEWEST`` items."""
     try:
         next(loop)
         start, done = time.perf_counter(), 0
@@ -196,11 +196,11 @@ def steady_rate(loop: Iterator[int], seconds: float) -> float:
                 break
         return done / (time.perf_counter() - start)
     finally:
-        getattr(loop, "close", lambda: None)()  # a generator's workers end with it
+        getattr(loop, "close", lambda: None)()  # ends a generator's workers
 
 
 def caption_rate(captions: Sequence[str], *, model: Any, tokenizer: Any, out: Path, seconds: float) -> float:
-    """Captions a second of PixArt's loop, over about so many seconds."""
+    """Captions a second of PixArt's loop, over about ``seconds``."""
     one = pixart_captions(captions[:1], model=model, tokenizer=tokenizer, out=out)
     count = min(len(captions), max(FEWEST, math.ceil(seconds / one)))
     step = len(captions) // count
@@ -210,7 +210,7 @@ def caption_rate(captions: Sequence[str], *, model: Any, tokenizer: Any, out: Pa
 
 def _one_by_one(pictures: Pictures, workers: int, vae: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of more workers than cores: that is how the peers are used
+        warnings.simplefilter("ignore", UserWarning)  # about more workers than cores: the peers' own setting
         return iter(DataLoader(pictures, batch_size=1, num_workers=workers, pin_memory=_pins(vae)))
 
 
@@ -219,5 +219,5 @@ def _pins(vae: Any) -> bool:
 
 
 def _only(encoded: Any) -> torch.Tensor:
-    """Of an autoencoder without posterior."""
+    """The latents of an autoencoder without posterior."""
     return encoded.latents if hasattr(encoded, "latents") else encoded.latent

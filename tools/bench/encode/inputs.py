@@ -1,7 +1,7 @@
 """What the precompute benchmark reads: a sample of the source as plain files, and encoders of random weights.
 
-Speed does not depend on the weights, so an encoder of a published shape is made here, and needs no download. It is
-saved as a folder, so that all who are compared load the very same one.
+Speed does not depend on the weights, so encoders of published shapes are made here without a download. They are saved
+as folders, so that our run and the peers load the same files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ....precompute.sources.source import Source, list_source
 
 RANDOM = "random:"
 DOWN, UP = "DownEncoderBlock2D", "UpDecoderBlock2D"
-VAES = {  # arguments of AutoencoderKL; "sd" as stabilityai/sd-vae-ft-ema says of itself
+VAES = {  # arguments of AutoencoderKL; "sd" is stabilityai/sd-vae-ft-ema
     "sd": {
         "down_block_types": (DOWN,) * 4,
         "up_block_types": (UP,) * 4,
@@ -48,8 +48,8 @@ def write_sample(source_path: Path | str, folder: Path, count: int) -> list[Sour
     """Write pictures of a source, spread over all of it, as files with a metadata.jsonl.
 
     Args:
-      folder: is made; what is there of another sample is in the way.
-      count: of pictures; where the source has fewer, they come again under other names.
+      folder: must be empty.
+      count: of pictures; if the source has fewer, they repeat under other names.
     Returns: the records of the sample, in its order.
     """
     source = list_source(source_path)
@@ -58,9 +58,11 @@ def write_sample(source_path: Path | str, folder: Path, count: int) -> list[Sour
     chosen = [source.records[i * step] for i in range(min(count, len(source.records)))]
     rows = [row for i, record in enumerate(chosen) if (row := _copied(source, record, folder, i))]
     if not rows:
-        raise RecipeError(f"--source '{source_path}': not one of {len(chosen)} pictures can be read.")
+        raise RecipeError(
+            f"--source '{source_path}': none of {len(chosen)} pictures can be read. Needed one; name another --source."
+        )
     num_read = len(rows)
-    for i in range(num_read, count):  # the same bytes again: no cost on disk, and none of them is rejected
+    for i in range(num_read, count):  # links to the same bytes take no disk space
         first = rows[i % num_read]
         name = f"images/{i:07d}{Path(first['file_name']).suffix}"
         os.link(folder / first["file_name"], folder / name)
@@ -81,9 +83,9 @@ def _copied(source: Source, record: SourceRecord, folder: Path, number: int) -> 
 
 
 def vae_model(name: str, scratch: Path) -> str:
-    """What a recipe names as the VAE: as given, or the folder of a random one, made unless it is there.
+    """The recipe's ``vae.model``: the name itself, or the folder of a random VAE, made if missing.
 
-    Raises: RecipeError: no such shape.
+    Raises: RecipeError: unknown shape.
     """
     if not name.startswith(RANDOM):
         return name
@@ -98,9 +100,9 @@ def vae_model(name: str, scratch: Path) -> str:
 
 
 def text_model(name: str, tokenizer: Path | None, scratch: Path, device: torch.device) -> str:
-    """What a recipe names as the text encoder: as given, or the folder of a random T5 with a given tokenizer.
+    """The recipe's ``text.model``: the name itself, or the folder of a random T5 with the tokenizer, made if missing.
 
-    Raises: RecipeError: no such shape, or no tokenizer.
+    Raises: RecipeError: unknown shape, or no tokenizer.
     """
     if not name.startswith(RANDOM):
         return name
@@ -141,7 +143,7 @@ def _shapes(known: dict) -> str:
 
 
 def _save(model: AutoencoderKL | T5EncoderModel, folder: Path) -> None:
-    """As a whole: what was half written is not taken for a model the next time."""
+    """Save under another name, then rename: an interrupted save leaves no folder that looks like a model."""
     half = folder.with_name(f"{folder.name}.half")
     model.save_pretrained(half, safe_serialization=True)
     half.rename(folder)

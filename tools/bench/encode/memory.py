@@ -1,9 +1,9 @@
-"""Peak memory of the host in a process of its own: with the VAE encoding alone, and in a whole precompute.
+"""Peak host memory in a fresh process: of the VAE encoding alone, and of a whole precompute.
 
     python -m leandit.tools.bench.encode.memory JOB
 
-The difference is what a precompute takes beyond its model: the table of the plan, decoded pictures that wait, a shard
-that is packed, decoders. On a CPU the activations are memory of the host too, so they are in both.
+The difference is what a precompute needs besides its model: the plan, queued pictures, the shard being packed,
+decoders. On a CPU both include the activations.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def peak_mb(job: dict[str, Any]) -> float:
 
     Args:
       job: "recipe" as a dict, "device", "batch" (B, height_px, width_px); and "source" and "store" for a whole run.
-    Raises: ResourceError: it failed.
+    Raises: ResourceError: the process failed.
     """
     return run_in_fresh_process(__name__, json.dumps(job), command="bench precompute, memory")
 
 
 def measure(job: dict[str, Any]) -> float:
-    """Do a job in this process, and tell its peak."""
+    """Run a job in this process; its peak in MB."""
     recipe, device = PrecomputeRecipe.model_validate(job["recipe"]), torch.device(job["device"])
     with PeakMemory() as peak:
         if "store" in job:

@@ -1,11 +1,11 @@
-"""``leandit bench plan``: how long a manifest takes to plan, to take the plan up again, and to seal; in what memory.
+"""``leandit bench plan``: time and memory to plan a manifest, to open the plan, and to seal the store.
 
-The manifest is made up: rows as PixArt's, whose paths lead to a few small pictures by as many names as there are rows.
-So are the commit records that are sealed: checksums of every row, a few rejects, as workers write them. A seal reads no
-latents, so shards are files of one byte. Not in the figure: the look at the bytes of all shards where several processes
-made them, which is a matter of the disk.
-Each measurement is a process of its own. Memory is that of the process and its decoders, anonymous and shared (PSS),
-beyond what was held when everything was imported and the tokenizer loaded; what is mapped is the kernel's to drop.
+The manifest is synthetic: rows as PixArt's, whose paths name a few small pictures by a different name for each row.
+The commit records are synthetic too: checksums of every row and a few rejects, as workers write them. A seal reads no
+latents, so shards are files of one byte. Not measured: reading back all shards, which a seal does where several
+processes made them; that time is the disk's.
+Each measurement runs in a fresh process. Memory is that of the process and its decoders, anonymous and shared (PSS),
+above the memory after imports and loading the tokenizer; mapped files do not count.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ from ....precompute.sources.source import list_source
 from ...synthetic.store import noise_spec
 from ..harness.fresh_process import run_in_fresh_process
 from ..harness.meters import PeakMemory, hardware, tree_cpu_seconds
-from ..harness.scratch import fresh_folder, own_folder
+from ..harness.scratch import benchmark_folder, fresh_folder
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
 OWN_FOLDER = "bench-plan"
-SHAPES = ((256, 256), (224, 336), (336, 224), (200, 400), (30, 256))  # the last is beyond every bucket
-RARE = 1000  # one row in so many has it
-REPEATED = 10  # one caption in so many is an old one
+SHAPES = ((256, 256), (224, 336), (336, 224), (200, 400), (30, 256))  # the last fits no bucket
+RARE = 1000  # one row in 1000 has the last shape, or is rejected
+REPEATED = 10  # one caption in ten repeats an earlier one
 WORDS = ("a", "photo", "of", "the", "small", "red", "house", "near", "old", "green", "river", "under", "blue", "sky")
 SCHEMA = [("path", pa.string()), ("height", pa.int32()), ("width", pa.int32()), ("prompt", pa.string())]
 BLOCK_ROWS = 1 << 16
-LOOK_SECONDS = 2.0  # between two looks at the memory, each of which takes longer the more is mapped
+LOOK_SECONDS = 2.0  # between samples of the memory; the more is mapped, the longer each takes
 OVERRIDES = ['images.buckets="pixart"', "images.resolution=256", 'images.crop="bucket"', "text.max_tokens=120"]
 SIZES = ("header", "manifest")
 STAGES = ("plan", "open", "commit", "seal")  # each a process
 
 
 def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str, Any]:
-    """Make the manifest, unless it is there, plan it, take the plan up, and seal it.
+    """Make the manifest if it is missing, plan it, open the plan, and seal.
 
     Raises:
-      RecipeError: no such place of sizes, or a folder that is not its own.
+      RecipeError: unknown ``sizes``, or the scratch folder holds a folder that no benchmark made.
       ResourceError: a measurement failed.
     """
     if sizes not in SIZES:
         raise RecipeError(f"--sizes '{sizes}': needed one of {', '.join(SIZES)}.")
-    own = own_folder(scratch, OWN_FOLDER)
+    folder = benchmark_folder(scratch, OWN_FOLDER)
     kind = "captions" if captions else "labels"
-    source, store = own / f"{kind}-{records}", fresh_folder(own, "store", make=False)
+    source, store = folder / f"{kind}-{records}", fresh_folder(folder, "store", make=False)
     if not (source / "manifest.parquet").is_file():
         shutil.rmtree(source, ignore_errors=True)
         make_manifest(source, records, captions=captions)
@@ -94,10 +94,10 @@ def run(scratch: Path, records: int, sizes: str, *, captions: bool) -> dict[str,
 
 
 def make_manifest(folder: Path, records: int, *, captions: bool) -> None:
-    """Write pictures of a few shapes, and a Parquet manifest that names each of them by many names.
+    """Write pictures of a few shapes, and a Parquet manifest with many names for each.
 
-    The folder holds a hundred links to itself, so "12/34/0.jpg" is "0.jpg": as many files as there are rows would tell
-    more of the disk than of the plan.
+    The folder holds a hundred links to itself, so "12/34/0.jpg" is "0.jpg": a file for each row would measure the disk
+    more than the plan.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(100):
@@ -118,8 +118,8 @@ def _blocks(records: int, *, captions: bool) -> Iterator[pa.RecordBatch]:
     for start in range(0, records, BLOCK_ROWS):
         numbers = np.arange(start, min(start + BLOCK_ROWS, records))
         shapes = np.where(numbers % RARE == RARE - 1, len(SHAPES) - 1, numbers % (len(SHAPES) - 1))
-        way = [links.take(pa.array(numbers // step % 100)) for step in (10**6, 10**4, 100, 1)]
-        path = pc.binary_join_element_wise(*way, names.take(pa.array(shapes)), "/")
+        folders = [links.take(pa.array(numbers // step % 100)) for step in (10**6, 10**4, 100, 1)]
+        path = pc.binary_join_element_wise(*folders, names.take(pa.array(shapes)), "/")
         columns = [path, pa.array(sizes[shapes, 0]), pa.array(sizes[shapes, 1])]
         if captions:
             columns.append(pa.array([_caption(i // 2 if i % REPEATED == 0 else i) for i in numbers.tolist()]))
@@ -127,7 +127,7 @@ def _blocks(records: int, *, captions: bool) -> Iterator[pa.RecordBatch]:
 
 
 def _caption(number: int) -> str:
-    """A caption of 6 to 17 words that no other number has."""
+    """A caption of 6 to 17 words, different for each number."""
     words = [WORDS[(number >> shift) % len(WORDS)] for shift in range(5 + number % 12)]
     return f"{' '.join(words)} {number}"
 
@@ -159,7 +159,7 @@ def measure_plan(recipe: PrecomputeRecipe, source_path: Path, store: Path) -> di
 
 
 def measure_open(store: Path) -> dict[str, float]:
-    """Take up a plan in this process, as every worker does."""
+    """Open a plan in this process, as every worker does."""
     with PeakMemory() as memory:
         start = time.perf_counter()
         plan = read_plan(store, 1)
@@ -169,7 +169,7 @@ def measure_open(store: Path) -> dict[str, float]:
 
 
 def write_commits(store: Path) -> dict[str, float]:
-    """Write commit records of all shards, of numbers that are made up; the shards are files of one byte."""
+    """Write synthetic commit records of all shards; the shards are files of one byte."""
     plan, rng = read_plan(store, 1), np.random.default_rng(0)
     for part, shard in plan.layout.tasks():
         entries = []
@@ -199,7 +199,7 @@ def write_commits(store: Path) -> dict[str, float]:
 
 
 def measure_seal(store: Path) -> dict[str, float]:
-    """Read the commit records and seal, as the last coordinator does once it has taken the plan up."""
+    """Read the commit records and seal, as the last coordinator does after opening the plan."""
     plan = read_plan(store, 1)
     with PeakMemory(every_seconds=LOOK_SECONDS) as memory:
         start = time.perf_counter()
@@ -234,7 +234,7 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("processor", f"{planned['cpu_seconds']:.1f} s, with imports and decoders"),
         ("memory", f"{planned['anonymous_mb']:.0f} MB beyond the imports, decoders included"),
         ("plan size", f"{result['plan_bytes'] / 2**20:.1f} MiB"),
-        ("taken up", f"{opened['seconds']:.1f} s, {opened['anonymous_mb']:.0f} MB beyond the imports"),
+        ("opened", f"{opened['seconds']:.1f} s, {opened['anonymous_mb']:.0f} MB beyond the imports"),
         (
             "sealed",
             f"{sealed['seconds']:.1f} s, {sealed['anonymous_mb']:.0f} MB beyond the plan; {sealed['shards']} commit "
@@ -245,19 +245,19 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _main(arguments: Sequence[str]) -> None:
-    what, text, sizes, source, store = arguments
+    stage, text, sizes, source, store = arguments
     kind = [] if text == "captions" else ["text.kind=none"]
     recipe = load("demo", [*OVERRIDES, *kind, f"source.sizes={sizes}"])
-    match what:
+    match stage:
         case "plan":
-            found = measure_plan(recipe, Path(source), Path(store))
+            figures = measure_plan(recipe, Path(source), Path(store))
         case "open":
-            found = measure_open(Path(store))
+            figures = measure_open(Path(store))
         case "commit":
-            found = write_commits(Path(store))
+            figures = write_commits(Path(store))
         case _:
-            found = measure_seal(Path(store))
-    print(json.dumps(found))
+            figures = measure_seal(Path(store))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""``leandit bench precompute``: stage 1 beside its own encoder alone, and beside the peers' extraction, in one run.
+"""``leandit bench precompute``: stage 1 compared with its bare encoder and with the peers' extraction loops.
 
-Every cell is measured once a round, in alternating order, on the same pictures, weights and device; medians over the
-rounds are told with their ranges, and a ratio is of two figures of the same round. What is measured:
+Every cell is measured once a round, in alternating order, on the same pictures, weights and device. The report has
+medians and ranges over the rounds; a ratio is of two rates of the same round. Measured are:
 
 - the bare encoder, on the plan's batches, decoded and in memory; bare decoding, with the encoder idle;
 - a whole ``precompute`` into a fresh store: listing, planning, decoding, encoding, writing, sealing; not the loading
   of the models, which peers are not charged with either;
 - the loops of fast-DiT and PixArt (``extract.py``);
-- captions: the text stage of a precompute with its writing; and what they take on disk, in a float16 and an int8 store.
+- captions: the text stage of a precompute with its writing; and their bytes on disk, in a float16 and an int8 store.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from ....precompute.progress.clock import Progress
 from ....precompute.sources.source import list_source
 from ..harness.meters import hardware
 from ..harness.rounds import alternating_rounds
-from ..harness.scratch import fresh_folder, own_folder
+from ..harness.scratch import benchmark_folder, fresh_folder
 from .inputs import text_model, vae_model, write_sample
 from .memory import peak_mb
-from .rates import STORE, Request, Work, cells_of, decode, precompute_anew
+from .rates import STORE, BenchInputs, PrecomputeRequest, cells_of, decode, precompute_fresh
 from .ratios import ratios_of
 
 BASE_RECIPE = "imagenet-256"
 OWN_FOLDER = "bench-precompute"
 CAPTION_DTYPES = ("float16", "int8")
 MOST_BATCHES = 4  # decoded, for the bare encoder
-# Captions are encoded with small pictures, whose time is not counted.
+# A precompute of captions needs pictures too: small ones, whose time is not counted.
 SMALL_PICTURES = ["vae.model=shipped:vae", "images.resolution=32", "images.crop=adm", "images.buckets=square"]
 
 
-def run(request: Request, progress: Progress) -> dict[str, Any]:
+def run(request: PrecomputeRequest, progress: Progress) -> dict[str, Any]:
     """Measure everything; one JSON object.
 
-    Raises: LeanditError: of the source, of an encoder, of a precompute, or of a scratch folder that is not its own.
+    Raises: LeanditError: the source, an encoder or a precompute fails, or no benchmark made its folder.
     """
-    request = replace(request, scratch=own_folder(request.scratch, OWN_FOLDER))
-    work = _prepare(request)
+    request = replace(request, scratch=benchmark_folder(request.scratch, OWN_FOLDER))
+    inputs = _prepare(request)
     captions: dict[str, float] = {}
-    cells = cells_of(work, captions)
+    cells = cells_of(inputs, captions)
     measured: dict[str, list[float]] = defaultdict(list)
     reports: list[Report] = []
     total = request.rounds * len(cells)
@@ -68,12 +68,12 @@ def run(request: Request, progress: Progress) -> dict[str, Any]:
         gc.collect()
         torch.cuda.empty_cache()  # without CUDA it does nothing
         progress(name, done + 1, total)
-    figures: dict[str, Any] = {"rates": dict(measured), "memory_mb": _memory(work, progress)}
+    figures: dict[str, Any] = {"rates": dict(measured), "memory_mb": _memory(inputs, progress)}
     figures["encode_share"] = [
         report.seconds["encode"] / (report.total_seconds - report.seconds["load"]) for report in reports
     ]
-    if work.text_recipe:
-        figures["captions"] = captions | _caption_bytes(work, work.text_recipe, progress)
+    if inputs.text_recipe:
+        figures["captions"] = captions | _caption_bytes(inputs, inputs.text_recipe, progress)
     return {
         "command": request.command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -82,69 +82,71 @@ def run(request: Request, progress: Progress) -> dict[str, Any]:
         "rounds": request.rounds,
         "vae": request.vae,
         "text": request.text,
-        "recipe": work.recipe.model_dump(),
-        "records": len(work.records),
-        "buckets": sorted({"{}x{}".format(*bucket) for bucket in work.buckets}),
+        "recipe": inputs.recipe.model_dump(),
+        "records": len(inputs.records),
+        "buckets": sorted({"{}x{}".format(*bucket) for bucket in inputs.buckets}),
         "stages": [{time.name: time.seconds for time in report.times} for report in reports],
         **figures,
         "ratios": ratios_of(figures, on_cpu=request.device.type == "cpu"),
     }
 
 
-def _prepare(request: Request) -> Work:
+def _prepare(request: PrecomputeRequest) -> BenchInputs:
     """Sample the source, make the encoders, plan and decode.
 
-    Raises: RecipeError: captions are asked for, and the source has none; or no size of a batch.
+    Raises: RecipeError: ``text`` for a source without captions, or no batch size.
     """
     sample = fresh_folder(request.scratch, "sample")
     records = write_sample(request.source, sample, request.records)
     models = [f"vae.model={vae_model(request.vae, request.scratch)}", "text.kind=none"]
     recipe = load(BASE_RECIPE, [*request.overrides, *models])
     if not recipe.vae.batch_size:
-        raise RecipeError("vae.batch_size 0: the encoder alone needs the same batches. Say how many pictures.")
+        raise RecipeError(
+            "vae.batch_size 0: needed a fixed size, for the bare encoder too. Add --set vae.batch_size=N."
+        )
     text_recipe = None
     if request.text:
         if not any(record.captions for record in records):
             raise RecipeError(f"--text '{request.text}': source '{request.source}' has no captions. Leave --text out.")
         model = text_model(request.text, request.tokenizer, request.scratch, request.device)
-        said = [*request.overrides, "text.kind=t5", f"text.model={model}", *SMALL_PICTURES]
-        text_recipe = load(BASE_RECIPE, said)
+        settings = [*request.overrides, "text.kind=t5", f"text.model={model}", *SMALL_PICTURES]
+        text_recipe = load(BASE_RECIPE, settings)
     with Decoders(num_threads()) as decoders:
         source = list_source(sample)
         planned = plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
         kept = [(r, p.bucket) for r, p in zip(records, chain.from_iterable(planned), strict=True) if p.bucket]
-        work = Work(request, recipe, text_recipe, sample, [r for r, _ in kept], [b for _, b in kept], [])
-        work.batches.extend(_decoded_batches(work, decoders))
-    return work
+        inputs = BenchInputs(request, recipe, text_recipe, sample, [r for r, _ in kept], [b for _, b in kept], [])
+        inputs.batches.extend(_decoded_batches(inputs, decoders))
+    return inputs
 
 
-def _decoded_batches(work: Work, decoders: Decoders) -> Iterator[np.ndarray]:
+def _decoded_batches(inputs: BenchInputs, decoders: Decoders) -> Iterator[np.ndarray]:
     """Some batches of the recipe's size, of one bucket each, full ones first; (B, height_px, width_px, 3) uint8."""
     by_bucket: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, bucket in enumerate(work.buckets):
+    for number, bucket in enumerate(inputs.buckets):
         by_bucket[bucket].append(number)
-    size = work.recipe.vae.batch_size
+    size = inputs.recipe.vae.batch_size
     batches = [rows[i : i + size] for rows in by_bucket.values() for i in range(0, len(rows), size)]
     for rows in sorted(batches, key=len, reverse=True)[:MOST_BATCHES]:
-        yield np.stack([decode(work, decoders, number) for number in rows])
+        yield np.stack([decode(inputs, decoders, number) for number in rows])
 
 
-def _caption_bytes(work: Work, recipe: PrecomputeRecipe, progress: Progress) -> dict[str, float]:
-    """Bytes a caption in stores of both dtypes, each made for this alone."""
-    found: dict[str, float] = {}
+def _caption_bytes(inputs: BenchInputs, recipe: PrecomputeRecipe, progress: Progress) -> dict[str, float]:
+    """Bytes a caption in a float16 and in an int8 store, both made for this measurement."""
+    bytes_each: dict[str, float] = {}
     for number, dtype in enumerate(CAPTION_DTYPES):
         progress("captions on disk", number, len(CAPTION_DTYPES))
         narrowed = recipe.store.model_copy(update={"text_dtype": dtype})
-        precompute_anew(work, recipe.model_copy(update={"store": narrowed}))
-        found[dtype] = caption_bytes_on_disk(work.request.scratch / STORE)
+        precompute_fresh(inputs, recipe.model_copy(update={"store": narrowed}))
+        bytes_each[dtype] = caption_bytes_on_disk(inputs.request.scratch / STORE)
     progress("captions on disk", len(CAPTION_DTYPES), len(CAPTION_DTYPES))
-    return found
+    return bytes_each
 
 
 def caption_bytes_on_disk(store: Path) -> float:
-    """Bytes a caption of the files of ``captions/``: tokens, fill of chunks, shard indexes, where each caption lies.
+    """Bytes a caption of the files of ``captions/``: tokens, fill of chunks, shard indexes, offsets and lengths.
 
-    The null caption is left out: a store has one, whatever the number of its captions.
+    The null caption is left out: a store has just one.
     """
     folder = store / CAPTION_PART
     manifest = LatentStore(store).manifest
@@ -154,17 +156,17 @@ def caption_bytes_on_disk(store: Path) -> float:
     return sum(path.stat().st_size for path in files) / manifest.num_captions
 
 
-def _memory(work: Work, progress: Progress) -> dict[str, float]:
-    """Peak of the encoder alone and of a whole run, each in a process of its own."""
+def _memory(inputs: BenchInputs, progress: Progress) -> dict[str, float]:
+    """Peak of the bare encoder and of a whole run, in MB, each in a fresh process."""
     progress("memory", 0, 2)
     job = {
-        "recipe": work.recipe.model_dump(),
-        "device": str(work.request.device),
-        "batch": work.batches[0].shape[:3],
+        "recipe": inputs.recipe.model_dump(),
+        "device": str(inputs.request.device),
+        "batch": inputs.batches[0].shape[:3],
     }
     alone = peak_mb(job)
-    store = fresh_folder(work.request.scratch, STORE, make=False)
-    whole = peak_mb(job | {"source": str(work.sample), "store": str(store)})
+    store = fresh_folder(inputs.request.scratch, STORE, make=False)
+    whole = peak_mb(job | {"source": str(inputs.sample), "store": str(store)})
     progress("memory", 2, 2)
     return {"encoder": alone, "run": whole}
 

@@ -1,4 +1,4 @@
-"""What ``leandit bench precompute`` measures in each round: a cell a rate, on the same pictures, weights and device."""
+"""The rates that ``leandit bench precompute`` measures in each round, on the same pictures, weights and device."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ OUR_CAPTIONS, PIXART_CAPTIONS = "leandit captions", "PixArt captions"
 
 
 @dataclass(frozen=True)
-class Request:
+class PrecomputeRequest:
     """What to measure.
 
     Args:
-      source: of pictures, and captions if any; all who are compared read a sample of it.
-      scratch: folder in which a folder of its own holds the sample, random encoders, stores and the peers' files.
-      vae, text: hub id, folder, or "random:SHAPE"; no text: captions are not measured.
-      tokenizer: folder, of a random text encoder.
+      source: of pictures, with captions for ``text``; our run and the peers read the same sample of it.
+      scratch: folder for the sample, random encoders, stores and the peers' files.
+      vae, text: hub id, folder, or "random:SHAPE"; without text, captions are not measured.
+      tokenizer: folder of the tokenizer of a random text encoder.
       records: pictures of the sample.
-      rounds: times that everything is measured.
-      seconds: that a loop is measured each time, at least.
+      rounds: measurements of every cell.
+      seconds: least time that a loop is measured.
       overrides: of the recipe.
-      command: what was typed.
+      command: the command line, for the report.
     """
 
     source: str
@@ -68,10 +68,10 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What all cells share."""
+class BenchInputs:
+    """The inputs that all cells share."""
 
-    request: Request
+    request: PrecomputeRequest
     recipe: PrecomputeRecipe
     text_recipe: PrecomputeRecipe | None
     sample: Path
@@ -81,50 +81,50 @@ class Work:
 
     @property
     def paths(self) -> list[Path]:
-        """Of the pictures."""
+        """Paths of the pictures."""
         return [self.sample / record.path for record in self.records]
 
     @property
     def captions(self) -> list[str]:
-        """Distinct ones, in the order of the records."""
+        """Distinct captions, in the order of the records."""
         return list(dict.fromkeys(text for record in self.records for text in caption_texts(record)))
 
 
-def cells_of(work: Work, captions: dict[str, float]) -> dict[str, Callable[[list[Report]], float]]:
-    """What is measured in each round: each gives a rate, in pictures or captions a second."""
+def cells_of(inputs: BenchInputs, captions: dict[str, float]) -> dict[str, Callable[[list[Report]], float]]:
+    """The measurements of a round; each returns pictures or captions a second."""
     cells: dict[str, Callable[[list[Report]], float]] = {
-        ENCODER: lambda _: _encoder_rate(work),
-        DECODER: lambda _: _decoder_rate(work),
-        OURS: lambda reports: _own_rate(work, reports),
-        PIXART: lambda _: _peer_rate(work, PIXART),
+        ENCODER: lambda _: _encoder_rate(inputs),
+        DECODER: lambda _: _decoder_rate(inputs),
+        OURS: lambda reports: _own_rate(inputs, reports),
+        PIXART: lambda _: _peer_rate(inputs, PIXART),
     }
-    if work.recipe.images.crop == "adm":  # fast-DiT knows no other
-        cells[FAST_DIT] = lambda _: _peer_rate(work, FAST_DIT)
-    if work.text_recipe:
-        cells[OUR_CAPTIONS] = lambda _: _own_caption_rate(work, captions)
-        cells[PIXART_CAPTIONS] = lambda _: _peer_caption_rate(work)
+    if inputs.recipe.images.crop == "adm":  # the only crop of fast-DiT
+        cells[FAST_DIT] = lambda _: _peer_rate(inputs, FAST_DIT)
+    if inputs.text_recipe:
+        cells[OUR_CAPTIONS] = lambda _: _own_caption_rate(inputs, captions)
+        cells[PIXART_CAPTIONS] = lambda _: _peer_caption_rate(inputs)
     return cells
 
 
-def _encoder_rate(work: Work) -> float:
-    encoder = ImageEncoder(work.recipe.vae, work.request.device)
-    encoder.encode(work.batches[0])  # what is chosen or compiled once
+def _encoder_rate(inputs: BenchInputs) -> float:
+    encoder = ImageEncoder(inputs.recipe.vae, inputs.request.device)
+    encoder.encode(inputs.batches[0])  # warm up: kernels are chosen and compiled
 
     def pictures() -> Iterator[int]:
         while True:
-            for batch in work.batches:
+            for batch in inputs.batches:
                 encoder.encode(batch)
                 yield len(batch)
 
-    return _rate(pictures(), work.request.seconds)
+    return _rate(pictures(), inputs.request.seconds)
 
 
-def _decoder_rate(work: Work) -> float:
-    numbers = [i % len(work.records) for i in range(max(len(work.records), 8 * num_threads()))]
+def _decoder_rate(inputs: BenchInputs) -> float:
+    numbers = [i % len(inputs.records) for i in range(max(len(inputs.records), 8 * num_threads()))]
     with Decoders(num_threads()) as decoders, ThreadPoolExecutor(num_threads()) as pool:
-        list(pool.map(lambda number: decode(work, decoders, number), numbers[: 2 * num_threads()]))  # starts them
+        list(pool.map(lambda number: decode(inputs, decoders, number), numbers[: 2 * num_threads()]))  # starts them
         start = time.perf_counter()
-        for _ in pool.map(lambda number: decode(work, decoders, number), numbers):
+        for _ in pool.map(lambda number: decode(inputs, decoders, number), numbers):
             pass
         return len(numbers) / (time.perf_counter() - start)
 
@@ -138,49 +138,49 @@ def _rate(counts: Iterator[int], seconds: float) -> float:
     return done / (time.perf_counter() - start)
 
 
-def _own_rate(work: Work, reports: list[Report]) -> float:
-    report = precompute_anew(work, work.recipe)
+def _own_rate(inputs: BenchInputs, reports: list[Report]) -> float:
+    report = precompute_fresh(inputs, inputs.recipe)
     reports.append(report)
     return report.num_encoded / (report.total_seconds - report.seconds["load"])
 
 
-def _own_caption_rate(work: Work, found: dict[str, float]) -> float:
-    """Captions a second; and how they are padded, into ``found``: the same in each round."""
-    assert work.text_recipe is not None
-    report = precompute_anew(work, work.text_recipe)
-    text = LatentStore(work.request.scratch / STORE).spec.text
+def _own_caption_rate(inputs: BenchInputs, figures: dict[str, float]) -> float:
+    """Captions a second; fills ``figures`` with the tokens and padding, which are equal in each round."""
+    assert inputs.text_recipe is not None
+    report = precompute_fresh(inputs, inputs.text_recipe)
+    text = LatentStore(inputs.request.scratch / STORE).spec.text
     assert text is not None
-    found.update(caption_figures(report, text.width))
+    figures.update(caption_figures(report, text.width))
     return report.tokens.num_captions / (report.seconds["text"] + report.seconds["write"])
 
 
-def precompute_anew(work: Work, recipe: PrecomputeRecipe) -> Report:
-    """Into a fresh store."""
-    store = fresh_folder(work.request.scratch, STORE, make=False)
+def precompute_fresh(inputs: BenchInputs, recipe: PrecomputeRecipe) -> Report:
+    """Run a precompute into a fresh store."""
+    store = fresh_folder(inputs.request.scratch, STORE, make=False)
     return precompute(
         recipe,
-        source_path=work.sample,
+        source_path=inputs.sample,
         store_path=store,
-        device=work.request.device,
+        device=inputs.request.device,
         progress=lambda stage, done, total: None,
     )
 
 
-def _peer_rate(work: Work, name: str) -> float:
-    section, out = work.recipe.vae, fresh_folder(work.request.scratch, "peer")
+def _peer_rate(inputs: BenchInputs, name: str) -> float:
+    section, out = inputs.recipe.vae, fresh_folder(inputs.request.scratch, "peer")
     folder, _ = resolve_model(
         section.model, section.subfolder, section.revision, files=(CONFIG, *weight_names(VAE_WEIGHTS)), what="--vae"
     )
-    vae = load_vae(folder, work.request.device)
+    vae = load_vae(folder, inputs.request.device)
     if name == FAST_DIT:
-        labels, side_px = [record.label for record in work.records], work.recipe.images.resolution
-        return steady_rate(fast_dit(work.paths, labels, side_px, vae=vae, out=out), work.request.seconds)
-    return steady_rate(pixart_pictures(work.paths, work.buckets, vae=vae, out=out), work.request.seconds)
+        labels, side_px = [record.label for record in inputs.records], inputs.recipe.images.resolution
+        return steady_rate(fast_dit(inputs.paths, labels, side_px, vae=vae, out=out), inputs.request.seconds)
+    return steady_rate(pixart_pictures(inputs.paths, inputs.buckets, vae=vae, out=out), inputs.request.seconds)
 
 
-def _peer_caption_rate(work: Work) -> float:
-    assert work.text_recipe is not None
-    section = work.text_recipe.text
+def _peer_caption_rate(inputs: BenchInputs) -> float:
+    assert inputs.text_recipe is not None
+    section = inputs.text_recipe.text
     folder, _ = resolve_model(
         section.model,
         section.subfolder,
@@ -188,13 +188,13 @@ def _peer_caption_rate(work: Work) -> float:
         files=(CONFIG, *weight_names(TEXT_WEIGHTS), *TOKENIZER_FILES),
         what="--text",
     )
-    model, tokenizer = load_text(folder, work.request.device)
-    out, seconds = fresh_folder(work.request.scratch, "peer"), work.request.seconds
-    return caption_rate(work.captions, model=model, tokenizer=tokenizer, out=out, seconds=seconds)
+    model, tokenizer = load_text(folder, inputs.request.device)
+    out, seconds = fresh_folder(inputs.request.scratch, "peer"), inputs.request.seconds
+    return caption_rate(inputs.captions, model=model, tokenizer=tokenizer, out=out, seconds=seconds)
 
 
 def caption_figures(report: Report, width: int) -> dict[str, float]:
-    """Tokens of a caption and the share of padding, as measured; and bytes as PixArt pads it, computed from 300 tokens.
+    """Measured tokens a caption and share of padding; bytes a caption as PixArt pads it, computed from 300 tokens.
 
     Args:
       width: of an embedding.
@@ -202,21 +202,21 @@ def caption_figures(report: Report, width: int) -> dict[str, float]:
     manifest = report.manifest
     assert manifest is not None
     return {
-        "padded": PIXART_TOKENS * token_bytes(width, "float16"),  # before its compression
+        "padded": PIXART_TOKENS * token_bytes(width, "float16"),  # before compression
         "num_captions": manifest.num_captions,
         "tokens_per_caption": manifest.num_caption_tokens / manifest.num_captions,
         "padding_share": report.tokens.num_padding / report.tokens.num_tokens,
     }
 
 
-def decode(work: Work, decoders: Decoders, number: int) -> np.ndarray:
+def decode(inputs: BenchInputs, decoders: Decoders, number: int) -> np.ndarray:
     """Decode a picture for its bucket; (height_px, width_px, 3) uint8."""
-    record, images = work.records[number], work.recipe.images
+    record, images = inputs.records[number], inputs.recipe.images
     return decoders.picture(
-        work.sample / record.path,
+        inputs.sample / record.path,
         record.offset,
         record.num_bytes,
-        bucket=work.buckets[number],
+        bucket=inputs.buckets[number],
         crop=images.crop,
         resize_filter=resize_filter(images.buckets, images.resolution),
         exif_orientation=images.exif_orientation,

@@ -22,26 +22,26 @@ def ratios_of(figures: Mapping[str, Any], *, on_cpu: bool) -> dict[str, list[flo
     """
     rates = figures["rates"]
     encoder, decode, ours = rates["bare encoder"], rates["bare decode"], rates["leandit"]
-    found = {
+    compared = {
         "end to end, of the bare encoder": ratios(ours, encoder),
         "end to end, of the slower of encoder and decode": ratios(ours, list(map(min, encoder, decode))),
         "time in which the encode stage is busy, of end to end": figures["encode_share"],
     }
     if on_cpu:  # the cores do both, so a picture takes the time of both
         both = [1 / (1 / e + 1 / d) for e, d in zip(encoder, decode, strict=True)]
-        found["end to end, of what these cores do of both"] = ratios(ours, both)
+        compared["end to end, of what these cores do of both"] = ratios(ours, both)
     for peer in ("fast-DiT", "PixArt"):
         if peer in rates:
-            found[f"images/s, of {peer}'s loop"] = ratios(ours, rates[peer])
+            compared[f"images/s, of {peer}'s loop"] = ratios(ours, rates[peer])
     if captions := figures.get("captions"):
-        found["captions/s, of PixArt's loop"] = ratios(rates["leandit captions"], rates["PixArt captions"])
+        compared["captions/s, of PixArt's loop"] = ratios(rates["leandit captions"], rates["PixArt captions"])
         for dtype in ("float16", "int8"):
             name = f"bytes a caption, padded to 300 in float16 (computed), of ours in {dtype} (on disk)"
-            found[name] = [captions["padded"] / captions[dtype]]
-        found["padding computed, of all tokens"] = [captions["padding_share"]]
+            compared[name] = [captions["padded"] / captions[dtype]]
+        compared["padding computed, of all tokens"] = [captions["padding_share"]]
     memory = figures["memory_mb"]
-    found["host memory beyond the running encoder, MiB"] = [(memory["run"] - memory["encoder"]) * 1e6 / MIB]
-    return found
+    compared["host memory beyond the running encoder, MiB"] = [(memory["run"] - memory["encoder"]) * 1e6 / MIB]
+    return compared
 
 
 def bottleneck(rates: Mapping[str, list[float]], *, on_cpu: bool) -> str:

@@ -1,4 +1,4 @@
-"""A measurement in a process of its own, whose memory holds nothing from before."""
+"""A measurement in a fresh process, which has imported and allocated nothing before."""
 
 from __future__ import annotations
 

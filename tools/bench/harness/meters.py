@@ -1,7 +1,7 @@
-"""What a measurement is made with: processor time and memory of a tree of processes, bytes on disk, the hardware.
+"""Processor time and memory of a process tree, bytes on disk, the hardware.
 
-Children are counted too, because most peers read in worker processes. Linux tells of them in /proc; elsewhere memory is
-not known, and the processor time is that of this process and of children that have ended.
+Children count, because most peers read in worker processes. They are read from Linux's /proc; elsewhere memory is
+unknown, and processor time is that of this process and of children that have ended.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ EVERY_SECONDS = 0.1
 
 
 class PeakMemory:
-    """Looks at the memory of this process and its descendants again and again; a context manager.
+    """Samples the memory of this process and its descendants; a context manager.
 
-    A look walks through all that is mapped, while the process waits: where gigabytes are, seldom is often enough. Its
-    unit is the MB of a million bytes; what counts is said in ``tree_anonymous_mb``. Where that is not known, 0.
+    Memory is that of ``tree_anonymous_mb``, in MB of a million bytes; 0 where it is unknown. A sample walks through all
+    mapped pages and stops the process meanwhile, so sample seldom where gigabytes are mapped.
     """
 
     def __init__(self, *, every_seconds: float = EVERY_SECONDS) -> None:
@@ -45,7 +45,7 @@ class PeakMemory:
 
     @property
     def beyond_mb(self) -> float:
-        """The peak beyond what was there when the block began."""
+        """The peak above the memory at the start of the block, in MB."""
         return max(0.0, self.mb - self.before_mb)
 
     def _watch(self) -> None:
@@ -58,9 +58,9 @@ class PeakMemory:
 
 
 def tree_cpu_seconds() -> float:
-    """Processor time of this process and its descendants, those that have ended included; children count in 10 ms."""
-    own = os.times()
-    total = own.user + own.system + own.children_user + own.children_system
+    """Processor seconds of this process and its descendants, ended ones included; children in steps of 10 ms."""
+    times = os.times()
+    total = times.user + times.system + times.children_user + times.children_system
     for process in descendants():
         if fields := _stat(process):
             total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # utime, stime, cutime, cstime
@@ -68,12 +68,12 @@ def tree_cpu_seconds() -> float:
 
 
 def tree_anonymous_mb() -> float | None:
-    """Anonymous and shared memory of this process and its descendants, each page once (PSS); no page cache."""
+    """Anonymous and shared memory of the process tree, each page once (PSS), without page cache; None if unknown."""
     total = 0
     for process in [os.getpid(), *descendants()]:
         try:
             lines = (PROC / str(process) / "smaps_rollup").read_text().splitlines()
-        except OSError:  # it has ended, or there is no such file
+        except OSError:  # it has ended, or the system has no such file
             if process == os.getpid():
                 return None
             continue
@@ -82,21 +82,21 @@ def tree_anonymous_mb() -> float | None:
 
 
 def descendants() -> list[int]:
-    """Processes below this one."""
+    """Process ids of all descendants of this process."""
     children = defaultdict(list)
     for entry in PROC.glob("[0-9]*"):
         if fields := _stat(int(entry.name)):
             children[int(fields[1])].append(int(entry.name))
-    found, queue = [], [os.getpid()]
+    processes, queue = [], [os.getpid()]
     while queue:
         below = children[queue.pop()]
-        found += below
+        processes += below
         queue += below
-    return found
+    return processes
 
 
 def _stat(process: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the third on: the second, the name, may hold anything."""
+    """Fields of /proc/PID/stat from the third on; the second is the name, which may contain spaces."""
     try:
         return (PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -104,7 +104,7 @@ def _stat(process: int) -> list[str] | None:
 
 
 def read_all(folder: Path) -> None:
-    """Read every file, so that it is in the page cache."""
+    """Read every file below a folder into the page cache."""
     buffer = bytearray(WARM_BYTES)
     for path in files_below(folder):
         with path.open("rb", buffering=0) as file:
@@ -113,12 +113,12 @@ def read_all(folder: Path) -> None:
 
 
 def disk_bytes(folder: Path) -> int:
-    """What a folder occupies, in whole blocks of the file system."""
+    """Bytes that a folder occupies, in whole blocks of the file system."""
     return sum(path.stat().st_blocks * BLOCK_BYTES for path in files_below(folder))
 
 
 def hardware() -> dict[str, Any]:
-    """The machine: processor, cores that may be used, memory, kernel, Python."""
+    """Processor, usable cores, memory, kernel and Python of this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": _first_of("cpuinfo", "model name") or platform.processor() or platform.machine(),

@@ -1,4 +1,4 @@
-"""A folder of a benchmark's own inside its scratch folder: whatever is removed there, the benchmark itself had made."""
+"""A benchmark's folder inside the scratch folder: a benchmark removes only files that a benchmark made."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from pathlib import Path
 
 from ....datasets.errors import RecipeError
 
-MARKER = "made-by-leandit-bench"  # an empty file in such a folder
+MARKER = "made-by-leandit-bench"  # an empty file that marks such a folder
 
 
-def own_folder(scratch: Path, name: str) -> Path:
-    """The folder of a benchmark inside the scratch folder, made unless it is there.
+def benchmark_folder(scratch: Path, name: str) -> Path:
+    """The folder of a benchmark inside the scratch folder; created if missing.
 
-    Raises: RecipeError: something of that name is there, and no benchmark made it.
+    Raises: RecipeError: a folder of that name exists, and no benchmark made it.
     """
     folder = scratch / name
     is_empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not is_empty and not (folder / MARKER).is_file():
         raise RecipeError(
-            f"--scratch '{scratch}': it has a '{name}' that no benchmark made (there is no '{MARKER}' in it). A "
-            "benchmark removes what is in its folder, so nothing was done. Give another --scratch, or move it away."
+            f"--scratch '{scratch}': it has a '{name}' that no benchmark made (it lacks the file '{MARKER}'). A "
+            "benchmark deletes files in its folder, so nothing was done. Give another --scratch, or move '{name}' away."
         )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).touch()
     return folder
 
 
-def fresh_folder(own: Path, name: str, *, make: bool = True) -> Path:
-    """A place inside a benchmark's own folder where nothing lies; what was there is removed.
+def fresh_folder(parent: Path, name: str, *, make: bool = True) -> Path:
+    """An empty folder inside a benchmark's folder; an old one is deleted first.
 
     Args:
-      own: as ``own_folder`` gave it.
-      make: an empty folder there.
+      parent: from ``benchmark_folder``.
+      make: create the folder, not just its path.
     """
-    assert (own / MARKER).is_file(), f"'{own}' is no folder of a benchmark"
-    folder = own / name
+    assert (parent / MARKER).is_file(), f"'{parent}' is not the folder of a benchmark"
+    folder = parent / name
     if folder.exists():
         shutil.rmtree(folder)
     if make:

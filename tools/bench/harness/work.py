@@ -1,4 +1,4 @@
-"""What the loader benchmark reads: two workloads, their records, the order of batches, and the check of an epoch.
+"""What the loader benchmark reads: two workloads, their records and the order of batches.
 
 Letters of shapes: B batch, C latent channels, H W latent size, L caption tokens, D caption width.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from ....datasets.format.buckets import bucket_size
 from ....datasets.store import LatentStore
 
-STORE = "store"  # its folder, beside those of the peers
+STORE = "store"  # its folder, next to those of the peers
 CHANNELS, CLASSES, DOWNSCALE = 4, 1000, 8  # of the VAEs and the data sets that DiT and PixArt are trained with
 TEXT_WIDTH = 4096  # D of T5-XXL
 MIN_TOKENS, MAX_TOKENS = 20, 120  # of a caption; the mean is 60
@@ -32,7 +32,7 @@ class Planned(NamedTuple):
 
 
 class Served(NamedTuple):
-    """One batch as a peer hands it over; numpy arrays or tensors.
+    """One batch as a peer delivers it; numpy arrays or tensors.
 
     latents (B, C, H, W), labels (B,); with captions also text (sum L, D), packed, and lengths (B,).
     """
@@ -44,7 +44,7 @@ class Served(NamedTuple):
 
 
 Epochs = Callable[[int], Iterator[Served]]
-"""What a peer is once it is open: the batches of an epoch, by its number."""
+"""An open peer: the batches of an epoch, by its number."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Workload:
         return CHANNELS, height_px // DOWNSCALE, width_px // DOWNSCALE
 
     def plan(self, epoch: int, seed: int) -> list[Planned]:
-        """The batches of an epoch, for peers that leave the order to their user: a global shuffle of every bucket."""
+        """The batches of an epoch, for peers without an order of their own: a global shuffle of every bucket."""
         random = np.random.default_rng((seed, epoch))
         batches = []
         for bucket, count in self.buckets.items():
@@ -111,7 +111,7 @@ def caption_workload(records: int = 2_000) -> Workload:
 
 
 def write_store(workload: Workload, folder: Path) -> LatentStore:
-    """The store that every peer's files are made from; where it is there already, it stays."""
+    """The store that every peer's files are made from; an existing one is kept."""
     from ...synthetic.store import make_store
 
     make_store(
@@ -126,7 +126,7 @@ def write_store(workload: Workload, folder: Path) -> LatentStore:
 
 
 class Rows:
-    """The records of one bucket, in the order of its rows: what a peer writes."""
+    """The records of one bucket, in the order of its rows, for a peer to write."""
 
     def __init__(self, store: LatentStore, bucket: str) -> None:
         index = store.index(bucket)

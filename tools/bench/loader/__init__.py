@@ -1,1 +1,1 @@
-"""The loader benchmark: each peer in processes of its own, checked before it is timed."""
+"""The loader benchmark: each peer in fresh processes, checked before it is timed."""

@@ -32,23 +32,23 @@ from .cell import Job
 from .report import summarise
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {"latents": latent_workload, "captions": caption_workload}
-CELL_SECONDS = 900  # some peers hang where they fail: a cell is ended after this, and a second for every MB
+CELL_SECONDS = 900  # some peers hang when they fail: a cell is killed after this, plus a second for every MB
 FILE_OVERHEAD = 2.0  # most that a peer writes for a byte of ours: .npy rounds 8 KiB up to 16
-ALTERED = ("altered", "wrong_labels", "wrong_texts", "dtypes")  # in a check: then the work is another
+# Faults of a peer that does other work, so that its time says nothing.
+ALTERED = ("altered", "wrong_labels", "wrong_texts", "dtypes")
 
 
 @dataclass(frozen=True)
-class Request:
+class LoaderRequest:
     """What to measure.
 
     Args:
-      scratch: folder for the store and the peers' files, which stay there for the next time.
-      workloads: to read.
-      peers: names.
-      rounds: times that every cell is measured.
+      scratch: folder for the store and the peers' files, which are kept for the next run.
+      peers: names of ``PEERS``.
+      rounds: measurements of every cell.
       seconds: length of a measured window.
-      pythons: interpreters of peers that live in another environment.
-      command: what was typed.
+      pythons: interpreter of each peer that is installed in another environment.
+      command: the command line, for the report.
     """
 
     scratch: Path
@@ -62,26 +62,26 @@ class Request:
 
 def make_request(
     scratch: Path, workload: str, records: int | None, peers: str | None, pythons: Sequence[str], **how: Any
-) -> Request:
+) -> LoaderRequest:
     """Read the options of the command line.
 
-    Raises: RecipeError: a name that is not known.
+    Raises: RecipeError: an unknown workload or peer.
     """
     names = list(WORKLOADS) if workload == "both" else [workload]
     if unknown := set(names) - set(WORKLOADS):
         raise RecipeError(f"--workload '{unknown.pop()}': needed latents, captions or both.")
     chosen = [name.strip() for name in peers.split(",")] if peers else list(PEERS)
-    given = {name: path for name, _, path in (entry.partition("=") for entry in pythons)}
-    for option, values in (("--peers", chosen), ("--python", given)):
+    interpreters = {name: path for name, _, path in (entry.partition("=") for entry in pythons)}
+    for option, values in (("--peers", chosen), ("--python", interpreters)):
         if unknown := set(values) - set(PEERS):
-            raise RecipeError(f"{option} '{min(unknown)}': there is no such peer. There are: {', '.join(PEERS)}.")
-    made = [WORKLOADS[name](records) if records else WORKLOADS[name]() for name in names]
-    return Request(
-        scratch.resolve(), made, chosen, pythons=given, command=shlex.join(["leandit", *sys.argv[1:]]), **how
+            raise RecipeError(f"{option} '{min(unknown)}': unknown peer. Needed one of {', '.join(PEERS)}.")
+    loads = [WORKLOADS[name](records) if records else WORKLOADS[name]() for name in names]
+    return LoaderRequest(
+        scratch.resolve(), loads, chosen, pythons=interpreters, command=shlex.join(["leandit", *sys.argv[1:]]), **how
     )
 
 
-def run(request: Request, progress: Progress) -> dict[str, Any]:
+def run(request: LoaderRequest, progress: Progress) -> dict[str, Any]:
     """Write, check and time every peer; one JSON object with everything.
 
     Raises: ResourceError: the disk is too small.
@@ -89,12 +89,12 @@ def run(request: Request, progress: Progress) -> dict[str, Any]:
     request.scratch.mkdir(parents=True, exist_ok=True)
     results = [_run_workload(request, workload, progress) for workload in request.workloads]
     peers = [peer for workload in results for peer in workload["peers"]]
-    own = {name: metadata.version(name) for name in ("leandit", "torch", "numpy")}
+    versions = {name: metadata.version(name) for name in ("leandit", "torch", "numpy")}
     return {
         "command": request.command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": hardware(),
-        "versions": own | {name: v for peer in peers for name, v in peer.get("versions", {}).items()},
+        "versions": versions | {name: v for peer in peers for name, v in peer.get("versions", {}).items()},
         "rounds": request.rounds,
         "seconds": request.seconds,
         "workloads": results,
@@ -102,23 +102,21 @@ def run(request: Request, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _run_workload(request: Request, workload: Workload, progress: Progress) -> dict[str, Any]:
-    # The same bytes for all: the store, then each peer's files from its rows.
+def _run_workload(request: LoaderRequest, workload: Workload, progress: Progress) -> dict[str, Any]:
     folder = request.scratch / f"{workload.name}-{workload.num_records}"
     peers = [PEERS[name] for name in dict.fromkeys([LIMIT, *request.peers]) if workload.name in PEERS[name].workloads]
     _check_room(folder, workload, peers)
     write_store(workload, folder / STORE)
-    states = {peer.name: _write(request, workload, folder, peer) for peer in _shown(peers, progress, "write")}
+    states = {peer.name: _write(request, workload, folder, peer) for peer in _with_progress(peers, progress, "write")}
 
-    # No peer is timed that does not hand over what it was given.
     cells = [(peer, mode) for peer in peers for mode in peer.modes if "missing" not in states[peer.name]]
     cells = [cell for cell in cells if "failed" not in states[cell[0].name]]
-    for peer, mode in _shown(cells, progress, "check"):
-        found = _cell(request, workload, folder, peer, "check", mode=mode)
-        states[peer.name].setdefault("checks", {})[mode] = found
+    for peer, mode in _with_progress(cells, progress, "check"):
+        checked = _cell(request, workload, folder, peer, "check", mode=mode)
+        states[peer.name].setdefault("checks", {})[mode] = checked
     cells = [cell for cell in cells if _may_be_timed(states[cell[0].name]["checks"][cell[1]])]
 
-    for number, (peer, mode) in _shown(list(alternating_rounds(cells, request.rounds)), progress, "time"):
+    for number, (peer, mode) in _with_progress(list(alternating_rounds(cells, request.rounds)), progress, "time"):
         timed = _cell(request, workload, folder, peer, "time", mode=mode, seed=number, seconds=request.seconds)
         states[peer.name].setdefault("cells", {}).setdefault(mode, []).append(timed)
     for state in states.values():
@@ -134,14 +132,14 @@ def _run_workload(request: Request, workload: Workload, progress: Progress) -> d
     }
 
 
-def _shown(things: Sequence[Any], progress: Progress, stage: str) -> Any:
+def _with_progress(things: Sequence[Any], progress: Progress, stage: str) -> Any:
     for done, thing in enumerate(things):
         progress(stage, done, len(things))
         yield thing
     progress(stage, len(things), len(things))
 
 
-def _write(request: Request, workload: Workload, folder: Path, peer: Peer) -> dict[str, Any]:
+def _write(request: LoaderRequest, workload: Workload, folder: Path, peer: Peer) -> dict[str, Any]:
     written = _cell(request, workload, folder, peer, "write")
     if "disk_bytes" in written:
         written["disk_bytes_per_record"] = written.pop("disk_bytes") / workload.num_records
@@ -149,18 +147,18 @@ def _write(request: Request, workload: Workload, folder: Path, peer: Peer) -> di
 
 
 def _may_be_timed(checked: Mapping[str, Any]) -> bool:
-    """Whether a peer does the work at all: what it loses or doubles is told, but changes no rate."""
+    """Whether a peer delivers the stored bytes; lost and doubled records are reported, but do not change its rate."""
     if "check" not in checked:
         return False
-    found = checked["check"]
-    return found["served"] > 0 and not any(found[name] for name in ALTERED)
+    check = checked["check"]
+    return check["served"] > 0 and not any(check[name] for name in ALTERED)
 
 
-def _cell(request: Request, workload: Workload, folder: Path, peer: Peer, job: str, **how: Any) -> dict[str, Any]:
-    """Run a job in a process of its own: its result, or {"failed": why}, or {"missing": [what is not installed]}."""
+def _cell(request: LoaderRequest, workload: Workload, folder: Path, peer: Peer, job: str, **how: Any) -> dict[str, Any]:
+    """Run a job in a fresh process: its result, or {"failed": why}, or {"missing": [what is not installed]}."""
     asked = Job(job, peer.name, asdict(workload) | {"buckets": dict(workload.buckets)}, str(folder), **how)
     python = request.pythons.get(peer.name, sys.executable)
-    limit = CELL_SECONDS + workload.num_records * workload.record_bytes / 1e6
+    timeout = CELL_SECONDS + workload.num_records * workload.record_bytes / 1e6
     try:
         child = subprocess.Popen(
             [python, "-m", "leandit.tools.bench.loader.cell"],
@@ -170,32 +168,32 @@ def _cell(request: Request, workload: Workload, folder: Path, peer: Peer, job: s
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"},
-            start_new_session=True,  # so that its workers end with it
+            start_new_session=True,  # so that its workers are killed with it
         )
     except OSError as error:
         return {"failed": f"'{python}' does not start: {error.strerror}"}
     try:
-        out, said = child.communicate(json.dumps(asdict(asked)), timeout=limit)
+        out, errors = child.communicate(json.dumps(asdict(asked)), timeout=timeout)
     except subprocess.TimeoutExpired:
-        return {"failed": f"no answer within {limit:.0f} s"}
+        return {"failed": f"no answer within {timeout:.0f} s"}
     finally:
-        _end(child)
+        _kill_group(child)
     lines = out.strip().splitlines()
     if child.returncode or not lines:
-        why = (said.strip().splitlines() or ["no word"])[-1]
+        why = (errors.strip().splitlines() or ["no message"])[-1]
         return {"failed": f"exit code {child.returncode}: {why}"}
     return json.loads(lines[-1])
 
 
-def _end(child: subprocess.Popen[str]) -> None:
-    """End a process that has not ended, and workers that it has left."""
+def _kill_group(child: subprocess.Popen[str]) -> None:
+    """Kill a process and the workers that it left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def _check_room(folder: Path, workload: Workload, peers: Sequence[Peer]) -> None:
-    """Raises: ResourceError: the disk is too small for what is not there yet."""
+    """Raises: ResourceError: the disk is too small for the files that are still to be written."""
     missing = {peer.files for peer in peers if not (folder / peer.files).exists()} | {STORE}
     needed = int(len(missing) * workload.num_records * workload.record_bytes * FILE_OVERHEAD)
     free = shutil.disk_usage(folder.parent).free

@@ -2,8 +2,8 @@
 
     echo '{"job": "time", "peer": "npy", ...}' | python -m leandit.tools.bench.loader.cell
 
-The last line of stdout is the result, as JSON. Every cell has a process of its own, so that no peer pays for, or lives
-on, what another has imported, allocated or left running.
+The last line of stdout is the result, as JSON. Every cell runs in a fresh process, so that no peer is affected by what
+another imported, allocated or left running.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..peers.peers import LIMIT, NUM_WORKERS, PEERS, Peer
 from .check import check_epoch
 
 FIRST_EPOCH_SECONDS = 2.5  # a slow peer's first epoch is cut here
-MIN_BATCHES = 8  # of a window, however slow: worker processes hand over in pairs
+MIN_BATCHES = 8  # least batches of a window: worker processes deliver in pairs
 WRITTEN = "written.json"
 
 
@@ -76,12 +76,12 @@ def files_of(peer: Peer, folder: Path) -> Path:
 
 
 def write(job: Job, peer: Peer) -> dict[str, Any]:
-    """Write a peer's files from the store, unless they are there, made from this very store."""
+    """Write a peer's files from the store; files made from this same store are kept."""
     folder = files_of(peer, Path(job.folder))
     if peer.write is None:
         return {"disk_bytes": disk_bytes(folder)}
     store = LatentStore(Path(job.folder) / STORE)
-    mark = folder.parent / f"{folder.name}.{WRITTEN}"  # beside them: some peers take every file of a folder for theirs
+    mark = folder.parent / f"{folder.name}.{WRITTEN}"  # outside the folder: some peers read every file in it
     if not (mark.is_file() and json.loads(mark.read_text()) == {"root_hash": store.root_hash}):
         shutil.rmtree(folder, ignore_errors=True)
         mark.unlink(missing_ok=True)
@@ -94,8 +94,8 @@ def check(job: Job, peer: Peer) -> dict[str, Any]:
     """Compare one epoch with the store."""
     folder, work = Path(job.folder), job.work
     epochs = peer.open(work, files_of(peer, folder), job.seed, NUM_WORKERS[job.mode])
-    found = check_epoch(LatentStore(folder / STORE), work, epochs(0))
-    return {"check": asdict(found), "problems": found.problems}
+    faults = check_epoch(LatentStore(folder / STORE), work, epochs(0))
+    return {"check": asdict(faults), "problems": faults.problems}
 
 
 def measure(job: Job, peer: Peer) -> dict[str, Any]:
@@ -119,17 +119,13 @@ def measure(job: Job, peer: Peer) -> dict[str, Any]:
 
 
 def _timed(opened: Callable[[], Epochs], seconds: float) -> dict[str, Any]:
-    """Open a peer, read its first batch, the rest of the first epoch, and then for some seconds without a break.
-
-    Args:
-      opened: opens the peer.
-    """
+    """Open a peer; time its first batch, the rest of the first epoch, and then a window of some seconds."""
     start = time.perf_counter()
     batches = endless(opened())
     _, batch = next(batches)
     first_seconds = time.perf_counter() - start
     count, start = 0, time.perf_counter()
-    for epoch, batch in batches:  # held until the next one comes, as a step would
+    for epoch, batch in batches:  # a batch stays referenced until the next, as in a training step
         if epoch or time.perf_counter() - start > FIRST_EPOCH_SECONDS:
             break
         count += len(batch.latents)
@@ -164,8 +160,8 @@ def endless(epochs: Epochs) -> Generator[tuple[int, Served], None, None]:
 
 
 def main() -> None:
-    """Do the job that stdin names, and print its result."""
-    torch.set_num_threads(1)  # nobody computes here; threads of torch's own would only disturb
+    """Run the job on stdin, and print its result."""
+    torch.set_num_threads(1)  # nothing is computed here, so torch's threads would only interfere
     result = run_cell(Job(**json.load(sys.stdin)))
     print("\n" + json.dumps(result), flush=True)
 

@@ -1,5 +1,6 @@
-"""Whether a peer hands over what it was given: every record of an epoch once, bit for bit. A benchmark of a loader that
-loses records, or widens them, would be one of something else.
+"""Checks that a peer delivers every record of an epoch once, bit for bit.
+
+A loader that loses or widens records does other work, and its time says nothing.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ BLOCK_ROWS = 1024
 
 @dataclass
 class Check:
-    """What was found in one epoch.
+    """The faults of one epoch.
 
     Args:
       records: of the store.
-      served: handed over.
-      lost: records that never came.
-      doubled: records that came more than once.
-      altered: rows that are no record's, or differ in a bit from the record that they say they are.
-      wrong_labels, wrong_texts: records that came with another label or caption.
+      served: records delivered.
+      lost: records never delivered.
+      doubled: records delivered more than once.
+      altered: rows whose bits equal no record.
+      wrong_labels, wrong_texts: records delivered with another label or caption.
       dtypes: of latents and text, other than float16.
       shuffle: blocks of B neighbouring records that a batch draws from, against those of a global shuffle; 1 is global.
     """
@@ -43,7 +44,7 @@ class Check:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong, in words; empty where nothing is."""
+        """The faults in words; empty if there are none."""
         counts = {
             "lost": self.lost,
             "doubled": self.doubled,
@@ -51,12 +52,12 @@ class Check:
             "with a wrong label": self.wrong_labels,
             "with a wrong caption": self.wrong_texts,
         }
-        found = [f"{count} of {self.records} records {what}" for what, count in counts.items() if count]
-        return found + [f"float16 became {dtype}" for dtype in self.dtypes]
+        faults = [f"{count} of {self.records} records {what}" for what, count in counts.items() if count]
+        return faults + [f"float16 became {dtype}" for dtype in self.dtypes]
 
 
 def check_epoch(store: LatentStore, workload: Workload, batches: Iterable[Served]) -> Check:
-    """Compare the batches of one epoch with the store. A latent is known by its bits, which no two records share."""
+    """Compare the batches of one epoch with the store; a latent is identified by its bits, which are unique."""
     check = Check(workload.num_records)
     parts = {workload.latent_shape(rows.bucket): rows for rows in rows_of(store)}
     known = {shape: _rows_by_hash(rows) for shape, rows in parts.items()}
@@ -88,19 +89,19 @@ def check_epoch(store: LatentStore, workload: Workload, batches: Iterable[Served
 
 
 def _hashes(latents: np.ndarray) -> list[int]:
-    """Of the bits of each latent as float16: one that was widened is found, and its dtype told apart."""
+    """Hash each latent as float16, so that a widened one is still recognized."""
     return [xxhash.xxh3_64_intdigest(row) for row in np.ascontiguousarray(latents, np.float16)]
 
 
 def _rows_by_hash(rows: Rows) -> dict[int, int]:
     blocks = (np.arange(start, min(start + BLOCK_ROWS, len(rows))) for start in range(0, len(rows), BLOCK_ROWS))
-    found = {each: int(row) for block in blocks for row, each in zip(block, _hashes(rows.latents(block)), strict=True)}
-    assert len(found) == len(rows), f"{len(rows) - len(found)} records of bucket '{rows.bucket}' are equal"
-    return found
+    row_of = {each: int(row) for block in blocks for row, each in zip(block, _hashes(rows.latents(block)), strict=True)}
+    assert len(row_of) == len(rows), f"{len(rows) - len(row_of)} records of bucket '{rows.bucket}' are equal"
+    return row_of
 
 
 def _same_texts(part: Rows, rows: np.ndarray, batch: Served) -> np.ndarray:
-    """(B,) whether each record came with its caption, bit for bit; row -1 is no record."""
+    """(B,) whether each record has its caption, bit for bit; row -1 is not a record."""
     text, lengths = np.asarray(batch.text), np.asarray(batch.lengths)
     if len(lengths) != len(rows) or lengths.sum() != len(text):
         return np.zeros(len(rows), bool)
@@ -113,7 +114,7 @@ def _equal(got: np.ndarray, wanted: np.ndarray | None) -> bool:
 
 
 def _mixing(rows: np.ndarray, count: int, batch: int) -> float | None:
-    """Blocks that a full batch draws from, against those of a global shuffle; None where that says nothing."""
+    """Blocks that a full batch draws from, relative to a global shuffle; None if the batch is not full."""
     blocks = -(-count // batch)
     if len(rows) < batch or blocks < 2:
         return None

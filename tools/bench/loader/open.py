@@ -1,6 +1,6 @@
 """``leandit bench open``: how long a store takes to open, what it holds in memory, and what a batch costs to plan.
 
-The store is of noise; it is opened in fresh processes, with its files in the page cache, and medians are told.
+The store holds noise. It is opened in fresh processes, with its files in the page cache; medians are reported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLANNED_BATCHES = 4096
 
 
 def run(scratch: Path, records: int, rounds: int) -> dict[str, Any]:
-    """Make the store, unless it is there, and measure.
+    """Make the store if it is missing, and measure.
 
     Raises: ResourceError: a measurement failed.
     """
@@ -71,7 +71,7 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _plan_seconds(size: int) -> float:
-    """Of one batch, planned as the loader does; from all over the epoch."""
+    """Seconds to plan one batch as the loader does, averaged over many."""
     plan = BatchPlan({BUCKET: size}, BATCH, seed=0)
     plan.batches(0, PLANNED_AHEAD)
     start = time.perf_counter()

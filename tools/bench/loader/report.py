@@ -1,4 +1,4 @@
-"""What the loader benchmark found: medians over the rounds, as a table for a person, and as a bar chart."""
+"""The report of the loader benchmark: medians over the rounds, as a text table and as a bar chart."""
 
 from __future__ import annotations
 
@@ -22,39 +22,27 @@ FIGURES = {  # of a mode, from the fields of its cells
     "first_batch_ms": ("first_batch_seconds", 1e3),
     "memory_mb": ("memory_mb", 1),
 }
-HEAD = (
-    "peer",
-    "ratio",
-    "range",
-    "records/s",
-    "CPU us",
-    "ratio",
-    "range",
-    "records/s",
-    "first ms",
-    "MB",
-    "KiB",
-    "shuffle",
-)
-GROUPS = ((1, "in process"), (5, "2 workers"))  # columns above which they stand
+IN_PROCESS_COLUMNS, WORKER_COLUMNS = ("ratio", "range", "records/s", "CPU us"), ("ratio", "range", "records/s")
+HEAD = ("peer", *IN_PROCESS_COLUMNS, *WORKER_COLUMNS, "first ms", "MB", "KiB", "shuffle")
+GROUPS = ((1, "in process"), (5, "2 workers"))  # first column of each group
 OURS_COLOUR, PEER_COLOUR, PALE, BAR = "#c2410c", "#64748b", 0.45, 0.4
 
 
 def summarise(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Medians over the rounds of one peer in one mode, and the range of its ratio; None where every one failed."""
+    """Medians over the rounds of one peer in one mode, and the range of its ratio; None if every round failed."""
     good = [cell for cell in cells if "failed" not in cell]
     if not good:
         return None
     ratios = [cell["ratio"] for cell in good]
-    found: dict[str, Any] = {"ratio": {"median": median(ratios), "min": min(ratios), "max": max(ratios)}}
+    figures: dict[str, Any] = {"ratio": {"median": median(ratios), "min": min(ratios), "max": max(ratios)}}
     for name, (key, unit) in FIGURES.items():
         values = [cell[key] * unit for cell in good if cell[key] is not None]
-        found[name] = median(values) if values else None
-    return found
+        figures[name] = median(values) if values else None
+    return figures
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """The tables of all workloads, with the hardware and what was not measured."""
+    """The tables of all workloads, with the hardware and the peers that are left out."""
     machine = result["hardware"]
     head = [
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['kernel']}, "
@@ -119,27 +107,27 @@ def best_ratio(peer: Mapping[str, Any]) -> float:
 
 
 def notes(peer: Mapping[str, Any]) -> list[str]:
-    """What is to be said of a peer beside its figures: not installed, failed, or not what it was given."""
+    """Remarks on a peer: not installed, failed, or faulty batches."""
     name = peer["name"]
     if "missing" in peer:
         return [f"  {name}: not installed ({', '.join(peer['missing'])})"]
     if "failed" in peer:
         return [f"  {name}: could not be written: {peer['failed']}"]
-    found = []
+    remarks = []
     for mode, checked in peer.get("checks", {}).items():
         untimed = "" if mode in peer.get("modes", {}) else "; not timed"
         if "failed" in checked:
-            found.append(f"  * {name}, {mode}: {checked['failed']}{untimed}")
+            remarks.append(f"  * {name}, {mode}: {checked['failed']}{untimed}")
         elif checked["problems"]:
-            found.append(f"  * {name}, {mode}: {'; '.join(checked['problems'])}{untimed}")
+            remarks.append(f"  * {name}, {mode}: {'; '.join(checked['problems'])}{untimed}")
     for mode, cells in peer.get("cells", {}).items():
         reasons = sorted({cell["failed"] for cell in cells if "failed" in cell})
-        found += [f"  * {name}, {mode}: a round failed: {reason}" for reason in reasons]
-    return found
+        remarks += [f"  * {name}, {mode}: a round failed: {reason}" for reason in reasons]
+    return remarks
 
 
 def check_plot(path: Path) -> None:
-    """Raises: ResourceError: a chart was asked for, and matplotlib is not installed."""
+    """Raises: ResourceError: matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ResourceError(f"--plot '{path}': matplotlib is not installed. Install leandit with its extra 'bench'")
 

@@ -1,4 +1,4 @@
-"""Peers that keep tensors in files of their own kind: ``.npy`` an image, and safetensors shards."""
+"""Peers that keep tensors in plain files: an ``.npy`` for each image, and safetensors shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_npy(rows: list[Rows], folder: Path) -> None:
 
 
 class NpySamples(Dataset):
-    """fast-DiT's way: list both folders at the start, sort, and open two or three files a sample."""
+    """As fast-DiT: list and sort the folders at the start, then open two or three files a sample."""
 
     def __init__(self, workload: Workload, folder: Path) -> None:
         self._folder, self._with_text = folder, bool(workload.token_counts)
@@ -73,7 +73,7 @@ def write_safetensors(rows: list[Rows], folder: Path) -> None:
 
 
 def _shards(part: Rows) -> list[np.ndarray]:
-    """Rows of each shard: not more than LightningDiT's, and not more than fit comfortably into memory."""
+    """Rows of each shard: at most as many as LightningDiT's, and at most ``SHARD_BYTES``."""
     row_bytes = part.latent(0).nbytes
     text = part.text(0)
     if text is not None:
@@ -83,10 +83,10 @@ def _shards(part: Rows) -> list[np.ndarray]:
 
 
 class SafetensorsSamples(Dataset):
-    """LightningDiT's way: a table of which shard holds which image, and the shard opened for every sample.
+    """As LightningDiT: a table from image to shard, and the shard opened for every sample.
 
     Args:
-      keep: keep the shards open instead, once for each process.
+      keep: open each shard once a process instead.
     """
 
     def __init__(self, workload: Workload, folder: Path, *, keep: bool) -> None:
@@ -122,7 +122,7 @@ class SafetensorsSamples(Dataset):
 
 
 def open_safetensors(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """As LightningDiT: a shard is opened for every sample."""
+    """A shard opened for every sample."""
     return by_sample(SafetensorsSamples(workload, folder, keep=False), workload, seed, workers)
 
 

@@ -1,4 +1,4 @@
-"""One flat file a bucket, mapped: the limit that all others are measured against, and what many write by hand on it."""
+"""One memory-mapped flat file a bucket: the limit, and a hand-written Dataset on the same files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Flat(NamedTuple):
 
 
 def write_flat(rows: list[Rows], folder: Path) -> None:
-    """Write a bucket's rows one after the other, and beside them its labels, and its captions likewise."""
+    """Write each bucket's latents, captions and labels, row after row."""
     for part in rows:
         home = folder / part.bucket
         home.mkdir(parents=True, exist_ok=True)
@@ -54,9 +54,9 @@ def open_flat(workload: Workload, folder: Path, bucket: str) -> Flat:
 
 
 def open_gather(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """The limit: one gather a batch, straight from the map into memory that is used again; with workers, in threads.
+    """The limit: one gather a batch, from the map into reused memory; with workers, in threads.
 
-    A batch is overwritten by the next one (with threads, some batches later): nobody can do with less.
+    The next batch overwrites a batch (with threads, some batches later), so no loader can do less work.
     """
     buckets = {bucket: open_flat(workload, folder, bucket) for bucket in workload.buckets}
     return in_threads(_Gather(workload, buckets, slots=2 * workers + 1), workload, seed, workers)
@@ -82,7 +82,7 @@ class _Gather:
         starts = flat.starts[rows]
         lengths = flat.starts[rows + 1] - starts
         text, end = self._texts[slot], 0
-        # By caption, which is faster than a gather of its rows: they follow each other.
+        # Copy by caption, whose rows are contiguous: faster than a gather of single rows.
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             text[end : end + length] = flat.text[start : start + length]
             end += length
@@ -91,7 +91,7 @@ class _Gather:
 
 
 class MappedSamples(Dataset):
-    """A map-style dataset over the flat files, as it is commonly written by hand."""
+    """A map-style dataset over the flat files, as commonly written by hand."""
 
     def __init__(self, workload: Workload, folder: Path) -> None:
         self._open = partial(open_flat, workload, folder)

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..harness.work import Epochs, Planned, Served, Workload
 
-ALIGNMENT = 64  # bytes of a cache line: numpy copies a fifth slower into memory that begins within one
+ALIGNMENT = 64  # bytes of a cache line: numpy copies a fifth slower into unaligned memory
 Sample = tuple[Any, int, Any]
-"""What a map-style dataset gives: latent (C, H, W), label, and text (L, D) or None."""
+"""An item of a map-style dataset: latent (C, H, W), label, and text (L, D) or None."""
 
 
 class PlannedOrder:
@@ -33,14 +33,14 @@ def by_sample(dataset: Dataset, workload: Workload, seed: int, workers: int, sta
     """A map-style dataset of samples, keyed by (bucket, row), behind a DataLoader.
 
     Args:
-      start: how worker processes begin, as "spawn"; None for the platform's own way.
+      start: start method of worker processes, as "spawn"; None for the platform's default.
     """
     order = PlannedOrder(workload, seed, whole=False)
     return _epochs(order, workers, start, dataset=dataset, batch_sampler=order, collate_fn=collate)
 
 
 def by_batch(dataset: Dataset, workload: Workload, seed: int, workers: int, start: str | None = None) -> Epochs:
-    """A dataset that is asked for whole batches, by their ``Planned``, behind a DataLoader."""
+    """A dataset of whole batches, keyed by ``Planned``, behind a DataLoader."""
     order = PlannedOrder(workload, seed, whole=True)
     return _epochs(order, workers, start, dataset=dataset, sampler=order, batch_size=None, collate_fn=_as_it_is)
 
@@ -57,7 +57,7 @@ def _epochs(order: PlannedOrder, workers: int, start: str | None, **how: Any) ->
 
 
 def in_threads(read: Callable[[Planned], Served], workload: Workload, seed: int, threads: int) -> Epochs:
-    """Whole batches, read in this thread or, with several, one by each thread and as many ahead."""
+    """Whole batches, read in this thread, or ahead by a pool: one batch for each thread."""
 
     def epoch(number: int) -> Iterator[Served]:
         plan = workload.plan(number, seed)
@@ -96,7 +96,7 @@ def packed(latents: Any, labels: Any, texts: list[np.ndarray] | None) -> Served:
 
 
 def aligned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """An empty array that begins at a line of the cache."""
+    """An empty array that starts on a cache line."""
     num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

@@ -1,6 +1,6 @@
-"""The table of peers: what each is, how its files are written and how they are read.
+"""The table of peers: how the files of each are written and read.
 
-Each is used as its own documentation advises, in the fastest of the ways that it offers for batches in random order.
+Each is used as its documentation advises, the fastest way that it offers for batches in random order.
 Left out: ffcv, which needs a C++ compiler and OpenCV's headers to install.
 """
 
@@ -26,15 +26,15 @@ class Peer:
     """One way to keep and read latents.
 
     Args:
-      name: as it is called on the command line.
-      how: one line on how it is used.
-      files: folder of its files; peers with the same one share them, and ``STORE`` is the store itself.
-      write: makes the files from the store's rows; None where they are the store.
+      name: on the command line.
+      how: its use, in one line.
+      files: folder of its files, shared by peers of the same folder; ``STORE`` is the store itself.
+      write: makes the files from the store's rows; None if it reads the store itself.
       open: (workload, folder, seed, workers) to the batches of an epoch.
       libraries: distributions by the module that is imported before the clock starts.
-      load: imports them, where that takes more than an import.
-      workloads: names of those it is used for.
-      modes: "w0" in process, "w2" with two workers, or threads where it has threads.
+      load: replaces the plain imports of the libraries.
+      workloads: names of the workloads that it reads.
+      modes: "w0" in process, "w2" with two workers, or two threads if it reads in threads.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Peer:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of its distributions."""
+        """The version of each distribution."""
         return {name: metadata.version(name) for name in self.libraries.values()}
 
 

@@ -19,8 +19,8 @@ from ..harness.work import Epochs, Rows, Served, Workload
 from .loops import Sample, collate
 
 TAR_RECORDS, TAR_BYTES = 1000, 1 << 26  # a shard is full at either
-MIN_SHARDS = 4  # so that two workers have something to choose from
-SHUFFLE_BYTES, SHUFFLE_RECORDS = 1 << 27, 5000  # of WebDataset's shuffle buffer, whichever is less
+MIN_SHARDS = 4  # so that each of two workers has several to shuffle
+SHUFFLE_BYTES, SHUFFLE_RECORDS = 1 << 27, 5000  # of WebDataset's shuffle buffer, whichever is smaller
 CHUNK_BYTES = 1 << 26
 TORCHVISION = {  # what MosaicML Streaming imports of it
     "torchvision": (),
@@ -46,9 +46,9 @@ def write_webdataset(rows: list[Rows], folder: Path) -> None:
 
 
 def open_webdataset(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
-    """Shards shuffled, a shuffle buffer, batches made in the workers.
+    """Shuffled shards, a shuffle buffer, batches made in the workers.
 
-    Each worker hands over what its last batches lack to be full, so that nothing is lost.
+    Each worker also delivers its last, smaller batches, so no record is lost.
     """
     webdataset: Any = importlib.import_module("webdataset")
     urls = sorted(map(str, folder.glob("*.tar")))
@@ -62,7 +62,7 @@ def open_webdataset(workload: Workload, folder: Path, seed: int, workers: int) -
 
 
 def batches_by_shape(samples: Iterable[tuple[Any, ...]], size: int) -> Iterator[Served]:
-    """Collect samples until there is a batch of one shape; what is left at the end makes smaller ones."""
+    """Collect samples into batches of one shape; the rest at the end makes smaller batches."""
     waiting: dict[tuple[int, ...], list[Sample]] = {}
     for latent, label, *text in samples:
         group = waiting.setdefault(latent.shape, [])
@@ -92,7 +92,7 @@ def _tensors(part: Rows, row: int) -> dict[str, Any]:
 def open_litdata(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
     """A StreamingDataset with shuffle=True; several buckets are combined "per_stream", a batch of one each.
 
-    Where a bucket comes to its end, the library fills up the batch from another: those are split.
+    At the end of a bucket the library fills the batch from another bucket; such batches are split.
     """
     litdata: Any = importlib.import_module("litdata")
     parts = [litdata.StreamingDataset(str(folder / bucket), shuffle=True, seed=seed) for bucket in workload.buckets]
@@ -158,15 +158,15 @@ def open_mosaicml(workload: Workload, folder: Path, seed: int, workers: int) -> 
 
 
 def collate_arrays(samples: list[dict[str, Any]]) -> list[Served]:
-    """The same of numpy fields, which may be read-only."""
+    """``collate_named`` for numpy fields, which may be read-only."""
     return collate_named([{k: torch.tensor(v) for k, v in sample.items()} for sample in samples])
 
 
 def streaming() -> Any:
     """Import MosaicML Streaming.
 
-    It imports torchvision for its examples, and the index's build of that does not load beside a CPU build of torch.
-    What the examples take of it by name is then put in its place; nothing that is measured uses it.
+    Its examples import torchvision, whose usual build does not load beside a CPU build of torch. Then empty modules
+    provide the names that the examples import; nothing that is measured uses them.
     """
     try:
         importlib.import_module("torchvision")

@@ -1,7 +1,7 @@
-"""A DiT as one writes it down from the paper, for benchmarks: what a plain training script runs.
+"""A DiT written directly from the paper, as plain training scripts have it, for benchmarks.
 
-Peebles and Xie 2023, section 3: patches, sine-cosine positions, blocks with adaLN-Zero, a linear head. Everything is a
-module of its own, eager; labels are dropped by the training loop. Shapes: B batch, T tokens, E width.
+Peebles and Xie 2023, section 3: patches, sine-cosine positions, blocks with adaLN-Zero, a linear head. Eager
+modules; the training loop drops labels. Shapes: B batch, T tokens, E width.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 
 class PlainAttention(nn.Module):
-    """Self-attention of torch's own kernels."""
+    """Self-attention by torch's ``scaled_dot_product_attention``."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

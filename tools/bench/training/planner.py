@@ -1,9 +1,9 @@
-"""``leandit bench planner``: the memory that the planner says, beside the memory that the real step takes.
+"""``leandit bench planner``: the memory that the planner predicts, compared with the peak of real steps.
 
-Each configuration trains some real steps in a process of its own. On a GPU torch's allocator tells the peak; on a CPU
-the profiler tells every allocation and every release, so the peak is exact there too. Of several ranks one is there:
-its strategy is the real one, and torch's "fake" collectives return at once, so that memory does not depend on when
-other processes come. (gloo also copies what it gathers, and lets go of it whenever its threads happen to run.)
+Each configuration trains some real steps in a fresh process. On a GPU torch's allocator reports the peak; on a CPU the
+profiler records every allocation and release, so the peak is exact too. Of several ranks only one runs, with its real
+strategy: torch's "fake" collectives return at once, so memory does not depend on the timing of other processes. (gloo
+also copies what it gathers, and frees the copies whenever its threads happen to run.)
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ..harness.fresh_process import run_in_fresh_process
 from ..harness.meters import hardware
 
 MIB = 2**20
-STEPS = 3  # the first makes the optimizer's state, and is not counted
-MEASURED = "leandit: measured"  # mark in the profile from which on the peak counts
+STEPS = 3  # the first allocates the optimizer's state, and is not counted
+MEASURED = "leandit: measured"  # marks the start of the measured steps in the profile
 CHECKPOINTED = "run.activation_checkpointing=blocks"
 BUCKET = 10_000_000  # elements of DeepSpeed's bucket, whose default of 5e8 would be most of the memory
-# What sets each strategy of the planner; of DeepSpeed the file of its config.
+# Overrides that select each strategy of the planner; for DeepSpeed the file of its config.
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "single": (),
     "ddp": ("parallel.strategy=ddp",),
@@ -122,7 +122,7 @@ ON_GPU = (
 def run(device: torch.device, overrides: list[str], cases: tuple[Case, ...], progress: ProgressLine) -> dict[str, Any]:
     """Predict and measure each configuration.
 
-    Raises: ResourceError: a step did not run.
+    Raises: ResourceError: a step failed.
     """
     rows = []
     with tempfile.TemporaryDirectory(prefix="leandit-bench-") as folder:
@@ -135,7 +135,7 @@ def run(device: torch.device, overrides: list[str], cases: tuple[Case, ...], pro
 
 
 def job_of(case: Case, device: torch.device, folder: Path, *overrides: str) -> dict[str, Any]:
-    """A case as JSON values, for processes of its own; a config of DeepSpeed is written into the folder."""
+    """A case as JSON values, for a fresh process; writes DeepSpeed's config into the folder."""
     if case.strategy.startswith("zero-"):
         zero = {"stage": int(case.strategy.removeprefix("zero-")), "reduce_bucket_size": BUCKET}
         (folder / f"{case.strategy}.json").write_text(json.dumps({"zero_optimization": zero}))
@@ -164,7 +164,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def predict(job: dict[str, Any]) -> int:
-    """Bytes that the planner says torch's allocator hands out at the peak."""
+    """Bytes that the planner predicts for the peak of torch's allocator."""
     work, device = _work(job), torch.device(job["device"])
     trace = trace_step(
         work,
@@ -183,9 +183,9 @@ def predict(job: dict[str, Any]) -> int:
 
 
 def measure_apart(job: dict[str, Any]) -> int:
-    """Peak of real steps, in a fresh process.
+    """Peak of real steps in bytes, in a fresh process.
 
-    Raises: ResourceError: it failed.
+    Raises: ResourceError: the process failed.
     """
     return run_in_fresh_process(__name__, json.dumps(job), command=f"bench planner, {job['recipe']}")
 
@@ -210,13 +210,13 @@ def _on_cpu(job: dict[str, Any]) -> int:
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         steps = _steps(job, torch.device("cpu"))
         next(steps)
-        with torch.profiler.record_function(MEASURED):  # the profiler's clock may be off from that of Python
+        with torch.profiler.record_function(MEASURED):  # the profiler's clock may differ from Python's
             for _ in steps:
                 pass
     assert profiler.profiler is not None
-    found: list[Any] = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-    begin = next(event.start_ns() for event in found if event.name() == MEASURED)
-    changes = sorted((event.start_ns(), event.nbytes()) for event in found if event.name() == "[memory]")
+    events: list[Any] = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    begin = next(event.start_ns() for event in events if event.name() == MEASURED)
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     total = peak = 0
     for moment, num_bytes in changes:
         total += num_bytes
@@ -225,12 +225,14 @@ def _on_cpu(job: dict[str, Any]) -> int:
 
 
 def _steps(job: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """Train on noise; one turn a step."""
-    work, ranks = _work(job), _place(job)
+    """Train on noise; yields after each step."""
+    work, ranks = _work(job), _ranks(job)
     size = job["microbatch"] * job["count"]
     learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, ranks=ranks)
     if isinstance(learner.engine.forward, DistributedDataParallel):
-        learner.engine.forward.register_comm_hook(None, noop_hook)  # it waits for a result that "fake" does not give
+        learner.engine.forward.register_comm_hook(
+            None, noop_hook
+        )  # the default hook waits for a result that "fake" never returns
     batch = synthetic_batch(work.store, work.largest_bucket, size, work.tokens, device)
     batch = replace(batch, global_size=size * ranks.world_size).finish()
     for _ in range(STEPS):
@@ -238,13 +240,13 @@ def _steps(job: dict[str, Any], device: torch.device) -> Iterator[None]:
         yield
 
 
-def _place(job: dict[str, Any]) -> Ranks:
-    """The rank that this process is: the last one, whose part of the gradients is there first."""
+def _ranks(job: dict[str, Any]) -> Ranks:
+    """The rank of this process: the last one, whose part of the gradients is computed first."""
     if job["ranks"] == 1:
         return ALONE
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    rank = 0 if job["strategy"] == "zero-3" else job["ranks"] - 1  # the ranks of ZeRO-3 compare what rank 0 says
+    rank = 0 if job["strategy"] == "zero-3" else job["ranks"] - 1  # ZeRO-3 checks the ranks against rank 0
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job["ranks"])
     return Ranks(rank, job["ranks"], rank, job["ranks"])
 

@@ -1,4 +1,4 @@
-"""The steps that ``bench train`` measures: ours, and those of the usual loops around diffusers' DiT and a plain one."""
+"""The steps that ``bench train`` measures: ours, and usual loops around diffusers' DiT and a plain DiT."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ...plan.workload import TrainingWorkload
 from ...synthetic.batches import synthetic_batch, synthetic_learner
 from ..harness.meters import hardware
 
-WARM_STEPS = 3  # of a cell, not counted: what is compiled, cached or allocated at first
+WARM_STEPS = 3  # not counted: compile, fill caches, allocate
 LOSS_EVERY = 10  # steps after which our loop reads its loss, as run.log_every
 Step = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked for.
+class StepRequest:
+    """What to measure.
 
     Args:
       steps: of each cell in each round.
@@ -41,8 +41,8 @@ class Request:
     store: str | None = None
 
 
-def our_step(request: Request) -> Step:
-    """One step of our loop on noise; the loss is read as seldom as the loop does."""
+def our_step(request: StepRequest) -> Step:
+    """One step of our loop on noise; the loss is read every ``LOSS_EVERY`` steps, as in the loop."""
     work, device = request.work, request.device
     compiled = work.recipe.run.compile and device.type == "cuda"
     learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, compiled=compiled)
@@ -59,8 +59,8 @@ def our_step(request: Request) -> Step:
     return step
 
 
-def usual_step(request: Request, model: nn.Module) -> Step:
-    """One step as the usual loops have it, with our objective, on the same kind of batch."""
+def usual_step(request: StepRequest, model: nn.Module) -> Step:
+    """One step of a usual loop, with our objective, on the same kind of batch."""
     work, device, recipe = request.work, request.device, request.work.recipe
     model = model.to(device).train()
     averages = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -115,7 +115,7 @@ def plain_dit(spec: ModelSpec) -> nn.Module:
 
 
 class DiffusersDiT(nn.Module):
-    """diffusers' class behind the call of the others; it drops labels itself, which is turned off."""
+    """diffusers' class with the call of the others; its own label dropout is turned off."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class DiffusersDiT(nn.Module):
         )
         for module in self.net.modules():
             if hasattr(module, "dropout_prob"):
-                setattr(module, "dropout_prob", 0.0)  # noqa: B010 (a type checker takes it for a tensor)
+                setattr(module, "dropout_prob", 0.0)  # noqa: B010 (for a type checker it is a tensor)
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         return self.net(x, timestep=t, class_labels=y, return_dict=False)[0]
@@ -151,7 +151,7 @@ def device_name(device: torch.device) -> str:
 
 
 def timed(step: Callable[[], object], count: int, device: torch.device) -> float:
-    """Seconds of some steps, the device's work included."""
+    """Seconds of ``count`` steps, including the device's work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()

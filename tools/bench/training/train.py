@@ -1,9 +1,8 @@
-"""``leandit bench train``: our training step beside the usual ones, and our real loop beside its bare step.
+"""``leandit bench train``: our training step compared with usual ones, and our real loop with its bare step.
 
-Beside our step run, on the same noise with the same objective, precision and batch: diffusers'
-``DiTTransformer2DModel`` and a plain DiT (``plain_dit.py``), each in the loop that is usual (DiT, SiT and others):
-eager modules, AdamW as torch constructs it, averages parameter by parameter in Python, the loss read at every step. All
-take turns in one process.
+On the same noise, with the same objective, precision and batch: our step, diffusers' ``DiTTransformer2DModel`` and a
+plain DiT (``plain_dit.py``), the latter two in the usual loop (of DiT, SiT and others): eager modules, AdamW as torch
+constructs it, averages parameter by parameter in Python, the loss read at every step. All alternate in one process.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from ..harness.rounds import alternating_rounds, median_and_range, ratios
 from .steps import (
     LOSS_EVERY,
     WARM_STEPS,
-    Request,
     Step,
+    StepRequest,
     device_name,
     diffusers_dit,
     our_step,
@@ -48,8 +47,8 @@ from .steps import (
 OURS, DIFFUSERS, PLAIN = "leandit", "diffusers", "plain"
 
 
-def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
-    """Measure, the cells in turn.
+def run(request: StepRequest, progress: ProgressLine) -> dict[str, Any]:
+    """Measure all cells in alternating rounds.
 
     Raises: RecipeError: unknown data.
     """
@@ -83,7 +82,7 @@ def run(request: Request, progress: ProgressLine) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Name and value of each line: medians of all rounds, least and most; ratios of figures of one round."""
+    """Name and value of each line: medians and ranges over the rounds; a ratio is of rates of the same round."""
     rates: dict[str, list[float]] = result["images_per_second"]
     first = next(iter(rates))
     rows = [
@@ -101,10 +100,10 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-# ------------------------------------------------------------------------------------------------ beside the usual ones
+# ---------------------------------------------------------------------------------------------- against the usual ones
 
 
-def _beside(request: Request, progress: ProgressLine) -> dict[str, list[float]]:
+def _beside(request: StepRequest, progress: ProgressLine) -> dict[str, list[float]]:
     """Images a second of each cell in each round."""
     spec = request.work.spec
     cells: dict[str, Step] = {OURS: our_step(request)}
@@ -123,8 +122,8 @@ def _beside(request: Request, progress: ProgressLine) -> dict[str, list[float]]:
 # --------------------------------------------------------------------------------------------- the real loop on a store
 
 
-def _on_store(request: Request, progress: ProgressLine) -> tuple[dict[str, list[float]], list[float]]:
-    """Images a second of the real loop on a store, and of its step on one batch of noise; time outside, on a CPU."""
+def _on_store(request: StepRequest, progress: ProgressLine) -> tuple[dict[str, list[float]], list[float]]:
+    """Images a second of the real loop on a store and of its step on one batch; on a CPU also the shares outside."""
     work, size = request.work, request.work.recipe.run.global_batch
     rates: dict[str, list[float]] = {"store": [], "synthetic": []}
     outside = []
@@ -147,23 +146,23 @@ def real_loop(
 ) -> tuple[float, float]:
     """Seconds of a step of ``leandit train``, and the share of it outside forward, backward and update.
 
-    On a GPU work is only started here, so there the share says nothing.
+    On a GPU, work is only launched here, so the share means nothing there.
 
     Args:
-      steps: to be measured, at least; whole intervals of reports.
+      steps: least number of measured steps, rounded up to whole report intervals.
     """
     steps = LOSS_EVERY * -(-steps // LOSS_EVERY)
-    last = LOSS_EVERY + steps  # what comes before the first report is not counted
+    last = LOSS_EVERY + steps  # steps before the first report are not counted
     changed = {"steps": last, "log_every": LOSS_EVERY, "checkpoint_every": last}
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update=changed)})
     marks: list[tuple[float, float]] = []
-    with Inside() as inside:
+    with ComputeTimer() as timer:
         loop.train(
             recipe,
             store_path=store,
             run=run_folder,
             device=device,
-            report=lambda figures: marks.append((time.perf_counter(), inside.seconds)),
+            report=lambda figures: marks.append((time.perf_counter(), timer.seconds)),
             stop=StopRequest(),
             warn=lambda message: None,
         )
@@ -171,7 +170,7 @@ def real_loop(
     return (end - start) / steps, 1 - (within_after - within_before) / (end - start)
 
 
-def _noise_store(request: Request, path: Path) -> Path:
+def _noise_store(request: StepRequest, path: Path) -> Path:
     work = request.work
     make_store(
         path,
@@ -184,17 +183,17 @@ def _noise_store(request: Request, path: Path) -> Path:
     return path
 
 
-class Inside:
-    """Sums the time that this thread spends in the forward with its loss, in the backward, and in the update.
+class ComputeTimer:
+    """Sums the seconds that this thread spends in forward and loss, in backward, and in update.
 
-    The update is clipping, optimizer and averages. Data, draws, conditioning, figures and checkpoints are outside.
+    Update is clipping, optimizer and averages. Data, draws, conditioning, metrics and checkpoints are outside.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Inside:
+    def __enter__(self) -> ComputeTimer:
         owners: list[tuple[Any, str]] = [
             (step_module, "image_losses"),
             (TorchEngine, "backward"),
