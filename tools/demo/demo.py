@@ -1,7 +1,7 @@
-"""``leandit demo``: the whole way on made-up pictures, on a CPU, in minutes, with a measurement at the end.
+"""``leandit demo``: both stages on generated pictures, on a CPU, in minutes, with a measurement at the end.
 
-Draw captioned pictures, encode them once, inspect the store, train a small text-conditioned DiT on it, sample, and
-count how many samples show the colour and the shape that their captions say, beside the same for shuffled captions.
+Draws captioned pictures, encodes them once, inspects the store, trains a small text-conditioned DiT, samples, and
+counts samples whose colour and shape match the caption; shuffled captions are the baseline.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ RECIPE = "demo"
 SAMPLES_PER_BUCKET = 64
 SAMPLE_STEPS = 24
 GUIDANCE = 3.0
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Score:
-    """Share of samples whose main object has the colour and the shape that a caption says."""
+    """Share of samples whose main object has the colour and the shape of the caption."""
 
     colour: float
     shape: float
@@ -66,76 +67,89 @@ class Score:
 def run_demo(
     out: Path, *, num_pictures: int, overrides: list[str], stop: StopRequest, say: Callable[[str], None]
 ) -> dict:
-    """Run all stages; the same call again goes on where it stopped.
+    """Run all stages; the same call again resumes.
 
     Args:
-      out: folder that gets pictures, store, run and results.
-      num_pictures: drawn.
+      out: folder for pictures, store, run and results.
       overrides: of the train recipe.
       say: prints results.
     Returns: stages, scores and paths, as plain values.
     """
-    device = torch.device("cpu")
-    pictures, store_path, run = out / "pictures", out / "store", out / "run"
-    stages = []
+    stages: list[Stage] = []
 
-    with ProgressLine() as progress:
+    def timed(name: str, stage: Callable[[], tuple[int, int]]) -> None:
+        """Run a stage that returns its images and bytes."""
         start = time.perf_counter()
-        size = draw_pictures_folder(pictures, num_pictures, progress)
-        stages.append(Stage("draw pictures", time.perf_counter() - start, num_pictures, size))
+        images, size = stage()
+        stages.append(Stage(name, time.perf_counter() - start, images, size))
 
-        start = time.perf_counter()
-        recipe = precompute_config.load(RECIPE, [])
-        report = precompute(recipe, source_path=pictures, store_path=store_path, device=device, progress=progress)
-        assert report.manifest is not None, "without parts, a precompute ends with the seal"
-        size = sum(entry.bytes for entry in report.manifest.files)
-        stages.append(Stage("precompute", time.perf_counter() - start, report.num_encoded, size))
-
-    start = time.perf_counter()
-    store = LatentStore(store_path)
-    say(render(summarise(store)) + "\n")
-    decoder = load_decoder(encoder_section(store.spec, "vae", store.path), None, device)
-    store_sheet(store, decoder, choose_records(store, count=24)).save(out / "contact-sheet.png")
-    stages.append(Stage("inspect", time.perf_counter() - start, store.records.num_rows, 0))
-
-    start = time.perf_counter()
-    recipe = train_config.load(RECIPE, overrides)
-    with ProgressLine() as progress:
-
-        def show(figures: StepReport) -> None:
-            note = f"loss {figures.loss:.3f}  {figures.images_per_second:.0f} images/s"
-            progress("train", figures.step, recipe.run.steps, note)
-
-        keep_freed_memory()
-        outcome = train(recipe, store_path=store_path, run=run, device=device, report=show, stop=stop)
-    if not outcome.finished:
-        raise KeyboardInterrupt
-    size = sum(path.stat().st_size for path in run.glob("snapshot-*/*"))
-    stages.append(Stage("train", time.perf_counter() - start, outcome.num_images, size))
-
-    start = time.perf_counter()
-    drawn, captions = sample_captions(run, store, device)
-    own, shuffled = score(drawn, captions), score(drawn, shuffle(captions))
-    shown = list(zip(drawn, captions, strict=True))[:: len(drawn) // 24][:24]
-    draw_sheet([Cell(pixels, caption) for pixels, caption in shown]).save(out / "samples.png")
-    size = (out / "samples.png").stat().st_size
-    stages.append(Stage("sample, measure", time.perf_counter() - start, len(drawn), size))
-
+    timed("draw pictures", lambda: (num_pictures, _draw_pictures(out, num_pictures)))
+    timed("precompute", lambda: _precompute(out))
+    timed("inspect", lambda: _inspect(out, say))
+    timed("train", lambda: _train(out, overrides, stop))
+    scores: list[Score] = []
+    timed("sample, measure", lambda: _sample(out, scores))
+    matched, shuffled, num_samples = *scores, stages[-1].images
     result = {
         "stages": [asdict(stage) for stage in stages],
-        "num_samples": len(drawn),
-        "score": asdict(own),
+        "num_samples": num_samples,
+        "score": asdict(matched),
         "score_shuffled": asdict(shuffled),
         "contact_sheet": str(out / "contact-sheet.png"),
         "samples": str(out / "samples.png"),
     }
     write_atomic(out / "demo.json", canonical_json(result))
-    say(render_result(stages, own, shuffled, len(drawn), out))
+    say(render_result(stages, matched, shuffled, num_samples, out))
     return result
 
 
+def _draw_pictures(out: Path, num_pictures: int) -> int:
+    with ProgressLine() as progress:
+        return draw_pictures_folder(out / "pictures", num_pictures, progress)
+
+
+def _precompute(out: Path) -> tuple[int, int]:
+    recipe, paths = precompute_config.load(RECIPE, []), {"source_path": out / "pictures", "store_path": out / "store"}
+    with ProgressLine() as progress:
+        report = precompute(recipe, **paths, device=CPU, progress=progress)
+    assert report.manifest is not None, "without parts, a precompute ends with the seal"
+    return report.num_encoded, sum(entry.bytes for entry in report.manifest.files)
+
+
+def _inspect(out: Path, say: Callable[[str], None]) -> tuple[int, int]:
+    store = LatentStore(out / "store")
+    say(render(summarise(store)) + "\n")
+    decoder = load_decoder(encoder_section(store.spec, "vae", store.path), None, CPU)
+    store_sheet(store, decoder, choose_records(store, count=24)).save(out / "contact-sheet.png")
+    return store.records.num_rows, 0
+
+
+def _train(out: Path, overrides: list[str], stop: StopRequest) -> tuple[int, int]:
+    recipe, run = train_config.load(RECIPE, overrides), out / "run"
+    with ProgressLine() as progress:
+
+        def show(report: StepReport) -> None:
+            note = f"loss {report.loss:.3f}  {report.images_per_second:.0f} images/s"
+            progress("train", report.step, recipe.run.steps, note)
+
+        keep_freed_memory()
+        outcome = train(recipe, store_path=out / "store", run=run, device=CPU, report=show, stop=stop)
+    if not outcome.finished:
+        raise KeyboardInterrupt
+    return outcome.num_images, sum(path.stat().st_size for path in run.glob("snapshot-*/*"))
+
+
+def _sample(out: Path, scores: list[Score]) -> tuple[int, int]:
+    """Sample, and append the scores for the right and for shuffled captions."""
+    pictures, captions = sample_captions(out / "run", LatentStore(out / "store"), CPU)
+    scores += [score(pictures, captions), score(pictures, shuffle(captions))]
+    shown = list(zip(pictures, captions, strict=True))[:: len(pictures) // 24][:24]
+    draw_sheet([Cell(pixels, caption) for pixels, caption in shown]).save(out / "samples.png")
+    return len(pictures), (out / "samples.png").stat().st_size
+
+
 def draw_pictures_folder(folder: Path, count: int, progress: ProgressLine) -> int:
-    """Draw the pictures and their ``metadata.jsonl``, unless they are there.
+    """Draw the pictures and their ``metadata.jsonl``, unless they exist.
 
     Returns: bytes of the folder.
     """
@@ -153,7 +167,7 @@ def draw_pictures_folder(folder: Path, count: int, progress: ProgressLine) -> in
 
 
 def sample_captions(run: Path, store: LatentStore, device: torch.device) -> tuple[list[np.ndarray], list[str]]:
-    """Draw a sample for captions of the store, as many in each bucket."""
+    """Sample captions of the store, equally many from each bucket."""
     snapshot = load_snapshot(run, device)
     decoder = load_decoder(snapshot.state["vae"]["model"], None, device)
     texts = store.captions["text"].to_pylist()
@@ -172,7 +186,7 @@ def sample_captions(run: Path, store: LatentStore, device: torch.device) -> tupl
 
 
 def score(pictures: list[np.ndarray], captions: list[str]) -> Score:
-    """Compare what each picture shows, by the pixel rule, with what its caption says."""
+    """Compare the main object of each picture, by the pixel rule, with its caption."""
     found = [read_main_object(picture) for picture in pictures]
     said = [main_object_of(caption) for caption in captions]
     return Score(
@@ -182,11 +196,11 @@ def score(pictures: list[np.ndarray], captions: list[str]) -> Score:
 
 
 def shuffle(captions: list[str]) -> list[str]:
-    """The captions in another order: what a model that ignores them would score against."""
+    """The captions in another order: the baseline of a model that ignores them."""
     return [captions[i] for i in np.random.default_rng(0).permutation(len(captions))]
 
 
-def render_result(stages: list[Stage], own: Score, shuffled: Score, num_samples: int, out: Path) -> str:
+def render_result(stages: list[Stage], matched: Score, shuffled: Score, num_samples: int, out: Path) -> str:
     """The table of stages, the scores, and what to try next."""
     lines = [f"{'stage':<18}{'seconds':>9}{'images':>9}{'images/s':>10}{'MiB':>8}"]
     for s in stages:
@@ -198,7 +212,7 @@ def render_result(stages: list[Stage], own: Score, shuffled: Score, num_samples:
         "",
         f"{num_samples} samples, main object as the caption says:",
         f"  {'':<20}{'colour':>8}{'shape':>8}",
-        f"  {'own captions':<20}{own.colour:8.0%}{own.shape:8.0%}",
+        f"  {'own captions':<20}{matched.colour:8.0%}{matched.shape:8.0%}",
         f"  {'shuffled captions':<20}{shuffled.colour:8.0%}{shuffled.shape:8.0%}",
         "",
         f"decoded records   {out / 'contact-sheet.png'}",

@@ -2,9 +2,9 @@
 
     python -m leandit.tools.demo.demo_encoders --out precompute/demo_encoders
 
-The VAE learns the demo's own pictures for some minutes. The T5 learns, in one, to say at every token what the whole
-caption says: so the word "red" knows whether it is the main object's colour, as in a T5 that has read the web. Both are
-saved in the layout of the hub, so the demo loads them through the very code that loads the full-size ones.
+The VAE trains on the demo's pictures for some minutes. The T5 trains for one minute to predict the content of the whole
+caption at every token, so the embedding of "red" shows whether it is the main object's colour, as in a pretrained T5.
+Both are saved in the layout of the hub, so the demo loads them with the code that loads full-size encoders.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ANCHOR_WEIGHT = 1.0
 
 
 def train_t5(out: Path, *, steps: int, batch_size: int) -> None:
-    """Train the T5 encoder on captions alone and save it with a word-level tokenizer of the demo's own words."""
+    """Train the T5 encoder on captions and save it with a word-level tokenizer of the demo's words."""
     words = {"a", "and", "big", "small", "tiny", *COLOURS, *SHAPES, *(w for r in RELATIONS for w in r.split())}
     vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *sorted(words)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -122,7 +122,7 @@ def train_vae(out: Path, *, steps: int, batch_size: int, num_pictures: int) -> N
 
 
 def _facts(caption: str) -> list[str]:
-    """What a caption says: size, relation, both objects' colours and shapes; "" where it is silent."""
+    """Size, relation, colours and shapes in a caption; "" for what it does not mention."""
     words = caption.split()
     said = [[w for w in words if w in kind] for kind in (("big", "small"), {r.split()[0] for r in RELATIONS})]
     of_objects = [[w for w in words if w in kind] for kind in (COLOURS, SHAPES)]

@@ -1,7 +1,7 @@
-"""Made-up pictures of coloured shapes with captions, and the pixel rule that tells whether a picture shows its caption.
+"""Generated pictures of coloured shapes with captions, and the pixel rule that compares a picture with its caption.
 
-The demo draws a few thousand of these. The first-named object of a caption is the larger one, so that "the main object"
-of any picture, drawn or sampled, is simply the colour that covers the most pixels. Nothing here knows a model.
+The first object in a caption is the larger one, so the main object of any picture, drawn or sampled, has the colour
+that covers most pixels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CIRCLE_FILL = 0.71
 
 @dataclass(frozen=True)
 class Scene:
-    """What one picture shows: a main object and, perhaps, a smaller second one beside it."""
+    """A picture: a main object, and optionally a smaller second one."""
 
     height_px: int
     width_px: int
@@ -71,7 +71,7 @@ def draw_scene(scene: Scene) -> Image.Image:
         centre_y += scene.shift[0] * (centre_y - radius) * MAX_SHIFT
         centre_x += scene.shift[1] * (centre_x - radius) * MAX_SHIFT
     else:
-        # The pair stands along one axis: "a above b" puts a in the upper part.
+        # The pair lies on one axis: "a above b" puts a in the upper part.
         sign_y, sign_x = {"above": (-1, 0), "below": (1, 0), "left of": (0, -1), "right of": (0, 1)}[scene.relation]
         gap = 0.06 * short
         lead = other_radius + gap / 2  # so that the pair as a whole is centred
@@ -84,7 +84,7 @@ def draw_scene(scene: Scene) -> Image.Image:
 
 
 def make_scenes(count: int, *, seed: int) -> list[Scene]:
-    """Draw ``count`` random scenes from a generator of their own, so that the same seed gives the same pictures."""
+    """``count`` random scenes; the same seed gives the same scenes."""
     rng = np.random.default_rng(seed)
     colours = list(COLOURS)
     scenes = []
@@ -109,11 +109,11 @@ def make_scenes(count: int, *, seed: int) -> list[Scene]:
 
 
 def read_main_object(picture: np.ndarray) -> tuple[str, str] | None:
-    """Say what the main object of a picture is, by counting pixels.
+    """Find the main object of a picture by counting pixels.
 
     Args:
       picture: (height, width, 3) uint8.
-    Returns: (colour, shape), or None where under 1 % of the pixels have a colour at all.
+    Returns: (colour, shape), or None if under 1 % of the pixels are coloured.
     """
     rgb = picture.astype(np.float32) / 255
     chroma = rgb.max(axis=2) - rgb.min(axis=2)
@@ -130,7 +130,7 @@ def read_main_object(picture: np.ndarray) -> tuple[str, str] | None:
 
 
 def main_object_of(caption: str) -> tuple[str, str]:
-    """Say which colour and shape a caption names first."""
+    """The first colour and shape in a caption."""
     words = caption.split()
     return next(w for w in words if w in COLOURS), next(w for w in words if w in SHAPES)
 

@@ -1,7 +1,7 @@
 """``leandit export``: a snapshot as a folder that diffusers' pipelines load, or as files in DiT's official layout.
 
-What the pipelines take beside the transformer and its scheduler is named in the folder's index; it is copied only where
-that is asked for, and then only if it is what the store was made with.
+The folder's index names the other parts of a pipeline (VAE, text encoder, tokenizer). They are copied only on request,
+and only if they are the ones that made the store.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def export(
     vae: str | None = None,
     text: str | None = None,
 ) -> dict:
-    """Write the averaged weights of a run for other programs; the folder is there whole or not at all.
+    """Write the averaged weights of a run for other programs; the folder appears complete or not at all.
 
     Args:
       run: or a folder that ``leandit average`` has made.
-      layout: "diffusers": what a pipeline loads; "official": of DiT, `.safetensors` and `.pt`.
-      step: of which snapshot; 0: the newest.
-      encoders: copy the VAE, text encoder and tokenizer of the store too, where they are at hand.
-      vae, text: where those lie now: folder or hub id.
+      layout: "diffusers": the folder of a pipeline; "official": DiT's `.safetensors` and `.pt`.
+      step: of the snapshot; 0: the newest.
+      encoders: also copy the VAE, text encoder and tokenizer of the store.
+      vae, text: their current location: folder or hub id.
     Returns: what was written, as plain values.
-    Raises: RunError: the layout cannot hold the model, or the folder is there; EncoderError: an encoder is not at hand.
+    Raises: RunError: the layout cannot hold the model, or the folder exists; EncoderError: an encoder cannot be found.
     """
     if out.exists():
-        raise RunError(f"folder '{out}': it is there already. Give another --out.")
+        raise RunError(f"folder '{out}': it already exists. Give another --out.")
     snapshot = load_snapshot(run, torch.device("cpu"), step)
     if layout == "official":
         check_official(snapshot, encoders=encoders)
@@ -71,7 +71,7 @@ def export(
     sweep_strays(out.parent)
     recipe = (run / RECIPE).read_text() if (run / RECIPE).is_file() else None
     if not write_folder(out, with_card(files, snapshot, layout, notes, recipe), replace=False):
-        raise RunError(f"folder '{out}': it was made meanwhile. Give another --out.")
+        raise RunError(f"folder '{out}': another process created it. Give another --out.")
     return {
         "snapshot": snapshot.path.name,
         "step": snapshot.step,
@@ -83,11 +83,11 @@ def export(
     }
 
 
-# ------------------------------------------------------------------------------------------------------------- refuse
+# ------------------------------------------------------------------------------------------------------------- checks
 
 
 def check_official(snapshot: Snapshot, *, encoders: bool) -> None:
-    """Refuse what the official layout of DiT cannot hold.
+    """Raise if the official layout of DiT cannot hold the model.
 
     Raises: RunError.
     """
@@ -98,7 +98,7 @@ def check_official(snapshot: Snapshot, *, encoders: bool) -> None:
 
 
 def check_diffusers(snapshot: Snapshot) -> None:
-    """Refuse a DiT that diffusers' class is not.
+    """Raise if diffusers' class cannot hold the model.
 
     Raises: RunError.
     """
@@ -110,7 +110,9 @@ def check_diffusers(snapshot: Snapshot) -> None:
     differing = [name for name, value in spec.options if value != getattr(DiTOptions(), name)]
     if differing:
         option = f"model.{differing[0]} = {getattr(spec.options, differing[0])!r}"
-        raise RunError(f"model '{spec.name}': it was trained with {option}, which diffusers' DiT has not. {instead}")
+        raise RunError(
+            f"model '{spec.name}': it was trained with {option}, which diffusers' DiT does not support. {instead}"
+        )
     if spec.num_classes > NULL_LABEL:
         raise RunError(
             f"model '{spec.name}': it has {spec.num_classes} classes, DiTPipeline takes {NULL_LABEL} at most, since "
@@ -129,7 +131,7 @@ def official_files(snapshot: Snapshot) -> Files:
 
 
 def diffusers_files(snapshot: Snapshot, copies: dict[str, Path]) -> Files:
-    """What a pipeline's folder holds."""
+    """The files of a pipeline's folder."""
     scheduler = pipeline_scheduler(snapshot.objective, takes_flow_match=family_of(snapshot.spec.name) == "sana")
     config, weights = transformer_of(snapshot)
     yield TRANSFORMER[0], canonical_json(config)
@@ -141,10 +143,10 @@ def diffusers_files(snapshot: Snapshot, copies: dict[str, Path]) -> Files:
 
 
 def tokenizer_class(folder: Path) -> str | None:
-    """What the tokenizer of a folder calls its class."""
+    """The class that a tokenizer's folder names, if any."""
     path = folder / "tokenizer_config.json"
-    found = read_json(path) if path.is_file() else None
-    name = found.get("tokenizer_class") if isinstance(found, dict) else None
+    config = read_json(path) if path.is_file() else None
+    name = config.get("tokenizer_class") if isinstance(config, dict) else None
     return name if isinstance(name, str) and name.isidentifier() else None
 
 
@@ -170,7 +172,7 @@ def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.
             "num_embeds_ada_norm": NULL_LABEL,
             "norm_type": "ada_norm_zero",
             "norm_elementwise_affine": False,
-            "norm_eps": 1e-6,  # the official one, which the class takes for one of the norms of a block only if told
+            "norm_eps": 1e-6,  # the official value; the class uses it in one of a block's norms only if it is set
             "activation_fn": "gelu-approximate",
             "attention_bias": True,
         }
@@ -178,7 +180,7 @@ def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.
 
 
 def index_of(snapshot: Snapshot, scheduler: str, tokenizer_folder: Path | None) -> dict[str, Any]:
-    """``model_index.json``: the pipeline, and which class each of its parts is of."""
+    """``model_index.json``: the pipeline, and the class of each part."""
     from diffusers import __version__ as diffusers_version
 
     spec, state = snapshot.spec, snapshot.state
@@ -203,11 +205,11 @@ def transformer_name(snapshot: Snapshot) -> str:
 
 
 def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str | None) -> dict[str, Path]:
-    """Where the encoders of the store lie, by their names in a pipeline's folder.
+    """Folders of the store's encoders, by their names in a pipeline's folder.
 
     Args:
-      vae_place, text_place: where they lie now, if not where the store was made.
-    Raises: EncoderError: one is not at hand, or is another.
+      vae_place, text_place: their current location, if they have moved.
+    Raises: EncoderError: one cannot be found, or did not make the store.
     """
     from ...precompute.config import TextSection, VaeSection
     from ...precompute.encoders.model_files import (
@@ -227,32 +229,32 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
         takes_text, moved = snapshot.spec.takes_text, {"model": text_place} if text_place else {}
         text = TextSection.model_validate(state["text_encoder"]["model"] | moved) if takes_text else None
     except (ValidationError, TypeError) as error:
-        raise EncoderError(f"snapshot '{snapshot.path}': its encoders are not named ({error}).") from error
+        raise EncoderError(f"snapshot '{snapshot.path}': it does not name its encoders ({error}).") from error
     wanted: list[tuple[str, str, VaeSection | TextSection, str]] = []
     wanted.append(("vae", VAE_WEIGHTS, vae, state["vae"]["weights_sha256"]))
     if text:
         wanted.append(("text_encoder", TEXT_WEIGHTS, text, state["text_encoder"]["weights_sha256"]))
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for name, stem, section, made_with in wanted:
         what, flag = f"--encoders: {name}", "--vae" if name == "vae" else "--text"
         files = (CONFIG, *weight_names(stem))
         try:
-            found[name], _ = resolve_model(section.model, section.subfolder, section.revision, files=files, what=what)
-            weights_sha256 = hash_files(weight_files(found[name], stem, what=what))
+            folders[name], _ = resolve_model(section.model, section.subfolder, section.revision, files=files, what=what)
+            weights_sha256 = hash_files(weight_files(folders[name], stem, what=what))
         except EncoderError as error:
             raise EncoderError(f"{error} If it is in another folder, give it with {flag}.") from error
         if made_with not in (UNKNOWN, weights_sha256):
-            raise EncoderError(f"{what} '{found[name]}': not the one that the store was made with. Check {flag}.")
+            raise EncoderError(f"{what} '{folders[name]}': not the one that made the store. Check {flag}.")
     if text:
         what = "--encoders: tokenizer"
-        found["tokenizer"], _ = resolve_model(
+        folders["tokenizer"], _ = resolve_model(
             text.model, text.tokenizer_subfolder, text.revision, files=TOKENIZER_FILES, what=what
         )
-    return found
+    return folders
 
 
 def copied(folder: Path, name: str, but: tuple[str, ...] = ()) -> Files:
-    """The files of a model's folder, a part of each at a time."""
+    """The files of a model's folder, read in parts."""
     paths = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
     for path in sorted(path for path in paths if not any(path.match(pattern) for pattern in but)):
         if ".fp16." not in path.name:

@@ -1,4 +1,4 @@
-"""What is said of an export: which pipeline loads it, what that does otherwise than leandit, and the model card."""
+"""The model card of an export: which pipeline loads it, and how that pipeline differs from leandit."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def pipeline_class(snapshot: Snapshot) -> str:
 
 
 def vae_class(snapshot: Snapshot) -> str:
-    """Class of the store's VAE; where nobody knows it, as of an imported store, the one that the pipeline takes."""
+    """Class of the store's VAE; for imported stores, which do not know it, the pipeline's default."""
     default = SANA_VAE if family_of(snapshot.spec.name) == "sana" else "AutoencoderKL"
     known = snapshot.state["vae"].get("class_name", default)
     return default if known.startswith(IMPORTED) else known
 
 
 def departures(snapshot: Snapshot) -> list[str]:
-    """In what the pipeline will not do as this project does; a sentence each."""
+    """Differences between the pipeline and leandit; one note each."""
     spec, notes = snapshot.spec, list[str]()
     if family_of(spec.name) is None:
         notes.append(
@@ -80,13 +80,13 @@ def departures(snapshot: Snapshot) -> list[str]:
 
 
 def is_plainly_scaled(latent: LatentSpec) -> bool:
-    """One scale and no shift, which is all that the pipelines undo, whether the store holds them scaled or not."""
+    """Whether the latents have one scale and no shift, which is all that the pipelines undo."""
     both = [latent] if latent.decoding is None else [latent, latent.decoding]
     return all(not any(each.shift) and len(set(each.scale)) == 1 for each in both)
 
 
 def instruction_note(snapshot: Snapshot) -> str:
-    """What SanaPipeline is to put before a prompt, whose default is another text than Sana is trained with."""
+    """The instruction for SanaPipeline; its default is another text than Sana was trained with."""
     text = instruction_text(snapshot.state["text_encoder"]["model"].get("instruction", ""))
     lines = json.dumps(text.split("\n")) if text else None
     return (
@@ -95,7 +95,7 @@ def instruction_note(snapshot: Snapshot) -> str:
 
 
 def with_card(files: Files, snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | None) -> Files:
-    """Files, then the card, which says what is known of them and nothing else."""
+    """The files, then the model card."""
     yield from files
     yield CARD, card(snapshot, layout, notes, recipe).encode()
 
@@ -103,7 +103,7 @@ def with_card(files: Files, snapshot: Snapshot, layout: Format, notes: list[str]
 def card(snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | None) -> str:
     """The model card."""
     state, spec = snapshot.state, snapshot.spec
-    facts = {
+    rows_of_card = {
         "model": spec.name,
         "layout": layout if layout == "official" else f"diffusers, for {pipeline_class(snapshot)}",
         "weights": f"averaged, {snapshot.path.name}",
@@ -113,14 +113,14 @@ def card(snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | Non
         "VAE": f"{state['vae']['model'].get('model')}, weights {state['vae']['weights_sha256']}",
     }
     if average := state.get("average"):
-        facts["length of the average"] = f"{average['length']:g} of the run"
+        rows_of_card["length of the average"] = f"{average['length']:g} of the run"
     if spec.takes_text:
         text = state["text_encoder"]
-        facts["text encoder"] = f"{text['model'].get('model')}, weights {text['weights_sha256']}"
+        rows_of_card["text encoder"] = f"{text['model'].get('model')}, weights {text['weights_sha256']}"
     else:
-        facts["classes"] = len(state["classes"])
+        rows_of_card["classes"] = len(state["classes"])
     head = "---\nlibrary_name: diffusers\n---\n\n" if layout == "diffusers" else ""
-    rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
+    rows = "".join(f"| {name} | {value} |\n" for name, value in rows_of_card.items())
     said = "".join(f"\n- {note}" for note in notes)
     trained = f"\n## Recipe\n\n```toml\n{recipe.strip()}\n```\n" if recipe else ""
     return (

@@ -1,4 +1,4 @@
-"""``leandit verify``: check a store, encode a sample again, repair what is damaged; as text or as values."""
+"""``leandit verify``: check a store, encode a sample again, repair damage."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def check(
     overrides: list[str],
     progress: Progress,
 ) -> tuple[Verification, dict[str, Any]]:
-    """Verify a store, and repair it or encode a sample again where asked.
+    """Verify a store; optionally repair it, or encode a sample again.
 
     Args:
-      source: each that the store was made from, in the same order; none where nothing is encoded.
-      device: gives the torch device; only called where something is encoded.
-    Returns: what is (still) wrong, and what else was done.
+      source: all sources of the store, in the original order; None if nothing is encoded.
+      device: returns the torch device; only called before encoding.
+    Returns: the remaining findings, and what was repaired or encoded.
     Raises: RecipeError: encoding needs a source.
     """
     if deep and not source:
@@ -52,42 +52,56 @@ def check(
             "every byte is checked against its hash."
         )
     done: dict[str, Any] = {}
-    found = verify_store(store, quick=quick and not repair)
-    if repair and found.findings:
+    verification = verify_store(store, quick=quick and not repair)
+    if repair and verification.findings:
         from ...datasets.maintenance.repair import repair_without_encoding
 
-        done["before"] = len(found.findings)
-        found = repair_without_encoding(store, found)
-        if found.damaged and source:
-            from ...precompute.repair import repair as encode_again
-
-            if _is_imported(store):
-                from ...precompute.importing.repair import load_importer
-                from ...precompute.sources.several import paths_of
-
-                first, *others = paths_of(source)
-                if others:
-                    raise RecipeError(f"verify '{store}': it was imported from one source. Give one --source.")
-                found = encode_again(store, load_importer(_newest_spec(store), Path(first)), found, progress)
-            else:
-                with loaded_tools(store, source, device(), overrides) as tools:
-                    found = encode_again(store, tools, found, progress)
-    if deep and source and not found.damaged and found.revisions:
+        done["before"] = len(verification.findings)
+        verification = repair_without_encoding(store, verification)
+        if verification.damaged and source:
+            verification = _encode_damaged(store, source, device, overrides, verification, progress)
+    if deep and source and not verification.damaged and verification.revisions:
         from ...precompute.deep_check import deep_check
 
         with loaded_tools(store, source, device(), overrides) as tools:
             sample = deep_check(store, tools, num_records=DEEP_RECORDS, seed=0)
-        found.findings += sample.findings
+        verification.findings += sample.findings
         done["deep"] = asdict(sample) | {"findings": len(sample.findings)}
     elif deep:
-        done["deep"] = None  # what is damaged, or nowhere complete, is not worth encoding again
-    return found, done
+        done["deep"] = None  # a damaged or incomplete store is not encoded again
+    return verification, done
+
+
+def _encode_damaged(
+    store: Path,
+    source: SourcePaths,
+    device: Any,
+    overrides: list[str],
+    verification: Verification,
+    progress: Progress,
+) -> Verification:
+    """Encode damaged shards again, or import them again; returns what is still wrong.
+
+    Raises: RecipeError: an imported store has one source.
+    """
+    from ...precompute.repair import repair
+
+    if not _is_imported(store):
+        with loaded_tools(store, source, device(), overrides) as tools:
+            return repair(store, tools, verification, progress)
+    from ...precompute.importing.repair import load_importer
+    from ...precompute.sources.several import paths_of
+
+    first, *others = paths_of(source)
+    if others:
+        raise RecipeError(f"verify '{store}': it was imported from one source. Give one --source.")
+    return repair(store, load_importer(_newest_spec(store), Path(first)), verification, progress)
 
 
 def check_url(url: str, *, quick: bool, deep: bool, repair: bool) -> tuple[Verification, dict[str, Any]]:
-    """Verify a store at a URL; as ``check``.
+    """Verify a store at a URL, as ``check``.
 
-    Raises: RecipeError: only a store in a folder is repaired or encoded again.
+    Raises: RecipeError: --deep and --repair need a local store.
     """
     if deep or repair:
         raise RecipeError(
@@ -101,9 +115,9 @@ def check_url(url: str, *, quick: bool, deep: bool, repair: bool) -> tuple[Verif
 
 @contextmanager
 def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[str]) -> Iterator[Tools]:
-    """Source and encoders of a store, by its own recipe.
+    """Source and encoders of a store, from its recipe.
 
-    Raises: FingerprintMismatch: the encoders are not those that made the newest revision.
+    Raises: FingerprintMismatch: other encoders made the newest revision.
     """
     from ...datasets.format.encoder_paths import encoder_section
     from ...datasets.recipe import parse_with_overrides
@@ -117,8 +131,8 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
     from ...precompute.sources.several import list_sources
 
     spec = _newest_spec(store)
-    encoders_here = {role: encoder_section(spec, role, store) for role in ("vae", "text")}
-    recipe = parse_with_overrides(str(store), PrecomputeRecipe, spec.recipe | encoders_here, overrides)
+    encoder_sections = {role: encoder_section(spec, role, store) for role in ("vae", "text")}
+    recipe = parse_with_overrides(str(store), PrecomputeRecipe, spec.recipe | encoder_sections, overrides)
     listed, encoders = list_sources(source, recipe.source), load_encoders(recipe, device)
     check_fingerprint(store, spec, describe_store(recipe, listed, encoders, known=spec))
     with Decoders(num_threads()) as decoders:
@@ -130,26 +144,25 @@ def _newest_spec(store: Path) -> StoreSpec:
 
 
 def _is_imported(store: Path) -> bool:
-    """Its rows came from another program; there are no pictures and encoders."""
     return _newest_spec(store).is_imported
 
 
-def render(found: Verification, done: dict[str, Any]) -> str:
-    """A verification as text: what was checked, the findings, what to do."""
-    rate = f"{found.num_bytes / 2**20:.1f} MiB in {found.seconds:.1f} s, {found.mib_per_second:.0f} MiB/s"
+def render(checked: Verification, done: dict[str, Any]) -> str:
+    """A verification as text: what was checked, findings, what to do."""
+    rate = f"{checked.num_bytes / 2**20:.1f} MiB in {checked.seconds:.1f} s, {checked.mib_per_second:.0f} MiB/s"
     lines = [
-        f"{'store':<12}{found.store}",
-        f"{'revisions':<12}{', '.join(map(str, found.revisions)) or 'none complete'}",
-        f"{'checked':<12}{found.mode}: {found.num_files} files, {rate}; {found.num_records} records",
+        f"{'store':<12}{checked.store}",
+        f"{'revisions':<12}{', '.join(map(str, checked.revisions)) or 'none complete'}",
+        f"{'checked':<12}{checked.mode}: {checked.num_files} files, {rate}; {checked.num_records} records",
     ]
     if "before" in done:
-        lines.append(f"{'repaired':<12}{done['before']} findings before, {len(found.findings)} now")
+        lines.append(f"{'repaired':<12}{done['before']} findings before, {len(checked.findings)} now")
     if "deep" in done:
         lines.append(f"{'deep':<12}{_deep_line(done['deep']) if done['deep'] else 'not done: see below'}")
-    lines += [_finding_line(finding) for finding in found.findings[:SHOWN]]
-    if len(found.findings) > SHOWN:
-        lines.append(f"{'':<12}and {len(found.findings) - SHOWN} more: see --json")
-    lines.append(f"{'state':<12}{_state(found)}")
+    lines += [_finding_line(finding) for finding in checked.findings[:SHOWN]]
+    if len(checked.findings) > SHOWN:
+        lines.append(f"{'':<12}and {len(checked.findings) - SHOWN} more: see --json")
+    lines.append(f"{'state':<12}{_state(checked)}")
     return "\n".join(printable(line) for line in lines)
 
 
@@ -164,14 +177,14 @@ def _finding_line(finding: Finding) -> str:
     return f"{finding.cause:<16}{finding.line()}"
 
 
-def _state(found: Verification) -> str:
-    if found.damaged:
-        causes = {finding.cause for finding in found.findings} - HARMLESS
+def _state(checked: Verification) -> str:
+    if checked.damaged:
+        causes = {finding.cause for finding in checked.findings} - HARMLESS
         if causes == {"stray"}:
-            return "files that are not the store's: remove them yourself, nothing here touches them"
+            return "foreign files: remove them yourself, leandit never does"
         if "not_reproduced" in causes:
             return "DAMAGED: see above"
         return "DAMAGED: run 'leandit verify --repair --source PATH'"
-    if not found.complete:
+    if not checked.complete:
         return "whole so far, but incomplete: run the same precompute command again"
-    return "whole" if not found.findings else "whole; what is listed above does no harm"
+    return "whole" if not checked.findings else "whole; what is listed above does no harm"

@@ -1,4 +1,4 @@
-"""A learner and batches of noise, without a store: for what is measured or traced, never for what is learned."""
+"""A learner and batches of noise, without a store, for measurements and traces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def synthetic_learner(
     compiled: bool = False,
     onednn: bool = True,
 ) -> Learner:
-    """What a run trains, without its data and with random weights.
+    """The learner of a run, with random weights and without data.
 
     Args:
       max_tokens: of the null caption, for a model with text.
@@ -35,7 +35,7 @@ def synthetic_learner(
 def synthetic_batch(
     store: StoreSpec, bucket: str, count: int, tokens: int, device: torch.device, *, number: int = 0
 ) -> Batch:
-    """A batch of noise as the loader hands it out, made on its device.
+    """A batch of noise as the loader returns it, created on its device.
 
     Args:
       bucket: "HxW" in pixels.

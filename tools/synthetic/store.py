@@ -1,7 +1,6 @@
-"""Stores of made-up rows, written by the real plan and writer: what benchmarks read, at any size, with no encoder.
+"""Stores of noise for benchmarks, of any size, written by the real plan and writer without an encoder.
 
-A row is Gaussian noise that begins with its own number, so that whoever reads it back can tell whether it is the right
-one.
+Each row is Gaussian noise that begins with its row number, so a reader can check that it got the right row.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ...datasets.revisions.writer import StoreWriter, row_checksum
 
 NUMBER_BASE = 2048  # integers up to this are exact in float16
 NUMBER_DIGITS = 4
-POOL_ROWS = 257  # of noise, a prime: rows and shards go through it out of step
+POOL_ROWS = 257  # of noise; a prime, so shards do not repeat each other
 DOWNSCALE = 8
 
 
@@ -45,12 +44,12 @@ def make_store(
     codec: str = "none",
     seed: int = 0,
 ) -> Manifest:
-    """Write a store of noise: latents as float16, one label and, where there are token counts, one caption a record.
+    """Write a store of noise: float16 latents, one label and, with ``token_counts``, one caption for each record.
 
     Args:
-      root: of the store; made again with the same arguments, it goes on where it stopped.
-      buckets: records of each, by its size in pixels; a latent has an eighth of them.
-      token_counts: of the captions, which records take in turn; empty for a store without text.
+      root: of the store; the same arguments resume an unfinished one.
+      buckets: number of records by "HxW" in pixels; latents are 8 times smaller.
+      token_counts: of the captions, which records take in turn; empty: no captions.
     """
     spec = noise_spec(buckets, channels, num_classes, max(token_counts, default=0), text_width, shard_mib, codec)
     plan = freeze_plan(root, _plan(spec, buckets, num_classes, token_counts, seed))
@@ -107,7 +106,7 @@ def _plan(
     nothing, zeros, ones = pa.nulls(count), np.zeros(count, np.int64), np.ones(count, np.int64)
     labels = np.random.default_rng(seed).integers(0, num_classes, count) if num_classes else -ones
     caption_ids = [[i % num_captions] for i in range(count)] if num_captions else [[]] * count
-    given = {
+    filled = {
         "key": [f"noise/{number:09d}.jpg" for number in range(count)],
         "bucket": np.repeat(list(buckets), list(buckets.values())),
         "row": rows,
@@ -119,7 +118,7 @@ def _plan(
         "source_path": [""] * count,
     }
     unknown = {"stage", "reason", "detail", "checksum", "source_checksum", "fallback"}
-    columns = {name: given.get(name, nothing if name in unknown else zeros) for name in PLAN_SCHEMA.names}
+    columns = {name: filled.get(name, nothing if name in unknown else zeros) for name in PLAN_SCHEMA.names}
     records = pa.table({name: pa.array(v) for name, v in columns.items()}).cast(PLAN_SCHEMA)
     texts = [f"noise {caption}" for caption in range(num_captions)]
     return first_plan(spec, "synthetic", records, texts=texts, num_tokens=sorted(token_counts))
@@ -134,7 +133,7 @@ def noise_spec(
     shard_mib: int,
     codec: str,
 ) -> StoreSpec:
-    """What a store of noise says of itself."""
+    """Description of a store of noise."""
     noise = EncoderIdentity(
         model="noise",
         revision=None,

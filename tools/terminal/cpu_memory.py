@@ -1,4 +1,4 @@
-"""What a process on a CPU keeps of the memory that it has freed."""
+"""How much freed memory a process on a CPU keeps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ MOST_FREE, LARGEST_KEPT = 2**31 - 1, 2**25  # bytes; the most that it takes for 
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed: every training step frees all activations, and asks for them again.
+    """Make glibc keep freed memory: every training step frees all activations and allocates them again.
 
-    Given back to the system each time, they come back page by page, zeroed, which a step waits for. Other C
-    libraries are left as they are, and so are tensors of more than 32 MiB.
+    Memory returned to the system comes back page by page, zeroed, which slows down each step. Has no effect on other C
+    libraries, or on tensors of more than 32 MiB.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""What a precompute or an import did, as rows for a person."""
+"""Results of a precompute or an import, as rows of text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTHING_TO_DO = "no picture to encode, they are there"
 
 
 def precompute_rows(report: Report, store: Path) -> list[tuple[str, str]]:
-    """Name and value of each line."""
+    """Results of a precompute: name and value of each line."""
     manifest = report.manifest
     if manifest is None:
         left = f"{store}: not complete; {report.num_left} shards are left to other parts"
@@ -34,19 +34,18 @@ def precompute_rows(report: Report, store: Path) -> list[tuple[str, str]]:
 
 
 def unchanged_rows(found: Unchanged, store: Path) -> list[tuple[str, str]]:
-    """The same of a store of which nothing was to be done."""
+    """Results of a precompute that had nothing to do."""
     rows = count_rows(found.manifest, store) + source_rows(found.classes, found.ignored) + content_rows(found.manifest)
     return [*rows, ("this run", NOTHING_TO_DO)]
 
 
 def source_rows(classes: ClassNames, ignored: Ignored) -> list[tuple[str, str]]:
-    """The classes of the source, and what of it was left out."""
+    """The classes of the source, and its ignored files."""
     rows = [("classes", classes.summary())] if len(classes) else []
     return rows + [("ignored", line) for line in ignored.lines()]
 
 
 def _run_rows(report: Report) -> list[tuple[str, str]]:
-    """What this call did."""
     rows, tokens = [], report.tokens
     if tokens.num_captions:
         share = f"{tokens.num_padding / tokens.num_tokens:.1%} padding"
@@ -64,7 +63,7 @@ def _run_rows(report: Report) -> list[tuple[str, str]]:
 
 
 def stage_rows(report: Report) -> list[tuple[str, str]]:
-    """Time and rate of each stage, which of them bounds the run, and what to change; none if nothing was encoded."""
+    """Time and rate of each stage, the bottleneck, and advice; empty if nothing was encoded."""
     if not report.seconds.get(ENCODE):
         return []  # every picture was rejected
     rows = [("stages", f"{'':<8}{'seconds':>9}{'threads':>9}{'images/s':>10}  that it could do alone")]
@@ -77,7 +76,7 @@ def stage_rows(report: Report) -> list[tuple[str, str]]:
 
 
 def import_rows(report: ImportReport, store: Path) -> list[tuple[str, str]]:
-    """What an import did: name and value of each line."""
+    """Results of an import: name and value of each line."""
     rows, latent = count_rows(report.manifest, store), report.spec.latent
     flipped = ", with flipped copies" if latent.flip else ""
     rows.append(("latents", f"{latent.kind}, {latent.channels} channels, {latent.dtype}{flipped}"))
@@ -91,7 +90,7 @@ def import_rows(report: ImportReport, store: Path) -> list[tuple[str, str]]:
 
 
 def count_rows(manifest: Manifest, store: Path) -> list[tuple[str, str]]:
-    """How many records there are, and where to read why others are not."""
+    """Numbers of records, and the command that lists the rejected ones."""
     rejected = f"{manifest.num_stored} stored + {manifest.num_rejected} rejected"
     rows = [("store", f"{store}: complete, revision {manifest.revision}")]
     rows.append(("records", f"{manifest.num_planned} planned = {rejected}"))
@@ -101,7 +100,7 @@ def count_rows(manifest: Manifest, store: Path) -> list[tuple[str, str]]:
 
 
 def content_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    """Buckets, captions and the hash over all."""
+    """Buckets, captions and root hash."""
     buckets = sorted(manifest.buckets.items(), key=lambda entry: bucket_size(entry[0]))
     rows = [("buckets", ", ".join(f"{name}: {count}" for name, count in buckets))]
     if manifest.num_captions:
@@ -110,7 +109,7 @@ def content_rows(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def change_rows(changes: Comparison) -> list[tuple[str, str]]:
-    """What the source has become since the revision before."""
+    """Changes of the source since the previous revision."""
     counts = {
         "new": changes.num_added,
         "changed": changes.num_changed,
@@ -118,9 +117,10 @@ def change_rows(changes: Comparison) -> list[tuple[str, str]]:
         "with another label or caption": changes.num_described,
         "gone": changes.num_gone,
     }
-    found = [f"{count} {what}" for what, count in counts.items() if count]
-    said = ", ".join([*found, "classes renamed"] if changes.is_renamed else found)
-    rows = [("source", f"since the revision before: {said}" if said else "nothing has changed")]
+    changed = [f"{count} {what}" for what, count in counts.items() if count]
+    changed += ["classes renamed"] if changes.is_renamed else []
+    text = f"since the revision before: {', '.join(changed)}" if changed else "nothing has changed"
+    rows = [("source", text)]
     if changes.num_gone:
         fate = "left out" if changes.num_dropped else "still in the store (--drop-gone leaves them out)"
         rows.append(("", f"what is gone from the source is {fate}"))

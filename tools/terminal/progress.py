@@ -16,7 +16,7 @@ PLAIN_EVERY_SECONDS = 30.0
 
 
 class ProgressLine:
-    """Shows how far each stage is; call it with (stage, done, total) and perhaps a note."""
+    """Shows the progress of each stage; call it with (stage, done, total) and an optional note."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -45,7 +45,7 @@ class ProgressLine:
             self._live.stop()
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
-        """Show that ``done`` of ``total`` of a stage are there; a total of 0 is not known."""
+        """Show that ``done`` of ``total`` items of a stage are finished; a total of 0 is unknown."""
         start, first = self._started.setdefault(stage, (time.monotonic(), done))
         rate = (done - first) / max(time.monotonic() - start, 1e-9)
         note = note or (f"{rate:.1f}/s" if done > first else "")
@@ -62,7 +62,7 @@ class ProgressLine:
 
 
 def train_note(figures: StepReport) -> str:
-    """What the bar of a training says beside its steps."""
+    """The note on the progress bar of a training."""
     parts = [f"loss {figures.loss:.4f}", f"{figures.images_per_second:.1f} images/s"]
     if figures.mfu is not None:
         parts.append(f"MFU {figures.mfu:.1%}")

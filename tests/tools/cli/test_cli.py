@@ -326,7 +326,7 @@ def test_verify_says_what_is_whole_damaged_repaired_and_unfinished(
     (path / "notes.txt").write_text("mine")
     ended = leandit("verify", path, "--quick")
     assert ended.code == 4
-    assert "remove them yourself" in ended.out
+    assert "foreign files: remove them yourself" in ended.out
     (path / "notes.txt").unlink()
 
     data = bytearray((path / SHARD).read_bytes())

@@ -272,6 +272,6 @@ def test_the_card_says_what_is_known_and_a_folder_is_never_overwritten(runs: dic
     index = json.loads((tmp_path / "out/model_index.json").read_text())
     assert index["vae"] == ["diffusers", "AutoencoderKL"]
     before = tree_digest(tmp_path)
-    with pytest.raises(RunError, match="there already"):
+    with pytest.raises(RunError, match="it already exists"):
         export(runs["pixart"], tmp_path / "out")
     assert tree_digest(tmp_path) == before
