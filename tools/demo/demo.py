@@ -109,9 +109,9 @@ def _draw_pictures(out: Path, num_pictures: int) -> int:
 
 
 def _precompute(out: Path) -> tuple[int, int]:
-    recipe, paths = precompute_config.load(RECIPE, []), {"source_path": out / "pictures", "store_path": out / "store"}
+    recipe, source, store = precompute_config.load(RECIPE, []), out / "pictures", out / "store"
     with ProgressLine() as progress:
-        report = precompute(recipe, **paths, device=CPU, progress=progress)
+        report = precompute(recipe, source_path=source, store_path=store, device=CPU, progress=progress)
     assert report.manifest is not None, "without parts, a precompute ends with the seal"
     return report.num_encoded, sum(entry.bytes for entry in report.manifest.files)
 

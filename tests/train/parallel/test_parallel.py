@@ -412,7 +412,8 @@ def test_under_torchrun_an_error_of_all_ranks_is_printed_once(recipe: str, tmp_p
     assert ended.returncode
     said = [line for line in ended.stderr.splitlines() if line.startswith("leandit: ")]
     assert len(said) == 1, ended.stderr[-3000:]
-    assert ("there is no such folder" if recipe == "dit-s-2-256" else "neither a file nor a shipped recipe") in said[0]
+    reason = "no such folder. Create it" if recipe == "dit-s-2-256" else "neither a file nor a shipped recipe"
+    assert reason in said[0]
 
 
 def watchdogs_of_two(monkeypatch: pytest.MonkeyPatch) -> list[Watchdog]:
