@@ -7,7 +7,7 @@ nothing that an earlier revision wrote is ever touched again.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,12 @@ class RevisionLayout:
             paths = (NULL_EMBEDDING, NULL_SCALES) if part == NULL_PART else (EMBEDDINGS, SCALES)
             return [self.arrays[self.prefix + path] for path in paths[: 2 if self._has_scales else 1]]
         return self.latents[part.removeprefix("buckets/")]
+
+    def num_bytes(self, tasks: Iterable[tuple[str, int]]) -> int:
+        """Bytes of the shards of some tasks, uncompressed."""
+        return sum(
+            len(array.rows_of(shard)) * array.row_bytes for part, shard in tasks for array in self.part_arrays(part)
+        )
 
     def tasks(self) -> list[tuple[str, int]]:
         """All (part, shard) that the revision needs, in the order in which they are made."""

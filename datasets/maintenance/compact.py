@@ -130,11 +130,7 @@ def _replace(table: pa.Table, columns: dict) -> pa.Table:
 def _copy(writer: StoreWriter, store: LatentStore, progress: Callable[[str, int, int], None]) -> Manifest:
     """Copy all shards, checking every row, and seal."""
     tasks = writer.plan.layout.tasks()
-    needed = sum(
-        len(array.rows_of(shard)) * array.row_bytes
-        for part, shard in tasks
-        for array in writer.plan.layout.part_arrays(part)
-    )
+    needed = writer.plan.layout.num_bytes(tasks)
     free = shutil.disk_usage(writer.root).free
     if needed > free:
         raise ResourceError(

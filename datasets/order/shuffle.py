@@ -26,7 +26,7 @@ FEISTEL_ROUNDS = 6
 ) = range(7)
 WORD = 2**64 - 1
 GOLDEN, FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64
-# As arrays of no dimension, which numpy takes up faster than its scalars.
+# As arrays of no dimension, which numpy converts faster than its scalars.
 _GOLDEN = np.array(GOLDEN, np.uint64)
 _FACTORS = tuple(np.array(factor, np.uint64) for factor in FACTORS)
 _HALF = np.array(32, np.uint64)

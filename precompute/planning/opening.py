@@ -104,11 +104,7 @@ def check_disk(writer: StoreWriter, missing: list[Task]) -> None:
 
     Raises: ResourceError.
     """
-    needed = sum(
-        len(array.rows_of(shard)) * array.row_bytes
-        for part, shard in missing
-        for array in writer.plan.layout.part_arrays(part)
-    )
+    needed = writer.plan.layout.num_bytes(missing)
     free = shutil.disk_usage(writer.root).free
     if needed > free:
         raise ResourceError(
