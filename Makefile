@@ -4,6 +4,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder  # a file in one process, the longest first
 
 .PHONY: demo test test-long check format clean
 
@@ -17,11 +18,11 @@ demo: $(READY)
 	$(BIN)/leandit demo --out leandit-demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest $(IN_TWO) --durations 10
 
-# The long forms: all crash points and bit flips, hundreds of kills. About an hour on two cores.
+# The long forms: all crash points and bit flips, hundreds of kills, many examples. About an hour on two cores.
 test-long: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow --timeout 3600
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest $(IN_TWO) -m "slow or hypothesis" --timeout 3600
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -87,7 +87,7 @@ def make_loader(
     buckets = selection.counts if selection else store.buckets
     plan = BatchPlan(buckets, global_batch, seed, leftovers=leftovers, window=window, selection=selection)
     reader = BatchReader(
-        [store], plan, rank=rank, world_size=world_size, text=text, pin=is_gpu(device), caption_odds=caption_odds
+        [store], plan, rank=rank, world_size=world_size, text=text, pin=is_gpu(device), caption_odds=[caption_odds]
     )
     return loader_of(BatchStream(reader, prefetch=prefetch, device=device))
 
@@ -106,12 +106,17 @@ def loader_of(stream: BatchStream) -> BatchLoader:
 
     Raises: RunError: a store has no records.
     """
-    if not all(plan.num_records for plan in stream.reader.order.plans):
-        path = stream.reader.stores[0].path
-        raise RunError(f"store '{path}': it holds no records, so there is nothing to train on.")
+    for store, plan in zip(stream.reader.stores, stream.reader.order.plans, strict=True):
+        check_not_empty(store, plan)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it, torch 2.13 warns
         return BatchLoader(stream, batch_size=None, num_workers=0, collate_fn=_unchanged)
+
+
+def check_not_empty(store: LatentStore, plan: BatchPlan) -> None:
+    """Raises: RunError: the store has no records."""
+    if not plan.num_records:
+        raise RunError(f"store '{store.path}': it holds no records, so there is nothing to train on.")
 
 
 def _unchanged(batch: Any) -> Any:

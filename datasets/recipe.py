@@ -13,13 +13,17 @@ import tomllib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import RecipeError
 
 STAGES = ("precompute", "train")  # packages that ship recipes
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
@@ -129,7 +133,8 @@ def _describe(problem: Any, model: type[BaseModel]) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
-        return f"unknown key '{key}'{_instead(key, _all_keys(model))}"
+        named = ".".join(part for part in location if not part.isdigit())  # no place in a list
+        return f"unknown key '{key}'{_instead(named, _all_keys(model))}"
     got = problem["input"]
     message = problem["msg"].removeprefix("Value error, ").removesuffix(".")
     if not key:
@@ -154,28 +159,40 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            keys += _all_keys(annotation, f"{prefix}{name}.")
+        for inner in (field.annotation, *get_args(field.annotation)):  # a section, or a list of them
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                keys += _all_keys(inner, f"{prefix}{name}.")
     return keys
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested plain values by dotted key: {"a": {"b": 1}} to {"a.b": 1}."""
+    """Nested plain values by dotted key: {"a": {"b": 1}, "c": [{"d": 2}]} to {"a.b": 1, "c.0.d": 2}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        inner = {str(i): table for i, table in enumerate(value)} if _is_tables(value) else value
+        flat |= flatten(inner, f"{prefix}{key}.") if isinstance(inner, dict) else {f"{prefix}{key}": value}
     return flat
 
 
 def to_toml(recipe: BaseModel) -> str:
     """Write a resolved recipe as TOML, one table per section (what ``load_recipe`` reads back)."""
-    lines = []
-    for section, values in recipe.model_dump().items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
-        lines.append("")
-    return "\n".join(lines)
+    return "\n".join(
+        line for section, values in recipe.model_dump().items() for line in _table(f"[{section}]", section, values, {})
+    )
+
+
+def _table(head: str, name: str, values: dict[str, Any], outer: dict[str, Any]) -> list[str]:
+    """Lines of a table, without what it has from the outer one, and after it of the tables in its lists."""
+    own = {key: value for key, value in values.items() if not _is_tables(value) and (key, value) not in outer.items()}
+    lines = [head, *(f"{key} = {_toml_value(value)}" for key, value in own.items()), ""]
+    for key, value in values.items():
+        for inner in value if _is_tables(value) else ():
+            lines += _table(f"[[{name}.{key}]]", f"{name}.{key}", inner, values)
+    return lines
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(inner, dict) for inner in value)
 
 
 def _toml_value(value: Any) -> str:

@@ -19,53 +19,53 @@ Kind = Literal["auto", "imagefolder", "sidecars", "metadata", "manifest", "webda
 
 
 class SourceSection(Section):
-    """Where the pictures come from is said on the command line; this is how to read it."""
+    """How to read the source, which the command line names."""
 
     kind: Kind = "auto"
-    """"auto" looks: a table of paths, *.parquet, *.tar, texts beside the pictures, else class folders."""
+    """"auto" detects it: a table of paths, *.parquet, *.tar, texts next to the pictures, else class folders."""
     image: str = ""
-    """Column that names the pictures, in Parquet and Arrow the one that holds them; empty: guessed from usual names."""
+    """Column with the paths of pictures, in Parquet and Arrow with their bytes; empty: found by usual names."""
     caption: str = ""
-    """Column of the captions, text or a list of texts; empty: guessed from the usual names."""
+    """Column of the captions, text or a list of texts; empty: found by usual names."""
     label: str = ""
-    """Column of the labels; empty: guessed from the usual names."""
+    """Column of the labels; empty: found by usual names."""
     root: str = ""
-    """Folder of the pictures that a table names, absolute or from the table's folder; empty: looked for beside it."""
+    """Folder of the pictures that a table names, absolute or relative to the table; empty: searched near the table."""
     split: str = ""
-    """Which of several splits (train, validation, test) is stored; "all": whatever the names say, all of it."""
+    """The split to store (train, validation, test), if there are several; "all": all of them."""
     labels: Literal["auto", "none"] = "auto"
-    """"none": no labels, whatever folders and columns say; loose pictures beside folders are then taken too."""
+    """"none": no labels, despite folders and columns; pictures outside class folders are then stored too."""
     class_names: str = ""
-    """Names of the classes for people: "imagenet", or a text, TSV or JSON file; empty: none but the source's own."""
+    """Display names of the classes: "imagenet", or a text file; empty: the names of the source."""
     sizes: Literal["header", "manifest"] = "header"
-    """"manifest" believes a table's height and width, and opens no picture to plan it; one that lies is rejected."""
+    """"manifest" trusts a table's height and width and opens no picture for planning; wrong ones are rejected."""
     check: Literal["stat", "content"] = "stat"
     """When a store grows: "stat" reads a file again only if its size, time or place differs; "content" reads all."""
     missing_caption: Literal["reject", "null"] = "reject"
-    """A picture without a caption, where text is encoded: "null" stores it with the null caption."""
+    """A picture without a caption, if text is encoded: "null" stores it with the null caption."""
     max_reject_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Stop when more than this share of all records is rejected (and more than ten, or than half of all)."""
     max_rejects_in_a_row: Annotated[int, Field(ge=1)] = 100
-    """Stop when so many records in a row are rejected."""
+    """Stop after this many rejects in a row."""
 
 
 class ImagesSection(Section):
     """How a picture becomes pixels."""
 
     resolution: Annotated[int, Field(ge=16, le=8192)] = 256
-    """Pixels; side of the square, or of the square of equal area for buckets."""
+    """In pixels: side of the square, or of the square with the area of the buckets."""
     crop: Literal["adm", "bucket"] = "adm"
     """"adm": DiT's centre crop, bit-exact. "bucket": cover-resize, centre crop."""
     buckets: str | list[str] = "square"
-    """"square", "pixart" (the published tables), "area" (computed), or your own list, as ["512x768", "768x512"]."""
+    """"square", "pixart" (the published tables), "area" (computed), or a list such as ["512x768", "768x512"]."""
     step_px: Annotated[int, Field(ge=1, le=1024)] = STEP_PX
-    """Of "area": every side is a multiple of it."""
+    """For "area": every side is a multiple of it."""
     max_ratio: Annotated[float, Field(ge=1, le=16)] = MAX_RATIO
-    """Longer pictures, either way, are rejected where there are several buckets; "area" makes no longer bucket."""
+    """Longest side over shortest: with several buckets, longer pictures are rejected; also the limit of "area"."""
     min_px: Annotated[int, Field(ge=1, le=8192)] = 1
     """Pictures whose shorter side has fewer pixels are rejected (too_small)."""
     exif_orientation: bool = True
-    """Turn pictures upright as their EXIF says; false: as they are stored, as ADM's loader and ImageFolder do."""
+    """Apply the EXIF orientation; false: leave pictures as stored, like ADM's loader and ImageFolder."""
 
     @property
     def table(self) -> Table:
@@ -101,21 +101,21 @@ class VaeSection(Section):
     model: str = "stabilityai/sd-vae-ft-ema"
     """Hub id, folder, or "shipped:vae"."""
     subfolder: str = ""
-    """Folder inside the model, as "vae" in a pipeline; a folder that is the model itself needs none."""
+    """Folder inside the model, such as "vae" in a pipeline; empty if the model is the folder itself."""
     revision: str = ""
-    """Commit of the hub's repository; empty: the newest, and what that was is recorded."""
+    """Commit of the hub's repository; empty: the newest, which the store records."""
     dtype: Dtype = "float32"
-    """Arithmetic of the encoder; a CPU always computes in float32, and the store says so."""
+    """Precision of the encoder; a CPU always computes in float32, which the store records."""
     keep: Literal["auto", "moments", "mean", "sample"] = "auto"
-    """"auto": moments where the VAE has a posterior, else its latent."""
+    """"auto": moments if the VAE has a posterior, else its latent."""
     flip: bool = False
     """Also store the flipped picture's latent."""
     batch_size: Annotated[int, Field(ge=0)] = 32
     """Pictures per forward, part of the fingerprint because it changes the bits of a convolution; 0: as many as fit."""
     tile_px: Annotated[int, Field(ge=0, le=8192)] = 0
-    """Encode larger pictures in overlapping tiles of this side, which takes less memory; 0: whole."""
+    """Encode larger pictures in overlapping tiles with this side, to save memory; 0: no tiles."""
     compile: bool = False
-    """torch.compile the encoder, once for each shape of a batch; other bits than without, so in the fingerprint."""
+    """torch.compile the encoder, once for each shape of a batch; part of the fingerprint, because bits differ."""
 
     @model_validator(mode="after")
     def _has_a_batch(self) -> VaeSection:
@@ -128,7 +128,7 @@ class TextSection(Section):
     """The caption encoder."""
 
     kind: Literal["none", "t5", "gemma2"] = "none"
-    """"t5": the encoder of a T5. "gemma2": a Gemma-2, as Sana uses it."""
+    """"t5": the encoder of a T5. "gemma2": a Gemma-2, as in Sana."""
     model: str = "google/t5-v1_1-xxl"
     """Hub id, folder, or "shipped:t5"."""
     subfolder: str = ""
@@ -138,15 +138,15 @@ class TextSection(Section):
     revision: str = ""
     """Commit of the hub's repository."""
     max_tokens: Annotated[int, Field(ge=1, le=4096)] = 300
-    """Longer captions are cut here, and counted."""
+    """Longer captions are truncated, and counted."""
     dtype: Dtype = "bfloat16"
-    """Arithmetic of the encoder; a CPU always computes in float32, and the store says so."""
+    """Precision of the encoder; a CPU always computes in float32, which the store records."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Captions of equal length per forward; part of the fingerprint."""
     batch_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 0
-    """Tokens per forward, so that short captions go in larger batches; 0: batch_size captions. In the fingerprint."""
+    """Tokens per forward, so short captions form larger batches; 0: batch_size captions. Part of the fingerprint."""
     instruction: str = ""
-    """Before each caption, of gemma2: "sana" (as Sana trains), "sana-diffusers" (as diffusers samples), or a text."""
+    """Prompt before each caption, for gemma2: "sana" (as in Sana's training), "sana-diffusers", or a text."""
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> TextSection:
@@ -156,12 +156,12 @@ class TextSection(Section):
 
 
 class StoreSection(Section):
-    """What lies on disk."""
+    """The format on disk."""
 
     dtype: Literal["float16", "float32"] = "float16"
-    """Of latents, and of caption embeddings unless text_dtype says otherwise."""
+    """Of latents, and of caption embeddings unless text_dtype is set."""
     text_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
-    """Of caption embeddings; "auto": that of latents; "int8" has a scale for each token."""
+    """Of caption embeddings; "auto": as latents; "int8" has a scale for each token."""
     shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Size at which a shard is full."""
     codec: str = "none"
@@ -175,7 +175,7 @@ class StoreSection(Section):
 
 
 class PrecomputeRecipe(Section):
-    """A precompute, fully described; only where the source and the store lie is said elsewhere."""
+    """A complete description of a precompute, except for the paths of source and store."""
 
     source: SourceSection = SourceSection()
     images: ImagesSection = ImagesSection()

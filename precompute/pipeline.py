@@ -4,8 +4,8 @@ Running the same command again resumes: a shard with a valid commit record is ne
 changed, a new revision encodes only the changes.
 
 Any number of processes may run the same command at the same time, on one machine or on several that share the store's
-folder. One of them plans, all encode, and the last one seals; leases (``leases.py``) assign each shard to one process.
-With a part, a process encodes only its share of the shards.
+folder. One of them plans, all encode, and the last one seals; leases (``sharing/leases.py``) assign each shard to one
+process. With a part, a process encodes only its share of the shards. ``engines`` starts one on each device.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from ..datasets.revisions.commits import Task
 from ..datasets.revisions.plan import FrozenPlan
 from ..datasets.revisions.writer import StoreWriter
 from .config import PrecomputeRecipe
+from .encoders.describe import describe_store
 from .encoders.text import TokenCount
 from .encoders.vae import load_encoders
-from .engines.engine import Engine
-from .engines.local import LocalEngine
 from .images.decoders import Decoders
 from .planning.compare import Comparison, Options
 from .planning.opening import check_apart, check_disk, check_fingerprint, is_sealed, newest_plan
@@ -36,13 +35,13 @@ from .planning.pictures import num_threads
 from .planning.planner import Planner
 from .progress.clock import Progress, StageClock
 from .progress.rejects import ledger_of
-from .progress.tally import Tally
 from .progress.verdict import Power, StageTime, stage_times
+from .shards.worker import Worker
 from .sharing.leases import Leases, alone, seal_alone
 from .sharing.part import Part
 from .sources.files.ignored import Ignored
 from .sources.several import SourcePaths, list_sources
-from .sources.source import Source
+from .sources.source import OpenedSource, Source
 
 
 @dataclass
@@ -55,7 +54,7 @@ class Report:
       num_encoded: pictures encoded by this call; 0 if the store was already complete.
       total_seconds: wall time of the call.
       codec: of the store.
-      seconds: of each stage, summed over threads (reading, decoding and writing overlap with encoding).
+      seconds: of each stage, summed over threads, so they can exceed the wall time.
       ignored: files and folders of the source that were skipped.
       classes: of the source, by name.
       changes: of the source since the previous revision, if a revision was added.
@@ -86,41 +85,21 @@ class Stage1:
     """The state that all steps share.
 
     Args:
-      decoders: read the pictures' headers.
+      decoders: read the pictures' headers, and decode them.
     """
 
     root: Path
     recipe: PrecomputeRecipe
-    source: Source
-    engine: Engine
+    source: OpenedSource
+    worker: Worker
     decoders: Decoders
     progress: Progress
     part: Part
-    clock: StageClock = field(default_factory=StageClock)
-    num_encoded: int = 0
     num_left: int = 0
 
-    def describe(self, known: StoreSpec | None = None) -> StoreSpec:
-        """As ``Engine.describe``."""
-        return self.engine.describe(self.source, known)
-
-    def report(
-        self, manifest: Manifest | None, changes: Comparison | None, tokens: TokenCount, *, total_seconds: float
-    ) -> Report:
-        """Summarize the run."""
-        return Report(
-            manifest=manifest,
-            num_left=self.num_left,
-            num_encoded=self.num_encoded,
-            total_seconds=total_seconds,
-            codec=self.recipe.store.codec,
-            seconds=self.clock.seconds,
-            ignored=self.source.ignored,
-            classes=ClassNames(self.source.classes, self.source.class_names),
-            changes=changes,
-            tokens=tokens,
-            power=self.engine.power,
-        )
+    def describe(self, source: Source | None, known: StoreSpec | None = None) -> StoreSpec:
+        """The spec of a store that the encoders make; as ``describe_store``."""
+        return describe_store(self.recipe, source, self.worker.encoders, known=known)
 
 
 @dataclass(frozen=True)
@@ -153,7 +132,7 @@ def precompute(
     options: Options | None = None,
     new_revision: bool = False,
     part: Part | None = None,
-    engine: Engine | None = None,
+    worker: Worker | None = None,
     listed: Source | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
@@ -163,32 +142,29 @@ def precompute(
       source_path: a folder, a file or a URL; or several.
       options: how to treat records that are gone or rejected.
       new_revision: if encoders or settings differ from the store's, encode everything again as its next revision.
-      device: of the encoders, if no engine is given.
+      device: of the encoders.
       part: encode only this share of the shards; None for all shards that no other process encodes.
-      engine: encodes the shards; None for this process.
+      worker: with its encoders; None to load them.
       listed: the source, if it is already listed.
       say: called with notes about the source before encoding starts.
-    Raises: LeanditError: its class tells what to fix; the same command then resumes.
+    Raises: LeanditError: its class says what to fix; then run the same command again.
     """
-    start, clock = time.perf_counter(), StageClock()
+    start = time.perf_counter()
     manifest, changes = None, None
 
-    # Scan: list the source, load the encoders.
+    # List the source, load the encoders.
     source = listed or list_sources(source_path, recipe.source, progress=lambda done: progress("list", done, 0))
     for note in source.notes:
         say(f"source '{source.name}': {note}")
     for warning in recipe.images.warnings():
         say(warning)
     check_apart(store_path, source)
-    with clock.measure("load"):
-        encoders = None if engine else load_encoders(recipe, device)
+    worker = worker or load_worker(recipe, device, num_threads())
     with Decoders(num_threads()) as decoders:
-        engine = LocalEngine(recipe, encoders, decoders) if encoders else engine
-        assert engine, "encoders are loaded if no engine is given"
-        stage = Stage1(store_path, recipe, source, engine, decoders, progress, part or Part(), clock)
+        stage = Stage1(store_path, recipe, source, worker, decoders, progress, part or Part())
 
         # Plan: open the newest plan, or freeze the first.
-        opened = open_store(stage, new_revision=new_revision)
+        opened = open_store(stage, source, new_revision=new_revision)
 
         # Encode the missing shards and seal.
         if opened.matches_plan:
@@ -199,27 +175,48 @@ def precompute(
             following, changes = plan_next(stage, opened, options or Options())
             if following:
                 manifest = finish(stage, following)
-    return stage.report(manifest, changes, engine.tokens, total_seconds=time.perf_counter() - start)
+    work = worker.snapshot()
+    return Report(
+        manifest=manifest,
+        num_left=stage.num_left,
+        num_encoded=work.num_encoded,
+        total_seconds=time.perf_counter() - start,
+        codec=recipe.store.codec,
+        seconds=work.seconds,
+        ignored=source.ignored,
+        classes=ClassNames(source.classes, source.class_names),
+        changes=changes,
+        tokens=work.tokens,
+        power=Power(worker.encoders.image.device.type, 1, worker.num_decoders),
+    )
 
 
-def open_store(stage: Stage1, *, new_revision: bool) -> OpenedStore:
+def load_worker(recipe: PrecomputeRecipe, device: torch.device, num_decoders: int) -> Worker:
+    """Load the encoders. Raises: as ``load_encoders``."""
+    clock = StageClock()
+    with clock.measure("load"):
+        encoders = load_encoders(recipe, device)
+    return Worker(encoders, num_decoders, clock)
+
+
+def open_store(stage: Stage1, source: Source, *, new_revision: bool) -> OpenedStore:
     """Open the newest plan of the store, or plan its first revision; other processes wait meanwhile.
 
     Raises: FingerprintMismatch: encoders or settings differ from the store's, and no new revision was requested.
     """
-    root = stage.root
-    with stage.clock.measure("plan"), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
+    root, worker = stage.root, stage.worker
+    with worker.clock.measure("plan"), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
         found = newest_plan(root)
-        spec = stage.describe(found and found.spec)
+        spec = stage.describe(source, found and found.spec)
         if found and new_revision and spec.fingerprint != found.spec.fingerprint:
-            spec = stage.describe()  # the largest batch may differ
-        tokenizer = stage.engine.tokenizer
-        planner = Planner(root, spec, stage.source, stage.recipe, tokenizer, stage.decoders, stage.progress)
+            spec = stage.describe(source)  # the largest batch may differ
+        tokenizer = worker.encoders.tokenizer
+        planner = Planner(root, spec, source, stage.recipe, tokenizer, stage.decoders, stage.progress)
         if found and not (new_revision and is_sealed(root, found)):
             check_fingerprint(root, found.spec, spec)
         plan = found or planner.plan_first()
         if not found:  # another process may have planned first, with its own batch size
-            spec = stage.describe(plan.spec)
+            spec = stage.describe(source, plan.spec)
             check_fingerprint(root, plan.spec, spec)
         was_sealed = bool(found) and is_sealed(root, plan)
     return OpenedStore(plan, planner, plan.spec.fingerprint == spec.fingerprint, bool(found), was_sealed)
@@ -230,10 +227,10 @@ def plan_next(stage: Stage1, opened: OpenedStore, options: Options) -> tuple[Fro
 
     Returns: as ``Planner.plan_next``.
     """
-    with stage.clock.measure("plan"), alone(stage.root, "plan", lambda: stage.progress("others plan", 0, 1)):
+    with stage.worker.clock.measure("plan"), alone(stage.root, "plan", lambda: stage.progress("others plan", 0, 1)):
         following, changes = opened.planner.plan_next(options)
     if following:
-        check_fingerprint(stage.root, following.spec, stage.describe(following.spec))
+        check_fingerprint(stage.root, following.spec, stage.describe(None, following.spec))
     return following, changes
 
 
@@ -253,9 +250,8 @@ def finish(stage: Stage1, plan: FrozenPlan) -> Manifest | None:
 
     def encode(missing: list[Task]) -> None:
         while missing:
-            tally = Tally(plan, missing, ledger_of(stage.recipe.source, writer), stage.progress)
-            stage.engine.encode(writer, missing, stage.source, tally=tally, clock=stage.clock)
-            stage.num_encoded += tally.num_pictures
+            section = stage.recipe.source
+            stage.worker.encode(writer, missing, stage.source, stage.decoders, section=section, progress=stage.progress)
             sweep_strays(stage.root)  # left by lost workers
             missing = writer.missing_tasks(missing)
 

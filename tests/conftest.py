@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import start_server, stop_server
+from hypothesis import HealthCheck, settings
 from making import (
     CPU,
     caption_recipe,
@@ -30,6 +32,46 @@ from leandit.train.models.dit import SIZES
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test touches a network
 torch.set_num_threads(1)  # the tests run in two processes
+os.fsync = lambda descriptor: None  # no power is lost; that it is asked for, and when, is harness.check_order's
+
+# Property tests look at few examples here; "make test-long" looks at many.
+EXAMPLES = {"default": 20, "long": 300}
+for name, count in EXAMPLES.items():
+    settings.register_profile(
+        name, max_examples=count, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+# Seconds of the files that take longest: they begin first, so that no process ends alone with one of them.
+LONGEST = {
+    "precompute/engines/test_ray.py": 90,
+    "tools/plan/test_memory.py": 45,
+    "train/parallel/test_parallel.py": 40,
+    "precompute/engines/test_engines.py": 40,
+    "house/test_mutants.py": 35,
+    "house/test_crash.py": 30,
+    "datasets/maintenance/test_verify.py": 30,
+    "precompute/test_repair.py": 30,
+    "train/test_signals.py": 25,
+    "precompute/images/test_decoders.py": 25,
+    "train/weights/test_checkpoint.py": 20,
+    "house/test_imports.py": 20,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    items.sort(key=lambda item: -LONGEST.get(item.path.relative_to(tests).as_posix(), 0))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("dist", "no") == "no":  # this process runs tests, not only others that do
+        start_server()
+
+
+def pytest_sessionfinish() -> None:
+    stop_server()
 
 
 @pytest.fixture(autouse=True)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..datasets.recipe import Section, load_recipe
+from ..datasets.errors import RecipeError
+from ..datasets.recipe import Count, Positive, Section, Share, load_recipe
+from .data_recipe import DataSection, StoreSection, Turn
 
 PACKAGE = "leandit.train"
-
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def _checkpointing(value: object) -> object:
@@ -136,46 +135,6 @@ class EmaSection(Section):
         return self
 
 
-class DataSection(Section):
-    """Which records of the store train, and in what order."""
-
-    leftovers: Literal["short", "carry", "drop"] = "short"
-    """Records of a bucket that fill no batch: a smaller one; "carry": into the next pass; "drop": not in this pass."""
-    window_shards: Count = 0
-    """Shuffle within so many shards of a bucket at a time, for slow disks and stores at a URL; 0: over all."""
-    batch_tokens: Count = 0
-    """Image tokens of an update, so that large buckets have smaller batches; 0: run.global_batch images of any size."""
-    labels: list[str | int] = Field(default=[])
-    """Names or numbers of the classes that train; empty: all."""
-    min_aspect: Annotated[float, Field(ge=0)] = 0.0
-    """Least height over width of the source picture; 0: no limit."""
-    max_aspect: Annotated[float, Field(ge=0)] = 0.0
-    """Largest height over width of the source picture; 0: no limit."""
-    scores: str = ""
-    """Parquet file with a score for each record; empty: no scores."""
-    score_column: str = "score"
-    """Its column of numbers."""
-    score_key: str = "key"
-    """Its column with the records' keys."""
-    min_score: float = 0.0
-    """Records with a lower score, or none, do not train."""
-
-    caption_scores: str = ""
-    """Parquet file with a list of scores for each record, one a caption (Sana: CLIP's); empty: all are drawn alike."""
-    min_caption_score: float = 0.0
-    """Captions with a lower score are not drawn, unless a record has no better one (Sana's clip_thr: 25)."""
-    caption_temperature: Annotated[float, Field(ge=0.01)] = 1.0
-    """Captions are drawn in proportion to score ** (1 / temperature) (Sana's clip_thr_temperature: 0.1)."""
-    original_share: Share = 0.0
-    """Share of draws that take a record's first caption (PixArt-Sigma's real_prompt_ratio: 0.5); 0: as the others."""
-
-    @model_validator(mode="after")
-    def _scores_are_named(self) -> DataSection:
-        if self.min_score and not self.scores:
-            raise ValueError("min_score needs scores, the Parquet file with a score for each record")
-        return self
-
-
 class RunSection(Section):
     """The run."""
 
@@ -221,7 +180,7 @@ class RunSection(Section):
     wandb: str = ""
     """Project of Weights & Biases that is told too; empty: it is not."""
     revision: Count = 0
-    """Revision of the store. 0: the newest when a run begins, then always the same; N: this one. A run that is moved to
+    """Revision of --store. 0: the newest when a run begins, then always the same; N: this one. A run that is moved to
     another revision keeps weights, optimizer and averages, and begins a new pass over the data."""
     allow_incomplete: bool = False
     """Train on a store whose precompute has not finished."""
@@ -262,6 +221,37 @@ class TrainRecipe(Section):
         """The learning rate that the schedule starts from, scaled to the batch as PixArt's and Sana's ``auto_lr``."""
         base = self.optimizer.lr_base_batch
         return self.optimizer.lr * (math.sqrt(self.run.global_batch / base) if base else 1.0)
+
+    @property
+    def takes_captions(self) -> bool:
+        """The model is conditioned on captions, not on labels; only a DiT can take labels."""
+        return not self.model.name.startswith("DiT-") or self.conditioning.kind == "caption"
+
+    def turns(self, store: Path | str | None) -> list[Turn]:
+        """The stores to train on: those that the recipe names, else the one of ``--store``.
+
+        Raises: RecipeError: both, or neither.
+        """
+        named = self.data.turns
+        if named and store is not None:
+            raise RecipeError(
+                f"--store '{store}': the recipe names its own, '{named[0].section.store}' first. Leave out --store, or "
+                "data.mixture and data.stages."
+            )
+        if store is not None:
+            own = {"store": str(store), "revision": self.run.revision}
+            named = [Turn(StoreSection(**own, **self.data.of_records), 0, None, 1.0)]
+        if not named:
+            raise RecipeError(
+                "no store to train on: needed --store PATH, or data.mixture or data.stages in the recipe."
+            )
+        return named
+
+    @model_validator(mode="after")
+    def _stores_of_the_recipe_have_their_own_revisions(self) -> TrainRecipe:
+        if self.run.revision and self.data.turns:
+            raise ValueError("run.revision is of --store; a store that the recipe names has a key revision of its own")
+        return self
 
     @model_validator(mode="after")
     def _a_scaled_rate_has_its_batch(self) -> TrainRecipe:

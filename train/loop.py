@@ -1,14 +1,14 @@
-"""Stage 2 as a story: open the store, build the model, start or resume the run, then step after step.
+"""Stage 2 as a story: open the stores, build the model, start or resume the run, then step after step.
 
 No encoder is imported, directly or indirectly. Everything random is keyed by (seed, step) or by (seed, epoch, record),
-so a run that was stopped resumes bit for bit.
+so a run that was stopped resumes: bit for bit on a CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +31,11 @@ from .parallel.stop import StopRequest
 from .parallel.watchdog import Watchdog
 from .run.autotune import tune
 from .run.lock import run_lock
-from .run.manifest import open_store, read_run_manifest
+from .run.manifest import read_run_manifest
 from .run.resume import averages_are_due, capture, start_or_resume
 from .run.saver import Saver
 from .run.state import TrainState, prepare
+from .run.stores import open_stores
 from .step.train_step import train_step
 
 
@@ -53,7 +54,7 @@ class Outcome:
       finished: all steps of the recipe are done.
       num_images: seen by this call.
       losses: of the first and the last report of this call, or None.
-      images_per_second: of the fastest report.
+      images_per_second: the highest of all reports.
       recipe: as used, with the values of a ds_config.json.
     """
 
@@ -69,31 +70,31 @@ class Outcome:
 def train(
     recipe: TrainRecipe,
     *,
-    store_path: Path | str,
+    store_path: Path | str | None = None,
     run: Path,
     device: torch.device,
     report: Callable[[StepReport], None],
     stop: StopRequest,
     warn: Callable[[str], None] = print_warning,
 ) -> Outcome:
-    """Train a model on a store; the same call again resumes from the newest valid checkpoint.
+    """Train a model on one store or several; the same call again resumes from the newest valid checkpoint.
 
     Args:
-      store_path: of the store, or its URL.
+      store_path: of the store, or its URL; None if the recipe names its stores.
       report: called with the figures of every ``run.log_every`` steps.
       stop: set it to save a checkpoint after the current step and return.
-      warn: called with one line for a damaged checkpoint, a newer revision of the store than the run reads, or records
+      warn: called with one line for a damaged checkpoint, a newer revision of a store than the run reads, or records
         that do not train.
-    Raises: LeanditError: before the first step, if recipe, store and run do not fit each other.
+    Raises: LeanditError: before the first step, if recipe, stores and run are incompatible.
     """
     ranks = read_ranks()
     with connected(ranks, device), Watchdog(ranks, warn) as watchdog, contextlib.ExitStack() as stack:
         manifest = read_run_manifest(run)
-        store = open_store(recipe, store_path, run, manifest, warn)
+        stores = open_stores(recipe, store_path, run, manifest, warn)
         check_wandb(recipe)
         recipe = apply_ds_config(recipe, ranks, device, warn)
-        watchdog.agree(_inputs(recipe, store))
-        state = prepare(recipe, store, device, warn, ranks)
+        watchdog.agree(_inputs(recipe, stores))
+        state = prepare(recipe, stores, device, warn, ranks)
         stop.check()
         if ranks.is_first:
             stack.enter_context(run_lock(run))
@@ -104,21 +105,19 @@ def train(
         return _Training(state, run, watchdog, report, stop).run()
 
 
-def _inputs(recipe: TrainRecipe, store: LatentStore) -> dict[str, object]:
+def _inputs(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> dict[str, object]:
     """What all ranks must agree on."""
-    inputs: dict[str, object] = {
-        "release": __version__,
-        "revision": store.revision,
-        "root hash": store.root_hash,
-        "torch": torch.__version__,
-    }
+    inputs: dict[str, object] = {"release": __version__, "torch": torch.__version__}
+    for number, store in enumerate(stores, 1):
+        which = f" of store {number}" if len(stores) > 1 else ""
+        inputs |= {f"revision{which}": store.revision, f"root hash{which}": store.root_hash}
     if path := recipe.parallel.deepspeed_config:
         inputs["ds_config.json"] = sha256_of(read_config(path))
     return inputs | flatten(recipe.model_dump())
 
 
 class _Training:
-    """The steps of one call of ``train``, from a state that was started or resumed."""
+    """The training loop of one ``train`` call, from a state that was started or resumed."""
 
     def __init__(
         self,
@@ -133,8 +132,8 @@ class _Training:
         self._writer = MetricsWriter(run, step=state.step, recipe=recipe) if ranks.is_first else None
         stop.check()
         peak = peak_flops(device, recipe.run.precision) * ranks.world_size
-        compute = ComputeCounter(state.spec, state.store.spec.latent, peak)
-        self._window = Window(watchdog, [state.store], compute, Gauges(device), may_skip=scale is not None)
+        compute = ComputeCounter(state.spec, state.stores[0].spec.latent, peak)
+        self._window = Window(watchdog, state.stores, compute, Gauges(device), may_skip=scale is not None)
         self._saver, self._shared_stop = Saver(run, recipe.run), SharedStop(ranks)
         self._reports: list[StepReport] = []
 
@@ -202,6 +201,6 @@ class _Training:
 
 
 def endless(loader: BatchLoader) -> Iterator[Batch]:
-    """Batches of one epoch after the other."""
+    """Batches of successive epochs, without end."""
     while True:
         yield from loader

@@ -1,7 +1,7 @@
-"""One range of addresses over many shard files, so that a batch from all of them is one gather.
+"""Maps many shard files into one address range, so that a batch with rows of all of them is one gather.
 
-Every file is mapped at the same distance from the one before, a multiple of the row and of the page. Rows of the store
-are then rows of one array, with gaps between the shards that nobody may touch: ``sharded_array.py`` checks every row.
+Files are mapped at equal distances, a multiple of both the row size and the page size. All rows are then rows of one
+array, with gaps between the shards that must not be read: ``sharded_array.py`` checks every row number.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ DEFAULT_MAX_MAPS = 65530  # Linux: vm.max_map_count
 
 
 class AddressWindow:
-    """Slots of equal size in one range of addresses; a file is mapped into each when it is wanted.
+    """Slots of equal size in one address range; a file is mapped into its slot when it is first needed.
 
     Args:
-      num_slots: of files.
-      row_bytes: of a row; rows of every slot lie on one grid.
-      shard_bytes: of the rows of a full shard; what a file has behind them, its index, is not mapped.
-    Raises: OSError: the system has no such range, or this process maps so many files already.
+      num_slots: number of files.
+      row_bytes: size of a row; the rows of all slots form one grid.
+      shard_bytes: size of the rows of a full shard; the index that follows them in the file is not mapped.
+    Raises: OSError: the range is too large, or the process has mapped too many files.
     """
 
     def __init__(self, num_slots: int, row_bytes: int, shard_bytes: int) -> None:
@@ -43,7 +43,7 @@ class AddressWindow:
         self.slot_rows = self.slot_bytes // row_bytes
         total = num_slots * self.slot_bytes
         if total > MAX_WINDOW_BYTES:
-            raise OSError(f"{num_slots} files of {self.slot_bytes} bytes do not fit into one range of addresses")
+            raise OSError(f"{num_slots} files of {self.slot_bytes} bytes do not fit into one address range")
         _maps.take(num_slots)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         try:
@@ -51,7 +51,7 @@ class AddressWindow:
         except OSError:
             _maps.give_back(num_slots)
             raise
-        # The range lives as long as any view of it, also while the process ends.
+        # The range lives as long as any view of it, even during interpreter shutdown.
         memory = (ctypes.c_ubyte * total).from_address(self._address)
         weakref.finalize(memory, _unmap, self._address, total, num_slots).atexit = False
         self.bytes = np.frombuffer(memoryview(memory).toreadonly(), np.uint8)
@@ -78,24 +78,27 @@ class _Maps:
         reset_in_forks(self)
 
     def reset(self) -> None:
-        """Another lock."""
+        """Create a new lock."""
         self._lock = threading.RLock()  # a finalizer may run while it is held
 
     def take(self, count: int) -> None:
-        """Raises: OSError: so many are not left."""
+        """Reserve maps.
+
+        Raises: OSError: not that many are left.
+        """
         with self._lock:
             if count > self.left:
-                raise OSError(f"{count} more files are too many to be mapped at once")
+                raise OSError(f"cannot map {count} more files, {self.left} are left")
             self.left -= count
 
     def give_back(self, count: int) -> None:
-        """They are mapped no more."""
+        """Release maps."""
         with self._lock:
             self.left += count
 
 
 def _max_maps() -> int:
-    """How many files a process should map at most: half of what the system allows it."""
+    """The most files that a process should map: half of the system's limit."""
     try:
         with open("/proc/sys/vm/max_map_count") as file:
             return int(file.read()) // 2
@@ -104,11 +107,11 @@ def _max_maps() -> int:
 
 
 def _map(address: int | None, length: int, protection: int, flags: int, file: int) -> int:
-    found = _libc().mmap(address, length, protection, flags, file, 0)
-    if found == MAP_FAILED:
+    mapped = _libc().mmap(address, length, protection, flags, file, 0)
+    if mapped == MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, f"mmap of {length} bytes: {os.strerror(number)}")
-    return found
+    return mapped
 
 
 def _unmap(address: int, length: int, num_slots: int) -> None:
@@ -117,7 +120,7 @@ def _unmap(address: int, length: int, num_slots: int) -> None:
 
 
 def _libc() -> Any:
-    """The C library of this process; the module ``mmap`` cannot place a map.
+    """The C library of this process; the module ``mmap`` cannot choose the address of a map.
 
     Raises: OSError: there is none, as on Windows.
     """

@@ -1,7 +1,7 @@
-"""Which records a bucket holds, in order of their rows: all that a training loop needs of the records table.
+"""The records of each bucket, in order of their rows: the part of the records table that training needs.
 
-Built for all buckets at once from six columns of the table, so that a store of a million records opens in well under a
-second, and nothing else of the table stays in memory.
+Built for all buckets at once from six columns of the table, so a store of a million records opens in well under a
+second, and the rest of the table does not stay in memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ INDEX_COLUMNS = ("revision", "bucket", "row", "label", "caption_ids", "status")
 
 @dataclass(frozen=True)
 class BucketIndex:
-    """What training needs of a bucket's stored records, in order of their rows.
+    """The stored records of a bucket, in order of their rows.
 
     Args:
       rows: (N,) positions in ``store.latents(bucket)``.
       records: (N,) positions in the records table.
-      labels: (N,) class index, -1 for none.
+      labels: (N,) class index, or -1.
       caption_starts: (N + 1,) where each record's captions begin in ``caption_ids``.
       caption_ids: (M,) caption ids, record after record.
     """
@@ -55,30 +55,30 @@ def build_indexes(
     revisions, rows, labels = (table[name].to_numpy() for name in ("revision", "row", "label"))
     captions = table["caption_ids"].combine_chunks()
     counts = pc.fill_null(pc.list_value_length(captions), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-    first = np.cumsum(counts) - counts
+    starts_in_table = np.cumsum(counts) - counts
     values = captions.flatten().to_numpy(zero_copy_only=False)
-    found = {}
+    indexes = {}
     for bucket in buckets:
         code = names.index(bucket) if bucket in names else len(names)
         positions = np.flatnonzero(stored & (codes == code))
-        places = stacked_rows(bucket, revisions[positions], rows[positions])
-        if np.any(places[1:] < places[:-1]):
-            order = np.argsort(places, kind="stable")
-            places, positions = places[order], positions[order]
+        stacked = stacked_rows(bucket, revisions[positions], rows[positions])
+        if np.any(stacked[1:] < stacked[:-1]):
+            order = np.argsort(stacked, kind="stable")
+            stacked, positions = stacked[order], positions[order]
         starts = np.concatenate([[0], np.cumsum(counts[positions])]).astype(np.int64)
-        which = np.repeat(first[positions] - starts[:-1], counts[positions]) + np.arange(starts[-1])
-        found[bucket] = BucketIndex(
-            rows=places,
+        taken = np.repeat(starts_in_table[positions] - starts[:-1], counts[positions]) + np.arange(starts[-1])
+        indexes[bucket] = BucketIndex(
+            rows=stacked,
             records=positions,
             labels=labels[positions],
             caption_starts=starts,
-            caption_ids=values[which].astype(np.int64),
+            caption_ids=values[taken].astype(np.int64),
         )
-    return found
+    return indexes
 
 
 def _encoded(column: pa.ChunkedArray) -> tuple[list[str], np.ndarray]:
-    """Distinct texts of a column, and which of them each row has, -1 for null."""
+    """Distinct texts of a column, and the index of each row's text; -1 for null."""
     if not pa.types.is_dictionary(column.type):
         column = pc.dictionary_encode(column)
     array = column.unify_dictionaries().combine_chunks()

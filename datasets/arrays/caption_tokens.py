@@ -1,4 +1,4 @@
-"""The tokens of a store's captions: whose lie where, as they are stored, and as numbers again."""
+"""The caption embeddings of a store: where they are, as stored, and as numbers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .sharded_array import ShardedArray
 
 
 class CaptionTokens:
-    """Caption embeddings of a store, (L, D) each, its valid tokens, one caption after the other.
+    """The caption embeddings of a store, (L, D) each, without padding.
 
     Args:
-      spec: of the texts.
-      open_array: gives an array by its path.
-      read_spans: gives (num_captions,) first rows and (num_captions,) lengths, read when they are first needed.
+      spec: of the captions.
+      open_array: returns the array at a path.
+      read_spans: returns the first row and the length of each caption, (num_captions,) each; called on first use.
     """
 
     def __init__(
@@ -46,28 +46,28 @@ class CaptionTokens:
 
     @property
     def arrays(self) -> list[ShardedArray]:
-        """(tokens, D), of the dtype on disk; where that is int8 also (tokens,) float32, by which each is multiplied."""
+        """The tokens, (tokens, D) in the dtype on disk; for int8 also the scale of each token, (tokens,) float32."""
         return [self._open(path) for path in self._paths(EMBEDDINGS, SCALES)]
 
     def stored(self, caption_id: int) -> StoredTokens:
-        """The tokens of a caption as they lie in the arrays; mapped views where they are uncompressed."""
+        """The stored tokens of a caption; mapped views if they are uncompressed."""
         start = int(self.offsets[caption_id])
         stop = start + int(self.lengths[caption_id])
         return StoredTokens.of([array.read(start, stop) for array in self.arrays])
 
     def __getitem__(self, caption_id: int) -> np.ndarray:
-        """(L, D): where float16 or float32 is stored a mapped view, where bfloat16 or int8 is, a float32 copy."""
+        """The embedding of a caption, (L, D): float16 and float32 a mapped view, bfloat16 and int8 a float32 copy."""
         return widen(self.stored(caption_id), self._spec.dtype)
 
     @property
     def stored_null(self) -> StoredTokens:
-        """The empty caption at full length as it lies in the arrays; a copy."""
+        """The stored null caption at full length; a copy."""
         arrays = [self._open(path) for path in self._paths(NULL_EMBEDDING, NULL_SCALES)]
         return StoredTokens.of([np.array(array.read(0, len(array))) for array in arrays])
 
     @cached_property
     def null(self) -> np.ndarray:
-        """The empty caption at full length, (max_tokens, D)."""
+        """The embedding of the null caption at full length, (max_tokens, D)."""
         return widen(self.stored_null, self._spec.dtype)
 
     def _paths(self, tokens: str, scales: str) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""Notice that a mapped file is written to: its rows are then no longer those that were checked.
+"""Notice when something writes to a mapped file: its rows are then no longer those that were checked.
 
-A map of a file that gets shorter ends the process with SIGBUS, and one that is written to gives torn rows. Nothing of
-leandit does either, files are only ever replaced whole, which a map does not see. For what others do, Linux tells
-(inotify), at the price of one system call a batch; one queue serves all stores of a process, because a user may have
-128 of them. Elsewhere sizes and times are looked at twice a second. Neither sees a write through a map of another
-process, nor what another machine does on a network file system: read there with ``access="pread"``.
+Reading the map of a file that was truncated ends the process with SIGBUS; reading one that is overwritten gives torn
+rows. leandit does neither: it only replaces files whole, which does not affect a map. Other programs might. Linux
+reports their writes (inotify) at the cost of one system call a batch; one queue serves all stores of a process, because
+a user may have only 128. Elsewhere, sizes and times are compared twice a second. Neither notices a write through the
+map of another process, or by another machine on a network file system: read there with ``access="pread"``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ READ_BYTES = 1 << 16
 
 
 class ChangeWatch:
-    """Which of some files were written to since they were added. For the process that made it, not for its forks."""
+    """Reports which files were written to after they were added. Of no use in a fork of the process that made it."""
 
     def __init__(self) -> None:
         self.changed: set[str] = set()
@@ -44,7 +44,7 @@ class ChangeWatch:
                 self._marks[path] = _mark(path)
 
     def look(self) -> set[str]:
-        """Files that were written to, of all that were added."""
+        """The added files that were written to."""
         _queue.look()
         if self._marks and time.monotonic() - self._looked > POLL_SECONDS:
             self._looked = time.monotonic()
@@ -62,17 +62,17 @@ class _Queue:
         reset_in_forks(self)
 
     def reset(self) -> None:
-        """Without the queue of the parent, which both would read."""
+        """Drop the queue of the parent, which both processes would read."""
         if self._poll is not None:
             self._poll.close()
             os.close(self._file)
-        self._poll, self._file, self._is_told = None, -1, False
+        self._poll, self._file, self._has_warned = None, -1, False
         self._lock = threading.RLock()  # a finalizer may run while it is held
-        # Of each file, by inotify's number: who watches it, and under which of its names.
+        # Of each file, by its inotify number: its watches, and the path that each of them added.
         self._watches: dict[int, weakref.WeakKeyDictionary[ChangeWatch, str]] = {}
 
     def add(self, path: str, watch: ChangeWatch) -> bool:
-        """Watch a file; False where the system does not."""
+        """Watch a file; False if the system cannot."""
         if sys.platform != "linux":
             return False
         with self._lock:
@@ -80,20 +80,20 @@ class _Queue:
             if self._poll is None:
                 self._file = library.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
                 if self._file < 0:
-                    return self._refuse("max_user_instances")
-                self._poll = select.epoll()  # asks without an exception where there is nothing, and from many threads
+                    return self._warn_of_limit("max_user_instances")
+                self._poll = select.epoll()  # polls from any thread, and without an exception
                 self._poll.register(self._file, select.EPOLLIN)
-            self._read_events()  # of earlier writes, which this watch must not be told of
+            self._read_events()  # earlier writes do not concern this watch
             number = library.inotify_add_watch(self._file, os.fsencode(path), IN_MODIFY)
             if number < 0:
-                return self._refuse("max_user_watches")
+                return self._warn_of_limit("max_user_watches")
             watches = self._watches.setdefault(number, weakref.WeakKeyDictionary())
             watches[watch] = path
             weakref.finalize(watch, self._forget, number, watches).atexit = False
             return True
 
     def look(self) -> None:
-        """Tell every watch which of its files were written to."""
+        """Report all writes so far to the watches."""
         if self._poll is not None and self._poll.poll(0, 1):
             with self._lock:
                 self._read_events()
@@ -107,31 +107,30 @@ class _Queue:
             number, mask, _, length = _EVENT.unpack_from(events, position)
             position += _EVENT.size + length
             if mask & IN_MODIFY:
-                self._tell(number)
-            if mask & IN_OVERFLOW:  # more has happened than the system remembers, perhaps to any of them
-                for one in list(self._watches):
-                    self._tell(one)
+                self._report(number)
+            if mask & IN_OVERFLOW:  # events were lost, of any of the files
+                for watched in list(self._watches):
+                    self._report(watched)
             if mask & IN_IGNORED:  # the file is gone, and the system may use its number again
                 self._watches.pop(number, None)
 
-    def _tell(self, number: int) -> None:
+    def _report(self, number: int) -> None:
         for watch, path in list(self._watches.get(number, {}).items()):
             watch.changed.add(path)
 
     def _forget(self, number: int, watches: weakref.WeakKeyDictionary[ChangeWatch, str]) -> None:
-        """Watch a file no more when nobody reads it any more."""
+        """Stop watching a file when its last watch is gone."""
         with self._lock:
             if self._watches.get(number) is watches and not list(watches):
                 _libc().inotify_rm_watch(self._file, number)
                 del self._watches[number]
 
-    def _refuse(self, limit: str) -> bool:
-        if not self._is_told:
-            self._is_told = True
+    def _warn_of_limit(self, limit: str) -> bool:
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
-                f"the system watches no more files for this user (fs.inotify.{limit}): a shard that something writes "
-                f"to while it is read is seen only after {POLL_SECONDS:g} s. Raise the limit, or read with "
-                'access="pread".',
+                f"the system watches no more files for this user (fs.inotify.{limit}): a write to a shard that is "
+                f'being read is noticed only after {POLL_SECONDS:g} s. Raise the limit, or read with access="pread".',
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -143,14 +142,14 @@ _Mark = tuple[int, int, int]  # inode, size, time
 
 def _mark(path: str) -> _Mark | None:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _is_written(before: _Mark | None, now: _Mark | None) -> bool:
-    """The same file with another content; one that is gone, or replaced whole, is read on as it was."""
+    """Whether the file has changed in place; the map of a file that was removed or replaced stays as it was."""
     return before is not None and now is not None and before[0] == now[0] and before != now
 
 

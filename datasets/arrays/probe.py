@@ -1,7 +1,7 @@
-"""A look into every shard when it is first mapped: is it the one that the tables speak of?
+"""A spot check of every shard when it is first opened: is it the shard that the tables describe?
 
-Sizes and the index's checksum cannot tell two shards in each other's place, or one of another store. One row of it can,
-by its checksum, at the price of one row; ``leandit verify`` reads all.
+File sizes and the checksum of the index do not reveal swapped shards, or a shard of another store. The checksum of one
+row does; ``leandit verify`` reads all rows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ProbedStore(Protocol):
         ...
 
 
-def _refuse(store: ProbedStore, layout: ArrayLayout, shard: int) -> DamageError:
+def _wrong_shard(store: ProbedStore, layout: ArrayLayout, shard: int) -> DamageError:
     return DamageError(
         f"store '{store.path}': shard '{layout.shard_path(shard)}' holds other rows than were written, perhaps "
         "another shard's. Run 'leandit verify --repair --source PATH': it finds all that is wrong."
@@ -61,30 +61,30 @@ def _refuse(store: ProbedStore, layout: ArrayLayout, shard: int) -> DamageError:
 
 
 def check_latents(store: ProbedStore, bucket: str) -> ShardCheck:
-    """A check of a bucket's shards by their first stored record."""
+    """Check a bucket's shards by their first stored record."""
 
     def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
         index, rows = store.index(bucket), layout.rows_of(shard)
         position = int(np.searchsorted(index.rows, first))
         if position == len(index.rows) or index.rows[position] >= first + len(rows):
-            return  # no record of it is left, so nobody reads it
+            return  # no stored record lies in it
         row = int(index.rows[position]) - first
-        wanted = int(store.checksums[index.records[position]])
-        found = [mapped.read(row, row + 1)]
+        checksum = int(store.checksums[index.records[position]])
+        rows_read = [mapped.read(row, row + 1)]
         if store.spec.latent.flip:  # the checksum covers the row of both arrays
             path = layout.path.removesuffix("_flip")
             flipped = layout.path != path
             other = replace(layout, path=path if flipped else f"{path}_flip")
-            found.append(store.folder.open(other, shard, mapped=True).read(row, row + 1))
-            found = found[::-1] if flipped else found
-        if int(row_checksum(*found), 16) != wanted:
-            raise _refuse(store, layout, shard)
+            rows_read.append(store.folder.open(other, shard, mapped=True).read(row, row + 1))
+            rows_read = rows_read[::-1] if flipped else rows_read
+        if int(row_checksum(*rows_read), 16) != checksum:
+            raise _wrong_shard(store, layout, shard)
 
     return check
 
 
 def check_captions(store: ProbedStore) -> ShardCheck:
-    """A check of the shards of caption embeddings, or of their scales, by their first caption."""
+    """Check the shards of caption embeddings, or of their scales, by their first caption."""
 
     def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
         offsets = store.tokens.offsets
@@ -92,21 +92,21 @@ def check_captions(store: ProbedStore) -> ShardCheck:
         if caption == len(offsets) or offsets[caption] >= first + len(layout.rows_of(shard)):
             return
         start = int(offsets[caption]) - first
-        wanted = int(store.caption_checksums[caption])
+        checksum = int(store.caption_checksums[caption])
         stop = start + int(store.tokens.lengths[caption])
-        found = [mapped.read(start, stop)]
+        rows_read = [mapped.read(start, stop)]
         if store.spec.text and store.spec.text.dtype == "int8":  # the checksum covers the rows of both arrays
             other = _twin(store, layout)
-            found.append(store.folder.open(other, shard, mapped=True).read(start, stop))
-            found = found[::-1] if layout.path.endswith(SCALES) else found
-        if int(row_checksum(*found), 16) != wanted:
-            raise _refuse(store, layout, shard)
+            rows_read.append(store.folder.open(other, shard, mapped=True).read(start, stop))
+            rows_read = rows_read[::-1] if layout.path.endswith(SCALES) else rows_read
+        if int(row_checksum(*rows_read), 16) != checksum:
+            raise _wrong_shard(store, layout, shard)
 
     return check
 
 
 def _twin(store: ProbedStore, layout: ArrayLayout) -> ArrayLayout:
-    """Layout of the scales of an array of int8 tokens, or of the tokens of an array of scales."""
+    """Layout of the scales of int8 tokens, or of the tokens that scales belong to."""
     folder = layout.path.removesuffix(SCALES).removesuffix(EMBEDDINGS)
     if layout.path.endswith(EMBEDDINGS):
         return replace(layout, path=folder + SCALES, shape=layout.shape[:1], dtype="float32")
@@ -115,16 +115,16 @@ def _twin(store: ProbedStore, layout: ArrayLayout) -> ArrayLayout:
 
 
 def check_whole(store: ProbedStore) -> ShardCheck:
-    """A check of small arrays, which no table holds a checksum of, by the hash of the file."""
+    """Check small arrays by the hash of the file: no table has checksums of their rows."""
 
     def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
         if store.folder.remote is not None:
-            return  # it was hashed when it came
+            return  # it was hashed when it was fetched
         path = layout.shard_path(shard)
         entries = store.manifest.files if store.manifest else []
         entry = next((entry for entry in entries if entry.path == path), None)
         if entry and xxh3_file(store.path / path) != entry.xxh3_128:
-            raise _refuse(store, layout, shard)
+            raise _wrong_shard(store, layout, shard)
 
     return check
 

@@ -1,7 +1,7 @@
-"""The arrays of a store's revisions, one on top of the other, each found to be what the store says of itself.
+"""The arrays of a store's revisions, stacked, and checked against the store's spec.
 
-A revision adds rows in arrays of its own (layout.revision_prefix). A reader sees one array: the rows of revision 1,
-then those of the next in the stack. Every number that an array's ``zarr.json`` claims is compared before it is used.
+Each revision writes its rows to arrays of its own (layout.revision_prefix). A reader sees one array: the rows of
+revision 1, then those of the next revision in the stack. All values of an array's ``zarr.json`` are checked before use.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class ArrayStack:
     """Layouts of every array in each revision that a reader sees.
 
     Args:
-      root: of the store.
-      spec: what the store says of itself.
+      root: folder of the store.
+      spec: of the store.
       revisions: of the stack, in order.
-      sizes: bytes of each file that the manifest lists, None while the store is incomplete.
-      planned: arrays that the plan names, for an incomplete store.
+      sizes: bytes of each file in the manifest; None while the store is incomplete.
+      planned: arrays of the plan, for an incomplete store.
     """
 
     def __init__(
@@ -63,35 +63,35 @@ class ArrayStack:
     def layouts(self, path: str) -> dict[int, ArrayLayout]:
         """Layout of an array in each revision of the stack that has it.
 
-        Raises: DamageError: it is not the array that the store speaks of.
+        Raises: DamageError: it does not match the spec, the manifest or the plan.
         """
-        found = {}
+        layouts = {}
         for revision in self.revisions:
             array = revision_prefix(revision) + path
             metadata = self.root / array / GROUP
             if f"{array}/{GROUP}" in self._sizes if self._sizes is not None else metadata.is_file():
-                found[revision] = ArrayLayout.from_metadata(array, read_json(metadata, max_bytes=MAX_METADATA_BYTES))
-                self._check_layout(path, found[revision])
-        return found
+                layouts[revision] = ArrayLayout.from_metadata(array, read_json(metadata, max_bytes=MAX_METADATA_BYTES))
+                self._check_layout(path, layouts[revision])
+        return layouts
 
     def rows(self, bucket: str, revisions: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Positions in the stacked arrays of a bucket, from rows of each revision's own array.
 
-        Raises: DamageError: there are no such rows.
+        Raises: DamageError: they do not exist.
         """
         layouts = self.layouts(f"{bucket_part(bucket)}/{self.spec.latent.array}")
         if not len(rows):
             return rows.astype(np.int64)
-        there = np.array(list(layouts), np.int64)
+        stacked = np.array(list(layouts), np.int64)
         counts = np.array([layout.shape[0] for layout in layouts.values()], np.int64)
-        which = np.searchsorted(there, revisions)
-        known = which < len(there)
-        known[known] = there[which[known]] == revisions[known]
-        if not known.all() or np.any(rows < 0) or np.any(rows >= counts[which]):
+        index = np.searchsorted(stacked, revisions)
+        known = index < len(stacked)
+        known[known] = stacked[index[known]] == revisions[known]
+        if not known.all() or np.any(rows < 0) or np.any(rows >= counts[index]):
             raise DamageError(
-                f"store '{self.root}': records of bucket '{bucket}' name rows that are not there. {REPAIR}"
+                f"store '{self.root}': records of bucket '{bucket}' name rows that do not exist. {REPAIR}"
             )
-        return rows + (np.cumsum(counts) - counts)[which]
+        return rows + (np.cumsum(counts) - counts)[index]
 
     def caption_spans(self, folder: ShardFolder, check: ShardCheck) -> tuple[np.ndarray, np.ndarray]:
         """First row and number of rows of every caption in the stacked embeddings, (num_captions,) int64 each.
@@ -105,15 +105,16 @@ class ArrayStack:
         fits = embeddings.keys() == offset_layouts.keys() == length_layouts.keys()
         if self.spec.text and self.spec.text.dtype == "int8":
             scales = self.layouts(SCALES)
-            fits = fits and {n: one.shape[0] for n, one in scales.items()} == {
-                n: one.shape[0] for n, one in embeddings.items()
-            }
+            token_counts = [
+                {number: array.shape[0] for number, array in arrays.items()} for arrays in (scales, embeddings)
+            ]
+            fits = fits and token_counts[0] == token_counts[1]
         for revision, layout in embeddings.items() if fits else ():
             first, count = (
-                ShardedArray(folder, [one], check).read(0, one.shape[0])
-                for one in (offset_layouts[revision], length_layouts[revision])
+                ShardedArray(folder, [spans], check).read(0, spans.shape[0])
+                for spans in (offset_layouts[revision], length_layouts[revision])
             )
-            # Asked in this order, because a sum of two hostile numbers can wrap around.
+            # In this order, because the sum of two hostile numbers can wrap around.
             fits = fits and len(first) == len(count) and bool(np.all((count >= 1) & (count <= longest)))
             fits = fits and bool(np.all((first >= 0) & (first <= layout.shape[0] - count)))
             if not fits:
@@ -122,21 +123,19 @@ class ArrayStack:
             lengths.append(count)
             base += layout.shape[0]
         if not fits:
-            raise DamageError(f"store '{self.root}': its captions name tokens that are not there. {REPAIR}")
+            raise DamageError(f"store '{self.root}': its captions name tokens that do not exist. {REPAIR}")
         return np.concatenate(offsets), np.concatenate(lengths)
 
     def _check_layout(self, path: str, layout: ArrayLayout) -> None:
-        """An array that is not what the store says of itself is refused before anything is made of its numbers."""
-        if self._sizes is None:  # incomplete: the plan says what it must be
+        """Raise DamageError if an array does not match the spec, the manifest or the plan."""
+        if self._sizes is None:  # incomplete: it must be the planned array
             if self._planned.get(layout.path) != layout:
-                raise DamageError(
-                    f"store '{self.root}': array '{layout.path}' is not the one that was planned. {REPAIR}"
-                )
+                raise DamageError(f"store '{self.root}': array '{layout.path}' is not as planned. {REPAIR}")
             return
         if (layout.shape[1:], layout.dtype) != self._row_of(path):
             raise DamageError(
-                f"store '{self.root}': array '{layout.path}' has rows of {layout.dtype} {layout.shape[1:]}, which are "
-                f"not those of the store's encoders. {REPAIR}"
+                f"store '{self.root}': array '{layout.path}' has rows of {layout.dtype} {layout.shape[1:]}, unlike "
+                f"the encoders of the store. {REPAIR}"
             )
         longest = self.spec.text.max_tokens if self.spec.text else 0
         if path in (NULL_EMBEDDING, NULL_SCALES) and layout.shape[0] != longest:
@@ -152,11 +151,11 @@ class ArrayStack:
 
     @cached_property
     def _shard_counts(self) -> Counter[str]:
-        """Shard files of each array, as the manifest lists them."""
+        """Number of shard files of each array in the manifest."""
         return Counter(path.partition("/c/")[0] for path in self._sizes or () if "/c/" in path)
 
     def _row_of(self, path: str) -> tuple[tuple[int, ...], str] | None:
-        """Shape and dtype of a row of an array, as the store's own description has them; None where it has no such."""
+        """Shape and dtype of a row of an array by the spec; None if the store has no such array."""
         if path in (OFFSETS, LENGTHS):
             return (), "int64"
         if path in (EMBEDDINGS, NULL_EMBEDDING):

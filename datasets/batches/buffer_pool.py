@@ -1,15 +1,14 @@
 """Reused memory for batches: allocating a buffer costs more than reading the batch from a warm store.
 
-A buffer is reused once its array, and every tensor made from the array, are deleted, so no batch is ever overwritten.
-Numpy views of the array do not count: hold the array, or make it a tensor. ``CopiesInFlight`` holds a buffer until an
-asynchronous copy to a GPU is done.
+A buffer is reused once nothing refers to its memory: no array, view or tensor made from it. ``CopiesInFlight`` holds it
+until an asynchronous copy to a GPU is done.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,7 +19,7 @@ from ..disk.fork_safe import reset_in_forks
 
 # Bytes. Allocators start 16 bytes past a page, where some processors copy at a quarter of their speed.
 ALIGNMENT = 4096
-SPARE_BUFFERS = 16  # maximum kept
+MAX_BUFFERS = 32  # kept, used or not
 MAX_COPIES = 4  # concurrent copies of batches; more would grow page-locked memory
 
 
@@ -38,44 +37,43 @@ class BufferPool:
 
     def reset(self) -> None:
         """Forget all buffers."""
-        self._spare: list[np.ndarray] = []  # in the order of their return
-        # Arrays in use and their buffers, by id of the weak reference: arrays are not hashable.
-        self._lent: dict[int, tuple[weakref.ref, np.ndarray]] = {}
-        self._lock = threading.RLock()  # a finalizer may run while it is held
+        self._buffers: list[np.ndarray] = []  # in the order of their last use
+        self._lock = threading.Lock()
 
     def take(self, shape: tuple[int, ...], dtype: str | np.dtype) -> np.ndarray:
         """An uninitialised array; make it a tensor with ``torch.from_numpy``."""
         COPIES.release_done()
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        most = 4 * max(num_bytes, 1 << 16)  # far larger ones stay for larger batches
         with self._lock:
-            most = 4 * max(num_bytes, 1 << 16)  # far larger ones stay for larger batches
-            fitting = [i for i, spare in enumerate(self._spare) if num_bytes <= spare.nbytes <= most]
+            sizes, counts = [buffer.nbytes for buffer in self._buffers], _reference_counts(self._buffers)
+            fitting = [i for i, size in enumerate(sizes) if num_bytes <= size <= most and counts[i] == UNUSED]
             # The most recently used of the smallest: it is still in the cache.
-            smallest = min(reversed(fitting), key=lambda i: self._spare[i].nbytes, default=None)
-            buffer = None if smallest is None else self._spare.pop(smallest)
-        if buffer is None:
-            buffer = self._allocate(num_bytes)
-        array = buffer[:num_bytes].view(dtype).reshape(shape)
-        watch = weakref.ref(array, self._give_back)
-        self._lent[id(watch)] = watch, buffer
-        return array
-
-    def _give_back(self, watch: weakref.ref) -> None:
-        """Take a buffer back when its array is deleted."""
-        with self._lock:
-            buffer = self._lent.pop(id(watch))[1]
-            self._spare.append(buffer)
-            if len(self._spare) > SPARE_BUFFERS:
-                del self._spare[0]
+            best = min(reversed(fitting), key=sizes.__getitem__, default=None)
+            buffer = self._allocate(num_bytes) if best is None else self._buffers.pop(best)
+            del self._buffers[: 1 - MAX_BUFFERS]  # the system gets their memory back when nothing refers to it
+            self._buffers.append(buffer)
+            return buffer[:num_bytes].view(dtype).reshape(shape)
 
     def _allocate(self, num_bytes: int) -> np.ndarray:
         """Aligned memory, an eighth larger than needed, so that it also fits slightly larger batches."""
         room = num_bytes + num_bytes // 8 + ALIGNMENT
-        memory = torch.empty(room, dtype=torch.uint8, pin_memory=self._pin).numpy()
+        # numpy asks the system for huge pages, torch does not: a gather of captions into them is faster.
+        memory = (
+            torch.empty(room, dtype=torch.uint8, pin_memory=True).numpy() if self._pin else np.empty(room, np.uint8)
+        )
         return memory[-memory.ctypes.data % ALIGNMENT :]
 
     def __reduce__(self) -> tuple:
         return _new_pool, (self._pin,)  # buffers are not shared between processes
+
+
+def _reference_counts(buffers: Sequence[np.ndarray]) -> list[int]:
+    """How many references there are to the memory of each buffer: every view and tensor of it counts."""
+    return [sys.getrefcount(buffer.base) for buffer in buffers]
+
+
+UNUSED = _reference_counts([np.empty(1)[:]])[0]  # of a buffer that is not lent
 
 
 class Event(Protocol):

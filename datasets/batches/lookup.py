@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.bucket_index import BucketIndex
 from ..order.caption_odds import choose_captions
 from ..order.planned import PlannedBatch
 from ..order.shuffle import PURPOSE_CAPTION, PURPOSE_FLIP, keyed_choice, keyed_uniform
@@ -64,18 +63,18 @@ class Lookup:
 
     Args:
       stores: one for each of the order's plans.
-      seed: of the posterior draw and the choice of caption and flip.
+      seeds: of the posterior draw and the choice of caption and flip, one for each plan.
       rank, world_size: select the slice of every global batch.
       captions: choose one for each record, if the store has captions.
-      caption_bounds: of each store, by bucket, from ``CaptionOdds.bounds``; empty for uniform draws.
+      caption_bounds: of each store, by bucket, from ``CaptionOdds.bounds``; None for uniform draws.
     """
 
     stores: Sequence[LatentStore]
-    seed: int
+    seeds: Sequence[int]
     rank: int
     world_size: int
     captions: bool
-    caption_bounds: Sequence[Mapping[str, np.ndarray]] = ()
+    caption_bounds: Sequence[Mapping[str, np.ndarray] | None]
 
     def batches(self, planned: Sequence[PlannedBatch]) -> list[WantedBatch]:
         """Look up planned batches, in their order."""
@@ -98,25 +97,18 @@ class Lookup:
         store = self.stores[plan]
         index, latent = store.index(bucket), store.spec.latent
         records = index.records.take(positions)
+        keyed: dict[str, Any] = {"seed": self.seeds[plan], "epoch": epochs, "records": records}
         flipped, captions, keys = None, None, None
         if latent.flip:
-            flipped = self._choose(np.full(len(records), 2), epochs, records, PURPOSE_FLIP) == 1
-        if store.spec.text and self.captions and self.caption_bounds:
-            uniform = keyed_uniform(seed=self.seed, epoch=epochs, records=records, purpose=PURPOSE_CAPTION)
-            captions = choose_captions(self.caption_bounds[plan][bucket], index, positions, uniform)
+            flipped = keyed_choice(np.full(len(records), 2), **keyed, purpose=PURPOSE_FLIP) == 1
+        bounds = self.caption_bounds[plan]
+        if store.spec.text and self.captions and bounds:
+            uniform = keyed_uniform(**keyed, purpose=PURPOSE_CAPTION)
+            captions = choose_captions(bounds[bucket], index, positions, uniform)
         elif store.spec.text and self.captions:
-            captions = self._choose_captions(index, positions, epochs, records)
+            starts = index.caption_starts[positions]
+            choices = index.caption_starts[positions + 1] - starts
+            captions = index.caption_ids[starts + keyed_choice(choices, **keyed, purpose=PURPOSE_CAPTION)]
         if latent.has_posterior:
-            keys = draw_keys(self.seed, epochs, records).numpy()
+            keys = draw_keys(self.seeds[plan], epochs, records).numpy()
         return Records(index.rows.take(positions), records, index.labels.take(positions), flipped, captions, keys)
-
-    def _choose_captions(
-        self, index: BucketIndex, positions: np.ndarray, epochs: np.ndarray, records: np.ndarray
-    ) -> np.ndarray:
-        """(B,) id of one of the captions of each record."""
-        starts = index.caption_starts[positions]
-        choices = index.caption_starts[positions + 1] - starts
-        return index.caption_ids[starts + self._choose(choices, epochs, records, PURPOSE_CAPTION)]
-
-    def _choose(self, choices: np.ndarray, epochs: np.ndarray, records: np.ndarray, purpose: int) -> np.ndarray:
-        return keyed_choice(choices, seed=self.seed, epoch=epochs, records=records, purpose=purpose)

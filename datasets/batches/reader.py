@@ -19,9 +19,9 @@ from ..disk.cached import cached_property
 from ..disk.fork_safe import reset_in_forks
 from ..errors import RecipeError
 from ..format.schema import LatentSpec
+from ..order.alike import check_alike
 from ..order.batch_plan import BatchPlan
 from ..order.caption_odds import CaptionOdds
-from ..order.mixture import check_alike
 from ..order.order import BatchOrder
 from ..order.slices import rank_slice
 from ..store import LatentStore
@@ -134,8 +134,8 @@ class BatchReader(Dataset):
       rank, world_size: this reader reads its slice of every global batch.
       text: form of the captions, or "none".
       pin: use page-locked memory.
-      seed: of the posterior draw and the choice of caption and flip; None: that of the first plan.
-      caption_odds: how often each caption of a record is drawn; None for uniform draws.
+      seed: of the posterior draw and the choice of caption and flip; None: that of each plan.
+      caption_odds: how often each caption of a record is drawn, of each store; None for uniform draws.
     Raises: RecipeError: a plan or selection is of another store, the stores cannot be mixed, or ``text`` is unknown;
       IndexError: no such rank.
     """
@@ -150,22 +150,24 @@ class BatchReader(Dataset):
         text: TextForm = "padded",
         pin: bool = False,
         seed: int | None = None,
-        caption_odds: CaptionOdds | None = None,
+        caption_odds: Sequence[CaptionOdds | None] = (),
     ) -> None:
         if isinstance(stores, LatentStore) or len(stores) != len(order.plans):
             count = "one, not in a list" if isinstance(stores, LatentStore) else len(stores)
             raise RecipeError(f"stores of a reader: {count}; needed a list of {len(order.plans)}, one for each plan.")
         self.stores, self.order = list(stores), order
-        self.seed = order.plans[0].seed if seed is None else seed
+        self.seeds = [plan.seed if seed is None else seed for plan in order.plans]
         rank_slice(0, rank, world_size)  # checks the rank
         if text not in get_args(TextForm):
             raise RecipeError(f"text {text!r}: needed one of {', '.join(get_args(TextForm))}.")
         for store, plan in zip(self.stores, order.plans, strict=True):
             check_fit(store, plan)
-        check_alike(self.stores, captions=text != "none")
+        check_alike([(store.path, store.spec) for store in self.stores], captions=text != "none")
         self._text: TextForm = text
-        bounds = [caption_odds.bounds(store) for store in self.stores] if caption_odds and text != "none" else []
-        self._lookup = Lookup(self.stores, self.seed, rank, world_size, text != "none", bounds)
+        odds = caption_odds if caption_odds and text != "none" else [None] * len(self.stores)
+        bounds = [of_store and of_store.bounds(store) for of_store, store in zip(odds, self.stores, strict=True)]
+        self.caption_odds = [of_store and of_store.identity() for of_store in odds] if any(odds) else None
+        self._lookup = Lookup(self.stores, self.seeds, rank, world_size, text != "none", bounds)
         self._buffers = BufferPool(pin=pin)
         self.reset()
         reset_in_forks(self)
@@ -231,7 +233,7 @@ class BatchReader(Dataset):
     def _look_up(self, number: int) -> WantedBatch:
         group, place = divmod(number, PLANNED_AHEAD)
         with self._lock:
-            planned = self._planned.setdefault(group, _Group())
+            planned = self._planned.get(group) or self._planned.setdefault(group, _Group())
             self._planned.move_to_end(group)
             if len(self._planned) > KEPT_GROUPS:
                 self._planned.popitem(last=False)

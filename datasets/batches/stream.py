@@ -178,14 +178,15 @@ class BatchStream(IterableDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """Position of the stream, and everything that must be the same on resume."""
-        plan = self._plan
+        plan, seeds = self._plan, self.reader.seeds
         return {
             "version": STATE_VERSION,
             "number": self.number,
             "passes": plan.place_of(self.number)[0] + bool(plan.place_of(self.number)[1]) if plan else None,
             "root_hashes": [content_hash(store.root_hash, store.plan_hash) for store in self.reader.stores],
             "order": self.reader.order.identity(),
-            "draw_seed": self.reader.seed,
+            "draw_seed": seeds[0] if len(set(seeds)) == 1 else seeds,
+            "caption_odds": self.reader.caption_odds,
         }
 
     def load_state_dict(self, state: dict[str, Any], earlier: Collection[str] = ()) -> None:
@@ -205,7 +206,8 @@ class BatchStream(IterableDataset):
             _check_unchanged(_section(state, "order"), _section(current, "order"), kept, prefix="order.")
             number = plan.batches_before(_count(state, "passes"))
         else:
-            _check_unchanged(state, current, ("root_hashes", "order"))
+            state = {"caption_odds": current["caption_odds"]} | state  # older states do not have them
+            _check_unchanged(state, current, ("root_hashes", "order", "caption_odds"))
             number = _count(state, "number")
         self.number, self._num_loads = number, self._num_loads + 1
 

@@ -22,7 +22,7 @@ PIXART_1024 = (
     (2.09, 1472, 704), (2.4, 1536, 640), (2.5, 1600, 640), (2.89, 1664, 576), (3.0, 1728, 576),
     (3.11, 1792, 576), (3.62, 1856, 512), (3.75, 1920, 512), (3.88, 1984, 512), (4.0, 2048, 512),
 )  # fmt: skip
-# ASPECT_RATIO_2880, a table of its own.
+# ASPECT_RATIO_2880, which is no multiple of the others.
 PIXART_2880 = (
     (0.25, 1408, 5760), (0.26, 1408, 5568), (0.27, 1408, 5376), (0.28, 1408, 5184), (0.32, 1600, 4992),
     (0.33, 1600, 4800), (0.34, 1600, 4672), (0.4, 1792, 4480), (0.42, 1792, 4288), (0.47, 1920, 4096),
@@ -37,9 +37,7 @@ PIXART_RESOLUTIONS_PX = (256, 512, 1024, 2048, 2880, 4096)
 LANCZOS_RESOLUTIONS_PX = (2048, 2880)  # PixArt's trainer resizes for these tables with Lanczos, else bicubically
 MAX_RATIO = 4.5  # PixArt-Sigma drops pictures that are longer than this, either way
 STEP_PX = 64  # of the sides of the published tables for 1024 px
-NO_EXIF = (
-    "no exif orientation"  # begins ``ImageSpec.colour`` where EXIF was ignored; here, a decoder imports it cheaply
-)
+NO_EXIF = "no exif orientation"  # prefix of ``ImageSpec.colour`` if EXIF was ignored; here, decoders import it cheaply
 
 Table = tuple[tuple[float, int, int], ...]
 
@@ -63,20 +61,20 @@ def bucket_size(name: str) -> tuple[int, int]:
 def bucket_table(
     buckets: str | Sequence[str], resolution_px: int, *, step_px: int = STEP_PX, max_ratio: float = MAX_RATIO
 ) -> Table:
-    """Rows (ratio, height_px, width_px) of a bucket table, by rising ratio height / width.
+    """Rows (ratio, height_px, width_px) of a bucket table, in order of the ratio height / width.
 
     Args:
-      buckets: "square", "pixart", "area", or bucket names of the user's own.
+      buckets: "square", "pixart", "area", or a list of bucket names.
       resolution_px: side of the square, or of the square of equal area.
-      step_px: of "area": every side is a multiple of it.
-      max_ratio: of "area": longest side over shortest.
-    Raises: RecipeError: there is no published table for this resolution, or a name is not HxW.
+      step_px: for "area": every side is a multiple of it.
+      max_ratio: for "area": longest side over shortest.
+    Raises: RecipeError: no table is published for this resolution, or a name is not HxW.
     """
     return _table(buckets if isinstance(buckets, str) else tuple(buckets), resolution_px, step_px, max_ratio)
 
 
 def published_ratio(height_px: int, width_px: int) -> float:
-    """The ratio that PixArt's tables give a bucket, rounded as there ("0.82" of 896x1088); else height over width."""
+    """The ratio of a bucket in PixArt's tables, which round it (0.82 for 896x1088); else height over width."""
     return _published_ratios().get((height_px, width_px), height_px / width_px)
 
 
@@ -85,7 +83,7 @@ def _published_ratios() -> dict[tuple[int, int], float]:
     return {(h, w): ratio for side_px in PIXART_RESOLUTIONS_PX for ratio, h, w in bucket_table("pixart", side_px)}
 
 
-@functools.cache  # asked for with every picture that is planned
+@functools.cache  # called for every planned picture
 def _table(buckets: str | tuple[str, ...], resolution_px: int, step_px: int, max_ratio: float) -> Table:
     if buckets == "square":
         return ((1.0, resolution_px, resolution_px),)
@@ -96,7 +94,7 @@ def _table(buckets: str | tuple[str, ...], resolution_px: int, step_px: int, max
             raise RecipeError(
                 f"images.buckets 'pixart' with images.resolution {resolution_px}: "
                 f"the published tables are for {', '.join(map(str, PIXART_RESOLUTIONS_PX))} px; "
-                "for others take images.buckets 'area'."
+                "for other resolutions use images.buckets 'area'."
             )
         if resolution_px == 2880:
             return PIXART_2880
@@ -109,9 +107,9 @@ def _table(buckets: str | tuple[str, ...], resolution_px: int, step_px: int, max
 
 
 def _area_table(resolution_px: int, step_px: int, max_ratio: float) -> Table:
-    """The square, and for each height the widest bucket of no larger area, each with its transpose.
+    """The square, and for each height the widest bucket of at most its area, each with its transpose.
 
-    All sides are multiples of a step, and no bucket is longer than a ratio.
+    All sides are multiples of the step, and no bucket exceeds the ratio.
     """
     if resolution_px < step_px:
         raise RecipeError(
@@ -133,18 +131,18 @@ def _by_ratio(sizes: set[tuple[int, int]]) -> Table:
 
 
 def resize_filter(buckets: str | Sequence[str], resolution_px: int) -> str:
-    """Filter of the one resize that covers a bucket, as PixArt's trainer chooses it: "bicubic" or "lanczos"."""
+    """Filter for resizing a picture to its bucket, as in PixArt's trainer: "bicubic" or "lanczos"."""
     return "lanczos" if buckets == "pixart" and resolution_px in LANCZOS_RESOLUTIONS_PX else "bicubic"
 
 
 def assign_bucket(
     height_px: int, width_px: int, table: Table, *, max_ratio: float = MAX_RATIO
 ) -> tuple[int, int] | None:
-    """Choose the bucket whose ratio is nearest, linearly, as PixArt does.
+    """Choose the bucket with the nearest ratio, by difference, as PixArt does.
 
-    A table of one row takes every picture (that is DiT's centre crop).
+    A table of one row takes every picture (DiT's centre crop).
 
-    Returns: (height_px, width_px) of the bucket, or None where the ratio is beyond ``max_ratio`` either way.
+    Returns: (height_px, width_px) of the bucket; None if the picture exceeds ``max_ratio``.
     """
     if len(table) == 1:
         return table[0][1:]
@@ -156,27 +154,27 @@ def assign_bucket(
 
 
 def largest_crop(table: Table, max_ratio: float) -> tuple[float, float]:
-    """The picture that loses most to the crop: it lies halfway between two buckets, or beyond the last one.
+    """The picture that loses most to the crop: its ratio is halfway between two buckets, or beyond the last one.
 
     Args:
-      max_ratio: of the pictures, longest side over shortest; no bucket is longer.
+      max_ratio: of the pictures, longest side over shortest; no bucket exceeds it.
     Returns: the share of its area that it loses, and its ratio height / width.
     """
     ratios = [row[0] for row in table]
     between = [(low + high) / 2 for low, high in pairwise(ratios)]
     crops = []
     for ratio in (1 / max_ratio, *between, max_ratio):
-        # Of two buckets as near, either may be the picture's: one side or the other is cut.
+        # If two buckets are equally near, either may be chosen.
         nearest = min(abs(ratio - other) for other in ratios)
-        near = [other for other in ratios if math.isclose(abs(ratio - other), nearest)]
-        crops += [(1 - min(ratio / other, other / ratio), ratio) for other in near]
+        candidates = [other for other in ratios if math.isclose(abs(ratio - other), nearest)]
+        crops += [(1 - min(ratio / other, other / ratio), ratio) for other in candidates]
     return max(crops)
 
 
 def cover_size(height_px: int, width_px: int, bucket: tuple[int, int]) -> tuple[int, int]:
-    """Size that covers a bucket and keeps the ratio, as PixArt's trainer computes it: one side fits exactly.
+    """Smallest size that covers a bucket and keeps the ratio, as PixArt's trainer computes it: one side fits exactly.
 
-    Returns: (height_px, width_px), in integers so that the longer side is never a pixel short.
+    Returns: (height_px, width_px); integer arithmetic, so the longer side is never a pixel short.
     """
     bucket_height, bucket_width = bucket
     if bucket_height * width_px > bucket_width * height_px:
@@ -185,7 +183,7 @@ def cover_size(height_px: int, width_px: int, bucket: tuple[int, int]) -> tuple[
 
 
 def adm_sizes(height_px: int, width_px: int, side_px: int) -> list[tuple[int, int]]:
-    """Sizes through which ADM's crop takes a picture: halvings while the short side is twice too long, then one fit.
+    """Sizes of the resizes in ADM's crop: halvings while the short side is at least twice too long, then one fit.
 
     Returns: (height_px, width_px) after each resize; all but the last are box-filtered halvings.
     Source: Dhariwal and Nichol 2021, the published data loader; DiT, SiT and MAR use the same.

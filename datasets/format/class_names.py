@@ -1,7 +1,7 @@
-"""Classes by name: finds a class by its name, its folder or its number, and says what to call it.
+"""Finds a class by its name, its folder or its number, and describes it.
 
-A store names its classes as its source does: by folder, wnid or number (``StoreSpec.classes``); it may hold names for
-people beside them (``StoreSpec.class_names``). Those of ImageNet's 1000 classes are shipped.
+A store names its classes as its source does: by folder, wnid or number (``StoreSpec.classes``). It may also have
+display names (``StoreSpec.class_names``). Those of ImageNet's 1000 classes are included.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ClassNames:
     """The classes of a store or of a trained model.
 
     Args:
-      classes: as the source names them, in order of their label; None where there are none.
-      names: of the same classes, for people; None for ImageNet's own where all classes are its wnids, else the classes.
+      classes: as the source names them, in order of their labels; None without classes.
+      names: display names of the classes; None: ImageNet's if all classes are its wnids, else the classes themselves.
     """
 
     def __init__(self, classes: Sequence[str] | None, names: Sequence[str] | None = None) -> None:
@@ -41,24 +41,24 @@ class ClassNames:
     def find(self, wanted: str | int, *, num_labels: int = 0) -> int:
         """Label of a class by its number, its folder (or wnid), or its name.
 
-        The class as the source names it counts first, then a name, then a number. Case, "_" and "-" of a name are
-        ignored; of "tench, Tinca tinca" each part is a name, and "crane" stands for "crane (bird)" too.
+        Looks for the class as the source names it, then for a name, then for a number. Case, "_" and "-" are ignored in
+        names; each part of "tench, Tinca tinca" is a name, and "crane" also finds "crane (bird)".
 
         Args:
           wanted: 0, "0", "n01440764" or "tench".
-          num_labels: that a model has, where those may be more than the classes.
-        Raises: RecipeError: there is no such class, with the nearest name; or several, which are listed.
+          num_labels: of a model, if it may have more labels than there are classes.
+        Raises: RecipeError: no class, with the nearest name; or several, which are listed.
         """
         if isinstance(wanted, str):
             if wanted in self._labels_of_classes:
                 return self._labels_of_classes[wanted]
             for labels_of in self._labels_of_names:
-                found = labels_of.get(_normalised(wanted), [])
-                if len(found) > 1:
-                    some = "; ".join(f"{label} is {self.describe(label)}" for label in found[:NUM_SHOWN])
-                    raise RecipeError(f"class {wanted!r}: {len(found)} classes have this name: {some}. Give a number.")
-                if found:
-                    return found[0]
+                labels = labels_of.get(_normalised(wanted), [])
+                if len(labels) > 1:
+                    some = "; ".join(f"{label} is {self.describe(label)}" for label in labels[:NUM_SHOWN])
+                    raise RecipeError(f"class {wanted!r}: {len(labels)} classes have this name: {some}. Give a number.")
+                if labels:
+                    return labels[0]
             is_number = bool(re.fullmatch(r"[0-9]{1,9}", wanted))
         else:
             is_number = isinstance(wanted, Integral) and not isinstance(wanted, bool)
@@ -67,7 +67,7 @@ class ClassNames:
         raise RecipeError(f"no class {wanted!r}.{self._nearest(str(wanted))} There are {self._counted()}.")
 
     def describe(self, label: int) -> str:
-        """Name of a label for people: "tench (n01440764)", or the class alone where it has no other name."""
+        """Display name of a label: "tench (n01440764)", or the class alone if it has no other name."""
         if not 0 <= label < len(self):
             return str(label)
         name, class_ = self.names[label], self.classes[label]
@@ -101,7 +101,7 @@ class ClassNames:
         return f" Did you mean '{known[near[0]]}'?" if near else ""
 
     def _counted(self) -> str:
-        """How many classes there are, with their names where those are few."""
+        """The number of classes, with their names if they are few."""
         if not len(self):
             return "no classes"
         counted = f"{len(self)} classes, 0 to {len(self) - 1}"

@@ -1,7 +1,7 @@
-"""Where everything lies in a store: paths, arrays with their shard and chunk sizes, the list of shard tasks. Pure.
+"""The layout of a store: paths, arrays with their shard and chunk sizes, and the list of shard tasks. Pure functions.
 
-A store grows in revisions. The first lies at the root, each later one in a folder of its own that is laid out alike, so
-nothing that an earlier revision wrote is ever touched again.
+A store grows in revisions. The first is at the root, each later one in a folder of its own with the same layout, so
+files of an earlier revision never change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLAN = "plan"
 PLAN_FILE = "plan.json"
 REVISIONS = "revisions"
 LEASES = "leases"
-REMOTE_ABOUT = "about.json"  # beside a store of which only a part has come from its URL
+REMOTE_ABOUT = "about.json"  # next to the local part of a store at a URL
 
 CAPTION_PART = "captions"
 NULL_PART = "null_caption"
@@ -41,9 +41,9 @@ NULL_SCALES = "captions/null_scales"
 OFFSETS = "captions/offsets"
 LENGTHS = "captions/lengths"
 
-# More rows make no read faster; a shard's index (16 bytes a row) and commit record (38 bytes a row) stay small.
+# More rows make reads no faster; a shard's index (16 bytes a row) and commit record (38 bytes a row) stay small.
 MAX_SHARD_ROWS = 8192
-TOKEN_CHUNK_BYTES = 1 << 16  # tokens are small: 64 KiB of them share a Zarr chunk
+TOKEN_CHUNK_BYTES = 1 << 16  # of small tokens in a Zarr chunk
 
 
 def revision_prefix(revision: int) -> str:
@@ -53,7 +53,7 @@ def revision_prefix(revision: int) -> str:
 
 def revisions_with(root: Path, name: str) -> list[int]:
     """Revisions of a store that have a file, in order."""
-    found = [1] if (root / name).is_file() else []
+    numbers = [1] if (root / name).is_file() else []
     for path in root.glob(f"{REVISIONS}/*/{name}"):
         number = path.relative_to(root / REVISIONS).parts[0]
         if (
@@ -62,8 +62,8 @@ def revisions_with(root: Path, name: str) -> list[int]:
             and path == root / revision_prefix(int(number)) / name
             and path.is_file()
         ):
-            found.append(int(number))
-    return sorted(found)
+            numbers.append(int(number))
+    return sorted(numbers)
 
 
 def group_json(spec: StoreSpec) -> bytes:
@@ -83,7 +83,7 @@ def commit_path(revision: int, part: str, shard: int) -> str:
 
 
 def latent_layouts(spec: StoreSpec, bucket: str, num_rows: int, *, prefix: str = "") -> list[ArrayLayout]:
-    """Arrays of one bucket: the latents or moments, then the flipped ones where the store has them."""
+    """Arrays of one bucket: the latents or moments, then the flipped ones if the store has them."""
     height_px, width_px = bucket_size(bucket)
     latent = spec.latent
     shape = (num_rows, latent.stored_channels, height_px // latent.downscale, width_px // latent.downscale)
@@ -97,10 +97,10 @@ def latent_layouts(spec: StoreSpec, bucket: str, num_rows: int, *, prefix: str =
 
 
 def place_captions(num_tokens: Sequence[int] | np.ndarray, shard_rows: int) -> np.ndarray:
-    """First row of each caption's tokens: one after the other, but none straddles two shards.
+    """First row of each caption's tokens: consecutive, but no caption straddles two shards.
 
-    A caption that does not fit into the rest of a shard begins the next one; the rows between hold NaN and belong to no
-    caption. So each shard can be encoded alone, and each caption is one contiguous view.
+    A caption that does not fit into the rest of a shard starts the next one; the rows left over hold NaN. So each shard
+    can be encoded alone, and each caption is one contiguous view.
 
     Args:
       num_tokens: of each caption, at least one and at most ``shard_rows``.
@@ -110,25 +110,25 @@ def place_captions(num_tokens: Sequence[int] | np.ndarray, shard_rows: int) -> n
     offsets = map_array(len(lengths), "int64", "places of captions")
     first, row = 0, 0
     while first < len(lengths):  # once a shard
-        some = lengths[first : first + shard_rows]
-        ends = np.cumsum(some, dtype=np.int64)
+        following = lengths[first : first + shard_rows]
+        ends = np.cumsum(following, dtype=np.int64)
         count = int(np.searchsorted(ends, shard_rows, side="right"))
-        assert count, f"a caption of {some[0]} tokens fits into no shard of {shard_rows}"
-        offsets[first : first + count] = row + ends[:count] - some[:count]
+        assert count, f"a caption of {following[0]} tokens does not fit into a shard of {shard_rows}"
+        offsets[first : first + count] = row + ends[:count] - following[:count]
         first, row = first + count, row + shard_rows
     return offsets
 
 
 @dataclass(frozen=True)
 class RevisionLayout:
-    """Where everything lies that one revision adds to a store.
+    """The layout of everything that one revision adds to a store.
 
     Args:
-      spec: what the revision says of itself.
+      spec: of the revision.
       revision: its number, from 1.
       bucket_rows: rows that it adds to each bucket.
       num_tokens: (num_captions,) tokens of each caption that it adds.
-      has_null: it holds the null caption; later revisions of a stack use the first one's.
+      has_null: it has the null caption; later revisions of a stack use the first one's.
     """
 
     spec: StoreSpec
@@ -173,7 +173,7 @@ class RevisionLayout:
         return {layout.path: layout for layout in layouts}
 
     def part_arrays(self, part: str) -> list[ArrayLayout]:
-        """Arrays whose shards one task of a part makes."""
+        """Arrays of which each task of a part writes a shard."""
         if part in (NULL_PART, CAPTION_PART):
             paths = (NULL_EMBEDDING, NULL_SCALES) if part == NULL_PART else (EMBEDDINGS, SCALES)
             return [self.arrays[self.prefix + path] for path in paths[: 2 if self._has_scales else 1]]
@@ -186,24 +186,24 @@ class RevisionLayout:
         )
 
     def tasks(self) -> list[tuple[str, int]]:
-        """All (part, shard) that the revision needs, in the order in which they are made."""
+        """All tasks, (part, shard), of the revision, in the order in which they are done."""
         parts = [NULL_PART] if self.has_null else []
         parts += [CAPTION_PART] if self.has_captions else []
         parts += [bucket_part(bucket) for bucket in self.bucket_rows]
         return [(part, shard) for part in parts for shard in range(self.part_arrays(part)[0].num_shards)]
 
     def rows_of(self, part: str, shard: int) -> range:
-        """Rows of the part's arrays that a task makes."""
+        """Rows of the part's arrays that a task writes."""
         return self.part_arrays(part)[0].rows_of(shard)
 
     def captions_of(self, shard: int) -> range:
-        """Captions, counted within the revision, whose tokens a shard of the embeddings holds."""
+        """Captions of a shard of the embeddings, counted within the revision."""
         rows = self.rows_of(CAPTION_PART, shard)
         first, last = np.searchsorted(self.offsets, [rows.start, rows.stop])
         return range(int(first), int(last))
 
     def static_files(self) -> dict[str, bytes]:
-        """Files that the plan alone decides: the metadata of all groups and arrays, and the caption index."""
+        """Files that follow from the plan alone: the metadata of all groups and arrays, and the caption index."""
         group: dict[str, Any] = {"zarr_format": 3, "node_type": "group"}
         files = {self.prefix + GROUP: group_json(self.spec)}
         groups = {bucket_part(bucket) for bucket in self.bucket_rows}
@@ -223,22 +223,22 @@ class RevisionLayout:
         assert self.spec.text is not None
         row_bytes = self.spec.text.width * np.dtype(ON_DISK[self.spec.text.dtype]).itemsize
         chunk_rows = max(1, TOKEN_CHUNK_BYTES // row_bytes)
-        # A shard holds at least one caption of full length, since no caption straddles two shards.
+        # At least one caption of full length fits, since no caption straddles two shards.
         shard_rows = max((self.spec.shard_mib << 20) // row_bytes, self.spec.text.max_tokens)
         return -(-shard_rows // chunk_rows) * chunk_rows, chunk_rows
 
     @property
     def _has_scales(self) -> bool:
-        """Tokens are int8, with a scale each."""
+        """Whether tokens are int8, with a scale each."""
         return self.spec.text is not None and self.spec.text.dtype == "int8"
 
     def _embeddings(self) -> list[ArrayLayout]:
-        """Array of all caption tokens, (rows, D), and where they are int8 that of their scales, (rows,)."""
+        """Array of all caption tokens, (rows, D), and for int8 the array of their scales, (rows,)."""
         assert self.spec.text is not None
         rows, width = int(self.offsets[-1] + self.num_tokens[-1]), self.spec.text.width
         sizes, codec = self._embedding_rows(), self.spec.codec
         tokens = ArrayLayout(self.prefix + EMBEDDINGS, (rows, width), ON_DISK[self.spec.text.dtype], *sizes, codec)
-        # Cut like the tokens: a shard of the one and the same shard of the other are made by one task.
+        # Sharded like the tokens: one task writes the same shard of both.
         scales = ArrayLayout(self.prefix + SCALES, (rows,), "float32", *sizes, codec)
         return [tokens, scales] if self._has_scales else [tokens]
 
@@ -251,11 +251,11 @@ class RevisionLayout:
         return [tokens, scales] if self._has_scales else [tokens]
 
     def _caption_index(self) -> list[ArrayLayout]:
-        """Arrays that say where each caption's tokens lie: first row, and number of rows."""
+        """Arrays of the first row and the number of rows of each caption."""
         count = len(self.num_tokens)
         return [ArrayLayout(self.prefix + path, (count,), "int64", count, count) for path in (OFFSETS, LENGTHS)]
 
 
 def is_picture_task(task: tuple[str, int]) -> bool:
-    """The task makes latents, not caption embeddings."""
+    """Whether a task encodes pictures, not captions."""
     return task[0] not in (CAPTION_PART, NULL_PART)

@@ -14,20 +14,20 @@ from ..disk.hashing import sha256_of
 from .buckets import NO_EXIF
 
 FORMAT_VERSION = 1
-FALLBACK = "^(batch:[1-9][0-9]{0,6}|float32|batch:[1-9][0-9]{0,6},float32)$"  # what a Fallback may say
+FALLBACK = "^(batch:[1-9][0-9]{0,6}|float32|batch:[1-9][0-9]{0,6},float32)$"  # values of ``Fallback.how``
 LOGVAR_RANGE = (-30.0, 20.0)  # of a stored log-variance, as diffusers' DiagonalGaussianDistribution clamps it
-IMPORTED = "imported:"  # begins the class name of an encoder of which only its output is known
-UNKNOWN = "unknown"  # its weights' hash
-POSTERIORS = ("mean_logvar", "mean_std")  # kinds of latents whose draw happens at read time
+IMPORTED = "imported:"  # prefix of the class name of an encoder that is only known by its output
+UNKNOWN = "unknown"  # hash of its weights
+POSTERIORS = ("mean_logvar", "mean_std")  # kinds of latents that are drawn when they are read
 
-# Stores are not trusted. These limits are far beyond what any encoder needs, and keep products small.
+# Stores are not trusted. These limits are far beyond any encoder, and keep products small.
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
-Float32 = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]  # what a column of float32 can hold
+Float32 = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]  # the range of a float32 column
 Side = Annotated[int, Field(ge=1, le=1 << 20)]
 Dtype = Annotated[str, Field(pattern=r"^float(16|32)$")]
 TextDtype = Annotated[str, Field(pattern=r"^(float(16|32)|bfloat16|int8)$")]
 BucketName = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}x[1-9][0-9]{0,5}$")]
-# Each part begins with a letter or a digit: no path leaves the store.
+# Each part begins with a letter or a digit, so no path leaves the store.
 StorePath = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.]{0,99}(/[a-z0-9][a-z0-9_.]{0,99}){0,15}$")]
 
 
@@ -46,7 +46,7 @@ def _left_out_where_absent(*names: str) -> Any:
 
 
 class EncoderIdentity(_Model):
-    """The encoder of the bytes. ``model`` and ``revision`` say where it came from, the hashes what it is."""
+    """An encoder. ``model`` and ``revision`` are its origin, the hashes its identity."""
 
     model: str
     revision: str | None
@@ -56,7 +56,7 @@ class EncoderIdentity(_Model):
     tokenizer_sha256: str | None
     dtype: str
     libraries: dict[str, str]
-    tokenizer_files_sha256: str | None = None  # of the files it was read from; absent in stores of earlier releases
+    tokenizer_files_sha256: str | None = None  # of the files of the tokenizer; absent in stores of earlier releases
 
     _without_absent = _left_out_where_absent("tokenizer_files_sha256")
 
@@ -73,7 +73,7 @@ class ImageSpec(_Model):
 
     @property
     def exif_orientation(self) -> bool:
-        """Pictures were turned upright as their EXIF says."""
+        """Whether the EXIF orientation was applied."""
         return not self.colour.startswith(NO_EXIF)
 
 
@@ -104,20 +104,20 @@ class LatentSpec(_Model):
     flip: bool
     batch_size: Side
     tile_px: Annotated[int, Field(ge=0, le=1 << 20)]
-    decoding: Decoding | None = None  # absent where rows are raw latents, as an encoder of ours gives them
-    compiled: bool = False  # absent where it is not
+    decoding: Decoding | None = None  # absent if rows are raw latents, as our encoders give them
+    compiled: bool = False  # absent if false
 
     @property
     def has_posterior(self) -> bool:
-        """A row is a mean and its spread."""
+        """Whether a row is a mean and its spread."""
         return self.kind in POSTERIORS
 
     @model_validator(mode="after")
     def _fits_its_channels(self) -> LatentSpec:
         if self.stored_channels != self.channels * (2 if self.has_posterior else 1):
             raise ValueError(f"{self.stored_channels} stored channels, the latents have {self.channels}")
-        given = [self.shift, self.scale, *([self.decoding.shift, self.decoding.scale] if self.decoding else [])]
-        if any(len(numbers) != self.channels for numbers in given):
+        per_channel = [self.shift, self.scale, *([self.decoding.shift, self.decoding.scale] if self.decoding else [])]
+        if any(len(numbers) != self.channels for numbers in per_channel):
             raise ValueError("shift and scale need one number for each channel")
         return self
 
@@ -149,14 +149,14 @@ class StoreSpec(_Model):
     vae: EncoderIdentity
     text_encoder: EncoderIdentity | None
     classes: list[str] | None
-    class_names: list[str] | None = None  # for people, one for each class; absent where the store has none
+    class_names: list[str] | None = None  # display names, one for each class; absent if the store has none
     shard_mib: Annotated[int, Field(ge=1, le=4096)]
     codec: str
     recipe: dict[str, Any]
 
     @property
     def is_imported(self) -> bool:
-        """Whether another program encoded it, so it cannot be encoded again."""
+        """Whether another program encoded it, so leandit cannot encode it again."""
         return self.vae.class_name.startswith(IMPORTED)
 
     def identity(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Caption tokens in the dtype that is stored, and back; how close the two are. Pure numpy.
+"""Converts caption tokens to the dtype of the store and back, and measures the error. Pure numpy.
 
-What numpy has no dtype for lies on disk as one that every Zarr reader knows: bfloat16 as the uint16 of its bits. int8
-has a scale for each token. ``captions.py`` does the same on the device of a batch.
+numpy and most Zarr readers lack bfloat16, so its bits are stored as uint16. int8 tokens have a scale each.
+``batches/captions.py`` converts the tokens of a batch on its device.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ BFLOAT16_NAN = 0x7FC0  # bits of the quiet NaN
 
 
 class StoredTokens(NamedTuple):
-    """Tokens as they are stored.
+    """Stored tokens.
 
     Args:
-      rows: (L, D) of the dtype on disk.
-      scales: (L,) float32 of int8 tokens, else None.
+      rows: (L, D) in the dtype on disk.
+      scales: (L,) float32 for int8 tokens, else None.
     """
 
     rows: np.ndarray
@@ -29,12 +29,12 @@ class StoredTokens(NamedTuple):
 
     @property
     def parts(self) -> list[np.ndarray]:
-        """Those that there are, in the order of the arrays."""
+        """Rows, and scales if there are any, in the order of the arrays."""
         return [self.rows] if self.scales is None else [self.rows, self.scales]
 
     @classmethod
     def of(cls, parts: Sequence[np.ndarray]) -> StoredTokens:
-        """From the ``parts``."""
+        """From ``parts``."""
         return cls(parts[0], parts[1] if len(parts) == 2 else None)
 
 
@@ -44,18 +44,18 @@ def token_bytes(width: int, dtype: str) -> int:
 
 
 def narrow(tokens: np.ndarray, dtype: str) -> StoredTokens:
-    """Bring tokens into the dtype that is stored, rounding to nearest, ties to even.
+    """Convert tokens to the dtype of the store, rounding to nearest, ties to even.
 
     Args:
       tokens: (L, D) float32, finite.
       dtype: a key of ON_DISK.
-    Returns: rows, and the scales of int8: each token's largest value by magnitude, over 127. What float16 cannot hold
-      becomes infinity.
+    Returns: rows, and for int8 the scales: each token's largest magnitude over 127. Numbers beyond the range of float16
+      become infinity.
     """
     if dtype == "int8":
         scales = (np.abs(tokens).max(axis=1) / INT8_LIMIT).astype(np.float32)  # (L,)
         divisor = np.where(scales > 0, scales, 1)[:, None]  # a token of zeros stays zero
-        # Clipped, because the scale of the smallest numbers is itself rounded.
+        # Clipped, because the scale of very small numbers is itself rounded.
         rows = np.clip(np.rint(tokens / divisor), -INT8_LIMIT, INT8_LIMIT)
         return StoredTokens(rows.astype(np.int8), scales)
     if dtype == "bfloat16":
@@ -71,7 +71,7 @@ def widen(stored: StoredTokens, dtype: str) -> np.ndarray:
 
     Args:
       dtype: a key of ON_DISK.
-    Returns: (L, D); float16 and float32 as they are, a view; bfloat16 and int8 as float32.
+    Returns: (L, D): float16 and float32 unchanged, bfloat16 and int8 as float32.
     """
     if dtype == "int8":
         assert stored.scales is not None, "int8 tokens have scales"
@@ -82,30 +82,32 @@ def widen(stored: StoredTokens, dtype: str) -> np.ndarray:
 
 
 def is_storable(stored: StoredTokens, dtype: str) -> bool:
-    """Every number came out finite."""
+    """Whether all numbers are finite."""
     if dtype == "int8":
         return stored.scales is not None and bool(np.isfinite(stored.scales).all())
     return bool(np.isfinite(widen(stored, dtype)).all())
 
 
 def quality(tokens: np.ndarray, stored: StoredTokens, dtype: str) -> tuple[float, float]:
-    """How close stored tokens are to what the encoder gave.
+    """Compare stored tokens with those of the encoder.
 
     Args:
-      tokens: (L, D) float32, as the encoder gave them.
-    Returns: the smallest cosine of a token with what is stored of it (of two zero tokens 1), and the largest absolute
-      difference; both rounded to float32.
+      tokens: (L, D) float32, from the encoder.
+    Returns: the smallest cosine between a token and its stored form (1 if both are zero), and the largest absolute
+      difference, both rounded to float32.
     """
     after = widen(stored, dtype).astype(np.float32, copy=False)
     largest = np.maximum(tokens.max(axis=1), -tokens.min(axis=1))
-    ordinary = bool(np.all((largest == 0) | (largest > 1e-12) & (largest < 1e12)))  # else squares leave float32
+    ordinary = bool(
+        np.all((largest == 0) | (largest > 1e-12) & (largest < 1e12))
+    )  # else squares overflow or underflow float32
     before, after = (one.astype(np.float32 if ordinary else np.float64, copy=False) for one in (tokens, after))
     difference = before - after
     norms = [np.sqrt(np.einsum("ld,ld->l", one, one).astype(np.float64)) for one in (before, after)]  # (L,) each
-    apart = np.einsum("ld,ld->l", difference, difference).astype(np.float64)
-    # 1 - cosine, from the law of cosines: of two that are close, their product would tell it from rounding only.
+    distance = np.einsum("ld,ld->l", difference, difference).astype(np.float64)
+    # 1 - cosine by the law of cosines: for close vectors, the dot product would only show rounding errors.
     product = norms[0] * norms[1]
-    away = (apart - (norms[0] - norms[1]) ** 2) / (2 * np.where(product > 0, product, 1))
-    cosines = np.where(product > 0, 1 - away, np.where(apart == 0, 1.0, 0.0))
+    from_one = (distance - (norms[0] - norms[1]) ** 2) / (2 * np.where(product > 0, product, 1))
+    cosines = np.where(product > 0, 1 - from_one, np.where(distance == 0, 1.0, 0.0))
     error = max(difference.max(), -difference.min())
     return float(np.float32(np.clip(cosines.min(), -1, 1))), float(np.float32(error))

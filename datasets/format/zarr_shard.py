@@ -22,7 +22,7 @@ from .token_dtypes import BFLOAT16_NAN
 ABSENT = 2**64 - 1  # offset and length of a chunk that is not there (Zarr v3, sharding codec, "binary shard format")
 CRC_BYTES = 4
 DTYPES = ("float16", "float32", "int64", "uint16", "int8")
-# Of a store of others: what is decoded at once must fit the memory. What is mapped takes none.
+# Limits for untrusted stores: a decoded chunk takes memory, mapped rows do not.
 MAX_DECODED_BYTES = 1 << 28
 MAX_MAPPED = 1 << 40  # rows of an array, bytes of a chunk
 
@@ -55,12 +55,12 @@ CODECS: dict[str, tuple[dict[str, Any], Any] | None] = {
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """Where the rows of one stored array lie.
+    """Shape, dtype, shards and codec of a stored array.
 
     Args:
       path: of the array's folder within the store.
       shape: (rows, ...).
-      dtype: numpy name, little-endian on disk: one of DTYPES. What is "uint16" holds the bits of bfloat16 numbers.
+      dtype: numpy name, little-endian on disk: one of DTYPES. "uint16" holds the bits of bfloat16 numbers.
       shard_rows, chunk_rows: rows in a shard and in an inner chunk; the first is a multiple of the second.
       codec: a key of CODECS.
     """
@@ -89,12 +89,12 @@ class ArrayLayout:
 
     @property
     def disk_dtype(self) -> np.dtype:
-        """The dtype as it lies on disk, little-endian."""
+        """The dtype on disk, little-endian."""
         return np.dtype(self.dtype).newbyteorder("<")
 
     @property
     def fill_value(self) -> float | int:
-        """What a row holds that was never written."""
+        """The value of rows that were never written."""
         if self.dtype == "uint16":
             return BFLOAT16_NAN
         return float("nan") if self.dtype.startswith("float") else 0
@@ -150,7 +150,7 @@ class ArrayLayout:
     def from_metadata(cls, path: str, metadata: dict[str, Any]) -> ArrayLayout:
         """Read a ``zarr.json`` that ``metadata`` wrote.
 
-        Raises: DamageError: it is not one of ours, so its shards cannot be mapped.
+        Raises: DamageError: leandit does not write such arrays, so the shards cannot be mapped.
         """
         known = False
         try:
@@ -176,8 +176,8 @@ class ArrayLayout:
         return layout
 
     def _is_possible(self) -> bool:
-        """Its numbers are whole and positive (equal JSON is not enough: 1.0 and true equal 1), and what is decoded at
-        once is bounded."""
+        """Whether its numbers are positive integers (1.0 and true equal 1 too) and the size of a decoded chunk is
+        bounded."""
         numbers = (*self.shape, self.shard_rows, self.chunk_rows)
         if not 1 <= len(self.shape) <= 4 or not all(type(n) is int and 0 < n <= MAX_MAPPED for n in numbers):
             return False
@@ -195,10 +195,7 @@ def _codec_name(codec: dict[str, Any]) -> str:
 
 
 def check_codec(name: str) -> None:
-    """Refuse a codec that is not on the list.
-
-    Raises: RecipeError.
-    """
+    """Raise RecipeError if a codec is unknown."""
     if name not in CODECS:
         raise RecipeError(f"store.codec '{name}': needed one of {', '.join(CODECS)}.")
 
@@ -207,13 +204,13 @@ def pack_shard(layout: ArrayLayout, rows: np.ndarray) -> list[Any]:
     """Encode the rows of one shard as the parts of its file: the chunks in order, then the index.
 
     Args:
-      rows: (n, ...) of the layout's dtype; n may be smaller than a shard in the last one.
+      rows: (n, ...) of the layout's dtype; the last shard may have fewer rows.
     Returns: contiguous buffers that follow each other in the file.
     """
     rows = np.ascontiguousarray(rows, dtype=layout.disk_dtype)
     num_chunks = math.ceil(len(rows) / layout.chunk_rows)
     missing = num_chunks * layout.chunk_rows - len(rows)
-    if missing:  # a chunk is always whole; what no row fills holds the fill value
+    if missing:  # chunks are always whole: pad the last one
         rows = np.concatenate([rows, np.full((missing, *rows.shape[1:]), layout.fill_value, rows.dtype)])
     compression = CODECS[layout.codec]
     if compression is None:
@@ -224,7 +221,7 @@ def pack_shard(layout: ArrayLayout, rows: np.ndarray) -> list[Any]:
         for i in range(num_chunks):
             chunk = rows[i * layout.chunk_rows : (i + 1) * layout.chunk_rows]
             encoded = bytes(compression[1].encode(np.ascontiguousarray(chunk)))
-            if layout.codec == "gzip":  # its header tells the time (RFC 1952, MTIME); equal rows must give equal bytes
+            if layout.codec == "gzip":  # its header has the time (RFC 1952, MTIME); equal rows must give equal bytes
                 encoded = encoded[:4] + bytes(4) + encoded[8:]
             parts.append(encoded + google_crc32c.value(encoded).to_bytes(CRC_BYTES, "little"))
         lengths = np.array([len(part) for part in parts], np.uint64)

@@ -40,7 +40,7 @@ def compact(root: Path, out: Path, *, progress: Callable[[str, int, int], None])
     store = LatentStore(root)
     assert store.manifest is not None
     newest = max(planned_revisions(root), default=0)
-    if newest > store.revision and not read_plan(root, newest).copies:  # else a release before was compacting in place
+    if newest > store.revision and not read_plan(root, newest).copies:  # else an older version was compacting in place
         raise StoreError(
             f"store '{root}': revision {newest} is unfinished. Run the same precompute command again, then this."
         )
@@ -59,20 +59,20 @@ def compact(root: Path, out: Path, *, progress: Callable[[str, int, int], None])
 
 
 def _made_before(base: Manifest, out: Path) -> Manifest:
-    """Manifest of a store that is there, which must be the compaction of another. Raises: StoreError."""
+    """Manifest of an existing store, which must be the compaction of ``base``. Raises: StoreError."""
     try:
         manifest = read_manifest(out, sealed_revisions(out)[-1])
     except (LeanditError, OSError, IndexError):
         manifest = None
     if manifest is None or not manifest.copies or manifest.base != base.root_hash:
-        raise StoreError(f"store '{out}': something is there already, which stays as it is. Give another --out.")
+        raise StoreError(f"store '{out}': it already exists, and was not changed. Give another --out.")
     return manifest
 
 
 def plan_compaction(store: LatentStore, out: Path) -> FrozenPlan:
     """Plan one revision that holds all stored records of the newest one, rows without holes, captions that are used.
 
-    It has the next number, so that a run that has read the old store can move to it.
+    It has the next number, so that a run on the old store can move to it.
     """
     base, manifest = read_plan(store.path, store.revision), store.manifest
     assert manifest is not None
@@ -87,19 +87,19 @@ def plan_compaction(store: LatentStore, out: Path) -> FrozenPlan:
     buckets = np.array(store.records["bucket"].to_pylist(), object)
     rows = np.full(count, -1, np.int64)
     for bucket in store.buckets:
-        here = np.flatnonzero(stored & (buckets == bucket))
-        rows[here] = np.arange(len(here))
-    ids = [[new_id[caption] for caption in ids or ()] for ids in store.records["caption_ids"].to_pylist()]
-    nothing = pa.nulls(count, pa.uint64())
+        positions = np.flatnonzero(stored & (buckets == bucket))
+        rows[positions] = np.arange(len(positions))
+    caption_ids = [[new_id[caption] for caption in ids or ()] for ids in store.records["caption_ids"].to_pylist()]
+    unknown = pa.nulls(count, pa.uint64())
     columns = {
         "revision": [revision] * count,
         "row": rows,
-        "caption_ids": ids,
+        "caption_ids": caption_ids,
         "status": np.where(stored, "planned", "rejected"),
-        # What was rejected while encoding has its reason in the sealed table only.
+        # Only the sealed table has the reasons of records that were rejected while encoding.
         **{name: store.records[name] for name in ("stage", "reason", "detail")},
-        "checksum": nothing,
-        "source_checksum": nothing,
+        "checksum": unknown,
+        "source_checksum": unknown,
         "fallback": pa.nulls(count, pa.string()),
     }
     spec = with_moved_encoder_paths(store.spec, store.path, out)
@@ -165,8 +165,8 @@ def _copy_latents(writer: StoreWriter, store: LatentStore, bucket: str, shard: i
     }
     table = store.records.take(pa.array(positions))
     checksums = [f"{checksum:016x}" for checksum in table["checksum"].to_pylist()]
-    found = [row_checksum(*(array[i] for array in arrays.values())) for i in range(len(rows))]
-    _check(store, table["key"].to_pylist(), checksums, found)
+    copied = [row_checksum(*(array[i] for array in arrays.values())) for i in range(len(rows))]
+    _check(store, table["key"].to_pylist(), checksums, copied)
     source_checksums = [f"{checksum:016x}" for checksum in table["source_checksum"].to_pylist()]
     fallbacks = [
         Fallback(row=row, how=how) for row, how in zip(rows, table["fallback"].to_pylist(), strict=True) if how
@@ -183,21 +183,21 @@ def _copy_captions(writer: StoreWriter, store: LatentStore, shard: int, caption_
     texts = plan.own_captions["text"].slice(captions.start, len(captions)).to_pylist()
     filled = {array.path: np.full((len(rows), *array.shape[1:]), array.fill_value, array.dtype) for array in arrays}
     before = store.captions.take(pa.array(caption_of[captions.start : captions.stop]))
-    found = []
+    checksums = []
     for caption in captions:
         parts = store.tokens.stored(int(caption_of[caption])).parts
         start = int(plan.layout.offsets[caption]) - rows.start
         for array, part in zip(filled.values(), parts, strict=True):
             array[start : start + len(part)] = part
-        found.append(row_checksum(*parts))
-    _check(store, texts, [f"{checksum:016x}" for checksum in before["checksum"].to_pylist()], found)
+        checksums.append(row_checksum(*parts))
+    _check(store, texts, [f"{checksum:016x}" for checksum in before["checksum"].to_pylist()], checksums)
     qualities = list(zip(before["min_cosine"].to_pylist(), before["max_error"].to_pylist(), strict=True))
     narrowed = before["min_cosine"].null_count == 0
-    writer.commit(CAPTION_PART, shard, filled, checksums=found, qualities=qualities if narrowed else ())
+    writer.commit(CAPTION_PART, shard, filled, checksums=checksums, qualities=qualities if narrowed else ())
 
 
-def _check(store: LatentStore, names: list[str], wanted: list[str], found: list[str]) -> None:
-    for name, before, now in zip(names, wanted, found, strict=True):
+def _check(store: LatentStore, names: list[str], stored: list[str], copied: list[str]) -> None:
+    for name, before, now in zip(names, stored, copied, strict=True):
         if before != now:
             raise DamageError(
                 f"store '{store.path}': '{name}' is not what was written, so there is no new store. "

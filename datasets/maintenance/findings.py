@@ -142,8 +142,7 @@ class Locator:
             return Finding(entry.path, cause, detail, revision, bucket, shard)
         names = table[0].to_pylist() if table.num_columns else []
         if cause == "content" and names:
-            differ = self._differing_records if bucket else self._differing_captions
-            names = differ(layout, shard, table)
+            names = self._differing(layout, shard, table)
             detail = detail if names else f"{detail}: the index or the space between the records"
         return Finding(entry.path, cause, detail, revision, bucket, shard, len(names), names[:MAX_KEYS])
 
@@ -155,58 +154,50 @@ class Locator:
             return pa.table({})
 
     def _records(self, revision: int, bucket: str, rows: range) -> pa.Table:
-        """Key, row and checksum of the records in some rows of a revision's bucket."""
+        """Key, first row, number of rows and checksum of the records in some rows of a revision's bucket."""
         records = self._table(revision, RECORDS)
         if not records.num_columns:
             return records
-        here = pc.and_(pc.equal(records["bucket"], bucket), pc.equal(records["revision"], revision))
-        here = pc.and_(here, pc.and_(pc.greater_equal(records["row"], rows.start), pc.less(records["row"], rows.stop)))
-        return records.filter(pc.fill_null(here, False)).select(["key", "row", "checksum"])
+        is_inside = pc.and_(pc.equal(records["bucket"], bucket), pc.equal(records["revision"], revision))
+        is_inside = pc.and_(is_inside, pc.greater_equal(records["row"], rows.start))
+        is_inside = pc.and_(is_inside, pc.less(records["row"], rows.stop))
+        inside = records.filter(pc.fill_null(is_inside, False)).select(["key", "row", "checksum"])
+        return inside.append_column("num_rows", pa.array(np.ones(len(inside), np.int64)))
 
     def _captions(self, layout: ArrayLayout, shard: int) -> pa.Table:
-        """Text, first row and checksum of the captions in a shard of embeddings; empty for the null caption."""
+        """As ``_records``, of the captions in a shard of embeddings, by their text; empty for the null caption."""
         revision, rows = revision_of(layout.path), layout.rows_of(shard)
         captions = self._table(revision, CAPTIONS)
         if not layout.path.endswith((EMBEDDINGS, SCALES)) or not captions.num_columns:
             return pa.table({})
-        own = captions.filter(pc.equal(captions["revision"], revision))
-        offsets = place_captions(own["num_tokens"].to_numpy(), layout.shard_rows)
-        here = np.flatnonzero((offsets >= rows.start) & (offsets < rows.stop))
-        found = own.take(pa.array(here)).select(["text", "num_tokens", "checksum"])
-        return found.append_column("row", pa.array(offsets[here]))
+        captions = captions.filter(pc.equal(captions["revision"], revision))
+        offsets = place_captions(captions["num_tokens"].to_numpy(), layout.shard_rows)
+        positions = np.flatnonzero((offsets >= rows.start) & (offsets < rows.stop))
+        inside = captions.take(pa.array(positions))
+        columns = {"text": inside["text"], "row": offsets[positions], "checksum": inside["checksum"]}
+        return pa.table(columns | {"num_rows": inside["num_tokens"]})
 
-    def _differing_records(self, layout: ArrayLayout, shard: int, table: pa.Table) -> list[str]:
-        """Keys of the records that do not match their checksum; all keys if the file cannot be opened."""
-        first = layout.path.removesuffix("_flip")  # a checksum covers the rows of both
-        paths = [path for path in (first, f"{first}_flip") if (self._root / path / GROUP).is_file()]
-        keys, start = table["key"].to_pylist(), layout.rows_of(shard).start
+    def _differing(self, layout: ArrayLayout, shard: int, table: pa.Table) -> list[str]:
+        """Names of the records or captions that do not match their checksum; all names if a file cannot be opened.
+
+        A checksum covers the rows of two arrays: pictures and flipped pictures, or tokens and their scales.
+        """
+        first = layout.path.removesuffix("_flip")
+        if "/buckets/" not in f"/{first}":
+            first = first.removesuffix(EMBEDDINGS).removesuffix(SCALES) + EMBEDDINGS
+        second = first.removesuffix(EMBEDDINGS) + SCALES if first.endswith(EMBEDDINGS) else f"{first}_flip"
         try:
-            layouts = [ArrayLayout.from_metadata(path, read_json(self._root / path / GROUP)) for path in paths]
-            maps = [self._map(one, shard) for one in layouts]
+            metadata = {path: self._root / path / GROUP for path in (first, second)}
+            layouts = [ArrayLayout.from_metadata(p, read_json(file)) for p, file in metadata.items() if file.is_file()]
+            maps = [self._map(array, shard) for array in layouts]
         except (DamageError, OSError, ValueError):
-            return keys
-        found = []
-        for key, row, checksum in zip(keys, table["row"].to_pylist(), table["checksum"].to_pylist(), strict=True):
-            rows = range(row - start, row - start + 1)
+            return table[0].to_pylist()
+        differing, start = [], layout.rows_of(shard).start
+        for name, row, checksum, num_rows in zip(*(column.to_pylist() for column in table.columns), strict=True):
+            rows = range(row - start, row - start + num_rows)
             if checksum is not None and _checksum_of(maps, rows) != checksum:
-                found.append(key)
-        return found
-
-    def _differing_captions(self, layout: ArrayLayout, shard: int, table: pa.Table) -> list[str]:
-        """Texts of the captions that do not match their checksum; all texts if the file cannot be opened."""
-        folder = layout.path.rpartition("/")[0].removesuffix("captions")
-        paths = [f"{folder}{name}" for name in (EMBEDDINGS, SCALES)]  # a checksum covers the tokens and their scales
-        try:
-            there = [path for path in paths if (self._root / path / GROUP).is_file()]
-            maps = [self._map(ArrayLayout.from_metadata(p, read_json(self._root / p / GROUP)), shard) for p in there]
-        except (DamageError, OSError, ValueError):
-            return table["text"].to_pylist()
-        found, start = [], layout.rows_of(shard).start
-        for row in table.to_pylist():
-            rows = range(row["row"] - start, row["row"] - start + row["num_tokens"])
-            if _checksum_of(maps, rows) != row["checksum"]:
-                found.append(row["text"])
-        return found
+                differing.append(name)
+        return differing
 
     def _map(self, layout: ArrayLayout, shard: int) -> ShardFile:
         return ShardFile(self._root / layout.shard_path(shard), layout, len(layout.rows_of(shard)))

@@ -16,6 +16,7 @@ import pyarrow.compute
 import pyarrow.parquet as pq
 
 from ..arrays.bucket_index import BucketIndex
+from ..disk.hashing import xxh3_file
 from ..errors import RecipeError
 
 if TYPE_CHECKING:
@@ -44,6 +45,16 @@ class CaptionOdds:
     minimum: float = 0.0
     temperature: float = 1.0
     original_share: float = 0.0
+
+    def identity(self) -> dict[str, Any]:
+        """Plain values of everything that decides the odds, with the table's hash in place of its path."""
+        return {
+            "scores": xxh3_file(self.scores) if self.scores else "",
+            "key": self.key,
+            "minimum": float(self.minimum),
+            "temperature": float(self.temperature),
+            "original_share": float(self.original_share),
+        }
 
     def bounds(self, store: LatentStore) -> dict[str, np.ndarray]:
         """Of each bucket, (M,) float64 beside ``BucketIndex.caption_ids``: the share of draws up to each caption's end.

@@ -23,8 +23,6 @@ import numpy as np
 
 from ..disk.cached import cached_property
 from ..errors import RecipeError
-from ..format.schema import LatentSpec
-from ..store import LatentStore
 from .batch_plan import BatchPlan
 from .order import BatchOrder
 from .planned import PlannedBatch
@@ -77,7 +75,7 @@ class Mixture:
         """Batches in which all shares are whole numbers."""
         return sum(self.weights)
 
-    @cached_property
+    @property
     def plans(self) -> tuple[BatchPlan, ...]:
         """The plans of all parts, in order."""
         return tuple(plan for order, _ in self.parts for plan in order.plans)
@@ -145,7 +143,7 @@ class Stages:
         """First batch number of each stage."""
         return [0, *accumulate(count or 0 for _, count in self.stages[:-1])]
 
-    @cached_property
+    @property
     def plans(self) -> tuple[BatchPlan, ...]:
         """The plans of all stages, in order."""
         return tuple(plan for order, _ in self.stages for plan in order.plans)
@@ -184,50 +182,6 @@ class Stages:
         """Plain values of everything that decides the order."""
         stages = [{"num_batches": count, "order": order.identity()} for order, count in self.stages]
         return {"kind": "stages", "stages": stages}
-
-
-def check_alike(stores: Sequence[LatentStore], *, captions: bool) -> None:
-    """Check that one model can train on all stores: same latents, same captions.
-
-    Args:
-      captions: compare captions too.
-    Raises: RecipeError: names two stores and the difference.
-    """
-    first, *others = stores
-    for other in others:
-        there, here = (_model_space(store.spec.latent) for store in (first, other))
-        if captions:
-            there, here = (
-                values | {"caption width": store.spec.text.width if store.spec.text else "no captions"}
-                for values, store in ((there, first), (here, other))
-            )
-        if differing := [name for name in there if there[name] != here[name]]:
-            differences = "; ".join(f"{name} {_short(there[name])} and {_short(here[name])}" for name in differing)
-            without = " Or read no captions (text='none')." if differing == ["caption width"] else ""
-            raise RecipeError(
-                f"stores '{first.path}' and '{other.path}' cannot be mixed: {differences}. Needed stores of the same "
-                f"encoders.{without}"
-            )
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, list):
-        return f"{value[0]}" if len(set(value)) == 1 else f"{value[0]}, {value[1]}, ..."
-    return str(value)
-
-
-def _model_space(latent: LatentSpec) -> dict[str, Any]:
-    """Properties that mixed stores must share: shape of the latents, and raw latent = input / scale + shift."""
-    scale, shift = np.array(latent.scale), np.array(latent.shift)
-    if latent.decoding:  # already applied to the stored rows
-        stored_scale, stored_shift = np.array(latent.decoding.scale), np.array(latent.decoding.shift)
-        scale, shift = scale * stored_scale, stored_shift + shift / stored_scale
-    return {
-        "latent channels": latent.channels,
-        "pixels a latent place": latent.downscale,
-        "scale": [float(f"{value:.5g}") for value in scale],
-        "shift": [float(f"{value:.5g}") for value in shift],
-    }
 
 
 def check_orders(orders: Sequence[BatchOrder]) -> None:

@@ -6,8 +6,9 @@ epoch's order is known at once, on any rank, after any resume.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,8 @@ _GOLDEN = np.array(GOLDEN, np.uint64)
 _FACTORS = tuple(np.array(factor, np.uint64) for factor in FACTORS)
 _HALF = np.array(32, np.uint64)
 _SHIFTS = tuple(np.array(shift, np.uint64) for shift in (30, 27, 31))
-FEW = 12  # indices up to which Python's integers are faster than numpy's calls (measured on one core of a Xeon)
+TABLE_ROWS = 1 << 13  # of a grid whose moves are kept in a table, 384 KiB: of 67 million records
+KEPT_TABLES = 512  # of the buckets of all stores, and epochs
 
 
 @dataclass(frozen=True)
@@ -84,26 +86,20 @@ def permute_groups(
       inverse: undo them.
     Returns: (B,) int64, each as ``permute`` (or ``unpermute``) gives it.
     """
-    sides = [_sides(size) for size in sizes]
-    rounds = np.array([keyed_hash(key, r) for key in keys for r in range(FEISTEL_ROUNDS)], np.uint64)
-    rounds = rounds.reshape(-1, FEISTEL_ROUNDS)  # (G, FEISTEL_ROUNDS)
-    heights, widths = np.array(sides, np.uint64).T
-    limits = np.array(sizes, np.uint64)
-    found = np.array(indices, np.uint64)
-    outside, walking = np.arange(len(found)), found  # walked until each value lies in its range
-    while len(outside) > FEW:
-        which = groups[outside] if len(sizes) > 1 else groups[0]
-        walking = _network(walking, heights[which], widths[which], rounds[which].T + _GOLDEN, inverse)
-        found[outside] = walking
-        still = walking >= limits[which]
-        outside, walking = outside[still], walking[still]
-    for place, value in zip(outside.tolist(), walking.tolist(), strict=True):
-        group = int(groups[place])
-        value = _network_int(value, *sides[group], rounds[group].tolist(), inverse)
-        while value >= sizes[group]:
-            value = _network_int(value, *sides[group], rounds[group].tolist(), inverse)
-        found[place] = value
-    return found.astype(np.int64)
+    grids = [_grid(size) for size in sizes]
+    heights, widths = np.array(grids, np.int64).T
+    limits = np.array(sizes, np.int64)
+    move = _moves_by_table(grids, keys) if heights.max() <= TABLE_ROWS else _moves_by_hash(keys)
+    found = np.asarray(indices, np.int64)
+
+    def walk(values: np.ndarray, which: Any) -> np.ndarray:
+        return _network(values, heights[which], widths[which], functools.partial(move, which), inverse)
+
+    which = groups if len(sizes) > 1 else 0  # numpy divides by a scalar much faster than by an array
+    found = walk(found, which)
+    while len(outside := np.flatnonzero(found >= limits[which])):
+        found[outside] = walk(found[outside], groups[outside] if len(sizes) > 1 else 0)
+    return found
 
 
 def permute_in_windows(
@@ -175,62 +171,64 @@ def keyed_hash(*values: int) -> int:
     return state
 
 
-def _sides(size: int) -> tuple[int, int]:
+def _grid(size: int) -> tuple[int, int]:
     """Height and width of the smallest grid, nearly square, that has a place for each of so many values."""
     height = math.isqrt(max(size - 1, 0)) + 1
     return height, max(1, -(-size // height))
 
 
-def _network(values: np.ndarray, height: Any, width: Any, keys: np.ndarray, inverse: bool) -> np.ndarray:
+def _network(
+    values: np.ndarray, height: Any, width: Any, move: Callable[[int, np.ndarray, Any], np.ndarray], inverse: bool
+) -> np.ndarray:
     """A permutation of the places of a grid: row and column are moved in turn, each by a hash of the other.
 
     Args:
-      values: (B,) uint64 row * width + column.
-      height, width: uint64, of one grid or (B,) of each.
-      keys: (FEISTEL_ROUNDS,) or (FEISTEL_ROUNDS, B) uint64.
+      values: (B,) int64 row * width + column.
+      height, width: int64, of one grid or (B,) of each.
+      move: (round, (B,) coordinate that stays, side of the one that moves) to (B,) moves below that side.
     """
-    moved = values // width
-    other = values - moved * width
-    moved_side, other_side = height, width
-    step, spare = np.empty_like(values), np.empty_like(values)
-    if inverse and FEISTEL_ROUNDS % 2 == 0:  # the round that was last moved the column
-        moved, other, moved_side, other_side = other, moved, other_side, moved_side
-    for key in keys[::-1] if inverse else keys:
-        _scramble(np.add(other, key, out=step), spare)
-        step >>= _HALF
-        step *= moved_side
-        step >>= _HALF  # below moved_side
-        moved += np.subtract(moved_side, step, out=step) if inverse else step
-        # Of what is too small, the difference wraps around.
-        np.minimum(moved, np.subtract(moved, moved_side, out=spare), out=moved)
-        moved, other, moved_side, other_side = other, moved, other_side, moved_side
-    if inverse and FEISTEL_ROUNDS % 2 == 0:
-        moved, other = other, moved
-    return moved * width + other
+    rows = values // width
+    columns = values - rows * width
+    for number in reversed(range(FEISTEL_ROUNDS)) if inverse else range(FEISTEL_ROUNDS):
+        moving, staying, side = (columns, rows, width) if number % 2 else (rows, columns, height)
+        step = move(number, staying, side)
+        moving += side - step if inverse else step
+        # Modulo the side: of what is smaller, the difference wraps around.
+        unsigned = moving.view(np.uint64)
+        np.minimum(unsigned, (moving - side).view(np.uint64), out=unsigned)
+    return rows * width + columns
 
 
-def _network_int(value: int, height: int, width: int, keys: list[int], inverse: bool) -> int:
-    """The same of one value, without the overhead of arrays."""
-    moved, other = divmod(value, width)
-    sides = (height, width)
-    if inverse and FEISTEL_ROUNDS % 2 == 0:
-        moved, other, sides = other, moved, sides[::-1]
-    for key in keys[::-1] if inverse else keys:
-        step = ((_mix_int(other + key) >> 32) * sides[0]) >> 32
-        moved = (moved + (sides[0] - step if inverse else step)) % sides[0]
-        moved, other, sides = other, moved, sides[::-1]
-    if inverse and FEISTEL_ROUNDS % 2 == 0:
-        moved, other = other, moved
-    return moved * width + other
+def _moves_by_table(grids: Sequence[tuple[int, int]], keys: Sequence[int]) -> Callable[..., np.ndarray]:
+    """Moves of ``_network``, looked up: the coordinates of a grid are few, so each is hashed once."""
+    tables = [_move_table(*grid, key) for grid, key in zip(grids, keys, strict=True)]
+    if len(tables) == 1:
+        return lambda group, number, staying, side: tables[0][number].take(staying)
+    joined, starts = np.concatenate(tables, axis=1), np.cumsum([0, *(height for height, _ in grids)])
+    return lambda groups, number, staying, side: joined[number].take(staying + starts[groups])
+
+
+@functools.lru_cache(maxsize=KEPT_TABLES)
+def _move_table(height: int, width: int, key: int) -> np.ndarray:
+    """(FEISTEL_ROUNDS, height) int64 moves of each round, for each coordinate that stays."""
+    move, coordinates = _moves_by_hash([key]), np.arange(height)
+    return np.array([move(0, r, coordinates, width if r % 2 else height) for r in range(FEISTEL_ROUNDS)])
+
+
+def _moves_by_hash(keys: Sequence[int]) -> Callable[..., np.ndarray]:
+    """Moves of ``_network``, hashed for each value: for grids too large for a table."""
+    rounds = np.array([[keyed_hash(key, r) for key in keys] for r in range(FEISTEL_ROUNDS)], np.uint64)
+
+    def move(groups: Any, number: int, staying: np.ndarray, side: Any) -> np.ndarray:
+        bits = mix(staying.astype(np.uint64) + rounds[number][groups]) >> _HALF
+        return (bits * np.asarray(side, np.uint64) >> _HALF).astype(np.int64)
+
+    return move
 
 
 def mix(values: np.ndarray) -> np.ndarray:
     """SplitMix64's step on every element (Steele, Lea and Flood 2014, figure 12); wraps around at 64 bits."""
-    return _scramble(values + _GOLDEN, np.empty(values.shape, np.uint64))
-
-
-def _scramble(z: np.ndarray, spare: np.ndarray) -> np.ndarray:
-    """The second half of SplitMix64's step, in place; ``spare`` is overwritten, too."""
+    z, spare = values + _GOLDEN, np.empty(values.shape, np.uint64)
     z ^= np.right_shift(z, _SHIFTS[0], out=spare)
     z *= _FACTORS[0]
     z ^= np.right_shift(z, _SHIFTS[1], out=spare)

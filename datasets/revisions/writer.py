@@ -88,7 +88,7 @@ class StoreWriter:
     @property
     def reject_reasons(self) -> Counter[str]:
         """Number of rejects in the committed shards, by reason."""
-        return sum((commit.rejects for commit in self._commits.values()), Counter[str]())
+        return sum((commit.rejects for commit in list(self._commits.values())), Counter[str]())  # others add to it
 
     def missing_tasks(self, own: Sequence[Task] | None = None) -> list[Task]:
         """All tasks, or those of ``own``, without a valid commit record; others may commit at the same time."""

@@ -13,9 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported
-from torch._inductor.exc import InductorError
 
 from ...datasets.errors import RecipeError, ResourceError
 
@@ -40,6 +37,10 @@ def compiling() -> Iterator[None]:
 
     Raises: ResourceError: no working compiler. RecipeError: the encoder does not compile to one graph.
     """
+    from torch._dynamo import config as dynamo_config  # takes a second to import
+    from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported
+    from torch._inductor.exc import InductorError
+
     limits = {
         "recompile_limit": MAX_SHAPES,
         "accumulated_recompile_limit": MAX_SHAPES,

@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, Gemma2Model, T5EncoderModel
-from transformers.utils import logging as transformers_logging
 
 from ...datasets.disk.hashing import sha256_of
 from ...datasets.errors import EncoderError
@@ -50,18 +48,18 @@ INSTRUCTED = "{instruction}{caption}"
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of text encoder: its model_type and width key in config.json, its class, and loading options."""
+    """A kind of text encoder: its model_type and width key in config.json, its class's name, and loading options."""
 
     model_type: str
     width_key: str
-    model_class: Any
+    class_name: str
     options: dict[str, Any]
 
 
 FAMILIES = {
-    "t5": Family("t5", "d_model", T5EncoderModel, {}),
+    "t5": Family("t5", "d_model", "T5EncoderModel", {}),
     # Eager, because torch's fused attention has no soft cap, which this model was trained with.
-    "gemma2": Family("gemma2", "hidden_size", Gemma2Model, {"attn_implementation": "eager"}),
+    "gemma2": Family("gemma2", "hidden_size", "Gemma2Model", {"attn_implementation": "eager"}),
 }
 
 
@@ -100,6 +98,8 @@ class CaptionTokenizer:
     """
 
     def __init__(self, section: TextSection) -> None:
+        from transformers import AutoTokenizer  # takes a second to import
+
         self.model_folder, self.revision = resolve_model(
             section.model, section.subfolder, section.revision, files=(CONFIG,), what="text.model"
         )
@@ -185,6 +185,8 @@ class CaptionEncoder:
     """
 
     def __init__(self, section: TextSection, tokenizer: CaptionTokenizer, device: torch.device) -> None:
+        import transformers  # its models take two seconds to import
+
         config = read_config(tokenizer.model_folder, what="text.model")
         family = FAMILIES[section.kind]
         if config.get("model_type") != family.model_type:
@@ -202,15 +204,16 @@ class CaptionEncoder:
         weights = weight_files(folder, TEXT_WEIGHTS, what="text.model")
         dtype = arithmetic(section.dtype, device)
         self._dtype, self._device, self.tokenizer = getattr(torch, dtype), device, tokenizer
-        transformers_logging.disable_progress_bar()  # the command shows its own
+        transformers.utils.logging.disable_progress_bar()  # the command shows its own
         try:
             # Loaded in its dtype, not cast after: T5 keeps "wo" in float32 when the rest is float16.
-            loaded: Any = family.model_class.from_pretrained(
+            loaded: Any = getattr(transformers, family.class_name).from_pretrained(
                 folder, dtype=self._dtype, use_safetensors=True, output_loading_info=True, **family.options
             )
         except LOADING_ERRORS as error:
-            name = family.model_class.__name__
-            raise EncoderError(f"text.model '{folder}': cannot be loaded as a {name}: {shortened(error)}") from error
+            raise EncoderError(
+                f"text.model '{folder}': cannot be loaded as a {family.class_name}: {shortened(error)}"
+            ) from error
         model, loading = loaded
         check_loaded(loading, f"text.model '{folder}'")
         self._model = model.to(device).eval().requires_grad_(False)
@@ -219,7 +222,7 @@ class CaptionEncoder:
         self.identity = EncoderIdentity(
             model=model_name(section, folder),
             revision=tokenizer.revision,
-            class_name=family.model_class.__name__,
+            class_name=family.class_name,
             config=lasting_config(config),
             weights_sha256=hash_files(weights),
             tokenizer_sha256=tokenizer.sha256,

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
 
@@ -70,6 +69,8 @@ class ImageEncoder:
     """
 
     def __init__(self, section: VaeSection, device: torch.device) -> None:
+        import diffusers  # takes three seconds
+
         model, subfolder = section.model, section.subfolder
         folder, revision = resolve_model(model, subfolder, section.revision, files=(CONFIG,), what="vae.model")
         config = read_config(folder, what="vae.model")

@@ -1,1 +1,1 @@
-"""Where shards are encoded: this process, one process a device, or a Ray cluster."""
+"""Several processes on one store: a process for each device of a machine or of a Ray cluster."""

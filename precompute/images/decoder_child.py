@@ -47,27 +47,27 @@ def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: i
       at_most: read at most this many bytes from its beginning.
     Raises: RecordRejected: unreadable, or shorter than listed.
     """
-    name, wanted = os.path.basename(path), num_bytes if at_most is None else min(num_bytes, at_most)
+    name, num_wanted = os.path.basename(path), num_bytes if at_most is None else min(num_bytes, at_most)
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise RecordRejected(stage, "unreadable", f"not a regular file: {name}")
-            if offset == 0 and found.st_size > num_bytes:  # a picture in a tar never lies at its beginning
-                detail = f"{name} has {found.st_size} bytes, {num_bytes} were planned"
+            if offset == 0 and status.st_size > num_bytes:  # a picture in a tar never lies at its beginning
+                detail = f"{name} has {status.st_size} bytes, {num_bytes} were planned"
                 raise RecordRejected(stage, "source_changed", detail)
             # Checked first, because read() allocates all requested bytes.
             data = b""
-            if offset + num_bytes <= found.st_size:
+            if offset + num_bytes <= status.st_size:
                 file.seek(offset)
-                data = file.read(wanted)
+                data = file.read(num_wanted)
     except OSError as error:
         raise RecordRejected(stage, "unreadable", f"{error.strerror or error}: {name}") from error
     except ValueError as error:  # a NUL in the name
         raise RecordRejected(stage, "unreadable", f"{error}: {name!r}") from error
-    if len(data) != wanted:
-        left = max(0, found.st_size - offset)
+    if len(data) != num_wanted:
+        left = max(0, status.st_size - offset)
         raise RecordRejected(stage, "source_changed", f"{left} bytes of {num_bytes} are left in {name}")
     return data
 
@@ -91,16 +91,16 @@ def answer_sizes(places: list[tuple[str, int, int]], seconds: float, *, exif_ori
 
     Returns: "sizes": for each (height_px, width_px), or (stage, reason, detail) of a reject.
     """
-    found: list[tuple[int, int] | tuple[str, str, str]] = []
+    sizes: list[tuple[int, int] | tuple[str, str, str]] = []
     end = time.monotonic() + seconds
     for place in places:
-        if found and time.monotonic() > end:
+        if sizes and time.monotonic() > end:
             break
         try:
-            found.append(size_in_file(*place, exif_orientation=exif_orientation))
+            sizes.append(size_in_file(*place, exif_orientation=exif_orientation))
         except RecordRejected as reject:
-            found.append((reject.stage, reject.reason, reject.detail))
-    return {"sizes": found}, None
+            sizes.append((reject.stage, reject.reason, reject.detail))
+    return {"sizes": sizes}, None
 
 
 def answer(job: dict[str, Any]) -> Answer:

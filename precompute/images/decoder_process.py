@@ -95,14 +95,14 @@ class DecoderProcess:
                     process_group=0,  # Ctrl-C is the parent's
                 )
             if not self._connection.poll(START_SECONDS):
-                raise TimeoutError(f"no sign of life in {START_SECONDS:g} s")
+                raise TimeoutError(f"no answer in {START_SECONDS:g} s")
             if self._connection.recv_bytes(len(READY)) != READY:
-                raise OSError("it said something else")
+                raise OSError("its first message is wrong")
         except (EOFError, OSError) as error:
             how = self._how_it_ended() if self._process is not None and isinstance(error, EOFError) else str(error)
             raise ResourceError(
-                f"picture decoder '{self._module}': the process does not start ({how}). Needed: memory and two free "
-                f"files for it, and the picture libraries. '{sys.executable} -m {self._module}' says what it lacks."
+                f"picture decoder '{self._module}': the process does not start ({how}). Needed: memory, two free file "
+                f"descriptors, and the picture libraries. '{sys.executable} -m {self._module}' shows what is missing."
             ) from error
         return self._connection
 
@@ -111,7 +111,7 @@ class DecoderProcess:
         try:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            return "the decoder's answer makes no sense"
+            return "the decoder's answer is not valid"
         if code >= 0:
             return f"the decoder ended with status {code}"
         return f"the decoder was ended by signal {-code} ({signal.strsignal(-code)})"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...datasets.errors import RecordRejected
+from ...datasets.errors import RecordRejected, ResourceError
 from .decoder_process import RETRY_PATIENCE, DecoderProcess
 
 CHILD_MODULE = f"{__package__}.decoder_child"
@@ -200,9 +200,10 @@ class Decoders:
                 if self._closed.is_set() or len(patience) == 1:
                     raise
                 head, pixels = child.ask(job, data, patience=patience[1])
-        except RecordRejected as reject:
-            if reject.reason == "decoder_crash" and self._closed.is_set():
-                raise RuntimeError("the decoders were closed while a picture was being decoded") from reject
+        except (RecordRejected, ResourceError) as error:
+            was_killed = isinstance(error, ResourceError) or error.reason == "decoder_crash"  # starting, or working
+            if was_killed and self._closed.is_set():
+                raise RuntimeError("the decoders were closed while a picture was being decoded") from error
             raise
         finally:
             self._idle.put(child)

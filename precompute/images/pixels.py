@@ -1,9 +1,9 @@
 """From the bytes of a picture file to the pixels of its bucket: upright, RGB, cropped; or a reason why not.
 
 Every mode that Pillow knows is either converted in a defined way or rejected: transparency is composited on white,
-16-bit grey is scaled, CMYK and palettes are converted, the first frame of an animation is taken. Colour profiles are
-not applied, as in the published trainers. Where Pillow would give wrong colours without a word, it is corrected here,
-or the picture rejected.
+16-bit grey is scaled, CMYK and palettes are converted, the first frame of an animation is used. Colour profiles are
+not applied, as in the published trainers. Where Pillow would silently give wrong colours, they are corrected here, or
+the picture is rejected.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def read_size(data: bytes, *, exif_orientation: bool = True) -> tuple[int, int]:
     """Height and width in pixels of a picture, from its header.
 
     Args:
-      exif_orientation: of the upright picture, as EXIF says; else as it is stored. TIFF and HEIF are always upright.
-    Raises: RecordRejected: no picture, or too large.
+      exif_orientation: apply the EXIF orientation; TIFF and HEIF are always upright.
+    Raises: RecordRejected: not a picture, or too large.
     """
     try:
         with _open(data) as image:
@@ -81,7 +81,7 @@ def decode_picture(
     resize_filter: str = "bicubic",
     exif_orientation: bool = True,
 ) -> tuple[np.ndarray, tuple[int, int]]:
-    """Decode a picture and bring it into its bucket.
+    """Decode a picture, and resize and crop it to its bucket.
 
     Args:
       data: the file's bytes.
@@ -97,7 +97,7 @@ def decode_picture(
         with _open(data) as image:
             orientation = _orientation(image, data) if exif_orientation else 1
             _check_layout(image)
-            tile = image.tile[0] if image.tile else None  # loading forgets how the file holds the pixels
+            tile = image.tile[0] if image.tile else None  # lost by loading
             image.load()
             picture = _to_rgb(image, tile)
         if orientation in UPRIGHT:
@@ -126,7 +126,7 @@ def crop_picture(
 ) -> np.ndarray:
     """Resize and centre-crop an RGB picture; (height_px, width_px, 3) uint8.
 
-    Raises: RecordRejected: so long a picture that it would grow beyond MAX_PIXELS before the crop.
+    Raises: RecordRejected: the picture is so long that it would exceed MAX_PIXELS before the crop.
     """
     sizes, top, left = crop_geometry(picture.height, picture.width, bucket, crop)
     if sizes[-1][0] * sizes[-1][1] > MAX_PIXELS:
@@ -151,7 +151,7 @@ def _open(data: bytes) -> ImageFile.ImageFile:
 
 
 def _heif_format(data: bytes) -> tuple[str, ...]:
-    """The format of HEIC and HEIF, where these bytes begin like one; pillow-heif reads it, and turns it upright.
+    """The format of HEIC and HEIF, if the bytes begin like one; pillow-heif reads it, and turns it upright.
 
     Raises: RecordRejected: it is not installed.
     """
@@ -169,8 +169,8 @@ def _heif_format(data: bytes) -> tuple[str, ...]:
 
 def _orientation(image: Image.Image, data: bytes) -> int:
     if image.format in ("TIFF", "HEIF"):
-        return 1  # their readers have turned it already
-    # Where EXIF may come behind the pixels of a PNG, Pillow decodes them all to see: only then if there is some.
+        return 1  # their readers apply it
+    # EXIF may follow the pixels of a PNG, and Pillow would decode them all to look: only if there is some.
     known = {"exif", "Raw profile type exif", "XML:com.adobe.xmp"} & image.info.keys()
     if image.format == "PNG" and not known and b"eXIf" not in data and b"Raw profile type exif" not in data:
         return 1
@@ -181,13 +181,13 @@ def _orientation(image: Image.Image, data: bytes) -> int:
 
 
 def _check_layout(image: Image.Image) -> None:
-    """Reject what Pillow would take for something that it is not."""
+    """Reject layouts that Pillow misreads."""
     if image.format != "TIFF":
         return
     tags = _tiff_tags(image)
     if image.mode not in ("I", "F") and any(kind != 1 for kind in tags.get(SAMPLE_FORMAT_TAG, (1,))):
-        raise RecordRejected("decode", "unsupported_mode", "samples that are no unsigned integers")
-    # TIFF 6.0, section 21: 2x2 where nothing is said. Pillow reads uncompressed pixels as if it were 1x1.
+        raise RecordRejected("decode", "unsupported_mode", "samples that are not unsigned integers")
+    # TIFF 6.0, section 21: 2x2 by default. Pillow reads uncompressed pixels as if it were 1x1.
     if image.mode == "YCbCr" and tags.get(SUBSAMPLING_TAG, (2, 2)) != (1, 1):
         raise RecordRejected("decode", "unsupported_mode", "uncompressed YCbCr with subsampled colour")
 
@@ -207,18 +207,18 @@ def _to_rgb(image: Image.Image, tile: Any) -> Image.Image:
     if image.mode == "P" and not image.getpalette():
         raise RecordRejected("decode", "decode_error", "a palette picture without its palette")
     if image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
-        return ImageChops.invert(image).convert("RGB")  # Pillow takes all of them for Adobe's, whose inks are inverted
+        return ImageChops.invert(image).convert("RGB")  # Pillow assumes Adobe's inverted inks
     if image.format == "PNG" and "transparency" in image.info:
         _scale_transparent_colour(image, tile[3])
     if image.mode in ALPHA_MODES or "transparency" in image.info:
-        # Pillow knows no way from La to RGBA but through LA.
+        # Pillow converts La to RGBA only through LA.
         with_alpha = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         white = Image.new("RGBA", with_alpha.size, "white")
         picture = Image.alpha_composite(white, with_alpha).convert("RGB")
     else:
         picture = image.convert("RGB")
     if image.format == "GIF" and tile[1] != (0, 0, *image.size):
-        # Nothing covers the canvas outside of the first frame; Pillow shows the first colour of the palette there.
+        # The canvas outside of the first frame is empty; Pillow fills it with the first colour of the palette.
         canvas = Image.new("RGB", picture.size, "white")
         canvas.paste(picture.crop(tile[1]), tile[1])
         return canvas
@@ -226,9 +226,9 @@ def _to_rgb(image: Image.Image, tile: Any) -> Image.Image:
 
 
 def _scale_transparent_colour(image: Image.Image, raw_mode: str) -> None:
-    """Bring a PNG's transparent colour, which is in the depth of the file, to 8 bit, as Pillow did with the pixels."""
+    """Scale a PNG's transparent colour from the depth of the file to 8 bits, as Pillow does with the pixels."""
     if raw_mode == "RGB;16B":
-        raise RecordRejected("decode", "unsupported_mode", "a transparent colour among 16-bit RGB")
+        raise RecordRejected("decode", "unsupported_mode", "a transparent colour in 16-bit RGB")
     if raw_mode in ("L;2", "L;4"):
         depth = int(raw_mode[-1])
         image.info["transparency"] = (image.info["transparency"] & (1 << depth) - 1) * (255 // ((1 << depth) - 1))
@@ -240,7 +240,7 @@ def _from_grey16(image: Image.Image, values: np.ndarray) -> Image.Image:
     scaled = np.round(np.minimum(np.arange(1 << 16), largest) / (largest / 255)).astype(np.uint8)
     if tags.get(PHOTOMETRIC_TAG) == 0:  # white is zero
         scaled = 255 - scaled
-    grey = scaled[values]  # a table costs a fraction of the arithmetic on every pixel
+    grey = scaled[values]  # a look-up table is much faster than arithmetic on every pixel
     if "transparency" in image.info:
         grey[values == image.info["transparency"]] = 255
     return Image.fromarray(grey).convert("RGB")

@@ -59,13 +59,13 @@ def _from_checkpoint(path: Path) -> np.ndarray:
 
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
-            found = [file.get_tensor(name) for name in file.keys() if name.endswith(TENSOR)]  # noqa: SIM118
+            matching = [file.get_tensor(name) for name in file.keys() if name.endswith(TENSOR)]  # noqa: SIM118
     else:
         tensors = read_tensors(path)
         while isinstance(tensors, dict) and isinstance(tensors.get("state_dict"), dict):
             tensors = tensors["state_dict"]
         named = tensors.items() if isinstance(tensors, dict) else ()
-        found = [tensor for name, tensor in named if str(name).endswith(TENSOR) and hasattr(tensor, "nbytes")]
-    if len(found) != 1 or found[0].nbytes > MAX_ARRAY_BYTES:
-        raise ValueError(f"{len(found)} tensors whose name ends in '{TENSOR}'; needed one")
-    return found[0].float().numpy()
+        matching = [tensor for name, tensor in named if str(name).endswith(TENSOR) and hasattr(tensor, "nbytes")]
+    if len(matching) != 1 or matching[0].nbytes > MAX_ARRAY_BYTES:
+        raise ValueError(f"{len(matching)} tensors whose name ends in '{TENSOR}'; needed one")
+    return matching[0].float().numpy()

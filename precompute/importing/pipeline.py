@@ -68,7 +68,7 @@ def import_features(
     Args:
       kind: of the features.
       null: file of the null caption, or "zeros"; required with captions.
-    Raises: LeanditError: its class tells what to fix; the same command then resumes.
+    Raises: LeanditError: its class says what to fix; the same command then resumes.
     """
     start = time.perf_counter()
 
@@ -90,14 +90,14 @@ def import_features(
 
 def _plan(reader: Reader, entries: Sequence[Entry], listing: str, null: str | None, progress: Progress) -> FrozenPlan:
     """Scan every record and plan those that can be stored; raises SourceError if too many cannot."""
-    found = scan_records(reader, entries, lambda done: progress("scan", done, len(entries)))
-    common, found = reject_outliers(found, reader)
+    headers = scan_records(reader, entries, lambda done: progress("scan", done, len(entries)))
+    common, headers = reject_outliers(headers, reader)
     limits = reader.recipe.source.limits()
     limit = RejectLimit(limits, RejectLedger(limits, len(entries), planning=True))
-    for entry, header in zip(entries, found, strict=True):
+    for entry, header in zip(entries, headers, strict=True):
         limit.count(entry.key, header if isinstance(header, RecordRejected) else None)
     digest = row_checksum(read_null(null, common.caption[:2])) if common.caption else ""
-    return plan_import(describe_import(reader, common, found, digest), entries, found, listing)
+    return plan_import(describe_import(reader, common, headers, digest), entries, headers, listing)
 
 
 def check_resumes(root: Path, plan: FrozenPlan, reader: Reader, listing: str) -> None:

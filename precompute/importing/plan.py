@@ -54,9 +54,9 @@ class CommonFormat(NamedTuple):
         )
 
     def __str__(self) -> str:
-        said = f"{self.stored_channels} channels{''.join(f' x {side}' for side in self.size)} of {self.dtype}"
-        said += ", with a flipped copy" if self.has_flip else ", without a flipped copy"
-        return said + (", captions of {} x {} {}".format(*self.caption) if self.caption else "")
+        text = f"{self.stored_channels} channels{''.join(f' x {side}' for side in self.size)} of {self.dtype}"
+        text += ", with a flipped copy" if self.has_flip else ", without a flipped copy"
+        return text + (", captions of {} x {} {}".format(*self.caption) if self.caption else "")
 
 
 def listing_hash(entries: Sequence[Entry]) -> str:
@@ -76,7 +76,7 @@ def scan_records(reader: Reader, entries: Sequence[Entry], progress: Callable[[i
         except RecordRejected as reject:
             return RecordRejected("scan", reject.reason, reject.detail)
 
-    found: list[ScannedRecord] = []
+    headers: list[ScannedRecord] = []
     keys: set[str] = set()
     with ThreadPoolExecutor(num_threads(), thread_name_prefix="leandit-look") as pool:
         for start in range(0, len(entries), CHUNK):
@@ -84,9 +84,9 @@ def scan_records(reader: Reader, entries: Sequence[Entry], progress: Callable[[i
             for entry, header in zip(part, pool.map(look, part), strict=True):
                 again = entry.key in keys
                 keys.add(entry.key)
-                found.append(RecordRejected("scan", "duplicate_key", entry.key) if again else header)
-            progress(len(found))
-    return found
+                headers.append(RecordRejected("scan", "duplicate_key", entry.key) if again else header)
+            progress(len(headers))
+    return headers
 
 
 def _checked(header: RecordHeader, reader: Reader) -> RecordHeader:
@@ -109,15 +109,15 @@ def _checked(header: RecordHeader, reader: Reader) -> RecordHeader:
     return header
 
 
-def reject_outliers(found: Sequence[ScannedRecord], reader: Reader) -> tuple[CommonFormat, list[ScannedRecord]]:
+def reject_outliers(headers: Sequence[ScannedRecord], reader: Reader) -> tuple[CommonFormat, list[ScannedRecord]]:
     """Find the format of most records, and reject all others.
 
     Raises: SourceError: no record is left.
     """
-    kinds = Counter(CommonFormat.of(header, reader.defaults) for header in found if isinstance(header, RecordHeader))
+    kinds = Counter(CommonFormat.of(header, reader.defaults) for header in headers if isinstance(header, RecordHeader))
     if not kinds:
-        first = f"; the first: {found[0]}" if found else ""
-        raise SourceError(f"source: not one of {len(found)} records can be imported{first}. Nothing was written.")
+        first = f"; the first: {headers[0]}" if headers else ""
+        raise SourceError(f"source: not one of {len(headers)} records can be imported{first}. Nothing was written.")
     wanted, classes = kinds.most_common(1)[0][0], reader.recipe.source.num_classes
 
     def refuse(header: ScannedRecord) -> ScannedRecord:
@@ -130,23 +130,25 @@ def reject_outliers(found: Sequence[ScannedRecord], reader: Reader) -> tuple[Com
             return RecordRejected("scan", "bad_metadata", detail)
         return header
 
-    return wanted, [refuse(header) for header in found]
+    return wanted, [refuse(header) for header in headers]
 
 
-def plan_import(spec: StoreSpec, entries: Sequence[Entry], found: Sequence[ScannedRecord], listing: str) -> FrozenPlan:
+def plan_import(
+    spec: StoreSpec, entries: Sequence[Entry], headers: Sequence[ScannedRecord], listing: str
+) -> FrozenPlan:
     """Assign every record its row and every distinct caption its id: sorted by length, then by first appearance.
 
     Of records with the same text, the features of the first one are kept.
     """
     lengths: dict[str, int] = {}
-    for header in found:
+    for header in headers:
         if isinstance(header, RecordHeader) and header.caption:
             lengths.setdefault(header.caption.text, header.caption.num_tokens)
     lengths = dict(sorted(lengths.items(), key=lambda caption: caption[1]))
     ids = {text: i for i, text in enumerate(lengths)}
     columns: dict[str, list[Any]] = {name: [] for name in PLAN_SCHEMA.names}
     next_row: Counter[str] = Counter()
-    for entry, header in zip(entries, found, strict=True):
+    for entry, header in zip(entries, headers, strict=True):
         row: dict[str, Any] = {"key": entry.key, "revision": 1, "row": -1, "label": -1, "caption_ids": []}
         row |= {"attempts": 1, "source_path": entry.path, "source_offset": entry.offset}
         row |= {"source_bytes": entry.num_bytes, "source_mtime_ns": 0}

@@ -108,14 +108,14 @@ def _by_length_batches(
         texts = pa.concat_arrays(waiting)
         parts = (texts.slice(start, TOKENIZE_BATCH).to_pylist() for start in range(0, len(texts), TOKENIZE_BATCH))
         counts = np.array([count for part in parts for count in tokenizer.count(part)], np.int64)
-        found = np.minimum(counts, max_tokens).astype(np.int32)
-        lengths.append(found)
-        order = np.argsort(found, kind="stable")
-        columns = [texts.take(pa.array(order)), pa.array(found[order]), pa.array(counts[order] > max_tokens)]
+        num_tokens = np.minimum(counts, max_tokens).astype(np.int32)
+        lengths.append(num_tokens)
+        order = np.argsort(num_tokens, kind="stable")
+        columns = [texts.take(pa.array(order)), pa.array(num_tokens[order]), pa.array(counts[order] > max_tokens)]
         by_length = pa.RecordBatch.from_arrays(columns, schema=SORTED_SCHEMA)
-        bounds = [0, *np.flatnonzero(np.diff(found[order])) + 1, len(order)]
+        bounds = [0, *np.flatnonzero(np.diff(num_tokens[order])) + 1, len(order)]
         for start, stop in pairwise(bounds):
-            segments.append(int(found[order[start]]))
+            segments.append(int(num_tokens[order[start]]))
             yield by_length.slice(start, stop - start)
         waiting = []
 
@@ -144,19 +144,19 @@ def _caption_ids(first: np.ndarray, lengths: np.ndarray, num_known: int) -> np.n
     next_id = num_known + np.cumsum(histogram) - histogram  # by length
     ids, done = map_array(len(first), "int32", WHAT), 0
     for start in range(0, len(first), NUMBERED):
-        here = first[start : start + NUMBERED]
-        positions = np.arange(start, start + len(here))
-        new = positions[(here == positions) & (positions >= num_known)]
-        found = lengths[done : done + len(new)]
-        order = np.argsort(found, kind="stable")
-        counts = np.bincount(found, minlength=len(next_id))
+        first_of_some = first[start : start + NUMBERED]
+        positions = np.arange(start, start + len(first_of_some))
+        new = positions[(first_of_some == positions) & (positions >= num_known)]
+        new_lengths = lengths[done : done + len(new)]
+        order = np.argsort(new_lengths, kind="stable")
+        counts = np.bincount(new_lengths, minlength=len(next_id))
         rank = np.arange(len(new)) - np.repeat(np.cumsum(counts) - counts, counts)
-        ids[new[order]] = next_id[found[order]] + rank
+        ids[new[order]] = next_id[new_lengths[order]] + rank
         next_id += counts
         done += len(new)
-        old = positions[positions < num_known]
-        ids[old] = old
-        ids[start : start + len(here)] = ids[here]  # the first occurrence already has its id
+        known_positions = positions[positions < num_known]
+        ids[known_positions] = known_positions
+        ids[start : start + len(first_of_some)] = ids[first_of_some]  # the first occurrence already has its id
     return ids
 
 

@@ -106,6 +106,10 @@ class Comparison:
         """A new revision would differ from the base."""
         return bool(self.fresh or self.num_described or self.num_dropped or self.is_renamed)
 
+    def counts(self) -> Comparison:
+        """The counts alone, without a record: small, and picklable."""
+        return replace(self, kept=[], fresh=Listing([], {}, 1), table=RECORDS_SCHEMA.empty_table(), attempts={})
+
 
 class KnownRecord(NamedTuple):
     """A record of the base.

@@ -75,6 +75,12 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
     return None
 
 
+def has_unfinished(root: Path, *, after: int = 0) -> bool:
+    """A revision later than ``after`` is planned and not complete; reads no plan."""
+    planned = planned_revisions(root)[-1:]
+    return planned > [after] and planned > sealed_revisions(root)[-1:]
+
+
 def is_sealed(root: Path, plan: FrozenPlan) -> bool:
     """The revision of a plan is complete."""
     return plan.revision in sealed_revisions(root)
@@ -91,7 +97,7 @@ def check_fingerprint(root: Path, found: StoreSpec, wanted: StoreSpec) -> None:
     differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     fields = "".join(f"\n  {key} is {old.get(key)!r} in the store, {new.get(key)!r} now" for key in differing)
     advice = "or --new-revision to encode everything again as a new revision"
-    if planned_revisions(root)[-1:] > sealed_revisions(root)[-1:]:
+    if has_unfinished(root):
         advice = "or first finish this one with the settings that made it, and then give --new-revision"
     raise FingerprintMismatch(
         f"store '{root}': made with other encoders or settings. Nothing was changed. Use the settings that made it, "

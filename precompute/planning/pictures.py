@@ -165,11 +165,13 @@ def check_listing(fresh: Listing, recipe: PrecomputeRecipe, limit: RejectLimit) 
         limit.refuse(ledger.refusal(first))
 
 
-def _planned(found: FoundSizes, place: Callable[[int, int], PlannedPicture]) -> PlannedPictures:
-    _, first, placement_of = np.unique(found.height_px << 32 | found.width_px, return_index=True, return_inverse=True)
-    sizes = zip(found.height_px[first].tolist(), found.width_px[first].tolist(), strict=True)
+def _planned(sizes_found: FoundSizes, place: Callable[[int, int], PlannedPicture]) -> PlannedPictures:
+    _, first, placement_of = np.unique(
+        sizes_found.height_px << 32 | sizes_found.width_px, return_index=True, return_inverse=True
+    )
+    sizes = zip(sizes_found.height_px[first].tolist(), sizes_found.width_px[first].tolist(), strict=True)
     placements = [place(height_px, width_px) if height_px else UNPLACED for height_px, width_px in sizes]
-    for i, reject in found.rejects.items():
+    for i, reject in sizes_found.rejects.items():
         placement_of[i] = len(placements)
         placements.append(PlannedPicture(reject=RecordRejected("scan", reject.reason, reject.detail)))
     return PlannedPictures(placements, placement_of)
@@ -289,10 +291,10 @@ def _next_rows(
     rows = np.full(len(placement_of), -1, np.int64)
     for i, bucket in enumerate(buckets):
         if bucket:
-            here = np.flatnonzero(bucket_of == i)
+            positions = np.flatnonzero(bucket_of == i)
             start = next_row.get(bucket, 0)
-            rows[here] = np.arange(start, start + len(here))
-            next_row[bucket] = start + len(here)
+            rows[positions] = np.arange(start, start + len(positions))
+            next_row[bucket] = start + len(positions)
     return rows
 
 

@@ -26,9 +26,13 @@ from .captions import plan_captions
 from .compare import Base, Comparison, Options, all_fresh, compare
 from .pictures import num_threads, picture_table, plan_pictures
 from .records import PlannedTexts, plan_records
-from .reject_hint import reject_hint
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+NO_CAPTION_HINT = (
+    "docs/sources.md says which tables and texts beside the pictures are read as captions. To store pictures without a "
+    "caption, add --set source.missing_caption=null."
+)
 
 
 @dataclass(frozen=True)
@@ -149,12 +153,12 @@ class Planner:
 
     def limit(self, comparison: Comparison, *, stops: bool = True) -> RejectLimit:
         """The reject limit of a revision, before any of its new records is checked."""
-        section, table, parts = self.recipe.source, comparison.table, self.source.parts
+        section, table = self.recipe.source, comparison.table
         ledger = RejectLedger(
             section,
             len(comparison.kept) + len(comparison.fresh),
             carried=count_reasons(table.filter(pc.equal(table["status"], "rejected"))["reason"]),
-            hint=lambda reasons: next(filter(None, (reject_hint(part.files, reasons) for part in parts)), ""),
+            hint=lambda reasons: NO_CAPTION_HINT if "no_caption" in reasons else "",
             planning=True,
         )
         return RejectLimit(section, ledger, stops=stops)

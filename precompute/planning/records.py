@@ -113,5 +113,5 @@ def _carried_records(comparison: Comparison, caption_ids: pa.ChunkedArray) -> pa
 
 def _as_batches(columns: dict[str, Any]) -> list[pa.RecordBatch]:
     arrays = {name: pa.chunked_array(v) if isinstance(v, pa.Array) else v for name, v in columns.items()}
-    wanted = [pa.table({field.name: arrays[field.name]}).column(0).cast(field.type) for field in PLAN_SCHEMA]
-    return pa.table(wanted, schema=PLAN_SCHEMA).combine_chunks().to_batches()
+    columns_in_order = [pa.table({field.name: arrays[field.name]}).column(0).cast(field.type) for field in PLAN_SCHEMA]
+    return pa.table(columns_in_order, schema=PLAN_SCHEMA).combine_chunks().to_batches()

@@ -1,153 +1,144 @@
-"""Events of the workers of a run, and what they add up to: progress, rejects, and which worker holds which shard.
-
-A worker is a process that encodes: this one, one of several on this machine, or an actor of a cluster. Events are small
-and picklable.
-"""
+"""How far a revision is: what this process encodes, and what other processes commit meanwhile."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...datasets.errors import RecordRejected
 from ...datasets.format.layout import is_picture_task
+from ...datasets.format.schema import Reject
 from ...datasets.revisions.commits import Task
-from ...datasets.revisions.plan import FrozenPlan
+from ...datasets.revisions.writer import StoreWriter
+from ..encoders.text import TokenCount
 from .clock import Progress
-from .rejects import RejectLedger
+from .rejects import NOT_COUNTED, RejectLedger
 
-
-@dataclass(frozen=True)
-class LeaseTaken:
-    """The worker holds the lease of a shard and will encode it."""
-
-    task: Task
-
-
-@dataclass(frozen=True)
-class Committed:
-    """The worker has committed a shard and released its lease.
-
-    Args:
-      rejected: keys of its rejected records.
-    """
-
-    task: Task
-    rejected: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A number of pictures, or shards of captions, was encoded."""
-
-    stage: str
-    count: int
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A record was rejected; the fields are those of ``RecordRejected``."""
-
-    key: str
-    stage: str
-    reason: str
-    detail: str
-
-
-Event = LeaseTaken | Committed | Encoded | Rejected
-EventHandler = Callable[[Event], None]
+LOOK_SHARE = 0.05  # of the time at most, for looking what others have committed
 
 
 @dataclass
-class _WorkerState:
-    """Uncommitted work of one worker.
+class Work:
+    """What one process has done so far; picklable.
 
     Args:
-      held: shards that it holds.
-      encoded: pictures, and shards of captions, by stage.
-      rejected: reason of each reject, by key.
+      num_encoded: pictures in the shards that it has committed.
+      num_commits: these shards.
+      seconds: of each stage, summed over threads.
+      tokens: that went through its text encoder.
+      held: shards that it is encoding.
     """
 
+    num_encoded: int = 0
+    num_commits: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    tokens: TokenCount = field(default_factory=TokenCount)
     held: list[Task] = field(default_factory=list)
-    encoded: Counter[str] = field(default_factory=Counter)
-    rejected: dict[str, str] = field(default_factory=dict)
 
 
 class Tally:
-    """Counts the events of all workers of one revision, from any thread.
-
-    Work counts at once, for progress, and is subtracted if its worker is lost before the commit: others will repeat it.
+    """Counts the shards of one revision, from any thread: those that this process encodes, and others' commit records.
 
     Args:
-      plan: of the revision.
+      writer: of the revision.
       missing: shards to encode.
-      ledger: counts the rejects of all workers.
-      progress: called with the sums.
+      ledger: counts the rejects of all processes.
+      progress: called with the sums, and whenever ``work`` changes.
+      work: of this process; updated here.
     """
 
-    def __init__(self, plan: FrozenPlan, missing: Sequence[Task], ledger: RejectLedger, progress: Progress) -> None:
-        self._plan, self._ledger, self._progress = plan, ledger, progress
-        self._totals = {"pictures": sum(self._size(task) for task in missing if is_picture_task(task))}
-        self._totals["captions"] = sum(not is_picture_task(task) for task in missing)
-        self._done: Counter[str] = Counter()
-        self._workers: dict[str, _WorkerState] = defaultdict(_WorkerState)
-        self._committed: set[Task] = set()
-        self._lock = threading.Lock()
+    def __init__(
+        self, writer: StoreWriter, missing: Sequence[Task], ledger: RejectLedger, progress: Progress, work: Work
+    ) -> None:
+        self._writer, self._ledger, self._progress, self._work = writer, ledger, progress, work
+        rows_of = writer.plan.layout.rows_of
+        self._sizes = {task: len(rows_of(*task)) if is_picture_task(task) else 1 for task in missing}
+        self._missing = set(missing)
+        self._totals, self._committed, self._encoded = Counter[str](), Counter[str](), Counter[str]()
+        for task, size in self._sizes.items():
+            self._totals[_stage(task)] += size
+        self._pending: dict[str, str] = {}  # reasons of rejects that are not committed yet, by key
+        self._counted = writer.reject_reasons
+        self._lock, self._next_look = threading.Lock(), 0.0
 
-    @property
-    def num_pictures(self) -> int:
-        """Encoded pictures, without those of lost workers."""
-        return self._done["pictures"]
+    def take(self, task: Task) -> None:
+        """This process begins a shard, whose lease it holds."""
+        with self._lock:
+            self._work.held.append(task)
+            self._show(_stage(task))
 
-    def count(self, worker: str, event: Event) -> None:
-        """Count an event.
+    def encode(self, stage: str, count: int) -> None:
+        """This process has encoded pictures, or a shard of captions."""
+        with self._lock:
+            self._encoded[stage] += count
+            self._show(stage)
 
-        Raises: SourceError: too many records are rejected.
+    def reject(self, key: str, reject: RecordRejected) -> None:
+        """This process has rejected a record.
+
+        Raises: SourceError: all processes together have rejected too many.
         """
         with self._lock:
-            state = self._workers[worker]
-            match event:
-                case LeaseTaken(task):
-                    state.held.append(task)
-                case Committed(task, rejected):
-                    self._settle(state, task, rejected)
-                case Encoded(stage, count):
-                    state.encoded[stage] += count
-                    self._done[stage] += count
-                    self._progress(stage, self._done[stage], self._totals[stage])
-                case Rejected(key, stage, reason, detail):
-                    state.rejected[key] = reason
-                    if refusal := self._ledger.count(key, RecordRejected(stage, reason, detail)):
-                        raise refusal
+            self._pending[key] = reject.reason
+            if refusal := self._ledger.count(key, reject):
+                raise refusal
 
-    def drop_worker(self, worker: str) -> list[Task]:
-        """Forget a lost worker and its uncommitted work.
+    def commit(self, task: Task, rejects: Iterable[Reject], *, is_own: bool) -> None:
+        """This process has finished a shard.
 
-        Returns: the shards that it held.
+        Args:
+          is_own: this process committed it; otherwise another one was faster.
+        Raises: SourceError: as ``reject``.
         """
         with self._lock:
-            state = self._workers.pop(worker, _WorkerState())
-            self._done -= state.encoded
-            for reason in state.rejected.values():
-                self._ledger.forget(reason)
-        return state.held
+            stage, size = _stage(task), self._sizes[task]
+            self._work.held.remove(task)
+            self._encoded[stage] -= size
+            for reason in filter(None, (self._pending.pop(reject.key, None) for reject in rejects)):
+                if is_own:
+                    self._counted[reason] += 1
+                else:
+                    self._ledger.forget(reason)  # its record is counted
+            if is_own:
+                self._work.num_commits += 1
+                self._work.num_encoded += size if stage == "pictures" else 0
+            self._settle([task])
+            self._look()
+            self._show(stage)
 
-    def _settle(self, state: _WorkerState, task: Task, rejected: Sequence[str]) -> None:
-        """Keep a worker's counts for a shard, unless another worker committed it first."""
-        stage, size = _stage(task), self._size(task)
-        state.held.remove(task)
-        state.encoded[stage] -= size
-        reasons = [state.rejected.pop(key) for key in rejected if key in state.rejected]
-        if task in self._committed:
-            self._done[stage] -= size
-            for reason in reasons:
-                self._ledger.forget(reason)
-        self._committed.add(task)
+    def look(self) -> None:
+        """Count what other processes have committed.
 
-    def _size(self, task: Task) -> int:
-        return len(self._plan.layout.rows_of(*task)) if is_picture_task(task) else 1
+        Raises: SourceError: as ``reject``.
+        """
+        with self._lock:
+            self._next_look = 0.0
+            self._look()
+            for stage in self._totals:
+                self._show(stage)
+
+    def _look(self) -> None:
+        if (start := time.monotonic()) < self._next_look:
+            return
+        self._settle([task for task in self._missing if self._writer.is_committed(task)])
+        committed = self._writer.reject_reasons
+        del committed[NOT_COUNTED]
+        self._ledger.add(committed - self._counted)
+        self._counted = committed
+        self._next_look = time.monotonic() + (time.monotonic() - start) / LOOK_SHARE
+        self._ledger.check()
+
+    def _settle(self, tasks: Iterable[Task]) -> None:
+        for task in self._missing.intersection(tasks):
+            self._missing.remove(task)
+            self._committed[_stage(task)] += self._sizes[task]
+
+    def _show(self, stage: str) -> None:
+        total = self._totals[stage]
+        self._progress(stage, min(total, self._committed[stage] + self._encoded[stage]), total)
 
 
 def _stage(task: Task) -> str:

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 from ...datasets.disk.spill import TakenColumn
 from ...datasets.errors import RecordRejected
@@ -16,42 +14,11 @@ from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import ImageSpec
 from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import FrozenPlan
-from ..images.decoders import Decoded, PicturePlace
+from ..images.decoders import Decoded, Decoders
 from ..progress.clock import StageClock
+from ..sources.source import OpenedSource
 
 BATCHES_AHEAD = 3  # decoded batches that wait for the encoder
-
-
-class Origin(Protocol):
-    """A source as the encoding sees it: maps places of a plan to places for a decoder."""
-
-    def place(self, path: str, offset: int, num_bytes: int, *, stage: str) -> PicturePlace:
-        """As ``OpenedSource.place``."""
-        ...
-
-
-class PictureDecoders(Protocol):
-    """Decodes pictures, locally or elsewhere, for many threads at once."""
-
-    @property
-    def num_at_once(self) -> int:
-        """Number of concurrent pictures."""
-        ...
-
-    def picture(
-        self,
-        path: Path,
-        offset: int,
-        num_bytes: int,
-        data: bytes | None = None,
-        *,
-        bucket: tuple[int, int],
-        crop: str,
-        resize_filter: str = "bicubic",
-        exif_orientation: bool = True,
-    ) -> Decoded:
-        """As ``Decoders.picture``; the place comes from ``Origin``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -105,8 +72,8 @@ Picture = Decoded | RecordRejected
 
 def decode_planned(
     images: ImageSpec,
-    origin: Origin,
-    decoders: PictureDecoders,
+    source: OpenedSource,
+    decoders: Decoders,
     place: tuple[str, int, int],
     *,
     size: tuple[int, int],
@@ -118,11 +85,11 @@ def decode_planned(
     Args:
       place: path, offset and number of bytes, as in the plan.
       size: planned height and width in pixels.
-      clock: gets the decoder's own time, without waiting, which is much longer on a cluster.
+      clock: gets the decoder's own time, without waiting.
     """
     start = time.perf_counter()
     try:
-        where = origin.place(*place, stage="decode")
+        where = source.place(*place, stage="decode")
         fetch_seconds = time.perf_counter() - start
         decoded = decoders.picture(
             *where,
@@ -147,8 +114,8 @@ def decode_ahead(
     pool: ThreadPoolExecutor,
     plan: FrozenPlan,
     tasks: Iterable[Task],
-    decoders: PictureDecoders,
-    origin: Origin,
+    decoders: Decoders,
+    source: OpenedSource,
     clock: StageClock,
 ) -> Iterator[tuple[PictureBatch, list[Future[Picture]]]]:
     """Yield batches in order while the pictures of later ones are decoded.
@@ -158,9 +125,9 @@ def decode_ahead(
     """
     images = plan.spec.images
 
-    def decode(source: BucketSource, row: int, bucket: tuple[int, int]) -> Picture:
-        place = source.paths[row], source.offsets[row], source.num_bytes[row]
-        return decode_planned(images, origin, decoders, place, size=source.sizes[row], bucket=bucket, clock=clock)
+    def decode(rows: BucketSource, row: int, bucket: tuple[int, int]) -> Picture:
+        place = rows.paths[row], rows.offsets[row], rows.num_bytes[row]
+        return decode_planned(images, source, decoders, place, size=rows.sizes[row], bucket=bucket, clock=clock)
 
     ahead: deque[tuple[PictureBatch, list[Future[Picture]]]] = deque()
     for batch in picture_batches(plan, tasks):

@@ -16,13 +16,15 @@ from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import StoreWriter
 from ..encoders.text import CaptionEncoder
 from ..encoders.vae import ImageEncoder
+from ..images.decoders import Decoders
 from ..progress.clock import StageClock
 from ..progress.rejects import RejectLimit
 from ..sharing.leases import Leases
+from ..sources.source import OpenedSource
 from .caption_shard import encode_caption_shard, encode_null_caption
 from .latent_shard import PackedShard
 from .latent_stream import ShardEncoder
-from .picture_batches import Origin, PictureDecoders, decode_ahead
+from .picture_batches import decode_ahead
 
 WRITES_BEHIND = 2  # shards that wait for the disk
 
@@ -31,7 +33,8 @@ class Background:
     """Commits finished shards in a thread; an error there is raised at the next commit or at the end.
 
     Args:
-      on_commit: called in that thread with each shard after its commit and the release of its lease.
+      on_commit: called in that thread with each shard after the release of its lease, and whether this process has
+        committed it.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class Background:
         leases: Leases,
         clock: StageClock,
         *,
-        on_commit: Callable[[PackedShard], None] = lambda shard: None,
+        on_commit: Callable[[PackedShard, bool], None] = lambda shard, is_own: None,
     ) -> None:
         self._writer, self._leases, self._clock, self._on_commit = writer, leases, clock, on_commit
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="leandit-write")
@@ -60,10 +63,10 @@ class Background:
         with self._clock.measure("write"):
             task = (shard.part, shard.shard)
             # After a pause others may have taken the lease and committed; their bytes, perhaps of another device, stay.
-            if not self._writer.is_committed(task):
+            if is_own := not self._writer.is_committed(task):
                 write_shard(self._writer, shard)
             self._leases.release(task)
-        self._on_commit(shard)
+        self._on_commit(shard, is_own)
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
@@ -107,29 +110,31 @@ def encode_pictures(
     plan: FrozenPlan,
     tasks: Iterable[Task],
     encoder: ImageEncoder,
-    decoders: PictureDecoders,
-    origin: Origin,
+    decoders: Decoders,
+    source: OpenedSource,
     *,
     limit: RejectLimit,
     clock: StageClock,
     progress: Callable[[int], None],
+    num_at_once: int | None = None,
     fallbacks_of: Callable[[str, int], Sequence[Fallback]] = lambda part, shard: (),
 ) -> Iterator[PackedShard]:
     """Encode shards of latents in the given order, decoding ahead.
 
     Args:
-      origin: of the planned pictures.
+      source: of the planned pictures.
       limit: of rejects.
       progress: called with the number of pictures of each finished batch.
+      num_at_once: pictures that are decoded concurrently; None for as many as there are decoders.
       fallbacks_of: of a part and shard that is made again, the rows that were not encoded as planned.
     Raises: SourceError: too many pictures are rejected.
     """
-    pool = ThreadPoolExecutor(decoders.num_at_once, thread_name_prefix="leandit-decode")
+    pool = ThreadPoolExecutor(num_at_once or decoders.num_at_once, thread_name_prefix="leandit-decode")
     try:
         with ShardEncoder(
             plan, encoder, limit=limit, clock=clock, progress=progress, fallbacks_of=fallbacks_of
         ) as shards:
-            for batch, futures in decode_ahead(pool, plan, tasks, decoders, origin, clock):
+            for batch, futures in decode_ahead(pool, plan, tasks, decoders, source, clock):
                 with clock.measure("wait_decode"):
                     pictures = [future.result() for future in futures]
                 if shard := shards.add(batch, pictures):

@@ -54,9 +54,9 @@ def source_names(paths: Sequence[str]) -> list[str]:
         seen[place] = path
         *above, last = (path if "://" in path else os.path.abspath(path)).rstrip("/").split("/")
         short = _plain(EXTENSION.sub("", last))
-        wanted = [short, f"{_plain(above[-1] if above else '')}-{short}"]
-        wanted += [f"{short}-{number}" for number in range(2, len(names) + 3)]
-        names.append(next(name for name in wanted if name not in names[1:]))
+        candidates = [short, f"{_plain(above[-1] if above else '')}-{short}"]
+        candidates += [f"{short}-{number}" for number in range(2, len(names) + 3)]
+        names.append(next(name for name in candidates if name not in names[1:]))
     return names
 
 
@@ -64,16 +64,11 @@ def _plain(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text).strip("-.")[:MAX_NAME_CHARS] or "source"
 
 
-def open_sources(sources: SourcePaths, asked: SourceSection | Sequence[SourceSection]) -> OpenedSource:
-    """As ``open_source``, for one source or several.
-
-    Args:
-      asked: settings for all of them, or for each.
-    """
+def open_sources(sources: SourcePaths, asked: SourceSection) -> OpenedSource:
+    """As ``open_source``, for one source or several."""
     paths = paths_of(sources)
     names = source_names(paths)
-    settings = [asked] * len(paths) if isinstance(asked, SourceSection) else asked
-    first, *others = [open_source(path, section) for path, section in zip(paths, settings, strict=True)]
+    first, *others = [open_source(path, asked) for path in paths]
     return replace(first, others=tuple(zip(names[1:], others, strict=True))) if others else first
 
 
@@ -134,9 +129,9 @@ def _check_labels(listed: Sequence[Source]) -> None:
 
 def _joined(source: Source, name: str, classes: list[str]) -> Iterator[pa.RecordBatch]:
     """Records of one source with prefixed keys and merged labels; unchanged if ``name`` is empty."""
-    own = source.classes or []
+    source_classes = source.classes or []
     places = {name: i for i, name in enumerate(classes)}
-    label_of = np.array([*(places[name] for name in own), -1], np.int32)  # the last is that of label -1
+    label_of = np.array([*(places[name] for name in source_classes), -1], np.int32)  # the last is that of label -1
     for batch in source.records.batches():
         if not name:  # labels of the first source stay
             if pc.any(pc.starts_with(batch["path"], MARK)).as_py():
@@ -145,8 +140,10 @@ def _joined(source: Source, name: str, classes: list[str]) -> Iterator[pa.Record
             continue
         columns = {field: batch[field] for field in batch.schema.names}
         labels = batch["label"].to_numpy()
-        if len(labels) and labels.max() >= max(len(own), 0):
-            raise SourceError(f"source '{source.name}': label {labels.max()} of {len(own)} classes. Needed its class.")
+        if len(labels) and labels.max() >= max(len(source_classes), 0):
+            raise SourceError(
+                f"source '{source.name}': label {labels.max()} of {len(source_classes)} classes. Needed its class."
+            )
         columns["label"] = pa.array(label_of[labels])
         columns["key"] = pc.binary_join_element_wise(f"{name}/", batch["key"], "")
         columns["path"] = pc.binary_join_element_wise(f"{MARK}{name}{MARK}", batch["path"], "")

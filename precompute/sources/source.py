@@ -167,11 +167,6 @@ class Source(OpenedSource):
         return [f"{part.kind} '{part.name}', {count} records" for part, count in counts]
 
     @property
-    def num_ignored(self) -> int:
-        """Files without the extension of a picture."""
-        return self.ignored.num_files
-
-    @property
     def has_class_names(self) -> bool:
         """Classes have names, so labels may move; otherwise a label is its own name."""
         names = self.classes or []
@@ -282,11 +277,11 @@ def list_source(
     """
     opened, files, notes = _opened(path, asked)
     kind, settings = opened.kind, opened.settings
-    found = Scan(settings, notes=notes)
+    scan = Scan(settings, notes=notes)
     if files.only and kind in ("imagefolder", "sidecars", "metadata", "arrow"):
         raise SourceError(f"source '{files.name}': a file; needed a folder for source.kind \"{kind}\".")
     names = read_class_names(settings.class_names) if settings.class_names else None  # before the long listing
-    batches = _batches(files, opened.files, found)
+    batches = _batches(files, opened.files, scan)
     batches = batches if settings.labels == "auto" else map(_unlabelled, batches)
     records = spool(_readable(files, batches), progress, merge_rows=kind in TABLES)
     if not records:
@@ -295,11 +290,11 @@ def list_source(
             f"*.parquet, or a {METADATA[0]} with 'file_name'; known extensions are "
             f"{', '.join(sorted(IMAGE_EXTENSIONS))}."
         )
-    classes = found.classes
+    classes = scan.classes
     if classes is None and kind not in NAMED:
         classes = [str(i) for i in range(records.largest_label() + 1)] or None
     class_names = names_of_classes(settings.class_names, names, classes) if names else None
-    return Source(settings, opened.files, records, classes, found.ignored, found.notes, class_names)
+    return Source(settings, opened.files, records, classes, scan.ignored, scan.notes, class_names)
 
 
 def _unlabelled(batch: pa.RecordBatch) -> pa.RecordBatch:

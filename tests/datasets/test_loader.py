@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 import torch
 from faults import in_child
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from making import CPU, label_recipe, no_progress, picture
 from torch.utils.data import DataLoader
 
 from leandit.datasets.batches import buffer_pool
-from leandit.datasets.batches.buffer_pool import SPARE_BUFFERS, BufferPool, CopiesInFlight
+from leandit.datasets.batches.buffer_pool import MAX_BUFFERS, BufferPool, CopiesInFlight
 from leandit.datasets.batches.captions import read_padded
 from leandit.datasets.batches.latents import draw_keys, final_latents
 from leandit.datasets.batches.reader import Batch, BatchReader, TextForm
@@ -400,10 +400,22 @@ def test_ranks_and_forms_of_captions_that_are_none_are_refused(label_store: Late
 
 def test_buffers_used_last_stay_where_too_many_come_back() -> None:
     pool = BufferPool()
-    large = [pool.take((1 << 20,), "uint8") for _ in range(SPARE_BUFFERS)]
+    large = [pool.take((1 << 20,), "uint8") for _ in range(MAX_BUFFERS)]
     large.clear()
     first = pool.take((1 << 10,), "uint8").ctypes.data
     assert pool.take((1 << 10,), "uint8").ctypes.data == first
+
+
+def test_a_numpy_view_keeps_its_buffer() -> None:
+    pool = BufferPool()
+    view = pool.take((4, 4), "float32")[1:2]  # the array itself is deleted
+    view[:] = 7
+    pool.take((4, 4), "float32")[:] = 0
+    assert (view == 7).all()
+    address = view.ctypes.data
+    del view
+    lent = [pool.take((4, 4), "float32") for _ in range(2)]
+    assert address - 16 in {array.ctypes.data for array in lent}
 
 
 def test_a_stream_in_a_worker_says_what_to_do(label_store: LatentStore) -> None:
@@ -411,7 +423,6 @@ def test_a_stream_in_a_worker_says_what_to_do(label_store: LatentStore) -> None:
         next(iter(DataLoader(BatchStream(reader_of(label_store)), batch_size=None, num_workers=1)))
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.integers(1, 8), st.integers(1, 4), st.sampled_from(["short", "carry", "drop"]), st.integers(0, 200))
 def test_the_slices_of_all_ranks_are_the_global_batch(
     caption_store: LatentStore, world_size: int, accumulation: int, leftovers: str, number: int
@@ -641,6 +652,26 @@ def test_imported_rows_that_are_normalised_already_mix_with_raw_ones(
     other.spec = other.spec.model_copy(update={"latent": latent.model_copy(update=normalised)})
     plans = [BatchPlan(store.buckets, 4, 0) for store in (label_store, other)]
     BatchReader([label_store, other], Mixture([(plans[0], 1), (plans[1], 1)], seed=0))
+
+
+def test_each_plan_of_a_store_has_draws_of_its_own_seed(label_store: LatentStore) -> None:
+    one, two = (BatchPlan(label_store.buckets, 15, seed) for seed in (1, 2))
+    stages = Stages([(one, 1), (two, None)])
+
+    def keys(reader: BatchReader, number: int) -> dict[int, int]:
+        batch = reader[number]
+        assert batch.draw_keys is not None
+        return dict(zip(batch.records.tolist(), batch.draw_keys.tolist(), strict=True))
+
+    reader = BatchReader([label_store] * 2, stages)
+    assert [keys(reader, 0), keys(reader, 1)] == [keys(BatchReader([label_store], plan), 0) for plan in (one, two)]
+    assert keys(reader, 0) != keys(reader, 1)
+    given = BatchReader([label_store] * 2, stages, seed=7)
+    assert keys(given, 0) == keys(given, 1)
+    state = BatchStream(reader).state_dict()
+    BatchStream(BatchReader([label_store] * 2, stages)).load_state_dict(state)
+    with pytest.raises(RunError, match=r"draw_seed: was \[1, 2\], is now 7"):
+        BatchStream(given).load_state_dict(state)
 
 
 @pytest.mark.parametrize("width", [4096, None])

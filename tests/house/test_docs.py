@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
-from making import all_commands
+from making import CPU, TRAIN_RECIPE, all_commands
 
 from leandit.datasets.recipe import Section, shipped_recipes
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.importing.formats.recipe import ImportRecipe
 from leandit.tools.cli.main import app
-from leandit.train.config import TrainRecipe
+from leandit.train.config import TrainRecipe, load
+from leandit.train.data_recipe import RecordsSection
+from leandit.train.loop import StopRequest, train
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (ROOT / "docs/commands.md").read_text()
@@ -56,8 +59,11 @@ def test_every_recipe_key_is_documented_with_its_default(model: type[Section], p
         inner = field.annotation
         assert isinstance(inner, type)
         assert issubclass(inner, Section)
-        for key in inner.model_fields:
+        for key, of_key in inner.model_fields.items():
             assert f"| `{section}.{key}` |" in page
+            for table in get_args(of_key.annotation):  # the sections of a list
+                own = table.model_fields.keys() - RecordsSection.model_fields if hasattr(table, "model_fields") else ()
+                assert [name for name in own if f"| `{section}.{key}.{name}` |" not in page] == []
 
 
 @pytest.mark.parametrize("package", ["leandit.precompute", "leandit.train"])
@@ -88,6 +94,25 @@ def test_the_code_about_batches_runs(
         exec(block.replace("global_batch=16", "global_batch=4"), names)
     assert names["batch"].number == 5
     assert names["again"].dataset.number == 2
+
+
+def test_the_recipes_about_batches_train(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_models: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/batches.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for number, block in enumerate(blocks):
+        Path("recipe.toml").write_text(re.sub(r"steps = \d+", "steps = 2", block).replace("65536", "512"))
+        tiny = ["model.name=DiT-S/4", "run.compile=false", *TRAIN_RECIPE]
+        recipe = load("recipe.toml", tiny)
+        for turn in recipe.turns(None):
+            if not Path(turn.section.store).exists():
+                Path(turn.section.store).symlink_to(label_store.path)
+        run = Path(f"run-{number}")
+        outcome = train(recipe, run=run, device=CPU, report=print, stop=StopRequest(), warn=print)
+        assert (outcome.step, outcome.finished) == (6, True)
+        assert len(json.loads((run / "run.json").read_text())["stores"]) == len(recipe.turns(None))
 
 
 def test_the_tree_in_the_readme_names_every_folder_of_the_house() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from making import CPU, train_recipe
 
 from leandit.datasets.store import LatentStore
 from leandit.train.loop import StopRequest, train
 
 
+@pytest.mark.usefixtures("tiny_models")
 def test_training_on_labels_makes_a_snapshot(label_store: LatentStore, tmp_path: Path) -> None:
     seen = []
     outcome = train(

@@ -164,7 +164,10 @@ from leandit import Batch, BatchReader, LatentStore, load_snapshot, make_loader
 assert LatentStore is store and store.__module__ == "leandit.datasets.store"
 assert all(map(callable, (Batch, BatchReader, load_snapshot, make_loader)))
 assert set(leandit.__all__) <= set(dir(leandit))
+import leandit.precompute.pipeline
 """
-    assert "torch" in loaded_after(code, cwd=tmp_path)
+    modules = loaded_after(code, cwd=tmp_path)
+    assert "torch" in modules
+    assert {"diffusers", "transformers", "torch._dynamo"} & modules == set()  # three seconds: not before encoders
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         leandit.nothing  # noqa: B018

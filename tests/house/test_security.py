@@ -1112,7 +1112,6 @@ FORBIDDEN_METHODS = {"extractall", "extract", "extractfile", "mktemp", "unpack_a
 ALLOWED_PICKLES = {
     "precompute/importing/formats/torch_files.py": ["import pickle", "torch.load"],
     "train/weights/dit_checkpoints.py": ["import pickle", "torch.load"],
-    "precompute/engines/process_child.py": ["import pickle"],  # of its parent's messages, and of nothing else
 }
 # What writes beside datasets/disk/files.py, and why it may.
 ALLOWED_WRITES = {

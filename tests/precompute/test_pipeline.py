@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from forked import ForkedPython
 from making import (
     CPU,
     SUPPORT,
@@ -262,6 +262,7 @@ def test_resume_after_a_crash_at_any_shard_gives_the_same_bytes(
         encode(recipe, source, tmp_path / "unharmed")
 
 
+@pytest.mark.slow  # house/test_crash.py dies at a sample of all operations by default
 def test_resume_after_a_crash_at_any_write_gives_the_same_bytes(
     encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,7 +372,7 @@ def test_resume_after_kill_9_gives_the_same_bytes(encode: Encode, class_folder: 
     encode(label_recipe(), class_folder, tmp_path / "whole")
     store = tmp_path / "store"
     code = KILLED.format(tests=str(SUPPORT), source=str(class_folder), store=str(store))
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    process = ForkedPython(["-c", code], stderr=subprocess.PIPE)
     try:
         deadline = time.monotonic() + 120
         while not (list((store / "commits").rglob("000001.json")) and strays(store)):

@@ -137,7 +137,7 @@ def check_each_file(
 ROTATED = [["flip", "gone", "half"], ["gone", "half", "flip"], ["half", "flip", "gone"]]
 
 
-@pytest.mark.parametrize(("name", "step"), [("plain", 1), ("added", 4), ("flipped", 2)])
+@pytest.mark.parametrize(("name", "step"), [("plain", 1), ("added", 10), ("flipped", 6)])
 def test_every_file_is_repaired_to_the_byte(
     name: str, step: int, request: pytest.FixtureRequest, tmp_path: Path, tasks_encoded: list[tuple[str, int]]
 ) -> None:

@@ -22,7 +22,7 @@ from leandit.train.loop import train
 from leandit.train.metrics.window import StepReport, StepResult
 from leandit.train.models.build import PIXART_SIZES
 from leandit.train.models.dit import SIZES
-from leandit.train.parallel import deepspeed_engine, engine
+from leandit.train.parallel import deepspeed_engine, engine, watchdog
 from leandit.train.parallel.stop import StopRequest
 from leandit.train.run.state import TrainState
 from leandit.train.step import learner
@@ -95,6 +95,8 @@ def main() -> None:
             compile_nothing()
         if job.get("has_fp16"):
             claim_fp16()
+        if seconds := job.get("silent_seconds"):
+            watchdog.SILENT_SECONDS = seconds
         if at := job.get(f"fail_{rank}"):
             fail_at(at)
 
@@ -102,7 +104,7 @@ def main() -> None:
         try:
             outcome = train(
                 train_recipe(job["recipe"], *overrides),
-                store_path=job.get(f"store_{rank}", job["store"]),
+                store_path=job.get(f"store_{rank}", job["store"]),  # None: the recipe names its stores
                 run=Path(job["run"]),
                 device=torch.device("cpu"),
                 report=report,

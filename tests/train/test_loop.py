@@ -7,11 +7,12 @@ import json
 import math
 import shutil
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from forked import ForkedPython, run_forked
 from making import CPU, label_recipe, make_class_folder, no_progress, picture, train_recipe, tree_digest
 from safetensors.torch import load_file
 
@@ -242,7 +243,7 @@ def test_going_on_with_a_moved_store_is_allowed(stores: dict[str, Path], tmp_pat
     shutil.copytree(stores["dit-s-4"], tmp_path / "moved")
     outcome, _ = run_to(constant_steps(2), tmp_path / "moved", tmp_path / "run")
     assert (outcome.first_step, outcome.step) == (2, 2)
-    assert json.loads((tmp_path / "run/run.json").read_text())["store"] == "../moved"
+    assert json.loads((tmp_path / "run/run.json").read_text())["stores"][0]["path"] == "../moved"
 
 
 def constant_steps(steps: int, *overrides: str) -> TrainRecipe:
@@ -284,8 +285,7 @@ def test_a_run_that_another_process_trains_is_refused_and_untouched(
 ) -> None:
     run = whole["dit-s-4"]
     before = tree_digest(run)
-    command = [sys.executable, "-c", HOLDS, str(run)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with ForkedPython(["-c", HOLDS, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         with pytest.raises(RunError, match="another process trains it"):
@@ -312,7 +312,7 @@ finally:
 
 
 def test_a_run_is_free_again_though_a_child_of_its_process_lives(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = run_forked(["-c", FORKS, tmp_path])
     assert (done.returncode, done.stdout) == (0, "held again\n"), done.stderr
 
 
@@ -353,7 +353,7 @@ def test_an_incomplete_store_is_refused_unless_allowed(stores: dict[str, Path], 
     )  # precompute has finished: the run begins a new pass over it
     outcome, _ = run_to(constant_steps(2), store, run)
     assert (outcome.finished, outcome.first_step) == (True, 2)
-    assert [entry["root_hash"] is None for entry in json.loads((run / "run.json").read_text())["revisions"]] == [
+    assert [entry["root_hash"] is None for entry in head_of(run)["revisions"]] == [
         True,
         False,
     ]
@@ -533,7 +533,13 @@ def growing(steps: int, revision: int = 0, *overrides: str) -> TrainRecipe:
 
 def revisions_of(run: Path) -> list[tuple[int, int]]:
     """(revision, from step) of its head."""
-    return [(one["revision"], one["from_step"]) for one in json.loads((run / "run.json").read_text())["revisions"]]
+    return [(one["revision"], one["from_step"]) for one in head_of(run)["revisions"]]
+
+
+def head_of(run: Path) -> dict[str, Any]:
+    """What a run says of its only store."""
+    (store,) = json.loads((run / "run.json").read_text())["stores"]
+    return store
 
 
 def epochs_of(run: Path) -> list[int]:
@@ -571,7 +577,7 @@ def test_a_run_begins_with_the_newest_revision_or_the_one_that_is_asked_for(
     assert revisions_of(tmp_path / "second") == revisions_of(tmp_path / "then") == [(2, 0)]
     assert said == []
     assert_equal_bits(tmp_path / "second", tmp_path / "then", 4)
-    head = json.loads((tmp_path / "second/run.json").read_text())
+    head = head_of(tmp_path / "second")
     assert head["revisions"][0]["root_hash"] == root_hashes(grown[3])[1]
 
 
@@ -585,7 +591,7 @@ def test_a_run_that_is_moved_keeps_its_weights_and_begins_a_new_pass(grown: dict
     assert epochs_of(tmp_path / "run") == [0, 0, 1, 2, 2, 2, 3]
     seen = [line[1] for line in metrics(tmp_path / "run")]
     assert [num_images - seen[2] for num_images in seen[3:6]] == [4, 8, 12]
-    head = json.loads((tmp_path / "run/run.json").read_text())
+    head = head_of(tmp_path / "run")
     assert [one["root_hash"] for one in head["revisions"]] == [root_hashes(grown[3])[0], root_hashes(grown[3])[2]]
     assert {name: torch.equal(t, before[name]) for name, t in weights(tmp_path / "run", 3).items()} == dict.fromkeys(
         before, True
@@ -673,7 +679,7 @@ def test_a_checkpoint_from_before_a_move_is_gone_on_with_where_the_later_ones_ar
 
 def change_root_hash(run: Path) -> None:
     head = json.loads((run / "run.json").read_text())
-    head["revisions"][0]["root_hash"] = "0" * 64
+    head["stores"][0]["revisions"][0]["root_hash"] = "0" * 64
     (run / "run.json").write_text(json.dumps(head))
 
 
@@ -714,7 +720,7 @@ def test_a_revision_with_other_classes_cannot_be_moved_to(tmp_path: Path) -> Non
         assert revisions_of(tmp_path / run) == [(1, 0)]
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "", '{"revisions": []}'])
+@pytest.mark.parametrize("content", ["{}", "[]", "", '{"stores": []}', '{"stores": [{"path": "s", "revisions": []}]}'])
 def test_a_head_that_is_none_is_damage(content: str, grown: dict[int, Path], tmp_path: Path) -> None:
     run_to(growing(1), grown[1], tmp_path / "run")
     (tmp_path / "run/run.json").write_text(content)

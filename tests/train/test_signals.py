@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from forked import ForkedPython
 from harness import start
 from making import CPU, LABEL_RECIPE, TRAIN_RECIPE, train_recipe, tree_digest
 
@@ -60,22 +61,25 @@ def settings(overrides: list[str]) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
-def begin(*arguments: object) -> subprocess.Popen[str]:
-    """Start the command in a process of its own; returns when its ``main()`` has begun, and catches SIGTERM."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", TINY_LEANDIT, *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def begin(*arguments: object, forked: bool = False) -> subprocess.Popen[str]:
+    """Start the command in a process of its own; returns when its ``main()`` has begun, and catches SIGTERM.
+
+    Args:
+      forked: it has imported everything; otherwise most of its start are imports.
+    """
+    command = ["-c", TINY_LEANDIT, *map(str, arguments)]
+    how: Any = {"env": os.environ | {"OMP_NUM_THREADS": "1"}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if forked:
+        process: subprocess.Popen[str] = ForkedPython(command, **how)
+    else:
+        process = subprocess.Popen([sys.executable, *command], text=True, **how)
     assert process.stdout is not None
     assert process.stdout.readline() == "main\n"
     return process
 
 
-def begin_training(store: Path, run: Path) -> subprocess.Popen[str]:
-    return begin("train", "dit-s-2-256", "--store", store, "--run", run, *settings(SETTINGS))
+def begin_training(store: Path, run: Path, *, forked: bool) -> subprocess.Popen[str]:
+    return begin("train", "dit-s-2-256", "--store", store, "--run", run, *settings(SETTINGS), forked=forked)
 
 
 def finish(store: Path, run: Path) -> loop.Outcome:
@@ -101,10 +105,8 @@ class Undisturbed(NamedTuple):
     stepping_seconds: float
 
 
-@pytest.fixture(scope="module")
-def undisturbed(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    process = begin_training(label_store.path, run)
+def undisturbed_run(store: Path, run: Path, *, forked: bool) -> Undisturbed:
+    process = begin_training(store, run, forked=forked)
     begun = time.monotonic()
     wait_for_a_checkpoint(run, process)
     stepping = time.monotonic()
@@ -119,17 +121,19 @@ def wait_for_a_checkpoint(run: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-def check_moments(count: int, store: Path, undisturbed: Undisturbed, root: Path) -> dict[str, int]:
+def check_moments(count: int, store: Path, undisturbed: Undisturbed, root: Path, *, forked: bool) -> dict[str, int]:
     """Send SIGTERM at random moments, in turn of all of the command's time and of that after its first checkpoint.
 
     Half of the commands get a second one right after.
 
+    Args:
+      forked: only a command that is stopped at its start is an interpreter, which has its imports before it.
     Returns: how often the run was stopped before its first checkpoint, after it, or not at all.
     """
     draw, met = random.Random(11), {"startup": 0, "stepping": 0, "finished": 0}
     for number in range(count):
         run = root / f"run-{number}"
-        process = begin_training(store, run)
+        process = begin_training(store, run, forked=forked and number % 2 == 1)
         if number % 2:
             wait_for_a_checkpoint(run, process)
         share = (number + draw.random()) / count
@@ -163,18 +167,16 @@ def check_moments(count: int, store: Path, undisturbed: Undisturbed, root: Path)
     return met
 
 
-def test_sigterm_at_any_moment_ends_with_75_and_costs_no_bit(
-    label_store: LatentStore, undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    check_moments(2, label_store.path, undisturbed, tmp_path)
+def test_sigterm_at_any_moment_ends_with_75_and_costs_no_bit(label_store: LatentStore, tmp_path: Path) -> None:
+    undisturbed = undisturbed_run(label_store.path, tmp_path / "undisturbed", forked=True)
+    check_moments(2, label_store.path, undisturbed, tmp_path, forked=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_sigterm_at_fifty_moments_ends_with_75_and_costs_no_bit(
-    label_store: LatentStore, undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    met = check_moments(50, label_store.path, undisturbed, tmp_path)
+def test_sigterm_at_fifty_moments_ends_with_75_and_costs_no_bit(label_store: LatentStore, tmp_path: Path) -> None:
+    undisturbed = undisturbed_run(label_store.path, tmp_path / "undisturbed", forked=False)
+    met = check_moments(50, label_store.path, undisturbed, tmp_path, forked=False)
     print(met)
     assert min(met["startup"], met["stepping"]) > 5, met
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..terminal.text import print_result
-from .options import AsJson, Device, Overrides, Recipe, local_input, output, path_or_url, print_line, torch_device
+from .options import AsJson, Device, Overrides, Recipe, local_input, output, path_or_url, torch_device
 
 bench = typer.Typer(no_args_is_help=True)
 
@@ -36,26 +36,19 @@ def bench_loader(
         typer.Option("--python", metavar="PEER=PATH", help="Interpreter of a peer's own environment; repeatable."),
     ] = None,
     as_json: AsJson = False,
-    plot: Annotated[Path | None, output("Write a bar chart here (PNG).")] = None,
 ) -> None:
     """Read the same records through this store and through its peers, side by side.
 
-    Example: leandit bench loader --scratch bench --workload latents --plot loaders.png
+    Example: leandit bench loader --scratch bench --workload latents
     """
     from ..bench.loader.bench import make_request, run
-    from ..bench.loader.report import check_plot, render
-    from ..bench.loader.report import plot as draw
+    from ..bench.loader.report import render
     from ..terminal.progress import ProgressLine
 
     request = make_request(scratch, workload, records, peers, pythons or [], rounds=rounds, seconds=seconds)
-    if plot:
-        check_plot(plot)
     with ProgressLine() as progress:
         result = run(request, progress)
     print_result(result, render, as_json=as_json)
-    if plot:
-        draw(result, plot)
-        print_line(f"chart written to {plot}")
 
 
 @bench.command("plan")
@@ -168,18 +161,19 @@ def bench_train(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare our training step with diffusers' DiT and a plain DiT, or our real loop with its step.
+    """Compare our training step with diffusers' DiT, or our real loop with its step.
 
     Example: leandit bench train dit-b-2-256 --set run.global_batch=8
     """
     from ...train.config import load
     from ..bench.training.steps import StepRequest
     from ..bench.training.train import render, run
-    from ..plan.workload import workload_at_resolution, workload_of_store
+    from ..plan.workload import workload_at_resolution, workload_of_stores
     from ..terminal.progress import ProgressLine
 
     loaded = load(recipe, overrides or [])
-    workload = workload_of_store(loaded, store) if store else workload_at_resolution(loaded, resolution)
+    has_stores = store or loaded.data.turns
+    workload = workload_of_stores(loaded, store) if has_stores else workload_at_resolution(loaded, resolution)
     with ProgressLine() as progress:
         result = run(StepRequest(workload, torch_device(device), rounds, steps, data, store), progress)
     print_result(result, render, as_json=as_json)

@@ -26,7 +26,12 @@ def plan_options() -> None:
 def plan_train(
     recipe: Recipe,
     store: Annotated[
-        str | None, typer.Option(parser=path_or_url, metavar="PATH", help="Store to train on; or give --resolution.")
+        str | None,
+        typer.Option(
+            parser=path_or_url,
+            metavar="PATH",
+            help="Store to train on, unless the recipe names stores; or give --resolution.",
+        ),
     ] = None,
     resolution: Annotated[
         int | None, typer.Option(min=8, help="Side of the pictures, in pixels, where there is no store yet.")
@@ -46,14 +51,14 @@ def plan_train(
     from ..plan.strategies import with_ds_config
     from ..plan.training import plan as make_plan
     from ..plan.training import render
-    from ..plan.workload import workload_at_resolution, workload_of_store
+    from ..plan.workload import workload_at_resolution, workload_of_stores
 
     loaded = load(recipe, overrides or [])
     if store and resolution:
         raise RecipeError("plan train: a store has its own resolution. Give either --store or --resolution.")
-    if store is None and resolution is None:
+    if not (store or resolution or loaded.data.turns):
         raise RecipeError("plan train: needed --store PATH, or --resolution PX where there is no store yet.")
     loaded, changes = with_ds_config(loaded, gpus)
-    workload = workload_of_store(loaded, store) if store else workload_at_resolution(loaded, resolution or 0)
+    workload = workload_at_resolution(loaded, resolution) if resolution else workload_of_stores(loaded, store)
     result = make_plan(workload, gpu=gpu, num_gpus=gpus, images=images, run=run, changes=changes)
     print_result(result, render, as_json=as_json)

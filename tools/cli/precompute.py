@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,12 +13,11 @@ from ...datasets.errors import RecipeError
 from ...precompute.sharing.part import Part, part_of
 from ...train.parallel.stop import StopRequest
 from ..terminal.text import print_rows
-from .options import Devices, DryRun, Overrides, Recipe, local_input, output, print_line, torch_device, torch_devices
+from .options import Devices, DryRun, Overrides, Recipe, local_input, output, print_line, torch_devices
 from .preflight import check_import, check_precompute, check_source
 
 if TYPE_CHECKING:  # they load torch, which most commands do without
     from ...precompute.config import PrecomputeRecipe
-    from ...precompute.engines.engine import Engine
     from ...precompute.planning.compare import Options
     from ...precompute.progress.clock import Progress
 
@@ -56,7 +55,7 @@ def precompute(
         typer.Option(parser=part_of, metavar="I/N", help="Only the I-th of N shares of the shards."),
     ] = None,
     engine: Annotated[
-        str, typer.Option(parser=parse_engine, metavar="NAME", help="local, or ray: the actors of a Ray cluster.")
+        str, typer.Option(parser=parse_engine, metavar="NAME", help="local, or ray: the GPUs of a Ray cluster.")
     ] = LOCAL,
     address: Annotated[
         str, typer.Option(help="Address of the Ray cluster; auto: the cluster of this machine.")
@@ -88,24 +87,25 @@ def precompute(
             print_line(note)
         print_rows(unchanged_rows(listed, store))
         return
-    from ...precompute.pipeline import precompute as run
     from ..terminal.outcome import precompute_rows
 
-    chosen = _open_engine(loaded, store, source, devices=device, name=engine, address=address)
-    with _stoppable_progress(context.obj) as progress, chosen as opened:
-        report = run(
-            loaded,
-            source_path=source,
-            store_path=store,
-            device=torch_device("cpu") if opened else torch_devices(device)[0],
-            progress=progress,
-            options=options,
-            new_revision=new_revision,
-            part=part,
-            engine=opened,
-            listed=listed,
-            say=print_line,
-        )
+    devices = [] if engine == RAY else [str(one) for one in torch_devices(device)]
+    from ...precompute.engines.job import Job
+
+    if len(devices) != 1:
+        listed = None  # the process that leads lists again
+    job = Job(loaded, tuple(source), store, options, new_revision, part, device=devices[0] if devices else device)
+    with _stoppable_progress(context.obj) as progress:
+        if engine == RAY:
+            from ...precompute.engines.cluster import run_on_cluster
+
+            report = run_on_cluster(job, address, progress=progress, say=print_line)
+        elif len(devices) > 1:
+            from ...precompute.engines.processes import run_on_devices
+
+            report = run_on_devices(job, devices, progress=progress, say=print_line)
+        else:
+            report = job.precompute(progress, print_line, listed=listed)
     print_rows(precompute_rows(report, store))
 
 
@@ -137,29 +137,6 @@ def _dry_run(
         check_room(store, planned.store_bytes)
     if planned.refusal:
         raise planned.refusal  # as the run would
-
-
-def _open_engine(
-    recipe: PrecomputeRecipe, store: Path, source: list[str], *, devices: str, name: str, address: str
-) -> AbstractContextManager[Engine | None]:
-    """The engine that the options select; None for a single device, where this process encodes.
-
-    Raises: RecipeError: the devices are of two kinds, or do not exist.
-    """
-    torch_device("cpu")  # a clear error without torch
-    import torch
-
-    threads = torch.get_num_threads()
-    if name == RAY:
-        from ...precompute.engines.cluster import Cluster
-
-        return Cluster(recipe, store, source, address=address, devices=devices, num_threads=threads, say=print_line)
-    names = [str(device) for device in torch_devices(devices)]
-    if len(names) == 1:
-        return nullcontext()
-    from ...precompute.engines.processes import Processes
-
-    return Processes(recipe, store, source, names, num_threads=threads, say=print_line)
 
 
 @contextmanager

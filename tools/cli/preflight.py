@@ -12,9 +12,11 @@ from pathlib import Path
 
 from ...datasets.disk.hashing import read_json
 from ...datasets.errors import DamageError, RunError, SourceError
-from ...datasets.revisions.catalog import check_store
+from ...datasets.order.alike import check_alike
+from ...datasets.revisions.catalog import check_store, read_spec, sealed_revisions
 from ...precompute.config import PrecomputeRecipe, TextSection, VaeSection
-from ...train.weights.folders import SNAPSHOT, STATE, find
+from ...train.config import TrainRecipe
+from ...train.weights.folders import RUN, SNAPSHOT, STATE, find
 from ..sample.subjects import find_labels
 from .options import is_url
 
@@ -73,13 +75,26 @@ def check_import(source: Path) -> None:
         raise SourceError(f"source '{source}': no such file or folder. Check the path.")
 
 
-def check_trainable(store: str) -> None:
-    """Raise if a local store is missing and one process trains.
+def check_trainable(recipe: TrainRecipe, store: str | None, run: Path) -> None:
+    """Raise if no store is named, or, where one process trains, if a local one is missing or unlike the others.
 
-    Raises: StoreNotFound, StoreError, StoreIncomplete.
+    A run that has begun reads its own revisions, whatever the newest are like.
+
+    Raises: RecipeError, StoreNotFound, StoreError, StoreIncomplete.
     """
-    if not is_url(store) and not any(name in os.environ for name in RANKS):
-        check_store(Path(store))
+    sections = [turn.section for turn in recipe.turns(store)]
+    if any(name in os.environ for name in RANKS):
+        return
+    specs = []
+    for section in sections:
+        if not is_url(section.store):
+            path = Path(section.store)
+            check_store(path)
+            if len(sections) > 1 and not (run / RUN).exists():
+                newest = max(sealed_revisions(path), default=1)
+                specs.append((path, read_spec(path, section.revision or newest)))
+    if len(specs) > 1:
+        check_alike(specs, captions=recipe.takes_captions, classes=not recipe.takes_captions)
 
 
 def check_run(run: Path) -> None:

@@ -39,14 +39,18 @@ def train(
     recipe: Recipe,
     store: Annotated[
         str | None,
-        typer.Option(parser=path_or_url, metavar="PATH", help="Store to train on: a folder, or s3://, gs://, hf://."),
+        typer.Option(
+            parser=path_or_url,
+            metavar="PATH",
+            help="Store, unless the recipe names stores: a folder, s3://, gs://, hf://.",
+        ),
     ] = None,
     run: Annotated[Path | None, output("Folder of the run; the same command again resumes.")] = None,
     device: Device = "auto",
     overrides: Overrides = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Train a diffusion transformer on a store; no encoder is loaded.
+    """Train a diffusion transformer on one store or several; no encoder is loaded.
 
     Example: leandit train dit-s-2-256 --store imagenet-256 --run runs/dit-s --set run.steps=1000
     """
@@ -58,9 +62,9 @@ def train(
 
         print(describe_train(loaded, store, torch_device(device)))
         return
-    if store is None or run is None:
+    if run is None or not (store or loaded.data.turns):
         raise RecipeError("train: needed --store PATH and --run PATH (or --dry-run).")
-    check_trainable(store)
+    check_trainable(loaded, store, run)
     from ...train.parallel.ranks import read_ranks
 
     stop: StopRequest = context.obj
@@ -75,7 +79,7 @@ def train(
 
 
 def _train(
-    recipe: TrainRecipe, store: str, run: Path, device: torch.device, stop: StopRequest, ranks: Ranks
+    recipe: TrainRecipe, store: str | None, run: Path, device: torch.device, stop: StopRequest, ranks: Ranks
 ) -> tuple[list[tuple[str, str]], bool]:
     """Train; returns rows for the user, and whether the run is finished."""
     from ...train.loop import train as train_run
@@ -112,13 +116,13 @@ def _train(
     return rows, outcome.finished
 
 
-def _warn_of_memory(recipe: TrainRecipe, store: str, ranks: Ranks) -> None:
+def _warn_of_memory(recipe: TrainRecipe, store: str | None, ranks: Ranks) -> None:
     """Warn on stderr if a step exceeds this machine's memory; other errors are left to the training."""
     from ...train.parallel.strategy import choose_strategy
     from ..plan.memory_check import available_bytes, memory_warning
 
     available = available_bytes()
-    if available is None or not ranks.is_first or "://" in store:
+    if available is None or not ranks.is_first or any("://" in t.section.store for t in recipe.turns(store)):
         return
     try:
         if choose_strategy(recipe.parallel, ranks) not in ("single", "ddp"):

@@ -25,6 +25,7 @@ from ...train import config as train_config
 from ...train.loop import StopRequest, train
 from ...train.metrics.window import StepReport
 from ...train.sampling.snapshot import load_snapshot
+from ...train.weights import folders
 from ..inspection.contact_sheet import choose_records, load_decoder, store_sheet
 from ..inspection.grid import Cell, draw_sheet
 from ..inspection.render import render
@@ -32,12 +33,21 @@ from ..inspection.summary import summarise
 from ..sample.sampler import SampleRequest, draw_pictures, make_conditioning
 from ..terminal.cpu_memory import keep_freed_memory
 from ..terminal.progress import ProgressLine
+from .charts import draw_loss
 from .pictures import draw_scene, main_object_of, make_scenes, read_main_object
 
 RECIPE = "demo"
 SAMPLES_PER_BUCKET = 64
 SAMPLE_STEPS = 24
 GUIDANCE = 3.0
+PROGRESS_SHARES = (1 / 8, 1 / 4, 1 / 2, 1)  # of the run: the columns of progress.png
+PROGRESS_PER_BUCKET = 2  # captions, its rows
+PICTURES = {  # what each file of the output folder shows
+    "contact sheet": "contact-sheet.png",
+    "loss": "loss.png",
+    "progress": "progress.png",
+    "samples": "samples.png",
+}
 CPU = torch.device("cpu")
 
 
@@ -87,6 +97,7 @@ def run_demo(
     timed("precompute", lambda: _precompute(out))
     timed("inspect", lambda: _inspect(out, say))
     timed("train", lambda: _train(out, overrides, stop))
+    timed("sample progress", lambda: _sample_progress(out))
     scores: list[Score] = []
     timed("sample, measure", lambda: _sample(out, scores))
     matched, shuffled, num_samples = *scores, stages[-1].images
@@ -95,8 +106,7 @@ def run_demo(
         "num_samples": num_samples,
         "score": asdict(matched),
         "score_shuffled": asdict(shuffled),
-        "contact_sheet": str(out / "contact-sheet.png"),
-        "samples": str(out / "samples.png"),
+        **{name.replace(" ", "_"): str(out / file) for name, file in PICTURES.items()},
     }
     write_atomic(out / "demo.json", canonical_json(result))
     say(render_result(stages, matched, shuffled, num_samples, out))
@@ -120,7 +130,7 @@ def _inspect(out: Path, say: Callable[[str], None]) -> tuple[int, int]:
     store = LatentStore(out / "store")
     say(render(summarise(store)) + "\n")
     decoder = load_decoder(encoder_section(store.spec, "vae", store.path), None, CPU)
-    store_sheet(store, decoder, choose_records(store, count=24)).save(out / "contact-sheet.png")
+    store_sheet(store, decoder, choose_records(store, count=24)).save(out / PICTURES["contact sheet"])
     return store.records.num_rows, 0
 
 
@@ -136,7 +146,23 @@ def _train(out: Path, overrides: list[str], stop: StopRequest) -> tuple[int, int
         outcome = train(recipe, store_path=out / "store", run=run, device=CPU, report=show, stop=stop)
     if not outcome.finished:
         raise KeyboardInterrupt
+    draw_loss(run).save(out / PICTURES["loss"])
     return outcome.num_images, sum(path.stat().st_size for path in run.glob("snapshot-*/*"))
+
+
+def _sample_progress(out: Path) -> tuple[int, int]:
+    """Sample the same captions with the same noise at some steps: a row a caption, a column a step."""
+    steps, store = progress_steps(out / "run"), LatentStore(out / "store")
+    drawn = [sample_captions(out / "run", store, CPU, step=step, per_bucket=PROGRESS_PER_BUCKET) for step in steps]
+    captions = drawn[-1][1]
+    cells = [
+        Cell(pictures[row], captions[row], f"step {step} of {steps[-1]}")
+        for row in range(len(captions))
+        for step, (pictures, _) in zip(steps, drawn, strict=True)
+    ]
+    path = out / PICTURES["progress"]
+    draw_sheet(cells, columns=len(steps)).save(path)
+    return len(cells), path.stat().st_size
 
 
 def _sample(out: Path, scores: list[Score]) -> tuple[int, int]:
@@ -144,8 +170,15 @@ def _sample(out: Path, scores: list[Score]) -> tuple[int, int]:
     pictures, captions = sample_captions(out / "run", LatentStore(out / "store"), CPU)
     scores += [score(pictures, captions), score(pictures, shuffle(captions))]
     shown = list(zip(pictures, captions, strict=True))[:: len(pictures) // 24][:24]
-    draw_sheet([Cell(pixels, caption) for pixels, caption in shown]).save(out / "samples.png")
-    return len(pictures), (out / "samples.png").stat().st_size
+    path = out / PICTURES["samples"]
+    draw_sheet([Cell(pixels, caption) for pixels, caption in shown]).save(path)
+    return len(pictures), path.stat().st_size
+
+
+def progress_steps(run: Path) -> list[int]:
+    """Steps of the snapshots nearest to ``PROGRESS_SHARES`` of the run, in order."""
+    saved = sorted(step for step, _ in folders.steps(folders.SNAPSHOT, run))
+    return sorted({min(saved, key=lambda step: abs(step - share * saved[-1])) for share in PROGRESS_SHARES})
 
 
 def draw_pictures_folder(folder: Path, count: int, progress: ProgressLine) -> int:
@@ -166,16 +199,23 @@ def draw_pictures_folder(folder: Path, count: int, progress: ProgressLine) -> in
     return sum(file.stat().st_size for file in (folder / "images").iterdir())
 
 
-def sample_captions(run: Path, store: LatentStore, device: torch.device) -> tuple[list[np.ndarray], list[str]]:
-    """Sample captions of the store, equally many from each bucket."""
-    snapshot = load_snapshot(run, device)
+def sample_captions(
+    run: Path, store: LatentStore, device: torch.device, *, step: int = 0, per_bucket: int = SAMPLES_PER_BUCKET
+) -> tuple[list[np.ndarray], list[str]]:
+    """Sample captions of the store, equally many from each bucket.
+
+    Args:
+      step: of the snapshot; 0: the newest.
+      per_bucket: most captions of a bucket.
+    """
+    snapshot = load_snapshot(run, device, step)
     decoder = load_decoder(snapshot.state["vae"]["model"], None, device)
     texts = store.captions["text"].to_pylist()
     pictures, captions = [], []
     with ProgressLine() as progress:
         for number, bucket in enumerate(store.buckets):
             index = store.index(bucket)
-            chosen = np.linspace(0, len(index.rows) - 1, min(SAMPLES_PER_BUCKET, len(index.rows))).round().astype(int)
+            chosen = np.linspace(0, len(index.rows) - 1, min(per_bucket, len(index.rows))).round().astype(int)
             wanted = [texts[index.caption_ids[index.caption_starts[i]]] for i in chosen]
             request = SampleRequest(captions=wanted, bucket=bucket, steps=SAMPLE_STEPS, guidance=GUIDANCE, seed=number)
             names, conditioning = make_conditioning(snapshot, request, run, store.path, None, device)
@@ -215,8 +255,7 @@ def render_result(stages: list[Stage], matched: Score, shuffled: Score, num_samp
         f"  {'own captions':<20}{matched.colour:8.0%}{matched.shape:8.0%}",
         f"  {'shuffled captions':<20}{shuffled.colour:8.0%}{shuffled.shape:8.0%}",
         "",
-        f"decoded records   {out / 'contact-sheet.png'}",
-        f"samples           {out / 'samples.png'}",
+        *(f"{name:<18}{out / file}" for name, file in PICTURES.items()),
         "",
         "next:",
         f"  leandit inspect {out / 'store'} images/00000.png",

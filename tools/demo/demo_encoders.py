@@ -28,6 +28,9 @@ KL_WEIGHT = 1e-6  # as LDM (Rombach et al. 2022, appendix G)
 # Three latent channels are drawn towards the picture itself, eight times smaller: latents that look like it are
 # far easier to learn for a small transformer in the few minutes of the demo; the fourth is free for what edges need.
 ANCHOR_WEIGHT = 1.0
+# Then the decoder alone learns latents with noise, up to so many standard deviations of a channel: the few minutes of
+# the demo leave that much error in what the transformer draws, and shapes must survive it.
+LATENT_NOISE = 0.8
 
 
 def train_t5(out: Path, *, steps: int, batch_size: int) -> None:
@@ -118,7 +121,37 @@ def train_vae(out: Path, *, steps: int, batch_size: int, num_pictures: int) -> N
         latents_std=[round(value, 4) for value in channels.std(1).tolist()],
         scaling_factor=1.0,
     )
+    train_decoder(vae, pictures, steps=steps * 2 // 3, batch_size=batch_size)
     vae.half().save_pretrained(out)
+
+
+def train_decoder(vae: Any, pictures: list[torch.Tensor], *, steps: int, batch_size: int) -> None:
+    """Train the decoder alone on the pictures' latents with noise of random strength; the encoder stays as it is.
+
+    Args:
+      pictures: (N, 3, H, W) uint8, a tensor for each size.
+    """
+    rng, deviations = np.random.default_rng(0), torch.tensor(vae.config.latents_std)[:, None, None]
+    with torch.no_grad():
+        encoded = [[vae.encode(part.float() / 127.5 - 1).latent_dist for part in group.split(64)] for group in pictures]
+    means = [torch.cat([posterior.mean for posterior in group]) for group in encoded]
+    trained = [*vae.decoder.parameters(), *vae.post_quant_conv.parameters()]
+    optimizer = torch.optim.AdamW(trained, lr=1.5e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.5e-3, total_steps=steps, pct_start=0.05)
+    for step in range(steps):
+        number = step % len(pictures)
+        rows = torch.from_numpy(rng.choice(len(pictures[number]), batch_size, replace=False))
+        latents = means[number][rows]
+        strength = LATENT_NOISE * torch.rand(batch_size, 1, 1, 1)
+        decoded = vae.decode(latents + strength * deviations * torch.randn_like(latents)).sample
+        loss = F.l1_loss(decoded, pictures[number][rows].float() / 127.5 - 1)  # its median keeps edges sharp
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0 or step == steps - 1:
+            print(f"decoder step {step:5d}  loss {loss.item():.4f}", flush=True)
 
 
 def _facts(caption: str) -> list[str]:

@@ -109,7 +109,7 @@ def card(snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | Non
         "weights": f"averaged, {snapshot.path.name}",
         "steps": snapshot.step,
         "objective": json.dumps(snapshot.objective.model_dump()),
-        "root hash of the store": state.get("root_hash"),
+        "root hash of the store": ", ".join(map(str, state.get("root_hashes") or [None])),
         "VAE": f"{state['vae']['model'].get('model')}, weights {state['vae']['weights_sha256']}",
     }
     if average := state.get("average"):
@@ -121,9 +121,9 @@ def card(snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | Non
         rows_of_card["classes"] = len(state["classes"])
     head = "---\nlibrary_name: diffusers\n---\n\n" if layout == "diffusers" else ""
     rows = "".join(f"| {name} | {value} |\n" for name, value in rows_of_card.items())
-    said = "".join(f"\n- {note}" for note in notes)
+    note_lines = "".join(f"\n- {note}" for note in notes)
     trained = f"\n## Recipe\n\n```toml\n{recipe.strip()}\n```\n" if recipe else ""
     return (
         f"{head}# {spec.name}\n\nTrained and exported with leandit {__version__}.\n\n| | |\n|---|---|\n{rows}"
-        f"{said + chr(10) if said else ''}{trained}"
+        f"{note_lines + chr(10) if note_lines else ''}{trained}"
     )

@@ -32,6 +32,7 @@ from ...precompute.progress.rejects import count_reasons
 from ...precompute.sources.several import SourcePaths, list_sources
 from ...precompute.sources.source import Source
 from ...train.config import TrainRecipe
+from ...train.data_recipe import Turn
 from ...train.models.build import build_model, check_model_name
 from ...train.optim.ema import build_rules
 from ...train.optim.loss_scale import autocast_dtype
@@ -39,7 +40,7 @@ from ...train.optim.named_state import expected_tensors
 from ...train.parallel.deepspeed_config import read_config, resolve
 from ...train.parallel.deepspeed_engine import apply_ds_config
 from ...train.parallel.ranks import read_ranks
-from ...train.run.model_for_store import check_sizes, model_spec
+from ...train.run.model_for_store import model_for_stores
 from ..terminal.outcome import change_rows
 from ..terminal.progress import ProgressLine
 from .precompute_cost import StoreBytes, predict_lines
@@ -217,27 +218,35 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
         refusal = refusal or str(error)
     if refusal:
         return "\n".join([*lines, f"{'cannot run yet':<20}{refusal}", *shown_recipe])
-    if store_path is None:
+    if store_path is None and not recipe.data.turns:
         return "\n".join([*lines, "give --store to check that the model fits it", *shown_recipe])
-    store = LatentStore(store_path, allow_incomplete=recipe.run.allow_incomplete)
-    spec = model_spec(recipe, store.spec, str(store_path))
-    check_sizes(spec, store.spec.latent, list(store.buckets))
+    turns, incomplete = recipe.turns(store_path), recipe.run.allow_incomplete
+    stores = [LatentStore(t.section.store, revision=t.section.revision, allow_incomplete=incomplete) for t in turns]
+    spec, _ = model_for_stores(recipe, stores)
     with torch.device("meta"):
         model = build_model(spec, seed=0)
     parameters, state_bytes = sum(p.numel() for p in model.parameters()), held_bytes(recipe, model)
-    records = sum(store.buckets.values())
-    epochs = recipe.run.steps * recipe.run.global_batch / max(records, 1)
     lines += [
         f"{'model':<20}{spec.name}, {parameters / 1e6:.1f} M parameters, {spec.channels} latent channels",
         f"{'memory':<20}{state_bytes / 2**30:.2f} GiB of weights, gradients, {recipe.optimizer.name} and averages; "
         "activations: 'leandit plan train'",
-        f"{'store':<20}'{store_path}', {records} records",
-        f"{'run':<20}{recipe.run.steps} steps of {recipe.run.global_batch} images: {epochs:.1f} epochs",
-        "",
-        f"{'bucket':<20}{'records':>10}",
+        f"{'run':<20}{recipe.run.steps} steps of {recipe.run.global_batch} images",
     ]
-    lines += [f"{name:<20}{count:>10}" for name, count in store.buckets.items()]
+    for turn, store in zip(turns, stores, strict=True):
+        lines += store_lines(turn, store, recipe)
     return "\n".join([*lines, *shown_recipe])
+
+
+def store_lines(turn: Turn, store: LatentStore, recipe: TrainRecipe) -> list[str]:
+    """What a store holds, when it trains, and how often, where no filter or ``data.batch_tokens`` changes that."""
+    run, epochs = recipe.run, ""
+    if not (recipe.data.batch_tokens or turn.section.has_filter):
+        epochs = f": {turn.batches(run.steps) * run.global_batch / max(1, len(store)):.1f} epochs"
+    stop = run.steps if turn.stop is None else min(turn.stop, run.steps)
+    when = f"steps {turn.start + 1} to {stop}" if turn.start < stop else "after the last step"
+    share = f", {turn.share:.4g} of the batches" if turn.share < 1 else ""
+    lines = ["", f"{'store':<20}'{turn.section.store}', {len(store)} records, {when}{share}{epochs}"]
+    return [*lines, f"{'bucket':<20}{'records':>10}", *(f"{name:<20}{n:>10}" for name, n in store.buckets.items())]
 
 
 def _with_ds_config(recipe: TrainRecipe, device: torch.device) -> tuple[TrainRecipe, list[str], str | None]:

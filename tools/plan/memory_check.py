@@ -15,7 +15,7 @@ from ...train.metrics.flops import meta_model
 from ...train.optim.loss_scale import autocast_dtype
 from .memory_tracker import GRADIENTS
 from .step_memory import StepMemory, step_memory
-from .workload import TrainingWorkload, workload_of_store
+from .workload import TrainingWorkload, workload_of_stores
 
 GIB = 2**30
 USABLE = 0.8  # share of available memory that a proposed microbatch may take
@@ -62,16 +62,17 @@ def _available_in_groups(proc: Path, groups: Path) -> Iterator[int]:
 
 
 def memory_warning(
-    recipe: TrainRecipe, store: str, available: int, *, num_ranks: int = 1, local_ranks: int = 1
+    recipe: TrainRecipe, store: str | None, available: int, *, num_ranks: int = 1, local_ranks: int = 1
 ) -> str | None:
     """Warn if a training step exceeds a CPU's memory, and propose a run.microbatch; None if it fits.
 
     Args:
+      store: path; None where the recipe names its stores.
       available: bytes for all ranks of this machine.
       num_ranks, local_ranks: ranks that share the batch, and those on this machine; each holds the whole model.
     Raises: StoreError, RecipeError, RunError: as training does.
     """
-    workload, room = workload_of_store(recipe, store), available / local_ranks
+    workload, room = workload_of_stores(recipe, store), available / local_ranks
     bucket, images = _largest_step(workload)
     images = -(-images // num_ranks)
     microbatch = min(recipe.run.microbatch or images, images)

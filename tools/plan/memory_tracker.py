@@ -112,8 +112,11 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def clear_caches() -> None:
-    """Clear every ``functools`` cache of this package: cached tables must be traced, and no fake one may stay."""
-    package = __name__.partition(".")[0]
-    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == package]
+    """Clear every ``functools`` cache of this package and of torchao, whose 8-bit numbers are a cached table.
+
+    Cached tables must be traced, and no fake one may stay.
+    """
+    packages = (__name__.partition(".")[0], "torchao")
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages]
     for cached in {value for module in modules for value in vars(module).values() if isinstance(value, Cached)}:
         cached.cache_clear()

@@ -1,7 +1,8 @@
-"""What a recipe trains on: the store's description, its buckets and the model, from a store or for a resolution."""
+"""What a recipe trains on: description and buckets of its stores and the model, from stores or for a resolution."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from ...datasets.store import LatentStore
 from ...train.config import TrainRecipe
 from ...train.metrics.flops import latent_size_of, tokens_per_image, train_flops
 from ...train.models.spec import ModelSpec
-from ...train.run.model_for_store import check_sizes, model_spec
+from ...train.run.model_for_store import check_sizes, model_for_stores, model_spec
 from ..synthetic.store import noise_spec
 
 TOKENS, TEXT_WIDTH = 300, 4096  # of a caption, without a store: PixArt-Sigma's
@@ -21,11 +22,12 @@ STORED_BYTES = 2  # bytes of a stored number, at most: float16
 
 @dataclass(frozen=True)
 class TrainingWorkload:
-    """A recipe and everything that its store decides.
+    """A recipe and everything that its stores decide.
 
     Args:
-      store: description of a store; it need not exist.
-      buckets: records of each bucket.
+      store: description of the store of the largest pictures; it need not exist.
+      buckets: records of each bucket, over all stores.
+      shares: of the batches, by bucket; of any sum.
       tokens: tokens of the longest caption; 0 without captions.
     """
 
@@ -33,6 +35,7 @@ class TrainingWorkload:
     store: StoreSpec
     spec: ModelSpec
     buckets: Mapping[str, int]
+    shares: Mapping[str, float]
     tokens: int
 
     @property
@@ -52,21 +55,28 @@ class TrainingWorkload:
 
     @property
     def flops(self) -> float:
-        """FLOPs of training on one image, the mean over the records."""
+        """FLOPs of training on one image, the mean over the run."""
         sizes = {bucket: latent_size_of(bucket, self.store.latent) for bucket in self.buckets}
-        total = sum(train_flops(self.spec, sizes[bucket], self.tokens) * n for bucket, n in self.buckets.items())
-        return total / sum(self.buckets.values())
+        total = sum(train_flops(self.spec, sizes[bucket], self.tokens) * n for bucket, n in self.shares.items())
+        return total / sum(self.shares.values())
 
 
-def workload_of_store(recipe: TrainRecipe, path: Path | str) -> TrainingWorkload:
-    """The workload of a recipe on a store.
+def workload_of_stores(recipe: TrainRecipe, path: Path | str | None) -> TrainingWorkload:
+    """The workload of a recipe on its stores.
 
+    Args:
+      path: of the store; None where the recipe names its stores.
     Raises: StoreError, RecipeError, RunError: as training does.
     """
-    store = LatentStore(path, revision=recipe.run.revision, allow_incomplete=True)
-    spec = model_spec(recipe, store.spec, str(path))
-    tokens = store.spec.text.max_tokens if store.spec.text and spec.takes_text else 0
-    return TrainingWorkload(recipe, store.spec, spec, dict(store.buckets), tokens)
+    turns, buckets, shares = recipe.turns(path), Counter[str](), Counter[str]()
+    stores = [LatentStore(t.section.store, revision=t.section.revision, allow_incomplete=True) for t in turns]
+    for turn, store in zip(turns, stores, strict=True):
+        buckets.update(store.buckets)
+        weight = turn.batches(recipe.run.steps) / max(1, len(store))
+        shares.update({bucket: weight * count for bucket, count in store.buckets.items()})  # pyright: ignore
+    spec, largest = model_for_stores(recipe, stores)
+    tokens = largest.spec.text.max_tokens if largest.spec.text and spec.takes_text else 0
+    return TrainingWorkload(recipe, largest.spec, spec, dict(buckets), dict(shares), tokens)
 
 
 def workload_at_resolution(recipe: TrainRecipe, resolution_px: int) -> TrainingWorkload:
@@ -79,4 +89,4 @@ def workload_at_resolution(recipe: TrainRecipe, resolution_px: int) -> TrainingW
     store = store.model_copy(update={"images": images})
     spec = model_spec(recipe, store, "a store of this resolution")
     check_sizes(spec, store.latent, [bucket])
-    return TrainingWorkload(recipe, store, spec, {bucket: 1}, TOKENS if spec.takes_text else 0)
+    return TrainingWorkload(recipe, store, spec, {bucket: 1}, {bucket: 1.0}, TOKENS if spec.takes_text else 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ class Captions:
     """Turns captions into the conditioning of a model.
 
     Args:
-      store: with captions; None: the store of the run, if it still exists.
+      store: with captions; None: the stores of the run, as far as they still exist.
       text: hub id or folder of the text encoder, instead of the one that made the store.
     Raises: StoreError; RunError: the store's captions come from another text encoder.
     """
@@ -32,17 +33,17 @@ class Captions:
         self, snapshot: Snapshot, run: Path, store: Path | None, text: str | None, device: torch.device
     ) -> None:
         self._snapshot, self._run, self._text, self._device = snapshot, run, text, device
-        self._store = _open_store(snapshot, run, store)
+        self._stores = _open_stores(snapshot, run, store)
 
     @property
     def store(self) -> LatentStore:
-        """The store of the captions.
+        """The store to choose captions from: the first of the run.
 
         Raises: RunError: there is none.
         """
-        if self._store is None:
+        if not self._stores:
             raise RunError(f"run '{self._run}': its store is gone, so it has no captions. Give --caption or --store.")
-        return self._store
+        return self._stores[0]
 
     def text(self, caption_id: int) -> str:
         """A caption of the store."""
@@ -53,13 +54,10 @@ class Captions:
 
         Raises: EncoderError: a caption is not in the store, and its encoder is missing or another one.
         """
-        ids = self._store.find_captions(list(captions)) if self._store else [None] * len(captions)
-        missing = [caption for caption, i in zip(captions, ids, strict=True) if i is None]
-        encoded = dict(zip(missing, self._encode(missing), strict=True)) if missing else {}
-        return [
-            encoded[caption] if i is None else torch.from_numpy(np.array(self.store.caption_embedding(i))).float()
-            for caption, i in zip(captions, ids, strict=True)
-        ]
+        found = {text: embedding for store in reversed(self._stores) for text, embedding in _stored(store, captions)}
+        if missing := [caption for caption in captions if caption not in found]:
+            found |= zip(missing, self._encode(missing), strict=True)
+        return [found[caption] for caption in captions]
 
     def conditioning(self, embeddings: Sequence[torch.Tensor]) -> Conditioning:
         """The conditioning of some embeddings, padded to the longest."""
@@ -83,16 +81,27 @@ class Captions:
         return [torch.from_numpy(encoder.encode([caption])[0]).float() for caption in captions]
 
 
-def _open_store(snapshot: Snapshot, run: Path, path: Path | None) -> LatentStore | None:
+def _stored(store: LatentStore, captions: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Captions that a store holds, with their embeddings."""
+    for caption, number in zip(captions, store.find_captions(list(captions)), strict=True):
+        if number is not None:
+            yield caption, torch.from_numpy(np.array(store.caption_embedding(number))).float()
+
+
+def _open_stores(snapshot: Snapshot, run: Path, path: Path | None) -> list[LatentStore]:
+    """The store at a path, else those of the run; one that is gone is left out, its captions are encoded."""
     if path:
-        store = LatentStore(path, allow_incomplete=True)
+        stores = [LatentStore(path, allow_incomplete=True)]
     else:
-        try:
-            store = LatentStore(run / read_json(run / RUN)["store"], allow_incomplete=True)
-        except (StoreError, FileNotFoundError):
-            return None  # then captions are encoded
-    if store.spec.text_encoder:
-        made_with = snapshot.state["text_encoder"]["weights_sha256"]
-        if store.spec.text_encoder.weights_sha256 != made_with:
+        paths = (
+            dict.fromkeys(entry["path"] for entry in read_json(run / RUN)["stores"]) if (run / RUN).is_file() else ()
+        )
+        stores = []
+        for place in paths:
+            with contextlib.suppress(StoreError, FileNotFoundError):
+                stores.append(LatentStore(run / place, allow_incomplete=True))
+    made_with = (snapshot.state["text_encoder"] or {}).get("weights_sha256")
+    for store in stores:
+        if store.spec.text_encoder and store.spec.text_encoder.weights_sha256 != made_with:
             raise RunError(f"store '{store.path}': its captions come from another text encoder. Check --store.")
-    return store
+    return stores

@@ -71,7 +71,7 @@ def load_published(
         latent=store.latent,
         text=store.text,
         conditioner=Conditioner(spec, null, caption_step=caption_step(compiled)),
-        state=snapshot_state(recipe, store, spec, place=Path(), buckets=_squarest_first(store), root_hash=None),
+        state=snapshot_state(recipe, store, spec, place=Path(), buckets=_squarest_first(store), root_hashes=()),
         weights_hash=xxh3_parts([np.ascontiguousarray(weights[name].numpy()) for name in sorted(weights)])[1],
     )
 

@@ -79,12 +79,6 @@ def numbered_rows(numbers: np.ndarray, shape: tuple[int, ...], seed: int = 0) ->
     return rows.reshape(len(numbers), *shape)
 
 
-def numbers_of(rows: np.ndarray) -> np.ndarray:
-    """The numbers that rows begin with, (N,) int64."""
-    digits = rows.reshape(len(rows), -1)[:, :NUMBER_DIGITS].astype(np.int64)
-    return digits @ NUMBER_BASE ** np.arange(NUMBER_DIGITS)
-
-
 def _commit_captions(writer: StoreWriter, shard: int, seed: int) -> None:
     layout = writer.plan.layout
     (array,) = layout.part_arrays(CAPTION_PART)

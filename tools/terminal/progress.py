@@ -23,6 +23,7 @@ class ProgressLine:
         self._live: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._started: dict[str, tuple[float, int]] = {}
+        self._latest: dict[str, int] = {}
         self._last_plain = time.monotonic()
 
     def __enter__(self) -> ProgressLine:
@@ -54,7 +55,8 @@ class ProgressLine:
                 self._tasks[stage] = self._live.add_task(stage, total=total or None, note="")
             self._live.update(self._tasks[stage], completed=done, note=note)
             return
-        if done >= total > 0 or time.monotonic() - self._last_plain >= PLAIN_EVERY_SECONDS:
+        is_finished, self._latest[stage] = done >= total > 0 and self._latest.get(stage) != done, done
+        if is_finished or time.monotonic() - self._last_plain >= PLAIN_EVERY_SECONDS:
             self._last_plain = time.monotonic()
             left = f", {_clock((total - done) / rate)} left" if rate and done < total else ""
             line = f"{stage}: {done} of {total or '?'}  {note}{left}".rstrip()

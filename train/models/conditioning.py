@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ class Conditioner:
     Args:
       spec: of the model.
       null_caption: (max_tokens, D) embedding of the empty caption, for a model with text.
-      source_sizes: (records, 2) float32 pixels on the device of the batches, for models that use
+      source_sizes: (records, 2) float32 pixels of each store, on the device of the batches, for models that use
         them; at eight bytes a record, batches need not carry them.
       caption_step: pad captions to a multiple of it, at most to the length of null, so that compiled blocks see few
         lengths.
@@ -57,7 +58,7 @@ class Conditioner:
 
     spec: ModelSpec
     null_caption: Tensor | None
-    source_sizes: Tensor | None = None
+    source_sizes: Sequence[Tensor] = ()
     caption_step: int = 1
 
     def __call__(
@@ -67,6 +68,7 @@ class Conditioner:
         lengths: Tensor | None,
         records: Tensor | None = None,
         *,
+        store: int = 0,
         widen: bool = True,
     ) -> Conditioning:
         """Conditioning of a batch, without dropping.
@@ -75,6 +77,7 @@ class Conditioner:
           labels: (B,) int64, -1 for none.
           captions: (B, L, D), with their (B,) lengths.
           records: (B,) int64 positions in the records table.
+          store: index of the store of these records.
           widen: convert 16-bit captions to float32, which the model needs without autocast.
         """
         if not self.spec.takes_text:
@@ -86,7 +89,7 @@ class Conditioner:
             captions = F.pad(captions, (0, 0, 0, missing))
         places = torch.arange(captions.shape[1], device=captions.device)
         mask = places[None] < lengths.to(captions.device)[:, None]  # (B, L)
-        sizes = None if self.source_sizes is None or records is None else self.source_sizes[records]
+        sizes = self.source_sizes[store][records] if self.source_sizes and records is not None else None
         captions = captions.float() if widen else captions
         return Conditioning(captions=captions, caption_mask=mask, source_sizes=sizes)
 

@@ -21,7 +21,7 @@ from .numerics import at_least_float32
 
 Family = Literal["pixart", "sana"]
 # name -> depth, heads, width of a head, patch; the first as published (PixArt-Sigma, arXiv 2403.04692)
-PIXART_SIZES = {"pixart-sigma": (28, 16, 72, 2), "pixart-tiny": (6, 4, 64, 2)}
+PIXART_SIZES = {"pixart-sigma": (28, 16, 72, 2), "pixart-tiny": (6, 4, 32, 2)}
 # name -> depth, heads and width of a head of linear attention, the same of cross-attention; the first two as published
 # (Sana, arXiv 2410.10629, table 1)
 SANA_SIZES = {

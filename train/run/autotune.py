@@ -6,6 +6,8 @@ sizes are saved in checkpoints, so that a resumed run sums in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -36,17 +38,18 @@ def tune(state: TrainState, watchdog: Watchdog) -> None:
     """
     if state.device.type != "cuda":
         return
-    largest = max(state.store.buckets, key=area)
+    buckets = dict.fromkeys(bucket for store in state.stores for bucket in store.buckets)  # in order, for ties
+    largest = max(buckets, key=area)
     if not state.attention_kernels:
         state.attention_kernels = watchdog.announce(_fastest_attention(state, largest))
     if not (state.recipe.run.microbatch or state.microbatches) and isinstance(state.engine, TorchEngine):
         most = min(watchdog.gather(_most_images(state, largest)))
-        state.microbatches = microbatch_sizes(state.store.buckets, largest, most)
+        state.microbatches = microbatch_sizes(buckets, largest, most)
 
 
 def _fastest_attention(state: TrainState, bucket: str) -> list[str]:
-    text = state.store.spec.text
-    size = latent_size_of(bucket, state.store.spec.latent)
+    text = state.stores[0].spec.text
+    size = latent_size_of(bucket, state.stores[0].spec.latent)
     calls = attention_calls(state.spec, size, text.max_tokens if text and state.spec.takes_text else 0)
     dtype = state.autocast_dtype or torch.float32
     return fastest_kernels(calls, min(state.recipe.run.global_batch, TRIED_IMAGES), dtype, state.device)
@@ -91,7 +94,7 @@ def most_that_fit(tried: tuple[int, int], peaks: tuple[float, float], free: floa
     return int((free - constant) // each) if each > 0 else int(free >= peaks[0])
 
 
-def microbatch_sizes(buckets: dict[str, int], largest: str, most: int) -> dict[str, int]:
+def microbatch_sizes(buckets: Iterable[str], largest: str, most: int) -> dict[str, int]:
     """Images for each bucket, with at most as many pixels together as in the largest bucket."""
     return {bucket: most * area(largest) // area(bucket) for bucket in buckets}
 
@@ -118,7 +121,7 @@ def _bytes_to_come(state: TrainState) -> float:
 
 def synthetic_microbatch(state: TrainState, bucket: str, images: int) -> tuple[Tensor, Draws, Conditioning]:
     """A microbatch of noise, with captions of full length: the largest that a bucket can have."""
-    latent, text = state.store.spec.latent, state.store.spec.text
+    latent, text = state.stores[0].spec.latent, state.stores[0].spec.text
     shape = (latent.channels, *(side // latent.downscale for side in bucket_size(bucket)))
     recipe, rows = state.recipe, slice(0, images)
     draws = draw(recipe.objective, 0.0, seed=0, step=0, rows=rows, shape=shape, device=state.device)

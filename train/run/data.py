@@ -1,17 +1,24 @@
-"""The data of a run: which records train, in which order, and the loader that reads them."""
+"""The data of a run: which records of which stores train, in which order, and the loader that reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ...datasets.loader import BatchLoader, make_loader, shard_window
+from ...datasets.batches.reader import BatchReader
+from ...datasets.batches.stream import BatchStream, is_gpu
+from ...datasets.loader import BatchLoader, check_not_empty, loader_of, shard_window
+from ...datasets.order.batch_plan import BatchPlan
 from ...datasets.order.caption_odds import CaptionOdds
 from ...datasets.order.filters import RecordFilter, ScoreTable, Selection
+from ...datasets.order.mixture import Mixture, Stages
+from ...datasets.order.order import BatchOrder
 from ...datasets.order.slices import batch_sizes_by_tokens
 from ...datasets.store import LatentStore
-from ..config import DataSection, TrainRecipe
+from ..config import TrainRecipe
+from ..data_recipe import DataSection, RecordsSection, StoreSection
 from ..models.build import pixels_per_token
 from ..models.spec import ModelSpec
 from ..parallel.ranks import ALONE, Ranks
@@ -19,7 +26,7 @@ from ..parallel.ranks import ALONE, Ranks
 
 def build_loader(
     recipe: TrainRecipe,
-    store: LatentStore,
+    stores: Sequence[LatentStore],
     spec: ModelSpec,
     device: torch.device,
     warn: Callable[[str], None],
@@ -28,11 +35,62 @@ def build_loader(
     """The loader of a rank.
 
     Args:
+      stores: those that the recipe names, in order, else the only one.
       warn: called with the number of filtered records, and with buckets that never fill a batch.
-    Raises: RecipeError: the filter leaves no record, one image exceeds ``data.batch_tokens``, or there is no batch.
+    Raises: RecipeError: a filter leaves no record, one image exceeds ``data.batch_tokens``, or there is no batch;
+      RunError: a store has no records.
+    """
+    sections = [turn.section for turn in recipe.data.turns] or [recipe.data]
+    plans = [
+        store_plan(recipe, section, store, spec, recipe.run.seed + number, warn)
+        for number, (section, store) in enumerate(zip(sections, stores, strict=True))
+    ]
+    reader = BatchReader(
+        stores,
+        batch_order(recipe.data, plans, recipe.run.seed),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        text="padded" if spec.takes_text else "none",
+        pin=is_gpu(device),
+        caption_odds=[caption_odds(section) for section in sections] if spec.takes_text else (),
+    )
+    return loader_of(BatchStream(reader, prefetch=recipe.run.prefetch, device=device))
+
+
+def batch_order(data: DataSection, plans: Sequence[BatchPlan], seed: int) -> BatchOrder:
+    """The order that a recipe asks for: a plan, a mixture of plans, or stages of both.
+
+    Args:
+      plans: one for each store that the recipe names, in order, else the only one.
+      seed: of the shuffle of mixtures.
+    """
+    if len(plans) == 1:
+        return plans[0]
+    remaining = iter(plans)
+
+    def mixed(stores: Sequence[StoreSection]) -> BatchOrder:
+        parts = [(next(remaining), section.weight) for section in stores]
+        return parts[0][0] if len(parts) == 1 else Mixture(parts, seed)
+
+    if data.mixture:
+        return mixed(data.mixture)
+    return Stages([(mixed(stage.stores), stage.steps or None) for stage in data.stages])
+
+
+def store_plan(
+    recipe: TrainRecipe,
+    section: RecordsSection,
+    store: LatentStore,
+    spec: ModelSpec,
+    seed: int,
+    warn: Callable[[str], None],
+) -> BatchPlan:
+    """The batches of one store.
+
+    Raises: as ``build_loader``.
     """
     data = recipe.data
-    selection = select_records(data, store)
+    selection = select_records(section, store)
     if selection:
         warn(f"store '{store.path}': {selection.describe()}")
     buckets = selection.counts if selection else store.buckets
@@ -41,42 +99,44 @@ def build_loader(
         used = [bucket for bucket, count in buckets.items() if count]  # a filter may empty the others
         sizes = batch_sizes_by_tokens(used, data.batch_tokens, pixels_per_token(spec, store.spec.latent))
         sizes |= dict.fromkeys(buckets.keys() - sizes.keys(), 1)
-    loader = make_loader(
-        store,
-        global_batch=sizes,
-        seed=recipe.run.seed,
-        leftovers=data.leftovers,
-        window=shard_window(store, data.window_shards, selection) if data.window_shards else None,
-        selection=selection,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        text="padded" if spec.takes_text else "none",
-        prefetch=recipe.run.prefetch,
-        device=device,
-        caption_odds=caption_odds(data) if spec.takes_text else None,
-    )
-    for plan in loader.dataset.reader.order.plans:
-        if plan.never_read:
-            names = ", ".join(f"{bucket} ({count})" for bucket, count in plan.never_read.items())
-            warn(f"data.leftovers 'drop': never read, because they fill no batch, are the records of {names}")
-    return loader
+    window = shard_window(store, data.window_shards, selection) if data.window_shards else None
+    plan = BatchPlan(buckets, sizes, seed, leftovers=data.leftovers, window=window, selection=selection)
+    check_not_empty(store, plan)
+    if plan.never_read:
+        names = ", ".join(f"{bucket} ({count})" for bucket, count in plan.never_read.items())
+        warn(f"data.leftovers 'drop': never read, because they fill no batch, are the records of {names}")
+    return plan
 
 
-def caption_odds(data: DataSection) -> CaptionOdds | None:
+def caption_odds(section: RecordsSection) -> CaptionOdds | None:
     """Odds of each caption of a record; None if all are drawn alike."""
-    if not (data.caption_scores or data.original_share):
+    if not (section.caption_scores or section.original_share):
         return None
     return CaptionOdds(
-        data.caption_scores, data.score_key, data.min_caption_score, data.caption_temperature, data.original_share
+        section.caption_scores,
+        section.score_key,
+        section.min_caption_score,
+        section.caption_temperature,
+        section.original_share,
     )
 
 
-def select_records(data: DataSection, store: LatentStore) -> Selection | None:
-    """The records that pass the recipe's filter; None without a filter.
+def select_records(section: RecordsSection, store: LatentStore) -> Selection | None:
+    """The records that pass a filter; None without a filter.
 
     Raises: RecipeError: as ``RecordFilter.select``.
     """
-    if not (data.labels or data.min_aspect or data.max_aspect or data.scores):
+    if not section.has_filter:
         return None
-    scores = ScoreTable(data.scores, data.score_column, data.min_score, data.score_key) if data.scores else None
-    return RecordFilter(data.labels or None, data.min_aspect or None, data.max_aspect or None, scores).select(store)
+    scores = None
+    if section.scores:
+        scores = ScoreTable(section.scores, section.score_column, section.min_score, section.score_key)
+    records = RecordFilter(section.labels or None, section.min_aspect or None, section.max_aspect or None, scores)
+    return records.select(store)
+
+
+def buckets_at(data: DataSection, stores: Sequence[LatentStore], step: int) -> dict[str, int]:
+    """Records of each bucket that trains at a step, over the stores of its stage."""
+    turns = data.turns
+    there = [store for store, turn in zip(stores, turns, strict=True) if turn.has(step)] if turns else stores
+    return dict(sum((Counter(store.buckets) for store in there), Counter()))

@@ -1,9 +1,13 @@
-"""The model of a recipe, with the sizes of its store."""
+"""The model of a recipe, with the sizes of its stores."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.schema import LatentSpec, StoreSpec
+from ...datasets.order.alike import check_alike
+from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..models.build import check_model_name, pixels_per_token
 from ..models.diffusers_models import family_of
@@ -11,6 +15,20 @@ from ..models.layers import DiTOptions
 from ..models.spec import ModelSpec
 from ..objectives.losses import num_outputs
 from ..weights.init_from import read_config
+
+
+def model_for_stores(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> tuple[ModelSpec, LatentStore]:
+    """The model that trains on all stores, and the store of the largest pictures, for whose resolution it is made.
+
+    Raises: RecipeError, RunError: recipe and stores do not fit.
+    """
+    specs = [(store.path, store.spec) for store in stores]
+    check_alike(specs, captions=recipe.takes_captions, classes=not recipe.takes_captions)
+    largest = max(stores, key=lambda store: store.spec.images.resolution_px)
+    spec = model_spec(recipe, largest.spec, str(largest.path))
+    for store in stores:
+        check_sizes(spec, store.spec.latent, list(store.buckets))
+    return spec, largest
 
 
 def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
@@ -35,7 +53,9 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
             f"{latent.channels}. Use a store of that VAE, or --set model.channels=0 to build the model for the store."
         )
     num_classes = caption_width = 0
-    if takes_captions(recipe):
+    if family_of(name) and recipe.conditioning.kind == "label":
+        raise RecipeError(f"conditioning.kind 'label': model '{name}' takes captions. Use a DiT, or 'auto'.")
+    if recipe.takes_captions:
         if store.text is None:
             raise RunError(f"model '{name}': it needs captions, store '{where}' has none. Precompute with text.kind.")
         caption_width = store.text.width
@@ -51,17 +71,6 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
         options=options,
     )
     return _with_config(spec, recipe, where)
-
-
-def takes_captions(recipe: TrainRecipe) -> bool:
-    """Whether the model is conditioned on captions, not on labels.
-
-    Raises: RecipeError: diffusers' models take no labels.
-    """
-    kind, name = recipe.conditioning.kind, recipe.model.name
-    if family_of(name) and kind == "label":
-        raise RecipeError(f"conditioning.kind 'label': model '{name}' takes captions. Use a DiT, or 'auto'.")
-    return bool(family_of(name)) or kind == "caption"
 
 
 def _num_classes(recipe: TrainRecipe, store: StoreSpec, where: str) -> int:

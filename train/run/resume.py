@@ -25,9 +25,12 @@ from ..optim.ema import build_rules
 from ..parallel.watchdog import Watchdog
 from ..weights import checkpoint
 from ..weights.checkpoint import AVERAGE, CHECKPOINT, EMA, MODEL, NULL_CAPTION, OPTIMIZER, SNAPSHOT, CheckpointDamage
-from .manifest import RUN, RunManifest, check_settings, contents_read, continue_manifest
+from ..weights.folders import RUN
+from .data import buckets_at
+from .manifest import RunManifest, check_settings, continue_manifest
 from .saver import Captured, Folder, buffers_of, gather
 from .state import TrainState
+from .stores import contents_read
 
 RECIPE = "recipe.toml"
 GROUPS = (MODEL, EMA, OPTIMIZER)
@@ -85,7 +88,7 @@ def start_or_resume(
     if loaded is None:  # this is not the first rank
         progress = _Progress.model_validate(announced["progress"])
         loaded = Loaded(run, announced["step"], progress, {group: {} for group in GROUPS})
-    restore(state, loaded, earlier=contents_read(manifest.revisions, state.store) if manifest else ())
+    restore(state, loaded, earlier=contents_read(manifest, state.stores) if manifest else ())
 
 
 def _open_run(state: TrainState, run: Path, manifest: RunManifest | None, warn: Callable[[str], None]) -> Loaded | None:
@@ -93,7 +96,7 @@ def _open_run(state: TrainState, run: Path, manifest: RunManifest | None, warn: 
     sweep_strays(run)
     loaded = newest_valid(state, run, warn)
     step = loaded.step if loaded else 0
-    current = continue_manifest(run, state.recipe, state.extra["spec"], state.store, manifest, step)
+    current = continue_manifest(run, state.recipe, state.extra["spec"], state.stores, manifest, step)
     write_atomic(run / RUN, canonical_json(current.model_dump()))
     write_atomic(run / RECIPE, to_toml(state.recipe).encode())
     return loaded
@@ -199,7 +202,8 @@ def capture(state: TrainState, *, averages: bool = False, resumable: bool = True
       averages: store all averages of the step.
       resumable: a checkpoint and a snapshot, with the averages where the recipe stores them with each checkpoint.
     """
-    recipe, extra = state.recipe, state.extra
+    recipe = state.recipe
+    extra = state.extra | {"buckets": buckets_at(recipe.data, state.stores, state.step)}
     groups = gather(state.engine, GROUPS if resumable else (EMA,), keep=state.ranks.is_first)
     if not groups:
         return Captured(state.step, [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from ..models.spec import ModelSpec
 from ..parallel.ranks import ALONE, Ranks
 from ..step.learner import Learner, build_learner
 from ..weights.init_from import class_map_warning
-from .data import build_loader
-from .model_for_store import check_sizes, model_spec
+from .data import buckets_at, build_loader
+from .model_for_store import model_for_stores
 
 
 @dataclass(kw_only=True)
@@ -27,17 +27,18 @@ class TrainState(Learner):
     """A learner with its data.
 
     Args:
+      stores: of the recipe, in order.
       extra: what a snapshot stores beside its tensors.
     """
 
-    store: LatentStore
+    stores: list[LatentStore]
     loader: BatchLoader
     extra: dict[str, Any]
 
 
 def prepare(
     recipe: TrainRecipe,
-    store: LatentStore,
+    stores: Sequence[LatentStore],
     device: torch.device,
     warn: Callable[[str], None],
     ranks: Ranks = ALONE,
@@ -45,28 +46,29 @@ def prepare(
     """Build model, averages, optimizer and loader; nothing is written.
 
     Args:
-      warn: called with each part of the store that does not train.
+      stores: those that the recipe names, in order, else the only one.
+      warn: called with each part of the stores that does not train.
       ranks: of this process; ``ranks.connected`` has connected it.
-    Raises: RecipeError, StoreError, RunError: recipe and store do not fit.
+    Raises: RecipeError, StoreError, RunError: recipe and stores do not fit.
     """
-    spec = model_spec(recipe, store.spec, str(store.path))
-    check_sizes(spec, store.spec.latent, list(store.buckets))
+    spec, store = model_for_stores(recipe, stores)
     source, classes = recipe.model.init_from, store.spec.classes or []
     if source and not spec.takes_text and (warning := class_map_warning(source, spec.num_classes, classes)):
         warn(warning)
-    loader = build_loader(recipe, store, spec, device, warn, ranks)
+    loader = build_loader(recipe, stores, spec, device, warn, ranks)
     learner = build_learner(
         recipe,
         spec,
         device,
         null_caption=torch.from_numpy(store.null_caption).to(device).float() if spec.takes_text else None,
-        source_sizes=torch.from_numpy(store.sizes[:, :2]).to(device).float() if spec.takes_sizes else None,
+        source_sizes=[torch.from_numpy(each.sizes[:, :2]).to(device).float() for each in stores if spec.takes_sizes],
         ranks=ranks,
         compiled=recipe.run.compile and device.type == "cuda",
         pretrained=True,
     )
-    extra = snapshot_state(recipe, store.spec, spec, place=store.path, buckets=store.buckets, root_hash=store.root_hash)
-    return TrainState(**vars(learner), store=store, loader=loader, extra=extra)
+    buckets, hashes = buckets_at(recipe.data, stores, 1), [each.root_hash for each in stores]
+    extra = snapshot_state(recipe, store.spec, spec, place=store.path, buckets=buckets, root_hashes=hashes)
+    return TrainState(**vars(learner), stores=list(stores), loader=loader, extra=extra)
 
 
 def snapshot_state(
@@ -76,13 +78,14 @@ def snapshot_state(
     *,
     place: Path,
     buckets: Mapping[str, int],
-    root_hash: str | None,
+    root_hashes: Sequence[str | None],
 ) -> dict[str, Any]:
     """What a snapshot stores beside its tensors: all that sampling and export need of recipe and store.
 
     Args:
       place: folder of the store, which relative paths of encoders start from.
-      buckets: of the store, with their number of records.
+      buckets: that train, with their number of records.
+      root_hashes: of all stores.
     """
     vae, encoder = store.vae, store.text_encoder
     return {
@@ -101,5 +104,5 @@ def snapshot_state(
         "classes": store.classes,
         "class_names": store.class_names,
         "buckets": dict(buckets),
-        "root_hash": root_hash,
+        "root_hashes": list(root_hashes),
     }

@@ -5,6 +5,7 @@ Runs, benchmarks and the memory planner build the same learner, so that all of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,7 +55,7 @@ def build_learner(
     device: torch.device,
     *,
     null_caption: Tensor | None,
-    source_sizes: Tensor | None = None,
+    source_sizes: Sequence[Tensor] = (),
     ranks: Ranks = ALONE,
     compiled: bool = False,
     pretrained: bool = False,
@@ -64,7 +65,7 @@ def build_learner(
 
     Args:
       null_caption: (max_tokens, D), for a model with text.
-      source_sizes: (records, 2) pixels, for a model conditioned on them.
+      source_sizes: (records, 2) pixels of each store, for a model conditioned on them.
       ranks: of this process; ``ranks.connected`` has connected it.
       compiled: the blocks go through torch.compile.
       pretrained: load the weights of ``model.init_from``.

@@ -34,7 +34,7 @@ def train_step(learner: Learner, batch: Batch) -> StepResult:
         device=learner.device,
     )
     inputs = batch.labels, batch.captions, batch.caption_lengths, batch.records
-    conditioning = learner.conditioner(*inputs, widen=learner.autocast_dtype is None)
+    conditioning = learner.conditioner(*inputs, store=batch.store, widen=learner.autocast_dtype is None)
     conditioning = learner.conditioner.drop(conditioning, draws.dropped)
 
     engine.model.train()

@@ -109,17 +109,17 @@ class Saved:
           wanted: tensors with the expected ones, such as meta tensors.
         Raises: DamageError: the file is missing or damaged, or holds other tensors.
         """
-        name, found = f"{group}.safetensors", self.read(group)
-        if names := sorted(found.keys() ^ wanted.keys()):
-            there = "too many" if names[0] in found else "missing"
+        name, tensors = f"{group}.safetensors", self.read(group)
+        if names := sorted(tensors.keys() ^ wanted.keys()):
+            state = "too many" if names[0] in tensors else "missing"
             raise CheckpointDamage(
-                self.path, f"'{name}': {len(names)} tensors do not fit the model; '{names[0]}' is {there}"
+                self.path, f"'{name}': {len(names)} tensors do not fit the model; '{names[0]}' is {state}"
             )
-        for key, tensor in found.items():
+        for key, tensor in tensors.items():
             if (tensor.shape, tensor.dtype) != (wanted[key].shape, wanted[key].dtype):
                 actual, needed = [f"{tuple(t.shape)} {t.dtype}" for t in (tensor, wanted[key])]
                 raise CheckpointDamage(self.path, f"'{name}': '{key}' is {actual}, the model needs {needed}")
-        return found
+        return tensors
 
 
 def save(kind: str, run: Path, step: int, groups: Groups, state: dict[str, Any]) -> Path:
@@ -172,7 +172,7 @@ def read(path: Path) -> Saved:
         ValueError,
         RecursionError,
     ) as error:  # such as NaN, half a surrogate pair, a thousand brackets
-        raise CheckpointDamage(path, f"'{STATE}' is none of ours ({error})") from error
+        raise CheckpointDamage(path, f"'{STATE}' is not valid ({error})") from error
     if not whole:
         raise CheckpointDamage(path, f"'{STATE}' differs from its own hash")
     if state.get("format_version") != FORMAT_VERSION:
@@ -193,15 +193,15 @@ def read(path: Path) -> Saved:
 
 
 def _check_files(path: Path, files: Mapping[str, FileHash]) -> None:
-    there = {entry.name for entry in path.iterdir()}
-    if unknown := sorted(there - files.keys() - {STATE}):
+    names = {entry.name for entry in path.iterdir()}
+    if unknown := sorted(names - files.keys() - {STATE}):
         raise CheckpointDamage(path, f"'{unknown[0]}' does not belong to it")
     for name, entry in files.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None
         if size != entry.bytes:
-            was = "is missing" if size is None else f"has {size} bytes, not {entry.bytes}"
-            raise CheckpointDamage(path, f"'{name}' {was}")
+            problem = "is missing" if size is None else f"has {size} bytes, not {entry.bytes}"
+            raise CheckpointDamage(path, f"'{name}' {problem}")
         with _bad_disk_is_damage(path, name):
             digest = xxh3_file(file)
         if digest != entry.xxh3_128:

@@ -1,6 +1,6 @@
-"""Checkpoints of DiT: the official layout, which is our model's too, and diffusers' ``DiTTransformer2DModel``.
+"""Checkpoints of DiT: the official layout, which our model shares, and diffusers' ``DiTTransformer2DModel``.
 
-The official layout is a flat state dict, or one of a trainer's ``{model, ema, opt, args}``, whose averages are taken.
+The official layout is a flat state dict, or a trainer's ``{model, ema, opt, args}``, of which ``ema`` is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...datasets.errors import DamageError, RunError
 from ..models.layers import position_table
 
 POSITIONS = "pos_embed"
-# diffusers' name -> the official one; what is in each block stands apart
+# diffusers' name -> the official one; the modules of a block are below
 TOP = {
     "pos_embed.proj": "x_embedder.proj",
     "proj_out_1": "final_layer.adaLN_modulation.1",
@@ -46,38 +46,38 @@ EMBEDDERS = {
 
 
 def read_official(path: Path) -> dict[str, Tensor]:
-    """The state dict of a ``.pt`` or ``.safetensors`` file in the official layout, the averages where it has them.
+    """The state dict of a ``.pt`` or ``.safetensors`` file in the official layout; the averaged one if there is one.
 
-    Raises: RunError: there is no such file, or it holds no state dict; DamageError: it cannot be read.
+    Raises: RunError: the file is missing or has no state dict; DamageError: it cannot be read.
     """
     if not path.is_file():
         raise RunError(f"model.init_from '{path}': there is no such file.")
-    found = read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+    content = read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
     for group in ("ema", "model"):
-        if isinstance(found, Mapping) and isinstance(found.get(group), Mapping):
-            found = found[group]
+        if isinstance(content, Mapping) and isinstance(content.get(group), Mapping):
+            content = content[group]
             break
-    if not isinstance(found, Mapping) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+    if not isinstance(content, Mapping) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
         raise RunError(f"model.init_from '{path}': needed a state dict, or a checkpoint with 'ema' or 'model'.")
-    return {str(name).removeprefix("module."): tensor for name, tensor in found.items()}
+    return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
 
 
 def _read_pickle(path: Path) -> Any:
-    """What a ``.pt`` file holds: tensors, containers of them, and the namespace of a trainer's arguments."""
+    """Content of a ``.pt`` file: tensors, containers of them, and a trainer's arguments."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # whose message tells how to read it all the same
-        raise RunError(f"model.init_from '{path}': it holds something else than tensors, which is refused.") from error
+    except pickle.UnpicklingError as error:  # its message explains how to read it anyway
+        raise RunError(f"model.init_from '{path}': it holds other objects than tensors, which are refused.") from error
     except (RuntimeError, EOFError, KeyError, TypeError, AttributeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), "")[:200]
-        raise DamageError(f"model.init_from '{path}': no file of tensors ({reason}). Fetch it again.") from error
+        raise DamageError(f"model.init_from '{path}': not a file of tensors ({reason}). Fetch it again.") from error
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Tensors of a safetensors file, on the CPU.
 
-    Raises: DamageError: it is none.
+    Raises: DamageError: it is not one.
     """
     try:
         return load_file(path)
@@ -89,7 +89,7 @@ def write_official(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Write a flat state dict in the official layout, as ``.safetensors`` or ``.pt``.
 
     Args:
-      weights: of a ``DiT``, such as its state dict; with the prefix "net." they are those of a denoiser.
+      weights: state dict of a ``DiT``; of a denoiser, with the prefix "net.".
     Raises: ResourceError: the disk is full.
     """
     write_atomic(path, official_bytes(weights, path.suffix))
@@ -128,7 +128,7 @@ def from_diffusers(found: Mapping[str, Tensor], source: str) -> dict[str, Tensor
             continue
         module, part = name.rsplit(".", 1)
         if module not in TOP:
-            raise RunError(f"model.init_from '{source}': '{name}' belongs to no DiT. Check model.name.")
+            raise RunError(f"model.init_from '{source}': '{name}' is not part of a DiT. Check model.name.")
         official[f"{TOP[module]}.{part}"] = tensor
     for number, tensors in blocks.items():
         official |= _block_from_diffusers(number, dict(tensors), official, source)
@@ -138,34 +138,34 @@ def from_diffusers(found: Mapping[str, Tensor], source: str) -> dict[str, Tensor
 def _block_from_diffusers(
     number: int, tensors: dict[str, Tensor], official: Mapping[str, Tensor], source: str
 ) -> dict[str, Tensor]:
-    made: dict[str, Tensor] = {}
+    official_block: dict[str, Tensor] = {}
     for part in ("weight", "bias"):
         names = [f"attn1.to_{letter}.{part}" for letter in "qkv"]
         if all(name in tensors for name in names):
-            made[f"blocks.{number}.attn.qkv.{part}"] = torch.cat([tensors.pop(name) for name in names])
+            official_block[f"blocks.{number}.attn.qkv.{part}"] = torch.cat([tensors.pop(name) for name in names])
     for name, tensor in tensors.items():
         module, part = name.rsplit(".", 1)
         if module in IN_BLOCK:
-            made[f"blocks.{number}.{IN_BLOCK[module]}.{part}"] = tensor
+            official_block[f"blocks.{number}.{IN_BLOCK[module]}.{part}"] = tensor
             continue
         if module not in EMBEDDERS:
-            raise RunError(f"model.init_from '{source}': block {number} has '{name}', which is of no DiT.")
+            raise RunError(f"model.init_from '{source}': block {number} has '{name}', which is not part of a DiT.")
         ours = f"{EMBEDDERS[module]}.{part}"
         if ours in official and not torch.equal(official[ours], tensor):
             raise RunError(
-                f"model.init_from '{source}': '{name}' of block {number} differs from the one of another block. It was "
-                "trained with diffusers' class, which has embedders in every block: no DiT has its function."
+                f"model.init_from '{source}': '{name}' of block {number} differs between blocks. It was trained "
+                "with diffusers' class, which has embedders in every block: no DiT computes its function."
             )
-        made[ours] = tensor
-    return made
+        official_block[ours] = tensor
+    return official_block
 
 
 def to_diffusers(weights: Mapping[str, Tensor], num_labels: int) -> dict[str, Tensor]:
-    """The names of a ``DiTTransformer2DModel``, the embedders of time and label repeated in each block.
+    """State dict of a ``DiTTransformer2DModel``, with the embedders of time and label repeated in each block.
 
     Args:
-      weights: of a ``DiT`` on labels without options; with the prefix "net." they are those of a denoiser.
-      num_labels: that the label table shall have; rows that are added before null's are copies of it.
+      weights: state dict of a ``DiT`` on labels without options; of a denoiser, with the prefix "net.".
+      num_labels: of the new label table; rows added before null's are copies of null's.
     """
     official = {name.removeprefix("net."): tensor.detach().cpu() for name, tensor in weights.items()}
     table = official[f"{EMBEDDERS[LABEL_TABLE]}.weight"]
@@ -173,18 +173,18 @@ def to_diffusers(weights: Mapping[str, Tensor], num_labels: int) -> dict[str, Te
         [table, table[-1:].expand(num_labels + 1 - len(table), -1)]
     )
     depth = 1 + max(int(name.split(".")[1]) for name in official if name.startswith("blocks."))
-    made: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for theirs, ours in TOP.items():
-        made |= {f"{theirs}.{part}": official[f"{ours}.{part}"] for part in ("weight", "bias")}
+        renamed |= {f"{theirs}.{part}": official[f"{ours}.{part}"] for part in ("weight", "bias")}
     for number in range(depth):
         block = f"transformer_blocks.{number}"
         for part in ("weight", "bias"):
             thirds = official[f"blocks.{number}.attn.qkv.{part}"].chunk(3)
-            made |= {f"{block}.attn1.to_{letter}.{part}": third for letter, third in zip("qkv", thirds, strict=True)}
+            renamed |= {f"{block}.attn1.to_{letter}.{part}": third for letter, third in zip("qkv", thirds, strict=True)}
             for theirs, ours in IN_BLOCK.items():
-                made[f"{block}.{theirs}.{part}"] = official[f"blocks.{number}.{ours}.{part}"]
+                renamed[f"{block}.{theirs}.{part}"] = official[f"blocks.{number}.{ours}.{part}"]
         for theirs, ours in EMBEDDERS.items():
             for part in ("weight", "bias"):
-                if f"{ours}.{part}" in official:  # a copy in each block, since no file holds a tensor twice
-                    made[f"{block}.{theirs}.{part}"] = official[f"{ours}.{part}"].clone()
-    return made
+                if f"{ours}.{part}" in official:  # copies, because a file cannot hold a tensor twice
+                    renamed[f"{block}.{theirs}.{part}"] = official[f"{ours}.{part}"].clone()
+    return renamed

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-STATE = "state.json"
+RUN, STATE = "run.json", "state.json"
 CHECKPOINT, SNAPSHOT, AVERAGE = "checkpoint", "snapshot", "average"
 
 

@@ -1,7 +1,7 @@
 """Weights to fine-tune from: a run, a hub id or folder in diffusers' layout, or a file of a DiT in the official layout.
 
-Only safetensors are read from folders. A folder may be a pipeline, or the transformer of one. Of a run it is the newest
-snapshot, with its averaged weights, so that training goes on at another resolution.
+Only safetensors are read from folders. A folder may be a pipeline, or its transformer. Of a run the newest snapshot is
+used, with its averaged weights, so that training can continue at another resolution.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ MAX_DEPTH, MAX_NUMBER = (
 
 
 def is_file(source: str) -> bool:
-    """A file of weights, not a folder or a hub id."""
+    """Whether a source is a file of weights, not a folder or a hub id."""
     return source.endswith((".pt", ".pth", ".safetensors"))
 
 
 def read_snapshot(source: str) -> checkpoint.Saved | None:
-    """The newest snapshot of a run, or the snapshot whose folder it is; None where the source is neither.
+    """The newest snapshot of a run, or the snapshot of a folder; None if the source is neither.
 
     Raises: DamageError.
     """
     folder = Path(source).expanduser()
-    found = checkpoint.find(checkpoint.SNAPSHOT, folder) if folder.is_dir() else []
-    if not found and folder in checkpoint.find(checkpoint.SNAPSHOT, folder.parent):
-        found = [folder]
-    return checkpoint.read(found[-1]) if found else None
+    snapshots = checkpoint.find(checkpoint.SNAPSHOT, folder) if folder.is_dir() else []
+    if not snapshots and folder in checkpoint.find(checkpoint.SNAPSHOT, folder.parent):
+        snapshots = [folder]
+    return checkpoint.read(snapshots[-1]) if snapshots else None
 
 
 def model_folder(source: str, *, files: tuple[str, ...] = (CONFIG, WEIGHTS)) -> Path:
-    """Folder of a transformer: of a folder here, else fetched from the hub.
+    """Folder of a transformer: local, else fetched from the hub.
 
     Args:
-      files: that are fetched, if they must be.
-    Raises: RunError: there is none.
+      files: to fetch from the hub.
+    Raises: RunError: it does not exist.
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
         if source.startswith((".", "/", "~")) or source.count("/") != 1:
-            raise RunError(f"model.init_from '{source}': there is no such folder, and it is no hub id.")
+            raise RunError(f"model.init_from '{source}': no such folder, and not a hub id.")
         folder = _fetched(source, files)
     if not (folder / CONFIG).is_file():
         folder = folder / SUBFOLDER
@@ -79,35 +79,34 @@ def _fetched(hub_id: str, files: tuple[str, ...]) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RunError(
-            f"model.init_from '{hub_id}': not a folder here, and the hub does not give it ({reason}). Check the name, "
-            "log in with 'hf auth login', or give a folder."
+            f"model.init_from '{hub_id}': not a local folder, and not available from the hub ({reason}). Check the "
+            "name, log in with 'hf auth login', or give a folder."
         ) from error
 
 
 def read_config(source: str, family: Family) -> dict[str, Any]:
-    """Arguments of diffusers' class, complete: what the config does not say is the class's default.
+    """All arguments of diffusers' class, with the class's defaults for those that the config lacks.
 
-    Empty for a run that began from scratch: its model is the one that the recipe names.
+    Empty for a run that was trained from scratch: the recipe names its model.
 
-    Raises: RunError: it is the config of another class, has arguments that the class has not, or asks for what is not
-      trained here.
+    Raises: RunError: the config is of another class, has unknown arguments, or is of a distilled model.
     """
     if snapshot := read_snapshot(source):
         return _spec_of(snapshot).config
     folder, cls = model_folder(source, files=(CONFIG,)), transformer_class(family)
-    said = _json_object(folder / CONFIG)
-    if said.get("_class_name") != cls.__name__:
+    loaded = _json_object(folder / CONFIG)
+    if loaded.get("_class_name") != cls.__name__:
         raise RunError(
-            f"model.init_from '{source}': its config is of {str(said.get('_class_name'))[:80]!r}, the model needs "
+            f"model.init_from '{source}': its config is of {str(loaded.get('_class_name'))[:80]!r}, the model needs "
             f"{cls.__name__}. Check model.name."
         )
-    said = {key: value for key, value in said.items() if not key.startswith("_")}
+    loaded = {key: value for key, value in loaded.items() if not key.startswith("_")}
     known = {p.name: p.default for p in inspect.signature(cls.__init__).parameters.values() if p.name != "self"}
-    if unknown := sorted(said.keys() - known.keys()):
+    if unknown := sorted(loaded.keys() - known.keys()):
         raise RunError(
             f"model.init_from '{source}': its config has '{unknown[0]}', which {cls.__name__} does not know."
         )
-    config = known | said
+    config = known | loaded
     numbers = {key: value for key, value in config.items() if isinstance(value, int | float)}
     for key, value in numbers.items():
         if abs(value) > (MAX_DEPTH if key == "num_layers" else MAX_NUMBER):
@@ -123,24 +122,24 @@ def initial_weights(source: str, model: nn.Module, spec: ModelSpec) -> dict[str,
     """The weights of ``model.init_from`` under the names of a model's state dict, float32 on the CPU.
 
     Args:
-      model: built from the spec, on any device; only its names and shapes are looked at.
-    Raises: RunError: they are of another model; what differs is named.
+      model: built from the spec, on any device; only its names and shapes are used.
+    Raises: RunError: they are of another model; the message names the difference.
     """
     wanted = {name.removeprefix("net."): tensor for name, tensor in model.state_dict().items()}
     if snapshot := read_snapshot(source):
         if (name := _spec_of(snapshot).name) != spec.name:
             raise RunError(f"model.init_from '{source}': it is of model '{name}', the recipe of '{spec.name}'.")
-        found = {name.removeprefix("net."): tensor for name, tensor in snapshot.read(checkpoint.MODEL).items()}
+        weights = {name.removeprefix("net."): tensor for name, tensor in snapshot.read(checkpoint.MODEL).items()}
     elif family_of(spec.name):
-        found = read_folder(model_folder(source))
+        weights = read_folder(model_folder(source))
     elif is_file(source):
-        found = read_official(Path(source).expanduser())
+        weights = read_official(Path(source).expanduser())
     else:
-        found = from_diffusers(read_folder(model_folder(source)), source)
+        weights = from_diffusers(read_folder(model_folder(source)), source)
     if not family_of(spec.name):
-        found = _with_positions(found, wanted)
-    check_fit(found, wanted, source)
-    return {f"net.{name}": tensor.float() for name, tensor in found.items()}
+        weights = _with_positions(weights, wanted)
+    check_fit(weights, wanted, source)
+    return {f"net.{name}": tensor.float() for name, tensor in weights.items()}
 
 
 def _spec_of(snapshot: checkpoint.Saved) -> ModelSpec:
@@ -151,7 +150,7 @@ def _spec_of(snapshot: checkpoint.Saved) -> ModelSpec:
 
 
 def class_map_warning(source: str, num_classes: int, classes: Sequence[str]) -> str | None:
-    """What to say where published weights know ImageNet's labels, and the store's labels are others.
+    """A warning if published weights have ImageNet's labels and the store has other labels, else None.
 
     Args:
       num_classes: of the model.
@@ -160,20 +159,20 @@ def class_map_warning(source: str, num_classes: int, classes: Sequence[str]) -> 
     wnids = list(imagenet_names())
     if num_classes != len(wnids) or read_snapshot(source):
         return None
-    other = [i for i, name in enumerate(classes) if name not in (wnids[i], str(i))]
-    if not other:
+    differing = [i for i, name in enumerate(classes) if name not in (wnids[i], str(i))]
+    if not differing:
         return None
-    label, name = other[0], classes[other[0]]
-    there = f", ImageNet's label {wnids.index(name)}" if name in wnids else ""
+    label, name = differing[0], classes[differing[0]]
+    known_label = f", ImageNet's label {wnids.index(name)}" if name in wnids else ""
     return (
-        f"model.init_from '{source}' has learned ImageNet's 1000 labels, {len(other)} of the store's {len(classes)} "
-        f"differ: labels are positions of sorted class names, so label {label} is '{name}'{there}. For ImageNet's own "
-        "labels use a store of all classes; data.labels chooses which of them train."
+        f"model.init_from '{source}' has learned ImageNet's 1000 labels, {len(differing)} of the store's "
+        f"{len(classes)} differ: labels are positions of sorted class names, so label {label} is '{name}'{known_label}"
+        ". For ImageNet's own labels use a store of all classes; data.labels chooses which of them train."
     )
 
 
 def _with_positions(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The position table of another base size is computed; diffusers' layout has none."""
+    """Weights with a computed position table if theirs is missing (diffusers' layout) or of another size."""
     needed, there = wanted.get(POSITIONS), found.get(POSITIONS)
     if needed is None or (there is not None and there.shape == needed.shape):
         return dict(found)
@@ -181,16 +180,13 @@ def _with_positions(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
 
 
 def check_fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: str) -> None:
-    """Refuse weights of another model.
-
-    Raises: RunError: naming the first tensor that differs.
-    """
+    """Raise RunError if the weights are of another model, naming the first tensor that differs."""
     table = "y_embedder.embedding_table.weight"
     if table in found and table in wanted and found[table].shape[0] != wanted[table].shape[0]:
-        there, needed = found[table].shape[0] - 1, wanted[table].shape[0] - 1
+        num_classes, needed = found[table].shape[0] - 1, wanted[table].shape[0] - 1
         raise RunError(
-            f"model.init_from '{source}': its label table has {there} classes, the model {needed}. Use "
-            f"--set model.num_classes={there} with a store of no more classes."
+            f"model.init_from '{source}': its label table has {num_classes} classes, the model {needed}. Use "
+            f"--set model.num_classes={num_classes} with a store of no more classes."
         )
     if names := sorted(found.keys() ^ wanted.keys()):
         side = "which the model does not have" if names[0] in found else "is missing"
@@ -209,7 +205,7 @@ def check_fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source:
 def read_folder(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's safetensors.
 
-    Raises: RunError: there are none; DamageError: a file is none.
+    Raises: RunError: no such files; DamageError: a file cannot be read.
     """
     files = sorted(path for path in folder.glob(WEIGHTS) if ".fp16." not in path.name)
     if not files:
@@ -221,7 +217,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    found = read_json(path, max_bytes=MAX_CONFIG_BYTES)
-    if not isinstance(found, dict):
+    content = read_json(path, max_bytes=MAX_CONFIG_BYTES)
+    if not isinstance(content, dict):
         raise DamageError(f"model.init_from '{path}': needed a JSON object. Fetch it again.")
-    return found
+    return content

@@ -34,15 +34,15 @@ class FastDit(Reader):
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)
-        found = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name.endswith(FEATURES))
-        if len(found) != 1:
+        folders = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name.endswith(FEATURES))
+        if len(folders) != 1:
             raise SourceError(
-                f"source '{root}': {len(found)} folders whose name ends in '{FEATURES}'; needed one, as "
+                f"source '{root}': {len(folders)} folders whose name ends in '{FEATURES}'; needed one, as "
                 "'imagenet256_features'."
             )
-        self._features, self._labels = found[0], found[0].removesuffix(FEATURES) + LABELS
+        self._features, self._labels = folders[0], folders[0].removesuffix(FEATURES) + LABELS
         if not (root / self._labels).is_dir():
-            raise SourceError(f"source '{root}': there is no '{self._labels}', which has the labels of '{found[0]}'.")
+            raise SourceError(f"source '{root}': there is no '{self._labels}' with the labels of '{folders[0]}'.")
 
     def entries(self) -> Iterator[Entry]:
         """Files in numeric order; a label without features is a reject."""
@@ -110,5 +110,5 @@ class Mar(Reader):
     def read(self, entry: Entry) -> Features:
         """Moments of the picture and of the flipped picture."""
         with rejecting(entry.path), open_npz(self.root / entry.path) as arrays:
-            found = [read_member(arrays, name) for name in MOMENTS if f"{name}.npy" in arrays.namelist()]
-        return Features(found, row_checksum(*found))
+            moments = [read_member(arrays, name) for name in MOMENTS if f"{name}.npy" in arrays.namelist()]
+        return Features(moments, row_checksum(*moments))

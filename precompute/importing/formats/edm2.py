@@ -132,9 +132,9 @@ def _labels(description: Any) -> dict[str, int]:
     """Label of each member; raises ValueError if they are not class numbers."""
     labels = description.get("labels") if isinstance(description, dict) else None
     try:
-        found = {str(name): label for name, label in labels or ()}
+        label_of = {str(name): label for name, label in labels or ()}
     except (TypeError, ValueError) as error:
         raise ValueError("its labels are no list of [name, label]") from error
-    if wrong := [name for name, label in found.items() if type(label) is not int]:
+    if wrong := [name for name, label in label_of.items() if type(label) is not int]:
         raise ValueError(f"the label of {wrong[0][:100]!r} is no class number")
-    return found
+    return label_of

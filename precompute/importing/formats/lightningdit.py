@@ -70,8 +70,8 @@ class LightningDit(Reader):
         """Samples of the picture and of the flipped picture."""
         row = entry.offset
         with rejecting(entry.path):
-            found = [array[row : row + 1][0] for array in self._open(entry.path).arrays]
-        arrays = [(one.float() if one.dtype == torch.bfloat16 else one).numpy() for one in found]
+            tensors = [array[row : row + 1][0] for array in self._open(entry.path).arrays]
+        arrays = [(tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy() for tensor in tensors]
         return Features(arrays, row_checksum(*arrays))
 
 
@@ -96,7 +96,7 @@ def open_shard(path: Path) -> Shard:
     if ARRAYS[0] not in names:
         raise ValueError(f"it has no tensor '{ARRAYS[0]}'")
     arrays = [file.get_slice(name) for name in ARRAYS if name in names]
-    shapes, dtypes = ([tuple(one.get_shape()) for one in arrays], {one.get_dtype() for one in arrays})
+    shapes, dtypes = ([tuple(array.get_shape()) for array in arrays], {array.get_dtype() for array in arrays})
     if len(set(shapes)) != 1 or len(shapes[0]) != 4 or len(dtypes) != 1:
         raise ValueError(f"tensors of shapes {shapes}; needed (N, C, H, W)")
     (rows, *shape), dtype = shapes[0], str(dtypes.pop())

@@ -79,13 +79,13 @@ class Mds(Reader):
         """The configured column, or the only one with the usual prefix; "" if optional. Raises SourceError."""
         configured: str = getattr(self.recipe.layout, key)
         columns = list(self._shards[0].columns)
-        found = [name for name in columns if name == (configured or usual)]
+        matching = [name for name in columns if name == (configured or usual)]
         if not configured and usual:
-            found = found or [name for name in columns if name.startswith(usual)]
-        if len(found) == 1 or (optional and not configured and not found):
-            return "".join(found)
+            matching = matching or [name for name in columns if name.startswith(usual)]
+        if len(matching) == 1 or (optional and not configured and not matching):
+            return "".join(matching)
         raise SourceError(
-            f"source '{self.root}': layout.{key} '{configured}': {len(found)} such columns among {', '.join(columns)}. "
+            f"source '{self.root}': layout.{key} '{configured}': {len(matching)} such columns of {', '.join(columns)}. "
             f"Name one with --set layout.{key}=COLUMN."
         )
 
@@ -130,14 +130,14 @@ class Mds(Reader):
         if not 4 * (shard.samples + 2) <= begin <= begin + 4 * varying <= end <= len(content):
             raise ValueError(f"sample from {begin} to {end} in a shard of {len(content)} bytes")
         sizes = iter(np.frombuffer(content, "<u4", varying, begin).tolist())
-        at, found = begin + 4 * varying, {}
+        at, sample = begin + 4 * varying, {}
         for name, (encoding, size) in shard.columns.items():
             length = next(sizes) if size is None else size
             if at + length > end:
                 raise ValueError(f"column '{name}' goes beyond its sample")
-            found[name] = encoding, content[at : at + length]
+            sample[name] = encoding, content[at : at + length]
             at += length
-        return found
+        return sample
 
     def _read_shard(self, path: str) -> memoryview:
         """The mapped content of a shard; a compressed one is decompressed once: captions come in order of length.
@@ -236,21 +236,21 @@ def _index(root: Path) -> list[Shard]:
     return shards
 
 
-def _shard(said: Any) -> Shard:
-    if said["format"] != "mds" or said["version"] != 2:
-        raise ValueError(f"format {said['format']} version {said['version']}; needed mds, 2")
-    zipped, compression = said["zip_data"], said["compression"]
+def _shard(entry: Any) -> Shard:
+    if entry["format"] != "mds" or entry["version"] != 2:
+        raise ValueError(f"format {entry['format']} version {entry['version']}; needed mds, 2")
+    zipped, compression = entry["zip_data"], entry["compression"]
     if compression and str(compression).split(":")[0] != "zstd":
         raise ValueError(f"compression '{compression}'; needed zstd or none")
-    if not all(isinstance(text, str) for text in (*said["column_names"], *said["column_encodings"])):
+    if not all(isinstance(text, str) for text in (*entry["column_names"], *entry["column_encodings"])):
         raise ValueError("columns whose names and encodings are no text")
-    sizes = [None if size is None else int(size) for size in said["column_sizes"]]
-    columns = dict(zip(said["column_names"], zip(said["column_encodings"], sizes, strict=True), strict=True))
-    num_bytes, samples = int(said["raw_data"]["bytes"]), int(said["samples"])
+    sizes = [None if size is None else int(size) for size in entry["column_sizes"]]
+    columns = dict(zip(entry["column_names"], zip(entry["column_encodings"], sizes, strict=True), strict=True))
+    num_bytes, samples = int(entry["raw_data"]["bytes"]), int(entry["samples"])
     if not 0 < samples < num_bytes < MAX_SHARD_BYTES or any(size is not None and size < 0 for size in sizes):
         raise ValueError(f"{samples} samples in {num_bytes} bytes")
     compressed = inner_path(zipped["basename"]) if zipped else ""
-    return Shard(inner_path(said["raw_data"]["basename"]), num_bytes, compressed, samples, columns)
+    return Shard(inner_path(entry["raw_data"]["basename"]), num_bytes, compressed, samples, columns)
 
 
 def _integer(encoding: str, data: memoryview) -> int:
@@ -264,14 +264,14 @@ def _ndarray(encoding: str, data: memoryview) -> np.ndarray:
 
     Raises: ValueError: another encoding (pickle is rejected), or the size does not match.
     """
-    kind, *said = encoding.split(":")
-    if kind != "ndarray" or len(said) > 2:
+    kind, *details = encoding.split(":")
+    if kind != "ndarray" or len(details) > 2:
         raise ValueError(f"column encoded as '{encoding}'; needed bytes or ndarray (pickled ones are refused)")
-    dtype, at = (said[0], 0) if said else (VALUES.get(data[0] if len(data) else 0, ""), 1)
+    dtype, at = (details[0], 0) if details else (VALUES.get(data[0] if len(data) else 0, ""), 1)
     if dtype not in VALUES.values():
         raise ValueError(f"an array of dtype '{dtype}'")
-    if len(said) == 2:
-        shape = [int(side) for side in said[1].split(",")]
+    if len(details) == 2:
+        shape = [int(side) for side in details[1].split(",")]
     else:
         ndim, sides = data[at] >> 2, SIDES[data[at] & 3]
         shape = np.frombuffer(data, sides, ndim, at + 1).tolist()

@@ -155,8 +155,8 @@ def _item(item: Any) -> Item:
         return Item(problem=reject.detail)
     if not isinstance(prompt, str) or not prompt.strip():
         return Item(problem="its prompt is no text, or empty")
-    known = all(isinstance(side, int | float) and 1 <= side < 1 << 20 for side in sides)
-    return Item(prompt, (int(sides[0]), int(sides[1])) if known else (0, 0))
+    has_size = all(isinstance(side, int | float) and 1 <= side < 1 << 20 for side in sides)
+    return Item(prompt, (int(sides[0]), int(sides[1])) if has_size else (0, 0))
 
 
 def _folder(root: Path, base: Path, configured: str, key: str, pattern: str, files: str) -> str:
@@ -167,11 +167,11 @@ def _folder(root: Path, base: Path, configured: str, key: str, pattern: str, fil
         return configured
     tops = [path for path in sorted(base.glob(pattern)) if path.is_dir()]
     inner = [path for top in tops for path in (top, *sorted(top.iterdir())) if path.is_dir()]
-    found = [path.relative_to(root).as_posix() for path in inner if next(path.glob(files), None)]
-    if len(found) != 1:
-        listed = f": {', '.join(found[:5])}" if found else ""
+    folders = [path.relative_to(root).as_posix() for path in inner if next(path.glob(files), None)]
+    if len(folders) != 1:
+        listed = f": {', '.join(folders[:5])}" if folders else ""
         raise SourceError(
-            f"source '{base}': {len(found)} folders '{pattern}' with {files}{listed}; needed one. Name it with --set "
+            f"source '{base}': {len(folders)} folders '{pattern}' with {files}{listed}; needed one. Name it with --set "
             f"layout.{key}=FOLDER, relative to --source."
         )
-    return found[0]
+    return folders[0]

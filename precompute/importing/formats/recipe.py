@@ -1,7 +1,6 @@
 """The settings of an import: one frozen model per section, one line of meaning under each key.
 
-What a kind of features is by itself (its VAE, its scale) stands beside its reader; what is empty or 0 here is taken
-from there.
+Defaults of a kind of features (VAE, scale) are defined by its reader; they apply where a setting is empty or 0.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ Kind = Literal["fast-dit", "lightningdit", "mar", "edm2", "pixart", "mds"]
 
 
 class ImportSource(Section):
-    """How the features are read."""
+    """How to read the features."""
 
     num_classes: Annotated[int, Field(ge=0)] = 0
-    """Classes that there are; 0: one more than the largest label."""
+    """Number of classes; 0: one more than the largest label."""
     max_reject_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Stop when more than this share of all records is rejected (and more than ten, or than half of all)."""
     max_rejects_in_a_row: Annotated[int, Field(ge=1)] = 100
-    """Stop when so many records in a row are rejected."""
+    """Stop after this many rejects in a row."""
 
     def limits(self) -> SourceSection:
         """The same limits as a section of a precompute recipe."""
@@ -33,42 +32,42 @@ class ImportSource(Section):
 
 
 class ImportVae(Section):
-    """What is known of the VAE that made the features."""
+    """The VAE that encoded the features."""
 
     model: str = ""
-    """Hub id or folder of it, to decode with; empty: the one that the kind is published with."""
+    """Hub id or folder, for decoding; empty: the one that the kind was published with."""
     subfolder: str = ""
     """Folder inside the model."""
     downscale: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Pixels of a latent's place; 0: as the kind has it."""
+    """Pixels per latent position, along each side; 0: the kind's."""
     shift: list[float] = Field(default=[])
-    """The model's input is (z - shift) * scale: one number, or one a channel; empty: as the kind has it."""
+    """The model's input is (z - shift) * scale: one number, or one a channel; empty: the kind's."""
     scale: list[float] = Field(default=[])
-    """As shift. Of features that were scaled before they were stored: what they were scaled with."""
+    """As shift. For features that were scaled before storing: the scale that was applied."""
     multiplier: Annotated[float, Field(gt=0)] = 1.0
-    """A further factor of the scale, as LightningDiT's latent_multiplier."""
+    """An additional factor of the scale, as LightningDiT's latent_multiplier."""
     pixels: Literal["auto", "-1..1", "0..1"] = "auto"
-    """Range of the pixels that the VAE was given; "auto": as the kind has it."""
+    """Range of the VAE's input pixels; "auto": the kind's."""
 
     @field_validator("scale")
     @classmethod
     def _not_zero(cls, value: list[float]) -> list[float]:
         if 0 in value:
-            raise ValueError("a scale of 0 leaves nothing of a latent")
+            raise ValueError("a scale of 0 would erase the latents")
         return value
 
 
 class ImportText(Section):
-    """What is known of the text encoder."""
+    """The text encoder."""
 
     model: str = ""
-    """Hub id or folder of it; empty: the one that the kind is published with."""
+    """Hub id or folder; empty: the one that the kind was published with."""
     check: Literal["content", "mask"] = "content"
-    """What is read of a caption when planning: all of it, so that a broken one is a reject; or its mask only."""
+    """What is read of a caption for planning: all of it, so that a broken one is rejected; or only its mask."""
 
 
 class ImportLayout(Section):
-    """Where things lie in a source; empty: where the kind's own programs put them."""
+    """Names of folders or columns in a source; empty: those of the kind's own programs."""
 
     latents: str = ""
     """PixArt: folder of the VAE features. MDS: the column of the latents, as "latents_256"."""
@@ -81,15 +80,15 @@ class ImportLayout(Section):
     mask: str = ""
     """MDS: the column of the captions' attention mask; empty: all tokens are kept."""
     dtype: Literal["float16", "float32"] = "float16"
-    """MDS: of arrays that are stored as plain bytes."""
+    """MDS: of arrays stored as plain bytes."""
     channels: Annotated[int, Field(ge=1, le=1024)] = 4
-    """MDS: latent channels of arrays that are stored as plain bytes; their latents are squares."""
+    """MDS: latent channels of arrays stored as plain bytes; their latents are square."""
     width: Annotated[int, Field(ge=0, le=1 << 16)] = 0
-    """MDS: width of caption embeddings that are stored as plain bytes."""
+    """MDS: width of caption embeddings stored as plain bytes."""
 
 
 class ImportStore(Section):
-    """What lies on disk."""
+    """The format on disk."""
 
     dtype: Literal["source", "float16", "float32"] = "source"
     """Of latents and caption embeddings; "source": as they are, so no number changes (bfloat16 becomes float32)."""
@@ -105,7 +104,7 @@ class ImportStore(Section):
 
 
 class ImportRecipe(Section):
-    """An import, fully described, but for its kind and where things lie."""
+    """A complete description of an import, except for its kind and paths."""
 
     source: ImportSource = ImportSource()
     vae: ImportVae = ImportVae()

@@ -19,7 +19,7 @@ def read_tensors(path: Path) -> Any:
     try:
         with open_regular(path) as file:
             return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # whose message tells how to read it all the same
+    except pickle.UnpicklingError as error:  # its message explains how to read it anyway
         raise ValueError("it holds something else than tensors, which is refused") from error
     except (RuntimeError, EOFError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"no file of tensors: {next(iter(str(error).splitlines()), '')}"[:200]) from error
+        raise ValueError(f"not a file of tensors: {next(iter(str(error).splitlines()), '')}"[:200]) from error

@@ -169,7 +169,7 @@ class LocalFiles:
 
 def _identity(folder: Path) -> tuple[int, int]:
     try:
-        found = os.stat(folder)
+        status = os.stat(folder)
     except OSError as error:
         raise SourceError(f"source: folder '{folder}' cannot be read ({error.strerror}).") from error
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

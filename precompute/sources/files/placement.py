@@ -37,7 +37,7 @@ class Placement:
     suffix: str = ""
     prefix: str = ""
 
-    def said(self) -> str:
+    def described(self) -> str:
         """The placement in words."""
         parts = [f"in '{self.folder}'" if self.folder else "beside the table"]
         parts += [f"'{self.suffix}' is added to their names"] if self.suffix else []
@@ -54,12 +54,12 @@ class Placement:
 
     def look(self, files: SourceFiles, inside: str) -> FoundFile | None:
         """The picture of a key; tries other suffixes if it is missing."""
-        found = files.look(self.path(inside))
-        if found and not found.problem:
-            return found
+        file = files.look(self.path(inside))
+        if file and not file.problem:
+            return file
         others = (replace(self, suffix=suffix) for suffix in suffixes_of(inside) if suffix != self.suffix)
         looked = (files.look(other.path(inside)) for other in others)
-        return next((other for other in looked if other and not other.problem), found)
+        return next((other for other in looked if other and not other.problem), file)
 
 
 def normalized_root(root: str) -> str | None:
@@ -139,5 +139,5 @@ def _is_inside(path: str) -> bool:
 
 
 def _is_file(files: SourceFiles, path: str) -> bool:
-    found = files.look(path)
-    return found is not None and not found.problem
+    file = files.look(path)
+    return file is not None and not file.problem

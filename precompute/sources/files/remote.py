@@ -80,8 +80,8 @@ class RemoteFiles:
             raise SourceError(str(error)) from error
 
     def _ask_size(self, path: str) -> int | None:
-        found = self.look(path)
-        return found.num_bytes if found else None
+        file = self.look(path)
+        return file.num_bytes if file else None
 
 
 class _RangedFile(io.RawIOBase):
@@ -119,5 +119,5 @@ class _RangedFile(io.RawIOBase):
 
 def _remote_file(path: str, info: Mapping[str, Any]) -> FoundFile:
     """An object at a URL; a hash of its ETag or time stands for its modification time."""
-    said = next((str(info[key]) for key in VERSION_KEYS if info.get(key) is not None), "")
-    return FoundFile(path, int(info["size"] or 0), xxhash.xxh3_64_intdigest(said.encode()) >> 1)
+    version = next((str(info[key]) for key in VERSION_KEYS if info.get(key) is not None), "")
+    return FoundFile(path, int(info["size"] or 0), xxhash.xxh3_64_intdigest(version.encode()) >> 1)

@@ -115,16 +115,16 @@ def _shard_folders(files: SourceFiles, folders: list[str]) -> list[str]:
     """Folders that hold shards, directly or in folders of splits."""
     if len(folders) > MAX_CONFIGS or any(is_picture(name) for name in files.names()):
         return []
-    found = []
+    with_shards = []
     for folder in folders:
         inside = _entered(files, folder)
         if _has_shards(inside):
-            found.append(folder)
+            with_shards.append(folder)
         elif not FOLDER.fullmatch(folder):
             below = [name for name in islice(inside.folders(), MAX_CONFIGS) if FOLDER.fullmatch(name)]
             if any(_has_shards(_entered(inside, name)) for name in below):
-                found.append(folder)
-    return found
+                with_shards.append(folder)
+    return with_shards
 
 
 def _has_shards(files: SourceFiles) -> bool:
@@ -154,16 +154,16 @@ def _split_of_shard(name: str) -> str:
     return word[1] if word else ""
 
 
-def choose_split(where: str, counts: Counter[str], asked: str, said: Callable[[int], str] = str) -> str | None:
+def choose_split(where: str, counts: Counter[str], asked: str, show: Callable[[int], str] = str) -> str | None:
     """The requested split; None for all.
 
     Args:
       counts: of the entries of each split.
-      said: formats a count for the message.
+      show: formats a count for the message.
     Raises: SourceError: several and none named; or none of this name.
     """
     splits = [name for name in counts if name]
-    there = ", ".join(f"{name} ({said(counts[name])})" for name in splits)
+    there = ", ".join(f"{name} ({show(counts[name])})" for name in splits)
     if asked == ALL or (not asked and len(splits) < 2):
         return None
     if not asked:
@@ -174,7 +174,7 @@ def choose_split(where: str, counts: Counter[str], asked: str, said: Callable[[i
     same = [name for name in splits if name == asked]
     same = same or [name for name in splits if _usual(name) == _usual(asked)]
     if len(same) != 1:
-        raise SourceError(f"source '{where}': no split '{asked}'. It holds: {there or 'no splits that names tell'}.")
+        raise SourceError(f"source '{where}': no split '{asked}'. It holds: {there or 'no recognizable splits'}.")
     return same[0]
 
 

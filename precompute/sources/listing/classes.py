@@ -1,14 +1,12 @@
-"""Display names of classes, from ``source.class_names``: ImageNet's, which are included, or a file.
+"""Display names of classes, from ``source.class_names``: ImageNet's, which are included, or a text file.
 
-A text file has one name a line, in order of the labels, or "CLASS NAME" as Kaggle's ``LOC_synset_mapping.txt``; a TSV
-"CLASS<tab>NAME", or with the label first; a JSON file a list, or an object from class or label to name, as Keras'
-``imagenet_class_index.json``. CLASS is the class as the source names it.
+The file has one name a line, in order of the labels, or "CLASS<tab>NAME", where CLASS is the class as the source names
+it, or its label.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ....datasets.errors import RecipeError, SourceError
@@ -19,85 +17,58 @@ MAX_BYTES = 64 << 20
 MAX_NAME_CHARS = 1000
 NUM_SHOWN = 3
 
-Row = Sequence[str]
-"""What a file says of one class: its name is last, before it stand the class, the label, or nothing."""
 
-
-def read_class_names(asked: str) -> list[Row]:
-    """Read the file or name in ``source.class_names``.
+def read_class_names(asked: str) -> dict[str, str]:
+    """Display names by class or label, of the file or name in ``source.class_names``.
 
     Raises: RecipeError: missing, or not a file of class names.
     """
     if asked == IMAGENET:
-        return [(str(label), wnid, name) for label, (wnid, name) in enumerate(imagenet_names().items())]
-    path = Path(asked)
+        names = imagenet_names()
+        return names | {str(label): name for label, name in enumerate(names.values())}
+    path, names = Path(asked), dict[str, str]()
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"more than {MAX_BYTES >> 20} MiB")
-        text = path.read_text(encoding="utf-8-sig")
-        rows = list(_json_rows(json.loads(text)) if path.suffix == ".json" else _text_rows(text))
-    except (OSError, ValueError, RecursionError) as error:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RecipeError(
-            f"source.class_names '{asked}': {reason}. Needed \"imagenet\", or a text, TSV or JSON file of names."
+            f"source.class_names '{asked}': {reason}. Needed \"imagenet\", or a text file of names."
         ) from error
-    if not rows:
+    for label, line in enumerate(lines):
+        key, tab, name = line.rpartition("\t")
+        if not name or len(line) > MAX_NAME_CHARS:
+            raise RecipeError(
+                f"source.class_names '{asked}': line {label + 1} is {line[:40]!r}; needed a name of at most "
+                f"{MAX_NAME_CHARS} characters."
+            )
+        names[key.strip() if tab else str(label)] = name.strip()
+    if not names:
         raise RecipeError(f"source.class_names '{asked}': it names nothing. Needed a name for each class.")
-    return rows
+    return names
 
 
-def names_of_classes(asked: str, rows: Sequence[Row], classes: Sequence[str] | None) -> list[str]:
+def names_of_classes(asked: str, names: Mapping[str, str], classes: Sequence[str] | None) -> list[str]:
     """A name for each class of a source.
 
     Args:
       asked: of the recipe, for messages.
-      rows: from ``read_class_names``.
+      names: from ``read_class_names``.
       classes: as the source names them, in order of their labels.
     Raises: SourceError: the source has no classes, or some of them have no name.
     """
     if not classes:
         raise SourceError(f"source.class_names '{asked}': the source has no classes to name. Leave it out.")
     known = set(classes)
-    rows = [_with_class(row, known) for row in rows]
-    names = {str(label): row[-1] for label, row in enumerate(rows)} if all(len(row) == 1 for row in rows) else {}
-    by_class: dict[str, str] = {}
-    for row in rows:
-        names |= {row[0]: row[-1]} if len(row) > 1 else {}
-        by_class |= {cell: row[-1] for cell in row[:-1] if cell in known}
-    if asked == IMAGENET:  # whose labels mean nothing for classes that are named otherwise
-        names = {label: name for label, name in names.items() if label in known}
-    found = [by_class.get(name, names.get(str(label))) for label, name in enumerate(classes)]
-    missing = [name for name, its_name in zip(classes, found, strict=True) if not its_name]
+    if asked == IMAGENET:  # its labels mean nothing for classes with other names
+        names = {key: name for key, name in names.items() if key in known}
+    display_names = [names.get(name, names.get(str(label), "")) for label, name in enumerate(classes)]
+    missing = [name for name, display_name in zip(classes, display_names, strict=True) if not display_name]
     if missing:
         more = f" and {len(missing) - NUM_SHOWN} more" if len(missing) > NUM_SHOWN else ""
         raise SourceError(
             f"source.class_names '{asked}': no name for {len(missing)} of {len(classes)} classes: "
             f"{', '.join(missing[:NUM_SHOWN])}{more}. Add them to the file."
         )
-    return [str(name) for name in found]
-
-
-def _with_class(row: Row, known: set[str]) -> Row:
-    """Split "n01440764 tench, Tinca tinca" into class and name, if the class exists."""
-    first, space, rest = row[0].partition(" ")
-    return (first, rest.strip()) if len(row) == 1 and space and first in known and rest.strip() else row
-
-
-def _text_rows(text: str) -> Iterable[Row]:
-    for line in text.splitlines():
-        if line.strip():
-            yield _row(line.strip().split("\t"))
-
-
-def _json_rows(value: object) -> Iterable[Row]:
-    if isinstance(value, list):
-        return [_row([name]) for name in value]
-    if isinstance(value, dict):
-        return [_row([key, *(name if isinstance(name, list) else [name])]) for key, name in value.items()]
-    raise ValueError("neither a list nor an object")
-
-
-def _row(cells: Sequence[object]) -> Row:
-    if not all(isinstance(cell, str) and len(cell) <= MAX_NAME_CHARS for cell in cells):
-        raise ValueError(f"a name must be text of at most {MAX_NAME_CHARS} characters")
-    return tuple(str(cell).strip() for cell in cells)
+    return display_names

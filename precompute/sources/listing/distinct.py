@@ -56,11 +56,11 @@ def first_positions(stream: Iterable[np.ndarray], what: str) -> np.ndarray:
 def _entries(stream: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
     """Digests with their positions, in batches."""
     position, waiting, count = 0, [], 0
-    for found in stream:
-        entries = np.empty(len(found), ENTRY)
-        entries["high"], entries["low"] = found[:, 0], found[:, 1]
-        entries["position"] = np.arange(position, position + len(found))
-        position, count = position + len(found), count + len(found)
+    for digest_batch in stream:
+        entries = np.empty(len(digest_batch), ENTRY)
+        entries["high"], entries["low"] = digest_batch[:, 0], digest_batch[:, 1]
+        entries["position"] = np.arange(position, position + len(digest_batch))
+        position, count = position + len(digest_batch), count + len(digest_batch)
         waiting.append(entries)
         if count >= SPREAD:
             yield np.concatenate(waiting)

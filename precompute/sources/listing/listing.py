@@ -166,7 +166,7 @@ def _repeated(first: np.ndarray) -> dict[int, int]:
     """Position of each repeated key, and its first position."""
     repeated = {}
     for start in range(0, len(first), LOOK_ROWS):
-        here = first[start : start + LOOK_ROWS]
-        again = np.flatnonzero(here != np.arange(start, start + len(here)))
-        repeated |= zip((again + start).tolist(), here[again].tolist(), strict=True)
+        some = first[start : start + LOOK_ROWS]
+        again = np.flatnonzero(some != np.arange(start, start + len(some)))
+        repeated |= zip((again + start).tolist(), some[again].tolist(), strict=True)
     return repeated

@@ -61,11 +61,13 @@ def _joined(batches: Sequence[pa.RecordBatch], first: np.ndarray) -> tuple[np.nd
     labels, ranks, counts = (map_array(total, kind, WHAT) for kind in ("int32", "int16", "int32"))
     start, joins = 0, False
     for batch in batches:
-        here = np.arange(start, start + batch.num_rows)
-        labels[here] = batch["label"].to_numpy()
-        leaders = first[here]
+        positions = np.arange(start, start + batch.num_rows)
+        labels[positions] = batch["label"].to_numpy()
+        leaders = first[positions]
         says = (pc.list_value_length(batch["captions"]).to_numpy() > 0) | ~batch["reason"].is_null().to_numpy(False)
-        rows = np.flatnonzero((leaders != here) & says & ((labels[here] < 0) | (labels[here] == labels[leaders])))
+        rows = np.flatnonzero(
+            (leaders != positions) & says & ((labels[positions] < 0) | (labels[positions] == labels[leaders]))
+        )
         rows = rows[np.argsort(leaders[rows], kind="stable")]
         begins = np.flatnonzero(np.diff(leaders[rows], prepend=-1))
         among = np.arange(len(rows)) - np.repeat(begins, np.diff(begins, append=len(rows)))
@@ -85,15 +87,15 @@ def _ordered(first: np.ndarray, ranks: np.ndarray, counts: np.ndarray) -> tuple[
     places, order, begins = (map_array(total, kind, WHAT) for kind in ("int64", "int64", "bool"))
     at = 0
     for start in range(0, total, chunk):
-        own = ranks[start : start + chunk] == 0
-        sizes = np.where(own, 1 + counts[start : start + chunk].astype(np.int64), 0)
+        is_first = ranks[start : start + chunk] == 0
+        sizes = np.where(is_first, 1 + counts[start : start + chunk].astype(np.int64), 0)
         ends = at + np.cumsum(sizes)
         places[start : start + chunk], at = ends - sizes, int(ends[-1])
     for start in range(0, total, chunk):
-        here = np.arange(start, min(start + chunk, total))
-        own = ranks[here] == 0
-        place = places[np.where(own, here, first[here])] + ranks[here]
-        order[place], begins[place] = here, own
+        positions = np.arange(start, min(start + chunk, total))
+        is_first = ranks[positions] == 0
+        place = places[np.where(is_first, positions, first[positions])] + ranks[positions]
+        order[place], begins[place] = positions, is_first
     return order, begins
 
 
@@ -143,7 +145,10 @@ def _joined_batch(rows: pa.RecordBatch, begins: np.ndarray) -> pa.RecordBatch:
     columns["captions"] = captions.cast(rows.schema.field("captions").type)
     many = counts > MAX_CAPTIONS
     if many.any():
-        mask, said = pa.array(many), [f"{count} captions, at most {MAX_CAPTIONS} are taken" for count in counts[many]]
+        mask, details = (
+            pa.array(many),
+            [f"{count} captions, at most {MAX_CAPTIONS} are taken" for count in counts[many]],
+        )
         columns["reason"] = pc.if_else(mask, "bad_metadata", columns["reason"])
-        columns["detail"] = pc.replace_with_mask(columns["detail"], mask, pa.array(said))
+        columns["detail"] = pc.replace_with_mask(columns["detail"], mask, pa.array(details))
     return pa.RecordBatch.from_arrays([columns[name] for name in rows.schema.names], schema=rows.schema)

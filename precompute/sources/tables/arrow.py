@@ -1,19 +1,17 @@
-"""What ``save_to_disk`` of Hugging Face Datasets writes: a folder of Arrow streams, and JSON that lists them.
+"""Datasets that Hugging Face's ``save_to_disk`` wrote: a folder of Arrow streams, and JSON that lists them.
 
-A stream has no index, so the heads of its messages are walked once: each says how long its body is. Pictures stay
-where they are until their batch is read.
+A stream has no index, so its messages are read once to find the offset and the number of rows of each batch. A local
+file is mapped: its pictures stay on disk until their batch is read.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import struct
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,46 +27,32 @@ from .parquet import MAX_GROUP_BYTES, OPEN_FILES, Columns, RowBytes, find_column
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 MAX_STATE_BYTES = 1 << 24
-MAX_HEAD_BYTES = 1 << 24  # of one message, without its body
-CONTINUATION = 0xFFFFFFFF
-SCHEMA_MESSAGE, BATCH_MESSAGE = 1, 3
-ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, struct.error, IndexError)
+ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, EOFError)
 
 
-@dataclass(frozen=True)
-class Message:
-    """One message of an Arrow stream.
+class Batch(NamedTuple):
+    """A record batch of an Arrow stream: where its message begins in the file, and its number of rows."""
 
-    Args:
-      kind: SCHEMA_MESSAGE, BATCH_MESSAGE or another.
-      offset, num_bytes: where it lies in the file, with its body.
-      num_rows: of a batch.
-      is_compressed: the body is; reading it may take any memory.
-    """
-
-    kind: int
     offset: int
-    num_bytes: int
     num_rows: int
-    is_compressed: bool
 
 
 def is_saved_dataset(files: SourceFiles) -> bool:
-    """A folder was written by ``Dataset.save_to_disk``."""
+    """Whether ``Dataset.save_to_disk`` wrote a folder."""
     return files.only is None and files.look(STATE) is not None
 
 
 def is_saved_dict(files: SourceFiles) -> bool:
-    """A folder was written by ``DatasetDict.save_to_disk``: each split lies in a folder of its own."""
+    """Whether ``DatasetDict.save_to_disk`` wrote a folder, with a folder for each split."""
     return files.only is None and files.look(SPLITS) is not None
 
 
 def saved_split(files: SourceFiles, split: str) -> tuple[SourceFiles, list[str]]:
-    """The folder of one split of a saved ``DatasetDict``, and what was chosen, for a person.
+    """The folder of one split of a saved ``DatasetDict``, and notes for the user.
 
     Args:
-      split: of the recipe; "" where there may be only one.
-    Raises: SourceError: there are several splits and none is named; none of this name; the file of names is damaged.
+      split: of the recipe; "" if there may be only one.
+    Raises: SourceError: several splits and none named; no split of this name; the list of splits is damaged.
     """
     splits = _json(files, SPLITS).get("splits")
     names = [name for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
@@ -86,64 +70,64 @@ def saved_split(files: SourceFiles, split: str) -> tuple[SourceFiles, list[str]]
 def arrow_names(files: SourceFiles) -> list[str]:
     """The Arrow files of a saved dataset, in order.
 
-    Raises: SourceError: the file that lists them is damaged, or rows were chosen from the files by an index.
+    Raises: SourceError: the list is damaged, or an index selects rows of the files.
     """
     state = _json(files, STATE)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise SourceError(
-            f"source '{files.name}': its rows are chosen by an index beside them. Save it again with "
+            f"source '{files.name}': an index selects its rows. Save it again with "
             "dataset.flatten_indices().save_to_disk(...)."
         )
     listed = state.get("_data_files")
-    names = [one.get("filename") for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    names = [file.get("filename") for file in listed if isinstance(file, dict)] if isinstance(listed, list) else []
     if not names or not all(isinstance(name, str) and _is_name(name) for name in names):
         raise SourceError(f"source '{shown(files, STATE)}': needed '_data_files' with names of files. Restore it.")
     return [str(name) for name in names]
 
 
 def arrow_records(files: SourceFiles, scan: Scan) -> Iterator[Any]:
-    """A record for each row; its key is the file's name without extension, and the number of the row from 0.
+    """A record for each row; its key is the file's name without extension and the number of the row, from 0.
 
-    Raises: SourceError: a file is damaged, has no column of pictures, or has other classes than the first.
+    Raises: SourceError: a file is damaged, has no column of pictures, or other classes than the first.
     """
     for number, name in enumerate(arrow_names(files)):
         place, position = files.look(name) or FoundFile(name), 0
         where = shown(files, name)
         with _opened(files, name) as file:
-            schema, messages = _messages(file, where)
+            schema, batches = _find_batches(file, where)
             columns = find_columns(schema, where, scan.settings)
             columns.tell(scan, where, is_first=not number)
-            for message in messages:
-                for row in _described(_batch(file, message, schema), columns):
+            for batch in batches:
+                for row in _described(_read_batch(file, batch, schema), columns):
                     yield row_record(f"{name.rpartition('.')[0]}/{position}", place, position, row)
                     position += 1
 
 
 class ArrowRowBytes(RowBytes):
-    """Pictures of Arrow streams by row; a batch is what a row group is in Parquet."""
+    """Pictures of Arrow streams by row; a batch takes the place of Parquet's row group."""
 
     def __init__(self, files: SourceFiles, settings: SourceSection) -> None:
         super().__init__(files, settings)
-        self._heads = functools.lru_cache(OPEN_FILES)(self._read_heads)
+        self._batches = functools.lru_cache(OPEN_FILES)(self._find_batches)
 
     def starts(self, path: str) -> tuple[np.ndarray, str]:
-        schema, messages = self._heads(path)
+        schema, batches = self._batches(path)
         image = find_columns(schema, path, self.settings).image
-        return np.cumsum([0, *(message.num_rows for message in messages)]), image
+        return np.cumsum([0, *(batch.num_rows for batch in batches)]), image
 
     def pictures(self, path: str, group: int, column: str) -> pa.ChunkedArray:
-        schema, messages = self._heads(path)
+        schema, batches = self._batches(path)
         with _opened(self.files, path) as file:
-            values = _batch(file, messages[group], schema)[column.removesuffix(".bytes")]
+            values = _read_batch(file, batches[group], schema)[column.removesuffix(".bytes")]
         return pa.chunked_array([values.field("bytes") if pa.types.is_struct(values.type) else values])
 
-    def _read_heads(self, path: str) -> tuple[pa.Schema, list[Message]]:
+    def _find_batches(self, path: str) -> tuple[pa.Schema, list[Batch]]:
         with _opened(self.files, path) as file:
-            return _messages(file, path)
+            return _find_batches(file, path)
 
 
 def _described(batch: pa.RecordBatch, columns: Columns) -> Iterator[dict[str, Any]]:
-    """Label and captions of each row, under the names that a record's row has."""
+    """Label and captions of each row, under the names that ``row_record`` reads."""
     for start in range(0, batch.num_rows, 1024):
         part = batch.slice(start, 1024)
         labels = part[columns.label].to_pylist() if columns.label else [None] * part.num_rows
@@ -154,7 +138,7 @@ def _described(batch: pa.RecordBatch, columns: Columns) -> Iterator[dict[str, An
 
 @contextmanager
 def _opened(files: SourceFiles, name: str) -> Iterator[pa.NativeFile]:
-    """Open an Arrow stream, mapped where it is a file here. Raises: SourceError: it is none."""
+    """Open an Arrow stream; a local file is mapped. Raises: SourceError: it is not a readable Arrow stream."""
     where = shown(files, name)
     try:
         with files.open(name, ahead=False) as file:  # a regular file, or an error
@@ -167,85 +151,33 @@ def _opened(files: SourceFiles, name: str) -> Iterator[pa.NativeFile]:
         raise SourceError(f"source '{where}': not a readable Arrow stream ({str(error)[:200]}). Restore it.") from error
 
 
-def _messages(file: pa.NativeFile, where: str) -> tuple[pa.Schema, list[Message]]:
-    """Schema and batches of a stream, from the heads of its messages.
+def _find_batches(file: pa.NativeFile, where: str) -> tuple[pa.Schema, list[Batch]]:
+    """Schema and batches of a stream.
 
-    Raises: SourceError: the batches are of a kind that is not read.
+    Raises: SourceError: it has dictionaries, or a batch is too large.
     """
-    size, position, schema, batches = file.size(), 0, None, []
-    while position + 8 <= size:
-        file.seek(position)
-        mark, length = struct.unpack("<Ii", file.read(8))
-        if mark != CONTINUATION or not 0 <= length <= MAX_HEAD_BYTES:
-            raise ValueError(f"no message at byte {position}")
-        if not length:
-            break
-        message = _message(file.read(length), position)
-        position += message.num_bytes
-        if position > size or not 0 <= message.num_bytes <= MAX_GROUP_BYTES:
-            raise ValueError(f"a message of {message.num_bytes} bytes at byte {message.offset}")
-        if schema is None:
-            if message.kind != SCHEMA_MESSAGE:
-                raise ValueError("it does not begin with a schema")
-            file.seek(0)
-            schema = pa.ipc.read_schema(pa.ipc.read_message(file.read_buffer(message.num_bytes)))
-        elif message.kind != BATCH_MESSAGE or message.is_compressed:
+    schema, batches = pa.ipc.read_schema(pa.ipc.read_message(file)), []
+    while True:
+        offset = file.tell()
+        try:
+            message = pa.ipc.read_message(file)
+        except EOFError:
+            return schema, batches
+        if message.type != "record batch":
             raise SourceError(
-                f"source '{where}': its batches are compressed, or have dictionaries. Write the dataset as Parquet: "
+                f"source '{where}': its batches have dictionaries. Write the dataset as Parquet: "
                 "dataset.to_parquet(...)."
             )
-        else:
-            batches.append(message)
-    if schema is None:
-        raise ValueError("it is empty")
-    return schema, batches
+        if message.body.size > MAX_GROUP_BYTES:
+            raise ValueError(f"a batch of {message.body.size} bytes at byte {offset}")
+        batches.append(Batch(offset, pa.ipc.read_record_batch(message, schema).num_rows))
 
 
-def _batch(file: pa.NativeFile, message: Message, schema: pa.Schema) -> pa.RecordBatch:
-    file.seek(message.offset)
-    buffer = file.read_buffer(message.num_bytes)
-    batch = pa.ipc.read_record_batch(pa.ipc.read_message(buffer), schema)
-    batch.validate(full=True)
-    return batch
-
-
-def _message(head: bytes, offset: int) -> Message:
-    """Read the head of a message (a FlatBuffer of Message.fbs of the Arrow format)."""
-    (root,) = struct.unpack_from("<I", head)
-    kind = _field(head, root, 1, "<B") or 0
-    body = _field(head, root, 3, "<q") or 0
-    rows, is_compressed = 0, False
-    if kind == BATCH_MESSAGE:
-        table = _reference(head, root, 2)
-        rows, is_compressed = _field(head, table, 0, "<q") or 0, _field(head, table, 3, "<I") is not None
-    if body < 0 or rows < 0:
-        raise ValueError("a negative size")
-    return Message(kind, offset, 8 + len(head) + body, rows, is_compressed)
-
-
-def _field(buffer: bytes, table: int, index: int, kind: str) -> int | None:
-    """A number of a table of a FlatBuffer; None where it is left out."""
-    place = _place(buffer, table, index)
-    return None if place is None else struct.unpack_from(kind, buffer, place)[0]
-
-
-def _reference(buffer: bytes, table: int, index: int) -> int:
-    """Where the table lies that a field refers to."""
-    place = _place(buffer, table, index)
-    if place is None:
-        raise ValueError("a message without content")
-    return place + struct.unpack_from("<I", buffer, place)[0]
-
-
-def _place(buffer: bytes, table: int, index: int) -> int | None:
-    vtable = table - struct.unpack_from("<i", buffer, table)[0]
-    if vtable < 0:
-        raise ValueError("a table outside of its message")
-    (size,) = struct.unpack_from("<H", buffer, vtable)
-    if 4 + 2 * index + 2 > size:
-        return None
-    (offset,) = struct.unpack_from("<H", buffer, vtable + 4 + 2 * index)
-    return table + offset if offset else None
+def _read_batch(file: pa.NativeFile, batch: Batch, schema: pa.Schema) -> pa.RecordBatch:
+    file.seek(batch.offset)
+    rows = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
+    rows.validate(full=True)
+    return rows
 
 
 def _is_name(name: str) -> bool:
@@ -253,16 +185,14 @@ def _is_name(name: str) -> bool:
 
 
 def _json(files: SourceFiles, name: str) -> dict[str, Any]:
-    found = files.look(name)
-    if found is None or found.problem or found.num_bytes > MAX_STATE_BYTES:
-        raise SourceError(
-            f"source '{shown(files, name)}': it is missing, too long, or no file. Save the dataset again."
-        )
+    file_found = files.look(name)
+    if file_found is None or file_found.problem or file_found.num_bytes > MAX_STATE_BYTES:
+        raise SourceError(f"source '{shown(files, name)}': missing, too large, or not a file. Save the dataset again.")
     try:
         with files.open(name) as file:
-            said = json.loads(file.read(MAX_STATE_BYTES))
+            state = json.loads(file.read(MAX_STATE_BYTES))
     except (ValueError, RecursionError) as error:
         raise SourceError(f"source '{shown(files, name)}': not JSON ({error}). Save the dataset again.") from error
-    if not isinstance(said, dict):
+    if not isinstance(state, dict):
         raise SourceError(f"source '{shown(files, name)}': not a JSON object. Save the dataset again.")
-    return said
+    return state

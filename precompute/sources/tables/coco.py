@@ -1,6 +1,6 @@
-"""COCO's captions: one JSON object with a list of images and a list of annotations, brought together by their ids.
+"""COCO's captions: one JSON object with a list of images and a list of annotations, joined by image id.
 
-The file is read as a stream, once for each list; both lie in mapped temporary files while they are brought together.
+The file is read as a stream, once for each list; both lists are joined in mapped temporary files.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def coco_names(files: SourceFiles) -> list[str]:
 
 
 def is_coco(files: SourceFiles, table: str) -> bool:
-    """A JSON file is an object, not a list of rows."""
+    """Whether a JSON file is an object, as COCO's, not a list of rows."""
     with files.open(table) as file:
         return file.read(1 << 16).decode("utf-8-sig", "replace").lstrip("".join(WHITE_SPACE))[:1] == "{"
 
 
 def coco_rows(files: SourceFiles, path: str, scan: Scan) -> Iterator[tuple[Rows, int]]:
-    """A row for each image with all its captions, and the bytes that they take; as ``source_tables`` reads the others.
+    """Batches of rows, one for each image with all its captions, and their sizes in bytes.
 
-    Raises: SourceError: it is no such object, or holds no captions.
+    Raises: SourceError: the file does not hold COCO's captions.
     """
     table = f"source '{shown(files, path)}'"
     with files.open(path) as file:
@@ -71,7 +71,7 @@ def coco_rows(files: SourceFiles, path: str, scan: Scan) -> Iterator[tuple[Rows,
 
 def _items(file: BinaryIO, table: str, wanted: str) -> Iterator[dict[str, Any]]:
     """Objects of one list of the file."""
-    text, where, is_there = JsonText(file), "its beginning", False
+    text, where, has_list = JsonText(file), "its beginning", False
     try:
         text.expect("{")
         while text.peek() != "}":
@@ -83,7 +83,7 @@ def _items(file: BinaryIO, table: str, wanted: str) -> Iterator[dict[str, Any]]:
             if name not in ("images", "annotations"):
                 text.value()
                 continue
-            is_there = is_there or name == wanted
+            has_list = has_list or name == wanted
             number = 0
             text.expect("[")
             while text.peek() != "]":
@@ -100,7 +100,7 @@ def _items(file: BinaryIO, table: str, wanted: str) -> Iterator[dict[str, Any]]:
         text.expect("}")
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{table}: not COCO's captions, at {where} ({str(error)[:200]}).") from error
-    if not is_there:
+    if not has_list:
         raise SourceError(f"{table}: a JSON object without '{wanted}'; needed COCO's captions, or a list of rows.")
 
 

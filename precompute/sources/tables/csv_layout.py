@@ -1,4 +1,4 @@
-"""The layout of a text table, detected from its beginning: delimiter, quotes, header and the roles of the columns."""
+"""Detects the layout of a text table from its beginning: delimiter, quotes, header and the roles of the columns."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ NUMBERED = r"#[0-9]+$"  # Flickr8k's "NAME.jpg#0", the number of the caption
 
 @dataclass(frozen=True)
 class TextLayout:
-    """How a table of text is written.
+    """The layout of a text table.
 
     Args:
       delimiter: between cells.
-      has_quotes: cells may stand in double quotes, and hold delimiters and new lines then.
-      columns: their names; their numbers from 1, as text, where the first line does not name them.
+      has_quotes: cells may be in double quotes, and then contain delimiters and newlines.
+      columns: their names; without a header, their numbers from 1, as text.
       has_header: the first line names the columns.
       is_numbered: names of pictures end in #0, #1, ..., the number of the caption.
-      chosen: what each useful column is called in a row.
+      chosen: name in a row of each useful column.
     """
 
     delimiter: str
@@ -41,21 +41,21 @@ class TextLayout:
 
 
 def is_text_table(name: str) -> bool:
-    """A file is a table of text by its name."""
+    """Whether a file is a text table, by its name."""
     return name.lower().endswith((".csv", ".tsv", ".txt", ".token"))
 
 
 def read_layout(file: BinaryIO, table: str, settings: SourceSection) -> TextLayout:
-    """Find out how a table of text is written, from its beginning.
+    """Detect the layout of a text table from its beginning.
 
     Args:
       table: for errors.
       settings: may name columns.
-    Raises: SourceError: it is no text, or no column is known to name the pictures.
+    Raises: SourceError: it is not text, or no column names the pictures.
     """
     data = file.read(SNIFF_BYTES)
     if b"\0" in data:
-        raise SourceError(f"{table}: not a table of UTF-8 text, it holds zero bytes. Save it as UTF-8.")
+        raise SourceError(f"{table}: not UTF-8 text: it has zero bytes. Save it as UTF-8.")
     text = data.decode("utf-8-sig", "replace").lstrip("\r\n")
     if not text.strip():
         raise SourceError(f"{table}: it is empty.")
@@ -77,7 +77,7 @@ def read_layout(file: BinaryIO, table: str, settings: SourceSection) -> TextLayo
         return TextLayout(delimiter, has_quotes and not is_numbered, columns, False, is_numbered, chosen)
     chosen = choose_columns(cells, settings, table)
     if twice := next((name for name in chosen if cells.count(name) > 1), None):
-        raise SourceError(f"{table}: two columns are called '{twice}'. Leave one of them out, or rename it.")
+        raise SourceError(f"{table}: two columns are called '{twice}'. Remove or rename one.")
     return TextLayout(delimiter, has_quotes, cells, True, False, chosen)
 
 
@@ -85,27 +85,27 @@ def _first_cells(text: str, delimiter: str, table: str) -> list[str]:
     try:
         return [cell.strip() for cell in next(csv.reader(io.StringIO(text), delimiter=delimiter))]
     except (csv.Error, StopIteration) as error:
-        raise SourceError(f"{table}: not a table of text ({error}).") from error
+        raise SourceError(f"{table}: not a text table ({error}).") from error
 
 
 def _names_pictures(cells: list[str], settings: SourceSection) -> bool:
-    """The cells are names of columns, one of which names the pictures."""
+    """Whether the cells are names of columns, one of which names the pictures."""
     return settings.image in cells if settings.image else bool(usual_columns(cells, PICTURES))
 
 
 def _is_name(cell: str) -> bool:
-    """A cell is the name of a picture."""
+    """Whether a cell is the name of a picture."""
     return is_picture(re.sub(NUMBERED, "", cell))
 
 
 def _is_quoted(text: str, delimiter: str) -> bool:
-    """All cells that begin with a quote are quoted; else a quote is a letter as any other."""
+    """Whether all cells that start with a quote are quoted; otherwise quotes are ordinary characters."""
     cells = [cell for line in text.splitlines()[:-1] or [text] for cell in line.split(delimiter) if cell[:1] == '"']
     return bool(cells) and all(re.fullmatch(r'"(?:[^"]|"")*"\s*', cell) for cell in cells)
 
 
 def _numbered_columns(cells: list[str], columns: list[str], settings: SourceSection, table: str) -> dict[str, str]:
-    """As ``choose_columns``, of a table whose first line is a row already: columns have numbers."""
+    """As ``choose_columns``, for a table without a header, whose columns have numbers."""
     if any((settings.image, settings.caption, settings.label)):
         image = settings.image or next(name for name, cell in zip(columns, cells, strict=True) if _is_name(cell))
         return choose_columns(columns, settings.model_copy(update={"image": image}), table)
@@ -113,8 +113,8 @@ def _numbered_columns(cells: list[str], columns: list[str], settings: SourceSect
     others = [name for name in columns if name not in chosen]
     if len(others) > 1:
         raise SourceError(
-            f"{table}: the first line does not name the columns. Say which is the caption with --set source.caption=N, "
-            f"counted from 1. The first line: {shown_columns(cells).removeprefix('Its columns: ')}"
+            f"{table}: the first line does not name the columns. Name the column of captions with --set "
+            f"source.caption=N, counted from 1. The first line: {shown_columns(cells).removeprefix('Its columns: ')}"
         )
     return chosen | dict.fromkeys(others, CAPTIONS)
 

@@ -1,7 +1,6 @@
-"""Tables of text: ``.csv``, ``.tsv``, and Flickr8k's lists, read by Arrow a few MiB at a time.
+"""Text tables: ``.csv``, ``.tsv``, and Flickr8k's lists, read by Arrow a few MiB at a time.
 
-The delimiter, whether the first line names the columns, and which column is what are told from the beginning of the
-file. Nothing of a table is held but the block that is being read.
+``csv_layout.py`` detects delimiter, header and columns. Only one block of a table is in memory at a time.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from .rows import Rows, first_names
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-BLOCK_BYTES = 1 << 24  # a row is shorter
-MAX_CLASS_BYTES = 1 << 26  # of all names of classes
-MAX_BROKEN_ROWS = 10_000  # more of them are another delimiter
-WHOLE_NUMBER = r"^[+-]?[0-9]{1,18}(\.0*)?$"  # pandas writes whole numbers beside empty cells as 3.0
+BLOCK_BYTES = 1 << 24  # limits the length of a row
+MAX_CLASS_BYTES = 1 << 26  # of all class names
+MAX_BROKEN_ROWS = 10_000  # with more, the delimiter is probably wrong
+WHOLE_NUMBER = r"^[+-]?[0-9]{1,18}(\.0*)?$"  # pandas writes integers as 3.0 if other cells are empty
 LIST_CELL = r"""(?s)^\[\s*["'].*["']\s*\]$"""
 TEXT = r""""((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'"""  # in either quotes
 STRING, LIST = (
     re.compile(TEXT, re.DOTALL),
     re.compile(rf"\[\s*(?:{TEXT})(?:(?:\s*,\s*|\s+)(?:{TEXT}))*\s*\]", re.DOTALL),
 )
-ESCAPED = r"""(?s)(?:[^\\]|\\[\\'"nrtxuU])*"""  # as Python escapes what it writes
-SWALLOWED = r"\n[^\n]{1,200}\.(?i:jpe?g|png|webp|gif|bmp)"  # a row that a quote has swallowed which is not closed
+ESCAPED = r"""(?s)(?:[^\\]|\\[\\'"nrtxuU])*"""  # as Python escapes strings
+SWALLOWED = r"\n[^\n]{1,200}\.(?i:jpe?g|png|webp|gif|bmp)"  # a row inside an unclosed quote
 
 
 def text_rows(files: SourceFiles, path: str, scan: Scan, broken: list[SourceRecord]) -> Iterator[tuple[Rows, int]]:
-    """Rows of a table of text, and the bytes that they take; as ``source_tables`` reads the others.
+    """Batches of rows of a text table, and their sizes in bytes.
 
     Args:
-      scan: takes a note of the columns, and the names of classes where labels are names.
-      broken: takes a reject for each row with another number of cells than the table has columns.
-    Raises: SourceError: it is no such table, or a row is longer than 16 MiB.
+      scan: receives a note on the columns, and class names if labels are names.
+      broken: receives a reject for each row whose number of cells is wrong.
+    Raises: SourceError: it is not a text table, or a row is longer than 16 MiB.
     """
     table = f"source '{shown(files, path)}'"
     with files.open(path) as file:
@@ -69,9 +68,9 @@ def text_rows(files: SourceFiles, path: str, scan: Scan, broken: list[SourceReco
 
 
 def described_pictures(files: SourceFiles, path: str, settings: SourceSection) -> list[str]:
-    """The first pictures that a table of text names; none where it says neither captions nor labels of them.
+    """The first pictures that a text table names; empty if it has neither captions nor labels.
 
-    Raises: SourceError: it is no such table.
+    Raises: SourceError: it is not a text table.
     """
     table = f"source '{shown(files, path)}'"
     with files.open(path) as file:
@@ -88,7 +87,7 @@ def described_pictures(files: SourceFiles, path: str, settings: SourceSection) -
 def _batches(
     file: BinaryIO, layout: TextLayout, columns: list[str], table: str, broken: list[SourceRecord]
 ) -> Iterator[pa.RecordBatch]:
-    """Some columns as bytes, with white space at the ends as it is."""
+    """Some columns as bytes, not stripped."""
 
     def skip(row: Any) -> str:
         if len(broken) >= MAX_BROKEN_ROWS:
@@ -99,7 +98,7 @@ def _batches(
         broken.append(SourceRecord(key, key, problem=("bad_metadata", detail)))
         return "skip"
 
-    numbers = [str(number) for number in range(len(layout.columns))]  # names may be empty, or come twice
+    numbers = [str(number) for number in range(len(layout.columns))]  # names may be empty, or repeat
     wanted = [numbers[layout.columns.index(column)] for column in columns]
     try:
         reader = pyarrow.csv.open_csv(
@@ -124,15 +123,15 @@ def _batches(
             yield pa.RecordBatch.from_arrays(batch.columns, names=columns)
     except pa.ArrowException as error:
         raise SourceError(
-            f"{table}: not a readable table of text: a row longer than {BLOCK_BYTES >> 20} MiB, a quote that is not "
-            f"closed, or another delimiter than {layout.delimiter!r} ({str(error)[:200]})."
+            f"{table}: not a readable text table: a row longer than {BLOCK_BYTES >> 20} MiB, an unclosed quote, or "
+            f"another delimiter than {layout.delimiter!r} ({str(error)[:200]})."
         ) from error
 
 
 def _class_names(file: BinaryIO, layout: TextLayout, table: str) -> list[str] | None:
-    """Names of the classes in the order of their index, where not all labels are numbers.
+    """Class names in the order of their labels; None if all labels are numbers.
 
-    Raises: SourceError: there are too many.
+    Raises: SourceError: too many.
     """
     column = column_of(layout.chosen, LABEL_NAMES)
     if column is None:
@@ -145,22 +144,22 @@ def _class_names(file: BinaryIO, layout: TextLayout, table: str) -> list[str] | 
                 f"{table}: column '{column}' has {len(names)} different values already, so they are no labels. Name "
                 "another with --set source.label=NAME, or rename the column."
             )
-    try:  # white space at their ends goes as in the rows: it need not be ASCII
+    try:  # strip them as in the rows, where whitespace need not be ASCII
         texts = pc.utf8_trim_whitespace(pa.array(names, pa.binary()).cast(pa.string())).to_pylist()
     except pa.ArrowInvalid as error:
         raise SourceError(f"{table}: column '{column}' is not UTF-8. Save the table as UTF-8.") from error
-    found = sorted({*texts} - {""})
-    return None if all(re.match(WHOLE_NUMBER, name) for name in found) else found
+    classes = sorted({*texts} - {""})
+    return None if all(re.match(WHOLE_NUMBER, name) for name in classes) else classes
 
 
 def _row_values(
     batch: pa.RecordBatch, layout: TextLayout, classes: list[str] | None, broken: list[SourceRecord]
 ) -> pa.RecordBatch | list[Any]:
-    """Rows under the names that a row has: as columns, or one by one where one is not UTF-8 or its texts are lists."""
+    """Rows as columns with the names in a row, or as objects if one is not UTF-8 or its captions are lists."""
     names = list(layout.chosen.values())
     try:
         texts = [pc.utf8_trim_whitespace(column.cast(pa.string())) for column in batch.columns]
-    except pa.ArrowInvalid:  # half of a letter stays, and is found where a record is made of the row
+    except pa.ArrowInvalid:  # broken characters stay, and reject the record later
         cells = [[c.decode("utf-8", "surrogateescape").strip() for c in column.to_pylist()] for column in batch.columns]
         return [_plain_row(dict(zip(names, row, strict=True)), layout, classes) for row in zip(*cells, strict=True)]
     if any(name in CAPTION_NAMES and _is_odd(column) for name, column in zip(names, texts, strict=True)):
@@ -171,17 +170,17 @@ def _row_values(
 
 
 def _has_swallowed(row: dict[str, str], broken: list[SourceRecord]) -> bool:
-    """A quote is not closed, so other rows stand in this one's caption: it is a reject."""
+    """Whether an unclosed quote made other rows part of this one's caption; adds a reject."""
     is_broken = any(re.search(SWALLOWED, cell) for name, cell in row.items() if name in CAPTION_NAMES)
     if is_broken:
         key, _ = usable_key(next(cell for name, cell in row.items() if name in PATH_NAMES))
-        detail = "its caption holds the rows that follow: a double quote is not closed"
+        detail = "its caption contains the following rows: a double quote is not closed"
         broken.append(SourceRecord(key, key, problem=("bad_metadata", detail)))
     return is_broken
 
 
 def _is_odd(texts: pa.Array) -> bool:
-    """A caption is a list, or holds other rows."""
+    """Whether a caption is a list, or contains other rows."""
     return any(pc.any(pc.match_substring_regex(texts, pattern)).as_py() for pattern in (LIST_CELL, SWALLOWED))
 
 
@@ -199,7 +198,7 @@ def _column(name: str, texts: pa.Array, layout: TextLayout, classes: list[str] |
 
 
 def _plain_row(row: dict[str, str], layout: TextLayout, classes: list[str] | None) -> dict[str, Any]:
-    """A row as JSON would have it."""
+    """A row as a JSON object."""
     plain: dict[str, Any] = {}
     for name, cell in row.items():
         if name in PATH_NAMES:
@@ -216,7 +215,7 @@ def _plain_row(row: dict[str, str], layout: TextLayout, classes: list[str] | Non
 
 
 def cell_texts(cell: str) -> str | list[str]:
-    """Captions of a cell: one text, or those of a list of texts as JSON, Python or numpy writes it."""
+    """Captions of a cell: a text, or a list of texts as written by JSON, Python or numpy."""
     if not LIST.fullmatch(cell):
         return cell
     try:
@@ -226,10 +225,10 @@ def cell_texts(cell: str) -> str | list[str]:
 
 
 def _python_text(quoted: str) -> str:
-    """The text of a string as Python writes it, with escapes as \\n and \\xa0."""
+    """The value of a Python string literal, with escapes such as \\n and \\xa0."""
     try:
         if re.fullmatch(ESCAPED, quoted):
             return ast.literal_eval(quoted)
-    except (SyntaxError, ValueError):  # new lines stand in it, or half an escape
+    except (SyntaxError, ValueError):  # it contains newlines, or an incomplete escape
         pass
     return re.sub(r"\\(.)", r"\1", quoted[1:-1])

@@ -39,10 +39,10 @@ def open_parquet(file: BinaryIO, texts: Sequence[str] = ()) -> pq.ParquetFile:
 def read_rows(parquet: pq.ParquetFile, names: Sequence[str], where: str) -> Iterator[tuple[pa.RecordBatch, int]]:
     """Columns of a file, TABLE_ROWS at a time, and the bytes of these rows.
 
-    Raises: SourceError: two columns with one name, or texts that would fill the memory; or one of ``PARQUET_ERRORS``.
+    Raises: SourceError: two columns of the same name, or texts that would fill the memory; one of ``PARQUET_ERRORS``.
     """
     if twice := [name for name in names if len(parquet.schema_arrow.get_all_field_indices(name)) > 1]:
-        raise SourceError(f"{where}: two columns are called '{twice[0]}'. Leave one of them out, or rename it.")
+        raise SourceError(f"{where}: two columns are called '{twice[0]}'. Remove or rename one.")
     kinds = [parquet.schema_arrow.field(name).type for name in names]
     is_small = all(pa.types.is_dictionary(kind) or pa.types.is_primitive(kind) for kind in kinds)
     done = 0
@@ -58,8 +58,8 @@ def read_rows(parquet: pq.ParquetFile, names: Sequence[str], where: str) -> Iter
             for name, total in zip(batch.schema.names, totals, strict=True):
                 if total > MAX_BATCH_BYTES:
                     raise SourceError(
-                        f"{where}, after row {done}: column '{name}' has {total >> 20} MiB in {rows.num_rows} rows, at "
-                        f"most {MAX_BATCH_BYTES >> 20} MiB are taken. Shorten its texts."
+                        f"{where}, after row {done}: column '{name}' has {total >> 20} MiB in {rows.num_rows} rows; "
+                        f"needed at most {MAX_BATCH_BYTES >> 20} MiB. Shorten its texts."
                     )
             plain = [c.dictionary.take(c.indices) if pa.types.is_dictionary(c.type) else c for c in rows.columns]
             yield pa.RecordBatch.from_arrays(plain, names=batch.schema.names), sum(totals)

@@ -37,11 +37,11 @@ PIXART = "data_info.json"
 PIXART_TABLE, PIXART_PICTURES = f"InternData/{PIXART}", "InternImgs"  # as PixArt's trainer expects them
 LOOKERS = 32  # threads that look up the files of rows
 LOOKED = 64  # files that one of them looks up at a time
-PROBED = 16  # files of each batch by which it is seen whether looks take long
-SLOW_LOOK_SECONDS = 1e-4  # a look that takes longer is a message; what the kernel knows takes microseconds
-LISTS = (".csv", ".tsv", "captions.txt", ".token", ".token.txt")  # ends of names of tables beside pictures
-MAX_LISTS = 16  # of them in a folder that are looked into
-AHEAD = 4  # batches of rows whose files are being looked up
+PROBED = 16  # files of each batch whose look-ups are timed
+SLOW_LOOK_SECONDS = 1e-4  # a longer one is a network message; the kernel's cache answers in microseconds
+LISTS = (".csv", ".tsv", "captions.txt", ".token", ".token.txt")  # endings of tables next to pictures
+MAX_LISTS = 16  # of them that are opened in a folder
+AHEAD = 4  # batches whose files are being looked up
 
 
 def pixart_folder(source: str) -> str:
@@ -157,11 +157,11 @@ def _placement(pictures: SourceFiles, table: str, names: list[str], scan: Scan) 
     placement = find_placement(pictures, names, chain([first], others))
     if placement is None and names:
         scan.notes.append(
-            f"pictures: none of the first {len(names)} that the table names is there, as {names[0]!r}; source.root "
-            "says in which folder they lie"
+            f"pictures: none of the first {len(names)} that the table names exists, as {names[0]!r}; source.root names "
+            "their folder"
         )
     elif placement and not root and placement != Placement(first):
-        scan.notes.append(f"pictures: {placement.said()}")
+        scan.notes.append(f"pictures: {placement.described()}")
     return placement or Placement(first)
 
 
@@ -182,7 +182,7 @@ class _LookUps:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def start(self, paths: list[str]) -> Callable[[], list[FoundFile | None]]:
-        """Begin to look up some files; what is returned waits for them and says what they are."""
+        """Start looking up files; the returned function waits for the results."""
         runs = [(path, sum(1 for _ in same)) for path, same in groupby(paths)]  # several rows of one picture
         found = self._start([path for path, _ in runs])
         return lambda: [file for file, (_, count) in zip(found(), runs, strict=True) for _ in range(count)]

@@ -1,7 +1,7 @@
-"""Parquet in the layout of Hugging Face: a picture's bytes, its label and captions in the columns of a row.
+"""Parquet in Hugging Face's layout: columns for the bytes of a picture, its label and captions.
 
-Listing reads labels and captions only. The bytes of a picture come with its row group, read as a stream, and the last
-few row groups stay in memory: files that are read in order are read once.
+Listing reads labels and captions only. Pictures are read a row group at a time, and the last row groups stay in memory,
+so files that are read in order are read once.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from .foreign_parquet import PARQUET_ERRORS, open_parquet, read_rows
 
 IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes")
 LABEL_NAMES = ("label", "labels", "cls", "fine_label")
-GROUPS_AT_ONCE = 2  # that are being read
+GROUPS_AT_ONCE = 2  # row groups that are read at the same time
 CACHE_BYTES = 256 << 20  # of row groups that stay in memory
-MAX_GROUP_BYTES = 1 << 30  # of one row group's pictures
+MAX_GROUP_BYTES = 1 << 30  # of the pictures of a row group
 READ_ROWS = 16  # pictures that are decoded from a row group at once
-OPEN_FILES = 64  # whose footers are remembered
+OPEN_FILES = 64  # whose footers are cached
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What the columns of a Parquet file are.
+    """The columns of a Parquet file, by role.
 
     Args:
       image: path of the column of bytes, as "image.bytes".
       label, captions: names of columns, or None.
-      classes: names of the classes, where the file says them.
+      classes: names of the classes, if the file has them.
     """
 
     image: str
@@ -54,18 +54,18 @@ class Columns:
     captions: str | None
     classes: list[str] | None
 
-    def said(self) -> str:
-        """Which they are, for a person."""
+    def described(self) -> str:
+        """The columns in words."""
         captions, labels = (f"'{name}'" if name else "none" for name in (self.captions, self.label))
         return f"pictures '{self.image.removesuffix('.bytes')}', captions {captions}, labels {labels}"
 
     def tell(self, scan: Scan, where: str, *, is_first: bool) -> None:
-        """Note the columns and classes of the first file; a later one must name the same classes.
+        """Record the columns and classes of the first file; later ones must have the same classes.
 
-        Raises: SourceError: it names others, so its labels mean other classes.
+        Raises: SourceError: the classes differ, so labels would mean other classes.
         """
         if is_first:
-            scan.notes.append(f"columns: {self.said()}")
+            scan.notes.append(f"columns: {self.described()}")
             scan.classes = self.classes
         elif self.classes != scan.classes and scan.settings.labels != "none":
             raise SourceError(
@@ -75,9 +75,9 @@ class Columns:
 
 
 def parquet_names(files: SourceFiles, split: str) -> list[str]:
-    """The Parquet files of a source, in order; of one split, as ``source.split`` says.
+    """The Parquet files of a source, in order; of one split, as in ``source.split``.
 
-    Raises: SourceError: there are several splits and none is named.
+    Raises: SourceError: several splits and none named.
     """
     if files.only:
         return [files.only]
@@ -85,15 +85,15 @@ def parquet_names(files: SourceFiles, split: str) -> list[str]:
 
 
 def holds_pictures(files: SourceFiles, name: str) -> bool:
-    """A Parquet file has a column of pictures, not only of their paths."""
+    """Whether a Parquet file has a column of pictures, not only of paths."""
     with _opened(files, name) as file:
         return _image_column(file.schema_arrow, _features(file.schema_arrow)) is not None
 
 
 def parquet_records(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
-    """A record for each row; its key is the file's name without extension, and the number of the row from 0.
+    """A record for each row; its key is the file's name without extension and the number of the row, from 0.
 
-    Raises: SourceError: a file is damaged, has no column of pictures, or has other classes than the first.
+    Raises: SourceError: a file is damaged, has no column of pictures, or other classes than the first.
     """
     for number, name in enumerate(parquet_names(files, scan.settings.split)):
         place, position = files.look(name) or FoundFile(name), 0
@@ -107,13 +107,13 @@ def parquet_records(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
 
 
 def find_columns(schema: pa.Schema, where: str, settings: SourceSection) -> Columns:
-    """Tell the columns of a file: as the settings name them, by the features that Hugging Face writes, by usual names.
+    """Find the columns of a file: by the settings, by the features that Hugging Face writes, or by usual names.
 
-    Raises: SourceError: none holds pictures, or one that the settings name is not there.
+    Raises: SourceError: no column has pictures, or one that the settings name is missing.
     """
     for asked in (settings.image, settings.caption, settings.label):
         if asked and asked not in schema.names:
-            raise SourceError(f"source '{where}': there is no column '{asked}'. {shown_columns(schema.names)}")
+            raise SourceError(f"source '{where}': it has no column '{asked}'. {shown_columns(schema.names)}")
     features = _features(schema)
     image = _image_column(schema, features, settings.image)
     if image is None:
@@ -133,11 +133,11 @@ def find_columns(schema: pa.Schema, where: str, settings: SourceSection) -> Colu
 
 def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
     try:
-        said = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        features = said["info"]["features"]
+        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = metadata["info"]["features"]
         return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}  # what another program wrote there says nothing of columns
+        return {}  # another program wrote it
 
 
 def _image_column(schema: pa.Schema, features: dict[str, dict[str, Any]], asked: str = "") -> str | None:
@@ -162,13 +162,13 @@ def _check_groups(file: pq.ParquetFile, where: str) -> None:
         size = file.metadata.row_group(group).total_byte_size
         if size > MAX_GROUP_BYTES:
             raise SourceError(
-                f"source '{where}': row group {group} has {size / 2**30:.1f} GiB, at most "
-                f"{MAX_GROUP_BYTES / 2**30:.0f} GiB are read at once. Write it again with smaller row groups."
+                f"source '{where}': row group {group} has {size / 2**30:.1f} GiB; needed at most "
+                f"{MAX_GROUP_BYTES / 2**30:.0f} GiB. Write it again with smaller row groups."
             )
 
 
 def _described(file: pq.ParquetFile, columns: Columns, where: str) -> Iterator[dict[str, Any]]:
-    """Label and captions of each row, under the names that a record's row has."""
+    """Label and captions of each row, under the names that ``row_record`` reads."""
     names = [name for name in (columns.label, columns.captions) if name]
     try:
         if not names:
@@ -190,7 +190,7 @@ def row_record(key: str, place: FoundFile, position: int, row: dict[str, Any]) -
     Args:
       place: the file.
       position: of the row in it.
-      row: its label and captions, under the names that a row has.
+      row: its label and captions.
     """
     key, problem = usable_key(key)
     label, captions = -1, ()
@@ -218,7 +218,7 @@ class RowBytes:
     def read(self, path: str, row: int, stage: str) -> bytes:
         """Bytes of the picture of a row.
 
-        Raises: RecordRejected: the file is gone or damaged, has fewer rows, or the row holds no picture.
+        Raises: RecordRejected: the file is missing or damaged, has fewer rows, or the row has no picture.
         """
         try:
             starts, column = self._known_starts(path)
@@ -232,7 +232,7 @@ class RowBytes:
             raise RecordRejected(stage, "unreadable", f"{path}, row {row}: {error}") from error
         data = value.as_py()
         if data is None:
-            raise RecordRejected(stage, "unreadable", f"{path}, row {row} holds no bytes of a picture")
+            raise RecordRejected(stage, "unreadable", f"{path}, row {row} has no bytes of a picture")
         return data
 
     def starts(self, path: str) -> tuple[np.ndarray, str]:
@@ -249,25 +249,25 @@ class RowBytes:
         with self._lock:
             if path in self._starts:
                 return self._starts[path]
-        found = self.starts(path)
+        starts = self.starts(path)
         with self._lock:
-            self._starts[path] = found
+            self._starts[path] = starts
             while len(self._starts) > OPEN_FILES:
                 self._starts.popitem(last=False)
-        return found
+        return starts
 
     def _group(self, path: str, group: int, column: str) -> pa.ChunkedArray:
-        """Pictures of a row group; who asks for one that is being read waits for it."""
+        """Pictures of a row group; waits if another thread is reading it."""
         with self._lock:
             future = self._groups.get((path, group))
-            is_mine = future is None
+            must_read = future is None
             if future is None:
                 future = self._groups[path, group] = Future()
             self._groups.move_to_end((path, group))
-        if not is_mine:
+        if not must_read:
             return future.result()
         try:
-            with self._readers:  # a group may be a GiB, and as many threads as there are would each hold one
+            with self._readers:  # a group may take a GiB, for each thread
                 future.set_result(self.pictures(path, group, column))
         except BaseException as error:
             with self._lock:
@@ -293,7 +293,7 @@ def _read_group(files: SourceFiles, path: str, group: int, column: str) -> pa.Ch
             values = batch.column(0)
             values = values.field("bytes") if pa.types.is_struct(values.type) else values
             total += values.nbytes
-            if total > MAX_GROUP_BYTES:  # its footer said less
+            if total > MAX_GROUP_BYTES:  # more than its footer claims
                 raise SourceError(f"{path}, row group {group}: more than {MAX_GROUP_BYTES >> 20} MiB of pictures")
             chunks.append(values)
     return pa.chunked_array(chunks)
@@ -301,7 +301,7 @@ def _read_group(files: SourceFiles, path: str, group: int, column: str) -> pa.Ch
 
 @contextmanager
 def _opened(files: SourceFiles, name: str) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file. Raises: SourceError: it is none."""
+    """Open a Parquet file. Raises: SourceError: it is not a readable one."""
     with files.open(name, ahead=False) as file:
         try:
             parquet = open_parquet(file, CAPTION_NAMES)

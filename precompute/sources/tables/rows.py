@@ -40,9 +40,9 @@ from ..listing.merge import repeated_texts
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-ROW_NAMES = (*PATH_NAMES, *CAPTION_NAMES, *LABEL_NAMES, *SIDES)  # what says something of a picture
-NO_PLAIN_PATH = r"(^|/)\.{0,2}(/|$)"  # a part of it is empty, "." or ".."
-PLAIN_TEXT = r"(?s)^[^\pZ\pC](.*[^\pZ\pC])?$"  # it neither begins nor ends with anything that might be white space
+ROW_NAMES = (*PATH_NAMES, *CAPTION_NAMES, *LABEL_NAMES, *SIDES)  # names that describe a picture
+NO_PLAIN_PATH = r"(^|/)\.{0,2}(/|$)"  # some part is empty, "." or ".."
+PLAIN_TEXT = r"(?s)^[^\pZ\pC](.*[^\pZ\pC])?$"  # does not start or end with possible whitespace
 CAPTIONS = pa.list_(pa.string())
 COLUMNS = pa.schema(
     [
@@ -152,8 +152,8 @@ def _without_prefix(names: pa.Array, prefix: str) -> pa.Array:
 def first_names(rows: Rows) -> list[str]:
     """Names of pictures in the first rows."""
     some = rows.some(np.arange(min(LOOKED_NAMES, len(rows))))
-    found = [next((row[name] for name in PATH_NAMES if row.get(name)), None) for row in some if isinstance(row, dict)]
-    return [name for name in found if isinstance(name, str)]
+    names = [next((row[name] for name in PATH_NAMES if row.get(name)), None) for row in some if isinstance(row, dict)]
+    return [name for name in names if isinstance(name, str)]
 
 
 def _one_by_one(files: SourceFiles, placement: Placement, rows: Rows, numbers: np.ndarray) -> list[SourceRecord]:
@@ -182,20 +182,19 @@ def row_record(files: SourceFiles, placement: Placement, row: Any, where: str) -
         return SourceRecord(key, key, problem=unusable)
     inside = os.path.normpath(name)
     if os.path.isabs(inside) or inside.split(os.sep)[0] == "..":
-        said = (
-            "is an absolute path that is not of the source: see source.root"
-            if name.startswith("/")
-            else "leaves the source folder"
+        is_absolute = name.startswith("/")
+        problem = (
+            "is an absolute path outside the source: see source.root" if is_absolute else "leaves the source folder"
         )
-        return SourceRecord(name, name, problem=("bad_metadata", f"file_name {said}"))
+        return SourceRecord(name, name, problem=("bad_metadata", f"file_name {problem}"))
     try:
         label, captions = label_of(row), captions_of(row)
     except (TypeError, ValueError) as error:
         return SourceRecord(name, inside, problem=("bad_metadata", str(error)))
-    found = placement.look(files, inside)
-    if found is None:
+    file = placement.look(files, inside)
+    if file is None:
         return SourceRecord(name, inside, problem=("missing_file", f"there is no '{placement.path(inside)}'"))
-    return found.record(key=name, label=label, captions=captions, size=size_of(row))
+    return file.record(key=name, label=label, captions=captions, size=size_of(row))
 
 
 def no_row(where: str, error: object) -> SourceError:

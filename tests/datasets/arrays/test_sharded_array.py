@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import zarr
 from faults import in_child
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from making import ARRAY_LAYOUTS, SHARD_ROWS, array_values, crc32c, small_array, write_array, write_array_with_zarr
 
@@ -58,7 +58,6 @@ def test_zarr_reads_the_same_numbers_as_we(layout: ArrayLayout, tmp_path: Path) 
         assert ArrayLayout.from_metadata(layout.path, read_json(tmp_path / layout.path / "zarr.json")) == layout
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data(), st.sampled_from(["none", "zstd"]), st.sampled_from([1, 2]))
 def test_any_row_any_range_and_any_gathering_equal_numpy(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, codec: str, chunk_rows: int
@@ -214,7 +213,6 @@ def test_a_shard_that_has_not_the_size_of_the_manifest_is_refused_when_it_is_map
         ShardedArray(ShardFolder(tmp_path, sizes), [layout])[8]
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data(), st.sampled_from(["none", "zstd"]))
 def test_arrays_that_follow_each_other_read_as_one(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, codec: str
@@ -327,7 +325,6 @@ def test_chunks_in_another_order_are_read_right(way: str, tmp_path: Path, monkey
     np.testing.assert_array_equal(array.take([0, 3]), values[[1, 3]])
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.data(), st.sampled_from(WAYS), st.sampled_from([(2, 3), (1,), (4, 26, 38), (17,)]))
 def test_rows_of_any_size_are_gathered_right_in_every_way(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, way: str, shape: tuple[int, ...]

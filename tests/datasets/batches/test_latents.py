@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from leandit.datasets.batches.latents import _mix, denormalise, draw_keys, final_latents, keyed_noise, normalise
@@ -50,7 +50,6 @@ def keys_of(records: list[int], *, seed: int = 0, epoch: int = 0) -> torch.Tenso
     return draw_keys(seed, np.full(len(records), epoch), np.array(records))
 
 
-@settings(deadline=None, max_examples=50)
 @given(seeds, st.integers(0, 10**6), st.lists(st.integers(0, 2**40), min_size=1, max_size=6, unique=True), st.data())
 def test_a_draw_depends_on_seed_epoch_and_record_but_not_on_the_batch(
     seed: int, epoch: int, records: list[int], data: st.DataObject
@@ -214,7 +213,6 @@ def test_shift_and_scale_go_per_channel_in_that_order() -> None:
     assert (found == found[:, :, :1, :1]).all()
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([1e-2, 1.0, 100.0]))
 def test_denormalise_undoes_normalise(seed: int, spread: float) -> None:
     spec, latents = latent_spec("latent"), stored_of(2, seed=seed, spread=spread)[:, :4].float()

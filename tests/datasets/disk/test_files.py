@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import Outcome, start
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from leandit.datasets.disk import files, owners
@@ -534,7 +534,6 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)
 @given(json_values)
 def test_canonical_json_reads_back_and_does_not_depend_on_the_order_of_keys(value: Any) -> None:
     content = canonical_json(value)
@@ -570,7 +569,6 @@ def test_a_file_that_is_no_json_is_damage(content: bytes, tmp_path: Path) -> Non
         read_json(path)
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(max_size=50), max_size=5))
 def test_the_hashes_of_a_file_and_of_its_parts_are_equal(
     tmp_path_factory: pytest.TempPathFactory, parts: list[bytes]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from diffusers.pipelines.pixart_alpha import pipeline_pixart_alpha, pipeline_pixart_sigma
 from diffusers.pipelines.sana import pipeline_sana
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from leandit.datasets.errors import RecipeError
@@ -36,7 +36,6 @@ PUBLISHED = {
     2048: pipeline_pixart_sigma.ASPECT_RATIO_2048_BIN,
     4096: pipeline_sana.ASPECT_RATIO_4096_BIN,
 }
-unhurried = settings(deadline=None)
 sides = st.integers(1, 20_000)
 
 
@@ -99,7 +98,6 @@ def area_by_hand(resolution_px: int, step_px: int, max_ratio: float) -> set[tupl
     return {(square, square)} | tall | {size[::-1] for size in tall}
 
 
-@unhurried
 @given(
     st.integers(1, 32),
     st.sampled_from([8, 16, 32, 64, 96]),
@@ -147,7 +145,6 @@ def test_a_table_that_is_none_is_refused(buckets: str | list[str], resolution_px
         bucket_table(buckets, resolution_px)
 
 
-@unhurried
 @given(st.integers(1, 999_999), st.integers(1, 999_999))
 def test_the_name_of_a_bucket_is_its_height_then_its_width(height_px: int, width_px: int) -> None:
     name = bucket_name(height_px, width_px)
@@ -155,7 +152,6 @@ def test_the_name_of_a_bucket_is_its_height_then_its_width(height_px: int, width
     assert bucket_size(name) == (height_px, width_px)
 
 
-@unhurried
 @given(sides, sides, st.sampled_from([*PUBLISHED, "own"]))
 def test_a_picture_goes_to_the_nearest_ratio_or_nowhere(height_px: int, width_px: int, which: int | str) -> None:
     own = ["48x80", "64x64", "80x48"]
@@ -168,7 +164,6 @@ def test_a_picture_goes_to_the_nearest_ratio_or_nowhere(height_px: int, width_px
         assert distance[found] == min(distance.values())
 
 
-@unhurried
 @given(sides, sides, st.sampled_from(PIXART_RESOLUTIONS_PX))
 def test_pixart_s_own_lookup_chooses_the_same_bucket(height_px: int, width_px: int, resolution_px: int) -> None:
     table = {str(ratio): (height, width) for ratio, height, width in bucket_table("pixart", resolution_px)}
@@ -190,13 +185,11 @@ def test_the_limit_of_the_ratio_is_pixart_s() -> None:
     assert MAX_RATIO == 4.5  # other limits drop or keep other pictures: the records of a store change
 
 
-@unhurried
 @given(sides, sides)
 def test_a_table_of_one_row_takes_every_picture(height_px: int, width_px: int) -> None:
     assert assign_bucket(height_px, width_px, bucket_table("square", 256)) == (256, 256)
 
 
-@unhurried
 @given(sides, sides, st.tuples(st.integers(1, 4096), st.integers(1, 4096)))
 def test_cover_size_covers_the_bucket_with_one_side_exact(
     height_px: int, width_px: int, bucket: tuple[int, int]
@@ -223,7 +216,6 @@ def published_adm_sizes(width: int, height: int, image_size: int) -> list[tuple[
     return resizes
 
 
-@unhurried
 @given(sides, sides, st.integers(1, 1024))
 def test_adm_sizes_are_those_of_the_published_loader(height_px: int, width_px: int, side_px: int) -> None:
     sizes = adm_sizes(height_px, width_px, side_px)

@@ -166,7 +166,7 @@ def check_place(root: Path, finding: Finding, bit: int) -> bool:
 
 @STORES
 def test_every_flipped_bit_is_found_and_named(whole: Whole) -> None:
-    check_flips(whole, 200)
+    check_flips(whole, 100)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from leandit.datasets.errors import RecipeError
@@ -23,8 +23,6 @@ from leandit.datasets.order.shuffle import ShardWindow
 from leandit.datasets.order.slices import rank_slice
 
 NAMES = ["48x80", "64x64", "80x48", "96x32"]
-few = settings(deadline=None, max_examples=25)  # no deadline: the machine may be busy
-many = settings(deadline=None, max_examples=60)
 seeds = st.integers(0, 2**64 - 1)
 windows = st.none() | st.builds(ShardWindow, st.integers(1, 4), st.integers(1, 9))
 
@@ -69,7 +67,6 @@ def records_of(plan: BatchPlan, epoch: int) -> set[tuple[str, int, int]]:
 # Each record once per epoch.
 
 
-@many
 @given(plans(("short",)), st.integers(0, 10**6))
 def test_short_gives_every_record_exactly_once_per_epoch(plan: BatchPlan, epoch: int) -> None:
     batches = epoch_of(plan, epoch)
@@ -81,7 +78,6 @@ def test_short_gives_every_record_exactly_once_per_epoch(plan: BatchPlan, epoch:
     assert plan.num_left_over(epoch) == 0
 
 
-@many
 @given(plans(("drop",)), st.integers(0, 10**6))
 def test_drop_gives_every_record_at_most_once_per_epoch_and_counts_the_others(plan: BatchPlan, epoch: int) -> None:
     batches = epoch_of(plan, epoch)
@@ -94,7 +90,6 @@ def test_drop_gives_every_record_at_most_once_per_epoch_and_counts_the_others(pl
     assert plan.never_read == {b: n for b, n in plan.buckets.items() if n and b not in {x.bucket for x in batches}}
 
 
-@many
 @given(plans(("carry",)), st.integers(1, 5))
 def test_carry_gives_every_record_once_per_epoch_up_to_the_open_tail(plan: BatchPlan, epochs: int) -> None:
     batches = plan.batches(0, plan.batches_before(epochs))
@@ -114,7 +109,6 @@ def test_carry_gives_every_record_once_per_epoch_up_to_the_open_tail(plan: Batch
         assert not tail or any(tail <= set(seen_in([batch])) for batch in plan.batches(len(batches), ahead))
 
 
-@many
 @given(plans(), st.integers(0, 300))
 def test_a_batch_is_of_one_bucket_and_of_the_epoch_in_which_it_is_complete(plan: BatchPlan, number: int) -> None:
     batch = plan.batch_at(number)
@@ -131,7 +125,6 @@ def test_a_batch_is_of_one_bucket_and_of_the_epoch_in_which_it_is_complete(plan:
 # One number for each batch.
 
 
-@many
 @given(plans(), st.integers(0, 5))
 def test_numbers_count_through_the_epochs(plan: BatchPlan, epochs: int) -> None:
     places = [(epoch, index) for epoch in range(epochs) for index in range(plan.num_batches(epoch))]
@@ -155,7 +148,6 @@ def test_batches_of_many_buckets_that_are_complete_in_the_same_late_epoch_are_fo
     assert [plan.num_batches(epoch) for epoch in (0, 10, 11, 12)] == [0, 0, 3, 0]
 
 
-@few
 @given(plans(), st.integers(0, MAX_NUMBER - 1))
 def test_a_number_far_away_has_its_place(plan: BatchPlan, number: int) -> None:
     epoch, index = plan.place_of(number)
@@ -164,7 +156,6 @@ def test_a_number_far_away_has_its_place(plan: BatchPlan, number: int) -> None:
     assert plan.batch_at(number).epoch == epoch
 
 
-@many
 @given(plans(), st.integers(0, 100), st.integers(0, 20))
 def test_batches_in_one_go_are_those_one_by_one_in_any_order(plan: BatchPlan, first: int, count: int) -> None:
     together = plan.batches(first, count)
@@ -192,7 +183,6 @@ def run(plan: BatchPlan, state: str, steps: int, world_size: int) -> tuple[list[
 worlds = st.integers(1, 8)
 
 
-@many
 @given(plans(), st.tuples(worlds, worlds, worlds), st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)))
 def test_a_run_resumed_twice_at_other_world_sizes_reads_what_one_rank_reads_in_one_go(
     plan: BatchPlan, world_sizes: tuple[int, int, int], steps: tuple[int, int, int]
@@ -220,7 +210,6 @@ def windowed(draw: st.DrawFn, leftovers: tuple[str, ...]) -> BatchPlan:
     return BatchPlan(buckets, size, draw(seeds), leftovers=mode, window=ShardWindow(shards, rows))  # type: ignore[arg-type]
 
 
-@many
 @given(windowed(("short", "carry", "drop")))
 def test_a_batch_reads_the_blocks_of_one_window_or_of_two_at_a_seam(plan: BatchPlan) -> None:
     assert plan.window is not None

@@ -12,7 +12,8 @@ import pytest
 from making import CPU, train_recipe
 
 from leandit.datasets.batches.reader import BatchReader
-from leandit.datasets.errors import RecipeError
+from leandit.datasets.batches.stream import BatchStream
+from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.order.caption_odds import CaptionOdds, choose_captions
 from leandit.datasets.store import LatentStore
@@ -69,7 +70,7 @@ def test_a_share_of_the_first_needs_no_scores(caption_store: LatentStore) -> Non
 
 def test_equal_odds_draw_what_is_drawn_without(caption_store: LatentStore, tmp_path: Path) -> None:
     def drawn(odds: CaptionOdds | None) -> list[list[int]]:
-        reader = BatchReader([caption_store], BatchPlan(caption_store.buckets, 4, 3), caption_odds=odds)
+        reader = BatchReader([caption_store], BatchPlan(caption_store.buckets, 4, 3), caption_odds=[odds])
         looked_up = [reader._look_up(number) for number in range(40)]
         return [batch.wanted.caption_ids.tolist() for batch in looked_up if batch.wanted.caption_ids is not None]
 
@@ -77,6 +78,23 @@ def test_equal_odds_draw_what_is_drawn_without(caption_store: LatentStore, tmp_p
     assert len(drawn(None)) == 40
     assert drawn(equal) == drawn(None)
     assert drawn(CaptionOdds(original_share=0.9)) != drawn(None)
+
+
+def test_a_state_of_other_odds_is_refused(caption_store: LatentStore, tmp_path: Path) -> None:
+    def stream(odds: CaptionOdds | None) -> BatchStream:
+        return BatchStream(BatchReader([caption_store], BatchPlan(caption_store.buckets, 4, 3), caption_odds=[odds]))
+
+    odds = CaptionOdds(write_scores(caption_store, tmp_path / "s.parquet", [7.0, 8.0]))
+    state = stream(odds).state_dict()
+    stream(odds).load_state_dict(state)
+    write_scores(caption_store, tmp_path / "s.parquet", [7.0, 9.0])
+    with pytest.raises(RunError, match=r"caption_odds\[0\]\.scores: was"):
+        stream(odds).load_state_dict(state)
+    with pytest.raises(RunError, match=r"caption_odds: was .* is now None"):
+        stream(None).load_state_dict(state)
+    older = stream(None).state_dict()
+    assert older.pop("caption_odds") is None
+    stream(None).load_state_dict(older)
 
 
 def test_a_table_that_does_not_fit_is_refused(caption_store: LatentStore, tmp_path: Path) -> None:
@@ -92,7 +110,7 @@ def test_a_recipe_trains_with_its_captions_odds(caption_store: LatentStore, tmp_
     path = write_scores(caption_store, tmp_path / "s.parquet", [30.0, 10.0])
     recipe = train_recipe("pixart-tiny", f"data.caption_scores={path}", "data.min_caption_score=25")
     spec = model_spec(recipe, caption_store.spec, "store")
-    reader = build_loader(recipe, caption_store, spec, CPU, print).dataset.reader
+    reader = build_loader(recipe, [caption_store], spec, CPU, print).dataset.reader
     firsts = {
         int(index.caption_ids[start])
         for b in caption_store.buckets

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from leandit.datasets.errors import RecipeError
@@ -21,8 +21,6 @@ from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.order.filters import RecordFilter, ScoreTable, Selection
 from leandit.datasets.order.order import changed_fields
 from leandit.datasets.store import LatentStore
-
-few = settings(deadline=None, max_examples=60)  # no deadline: the machine may be busy
 
 
 def made_up_store(records: list[dict[str, Any]], classes: list[str] | None = None) -> LatentStore:
@@ -83,7 +81,6 @@ records = st.lists(
 )
 
 
-@few
 @given(
     records,
     st.none() | st.sets(st.integers(0, 3), min_size=1),

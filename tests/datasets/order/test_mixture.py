@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from leandit.datasets.errors import RecipeError
@@ -18,7 +18,6 @@ from leandit.datasets.order.mixture import MAX_PERIOD, Mixture, Stages
 from leandit.datasets.order.order import BatchOrder, changed_fields
 from leandit.datasets.order.planned import PlannedBatch
 
-few = settings(deadline=None, max_examples=40)  # no deadline: the machine may be busy
 seeds = st.integers(0, 2**64 - 1)
 A, B, C = (BatchPlan({name: 20}, 3, seed) for seed, name in enumerate(("64x64", "48x80", "80x48")))
 
@@ -73,7 +72,6 @@ GOLDEN = [
 # Mixtures.
 
 
-@few
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5), seeds, st.integers(0, 10**9))
 def test_shares_are_exact_in_every_period(weights: list[int], seed: int, period: int) -> None:
     mixture = Mixture([(A, weight) for weight in weights], seed)
@@ -88,7 +86,6 @@ def test_shares_are_exact_in_every_period(weights: list[int], seed: int, period:
         assert ordinals == list(range(period * weight, (period + 1) * weight))
 
 
-@few
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), seeds, st.integers(1, 200))
 def test_every_part_gives_its_own_batches_in_order_without_gaps(weights: list[int], seed: int, count: int) -> None:
     mixture = Mixture([(A, weight) for weight in weights], seed)
@@ -164,7 +161,6 @@ def test_a_plan_without_records_is_refused() -> None:
 # Stages.
 
 
-@few
 @given(st.lists(st.integers(1, 20), max_size=4))
 def test_each_stage_begins_at_its_own_first_batch_and_has_its_length(lengths: list[int]) -> None:
     stages = Stages([*((plan, length) for plan, length in zip([A, B, C, A], lengths, strict=False)), (B, None)])
@@ -194,7 +190,6 @@ def test_stages_that_cannot_be_are_refused(stages: list, said: str) -> None:
 # Both, and in each other.
 
 
-@few
 @given(orders, st.integers(0, 60), st.integers(0, 30))
 def test_any_order_is_pure_and_its_batches_in_one_go_are_those_one_by_one(
     order: BatchOrder, first: int, count: int
@@ -206,7 +201,6 @@ def test_any_order_is_pure_and_its_batches_in_one_go_are_those_one_by_one(
         assert batch.positions.max() < order.plans[batch.plan].buckets[batch.bucket]
 
 
-@few
 @given(orders)
 def test_an_identity_survives_json(order: BatchOrder) -> None:
     said = json.loads(json.dumps(order.identity()))

@@ -5,17 +5,14 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.buckets import bucket_name, bucket_size, bucket_table
 from leandit.datasets.order.slices import batch_sizes_by_tokens, microbatches, rank_slice
 
-few = settings(deadline=None, max_examples=100)
 
-
-@few
 @given(st.integers(0, 100), st.integers(1, 8), st.integers(1, 4))
 def test_ranks_and_microbatches_cover_a_batch_in_order_and_evenly(
     size: int, world_size: int, accumulation: int
@@ -39,7 +36,6 @@ def test_a_rank_that_is_not_there_is_refused(rank: int) -> None:
         rank_slice(8, rank, 2)
 
 
-@few
 @given(st.sampled_from([256, 512, 1024]), st.integers(1, 10**6), st.sampled_from([16, 32]), st.integers(1, 8))
 def test_batch_sizes_by_tokens_are_the_largest_that_are_allowed(
     resolution_px: int, tokens: int, pixels_per_token: int, multiple_of: int

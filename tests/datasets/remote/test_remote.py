@@ -27,7 +27,7 @@ import xxhash
 from aiohttp import ClientPayloadError
 from fsspec.implementations.memory import MemoryFileSystem
 from harness import Child, start
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from making import CPU, train_recipe, tree_digest
 from s3_server import s3_server
@@ -773,7 +773,6 @@ steps = st.lists(
 counter = itertools.count()
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(capacity=st.sampled_from([1500, 2500, 4000]), steps=steps)
 def test_whatever_is_done_the_bytes_stay_within_the_room(
     capacity: int, steps: list[tuple[str, Any]], tmp_path: Path

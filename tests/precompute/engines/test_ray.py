@@ -10,16 +10,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from making import CPU, caption_recipe, make_caption_folder, no_progress, picture, tree_digest
 
-from leandit.datasets.errors import ResourceError
+from leandit.datasets.errors import RecipeError, ResourceError
 from leandit.datasets.format.layout import commit_path
 from leandit.datasets.store import LatentStore
-from leandit.precompute.engines.cluster import Cluster
+from leandit.precompute.engines.cluster import plan_actors
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.main import main
@@ -180,7 +179,7 @@ def test_killed_decoders_actors_and_drivers_leave_the_bytes_of_one_process(
     said, kills = disturb(address, source, tmp_path / "store", plan)
     assert kills == len(plan)
     assert tree_digest(tmp_path / "store") == whole
-    assert re.search(r"actor \d+ is gone: .*Another is started", said)
+    assert re.search(r"actor \d+\) is gone: .*Another is started", said)
     assert "RayTaskError" not in said
     assert "Traceback" not in said
     assert re.search(r"45 planned = 43 stored \+ 2 rejected", said)
@@ -204,8 +203,9 @@ def test_a_shard_that_no_actor_can_write_is_named_and_ends_the_command(address: 
     command = start(address, source, store)
     out, err = command.communicate(timeout=600)
     assert command.returncode == 5
-    assert err.count("It held shard 0 of 'buckets/64x64'. Another is started") == 4
-    assert "shard 0 of 'buckets/64x64': 5 actors were lost while they held it; the last: IsADirectoryError" in err
+    assert err.count("IsADirectoryError: ") == 5
+    assert err.count("; it held shard 0 of 'buckets/64x64'") == 4
+    assert "shard 0 of 'buckets/64x64': 5 processes were lost while they held it; the last: IsADirectoryError" in err
     assert not re.search(r"pictures: ([3-9]|\d\d) of 2", out + err)
 
 
@@ -217,7 +217,8 @@ def test_errors_are_those_of_one_process(address: str, tmp_path: Path) -> None:
     command = start(address, source, tmp_path / "store")
     _, err = command.communicate(timeout=300)
     assert command.returncode == 3
-    assert err.splitlines()[-1].startswith("leandit: 11 of 15 records are rejected, more than source.max_reject_share")
+    too_many = r"leandit: ([89]|1[0-5]) of 15 records are rejected, more than source\.max_reject_share"  # 7 are allowed
+    assert re.match(too_many, err.splitlines()[-1])
     assert "Ray" not in err
     assert "Traceback" not in err
 
@@ -235,39 +236,33 @@ def test_where_no_cluster_is_the_command_says_so(
 
 
 @pytest.mark.parametrize(
-    ("devices", "nodes", "reserved"),
+    ("devices", "nodes", "planned"),
     [
-        ("cpu", [(2, 0)], 1),
-        ("cpu,cpu", [(2, 0)], 0),
-        ("cpu,cpu", [(8, 0)], 2),
-        ("cpu", [(1, 0), (16, 0)], 0),
-        ("cpu,cpu,cpu", [(8, 0), (16, 0)], 2),
-        ("auto", [(8, 4)], 1),
-        ("cuda", [(4, 4), (1, 0)], 1),
-        ("cuda", [(4, 4)], None),
-        ("cpu", [(0, 0)], None),
+        ("cpu", [(2, 0)], ("cpu", 1, {"num_cpus": 2})),
+        ("auto", [(2, 0), (4, 0)], ("cpu", 2, {"num_cpus": 2})),
+        ("cpu,cpu", [(8, 0)], ("cpu", 2, {"num_cpus": 4})),
+        ("cpu,cpu,cpu", [(8, 0), (16, 0)], ("cpu", 3, {"num_cpus": 4})),
+        ("cpu,cpu,cpu", [(2, 0)], ("cpu", 3, {"num_cpus": 0})),
+        ("auto", [(32, 4)], ("cuda", 4, {"num_gpus": 1, "num_cpus": 8})),
+        ("cuda", [(4, 4), (1, 0)], ("cuda", 4, {"num_gpus": 1, "num_cpus": 1})),
+        ("cuda", [(16, 4), (16, 8)], ("cuda", 12, {"num_gpus": 1, "num_cpus": 2})),
+        ("cpu", [(4, 4)], ("cpu", 1, {"num_cpus": 4})),
+        ("cuda", [(4, 0)], "has no GPUs"),
+        ("cpu", [(0, 0)], "has no CPUs"),
+        ("cpu,cuda", [(4, 4)], "needed auto, cuda, cpu or cpu,cpu"),
+        ("cuda:1", [(4, 4)], "needed auto, cuda, cpu or cpu,cpu"),
     ],
 )
-def test_at_least_one_cpu_is_left_to_decode(
-    devices: str, nodes: list[tuple[int, int]], reserved: int | None, tmp_path: Path
+def test_a_gpu_or_a_machine_has_a_process_each_with_its_share_of_the_cpus(
+    devices: str, nodes: list[tuple[int, int]], planned: object
 ) -> None:
-    options: dict[str, Any] = {}
-    cluster: Any = Cluster(
-        caption_recipe(), tmp_path, "pictures", address="auto", devices=devices, num_threads=1, say=print
-    )
-    actor = SimpleNamespace(options=lambda **given: options.update(given) or SimpleNamespace(remote=None))
-    cluster._ray = SimpleNamespace(
-        cluster_resources=lambda: {"CPU": sum(cpus for cpus, _ in nodes), "GPU": sum(gpus for _, gpus in nodes)},
-        nodes=lambda: [{"Alive": True, "Resources": {"CPU": cpus}} for cpus, _ in nodes],
-        remote=lambda kind: actor,
-    )
-    if reserved is None:
-        with pytest.raises(ResourceError, match="none is left to decode"):
-            cluster._plan_actors()
+    listed = [{"Alive": True, "Resources": {"CPU": cpus, "GPU": gpus}} for cpus, gpus in nodes]
+    listed.append({"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}})
+    if isinstance(planned, str):
+        with pytest.raises((ResourceError, RecipeError), match=planned):
+            plan_actors(listed, "auto", devices)
     else:
-        _, _, count, _ = cluster._plan_actors()
-        assert options["num_cpus"] == reserved
-        assert count * reserved < sum(cpus for cpus, _ in nodes)
+        assert plan_actors(listed, "auto", devices) == planned
 
 
 @pytest.mark.slow

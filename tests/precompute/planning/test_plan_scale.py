@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from making import CPU, SUPPORT, caption_recipe, no_progress, picture
 
@@ -170,7 +170,6 @@ records_of = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(made=records_of, rows=st.integers(1, 9), num_known=st.integers(0, 4))
 def test_a_plan_in_batches_is_the_plan_in_one_piece_to_the_byte(
     made: list, rows: int, num_known: int, recipe: PrecomputeRecipe, tokenizer: CaptionTokenizer
@@ -267,7 +266,6 @@ def test_rebatched_rows_stay_in_order(lengths: list[int], rows: int) -> None:
     assert all(batch.num_rows == rows for batch in found[:-1])
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=40), st.integers(1, 9))
 def test_first_positions_are_those_of_a_dictionary(things: list[int], spread: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -58,20 +58,18 @@ def test_rejects_of_all_parts_count_together(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "store/manifest.json").exists()
 
 
-def test_a_listing_that_rejects_too_much_says_all_reasons_and_what_lies_beside(run: Run, tmp_path: Path) -> None:
+def test_a_listing_that_rejects_too_much_says_all_reasons_and_what_to_do(run: Run, tmp_path: Path) -> None:
     source = tmp_path / "source"
     rows = [json.loads(line) for line in (source / "metadata.jsonl").read_text().splitlines()]
     for row in rows:
         row.pop("captions", None)
     rows[0]["file_name"] = "images/none.png"
     (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (source / "captions.xlsx").touch()
-    (tmp_path / "my-captions.csv").touch()
     with pytest.raises(SourceError) as caught:
         run()
     said = str(caught.value)
     assert "25 of 25 records are rejected" in said
     assert ": 24 x no_caption, 1 x missing_file. The first is 'images/none.png'" in said
-    assert "lie 'captions.xlsx', '../my-captions.csv':" in said
+    assert "docs/sources.md says which tables" in said
     assert "--set source.missing_caption=null" in said
     assert not (tmp_path / "store").exists()

@@ -1,9 +1,11 @@
-"""What workers tell adds up to what is committed, however many of them are lost, killed or ended by an error."""
+"""What a process counts adds up to what all processes commit, in any order, and whoever is faster."""
 
 from __future__ import annotations
 
 import errno
 import random
+import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -19,122 +21,142 @@ from making import (
 
 from leandit.datasets.errors import RecordRejected, SourceError
 from leandit.datasets.format.layout import commit_path, is_picture_task
-from leandit.datasets.revisions.commits import Task
+from leandit.datasets.format.schema import Reject
+from leandit.datasets.revisions.commits import Task, read_commit
 from leandit.datasets.revisions.plan import FrozenPlan, read_plan
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.precompute.config import SourceSection
-from leandit.precompute.engines.worker import Worker
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import precompute
-from leandit.precompute.progress.clock import StageClock
-from leandit.precompute.progress.rejects import RejectLedger, RejectLimit
-from leandit.precompute.progress.tally import Committed, Encoded, Event, LeaseTaken, Rejected, Tally
+from leandit.precompute.progress.rejects import RejectLedger, RejectLimit, ledger_of
+from leandit.precompute.progress.tally import Tally, Work
+from leandit.precompute.shards.worker import Worker
 from leandit.precompute.sources.source import list_source
 
 BROKEN = "decode", "truncated", "made up"
+ROWS, BROKEN_ROWS = 6, 4  # of each of three shards
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 14 pictures with captions, in three buckets."""
+    """Of 18 pictures with captions, in three buckets, of each of which four are rejected."""
     root = tmp_path_factory.mktemp("tally")
-    source = make_caption_folder(root / "pictures")
-    precompute(caption_recipe(), source_path=source, store_path=root / "store", device=CPU, progress=no_progress)
-    return root
+    source = make_caption_folder(root / "pictures", count=18)
+    for number in range(12):
+        path = source / f"images/{number}.png"
+        path.write_bytes(path.read_bytes()[:-200])
+    recipe = caption_recipe("source.max_reject_share=0.9", "source.max_rejects_in_a_row=100")
+    precompute(recipe, source_path=source, store_path=root / "store", device=CPU, progress=no_progress)
+    return root / "store"
 
 
-def new_tally(plan: FrozenPlan, seen: list[tuple[str, int, int]]) -> Tally:
-    """Of which ten rejects are allowed."""
-    ledger = RejectLedger(SourceSection(max_reject_share=10 / 14), plan.records.num_rows)
-    return Tally(plan, plan.layout.tasks(), ledger, lambda *what: seen.append(what))
+@dataclass
+class Counted:
+    """A tally of a store whose shards of pictures are not committed; of its rejects 11 are allowed."""
+
+    whole: Path
+    root: Path
+    seen: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        shutil.copytree(self.whole, self.root)
+        (self.root / "manifest.json").unlink()
+        self.plan = read_plan(self.root, 1)
+        self.tasks = [task for task in self.plan.layout.tasks() if is_picture_task(task)]
+        for task in self.tasks:
+            (self.root / commit_path(1, *task)).unlink()
+        self.writer, self.work = StoreWriter(self.root, self.plan), Work()
+        ledger = ledger_of(SourceSection(max_reject_share=11 / 18), self.writer)
+        self.tally = Tally(self.writer, self.tasks, ledger, lambda *what: self.seen.append(what), self.work)
+
+    def put_record(self, task: Task) -> list[Reject]:
+        """What a commit does, here or elsewhere; returns the rejects of the shard."""
+        path = commit_path(1, *task)
+        shutil.copy(self.whole / path, self.root / path)
+        record = read_commit(self.root, self.plan, *task)
+        assert record
+        assert len(record.rejects) == BROKEN_ROWS
+        return record.rejects
+
+    def encode(self, task: Task, *, is_own: bool = True) -> None:
+        """All that this process does to a shard."""
+        self.tally.take(task)
+        rejects = self.put_record(task)
+        for reject in rejects:
+            self.tally.reject(reject.key, RecordRejected(*BROKEN))
+        self.tally.encode("pictures", ROWS)
+        assert self.writer.is_committed(task)  # as whoever writes it asks first
+        self.tally.commit(task, rejects, is_own=is_own)
 
 
 def picture_tasks(plan: FrozenPlan) -> list[Task]:
     return [task for task in plan.layout.tasks() if is_picture_task(task)]
 
 
-def rows_of(plan: FrozenPlan, task: Task) -> int:
-    return len(plan.layout.rows_of(*task))
+def test_what_others_commit_counts_for_progress_and_not_as_own_work(store: Path, tmp_path: Path) -> None:
+    it = Counted(store, tmp_path / "store")
+    one, two, _ = it.tasks
+    it.tally.take(one)
+    it.tally.encode("pictures", 2)
+    assert (it.seen[-1], it.work.held) == (("pictures", 2, 18), [one])
+    it.put_record(two)
+    it.tally.look()
+    assert it.seen[-1] == ("pictures", ROWS + 2, 18)
+    it.tally.encode("pictures", ROWS - 2)
+    rejects = it.put_record(one)
+    assert it.writer.is_committed(one)
+    it.tally.commit(one, rejects, is_own=True)
+    assert it.seen[-1] == ("pictures", 2 * ROWS, 18)
+    assert it.work == Work(num_encoded=ROWS, num_commits=1)
 
 
-def test_what_a_lost_worker_has_not_committed_is_taken_back(store: Path) -> None:
-    plan, seen = read_plan(store / "store", 1), []
-    tally, (one, two, three) = new_tally(plan, seen), picture_tasks(plan)
-    for event in (LeaseTaken(one), LeaseTaken(two), Encoded("pictures", rows_of(plan, one)), Encoded("pictures", 2)):
-        tally.count("a", event)
-    tally.count("a", Committed(one))
-    assert tally.drop_worker("a") == [two]
-    assert tally.num_pictures == rows_of(plan, one)
-    assert tally.drop_worker("a") == []  # nothing is taken back twice
-    for task in (two, three):
-        for event in (LeaseTaken(task), Encoded("pictures", rows_of(plan, task)), Committed(task)):
-            tally.count("b", event)
-    assert tally.drop_worker("b") == []
-    assert tally.num_pictures == 14
-    assert seen[-1] == ("pictures", 14, 14)
+def test_a_shard_that_another_process_commits_first_counts_once(store: Path, tmp_path: Path) -> None:
+    it = Counted(store, tmp_path / "store")
+    one, two, _ = it.tasks
+    it.encode(one, is_own=False)
+    assert it.seen[-1] == ("pictures", ROWS, 18)
+    assert it.work == Work()
+    it.encode(two)
+    it.tally.look()
+    for number in range(3):  # 11 with those of the two shards
+        it.tally.reject(f"{number}", RecordRejected(*BROKEN))
+    with pytest.raises(SourceError, match=r"12 of 18 records .*: 12 x truncated\. The last is 'more'"):
+        it.tally.reject("more", RecordRejected(*BROKEN))
 
 
-def test_a_shard_that_two_workers_make_counts_once(store: Path) -> None:
-    plan = read_plan(store / "store", 1)
-    tally, task = new_tally(plan, []), picture_tasks(plan)[0]
-    for worker in "ab":
-        tally.count(worker, LeaseTaken(task))
-        tally.count(worker, Encoded("pictures", rows_of(plan, task)))
-        tally.count(worker, Rejected("k", *BROKEN))
-    for worker in "ab":
-        tally.count(worker, Committed(task, ["k"]))
-    assert tally.num_pictures == rows_of(plan, task)
-    for number in range(9):
-        tally.count("a", Rejected(f"{number}", *BROKEN))
-    with pytest.raises(SourceError, match="11 of 14 records"):
-        tally.count("a", Rejected("9", *BROKEN))
+def test_rejects_of_all_processes_count_together(store: Path, tmp_path: Path) -> None:
+    it = Counted(store, tmp_path / "store")
+    one, two, three = it.tasks
+    it.encode(one)
+    it.put_record(two)
+    it.tally.look()
+    it.put_record(three)
+    with pytest.raises(SourceError, match="12 of 18 records are rejected, more than source"):
+        it.tally.look()
 
 
-def test_rejects_of_lost_workers_do_not_count_twice(store: Path) -> None:
-    plan = read_plan(store / "store", 1)
-    tally, (one, two, _) = new_tally(plan, []), picture_tasks(plan)
-    broken = [f"k{number}" for number in range(8)]
-    for worker in ("a", "b", "c"):  # the limit is ten
-        tally.count(worker, LeaseTaken(one))
-        for key in broken:
-            tally.count(worker, Rejected(key, *BROKEN))
-        tally.drop_worker(worker)
-    tally.count("d", LeaseTaken(one))
-    for key in broken:
-        tally.count("d", Rejected(key, *BROKEN))
-    tally.count("d", Committed(one, broken))
-    tally.count("d", LeaseTaken(two))
-    tally.drop_worker("d")  # what is committed stays counted
-    for key in ("l1", "l2"):
-        tally.count("e", Rejected(key, *BROKEN))
-    with pytest.raises(SourceError, match=r"11 of 14 records are rejected, .*: 11 x truncated\. The last is 'l3'"):
-        tally.count("e", Rejected("l3", *BROKEN))
+def test_sums_are_right_in_any_order(store: Path, tmp_path: Path) -> None:
+    for seed in range(20):
+        rng, it = random.Random(seed), Counted(store, tmp_path / f"{seed}")
+        it.tally._ledger = RejectLedger(SourceSection(max_reject_share=1.0), 18)
+        own = 0
+        for task in rng.sample(it.tasks, 3):
+            who = rng.choice(["this", "another", "both"])
+            own += ROWS * (who == "this")
+            if who == "another":
+                it.put_record(task)
+                it.tally.look()
+            else:
+                it.encode(task, is_own=who == "this")
+        it.tally.look()
+        assert (it.work.num_encoded, it.work.held) == (own, [])
+        assert it.seen[-1] == ("pictures", 18, 18)
+        counts = [done for _, done, _ in it.seen]
+        assert counts == sorted(counts)
 
 
-def test_sums_are_right_in_any_order_of_work_and_loss(store: Path) -> None:
-    plan = read_plan(store / "store", 1)
-    for seed in range(50):
-        rng, left, seen = random.Random(seed), picture_tasks(plan), []
-        tally = new_tally(plan, seen)
-        for number in range(100):
-            some = [task for task in left if rng.random() < 0.7]
-            for task in some:
-                tally.count(f"{number}", LeaseTaken(task))
-            committed = 0
-            for task in some:
-                tally.count(f"{number}", Encoded("pictures", rows_of(plan, task)))
-                if committed == some.index(task) and rng.random() < 0.5:
-                    tally.count(f"{number}", Committed(task))
-                    left.remove(task)
-                    committed += 1
-            assert tally.drop_worker(f"{number}") == some[committed:]
-            assert tally.num_pictures == 14 - sum(rows_of(plan, task) for task in left)
-        assert not left
-        assert all(done <= total for _, done, total in seen)
-
-
-def test_a_worker_that_raises_tells_only_of_what_it_has_committed(tmp_path: Path) -> None:
-    source, recipe, seen = make_class_folder(tmp_path / "pictures"), label_recipe("store.shard_mib=1"), []
+def test_a_worker_that_raises_counts_only_what_it_has_committed(tmp_path: Path) -> None:
+    source, recipe = make_class_folder(tmp_path / "pictures"), label_recipe("store.shard_mib=1")
     precompute(recipe, source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress)
     plan = read_plan(tmp_path / "store", 1)
     (task,) = picture_tasks(plan)
@@ -143,23 +165,13 @@ def test_a_worker_that_raises_tells_only_of_what_it_has_committed(tmp_path: Path
     path = tmp_path / "store" / plan.layout.part_arrays(task[0])[0].shard_path(task[1])
     path.unlink()
     (path / "in the way").mkdir(parents=True)
-    told: list[Event] = []
-    tally = new_tally(plan, seen)
-
-    def emit(event: Event) -> None:
-        told.append(event)
-        tally.count("a", event)
-
     writer, listed = StoreWriter(tmp_path / "store", plan), list_source(source)
-    with Decoders(1) as decoders:
-        worker = Worker(recipe, loaded_encoders(recipe.vae, recipe.text), decoders, StageClock())
-        with pytest.raises(OSError, match=str(path)) as raised:
-            worker.encode(writer, [task], listed, emit)
+    worker = Worker(loaded_encoders(recipe.vae, recipe.text), 1)
+    with Decoders(1) as decoders, pytest.raises(OSError, match=str(path)) as raised:
+        worker.encode(writer, [task], listed, decoders, section=recipe.source, progress=no_progress)
     assert raised.value.errno == errno.EISDIR
-    assert told[0] == LeaseTaken(task)
-    assert not any(isinstance(event, Committed) for event in told)
-    assert tally.drop_worker("a") == [task]
-    assert tally.num_pictures == 0
+    work = worker.snapshot()
+    assert (work.num_encoded, work.num_commits, work.held) == (0, 0, [task])
     assert not list((tmp_path / "store").rglob("*.lock"))  # others can take it at once
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from leandit.datasets.errors import ResourceError, SourceError
@@ -38,7 +38,6 @@ def usable(paths: set[str]) -> list[str]:
     return [path for path in paths if not any(other.startswith(path + "/") for other in paths)]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(paths=st.sets(PATHS, max_size=12), at_once=st.sampled_from([2, 1 << 16]))
 def test_a_walk_comes_in_the_order_of_sorted_paths(
     paths: set[str], at_once: int, monkeypatch: pytest.MonkeyPatch
@@ -58,7 +57,6 @@ def test_a_walk_comes_in_the_order_of_sorted_paths(
         )  # the files of a folder come together
 
 
-@settings(max_examples=60, deadline=None)
 @given(keys=KEYS, rows=st.integers(1, 7), few=st.booleans())
 def test_a_listing_holds_what_came_and_rejects_what_comes_again(keys: list[str], rows: int, few: bool) -> None:
     records = [

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from leandit.datasets.disk import spill
@@ -107,7 +107,6 @@ def one_by_one(files: LocalFiles, rows: list[Any]) -> list[dict[str, Any]]:
     return record_batch(records).to_pylist()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROWS, min_size=1, max_size=6))
 @example([PLAIN, {**PLAIN, "prompt": ["a", "b", "a"]}, {**PLAIN, "prompt": ["c"] * (MAX_CAPTIONS + 1)}, PLAIN])
 @example([PLAIN, {**PLAIN, "path": "none.jpg"}, {**PLAIN, "path": "fifo"}, {**PLAIN, "label": MAX_CLASSES}, PLAIN])
@@ -144,7 +143,6 @@ def tables(draw: st.DrawFn) -> pa.Table:
     return pa.table(columns)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tables())
 def test_rows_of_parquet_at_once_are_what_they_are_one_by_one(
     files: LocalFiles, tmp_path: Path, table: pa.Table

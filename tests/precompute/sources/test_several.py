@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from making import CPU, label_recipe, make_class_folder, no_progress, picture
 from source_files import write_tar
 from typer.testing import CliRunner, Result
@@ -19,8 +18,10 @@ from leandit.datasets.maintenance.verify import Verification
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import SourceSection
-from leandit.precompute.engines.processes import Processes
-from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.engines.job import Job
+from leandit.precompute.engines.processes import run_on_devices
+from leandit.precompute.pipeline import Report
+from leandit.precompute.planning.compare import Options
 from leandit.precompute.sources.several import list_sources, open_sources, source_names
 from leandit.precompute.sources.source import list_source
 from leandit.tools.cli.main import app
@@ -116,7 +117,7 @@ def test_kinds_may_differ_and_each_picture_is_read_from_its_own_source(tmp_path:
     ]
     assert source.lines() == [f"sidecars '{texts}', 1 records", f"webdataset '{tar}', 1 records"]
     assert source.is_read_by_decoders
-    opened = open_sources([str(texts), str(tar)], [part.settings for part in source.parts])  # as a worker does
+    opened = open_sources([str(texts), str(tar)], AUTO)  # as a worker does
     for one in (source, opened):
         found = [one.read(r.path, r.offset, r.num_bytes, stage="decode") for r in source.records]
         assert found == [(texts / "a.jpg").read_bytes(), b"of a tar"]
@@ -167,11 +168,8 @@ def test_a_key_that_both_have_is_a_reject(tmp_path: Path) -> None:
 
 def test_processes_read_all_sources(folders: list[Path], tmp_path: Path) -> None:
     store, sources = tmp_path / "store", [str(folder) for folder in folders]
-    recipe = label_recipe()
-    with Processes(recipe, store, sources, ["cpu"], num_threads=torch.get_num_threads(), say=print) as engine:
-        precompute(
-            recipe, source_path=sources, store_path=store, device=CPU, progress=no_progress, engine=engine, say=print
-        )
+    job = Job(label_recipe(), tuple(sources), store, Options())
+    run_on_devices(job, ["cpu", "cpu"], progress=no_progress, say=print)
     assert LatentStore(store).records["status"].to_pylist() == ["stored"] * 10
 
 

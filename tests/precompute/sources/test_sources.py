@@ -83,7 +83,7 @@ def test_hidden_files_are_not_seen_and_others_are_counted(tmp_path: Path) -> Non
         put(tmp_path / name, png())
     source = list_source(tmp_path)
     assert [r.key for r in source.records] == ["a/0.png"]
-    assert source.num_ignored == 2  # notes.txt and README
+    assert source.ignored.num_files == 2  # notes.txt and README
 
 
 def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_tar_gives_the_keys_bytes_labels_and_captions_that_webdataset_gives(tm
     for name in ("one", "two"):
         write_tar(tmp_path / f"{name}.tar", *samples)
     source = list_source(tmp_path)
-    assert (source.kind, source.classes, source.num_ignored) == ("webdataset", ["0", "1", "2"], 2)
+    assert (source.kind, source.classes, source.ignored.num_files) == ("webdataset", ["0", "1", "2"], 2)
     records = by_key(source)
     assert len(records) == 10
     for name in ("one", "two"):

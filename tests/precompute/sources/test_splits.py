@@ -166,12 +166,8 @@ def test_loose_pictures_beside_folders_are_taken_without_labels(tmp_path: Path) 
 
 NAMES = {
     "names.txt": "Cat\n\nDog\n",
-    "mapping.txt": "n1 Cat, Felis\nn2 Dog\n",
     "names.tsv": "n2\tDog\nn1\tCat\n",
-    "labels.tsv": "0\tn1\tCat\n1\tn2\tDog\n",
-    "names.json": json.dumps(["Cat", "Dog"]),
-    "by_class.json": json.dumps({"n2": "Dog", "n1": "Cat"}),
-    "keras.json": json.dumps({"0": ["n1", "Cat"], "1": ["n2", "Dog"]}),
+    "labels.tsv": "1\tDog\n0\tCat\n",
 }
 
 
@@ -181,7 +177,7 @@ def test_names_of_classes_are_read_from_a_file(tmp_path: Path, name: str) -> Non
     (tmp_path / name).write_text(NAMES[name])
     found = listed(root, class_names=str(tmp_path / name)).class_names
     assert found
-    assert (found[0].split(",")[0], found[1]) == ("Cat", "Dog")
+    assert found == ["Cat", "Dog"]
 
 
 def test_imagenets_names_fit_wnids_and_numbers_and_nothing_else(tmp_path: Path) -> None:
@@ -201,9 +197,12 @@ def test_names_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("Cat\n")
     with pytest.raises(SourceError, match="no name for 1 of 2 classes: n2"):
         listed(root, class_names=str(tmp_path / "one.txt"))
-    (tmp_path / "odd.json").write_text('{"n1": 7}')
-    with pytest.raises(RecipeError, match=r"odd\.json.*must be text"):
-        listed(root, class_names=str(tmp_path / "odd.json"))
+    (tmp_path / "long.txt").write_text("Cat\n" + "x" * 1001)
+    with pytest.raises(RecipeError, match=r"long\.txt': line 2 is .*at most 1000 characters"):
+        listed(root, class_names=str(tmp_path / "long.txt"))
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(RecipeError, match="names nothing"):
+        listed(root, class_names=str(tmp_path / "empty.txt"))
     with pytest.raises(SourceError, match="no classes to name"):
         listed(fill(tmp_path / "flat", "0.png"), class_names="imagenet")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from source_files import NAMES, pictures, put, said
 
@@ -251,7 +251,6 @@ def joined(rows: list[SourceRecord]) -> list[tuple[Any, ...]]:
     return [one[:2] if one[1] == "duplicate_key" else one for one in found]
 
 
-@settings(max_examples=150, deadline=None)
 @given(ROWS)
 def test_rows_of_one_picture_are_joined_wherever_they_stand(rows: list[tuple[str, int, str, bool]]) -> None:
     records = [

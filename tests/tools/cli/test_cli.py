@@ -18,6 +18,7 @@ from typing import NamedTuple, get_args, get_type_hints
 import pytest
 import torch
 import typer
+from forked import ForkedPython
 from in_turn import IN_TURN
 from making import LABEL_RECIPE, TRAIN_RECIPE, all_commands, label_recipe, train_recipe, tree_digest
 
@@ -26,6 +27,7 @@ from leandit.datasets.recipe import shipped_recipes, to_toml
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli.main import app, main
 from leandit.tools.cli.options import read_path, written_path
+from leandit.tools.synthetic.store import make_store
 from leandit.train.models.build import build_model
 from leandit.train.models.spec import ModelSpec
 from leandit.train.weights.dit_checkpoints import write_official
@@ -80,7 +82,7 @@ FLAGS = {
     "bench planner": ["--device", "--json", "--set"],
     "bench open": ["--json", "--records", "--rounds", "--scratch"],
     "bench loader": [
-        *("--json", "--peers", "--plot", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),
+        *("--json", "--peers", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),
     ],
 }
 
@@ -155,7 +157,7 @@ URL_AS_OUTPUT = {
     "compact": ["nope", "--out"],
     "demo": ["--out"],
     "bench plan": ["--scratch"],
-    "bench loader": ["--scratch", "there", "--plot"],
+    "bench loader": ["--scratch"],
 }
 
 
@@ -188,6 +190,19 @@ MISTAKES = {  # the command, its exit code, and the beginning of its line
     "precompute imagenet-256 --source . --store s --set vae.dtype=int3": (2, "leandit: recipe 'imagenet-256': "),
     "import mar --source nope --store s": (3, "leandit: source 'nope': "),
     "train dit-s-2-256 --store nope --run r": (3, "leandit: store 'nope': "),
+    "train dit-s-2-256 --run r --set data.mixture=[{store='nope'}]": (3, "leandit: store 'nope': "),
+    "train dit-s-2-256 --store a --run r --set data.mixture=[{store='b'}]": (
+        2,
+        "leandit: --store 'a': the recipe names",
+    ),
+    "train dit-s-2-256 --run r --set data.mixture=[{store='../three'},{store='../four'}]": (
+        2,
+        "leandit: stores '../three' and '../four' cannot be mixed: number of classes 3 and 4. Needed",
+    ),
+    "train dit-s-2-256 --run r --set data.stages=[{store='../three'},{store='../four'}]": (
+        2,
+        "leandit: recipe 'dit-s-2-256': ",
+    ),
     "train dit-s-2-256 --store nope --run r --set run.stepss=1": (2, "leandit: recipe 'dit-s-2-256': "),
     "sample nope --out o": (3, "leandit: run 'nope': "),
     "sample run --out o --label lion": (2, "leandit: --label: no class 'lion'. There are 3 classes, 0 to 2: cat, dog,"),
@@ -200,23 +215,24 @@ MISTAKES = {  # the command, its exit code, and the beginning of its line
 
 
 def test_cheap_mistakes_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / "flux2").mkdir()
-    (tmp_path / "flux2/config.json").write_text('{"_class_name": "AutoencoderKLFlux2"}')
+    here = tmp_path / "here"
+    (here / "flux2").mkdir(parents=True)
+    (here / "flux2/config.json").write_text('{"_class_name": "AutoencoderKLFlux2"}')
     for step, classes in ((9, ["lion", "dog", "zebra"]), (10, ["cat", "dog", "zebra"])):  # the newest counts
-        (tmp_path / f"run/snapshot-{step}").mkdir(parents=True)
+        (here / f"run/snapshot-{step}").mkdir(parents=True)
         spec = {"name": "DiT-S/4", "num_classes": 4, "caption_width": 0}
         state = json.dumps({"spec": spec, "classes": classes})
-        (tmp_path / f"run/snapshot-{step}/state.json").write_text(state)
+        (here / f"run/snapshot-{step}/state.json").write_text(state)
+    make_store(tmp_path / "three", {"32x32": 4}, num_classes=3)
+    make_store(tmp_path / "four", {"32x32": 4}, num_classes=4)
     words = json.dumps([command.split() for command in MISTAKES])
-    ended = subprocess.run(
-        [sys.executable, "-c", IN_TURN, words], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    ended = subprocess.run([sys.executable, "-c", IN_TURN, words], cwd=here, capture_output=True, text=True, check=True)
     found = [json.loads(line) for line in ended.stdout.splitlines()]
     for (command, (code, beginning)), (ended_with, said, loaded) in zip(MISTAKES.items(), found, strict=True):
         assert (ended_with, loaded) == (code, []), command
         assert said.startswith(beginning), (command, said)
         assert said.count("\n") == 1, (command, said)
-    assert sorted(os.listdir(tmp_path)) == ["flux2", "run"]
+    assert sorted(os.listdir(here)) == ["flux2", "run"]
 
 
 def test_the_installed_command_ends_with_the_code_of_the_error(tmp_path: Path) -> None:
@@ -394,7 +410,7 @@ def test_a_store_grows_and_is_compacted(class_folder: Path, tmp_path: Path, lean
     assert "There are: 5" in ended.err
     assert leandit("verify", new).code == 0
     assert leandit("compact", store, "--out", source).code == 3
-    assert "something is there" in leandit("compact", store, "--out", store.parent).err
+    assert "it already exists" in leandit("compact", store, "--out", store.parent).err
 
 
 @pytest.mark.parametrize(
@@ -553,21 +569,11 @@ def test_a_signal_saves_and_the_same_command_goes_on(label_store: LatentStore, t
     run = tmp_path / "run"
     small = [*TRAIN_RECIPE, "run.steps=100000", "run.global_batch=1", "run.checkpoint_every=100000"]
     overrides = settings(["model.name=DiT-S/4", "model.num_classes=0", "run.keep_checkpoints=1", *small])
-    command = [
-        sys.executable,
-        "-c",
-        TINY_LEANDIT,
-        "train",
-        "dit-s-2-256",
-        "--store",
-        label_store.path,
-        "--run",
-        run,
-        *overrides,
-    ]
+    where = ["--store", label_store.path, "--run", run]
+    command = ["-c", TINY_LEANDIT, "train", "dit-s-2-256", *where, *overrides]
     reached, env = 0, os.environ | {"OMP_NUM_THREADS": "1"}
     for number, code in ((signal.SIGTERM, 75), (signal.SIGINT, 130)):
-        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = ForkedPython(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
             deadline = time.monotonic() + 90
             while last_step(run) < reached + 2 and process.poll() is None and time.monotonic() < deadline:
@@ -586,6 +592,26 @@ def test_a_signal_saves_and_the_same_command_goes_on(label_store: LatentStore, t
         reached = step
     lines = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines == list(range(1, reached + 1))
+
+
+def test_a_recipe_that_names_its_stores_needs_no_store(leandit: Leandit) -> None:
+    for name, buckets in (("photos", {"32x32": 12}), ("art", {"32x64": 6})):
+        make_store(Path(name), buckets, num_classes=3)
+    parts = 'mixture = [{ store = "photos" }, { store = "art", weight = 3 }]'
+    Path("both.toml").write_text(f'[[data.stages]]\nstore = "photos"\nsteps = 1\n[[data.stages]]\n{parts}\n')
+    ended = leandit("train", "both.toml", *TINY, "--run", "run", "--device", "cpu")
+    assert ended.code == 0, ended.err
+    assert "6 of 6" in ended.out
+    assert "nothing to do" in leandit("train", "run/recipe.toml", "--run", "run", "--device", "cpu").out
+    planned = leandit("plan", "train", "both.toml", *TINY)
+    assert planned.code == 0, planned.err
+    assert "32x64" in planned.out
+    shown = leandit("train", "both.toml", *TINY, "--dry-run", "--device", "cpu")
+    assert "'art', 6 records, steps 2 to 6, 0.75 of the batches" in shown.out
+    for words in (["train", "both.toml", "--run", "other"], ["plan", "train", "both.toml"]):
+        refused = leandit(*words, "--store", "art")
+        assert (refused.code, "the recipe names its own, 'photos' first" in refused.err) == (2, True)
+    assert not Path("other").exists()
 
 
 def last_step(run: Path) -> int:

@@ -265,7 +265,7 @@ def test_the_card_says_what_is_known_and_a_folder_is_never_overwritten(runs: dic
     made = export(runs["dit"], tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
     snapshot = load_snapshot(runs["dit"], CPU)
-    for word in (snapshot.state["root_hash"], "snapshot-6", (runs["dit"] / "recipe.toml").read_text().strip()):
+    for word in (snapshot.state["root_hashes"][0], "snapshot-6", (runs["dit"] / "recipe.toml").read_text().strip()):
         assert word in card
     assert made["notes"] == departures(snapshot)
     assert all(note in card for note in made["notes"])

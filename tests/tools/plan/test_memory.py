@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from leandit.tools.plan.strategies import strategies, with_ds_config
 from leandit.tools.plan.training import LAUNCH_SECONDS, measured_mfu, plan, render
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
-from leandit.train.config import load
+from leandit.train.config import ParallelSection, load
 from leandit.train.models.activation_checkpointing import checkpoint_blocks
 from leandit.train.models.build import PIXART_SIZES, build_model
 from leandit.train.models.dit import SIZES
@@ -42,6 +43,23 @@ from leandit.train.step.train_step import train_step
 
 SIZE, PIXART_SIZE = (3, 192, 3), (2, 4, 48, 2)  # small, yet a kernel's own scratch is nothing beside
 SMALL = ["model.num_classes=10", "run.precision=fp32", "run.compile=false", "run.global_batch=8"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _traced_once() -> Iterator[None]:
+    """Plans of the same step share its trace, which is of one process: whatever ``parallel`` says."""
+    traced: dict[str, StepMemory] = {}
+
+    def trace(workload: TrainingWorkload, bucket: str, **settings: Any) -> StepMemory:
+        recipe = workload.recipe.model_copy(update={"parallel": ParallelSection()})
+        key = repr((dataclasses.replace(workload, recipe=recipe), bucket, settings))
+        if key not in traced:
+            traced[key] = step_memory(workload, bucket, **settings)
+        return traced[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "step_memory", trace)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +76,16 @@ def work(name: str = "dit-s-2-256", *overrides: str) -> TrainingWorkload:
 @functools.cache
 def memory(*overrides: str, accumulates: bool = False, device_type: str = "cuda") -> StepMemory:
     it = work("dit-s-2-256", *overrides)
-    return step_memory(it, "64x64", autocast=None, accumulates=accumulates, device_type=device_type)
+    # Whether it is linear is asked of microbatch 40, below.
+    settings: dict[str, Any] = {"accumulates": accumulates, "device_type": device_type, "check_linear": False}
+    return step_memory(it, "64x64", autocast=None, **settings)
+
+
+def test_no_table_of_fake_numbers_stays_with_the_optimizer_of_8_bits() -> None:
+    from torchao.optim.subclass_8bit import get_qmap_signed
+
+    trace_step(work("dit-s-2-256", "optimizer.name=adamw8bit"), "64x64", microbatch=2, autocast=None)
+    assert (min(get_qmap_signed()), max(get_qmap_signed())) == pytest.approx((-1, 1), abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,22 @@ MIB = 2**20
 MANY = ("run.global_batch=5000", "data.leftovers=carry", "run.prefetch=0", "run.async_checkpoint=false")
 
 
-def test_a_step_that_does_not_fit_is_told_with_a_microbatch_that_does(
-    label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _traced_once() -> Iterator[None]:
+    """Each trace once: neither the batch nor the microbatch is in it."""
     traces, trace = dict[bool, StepMemory](), memory_check.step_memory
 
     def traced(*args: Any, accumulates: bool, **options: Any) -> StepMemory:
-        """Each trace once: neither the batch nor the microbatch is in it."""
         if accumulates not in traces:
             traces[accumulates] = trace(*args, accumulates=accumulates, **options)
         return traces[accumulates]
 
-    monkeypatch.setattr(memory_check, "step_memory", traced)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_check, "step_memory", traced)
+        yield
 
+
+def test_a_step_that_does_not_fit_is_told_with_a_microbatch_that_does(label_store: LatentStore) -> None:
     def warning(available: int, *changes: str, ranks: int = 1) -> str | None:
         recipe = train_recipe("dit-s-4", *MANY, *changes)
         return memory_warning(recipe, str(label_store.path), available, num_ranks=ranks, local_ranks=ranks)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from forked import ForkedPython
 from making import CPU, no_progress, train_recipe
 from PIL import Image
 
@@ -181,11 +181,11 @@ def test_the_archive_is_made_without_holding_the_pictures(tmp_path: Path) -> Non
         assert (found["arr_0"][:, 5, 5, 1] == np.arange(300) % 251).all()
 
 
-def start(run: Path, out: Path, *, rank: int, **environment: str) -> subprocess.Popen[bytes]:
+def start(run: Path, out: Path, *, rank: int, **environment: str) -> ForkedPython:
     place_of = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     command = ["sample", run, "--out", out, "--num", COUNT, "--steps", 2, "--guidance", 2, "--batch", 2]
-    return subprocess.Popen(
-        [sys.executable, "-c", TINY_LEANDIT, *map(str, command), "--device", "cpu"],
+    return ForkedPython(
+        ["-c", TINY_LEANDIT, *command, "--device", "cpu"],
         env=os.environ | place_of | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -128,7 +128,7 @@ def test_the_ratio_that_pixart_is_told_is_the_key_of_its_table(size: tuple[int, 
 def test_the_conditioner_looks_up_the_sizes_of_the_records() -> None:
     spec = PIXART.model_copy(update={"config": {"use_additional_conditions": True}})
     assert spec.takes_sizes
-    conditioner = Conditioner(spec, torch.zeros(9, 6), torch.arange(20.0).view(10, 2))
+    conditioner = Conditioner(spec, torch.zeros(9, 6), [torch.arange(20.0).view(10, 2)])
     records = torch.tensor([7, 0, 3])
     given = conditioner(None, torch.zeros(3, 7, 6), MASK.sum(1), records)
     assert given.source_sizes is not None
@@ -170,7 +170,7 @@ def test_a_step_hands_on_captions_in_the_dtype_that_its_precision_wants(
         return image_losses(learner, x, draws, conditioning)
 
     monkeypatch.setattr(step_module, "image_losses", look)
-    state = prepare(train_recipe("sana-tiny", f"run.precision={precision}"), caption_store, CPU, print)
+    state = prepare(train_recipe("sana-tiny", f"run.precision={precision}"), [caption_store], CPU, print)
     step_module.train_step(state, next(iter(state.loader)))
     assert set(seen) == {dtype}
 

@@ -220,7 +220,6 @@ def test_error_and_weight_are_those_of_the_papers(data: tuple[Tensor, Tensor], p
     np.testing.assert_allclose(got.numpy(), error * weight, rtol=2e-6)
 
 
-@hypothesis.settings(deadline=None, max_examples=30)
 @hypothesis.given(st.integers(0, 999), st.integers(0, 2**32))
 def test_v_and_noise_are_the_same_prediction_said_otherwise(step: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -319,7 +318,6 @@ def test_the_loss_is_one_graph_without_the_host(data: tuple[Tensor, Tensor], sec
     assert len(seen) == 1
 
 
-@hypothesis.settings(deadline=None)
 @hypothesis.given(st.lists(st.tuples(st.floats(0, 1, width=32), st.floats(-10, 10, width=32)), min_size=1, max_size=50))
 def test_bands_hold_the_mean_of_their_losses(pairs: list[tuple[float, float]]) -> None:
     share, losses = torch.tensor(pairs).unbind(1)

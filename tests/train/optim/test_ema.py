@@ -161,7 +161,6 @@ def test_averages_are_float32() -> None:
     assert {value.dtype for value in ema.state_dict().values()} == {torch.float32}
 
 
-@hypothesis.settings(deadline=None, max_examples=20)
 @hypothesis.given(st.integers(1, 50), st.integers(1, 50), st.floats(0.02, 0.2), st.floats(0.02, 0.2))
 def test_inner_products_are_the_integrals(step: int, other: int, length: float, another: float) -> None:
     one, two = Profile(step, length), Profile(other, another)

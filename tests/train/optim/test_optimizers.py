@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import ForkedPython
 from making import CPU, SUPPORT, train_recipe
 from pydantic import ValidationError
 from safetensors.torch import load, save
@@ -330,8 +331,8 @@ def test_a_run_resumes_with_every_optimizer_to_the_bit(
 
 def test_optimizers_and_averages_of_a_sharded_model_are_those_of_a_whole_one(tmp_path: Path) -> None:
     script = SUPPORT / "sharded_ranks.py"
-    commands = [[sys.executable, script, str(rank), tmp_path / "meeting", *NAMES] for rank in (0, 1)]
-    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    commands = [[script, rank, tmp_path / "meeting", *NAMES] for rank in (0, 1)]
+    ranks = [ForkedPython(command, stderr=subprocess.PIPE) for command in commands]
     for rank in ranks:
         _, said = rank.communicate(timeout=200)
         assert rank.returncode == 0, said

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import ForkedPython
 from making import CPU, SUPPORT, train_recipe
 from safetensors.torch import load_file
 from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -26,7 +27,7 @@ from leandit.train.loop import train
 from leandit.train.parallel.ranks import ALONE, SRUN, TORCHRUN, Ranks, read_ranks
 from leandit.train.parallel.stop import StopRequest, Terminated
 from leandit.train.parallel.strategy import choose_strategy
-from leandit.train.parallel.watchdog import Watchdog
+from leandit.train.parallel.watchdog import SILENT_SECONDS, Watchdog
 
 MAIN = SUPPORT / "rank_main.py"
 STEPS = 20
@@ -46,15 +47,14 @@ Job = dict[str, Any]
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
-def start_ranks(jobs: list[Job], world_size: int, names: tuple[str, ...] = TORCHRUN) -> list[subprocess.Popen[str]]:
+def start_ranks(jobs: list[Job], world_size: int, names: tuple[str, ...] = TORCHRUN) -> list[ForkedPython]:
     """Start a process for each rank, with what torchrun says to each, or who has other names for it."""
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     ranks = []
     for rank in range(world_size):
         place = dict(zip(names, map(str, (rank, rank, world_size, world_size)), strict=True))
-        command = [sys.executable, str(MAIN), json.dumps(jobs)]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(command, env=common | place, **pipes))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        ranks.append(ForkedPython([MAIN, json.dumps(jobs)], env=common | place, **pipes))
     return ranks
 
 
@@ -141,6 +141,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def mixture_of(store: LatentStore) -> str:
+    """Two parts of a store, as an override."""
+    parts = [
+        f"{{store='{store.path}', labels={labels}, weight={weight}}}" for labels, weight in (("[0]", 1), ("[1, 2]", 3))
+    ]
+    return f"data.mixture=[{', '.join(parts)}]"
+
+
 @pytest.fixture(scope="module")
 def said(one: Path, folder: Path, label_store: LatentStore, caption_store: LatentStore) -> list[list[dict[str, Any]]]:
     """All that two ranks do, in one pair of processes; what each said of each job."""
@@ -156,6 +164,7 @@ def said(one: Path, folder: Path, label_store: LatentStore, caption_store: Laten
     jobs.append(job(label_store, folder / "stopped"))
     jobs.append(job(label_store, folder / "other rate", set_1=["optimizer.lr=2e-3"]))
     jobs.append(job(label_store, folder / "other store", store_1=str(caption_store.path)))
+    jobs.append(job(label_store, folder / "mixture", mixture_of(label_store)) | {"store": None})
     fp16 = [f"parallel.deepspeed_config={folder}/fp16.json", "run.checkpoint_every=2"]  # the first before any update
     for steps in (14, 16):
         jobs.append(job(label_store, folder / "fp16", *fp16, f"run.steps={steps}", has_fp16=True))
@@ -284,6 +293,18 @@ def test_ranks_with_other_settings_or_another_store_are_refused_at_start(said: l
     assert not (folder / "other rate").exists()
 
 
+def test_a_mixture_of_stores_is_the_same_with_two_ranks(
+    said: list[Any], folder: Path, label_store: LatentStore, tmp_path: Path
+) -> None:
+    recipe = train_recipe("dit-s-4", *SETTINGS, mixture_of(label_store))
+    train(recipe, run=tmp_path / "run", device=CPU, report=lambda _: None, stop=StopRequest(), warn=print)
+    assert losses(folder / "mixture") == pytest.approx(losses(tmp_path / "run"), abs=1e-5)
+    states = [
+        json.loads((run / "checkpoint-20/state.json").read_text()) for run in (folder / "mixture", tmp_path / "run")
+    ]
+    assert states[0]["loader"] == states[1]["loader"]
+
+
 def test_a_stop_on_one_rank_stops_all_after_the_same_step_and_the_run_goes_on(
     one: Path, said: list[Any], folder: Path
 ) -> None:
@@ -371,12 +392,13 @@ def at_ten(run: Path, copy: Path) -> Path:
 def test_a_dead_rank_ends_the_others_within_a_minute_with_its_name(
     victim: int, label_store: LatentStore, tmp_path: Path
 ) -> None:
-    ranks = start_ranks([job(label_store, tmp_path / "run", "run.steps=100000")], 2)
+    silent_seconds = 6.0
+    ranks = start_ranks([job(label_store, tmp_path / "run", "run.steps=100000", silent_seconds=silent_seconds)], 2)
     wait_for(tmp_path / "run/metrics.jsonl", ranks)
     ranks[victim].kill()
     killed = time.monotonic()
     out, _ = ranks[1 - victim].communicate(timeout=90)
-    assert time.monotonic() - killed < 60
+    assert time.monotonic() - killed + SILENT_SECONDS - silent_seconds < 60
     assert ranks[1 - victim].returncode == 5
     said = [json.loads(line)["warn"] for line in out.splitlines() if "warn" in line]
     assert f"rank {victim}" in said[-1]
@@ -455,7 +477,7 @@ def test_a_rank_that_the_launcher_ends_prints_nothing_after_the_one_that_failed(
     assert not capsys.readouterr().out
 
 
-def wait_for(path: Path, ranks: list[subprocess.Popen[str]]) -> None:
+def wait_for(path: Path, ranks: list[ForkedPython]) -> None:
     """Until a file has content."""
     deadline = time.monotonic() + 120
     while not (path.is_file() and path.stat().st_size):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,21 @@ def test_smaller_buckets_take_more_images() -> None:
     assert all(sizes[bucket] * area(bucket) <= 10 * 512 * 512 for bucket in sizes)
 
 
+@pytest.mark.parametrize("buckets", [["256x512", "512x256"], ["512x256", "256x512"]])
+def test_of_buckets_with_as_many_pixels_the_first_is_measured(
+    buckets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autotune, "_fastest_attention", lambda _, largest: [largest])
+    state: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        stores=[SimpleNamespace(buckets=dict.fromkeys(["32x32", *buckets], 1))],
+        attention_kernels=[],
+        recipe=train_recipe("dit-s-4", "run.microbatch=1"),
+    )
+    autotune.tune(state, SimpleNamespace(announce=lambda value: value))  # type: ignore[arg-type]
+    assert state.attention_kernels == buckets[:1]
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.usefixtures("tiny_models")
 def test_a_trial_without_room_is_made_smaller_or_ends_where_others_wait(
@@ -67,7 +84,7 @@ def test_a_trial_without_room_is_made_smaller_or_ends_where_others_wait(
     monkeypatch.setattr(autotune, "_bytes_to_come", lambda _: 0.0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10_000, 10_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
-    state = prepare(train_recipe("dit-s-4"), label_store, CPU, print)
+    state = prepare(train_recipe("dit-s-4"), [label_store], CPU, print)
     state.ranks = Ranks(world_size=world_size)
     if world_size == 1:
         assert autotune._most_images(state, "32x32") == 92
@@ -84,7 +101,7 @@ def test_a_made_up_batch_is_of_the_size_of_a_real_one_and_goes_through_the_model
     name: str, label_store: LatentStore, caption_store: LatentStore
 ) -> None:
     store = label_store if name == "dit-s-4" else caption_store
-    state = prepare(train_recipe(name), store, CPU, print)
+    state = prepare(train_recipe(name), [store], CPU, print)
     bucket = max(store.buckets, key=area)
     latents, draws, conditioning = synthetic_microbatch(state, bucket, 2)
     assert latents.shape[1:] == next(batch for batch in state.loader if batch.bucket == bucket).latents.shape[1:]

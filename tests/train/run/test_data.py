@@ -29,7 +29,7 @@ def one_pass(store: LatentStore, *overrides: str, model: str = "dit-s-4") -> tup
     """The batches of an epoch, and what was said."""
     recipe, said = train_recipe(model, *overrides), list[str]()
     spec = model_spec(recipe, store.spec, str(store.path))
-    return list(build_loader(recipe, store, spec, CPU, said.append)), said
+    return list(build_loader(recipe, [store], spec, CPU, said.append)), said
 
 
 def records(batches: list[Batch]) -> list[int]:
@@ -105,8 +105,8 @@ def test_a_model_of_labels_reads_no_captions(caption_store: LatentStore) -> None
     recipe, said = train_recipe("dit-s-4"), list[str]()
     spec = model_spec(train_recipe("pixart-tiny"), caption_store.spec, "store")
     labels = spec.model_copy(update={"name": "DiT-S/4", "caption_width": 0})
-    assert next(iter(build_loader(recipe, caption_store, labels, CPU, said.append))).captions is None
-    assert next(iter(build_loader(recipe, caption_store, spec, CPU, said.append))).captions is not None
+    assert next(iter(build_loader(recipe, [caption_store], labels, CPU, said.append))).captions is None
+    assert next(iter(build_loader(recipe, [caption_store], spec, CPU, said.append))).captions is not None
 
 
 def test_a_window_of_a_filtered_bucket_has_as_many_shards() -> None:

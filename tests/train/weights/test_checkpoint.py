@@ -23,10 +23,11 @@ from leandit.datasets.errors import DamageError, ResourceError, RunError
 from leandit.datasets.store import LatentStore
 from leandit.train import loop
 from leandit.train.loop import StopRequest, train
-from leandit.train.run.manifest import open_store, read_run_manifest
+from leandit.train.run.manifest import read_run_manifest
 from leandit.train.run.resume import GROUPS, capture, load, start_or_resume
 from leandit.train.run.saver import write
 from leandit.train.run.state import TrainState, prepare
+from leandit.train.run.stores import open_stores
 from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.weights import checkpoint
 
@@ -66,7 +67,7 @@ def silent(_: str) -> None:
 def new_state(store: LatentStore, run: Path, steps: int, name: str = "dit-s-4") -> TrainState:
     """A state as a call of ``train`` builds it, nothing loaded yet."""
     recipe = recipe_of(steps, name)
-    return prepare(recipe, open_store(recipe, store.path, run, read_run_manifest(run), silent), CPU, silent)
+    return prepare(recipe, open_stores(recipe, store.path, run, read_run_manifest(run), silent), CPU, silent)
 
 
 def resume(trained: TrainState, run: Path, warn: Callable[[str], None] = silent) -> None:
@@ -617,11 +618,11 @@ def check_failing_saves(
     return len(operations)
 
 
-@pytest.mark.parametrize("kind", ["die", "eio", "enospc"])
+@pytest.mark.parametrize("kind", ["die", pytest.param("eio", marks=pytest.mark.slow), "enospc"])
 def test_a_save_that_fails_at_any_operation_leaves_a_checkpoint_that_loads(
     kind: str, at_three: dict[str, Any], label_store: LatentStore, wholes: dict[str, Path], tmp_path: Path
 ) -> None:
-    count = check_failing_saves("dit-s-4", kind, at_three, label_store, wholes["dit-s-4"], tmp_path, goes_on_every=9)
+    count = check_failing_saves("dit-s-4", kind, at_three, label_store, wholes["dit-s-4"], tmp_path, goes_on_every=14)
     assert count > 25
 
 
@@ -639,8 +640,9 @@ def test_a_save_that_fails_at_any_operation_costs_no_bit(
     check_failing_saves(name, kind, at_three, both[name], wholes[name], tmp_path, goes_on_every=1)
 
 
+@pytest.mark.parametrize("every", [pytest.param(3, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 def test_a_crash_while_a_step_is_saved_again_keeps_what_was_there(
-    at_three: dict[str, Any], label_store: LatentStore, tmp_path: Path
+    every: int, at_three: dict[str, Any], label_store: LatentStore, tmp_path: Path
 ) -> None:
     run, trained = at_three["dit-s-4"]
     saved = shutil.copytree(run, tmp_path / "saved")
@@ -655,7 +657,7 @@ def test_a_crash_while_a_step_is_saved_again_keeps_what_was_there(
         assert find_strays(here) == []
         if not outcome.died:
             break
-        at += 1
+        at += every
     assert at > 25
 
 

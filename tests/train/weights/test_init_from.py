@@ -272,7 +272,7 @@ def test_a_distilled_sana_and_a_missing_folder_are_refused(tmp_path: Path) -> No
         read_config(str(tmp_path / "sprint"), "sana")
     with pytest.raises(RunError, match="no such folder"):
         read_config(str(tmp_path / "nowhere"), "sana")
-    with pytest.raises(RunError, match="hub does not give it"):
+    with pytest.raises(RunError, match="not available from the hub"):
         read_config("nobody/nothing", "sana")
 
 
@@ -358,5 +358,5 @@ def test_a_run_warns_of_other_labels_than_its_official_weights_have(label_store:
     spec = model_spec(recipe, label_store.spec, "store")
     write_official(tmp_path / "first.pt", shaken(spec).state_dict())
     warnings: list[str] = []
-    prepare(recipe, label_store, CPU, warnings.append)
+    prepare(recipe, [label_store], CPU, warnings.append)
     assert any("label 0 is 'n000'" in warning for warning in warnings)

@@ -73,11 +73,12 @@ def run(request: CachingRequest, progress: ProgressLine) -> dict[str, Any]:
         keep_freed_memory()  # as the command 'train' does
     encoders = load_encoders(_encoder_recipe(request, scratch), device)
     store = _store(request, encoders, fresh_folder(scratch, "store", make=False))
+    request.recipe.turns(store.path)  # raises where the recipe names other stores
     spec = model_spec(request.recipe, store.spec, str(store.path))
     tokens = store.spec.text.max_tokens if store.spec.text else 0
     compiled = request.recipe.run.compile and _is_gpu(device)
     learner = synthetic_learner(request.recipe, spec, tokens, device, compiled=compiled)
-    batches = endless(build_loader(request.recipe, store, spec, device, lambda message: None, ALONE))
+    batches = endless(build_loader(request.recipe, [store], spec, device, lambda message: None, ALONE))
     cells: dict[str, Callable[[], object]] = {
         CACHED: lambda: train_step(learner, next(batches)),
         ONLINE: lambda: train_step(learner, online_batch(request, encoders, store, learner)),

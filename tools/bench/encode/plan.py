@@ -53,7 +53,7 @@ REPEATED = 10  # one caption in ten repeats an earlier one
 WORDS = ("a", "photo", "of", "the", "small", "red", "house", "near", "old", "green", "river", "under", "blue", "sky")
 SCHEMA = [("path", pa.string()), ("height", pa.int32()), ("width", pa.int32()), ("prompt", pa.string())]
 BLOCK_ROWS = 1 << 16
-LOOK_SECONDS = 2.0  # between samples of the memory; the more is mapped, the longer each takes
+LOOK_SECONDS = 2.0  # between samples of the memory, which take longer the more is mapped
 OVERRIDES = ['images.buckets="pixart"', "images.resolution=256", 'images.crop="bucket"', "text.max_tokens=120"]
 SIZES = ("header", "manifest")
 STAGES = ("plan", "open", "commit", "seal")  # each a process

@@ -32,9 +32,9 @@ from .cell import Job
 from .report import summarise
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {"latents": latent_workload, "captions": caption_workload}
-CELL_SECONDS = 900  # some peers hang when they fail: a cell is killed after this, plus a second for every MB
-FILE_OVERHEAD = 2.0  # most that a peer writes for a byte of ours: .npy rounds 8 KiB up to 16
-# Faults of a peer that does other work, so that its time says nothing.
+CELL_SECONDS = 900  # time limit of a cell, plus a second for every MB: some peers hang when they fail
+FILE_OVERHEAD = 2.0  # most bytes on disk per byte of data: .npy rounds 8 KiB up to 16
+# Faults of a peer that does other work, so that its time means nothing.
 ALTERED = ("altered", "wrong_labels", "wrong_texts", "dtypes")
 
 

@@ -28,7 +28,7 @@ from ..peers.peers import LIMIT, NUM_WORKERS, PEERS, Peer
 from .check import check_epoch
 
 FIRST_EPOCH_SECONDS = 2.5  # a slow peer's first epoch is cut here
-MIN_BATCHES = 8  # least batches of a window: worker processes deliver in pairs
+MIN_BATCHES = 8  # minimum in a window: worker processes deliver in pairs
 WRITTEN = "written.json"
 
 

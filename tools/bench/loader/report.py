@@ -1,17 +1,13 @@
-"""The report of the loader benchmark: medians over the rounds, as a text table and as a bar chart."""
+"""The report of the loader benchmark: medians over the rounds, as a text table."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ....datasets.errors import ResourceError
 from ...terminal.text import aligned, column_widths, printable
-from ..peers.peers import IN_PROCESS, LIMIT, OURS, WORKERS
+from ..peers.peers import IN_PROCESS, WORKERS
 
 FIGURES = {  # of a mode, from the fields of its cells
     "records_per_second": ("records_per_second", 1),
@@ -25,7 +21,6 @@ FIGURES = {  # of a mode, from the fields of its cells
 IN_PROCESS_COLUMNS, WORKER_COLUMNS = ("ratio", "range", "records/s", "CPU us"), ("ratio", "range", "records/s")
 HEAD = ("peer", *IN_PROCESS_COLUMNS, *WORKER_COLUMNS, "first ms", "MB", "KiB", "shuffle")
 GROUPS = ((1, "in process"), (5, "2 workers"))  # first column of each group
-OURS_COLOUR, PEER_COLOUR, PALE, BAR = "#c2410c", "#64748b", 0.45, 0.4
 
 
 def summarise(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -73,7 +68,7 @@ def _workload(workload: Mapping[str, Any]) -> str:
 def _row(peer: Mapping[str, Any]) -> tuple[str, ...]:
     alone, helped = (peer["modes"].get(mode) for mode in (IN_PROCESS, WORKERS))
     either = alone or helped
-    shuffle = [found["check"]["shuffle"] for found in peer["checks"].values() if "check" in found]
+    shuffle = [checked["check"]["shuffle"] for checked in peer["checks"].values() if "check" in checked]
     return (
         peer["name"] + (" *" if notes(peer) else ""),
         *_ratio(alone),
@@ -124,65 +119,3 @@ def notes(peer: Mapping[str, Any]) -> list[str]:
         reasons = sorted({cell["failed"] for cell in cells if "failed" in cell})
         remarks += [f"  * {name}, {mode}: a round failed: {reason}" for reason in reasons]
     return remarks
-
-
-def check_plot(path: Path) -> None:
-    """Raises: ResourceError: matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ResourceError(f"--plot '{path}': matplotlib is not installed. Install leandit with its extra 'bench'")
-
-
-def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Bars of the ratios on a logarithmic scale, ours in another colour; one panel a workload."""
-    pyplot: Any = importlib.import_module("matplotlib.figure")
-    workloads = [workload for workload in result["workloads"] if any(peer.get("modes") for peer in workload["peers"])]
-    most = max(sum(1 for peer in workload["peers"] if peer.get("modes")) for workload in workloads)
-    figure = pyplot.Figure(figsize=(7.5 * len(workloads), 1.6 + 0.42 * most), layout="constrained", dpi=130)
-    for axes, workload in zip(figure.subplots(1, len(workloads), squeeze=False)[0], workloads, strict=True):
-        _panel(axes, workload)
-    machine = result["hardware"]
-    figure.supxlabel(
-        f"records/s as a share of the limit, one gather a batch from a flat mapped file\n"
-        f"medians and ranges of {result['rounds']} rounds; {machine['cpu']}, {machine['cores']} cores; "
-        f"{result['date'][:10]}",
-        fontsize=8,
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
-def _panel(axes: Any, workload: Mapping[str, Any]) -> None:
-    peers = sorted((peer for peer in workload["peers"] if peer.get("modes")), key=best_ratio)
-    lowest = min(figures["ratio"]["min"] for peer in peers for figures in peer["modes"].values())
-    for place, peer in enumerate(peers):
-        colour = OURS_COLOUR if peer["name"] in OURS else PEER_COLOUR
-        modes = [mode for mode in (IN_PROCESS, WORKERS) if mode in peer["modes"]]
-        for i, mode in enumerate(modes):
-            ratio, y = peer["modes"][mode]["ratio"], place + BAR * (len(modes) / 2 - i - 0.5)
-            axes.barh(y, ratio["median"], BAR * 0.92, color=colour, alpha=1 if mode == IN_PROCESS else PALE)
-            axes.plot([ratio["min"], ratio["max"]], [y, y], color="black", linewidth=0.8)
-            axes.annotate(
-                _significant(ratio["median"]),
-                (max(ratio["max"], ratio["median"]), y),
-                xytext=(4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=7,
-            )
-    axes.set_yticks(range(len(peers)), [peer["name"] for peer in peers], fontsize=9)
-    for label, peer in zip(axes.get_yticklabels(), peers, strict=True):
-        label.set_color(OURS_COLOUR if peer["name"] in OURS else "black")
-        label.set_fontweight("bold" if peer["name"] in OURS else "normal")
-    axes.set_ylim(-0.7, len(peers) - 0.3)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlim(lowest / 2, 3)
-    axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
-    axes.spines[["top", "right"]].set_visible(False)
-    records = sum(workload["buckets"].values())
-    axes.set_title(
-        f"{workload['name']}: {records:,} records of {workload['record_bytes'] / 1024:.0f} KiB, batches of "
-        f"{workload['batch']}\n(full colour: in process, pale: 2 workers or threads; {LIMIT} is the limit itself)",
-        fontsize=9,
-        loc="left",
-    )

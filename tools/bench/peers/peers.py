@@ -125,7 +125,6 @@ PEERS = {
             streams.write_mosaicml,
             streams.open_mosaicml,
             {"streaming": "mosaicml-streaming"},
-            load=streams.streaming,
         ),
         Peer(
             "litdata",

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,12 +19,6 @@ TAR_RECORDS, TAR_BYTES = 1000, 1 << 26  # a shard is full at either
 MIN_SHARDS = 4  # so that each of two workers has several to shuffle
 SHUFFLE_BYTES, SHUFFLE_RECORDS = 1 << 27, 5000  # of WebDataset's shuffle buffer, whichever is smaller
 CHUNK_BYTES = 1 << 26
-TORCHVISION = {  # what MosaicML Streaming imports of it
-    "torchvision": (),
-    "torchvision.datasets": ("VisionDataset",),
-    "torchvision.transforms": (),
-    "torchvision.transforms.functional": ("to_tensor",),
-}
 
 
 def write_webdataset(rows: list[Rows], folder: Path) -> None:
@@ -122,7 +113,7 @@ def collate_named(samples: list[dict[str, Any]]) -> list[Served]:
 
 def write_mosaicml(rows: list[Rows], folder: Path) -> None:
     """MDS shards of 64 MiB, a stream for each bucket."""
-    writer_of: Any = streaming().MDSWriter
+    writer_of: Any = importlib.import_module("streaming").MDSWriter
     for part in rows:
         shape = ",".join(map(str, part.latent(0).shape))
         columns = {"latent": f"ndarray:float16:{shape}", "label": "int"}
@@ -137,7 +128,7 @@ def write_mosaicml(rows: list[Rows], folder: Path) -> None:
 
 def open_mosaicml(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
     """A StreamingDataset with shuffle=True; several buckets are streams, batched "per_stream"."""
-    library: Any = streaming()
+    library: Any = importlib.import_module("streaming")
     library.base.util.clean_stale_shared_memory()  # of a run that was killed
     dataset = library.StreamingDataset(
         streams=[library.Stream(local=str(folder / bucket)) for bucket in workload.buckets],
@@ -160,22 +151,3 @@ def open_mosaicml(workload: Workload, folder: Path, seed: int, workers: int) -> 
 def collate_arrays(samples: list[dict[str, Any]]) -> list[Served]:
     """``collate_named`` for numpy fields, which may be read-only."""
     return collate_named([{k: torch.tensor(v) for k, v in sample.items()} for sample in samples])
-
-
-def streaming() -> Any:
-    """Import MosaicML Streaming.
-
-    Its examples import torchvision, whose usual build does not load beside a CPU build of torch. Then empty modules
-    provide the names that the examples import; nothing that is measured uses them.
-    """
-    try:
-        importlib.import_module("torchvision")
-    except (ImportError, RuntimeError):
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        for name, taken in TORCHVISION.items():
-            module = ModuleType(name)
-            module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
-            vars(module).update(dict.fromkeys(taken, object))
-            sys.modules[name] = module
-    return importlib.import_module("streaming")

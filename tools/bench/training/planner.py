@@ -39,7 +39,7 @@ MIB = 2**20
 STEPS = 3  # the first allocates the optimizer's state, and is not counted
 MEASURED = "leandit: measured"  # marks the start of the measured steps in the profile
 CHECKPOINTED = "run.activation_checkpointing=blocks"
-BUCKET = 10_000_000  # elements of DeepSpeed's bucket, whose default of 5e8 would be most of the memory
+BUCKET = 10_000_000  # elements of DeepSpeed's bucket; the default of 5e8 would take most of the memory
 # Overrides that select each strategy of the planner; for DeepSpeed the file of its config.
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "single": (),

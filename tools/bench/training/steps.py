@@ -1,4 +1,4 @@
-"""The steps that ``bench train`` measures: ours, and usual loops around diffusers' DiT and a plain DiT."""
+"""The steps that ``bench train`` measures: ours, and the usual loop around diffusers' DiT."""
 
 from __future__ import annotations
 
@@ -97,23 +97,6 @@ def usual_step(request: StepRequest, model: nn.Module) -> Step:
     return step
 
 
-def plain_dit(spec: ModelSpec) -> nn.Module:
-    """The plain DiT of a model's size."""
-    from .plain_dit import PlainDiT
-
-    depth, width, heads, patch = size_of(spec.name)
-    return PlainDiT(
-        depth=depth,
-        width=width,
-        heads=heads,
-        patch=patch,
-        channels=spec.channels,
-        out_channels=spec.out_channels,
-        num_classes=spec.num_classes,
-        side=spec.base_size,
-    )
-
-
 class DiffusersDiT(nn.Module):
     """diffusers' class with the call of the others; its own label dropout is turned off."""
 
@@ -138,11 +121,6 @@ class DiffusersDiT(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         return self.net(x, timestep=t, class_labels=y, return_dict=False)[0]
-
-
-def diffusers_dit(spec: ModelSpec) -> nn.Module:
-    """diffusers' DiT of a model's size."""
-    return DiffusersDiT(spec)
 
 
 def device_name(device: torch.device) -> str:

@@ -1,8 +1,8 @@
 """``leandit bench train``: our training step compared with usual ones, and our real loop with its bare step.
 
-On the same noise, with the same objective, precision and batch: our step, diffusers' ``DiTTransformer2DModel`` and a
-plain DiT (``plain_dit.py``), the latter two in the usual loop (of DiT, SiT and others): eager modules, AdamW as torch
-constructs it, averages parameter by parameter in Python, the loss read at every step. All alternate in one process.
+On the same noise, with the same objective, precision and batch: our step, and diffusers' ``DiTTransformer2DModel`` in
+the usual loop (of DiT, SiT and others): eager modules, AdamW as torch constructs it, averages parameter by parameter in
+Python, the loss read at every step. They alternate in one process.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ from ..harness.rounds import alternating_rounds, median_and_range, ratios
 from .steps import (
     LOSS_EVERY,
     WARM_STEPS,
+    DiffusersDiT,
     Step,
     StepRequest,
     device_name,
-    diffusers_dit,
     our_step,
-    plain_dit,
     timed,
     usual_step,
 )
 
-OURS, DIFFUSERS, PLAIN = "leandit", "diffusers", "plain"
+OURS, DIFFUSERS = "leandit", "diffusers"
 
 
 def run(request: StepRequest, progress: ProgressLine) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def run(request: StepRequest, progress: ProgressLine) -> dict[str, Any]:
         "hardware": hardware(),
         "flops_per_image": flops,
         "images_per_second": rates,
-        "mfu": {cell: median(found) * flops / peak for cell, found in rates.items()} if peak else {},
+        "mfu": {cell: median(values) * flops / peak for cell, values in rates.items()} if peak else {},
         "outside_share": outside,
     }
 
@@ -108,7 +107,7 @@ def _beside(request: StepRequest, progress: ProgressLine) -> dict[str, list[floa
     spec = request.work.spec
     cells: dict[str, Step] = {OURS: our_step(request)}
     if not spec.takes_text:
-        cells |= {DIFFUSERS: usual_step(request, diffusers_dit(spec)), PLAIN: usual_step(request, plain_dit(spec))}
+        cells[DIFFUSERS] = usual_step(request, DiffusersDiT(spec))
     rates: dict[str, list[float]] = {cell: [] for cell in cells}
     for step in cells.values():
         timed(step, WARM_STEPS, request.device)
@@ -128,7 +127,8 @@ def _on_store(request: StepRequest, progress: ProgressLine) -> tuple[dict[str, l
     rates: dict[str, list[float]] = {"store": [], "synthetic": []}
     outside = []
     with tempfile.TemporaryDirectory(prefix="leandit-bench-") as scratch:
-        path = request.store or _noise_store(request, Path(scratch) / "store")
+        names_stores = bool(work.recipe.data.turns)
+        path = request.store if names_stores or request.store else _noise_store(request, Path(scratch) / "store")
         step = our_step(request)
         timed(step, WARM_STEPS, request.device)
         for number in range(request.rounds):
@@ -142,7 +142,7 @@ def _on_store(request: StepRequest, progress: ProgressLine) -> tuple[dict[str, l
 
 
 def real_loop(
-    recipe: TrainRecipe, store: Path | str, run_folder: Path, device: torch.device, steps: int
+    recipe: TrainRecipe, store: Path | str | None, run_folder: Path, device: torch.device, steps: int
 ) -> tuple[float, float]:
     """Seconds of a step of ``leandit train``, and the share of it outside forward, backward and update.
 

@@ -1,4 +1,4 @@
-"""A DiT written directly from the paper, as plain training scripts have it, for benchmarks.
+"""A DiT written directly from the paper, as plain training scripts have it: what ours must compute.
 
 Peebles and Xie 2023, section 3: patches, sine-cosine positions, blocks with adaLN-Zero, a linear head. Eager
 modules; the training loop drops labels. Shapes: B batch, T tokens, E width.

@@ -1,0 +1,201 @@
+"""Python commands in forked children: torch and leandit are imported once, not for each command.
+
+A server is forked when the session begins, before a test has started a thread, computed anything or patched the code.
+It forks a child for each command. A child has an environment, a folder, signals and files of its own, runs the code as
+``__main__`` and ends as an interpreter ends. Its imports are those of the tests, so what a start imports, and a signal
+while it does, is tested with an interpreter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import resource
+import runpy
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from leandit.datasets.disk import files
+
+# What most processes of tests import in any case, so that no child has to.
+IMPORTED = (
+    "torch._dynamo",
+    "torch._inductor",
+    "transformers.models.t5.modeling_t5",
+    "diffusers.models.autoencoders.autoencoder_kl",
+    "leandit.train.loop",
+)
+MAX_REQUEST_BYTES = 1 << 17
+_server: tuple[socket.socket, int] | None = None  # and its process
+
+
+def start_server() -> None:
+    """Import and fork the server; it ends with this process, and kills its children then."""
+    global _server
+    for name in IMPORTED:
+        importlib.import_module(name)
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if pid := os.fork():
+        its.close()
+        _server = ours, pid
+        return
+    try:
+        ours.close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the children
+        _serve(its)
+    finally:
+        os._exit(1)
+
+
+def stop_server() -> None:
+    """Kill its children and wait for its end."""
+    if _server:
+        _server[0].close()
+        os.waitpid(_server[1], 0)
+
+
+class ForkedPython(subprocess.Popen[str]):
+    """A ``Popen`` of ``python -c CODE``, ``python -m MODULE`` or ``python FILE``, with arguments, forked by the server.
+
+    Args:
+      command: without the interpreter.
+      how: as of ``Popen``: the three files, env, cwd and text.
+    """
+
+    def __init__(self, command: Sequence[object], **how: Any) -> None:
+        super().__init__(list(map(str, command)), **{"text": True} | how)
+
+    def _execute_child(self, args: Any, *how: Any) -> None:
+        """Ask the server for a child with these files; its status comes through a pipe."""
+        assert _server is not None
+        cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_ = how[4:]
+        self._status, status = os.pipe()
+        request = json.dumps([args, dict(os.environ if env is None else env), str(cwd or os.getcwd())]).encode()
+        assert len(request) < MAX_REQUEST_BYTES, "more than a message of the server may hold"
+        theirs = [at if fd == -1 else fd for at, fd in enumerate((p2cread, c2pwrite, errwrite))]
+        socket.send_fds(_server[0], [request], [*theirs, status])
+        os.close(status)
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        self.pid = int.from_bytes(os.read(self._status, 4), "little")
+        self._child_created = True
+
+    def _internal_poll(self, _deadstate: int | None = None) -> int | None:
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid:
+                self._handle_exitstatus(status)
+        return self.returncode
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if wait_flags & os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
+            return 0, 0
+        status = os.read(self._status, 4)
+        os.close(self._status)
+        return self.pid, int.from_bytes(status, "little") if status else signal.SIGKILL
+
+
+def run_forked(command: Sequence[object], timeout: float | None = None, **how: Any) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run`` with captured output."""
+    with ForkedPython(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def _serve(requests: socket.socket) -> None:
+    """Fork a child for each request, and send its status when it ends."""
+    gc.freeze()  # a child that collects garbage would copy every page
+    running: dict[int, tuple[int, int]] = {}  # pidfd: pid and the pipe for its status
+    with selectors.DefaultSelector() as ready:
+        ready.register(requests, selectors.EVENT_READ)
+        while True:
+            for key, _ in ready.select():
+                if key.fileobj is requests:
+                    message, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 4)
+                    if not message:  # the tests have ended
+                        for pid, _ in running.values():
+                            os.kill(pid, signal.SIGKILL)
+                            os.waitpid(pid, 0)
+                        return
+                    if not (pid := os.fork()):
+                        _become(fds, *json.loads(message))
+                    os.write(fds[3], pid.to_bytes(4, "little"))
+                    pidfd = os.pidfd_open(pid)
+                    running[pidfd] = pid, fds[3]
+                    ready.register(pidfd, selectors.EVENT_READ)
+                    for fd in fds[:3]:
+                        os.close(fd)
+                else:
+                    pid, pipe = running.pop(key.fd)
+                    ready.unregister(key.fd)
+                    os.close(key.fd)
+                    os.write(pipe, os.waitpid(pid, 0)[1].to_bytes(4, "little"))
+                    os.close(pipe)
+
+
+def _become(fds: list[int], command: list[str], environment: dict[str, str], folder: str) -> NoReturn:
+    """Be the process that was asked for, to its end."""
+    for fd, file in enumerate(fds[:3]):
+        os.dup2(file, fd)
+    faulthandler.disable()  # it holds a file of the parent
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        errors = "backslashreplace" if name == "stderr" else "strict"
+        file = open(fd, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115 - as long as the process
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
+    # What was read from the parent's environment when it was imported.
+    files.failpoint = files._failpoint_of_environment()
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    code = _exit_code(command)
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _exit_code(command: list[str]) -> int:
+    """Run the code as ``__main__``; the exit code of an interpreter."""
+    try:
+        if command[0] == "-c":
+            sys.argv = ["-c", *command[2:]]
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(compile(command[1], "<string>", "exec"), main.__dict__)
+        elif command[0] == "-m":
+            sys.argv = command[1:]
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            sys.path.insert(0, str(Path(command[0]).parent))
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return 1 if isinstance(end.code, str) else (end.code or 0) & 0xFF
+    except BaseException:  # noqa: BLE001 - as an interpreter does
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return 1
+    return 0

@@ -1,0 +1,414 @@
+"""Runs over several stores, as the recipe names them: shares, stages, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from making import CPU, TRAIN_RECIPE, label_recipe, no_progress
+from safetensors.torch import load_file
+
+from leandit.datasets.errors import RecipeError, RunError
+from leandit.datasets.format.schema import UNKNOWN
+from leandit.datasets.maintenance.compact import compact
+from leandit.datasets.order.alike import check_alike
+from leandit.datasets.recipe import parse_recipe, to_toml
+from leandit.datasets.store import LatentStore
+from leandit.precompute.pipeline import precompute
+from leandit.tools.cli.preflight import check_trainable
+from leandit.tools.plan.dry_run import describe_train
+from leandit.tools.plan.workload import workload_of_stores
+from leandit.tools.synthetic.store import make_store
+from leandit.train import loop
+from leandit.train.config import TrainRecipe, load
+from leandit.train.loop import Outcome, StopRequest, train
+from leandit.train.weights import checkpoint
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+BASE = ["model.name=DiT-S/4", "model.num_classes=0", "run.compile=false", *TRAIN_RECIPE, "run.global_batch=4"]
+MIXTURE = """
+[[data.mixture]]
+store = "photos"
+weight = 0.7
+
+[[data.mixture]]
+store = "art"
+weight = 0.3
+"""
+STAGES = """
+[[data.stages]]
+store = "photos"
+steps = 4
+
+[[data.stages]]
+steps = 3
+mixture = [{ store = "photos" }, { store = "large", weight = 2 }]
+
+[[data.stages]]
+store = "large"
+"""
+BUCKETS = {"photos": {"32x32": 24}, "art": {"32x32": 6, "32x64": 9}, "large": {"64x64": 10}}
+
+
+@pytest.fixture
+def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with three stores, "photos", "art" and "large"."""
+    for name in BUCKETS:
+        (tmp_path / name).symlink_to(made / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stores")
+    for seed, (name, buckets) in enumerate(BUCKETS.items()):
+        make_store(folder / name, buckets, num_classes=3, seed=seed)
+    return folder
+
+
+def recipe_of(text: str, *overrides: str) -> TrainRecipe:
+    Path("recipe.toml").write_text(text)
+    return load("recipe.toml", [*BASE, *overrides])
+
+
+def run_to(
+    recipe: TrainRecipe, run: str = "run", said: list[str] | None = None
+) -> tuple[Outcome, list[tuple[int, str]]]:
+    """Train; returns the store and the bucket of each step too."""
+    seen, take = list[tuple[int, str]](), loop.train_step
+
+    def step(state: Any, batch: Any) -> Any:
+        seen.append((batch.store, batch.bucket))
+        return take(state, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", step)
+        warn = (said if said is not None else []).append
+        outcome = train(recipe, run=Path(run), device=CPU, report=lambda _: None, stop=StopRequest(), warn=warn)
+    return outcome, seen
+
+
+def assert_equal_bits(one: str, other: str, step: int) -> None:
+    for kind in ("checkpoint", "snapshot"):
+        for path in Path(f"{one}/{kind}-{step}").glob("*.safetensors"):
+            first, second = load_file(path), load_file(Path(f"{other}/{kind}-{step}") / path.name)
+            assert first.keys() == second.keys()
+            assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    states = [checkpoint.read(Path(f"{run}/checkpoint-{step}")).state for run in (one, other)]
+    assert states[0] == states[1]
+
+
+# --- Shares and stages ------------------------------------------------------------------------------------------------
+
+
+def test_a_mixture_trains_with_exact_shares_and_each_part_at_its_own_pace(here: Path) -> None:
+    outcome, seen = run_to(recipe_of(MIXTURE, "run.steps=20"))
+    assert outcome.finished
+    for ten in (seen[:10], seen[10:]):
+        assert Counter(store for store, _ in ten) == {0: 7, 1: 3}
+    assert {bucket for store, bucket in seen if store == 1} == {"32x32", "32x64"}
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    epochs = [line["epoch"] for line, (store, _) in zip(lines, seen, strict=True) if store == 0]
+    assert epochs == [0] * 6 + [1] * 6 + [2] * 2  # 24 records in batches of 4
+
+
+def test_stages_change_at_their_steps(here: Path) -> None:
+    outcome, seen = run_to(recipe_of(STAGES, "run.steps=9"))
+    assert outcome.finished
+    assert [bucket for _, bucket in seen[:4]] == ["32x32"] * 4
+    assert Counter(store for store, _ in seen[4:7]) == {1: 1, 2: 2}
+    assert seen[7:] == [(3, "64x64")] * 2
+
+
+def test_the_first_stage_has_the_bits_of_a_run_of_its_store_alone(here: Path) -> None:
+    plain = recipe_of("", "run.steps=4", "run.checkpoint_every=4")
+    train(plain, store_path="large", run=Path("alone"), device=CPU, report=print, stop=StopRequest())
+    staged = recipe_of(STAGES.replace("photos", "large"), "run.steps=4", "run.checkpoint_every=4")
+    run_to(staged, "staged")
+    assert (Path("alone/checkpoint-4/model.safetensors").read_bytes()) == (
+        Path("staged/checkpoint-4/model.safetensors").read_bytes()
+    )
+
+
+@pytest.mark.parametrize("first", ["small", "large"])
+def test_the_model_is_made_for_the_largest_pictures_whichever_stage_they_are_in(
+    first: str, here: Path, label_store: LatentStore, class_folder: Path
+) -> None:
+    Path("small").symlink_to(label_store.path)
+    larger = label_recipe("images.resolution=64")
+    precompute(larger, source_path=class_folder, store_path=Path("large-64"), device=CPU, progress=no_progress)
+    stores = {"small": "small", "large": "large-64"}
+    second = stores["large" if first == "small" else "small"]
+    text = f'[[data.stages]]\nstore = "{stores[first]}"\nsteps = 1\n[[data.stages]]\nstore = "{second}"\n'
+    _, seen = run_to(recipe_of(text, "run.steps=2"))
+    assert {bucket for _, bucket in seen} == {"32x32", "64x64"}
+    assert json.loads(Path("run/run.json").read_text())["spec"]["base_size"] == 64 // 8
+
+
+def test_one_store_in_the_recipe_is_as_on_the_command_line(here: Path) -> None:
+    run_to(recipe_of('[[data.mixture]]\nstore = "photos"\nlabels = [0]', "run.checkpoint_every=6"), "named")
+    given = recipe_of("[data]\nlabels = [0]", "run.checkpoint_every=6")
+    train(given, store_path="photos", run=Path("given"), device=CPU, report=print, stop=StopRequest())
+    assert_equal_bits("named", "given", 6)
+
+
+def test_the_snapshot_of_a_stage_knows_its_buckets(here: Path) -> None:
+    run_to(recipe_of(STAGES, "run.steps=9", "run.checkpoint_every=1"))
+    buckets = [checkpoint.read(Path(f"run/snapshot-{step}")).state["buckets"] for step in (4, 5, 7, 8)]
+    both = {"32x32": 24, "64x64": 10}
+    assert buckets == [{"32x32": 24}, both, both, {"64x64": 10}]
+
+
+def test_a_store_has_the_filter_that_stands_with_it_else_that_of_the_section(here: Path) -> None:
+    text = "[data]\nlabels = [0]\n" + MIXTURE + "labels = [1, 2]\n"
+    recipe = recipe_of(text, "run.steps=10")
+    assert [turn.section.labels for turn in recipe.turns(None)] == [[0], [1, 2]]
+    said: list[str] = []
+    run_to(recipe, said=said)
+    counts = [Counter(LatentStore(name).record_columns(("label",))["label"].to_pylist()) for name in ("photos", "art")]
+    assert [line.split(": ")[1] for line in said] == [
+        f"{counts[0][0]} of 24 records train; filtered out",
+        f"{counts[1][1] + counts[1][2]} of 15 records train; filtered out",
+    ]
+
+
+def test_a_resolved_recipe_is_read_back_as_it_was(here: Path) -> None:
+    for text in ("[data]\nmax_aspect = 2.0\n" + MIXTURE, STAGES):
+        recipe = recipe_of(text, "data.min_aspect=0.5")
+        assert [turn.section.min_aspect for turn in recipe.turns(None)] == [0.5] * len(recipe.turns(None))
+        Path("again.toml").write_text(to_toml(recipe))
+        assert load("again.toml", []) == recipe
+        assert parse_recipe("dumped", TrainRecipe, recipe.model_dump()) == recipe
+        again = load("again.toml", ["data.min_aspect=0.7"])
+        assert {turn.section.min_aspect for turn in again.turns(None)} == {0.7}
+    recipe = recipe_of("[data]\nmin_score = 2.0\n" + MIXTURE.replace("weight", 'scores = "s.parquet"\nweight'))
+    assert [turn.section.min_score for turn in recipe.turns(None)] == [2.0, 2.0]
+
+
+# --- Resuming ---------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("text", [MIXTURE, STAGES])
+@pytest.mark.parametrize("step", [3, 4, 5, 7, 8])
+def test_a_run_that_was_killed_goes_on_bit_for_bit(
+    text: str, step: int, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the stage changes; the checkpoint is two steps old."""
+    recipe = recipe_of(text, "run.steps=9", "run.checkpoint_every=2", "run.async_checkpoint=false")
+    _, whole = run_to(recipe, "whole")
+    take = loop.train_step
+
+    def killed_after(state: Any, batch: Any) -> Any:
+        if state.step == step:
+            raise Killed
+        return take(state, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", killed_after)
+        with pytest.raises(Killed):
+            run_to(recipe)
+    outcome, seen = run_to(recipe)
+    assert outcome.first_step == step // 2 * 2 + 1
+    assert seen == whole[step // 2 * 2 :]
+    assert_equal_bits("whole", "run", 9)
+
+
+def test_the_manifest_names_every_store_with_its_root_hash_and_a_store_may_move(here: Path) -> None:
+    run_to(recipe_of(MIXTURE, "run.steps=3"))
+    stores = json.loads(Path("run/run.json").read_text())["stores"]
+    assert [store["path"] for store in stores] == ["../photos", "../art"]
+    for name, store in zip(("photos", "art"), stores, strict=True):
+        root_hash = LatentStore(name).root_hash
+        assert store["revisions"] == [{"revision": 1, "root_hash": root_hash, "from_step": 0}]
+    assert checkpoint.read(Path("run/snapshot-3")).state["root_hashes"] == [
+        store["revisions"][0]["root_hash"] for store in stores
+    ]
+    Path("photos").rename("moved")
+    outcome, _ = run_to(recipe_of(MIXTURE.replace("photos", "moved"), "run.steps=5"))
+    assert (outcome.first_step, outcome.finished) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("0.3", "0.4"), r"data\.mixture\.1\.weight was 0\.3, is 0\.4"),
+        (('"art"', '"art"\nlabels = [1]'), r"data\.mixture\.1\.labels was \[\], is \[1\]"),
+        (('"art"', '"photos"'), "started with another store: root_hash of revision 1"),
+        (('[[data.mixture]]\nstore = "art"\nweight = 0.3', ""), "started with 2 stores, this recipe has 1"),
+        (('"art"', '"art"\nrevision = 2'), r"no complete revision 2|reads revision 1 of store 'art', not 2"),
+    ],
+)
+def test_a_run_refuses_other_stores_and_shares(change: tuple[str, str], message: str, here: Path) -> None:
+    run_to(recipe_of(MIXTURE, "run.steps=2"))
+    with pytest.raises(RunError, match=message):
+        run_to(recipe_of(MIXTURE.replace(*change), "run.steps=4"))
+
+
+def test_a_run_refuses_stages_of_other_lengths(here: Path) -> None:
+    run_to(recipe_of(STAGES, "run.steps=2"))
+    with pytest.raises(RunError, match=r"data\.stages\.0\.steps was 4, is 5"):
+        run_to(recipe_of(STAGES.replace("steps = 4", "steps = 5")))
+
+
+def test_a_run_stays_at_its_revisions_while_a_store_grows_and_says_so(here: Path, made: Path) -> None:
+    Path("photos").unlink()
+    shutil.copytree(made / "photos", "photos")
+    recipe, said = recipe_of(MIXTURE, "run.steps=4", "run.checkpoint_every=2"), list[str]()
+    run_to(recipe, "whole")
+    run_to(recipe_of(MIXTURE, "run.steps=2", "run.checkpoint_every=2"))
+    compact(Path("photos"), Path("second"), progress=no_progress)  # its records as revision 2
+    assert LatentStore("second").revision == 2
+    shutil.copytree("second", "photos", dirs_exist_ok=True)
+    outcome, _ = run_to(recipe, said=said)
+    assert outcome.first_step == 3
+    assert said == [
+        "store 'photos' has revision 2, this run reads 1; a new run with model.init_from=run can read it",
+    ]
+    assert_equal_bits("whole", "run", 4)
+    with pytest.raises(RunError, match=r"reads revision 1 of store 'photos', not 2\. .*model\.init_from=run"):
+        run_to(recipe_of(MIXTURE.replace('"photos"', '"photos"\nrevision = 2'), "run.steps=6"))
+
+
+def test_stores_of_a_run_that_has_begun_are_not_compared_at_their_newest_revisions(here: Path) -> None:
+    make_store(Path("other"), {"32x32": 8}, num_classes=4)
+    recipe = recipe_of(MIXTURE.replace('"art"', '"other"'))
+    with pytest.raises(RecipeError, match="number of classes 3 and 4"):
+        check_trainable(recipe, None, Path("run"))
+    Path("run").mkdir()
+    Path("run/run.json").touch()
+    check_trainable(recipe, None, Path("run"))
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_store_is_named_once(here: Path) -> None:
+    with pytest.raises(RecipeError, match=r"--store 'art': the recipe names its own, 'photos' first"):
+        train(recipe_of(MIXTURE), store_path="art", run=Path("r"), device=CPU, report=print, stop=StopRequest())
+    with pytest.raises(RecipeError, match=r"no store to train on: needed --store PATH, or data\.mixture"):
+        run_to(recipe_of(""))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (MIXTURE + STAGES, "either mixture or stages"),
+        (STAGES.replace("steps = 4", ""), "stages: each but the last needs steps"),
+        (STAGES + "steps = 4", "the last lasts until run.steps, leave out its steps"),
+        ("[[data.stages]]\nsteps = 4\n" + STAGES, r"'data\.stages\.0': a stage needs either store or mixture"),
+        (STAGES.replace("steps = 3", 'steps = 3\nstore = "art"'), "a stage needs either store or mixture"),
+        (STAGES.replace("steps = 3", "steps = 3\nrevision = 2"), "revision stands with each store"),
+        (MIXTURE.replace("0.3", "0"), r"data\.mixture\.1\.weight.*greater than 0"),
+        (MIXTURE.replace("weight", "wieght"), r"data\.mixture\.0\.wieght', did you mean 'data\.mixture\.weight'"),
+        (MIXTURE.replace('"art"', '""'), r"data\.mixture\.1\.store"),
+        ("[run]\nrevision = 2\n" + MIXTURE, r"run\.revision is of --store"),
+        (MIXTURE + "min_score = 2.0", "min_score needs scores"),
+    ],
+)
+def test_a_recipe_that_contradicts_itself_is_refused(text: str, message: str, here: Path) -> None:
+    with pytest.raises(RecipeError, match=message):
+        recipe_of(text)
+
+
+def test_weights_that_are_no_simple_shares_are_refused_with_near_ones(here: Path) -> None:
+    with pytest.raises(RecipeError, match="Weights near to them: 700, 300"):
+        run_to(recipe_of(MIXTURE.replace("0.7", "0.70001")))
+
+
+def test_an_empty_store_is_named(here: Path) -> None:
+    make_store(Path("empty"), {"32x32": 0}, num_classes=3)
+    with pytest.raises(RunError, match="store 'empty': it holds no records"):
+        run_to(recipe_of(MIXTURE.replace('"art"', '"empty"')))
+
+
+@pytest.mark.parametrize(
+    ("difference", "message"),
+    [
+        ({"channels": 16}, "latent channels 4 and 16"),
+        ({"num_classes": 4}, "number of classes 3 and 4"),
+        ({"num_classes": 0}, "number of classes 3 and 0"),
+    ],
+)
+def test_stores_that_are_not_alike_are_refused(difference: dict[str, Any], message: str, here: Path) -> None:
+    make_store(Path("other"), {"32x32": 8}, **{"num_classes": 3} | difference)
+    with pytest.raises(RecipeError, match=f"stores 'photos' and 'other' cannot be mixed: {message}"):
+        run_to(recipe_of(MIXTURE.replace('"art"', '"other"')))
+    assert not Path("run/run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("of_spec", "values", "message"),
+    [
+        ("classes", ["0000", "a dog", "0002"], "class 1 0001 and a dog"),
+        ("vae", {"weights_sha256": "1" * 64}, "VAE weights 000000000000 and 111111111111"),
+        ("text", {"max_tokens": 9}, "tokens of the longest caption 8 and 9"),
+        ("text", {"instruction": "Say: "}, "instruction '' and 'Say: '"),
+        ("text_encoder", {"weights_sha256": "1" * 64}, "text encoder weights 0+ and 1+"),
+    ],
+)
+def test_stores_of_other_encoders_or_classes_are_refused(of_spec: str, values: Any, message: str, here: Path) -> None:
+    make_store(Path("captioned"), {"32x32": 8}, num_classes=3, token_counts=[3, 8], text_width=16)
+    spec = LatentStore("captioned").spec
+    part = getattr(spec, of_spec)
+    other = spec.model_copy(update={of_spec: part.model_copy(update=values) if isinstance(values, dict) else values})
+    with pytest.raises(RecipeError, match=f"stores 'a' and 'b' cannot be mixed: {message}"):
+        check_alike([("a", spec), ("b", other)], captions=True, classes=True)
+    check_alike([("a", spec), ("b", spec)], captions=True, classes=True)
+    if of_spec != "vae":  # a model reads captions or labels
+        check_alike([("a", spec), ("b", other)], captions=of_spec == "classes", classes=of_spec != "classes")
+
+
+def test_encoders_of_which_nothing_is_known_hinder_nothing(here: Path) -> None:
+    spec = LatentStore("photos").spec
+    imported = spec.model_copy(update={"vae": spec.vae.model_copy(update={"weights_sha256": UNKNOWN})})
+    check_alike([("a", spec), ("b", imported)], captions=False)
+    other = spec.model_copy(update={"vae": spec.vae.model_copy(update={"weights_sha256": "1" * 64})})
+    with pytest.raises(RecipeError, match="stores 'a' and 'c' cannot be mixed: VAE weights"):
+        check_alike([("b", imported), ("a", spec), ("c", other)], captions=False)
+
+
+def test_one_folder_is_not_the_cache_of_two_stores(here: Path) -> None:
+    text = MIXTURE.replace('"photos"', '"s3://a/photos"').replace('"art"', '"s3://a/art"')
+    with pytest.raises(RecipeError, match=r"run\.remote_folder 'cache': it is of one store, the recipe names 2"):
+        run_to(recipe_of(text, "run.remote_folder=cache"))
+
+
+# --- Other commands ---------------------------------------------------------------------------------------------------
+
+
+def test_the_memory_is_planned_for_the_largest_bucket_and_the_time_for_all(here: Path) -> None:
+    workload = workload_of_stores(recipe_of(STAGES, "run.steps=10"), None)
+    assert workload.largest_bucket == "64x64"
+    assert workload.buckets == {"32x32": 48, "64x64": 20}
+    assert workload.shares == pytest.approx({"32x32": 4 + 1, "64x64": 2 + 3})
+    alone = {name: workload_of_stores(recipe_of("", "run.steps=10"), name) for name in ("photos", "large")}
+    assert workload.flops == pytest.approx((alone["photos"].flops + alone["large"].flops) / 2)
+
+
+def test_a_dry_run_says_when_each_store_trains(here: Path) -> None:
+    lines = describe_train(recipe_of(STAGES, "run.steps=10"), None, CPU).splitlines()
+    stores = [line.removeprefix("store").strip() for line in lines if line.startswith("store  ")]
+    assert stores == [
+        "'photos', 24 records, steps 1 to 4: 0.7 epochs",
+        "'photos', 24 records, steps 5 to 7, 0.3333 of the batches: 0.2 epochs",
+        "'large', 10 records, steps 5 to 7, 0.6667 of the batches: 0.8 epochs",
+        "'large', 10 records, steps 8 to 10: 1.2 epochs",
+    ]
+    short = describe_train(recipe_of(STAGES, "run.steps=5"), None, CPU)
+    assert "'large', 10 records, after the last step: 0.0 epochs" in short
+    for unknown in ("data.labels=[0]", "data.batch_tokens=512"):
+        assert "epochs" not in describe_train(recipe_of(STAGES, "run.steps=10", unknown), None, CPU)
+    make_store(Path("other"), {"32x32": 8}, num_classes=4)
+    with pytest.raises(RecipeError, match="cannot be mixed"):
+        describe_train(recipe_of(MIXTURE.replace('"art"', '"other"')), None, CPU)

@@ -1,0 +1,165 @@
+"""The ``[data]`` section of a train recipe: the stores that train, which of their records, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from ..datasets.recipe import Count, Section, Share
+
+
+class RecordsSection(Section):
+    """Which records of a store train, and how often each of their captions."""
+
+    labels: list[str | int] = Field(default=[])
+    """Names or numbers of the classes that train; empty: all."""
+    min_aspect: Annotated[float, Field(ge=0)] = 0.0
+    """Least height over width of the source picture; 0: no limit."""
+    max_aspect: Annotated[float, Field(ge=0)] = 0.0
+    """Largest height over width of the source picture; 0: no limit."""
+    scores: str = ""
+    """Parquet file with a score for each record; empty: no scores."""
+    score_column: str = "score"
+    """Its column of numbers."""
+    score_key: str = "key"
+    """Its column with the records' keys."""
+    min_score: float = 0.0
+    """Records with a lower score, or none, do not train."""
+    caption_scores: str = ""
+    """Parquet file with a list of scores for each record, one a caption (Sana: CLIP's); empty: all are drawn alike."""
+    min_caption_score: float = 0.0
+    """Captions with a lower score are not drawn, unless a record has no better one (Sana's clip_thr: 25)."""
+    caption_temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Captions are drawn in proportion to score ** (1 / temperature) (Sana's clip_thr_temperature: 0.1)."""
+    original_share: Share = 0.0
+    """Share of draws that take a record's first caption (PixArt-Sigma's real_prompt_ratio: 0.5); 0: as the others."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_stores_inherit(cls, values: Any) -> Any:
+        """Keys of records that stand beside stores hold for each of these stores that does not say otherwise."""
+        if not isinstance(values, dict):
+            return values
+        shared = {key: value for key, value in values.items() if key in RecordsSection.model_fields}
+        return values | {
+            name: [shared | inner if isinstance(inner, dict) else inner for inner in values[name]]
+            for name in ("mixture", "stages")
+            if isinstance(values.get(name), list)
+        }
+
+    @model_validator(mode="after")
+    def _scores_are_named(self) -> RecordsSection:
+        names_stores = getattr(self, "mixture", []) or getattr(self, "stages", [])  # then each of them is checked
+        if self.min_score and not self.scores and not names_stores:
+            raise ValueError("min_score needs scores, the Parquet file with a score for each record")
+        return self
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether records may be left out."""
+        return bool(self.labels or self.min_aspect or self.max_aspect or self.scores)
+
+    @property
+    def of_records(self) -> dict[str, Any]:
+        """The keys of this class."""
+        return {key: getattr(self, key) for key in RecordsSection.model_fields}
+
+
+class StoreSection(RecordsSection):
+    """A store of a mixture."""
+
+    store: Annotated[str, Field(min_length=1)]
+    """Folder, from the working directory, or URL."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the batches: this weight over the sum of all weights."""
+    revision: Count = 0
+    """Revision of the store; 0: the newest when the run begins, then always the same."""
+
+
+class StageSection(RecordsSection):
+    """A stage of progressive training: a store, or a mixture."""
+
+    steps: Count = 0
+    """Steps of the stage; the last has none, it lasts until run.steps."""
+    store: str = ""
+    """Folder or URL, where the stage has one store."""
+    revision: Count = 0
+    """Of this store, as in a mixture."""
+    mixture: list[StoreSection] = Field(default=[])
+    """The stores, where there are several."""
+
+    @model_validator(mode="after")
+    def _has_one_store_or_a_mixture(self) -> StageSection:
+        if bool(self.store) == bool(self.mixture):
+            raise ValueError("a stage needs either store or mixture")
+        if self.revision and self.mixture:
+            raise ValueError("revision stands with each store of the mixture")
+        return self
+
+    @property
+    def stores(self) -> list[StoreSection]:
+        """Its stores with their weights."""
+        return self.mixture or [StoreSection(store=self.store, revision=self.revision, **self.of_records)]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A store, and when it trains.
+
+    Args:
+      start, stop: first global batch of its stage, and the one after the last; None: the stage does not end.
+      share: of the batches of the stage, 0 to 1.
+    """
+
+    section: StoreSection
+    start: int
+    stop: int | None
+    share: float
+
+    def has(self, step: int) -> bool:
+        """Whether a step, counted from 1, is of its stage."""
+        return self.start < step and (self.stop is None or step <= self.stop)
+
+    def batches(self, steps: int) -> float:
+        """Batches of the store in the first ``steps``, on average."""
+        stop = steps if self.stop is None else min(self.stop, steps)
+        return self.share * max(0, stop - self.start)
+
+
+class DataSection(RecordsSection):
+    """The stores, which of their records train, and in what order."""
+
+    leftovers: Literal["short", "carry", "drop"] = "short"
+    """Records of a bucket that fill no batch: a smaller one; "carry": into the next pass; "drop": not in this pass."""
+    window_shards: Count = 0
+    """Shuffle within so many shards of a bucket at a time, for slow disks and stores at a URL; 0: over all."""
+    batch_tokens: Count = 0
+    """Image tokens of an update, so that large buckets have smaller batches; 0: run.global_batch images of any size."""
+    mixture: list[StoreSection] = Field(default=[])
+    """Stores that train together, each with a weight, in place of --store. Keys of records beside it hold for all."""
+    stages: list[StageSection] = Field(default=[])
+    """Stores or mixtures that train one after the other, in place of --store."""
+
+    @model_validator(mode="after")
+    def _stages_follow_each_other(self) -> DataSection:
+        if self.mixture and self.stages:
+            raise ValueError("either mixture or stages; a stage can have a mixture of its own, [[data.stages.mixture]]")
+        if not all(stage.steps for stage in self.stages[:-1]):
+            raise ValueError("stages: each but the last needs steps")
+        if self.stages and self.stages[-1].steps:
+            raise ValueError("stages: the last lasts until run.steps, leave out its steps")
+        return self
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The stores that the recipe names, in order; none where ``--store`` names it."""
+        stages = [(stage.stores, stage.steps) for stage in self.stages] or [(self.mixture, 0)]
+        turns, start = list[Turn](), 0
+        for stores, steps in stages:
+            total = sum(section.weight for section in stores)
+            stop = start + steps if steps else None
+            turns += [Turn(section, start, stop, section.weight / total) for section in stores]
+            start += steps
+        return turns
