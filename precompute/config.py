@@ -155,6 +155,27 @@ class TextSection(Section):
         return self
 
 
+class FeatureSection(Section):
+    """Tokens of a vision model, to align the training with: any DINOv2, DINOv3, SigLIP or CLIP of transformers."""
+
+    model: str
+    """Hub id, or folder."""
+    subfolder: str = ""
+    """Folder inside the model; empty if the model is the folder itself."""
+    revision: str = ""
+    """Commit of the hub's repository; empty: the newest, which the store records."""
+    output: Literal["patches", "cls", "both"] = "patches"
+    """"patches": a token for each patch, as REPA needs them. "cls": the class token. "both": as REG needs them."""
+    layer: Annotated[int, Field(ge=-1, le=1000)] = -1
+    """Hidden state to store, 0 before the first block; -1: the model's output, after the final norm."""
+    resolution: Annotated[int, Field(ge=0, le=8192)] = 0
+    """Side of the model's input in pixels, for a square of images.resolution; 0: a patch for 16 px, as in REPA."""
+    encoder_dtype: Dtype = "float32"
+    """Precision of the encoder; a CPU always computes in float32, which the store records."""
+    dtype: Literal["float16", "int8"] = "float16"
+    """Of the stored tokens; "int8" has a scale for each token."""
+
+
 class StoreSection(Section):
     """The format on disk."""
 

@@ -124,6 +124,41 @@ class LatentSpec(_Model):
     _without_absent = _left_out_where_absent("decoding", "compiled")
 
 
+class FeatureSpec(_Model):
+    """The stored tokens of a vision model: those of the patches, row by row, and (or) its class token.
+
+    Args:
+      layer: index of its hidden states, 0 before the first block; -1: its output, after the final norm.
+      width: D, of a token.
+      patch_px: side of a patch, in the input of the model.
+      resolution_px: side of that input for a square picture of ``images_px``.
+    """
+
+    output: Literal["patches", "cls", "both"]
+    layer: Annotated[int, Field(ge=-1, le=1 << 20)]
+    width: Side
+    patch_px: Side
+    resolution_px: Side
+    images_px: Side
+    dtype: Literal["float16", "int8"]
+
+    def grid(self, height_px: int, width_px: int) -> tuple[int, int]:
+        """Rows and columns of patches for pictures of a bucket: their size for the model, in whole patches."""
+        step = 2 * self.patch_px * self.images_px
+        rows, columns = (
+            max(1, (2 * side_px * self.resolution_px + step // 2) // step) for side_px in (height_px, width_px)
+        )
+        return rows, columns
+
+    @model_validator(mode="after")
+    def _has_a_token_a_pixel_at_most(self) -> FeatureSpec:
+        if self.resolution_px > self.patch_px * self.images_px:
+            raise ValueError(
+                f"{self.resolution_px} px make more patches than a picture of {self.images_px} px has pixels"
+            )
+        return self
+
+
 class TextSpec(_Model):
     """The caption embeddings."""
 

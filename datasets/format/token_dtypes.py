@@ -20,8 +20,8 @@ class StoredTokens(NamedTuple):
     """Stored tokens.
 
     Args:
-      rows: (L, D) in the dtype on disk.
-      scales: (L,) float32 for int8 tokens, else None.
+      rows: (..., D) in the dtype on disk.
+      scales: (...) float32 for int8 tokens, else None.
     """
 
     rows: np.ndarray
@@ -47,14 +47,14 @@ def narrow(tokens: np.ndarray, dtype: str) -> StoredTokens:
     """Convert tokens to the dtype of the store, rounding to nearest, ties to even.
 
     Args:
-      tokens: (L, D) float32, finite.
+      tokens: (..., D) float32, finite: captions (L, D), image features (N, T, D).
       dtype: a key of ON_DISK.
     Returns: rows, and for int8 the scales: each token's largest magnitude over 127. Numbers beyond the range of float16
       become infinity.
     """
     if dtype == "int8":
-        scales = (np.abs(tokens).max(axis=1) / INT8_LIMIT).astype(np.float32)  # (L,)
-        divisor = np.where(scales > 0, scales, 1)[:, None]  # a token of zeros stays zero
+        scales = (np.abs(tokens).max(axis=-1) / INT8_LIMIT).astype(np.float32)  # (...)
+        divisor = np.where(scales > 0, scales, 1)[..., None]  # a token of zeros stays zero
         # Clipped, because the scale of very small numbers is itself rounded.
         rows = np.clip(np.rint(tokens / divisor), -INT8_LIMIT, INT8_LIMIT)
         return StoredTokens(rows.astype(np.int8), scales)
@@ -71,11 +71,11 @@ def widen(stored: StoredTokens, dtype: str) -> np.ndarray:
 
     Args:
       dtype: a key of ON_DISK.
-    Returns: (L, D): float16 and float32 unchanged, bfloat16 and int8 as float32.
+    Returns: (..., D): float16 and float32 unchanged, bfloat16 and int8 as float32.
     """
     if dtype == "int8":
         assert stored.scales is not None, "int8 tokens have scales"
-        return stored.rows * stored.scales[:, None]
+        return stored.rows * stored.scales[..., None]
     if dtype == "bfloat16":
         return (stored.rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return stored.rows

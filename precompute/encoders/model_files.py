@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from ...datasets.disk.hashing import read_json, sha256_file, sha256_of
 from ...datasets.errors import DamageError, EncoderError
-from ..config import TextSection, VaeSection
+from ..config import FeatureSection, TextSection, VaeSection
 
 if TYPE_CHECKING:  # torch takes seconds to import
     import torch
@@ -121,14 +121,14 @@ def local_folder(model: str) -> Path | None:
     return None
 
 
-def read_config(folder: Path, *, what: str) -> dict[str, Any]:
-    """Read a model's config.json.
+def read_config(folder: Path, *, what: str, name: str = CONFIG) -> dict[str, Any]:
+    """Read a model's config.json, or another JSON file of it.
 
     Raises: EncoderError: missing, or not a JSON object.
     """
-    path = folder / CONFIG
+    path = folder / name
     if not path.is_file():
-        raise EncoderError(f"{what} '{folder}': there is no 'config.json'. Needed a folder saved by save_pretrained.")
+        raise EncoderError(f"{what} '{folder}': there is no '{name}'. Needed a folder saved by save_pretrained.")
     return _read_object(path, what=what)
 
 
@@ -212,7 +212,7 @@ def check_loaded(loading: dict[str, Any], where: str) -> None:
         )
 
 
-def model_name(section: VaeSection | TextSection, folder: Path) -> str:
+def model_name(section: VaeSection | TextSection | FeatureSection, folder: Path) -> str:
     """The model in the recipe, with its subfolder if the model is in it."""
     in_subfolder = section.subfolder and folder != local_folder(section.model)
     return f"{section.model}/{section.subfolder}" if in_subfolder else section.model

@@ -40,6 +40,14 @@ def test_int8_is_within_half_a_step_and_keeps_the_largest_value(tokens: np.ndarr
     assert not widen(stored, "int8")[largest == 0].any()  # zero stays zero
 
 
+@given(hnp.arrays(np.float32, (2, 3, 5), elements=FINITE), st.sampled_from(list(ON_DISK)))
+def test_the_tokens_of_several_pictures_are_converted_as_those_of_each(tokens: np.ndarray, dtype: str) -> None:
+    together, alone = narrow(tokens, dtype), [narrow(one, dtype) for one in tokens]
+    for found, wanted in zip(together.parts, zip(*(one.parts for one in alone), strict=True), strict=True):
+        np.testing.assert_array_equal(found, np.stack(wanted))
+    np.testing.assert_array_equal(widen(together, dtype), np.stack([widen(one, dtype) for one in alone]))
+
+
 def test_int8_ties_go_to_even() -> None:
     tokens = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]], np.float32)
     assert narrow(tokens, "int8").rows.tolist() == [[127, 0, 2, 2, 0, -2, -2]]
