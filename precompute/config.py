@@ -96,7 +96,7 @@ class ImagesSection(Section):
 
 
 class VaeSection(Section):
-    """The image encoder: an AutoencoderKL, AutoencoderTiny or AutoencoderDC of diffusers."""
+    """The image encoder: an autoencoder of diffusers, of a family in ``encoders/autoencoders.py``."""
 
     model: str = "stabilityai/sd-vae-ft-ema"
     """Hub id, folder, or "shipped:vae"."""

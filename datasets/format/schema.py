@@ -36,11 +36,12 @@ class _Model(BaseModel):
 
 
 def _left_out_where_absent(*names: str) -> Any:
-    """A serializer that omits fields that are None or False, as in stores of earlier releases."""
+    """A serializer that omits fields that have their default, as in stores of earlier releases."""
 
     def serialised(self: _Model, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values = serialise(self)
-        return {name: value for name, value in values.items() if name not in names or value not in (None, False)}
+        defaults = {name: type(self).model_fields[name].default for name in names}
+        return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
 
     return model_serializer(mode="wrap")(serialised)
 
@@ -106,6 +107,7 @@ class LatentSpec(_Model):
     tile_px: Annotated[int, Field(ge=0, le=1 << 20)]
     decoding: Decoding | None = None  # absent if rows are raw latents, as our encoders give them
     compiled: bool = False  # absent if false
+    patchify: Annotated[int, Field(ge=1, le=16)] = 1  # side of the squares of positions made channels; absent if 1
 
     @property
     def has_posterior(self) -> bool:
@@ -121,7 +123,7 @@ class LatentSpec(_Model):
             raise ValueError("shift and scale need one number for each channel")
         return self
 
-    _without_absent = _left_out_where_absent("decoding", "compiled")
+    _without_absent = _left_out_where_absent("decoding", "compiled", "patchify")
 
 
 class FeatureSpec(_Model):

@@ -22,15 +22,22 @@ def describe_store(
     Args:
       source: supplies the class names; None to omit them.
       known: present spec; with vae.batch_size = 0 its batch size is kept, otherwise the largest that fits is measured.
-    Raises: RecipeError: a bucket is not divisible by the VAE's downscale. ResourceError: not even one picture fits.
+    Raises: RecipeError: the VAE cannot encode pictures of a bucket's size. ResourceError: not even one picture fits.
     """
     images, table = recipe.images, recipe.images.table
     downscale, batch_size = encoders.image.downscale, recipe.vae.batch_size
+    side_px = encoders.image.fixed_side_px
     for _, height_px, width_px in table:
         if height_px % downscale or width_px % downscale:
             raise RecipeError(
                 f"bucket '{bucket_name(height_px, width_px)}': the VAE makes one latent of {downscale} px, so "
                 f"both sides must be multiples of {downscale}. Use another resolution, table or VAE."
+            )
+        if side_px and (height_px, width_px) != (side_px, side_px):
+            raise RecipeError(
+                f"bucket '{bucket_name(height_px, width_px)}': {encoders.image.identity.class_name} encodes squares of "
+                f"{side_px} px, and would squeeze all others into them. Set images.resolution = {side_px} and "
+                'images.buckets = "square".'
             )
     text_dtype = recipe.store.dtype if recipe.store.text_dtype == "auto" else recipe.store.text_dtype
     if not batch_size and known:

@@ -19,7 +19,15 @@ import torch
 from ...datasets.errors import EncoderError, RecipeError
 from ...datasets.format.schema import EncoderIdentity, LatentSpec
 from ..config import PrecomputeRecipe, VaeSection
-from .autoencoders import DECODER, check_normalisation, shift_and_scale
+from .autoencoders import (
+    DECODER,
+    family_of,
+    fixed_side_px,
+    patchify,
+    set_tiling,
+    shift_and_scale,
+    unpatchify,
+)
 from .compiled import compile_encoder, compiling, eager, filled_up
 from .model_files import (
     CONFIG,
@@ -65,6 +73,7 @@ class ImageEncoder:
       device: of the model.
     Attributes:
       turn: lock for threads that share it.
+      fixed_side_px: side of the only pictures that it takes, squares; None for any.
     Raises: EncoderError: missing, without weights, or not an autoencoder.
     """
 
@@ -74,20 +83,21 @@ class ImageEncoder:
         model, subfolder = section.model, section.subfolder
         folder, revision = resolve_model(model, subfolder, section.revision, files=(CONFIG,), what="vae.model")
         config = read_config(folder, what="vae.model")
-        check_normalisation(config, f"vae.model '{folder}'")
+        self._family = family_of(config, f"vae.model '{folder}'")
+        self.fixed_side_px = fixed_side_px(config)
         name = config["_class_name"]
         model_class: Any = getattr(diffusers, name)
         names = (CONFIG, *weight_names(VAE_WEIGHTS))
         folder, _ = resolve_model(model, subfolder, revision or section.revision, files=names, what="vae.model")
         weights = weight_files(folder, VAE_WEIGHTS, what="vae.model")
         dtype = arithmetic(section.dtype, device)
-        self._dtype, self._device = getattr(torch, dtype), device
+        self._dtype, self._device = torch.float32, device
         self.turn = threading.Lock()
         try:
             with unused_config_keys_unsaid():
                 loaded, loading = model_class.from_pretrained(
                     folder,
-                    torch_dtype=self._dtype,
+                    torch_dtype=torch.float32,  # whatever the recipe's dtype, which must not round a batch norm
                     use_safetensors=True,
                     low_cpu_mem_usage=False,  # otherwise diffusers requires accelerate
                     output_loading_info=True,
@@ -101,13 +111,14 @@ class ImageEncoder:
                 "its latents would be others. Fetch or save the model again."
             )
         self._model = loaded.to(device).eval().requires_grad_(False)
-        if device.type == "cuda":  # pixels have channels last, so convolutions need no transpose
+        if device.type == "cuda" and self._family.rank == 4:  # pixels have channels last: no transpose
             self._model.to(memory_format=torch.channels_last)
-        self._mean_logvar = False
-        self._probe = self._forward(np.zeros((1, PROBE_PX, PROBE_PX, 3), np.uint8))
-        self._shift_and_scale = shift_and_scale(loaded.config, self.num_channels, f"vae.model '{folder}'")
+        self._probe_px = self.fixed_side_px or PROBE_PX
+        self._probe_shape = self._forward(np.zeros((1, self._probe_px, self._probe_px, 3), np.uint8)).shape
+        self._shift_and_scale = shift_and_scale(loaded, self._family, self.num_channels, f"vae.model '{folder}'")
+        self._set_dtype(getattr(torch, dtype))
         if section.tile_px:
-            set_tiling(self._model, section.tile_px, self.downscale)
+            set_tiling(self._model, section.tile_px, self.downscale // self._family.patchify)
         self._is_compiled, self._batch_size = section.compile, section.batch_size
         if section.compile:  # after the probe, whose shape may not occur otherwise
             compile_encoder(self._model)
@@ -125,17 +136,17 @@ class ImageEncoder:
     @property
     def has_posterior(self) -> bool:
         """The encoder gives a mean and a log-variance, not one latent."""
-        return self._mean_logvar
+        return self._family.has_posterior
 
     @property
     def num_channels(self) -> int:
-        """C of the latents."""
-        return self._probe.shape[1] // (2 if self.has_posterior else 1)
+        """C of the latents, after patchify."""
+        return self._probe_shape[1] // (2 if self.has_posterior else 1)
 
     @property
     def downscale(self) -> int:
         """Pixels of height or width for one latent position."""
-        return PROBE_PX // self._probe.shape[2]
+        return self._probe_px // self._probe_shape[2]
 
     @property
     def device(self) -> torch.device:
@@ -173,6 +184,7 @@ class ImageEncoder:
             batch_size=section.batch_size or batch_size,
             tile_px=section.tile_px,
             compiled=section.compile,
+            patchify=self._family.patchify,
         )
 
     def black(self, shape: tuple[int, ...]) -> np.ndarray:
@@ -184,7 +196,7 @@ class ImageEncoder:
 
         Args:
           pixels: (B, height_px, width_px, 3) uint8.
-        Returns: (B, 2C, H, W) mean then log-variance, or (B, C, H, W) latents, float32, raw.
+        Returns: (B, 2C, H, W) mean then log-variance, or (B, C, H, W) latents, float32, raw, patchified.
         Raises: ResourceError: vae.compile without a working compiler.
         """
         if not self._is_compiled:
@@ -196,62 +208,50 @@ class ImageEncoder:
         """Encode in float32 whatever the recipe's dtype, one picture at a time; as ``encode``."""
         dtype = self._dtype
         try:
-            self._dtype = torch.float32
-            torch.nn.Module.to(self._model, torch.float32)  # diffusers' own method would warn
+            self._set_dtype(torch.float32)
             with eager():
                 return np.concatenate([self._forward(pixels[i : i + 1]) for i in range(len(pixels))])
         finally:
-            self._dtype = dtype
-            torch.nn.Module.to(self._model, dtype)
+            self._set_dtype(dtype)
+
+    def _set_dtype(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        torch.nn.Module.to(self._model, dtype)  # diffusers' own method would warn
 
     @torch.inference_mode()
     def _forward(self, pixels: np.ndarray) -> np.ndarray:
         batch = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
         batch = batch.to(self._device, non_blocking=True)  # reading the output synchronizes
-        batch = batch.permute(0, 3, 1, 2).to(self._dtype) / 127.5 - 1  # (B, 3, height_px, width_px) in -1..1
-        output = self._model.encode(batch)
-        if hasattr(output, "latent_dist"):
-            self._mean_logvar = True
+        batch = batch.permute(0, 3, 1, 2).to(self._dtype)  # (B, 3, height_px, width_px)
+        batch = batch / 255 if self._family.zero_to_one else batch / 127.5 - 1
+        output = self._model.encode(batch.unsqueeze(2) if self._family.rank == 5 else batch)
+        if self._family.has_posterior:
             moments = output.latent_dist.parameters
         else:
             moments = output.latents if hasattr(output, "latents") else output.latent
+        if self._family.rank == 5:
+            moments = moments.squeeze(2)
+        if self._family.patchify > 1:  # the mean and the log-variance each
+            moments = torch.cat([patchify(half, self._family.patchify) for half in moments.chunk(2, 1)], 1)
         return moments.float().cpu().numpy()
 
     @torch.inference_mode()
     def decode(self, latents: np.ndarray, *, zero_to_one: bool = False) -> np.ndarray:
-        """Decode raw latents (neither shifted nor scaled) to pictures.
+        """Decode raw latents (neither shifted nor scaled, but patchified) to pictures.
 
         Args:
           latents: (B, C, H, W) float32.
           zero_to_one: the decoder gives pixels from 0 to 1, not from -1 to 1 (imported from EDM2).
         Returns: (B, height_px, width_px, 3) uint8.
         """
-        decoded = self._model.decode(torch.from_numpy(latents).to(self._device, self._dtype)).sample
-        if zero_to_one:
+        raw = unpatchify(torch.from_numpy(latents).to(self._device, self._dtype), self._family.patchify)
+        decoded = self._model.decode(raw.unsqueeze(2) if self._family.rank == 5 else raw).sample
+        if self._family.rank == 5:
+            decoded = decoded[:, :, 0]
+        if zero_to_one or self._family.zero_to_one:
             decoded = decoded * 2 - 1
         pixels = ((decoded.float().clamp(-1, 1) + 1) * 127.5).round().byte()
         return pixels.permute(0, 2, 3, 1).cpu().numpy()
-
-
-def set_tiling(model: Any, tile_px: int, downscale: int) -> None:
-    """Make a diffusers autoencoder encode large pictures in tiles that overlap by a quarter.
-
-    Raises: RecipeError: its class cannot, or the tile size is not divisible into latent positions.
-    """
-    if tile_px % (4 * downscale):
-        raise RecipeError(f"vae.tile_px {tile_px}: needed a multiple of {4 * downscale}, 4 places of a latent.")
-    if hasattr(model, "tile_sample_min_height") and hasattr(model, "tile_sample_stride_height"):
-        stride_px = 3 * tile_px // 4
-        model.enable_tiling(tile_px, tile_px, stride_px, stride_px)
-    elif hasattr(model, "tile_sample_min_size") and type(model).__name__ != "AutoencoderTiny":
-        model.tile_sample_min_size, model.tile_latent_min_size = tile_px, tile_px // downscale
-        model.tile_overlap_factor = 0.25
-        model.enable_tiling()
-    else:  # AutoencoderTiny's tiling always makes four channels
-        raise RecipeError(
-            f"vae.tile_px {tile_px}: {type(model).__name__} cannot encode in tiles. Set vae.tile_px = 0; a smaller "
-            "vae.batch_size needs less memory too."
-        )
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def check_precompute(recipe: PrecomputeRecipe, source: Sequence[str]) -> None:
     Raises: SourceError, RecipeError; EncoderError.
     """
     check_source(recipe, source)
-    from ...precompute.encoders.autoencoders import check_normalisation
+    from ...precompute.encoders.autoencoders import family_of
     from ...precompute.encoders.model_files import (
         CONFIG,
         TEXT_WEIGHTS,
@@ -48,7 +48,7 @@ def check_precompute(recipe: PrecomputeRecipe, source: Sequence[str]) -> None:
             folder, _ = resolve_model(section.model, section.subfolder, section.revision, files=(CONFIG,), what=what)
             config = read_config(folder, what=what)
             if section is recipe.vae:
-                check_normalisation(config, f"{what} '{folder}'")
+                family_of(config, f"{what} '{folder}'")
             weight_files(folder, stem, what=what)
 
 

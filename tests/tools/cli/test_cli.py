@@ -182,9 +182,9 @@ MISTAKES = {  # the command, its exit code, and the beginning of its line
     "precompute imagenet-256 --source nope --store s": (3, "leandit: source 'nope': "),
     "precompute imagenet-256 --source nope --store s --dry-run": (3, "leandit: source 'nope': "),
     "precompute imagenet-256 --source . --store s --set vae.model=./nope": (3, "leandit: vae.model './nope': "),
-    "precompute imagenet-256 --source . --store s --set vae.model=./flux2": (
+    "precompute imagenet-256 --source . --store s --set vae.model=./mochi": (
         3,
-        "leandit: vae.model 'flux2': its config",
+        "leandit: vae.model 'mochi': its config",
     ),
     "precompute imagenet-25 --source . --store s": (2, "leandit: recipe 'imagenet-25': "),
     "precompute imagenet-256 --source . --store s --set vae.dtype=int3": (2, "leandit: recipe 'imagenet-256': "),
@@ -216,8 +216,8 @@ MISTAKES = {  # the command, its exit code, and the beginning of its line
 
 def test_cheap_mistakes_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
     here = tmp_path / "here"
-    (here / "flux2").mkdir(parents=True)
-    (here / "flux2/config.json").write_text('{"_class_name": "AutoencoderKLFlux2"}')
+    (here / "mochi").mkdir(parents=True)
+    (here / "mochi/config.json").write_text('{"_class_name": "AutoencoderKLMochi"}')
     for step, classes in ((9, ["lion", "dog", "zebra"]), (10, ["cat", "dog", "zebra"])):  # the newest counts
         (here / f"run/snapshot-{step}").mkdir(parents=True)
         spec = {"name": "DiT-S/4", "num_classes": 4, "caption_width": 0}
@@ -232,7 +232,7 @@ def test_cheap_mistakes_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
         assert (ended_with, loaded) == (code, []), command
         assert said.startswith(beginning), (command, said)
         assert said.count("\n") == 1, (command, said)
-    assert sorted(os.listdir(here)) == ["flux2", "run"]
+    assert sorted(os.listdir(here)) == ["mochi", "run"]
 
 
 def test_the_installed_command_ends_with_the_code_of_the_error(tmp_path: Path) -> None:
