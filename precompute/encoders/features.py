@@ -1,0 +1,198 @@
+"""Pictures to the tokens of a vision transformer, with which REPA and REG align a diffusion transformer.
+
+The model gets the pixels that the autoencoder gets, normalised with its own mean and standard deviation, and then
+resized so that its patches fill the grid of ``FeatureSpec.grid``. ``vision/`` has its weights and its positions.
+
+Source: Yu et al. 2024, "Representation Alignment for Generation" (REPA): this order, a patch for 16 px of a picture.
+Wu et al. 2025, "Representation Entanglement for Generation" (REG): the class token beside the patches.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import interpolate
+
+from ...datasets.errors import EncoderError, RecipeError
+from ...datasets.format.schema import EncoderIdentity, FeatureSpec
+from ..config import FeatureSection
+from .model_files import (
+    CONFIG,
+    TEXT_WEIGHTS,
+    arithmetic,
+    hash_files,
+    lasting_config,
+    library_majors,
+    model_name,
+    read_config,
+    resolve_model,
+    weight_files,
+    weight_names,
+)
+from .vision.families import Family, blocks_of, family_of, load_vision_model
+from .vision.normalisation import GREY_LEVELS, PREPROCESSOR, normalisation
+from .vision.positions import resample_positions
+
+PX_A_PATCH = 16  # of a picture, where the recipe leaves the resolution open
+
+
+class FeatureEncoder:
+    """A vision transformer.
+
+    Args:
+      section: of the recipe.
+      images_px: ``images.resolution`` of the recipe.
+      device: of the model.
+      name: of the section, for messages.
+    Attributes:
+      turn: lock for threads that share it.
+    Raises:
+      EncoderError: missing, without weights or preprocessor, or of another kind.
+      RecipeError: the model has no such layer or no class token.
+    """
+
+    def __init__(self, section: FeatureSection, images_px: int, device: torch.device, *, name: str = "NAME") -> None:
+        what = f"features.{name}.model"
+        model, subfolder = section.model, section.subfolder
+        names = (CONFIG, PREPROCESSOR)
+        folder, revision = resolve_model(model, subfolder, section.revision, files=names, what=what)
+        where = f"{what} '{folder}'"
+        config = read_config(folder, what=what)
+        family = family_of(config, where)
+        mean, std = normalisation(read_config(folder, what=what, name=PREPROCESSOR), where)
+        names = (*names, *weight_names(TEXT_WEIGHTS))
+        folder, _ = resolve_model(model, subfolder, revision or section.revision, files=names, what=what)
+        weights = weight_files(folder, TEXT_WEIGHTS, what=what)
+        dtype = arithmetic(section.encoder_dtype, device)
+        self._dtype, self._device, self._options = getattr(torch, dtype), device, dict(family.options)
+        self.turn = threading.Lock()
+        loaded = load_vision_model(family, folder, self._dtype, where)
+        self._model = loaded.to(device).eval().requires_grad_(False)
+        check_choices(section, family, len(blocks_of(loaded)), f"features.{name}")
+        self._spec = feature_spec(loaded.config, section, images_px, what)
+        self._take_layer(section.layer)
+        registers = getattr(loaded.config, "num_register_tokens", 0)
+        self._num_prefix = registers + 1 if family.has_class_token else 0
+        if family.positions:
+            resample_positions(loaded, family, where)
+        self._mean, self._std = (
+            torch.tensor(numbers, dtype=torch.float32, device=device)[:, None, None] for numbers in (mean, std)
+        )
+        self.identity = EncoderIdentity(
+            model=model_name(section, folder),
+            revision=revision,
+            class_name=family.class_name,
+            config=lasting_config(config.get("vision_config", config)) | {"image_mean": mean, "image_std": std},
+            weights_sha256=hash_files(weights),
+            tokenizer_sha256=None,
+            dtype=dtype,
+            libraries=library_majors("torch", "transformers"),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return self._device
+
+    def spec(self) -> FeatureSpec:
+        """The spec of the stored tokens."""
+        return self._spec
+
+    def encode(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """Encode a batch of pictures of one size.
+
+        Args:
+          pixels: (B, height_px, width_px, 3) uint8, as the autoencoder gets them.
+        Returns: (B, T, D) float32 tokens of the patches, row by row, and (or) (B, D) of the class token, in this order.
+        """
+        return self._forward(pixels)
+
+    def encode_in_float32(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """Encode in float32 whatever the recipe's dtype, one picture at a time; as ``encode``."""
+        dtype = self._dtype
+        try:
+            self._cast(torch.float32)
+            alone = [self._forward(pixels[i : i + 1]) for i in range(len(pixels))]
+            return [np.concatenate(arrays) for arrays in zip(*alone, strict=True)]
+        finally:
+            self._cast(dtype)
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        """Cast the weights alone: buffers, as the frequencies of rotary positions, always have float32."""
+        self._dtype = dtype
+        for weight in self._model.parameters():
+            weight.data = weight.data.to(dtype)
+
+    def _take_layer(self, layer: int) -> None:
+        self._layer = layer
+        if layer >= 0:
+            self._options["output_hidden_states"] = True
+            del blocks_of(self._model)[max(1, layer) :]  # the others would be computed for nothing
+
+    @torch.inference_mode()
+    def _forward(self, pixels: np.ndarray) -> list[np.ndarray]:
+        batch = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
+        batch = batch.to(self._device, non_blocking=True)  # reading the output synchronizes
+        batch = batch.permute(0, 3, 1, 2).float() / GREY_LEVELS  # (B, 3, height_px, width_px) in 0..1
+        batch = (batch - self._mean) / self._std
+        rows, columns = self._spec.grid(*pixels.shape[1:3])
+        size = (rows * self._spec.patch_px, columns * self._spec.patch_px)
+        output = self._model(interpolate(batch, size, mode="bicubic").to(self._dtype), **self._options)
+        tokens = output.last_hidden_state if self._layer < 0 else output.hidden_states[self._layer]
+        parts = {"patches": [tokens[:, self._num_prefix :]], "cls": [tokens[:, 0]]}
+        parts["both"] = parts["patches"] + parts["cls"]
+        return [part.float().contiguous().cpu().numpy() for part in parts[self._spec.output]]
+
+
+def feature_spec(config: Any, section: FeatureSection, images_px: int, what: str) -> FeatureSpec:
+    """The spec of a model's tokens.
+
+    Args:
+      config: of the loaded model, with the defaults of its class.
+      images_px: ``images.resolution`` of the recipe.
+      what: key of the recipe, for messages.
+    Raises:
+      EncoderError: patches that are no squares, or other channels than red, green and blue.
+      RecipeError: a resolution with more patches than the pictures have pixels.
+    """
+    patch_px, channels = config.patch_size, config.num_channels
+    if not isinstance(patch_px, int) or patch_px < 1 or channels != 3:
+        raise EncoderError(
+            f"{what} '{section.model}': its config.json has patches of {str(patch_px)[:80]} px and "
+            f"{str(channels)[:80]} channels, needed one number of pixels and 3 channels: red, green and blue."
+        )
+    resolution_px = section.resolution or max(1, round(images_px / PX_A_PATCH)) * patch_px
+    if resolution_px > patch_px * images_px:
+        raise RecipeError(
+            f"{what.removesuffix('model')}resolution {resolution_px}: more patches than pictures of {images_px} px "
+            f"have pixels. Needed {patch_px * images_px} or less; 0 chooses one."
+        )
+    return FeatureSpec(
+        output=section.output,
+        layer=section.layer,
+        width=config.hidden_size,
+        patch_px=patch_px,
+        resolution_px=resolution_px,
+        images_px=images_px,
+        dtype=section.dtype,
+    )
+
+
+def check_choices(section: FeatureSection, family: Family, num_blocks: int, what: str) -> None:
+    """Raise if a model does not have what the recipe wants to store.
+
+    Raises: RecipeError: no such layer, or no class token.
+    """
+    if section.layer > num_blocks:
+        raise RecipeError(
+            f"{what}.layer {section.layer}: {family.class_name} '{section.model}' has {num_blocks} blocks, needed 0 to "
+            f"{num_blocks}, or -1 for its output."
+        )
+    if section.output != "patches" and not family.has_class_token:
+        raise RecipeError(
+            f"{what}.output '{section.output}': {family.class_name} '{section.model}' has no class token. "
+            'Use output = "patches".'
+        )

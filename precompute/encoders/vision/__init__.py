@@ -1,0 +1,1 @@
+"""Vision transformers of transformers: found by their config, loaded, and given positions of another grid."""

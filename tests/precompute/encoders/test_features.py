@@ -1,0 +1,318 @@
+"""Image features: equal to REPA's computation written out here, for each kind of model, and clear errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from making import CPU, picture
+
+from leandit.datasets.errors import EncoderError, RecipeError
+from leandit.datasets.format.token_dtypes import narrow, quality
+from leandit.precompute.config import FeatureSection
+from leandit.precompute.encoders.features import FeatureEncoder
+
+IMAGES_PX, NUM_BLOCKS, NUM_REGISTERS = 64, 3, 3
+MEAN, STD = [0.48, 0.45, 0.4], [0.22, 0.23, 0.26]
+VIT: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": NUM_BLOCKS,
+    "num_attention_heads": 4,
+    "image_size": 70,
+    "patch_size": 14,
+    "initializer_range": 0.3,
+}
+TOWER = VIT | {"intermediate_size": 48}
+TEXT = TOWER | {"vocab_size": 9, "max_position_embeddings": 4, "num_hidden_layers": 1}
+Build = Callable[[], Any]
+MODELS: dict[str, Build] = {
+    "dinov2": lambda: transformers.Dinov2Model(transformers.Dinov2Config(**VIT)),
+    "dinov2 with registers": lambda: transformers.Dinov2WithRegistersModel(
+        transformers.Dinov2WithRegistersConfig(**VIT, num_register_tokens=NUM_REGISTERS)
+    ),
+    "dinov3": lambda: transformers.DINOv3ViTModel(
+        transformers.DINOv3ViTConfig(**TOWER | {"patch_size": 16}, num_register_tokens=NUM_REGISTERS)
+    ),
+    "siglip": lambda: transformers.SiglipModel(transformers.SiglipConfig(vision_config=TOWER, text_config=TEXT)),
+    "siglip vision": lambda: transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**TOWER)),
+    "clip": lambda: transformers.CLIPModel(transformers.CLIPConfig(vision_config=TOWER, text_config=TEXT)),
+    "clip vision": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**TOWER)),
+}
+BUCKETS = [(64, 64), (48, 80), (80, 48)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of random models, saved as on the hub."""
+    folders = {}
+    for name, build in MODELS.items():
+        torch.manual_seed(0)
+        model, folder = build(), tmp_path_factory.mktemp("teacher")
+        with torch.no_grad():  # zeros and ones would hide a norm or a token that is left out
+            for weight in model.parameters():
+                weight.add_(torch.randn_like(weight) * 0.1)
+        model.save_pretrained(folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": MEAN, "image_std": STD}))
+        folders[name] = folder
+    return folders
+
+
+@pytest.fixture
+def dinov2(saved: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of a DINOv2 that a test may break."""
+    return Path(shutil.copytree(saved["dinov2"], tmp_path / "dinov2"))
+
+
+def encoder_of(folder: Path, **more: Any) -> FeatureEncoder:
+    return FeatureEncoder(FeatureSection(**{"model": str(folder)} | more), IMAGES_PX, CPU, name="teacher")
+
+
+def pixels(height_px: int, width_px: int, count: int = 2) -> np.ndarray:
+    return np.stack([np.asarray(picture(i, height_px, width_px)) for i in range(count)])
+
+
+def resize_matrix(before: int, after: int, sharpness: float, *, antialias: bool) -> np.ndarray:
+    """(after, before) weights of a cubic resize, by its definition (Keys 1981), pixel centres at halves."""
+    shrink = max(before / after, 1.0) if antialias else 1.0
+    matrix = np.zeros((after, before))
+    for i in range(after):
+        centre = (i + 0.5) * before / after - 0.5
+        first, last = int(np.floor(centre - 2 * shrink)), int(np.ceil(centre + 2 * shrink))
+        for j in range(first, last + 1):
+            x, a = abs(j - centre) / shrink, sharpness
+            weight = (
+                (a + 2) * x**3 - (a + 3) * x**2 + 1 if x <= 1 else a * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0
+            )
+            if 0 <= j < before:
+                matrix[i, j] += weight
+            elif not antialias:  # the border is repeated
+                matrix[i, min(max(j, 0), before - 1)] += weight
+    return matrix / matrix.sum(1, keepdims=True)
+
+
+def prepared(batch: np.ndarray, size_px: tuple[int, int]) -> torch.Tensor:
+    """REPA's pixels: normalised, then resized without antialiasing; (B, 3, *size_px)."""
+    normalised = (batch / 255 - np.array(MEAN)) / np.array(STD)
+    down, across = (resize_matrix(b, a, -0.75, antialias=False) for b, a in zip(batch.shape[1:3], size_px, strict=True))
+    return torch.from_numpy(np.einsum("ih,jw,bhwc->bcij", down, across, normalised)).float()
+
+
+def positions(trained: torch.Tensor, num_prefix: int, grid: tuple[int, int]) -> torch.Tensor:
+    """timm's resample_abs_pos_embed, of (num_prefix + 25, D)."""
+    side = 5
+    square = trained[num_prefix:].double().numpy().reshape(side, side, -1)
+    down, across = (resize_matrix(side, after, -0.5, antialias=True) for after in grid)
+    other = np.einsum("ih,jw,hwd->ijd", down, across, square).reshape(grid[0] * grid[1], -1)
+    return torch.cat([trained[:num_prefix], torch.from_numpy(other).float()])
+
+
+@torch.no_grad()
+def reference(name: str, folder: Path, batch: np.ndarray, grid: tuple[int, int]) -> tuple[list[torch.Tensor], int]:
+    """Hidden states (B, tokens, D), the output last, and the tokens before the patches; block by block."""
+    kind, _, part = name.partition(" ")
+    side = 16 if kind == "dinov3" else 14
+    images = prepared(batch, (grid[0] * side, grid[1] * side))
+    model = {**MODELS, "siglip": MODELS["siglip vision"], "clip": MODELS["clip vision"]}[name]()
+    model = type(model).from_pretrained(folder).eval()
+    if kind == "dinov3":  # rotary positions need nothing
+        output = model(images, output_hidden_states=True)
+        return [*output.hidden_states, output.last_hidden_state], 1 + NUM_REGISTERS
+    embeddings = model.embeddings
+    if kind == "dinov2":
+        tokens = embeddings.patch_embeddings.projection(images).flatten(2).mT
+        tokens = torch.cat([embeddings.cls_token.expand(len(batch), -1, -1), tokens], 1)
+        tokens = tokens + positions(embeddings.position_embeddings[0], 1, grid)
+        if part:
+            registers = embeddings.register_tokens.expand(len(batch), -1, -1)
+            tokens = torch.cat([tokens[:, :1], registers, tokens[:, 1:]], 1)
+        blocks, norm, num_prefix = model.encoder.layer, model.layernorm, 1 + NUM_REGISTERS * bool(part)
+    else:
+        tokens = embeddings.patch_embedding(images).flatten(2).mT
+        num_prefix = int(kind == "clip")
+        if kind == "clip":
+            tokens = torch.cat([embeddings.class_embedding.expand(len(batch), 1, -1), tokens], 1)
+        tokens = tokens + positions(embeddings.position_embedding.weight, num_prefix, grid)
+        if kind == "clip":
+            tokens = model.pre_layrnorm(tokens)
+        # CLIP has no norm after its last block, except for its class token's projection: as in REPA.
+        blocks, norm = model.encoder.layers, torch.nn.Identity() if kind == "clip" else model.post_layernorm
+    states = [tokens]
+    for block in blocks:
+        states.append(block(states[-1], None))
+    return [*states, norm(states[-1])], num_prefix
+
+
+def assert_close(found: np.ndarray, wanted: torch.Tensor) -> None:
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("bucket", BUCKETS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_patches_are_repas_for_every_model_and_bucket(
+    name: str, bucket: tuple[int, int], saved: dict[str, Path]
+) -> None:
+    encoder, batch = encoder_of(saved[name]), pixels(*bucket)
+    spec, grid = encoder.spec(), (bucket[0] // 16, bucket[1] // 16)
+    assert spec.grid(*bucket) == grid
+    assert (spec.patch_px, spec.resolution_px) == ((16, 64) if name == "dinov3" else (14, 56))
+    assert (spec.output, spec.layer, spec.width, spec.images_px, spec.dtype) == ("patches", -1, 32, 64, "float16")
+    states, num_prefix = reference(name, saved[name], batch, grid)
+    (found,) = encoder.encode(batch)
+    assert found.shape == (2, grid[0] * grid[1], 32)
+    assert_close(found, states[-1][:, num_prefix:])
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2, NUM_BLOCKS, -1])
+@pytest.mark.parametrize("name", ["dinov2", "dinov2 with registers", "dinov3", "clip"])
+def test_a_layer_and_the_class_token_are_those_of_the_whole_model(
+    name: str, layer: int, saved: dict[str, Path]
+) -> None:
+    batch = pixels(48, 80)
+    states, num_prefix = reference(name, saved[name], batch, (3, 5))
+    wanted = {"patches": states[layer][:, num_prefix:], "cls": states[layer][:, 0]}
+    for output, parts in {"both": ("patches", "cls"), "cls": ("cls",)}.items():
+        found = encoder_of(saved[name], layer=layer, output=output).encode(batch)
+        assert len(found) == len(parts)
+        for array, part in zip(found, parts, strict=True):
+            assert_close(array, wanted[part])
+
+
+@pytest.mark.parametrize(("resolution", "grid"), [(70, (4, 6)), (112, (6, 10)), (20, (1, 2)), (1, (1, 1))])
+def test_a_resolution_may_be_chosen(resolution: int, grid: tuple[int, int], saved: dict[str, Path]) -> None:
+    encoder, batch = encoder_of(saved["dinov2"], resolution=resolution), pixels(48, 80)
+    assert encoder.spec().grid(48, 80) == grid
+    states, _ = reference("dinov2", saved["dinov2"], batch, grid)
+    assert_close(encoder.encode(batch)[0], states[-1][:, 1:])
+
+
+def test_positions_are_not_those_that_transformers_resamples(saved: dict[str, Path]) -> None:
+    """Its DINOv2 has no antialiasing, so a model that is called as it is comes out otherwise."""
+    model, batch = transformers.Dinov2Model.from_pretrained(saved["dinov2"]).eval(), pixels(64, 64)
+    with torch.no_grad():
+        plain = model(prepared(batch, (56, 56))).last_hidden_state[:, 1:].numpy()
+    assert np.abs(encoder_of(saved["dinov2"]).encode(batch)[0] - plain).max() > 1e-3
+
+
+def test_only_the_vision_tower_is_loaded_and_nothing_is_said_of_the_other(
+    saved: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    encoder = encoder_of(saved["clip"])
+    assert encoder.identity.class_name == "CLIPVisionModel"
+    assert "text_config" not in encoder.identity.config
+    assert encoder.identity.config["patch_size"] == 14
+    assert "UNEXPECTED" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("name", ["dinov2", "dinov3"])
+def test_encoding_in_float32_leaves_the_arithmetic_as_it_was(
+    name: str, saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leandit.precompute.encoders.features.arithmetic", lambda dtype, device: dtype)  # as on a GPU
+    low, high = encoder_of(saved[name], encoder_dtype="bfloat16", output="both"), encoder_of(saved[name], output="both")
+    batch = pixels(48, 80, 3)
+    before, exact = low.encode(batch), high.encode(batch)
+    assert not np.array_equal(before[0], exact[0])
+    for found, wanted in zip(low.encode_in_float32(batch), exact, strict=True):
+        assert (found.dtype, found.shape) == (np.float32, wanted.shape)
+        assert np.abs(found - wanted).max() < 0.2 * np.abs(wanted).max()
+    for found, wanted in zip(low.encode(batch), before, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    for found, wanted in zip(high.encode_in_float32(batch[:1]), high.encode(batch[:1]), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_the_identity_has_what_changes_the_numbers(dinov2: Path) -> None:
+    first = encoder_of(dinov2).identity
+    assert (first.model, first.revision, first.dtype) == (str(dinov2), None, "float32")
+    assert (first.config["image_mean"], first.config["image_std"]) == (MEAN, STD)
+    assert set(first.libraries) == {"torch", "transformers"}
+    (dinov2 / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": STD}))
+    other = encoder_of(dinov2).identity
+    assert other.config["image_mean"] == [0.5] * 3
+    assert other.weights_sha256 == first.weights_sha256
+
+
+def with_json(name: str, **values: Any) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | values))
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def without_a_weight(folder: Path) -> None:
+    model = transformers.Dinov2Model.from_pretrained(folder)
+    kept = {key: value for key, value in model.state_dict().items() if key != "layernorm.weight"}
+    model.save_pretrained(folder, state_dict=kept)
+
+
+def not_square(folder: Path) -> None:
+    torch.manual_seed(0)
+    transformers.Dinov2Model(transformers.Dinov2Config(**VIT | {"image_size": [70, 56]})).save_pretrained(folder)
+
+
+PREPROCESSOR = "preprocessor_config.json"
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "another kind": (
+        with_json("config.json", model_type="siglip2_vision_model"),
+        "siglip2_vision_model.*needed one of",
+    ),
+    "no kind": (with_json("config.json", model_type=["dinov2"]), "needed one of dinov2"),
+    "no config": (without("config.json"), "there is no 'config.json'"),
+    "no preprocessor": (without(PREPROCESSOR), "there is no 'preprocessor_config.json'"),
+    "no weights": (without("model.safetensors"), r"there are no weights 'model\*.safetensors'"),
+    "a weight less": (without_a_weight, "1 weights are missing.*layernorm.weight"),
+    "no mean": (with_json(PREPROCESSOR, image_mean=None), "'image_mean' of its preprocessor_config.json is None"),
+    "no std": (with_json(PREPROCESSOR, image_std=[1, 1]), "'image_std' of its preprocessor_config.json is .1, 1."),
+    "std of zero": (with_json(PREPROCESSOR, image_std=[1, 0, 1]), "needed numbers above 0"),
+    "a word": (with_json(PREPROCESSOR, image_mean=["a", 0, 0]), "'image_mean'.*needed three numbers"),
+    "other pixels": (with_json(PREPROCESSOR, rescale_factor=0.0078), "'rescale_factor'.*needed 1/255"),
+    "raw pixels": (with_json(PREPROCESSOR, do_normalize=False), "'do_normalize'.*is not true"),
+    "patch of two": (with_json("config.json", patch_size=[14, 14]), "patches of .14, 14. px"),
+    "patch of a word": (with_json("config.json", patch_size="x"), "cannot be loaded as a Dinov2Model"),
+    "another width": (with_json("config.json", hidden_size=64), "cannot be loaded as a Dinov2Model"),
+    "a grid that is not square": (not_square, "21 positions are not those of a square"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_model_that_cannot_be_used_is_one_clear_error(
+    spoil: Callable[[Path], None], message: str, dinov2: Path
+) -> None:
+    spoil(dinov2)
+    with pytest.raises(EncoderError, match=rf"features\.teacher\.model '.*dinov2.*{message}"):
+        encoder_of(dinov2)
+
+
+@pytest.mark.parametrize(
+    ("name", "choice", "message"),
+    [
+        ("dinov2", {"layer": 4}, r"features\.teacher\.layer 4: Dinov2Model .* has 3 blocks, needed 0 to 3, or -1"),
+        ("siglip", {"output": "cls"}, r"features\.teacher\.output 'cls': .* no class token.*output = \"patches\""),
+        ("siglip", {"output": "both"}, "no class token"),
+        ("dinov2", {"resolution": 897}, r"features\.teacher\.resolution 897: more patches.*Needed 896 or less"),
+    ],
+)
+def test_a_choice_that_the_model_does_not_have_is_refused(
+    name: str, choice: dict[str, Any], message: str, saved: dict[str, Path]
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        encoder_of(saved[name], **choice)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_int8_keeps_the_direction_of_tokens(name: str, saved: dict[str, Path]) -> None:
+    (tokens,) = encoder_of(saved[name], dtype="int8").encode(pixels(64, 64, 4))
+    stored = narrow(tokens, "int8")
+    assert stored.scales is not None
+    assert (stored.rows.shape, stored.scales.shape) == (tokens.shape, tokens.shape[:2])
+    cosines = [quality(token, narrow(token, "int8"), "int8")[0] for token in tokens.reshape(-1, 1, tokens.shape[-1])]
+    assert np.median(cosines) >= 0.999
