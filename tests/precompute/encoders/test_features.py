@@ -38,7 +38,9 @@ MODELS: dict[str, Build] = {
         transformers.Dinov2WithRegistersConfig(**VIT, num_register_tokens=NUM_REGISTERS)
     ),
     "dinov3": lambda: transformers.DINOv3ViTModel(
-        transformers.DINOv3ViTConfig(**TOWER | {"patch_size": 16}, num_register_tokens=NUM_REGISTERS)
+        transformers.DINOv3ViTConfig(  # several frequencies in each head
+            **TOWER | {"patch_size": 16, "num_attention_heads": 2}, num_register_tokens=NUM_REGISTERS
+        )
     ),
     "siglip": lambda: transformers.SiglipModel(transformers.SiglipConfig(vision_config=TOWER, text_config=TEXT)),
     "siglip vision": lambda: transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**TOWER)),
@@ -141,7 +143,7 @@ def reference(name: str, folder: Path, batch: np.ndarray, grid: tuple[int, int])
         tokens = tokens + positions(embeddings.position_embedding.weight, num_prefix, grid)
         if kind == "clip":
             tokens = model.pre_layrnorm(tokens)
-        # CLIP has no norm after its last block, except for its class token's projection: as in REPA.
+        # CLIP has no norm after its last block, as in REPA; another is for the projection of its class token alone.
         blocks, norm = model.encoder.layers, torch.nn.Identity() if kind == "clip" else model.post_layernorm
     states = [tokens]
     for block in blocks:
