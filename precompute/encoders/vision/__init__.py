@@ -1,1 +1,1 @@
-"""Vision transformers of transformers: found by their config, loaded, and given positions of another grid."""
+"""Vision transformers, whose tokens of a picture are stored for representation alignment."""

@@ -1,7 +1,7 @@
 """Pictures to the tokens of a vision transformer, with which REPA and REG align a diffusion transformer.
 
 The model gets the pixels that the autoencoder gets, normalised with its own mean and standard deviation, and then
-resized so that its patches fill the grid of ``FeatureSpec.grid``. ``vision/`` has its weights and its positions.
+resized so that its patches fill the grid of ``FeatureSpec.grid``.
 
 Source: Yu et al. 2024, "Representation Alignment for Generation" (REPA): this order, a patch for 16 px of a picture.
 Wu et al. 2025, "Representation Entanglement for Generation" (REG): the class token beside the patches.
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
-from ...datasets.errors import EncoderError, RecipeError
-from ...datasets.format.schema import EncoderIdentity, FeatureSpec
-from ..config import FeatureSection
-from .model_files import (
+from ....datasets.errors import EncoderError, RecipeError
+from ....datasets.format.schema import EncoderIdentity, FeatureSpec
+from ...config import FeatureSection
+from ..model_files import (
     CONFIG,
     TEXT_WEIGHTS,
     arithmetic,
@@ -32,9 +32,9 @@ from .model_files import (
     weight_files,
     weight_names,
 )
-from .vision.families import Family, blocks_of, family_of, load_vision_model
-from .vision.normalisation import GREY_LEVELS, PREPROCESSOR, normalisation
-from .vision.positions import resample_positions
+from .families import Family, blocks_of, family_of, load_vision_model
+from .normalisation import GREY_LEVELS, PREPROCESSOR, normalisation
+from .positions import resample_positions
 
 PX_A_PATCH = 16  # of a picture, where the recipe leaves the resolution open
 
