@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -294,6 +295,27 @@ def test_a_model_that_cannot_be_used_is_one_clear_error(
     spoil(dinov2)
     with pytest.raises(EncoderError, match=rf"features\.teacher\.model '.*dinov2.*{message}"):
         encoder_of(dinov2)
+
+
+class Payload:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+def test_code_and_pickles_beside_a_model_are_not_run(dinov2: Path) -> None:
+    marker = dinov2.parent / "marker"
+    (dinov2 / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
+    for name in ("config.json", PREPROCESSOR):
+        with_json(name, auto_map={"AutoModel": "evil.Evil", "AutoConfig": "evil.Evil"})(dinov2)
+    (dinov2 / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(marker)))
+    encoder_of(dinov2)
+    (dinov2 / "model.safetensors").unlink()
+    with pytest.raises(EncoderError, match="Only safetensors are read"):
+        encoder_of(dinov2)
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize(
