@@ -127,8 +127,8 @@ class VaeSection(Section):
 class TextSection(Section):
     """The caption encoder."""
 
-    kind: Literal["none", "t5", "gemma2"] = "none"
-    """"t5": the encoder of a T5. "gemma2": a Gemma-2, as in Sana."""
+    kind: Literal["none", "t5", "umt5", "clip", "gemma2", "causal_lm"] = "none"
+    """"t5", "umt5": the encoder. "clip": the text model. "gemma2": as in Sana. "causal_lm": any language model."""
     model: str = "google/t5-v1_1-xxl"
     """Hub id, folder, or "shipped:t5"."""
     subfolder: str = ""
@@ -147,11 +147,46 @@ class TextSection(Section):
     """Tokens per forward, so short captions form larger batches; 0: batch_size captions. Part of the fingerprint."""
     instruction: str = ""
     """Prompt before each caption, for gemma2: "sana" (as in Sana's training), "sana-diffusers", or a text."""
+    output: Literal["tokens", "pooled", "both"] = "tokens"
+    """What to store of a clip: an embedding for each token, one for the caption ("pooled"), or both."""
+    full_length: bool = False
+    """Store what the encoder gives for padding too, for models that read it: max_tokens rows for every caption."""
+    attend_padding: bool = False
+    """Captions see their padding, as in SD3 and Flux: no attention mask. Needs full_length; a clip always does."""
+    padding_side: Literal["auto", "left", "right"] = "auto"
+    """Side of the padding with full_length; "auto": the tokenizer's own, which varies with its library's release."""
+    layers: list[int] = Field(default=[])
+    """Hidden states to store, concatenated: 0 is the first layer's input, -1 the last. Empty: of clip -2, else -1."""
+    template: str = ""
+    """Text around "{caption}", for causal_lm: a chat template written out, special tokens included."""
+    drop_prefix_tokens: Annotated[int, Field(ge=0, le=4096)] = 0
+    """First tokens of the template that are not stored; max_tokens counts those that are."""
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> TextSection:
-        if self.instruction and self.kind == "t5":
+        if self.instruction and self.kind not in ("none", "gemma2"):
             raise ValueError('an instruction is for a language model; use kind = "gemma2", or no instruction')
+        if (self.template or self.drop_prefix_tokens) and self.kind not in ("none", "causal_lm"):
+            raise ValueError('a template is for a language model; use kind = "causal_lm", or no template')
+        if self.template and self.template.count("{caption}") != 1:
+            raise ValueError("template needs {caption} exactly once, where the caption belongs")
+        return self
+
+    @model_validator(mode="after")
+    def _gives_what_is_stored(self) -> TextSection:
+        if self.output != "tokens" and self.kind not in ("none", "clip"):
+            raise ValueError('only a clip has a pooled vector; use output = "tokens"')
+        if self.output == "both" and not self.full_length:
+            raise ValueError('output "both" needs full_length = true, so that a shard holds both of the same captions')
+        if self.output == "pooled" and self.layers:
+            raise ValueError("layers are of tokens, and a pooled vector comes from the last; leave out layers")
+        if self.padding_side != "auto" and not self.full_length:
+            raise ValueError("padding_side needs full_length = true; without it nothing is padded but the null caption")
+        if self.attend_padding and not (self.full_length and self.kind in ("none", "t5", "umt5", "causal_lm")):
+            raise ValueError(
+                "attend_padding needs full_length = true, and kind t5, umt5 or causal_lm, because padding that is not "
+                "computed cannot be seen"
+            )
         return self
 
 

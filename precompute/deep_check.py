@@ -160,7 +160,7 @@ def _deep_captions(store: LatentStore, plan: FrozenPlan, tools: Tools, captions:
             ids = [here.start + i for i in batch]
             if not wanted.keys() & set(ids):
                 continue
-            encoded = tools.encoders.caption.encode([texts[i] for i in ids])
+            encoded = tools.encoders.caption.encode([texts[i] for i in ids]).token_rows()
             for i, tokens in zip(ids, encoded, strict=True):
                 if i in wanted:
                     result.num_captions += 1

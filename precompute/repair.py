@@ -75,6 +75,7 @@ class Tools:
         if self.encoders.caption:
             texts = [task for task in tasks if not is_picture_task(task)]
             yield from encode_captions(plan, texts, self.encoders.caption, clock)
+            self.encoders.caption.release()  # the memory is for pictures now
         section = self.recipe.source.model_copy(update=UNLIMITED)
         yield from encode_pictures(
             plan,

@@ -164,7 +164,7 @@ class FeatureSpec(_Model):
 class TextSpec(_Model):
     """The caption embeddings."""
 
-    kind: Literal["t5", "gemma2", "imported"]
+    kind: Literal["t5", "umt5", "clip", "gemma2", "causal_lm", "imported"]
     width: Side
     max_tokens: Side
     dtype: TextDtype
@@ -172,6 +172,16 @@ class TextSpec(_Model):
     batch_size: Side
     batch_tokens: Count = 0
     instruction: str = ""
+    output: Literal["tokens", "pooled", "both"] = "tokens"
+    full_length: bool = False  # every caption has max_tokens rows, padding included
+    attend_padding: bool = False
+    layers: Annotated[list[Annotated[int, Field(ge=-1000, le=1000)]], Field(max_length=100)] = []
+    drop_prefix_tokens: Count = 0
+    pooled_width: Annotated[int, Field(ge=0, le=1 << 20)] = 0  # of the pooled vectors; 0 if there are none
+
+    _without_absent = _left_out_where_absent(
+        "output", "full_length", "attend_padding", "layers", "drop_prefix_tokens", "pooled_width"
+    )
 
 
 class StoreSpec(_Model):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from ...datasets.disk.hashing import read_json, sha256_file, sha256_of
 from ...datasets.errors import DamageError, EncoderError
@@ -46,6 +46,8 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "spiece.model",
     "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
 )
 SINGLE_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 MAX_ERROR_CHARS = 200  # of a library's message; some list every weight
@@ -59,6 +61,14 @@ TOKENIZER_CLASSES = (
     "TokenizersBackend",
     "GemmaTokenizer",
     "GemmaTokenizerFast",
+    "CLIPTokenizer",
+    "CLIPTokenizerFast",
+    "GPT2Tokenizer",
+    "GPT2TokenizerFast",
+    "LlamaTokenizer",
+    "LlamaTokenizerFast",
+    "Qwen2Tokenizer",
+    "Qwen2TokenizerFast",
 )
 
 
@@ -138,14 +148,14 @@ def check_tokenizer_files(folder: Path, *, what: str) -> None:
     Raises: EncoderError.
     """
     for path in sorted(folder.glob("*.json")):
-        if path.name.endswith(".index.json") or "token" not in path.name:
+        if path.name.endswith(".index.json") or not ("token" in path.name or path.name in TOKENIZER_FILES):
             continue  # not of the tokenizer
         said = _read_object(path, what=what)
         name = said.get("tokenizer_class")
         if path.name == "tokenizer_config.json" and ("auto_map" in said or name not in TOKENIZER_CLASSES):
             raise EncoderError(
-                f"{what} '{path}': it asks for the tokenizer {str(name)[:80]!r} or for code of its own, needed a T5's "
-                "or a Gemma's. Give a folder with the model's own tokenizer."
+                f"{what} '{path}': it asks for the tokenizer {str(name)[:80]!r} or for code of its own, needed that "
+                "of a T5, CLIP, Gemma, GPT-2, Llama, Mistral or Qwen. Give a folder with the model's own tokenizer."
             )
 
 
@@ -183,6 +193,22 @@ def weight_files(folder: Path, stem: str, *, what: str) -> list[Path]:
     for path in files:
         _check_header(path, what=what)
     return files
+
+
+def weights_in(files: Sequence[Path]) -> list[str]:
+    """Names of the weights in safetensors.
+
+    Raises: EncoderError: a file is damaged.
+    """
+    try:
+        return [name for path in files for name in _names_in(path)]
+    except (SafetensorError, OSError) as error:
+        raise EncoderError(f"'{files[0].parent}': cannot be loaded: {shortened(error)}. Fetch it again.") from error
+
+
+def _names_in(path: Path) -> list[str]:
+    with safe_open(path, framework="numpy") as file:
+        return list(file.keys())
 
 
 def _check_header(path: Path, *, what: str) -> None:

@@ -1,35 +1,34 @@
-"""Captions to embeddings: any T5, and Gemma-2 as Sana uses it.
+"""Captions to embeddings: T5 and UMT5, CLIP, Gemma-2 as Sana uses it, and any language model.
 
 Batches hold captions of equal length, so no padding is computed or stored. Only the null caption is padded, to full
-length, as the trainers do; a record without a caption has its tokens without the padding. Gemma reads an instruction
-before each caption: the first token and those from the instruction's last on are kept.
+length, as the trainers do; a record without a caption has its tokens without the padding. A model that reads its
+encoder's padding gets it with ``full_length``. Each kind equals the ``encode_prompt`` of diffusers' pipelines.
 
-Source: PixArt-alpha (T5); Xie et al. 2024, "SANA", section 3.2 (the last hidden state of a decoder, the instruction).
+Source: PixArt-alpha (T5); Xie et al. 2024, "SANA", section 3.2 (the last hidden state of a decoder, the instruction);
+Podell et al. 2023, "SDXL" (CLIP's last hidden state but one, and its pooled vector).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import contextlib
+import gc
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ...datasets.disk.hashing import sha256_of
 from ...datasets.errors import EncoderError
 from ...datasets.format.schema import EncoderIdentity, TextSpec
 from ..config import TextSection
-from .instructions import instruction_text
 from .model_files import (
     CONFIG,
     LOADING_ERRORS,
     TEXT_WEIGHTS,
-    TOKENIZER_FILES,
     arithmetic,
     check_loaded,
-    check_tokenizer_files,
     hash_files,
     lasting_config,
     library_majors,
@@ -37,30 +36,18 @@ from .model_files import (
     read_config,
     resolve_model,
     shortened,
-    tokenizer_files,
     weight_files,
     weight_names,
+    weights_in,
 )
+from .text_families import FAMILIES, PROJECTED, check_request, class_name, language_config, text_config, whole_number
+from .text_tokenizer import CaptionTokenizer
 
 TEMPLATE = "{caption}"  # captions are stripped of white space at both ends, and otherwise left as they are
 INSTRUCTED = "{instruction}{caption}"
-
-
-@dataclass(frozen=True)
-class Family:
-    """A kind of text encoder: its model_type and width key in config.json, its class's name, and loading options."""
-
-    model_type: str
-    width_key: str
-    class_name: str
-    options: dict[str, Any]
-
-
-FAMILIES = {
-    "t5": Family("t5", "d_model", "T5EncoderModel", {}),
-    # Eager, because torch's fused attention has no soft cap, which this model was trained with.
-    "gemma2": Family("gemma2", "hidden_size", "Gemma2Model", {"attn_implementation": "eager"}),
-}
+EMBEDDING = "embed_tokens.weight"  # ends the name of a language model's first weight
+# torch's fused attention has no soft cap, which Gemma-2 was trained with.
+EAGER = {"attn_implementation": "eager"}
 
 
 @dataclass(frozen=True)
@@ -86,145 +73,78 @@ class TokenCount:
         )
 
 
-class CaptionTokenizer:
-    """The tokenizer of a text encoder: counts tokens for planning, makes ids for encoding.
+class EncodedCaptions(NamedTuple):
+    """Embeddings of captions; None for what the recipe's ``text.output`` leaves out."""
 
-    Counts are of stored tokens: with an instruction, the very first token, the instruction's last, and the caption's
-    own. ``num_shared`` further tokens between the first two are the same for all captions.
+    tokens: np.ndarray | None  # (B, L, D) float32
+    pooled: np.ndarray | None  # (B, P) float32
 
-    Args:
-      section: of the recipe.
-    Raises: EncoderError: missing, or its vocabulary does not match the model's.
-    """
+    def token_rows(self) -> np.ndarray:
+        """The token embeddings.
 
-    def __init__(self, section: TextSection) -> None:
-        from transformers import AutoTokenizer  # takes a second to import
-
-        self.model_folder, self.revision = resolve_model(
-            section.model, section.subfolder, section.revision, files=(CONFIG,), what="text.model"
-        )
-        config = read_config(self.model_folder, what="text.model")
-        vocabulary_size = config.get("vocab_size", 0)
-        if not isinstance(vocabulary_size, int):
-            raise EncoderError(f"text.model '{self.model_folder}': config.json has no whole number as 'vocab_size'.")
-        self.vocabulary_size = vocabulary_size
-        self._max_tokens = section.max_tokens
-        tokenizer_folder, _ = resolve_model(
-            section.model,
-            section.tokenizer_subfolder,
-            self.revision or section.revision,
-            files=TOKENIZER_FILES,
-            what="text.model",
-        )
-        check_tokenizer_files(tokenizer_folder, what="text.model")
-        try:
-            # Explicit: otherwise the library asks on the terminal whether the folder's code may run.
-            self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, trust_remote_code=False)
-        except Exception as error:  # tokenizers raises plain Exception for a damaged tokenizer.json
-            if type(error) is not Exception and not isinstance(error, LOADING_ERRORS):
-                raise
-            raise EncoderError(f"text.model '{tokenizer_folder}': no usable tokenizer: {shortened(error)}") from error
-        # A folder with only spiece.model may load as a few hundred tokens that map every word to <unk>.
-        if not 0.9 * self.vocabulary_size <= len(self._tokenizer) <= self.vocabulary_size:
-            raise EncoderError(
-                f"text.model '{tokenizer_folder}': the tokenizer knows {len(self._tokenizer)} tokens, the encoder "
-                f"{self.vocabulary_size}, so they do not belong together. Put the model's own tokenizer.json there."
-            )
-        # The backend does not include the padding token, which the null caption contains.
-        backend = json.loads(self._tokenizer.backend_tokenizer.to_str())
-        self.sha256 = sha256_of([backend, self._tokenizer.pad_token_id])
-        self.files_sha256 = hash_files(tokenizer_files(tokenizer_folder))
-        self._tokenizer.padding_side = "right"  # Gemma's own is left
-        self.instruction = instruction_text(section.instruction)
-        self.num_shared = max(0, len(self._tokenizer.encode(self.instruction)) - 2) if self.instruction else 0
-        self.num_null = int(self.null_ids()[1].sum())
-
-    def count(self, captions: Sequence[str]) -> list[int]:
-        """Number of tokens of each caption with special tokens, before truncation; "" is the null caption.
-
-        Raises: EncoderError: a token merges the instruction and a caption.
+        Raises: EncoderError: the recipe leaves them out.
         """
-        if not captions:
-            return []
-        prompts = [self.instruction + caption for caption in captions]
-        # The backend directly: converting all ids to Python lists takes twice as long as tokenizing.
-        core = self._tokenizer.backend_tokenizer
-        core.no_truncation()
-        core.no_padding()
-        found = core.encode_batch_fast(prompts, add_special_tokens=True)
-        counts = [len(encoding) - self.num_shared for encoding in found]
-        if min(counts) < 1:
-            raise EncoderError(
-                f"text.instruction: it has fewer tokens with caption '{captions[counts.index(min(counts))]}' than "
-                "alone. End it with a space or a new line."
-            )
-        return [count if caption else self.num_null for caption, count in zip(captions, counts, strict=True)]
+        if self.tokens is None:
+            raise EncoderError('text.output "pooled": needed embeddings of tokens. Use text.output = "tokens".')
+        return self.tokens
 
-    def ids(self, captions: Sequence[str]) -> torch.Tensor:
-        """Token ids of captions of equal length, truncated to max_tokens; (B, num_shared + L) int64."""
-        prompts, longest = [self.instruction + caption for caption in captions], self._max_tokens + self.num_shared
-        return torch.tensor(self._tokenizer(prompts, truncation=True, max_length=longest)["input_ids"])
 
-    def null_ids(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and attention mask of the empty caption, without the instruction, padded to max_tokens.
+@contextlib.contextmanager
+def other_weights_unsaid() -> Iterator[None]:
+    """Silence transformers' table of unused weights, as of a head or a vision tower; missing ones are an error."""
 
-        Returns: both (1, max_tokens) int64.
-        """
-        encoded = self._tokenizer("", padding="max_length", truncation=True, max_length=self._max_tokens)
-        return torch.tensor([encoded["input_ids"]]), torch.tensor([encoded["attention_mask"]])
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 class CaptionEncoder:
-    """A T5 encoder, or a Gemma-2.
+    """A text encoder. Its weights are loaded at the first encode, and dropped by ``release``.
 
     Args:
       section: of the recipe.
       tokenizer: of the same section.
       device: of the model.
+    Attributes:
+      width: D of the token embeddings.
+      pooled_width: P of the pooled embeddings, 0 if there are none.
     Raises: EncoderError: missing, without weights, or of another kind.
     """
 
     def __init__(self, section: TextSection, tokenizer: CaptionTokenizer, device: torch.device) -> None:
-        import transformers  # its models take two seconds to import
-
-        config = read_config(tokenizer.model_folder, what="text.model")
-        family = FAMILIES[section.kind]
-        if config.get("model_type") != family.model_type:
-            raise EncoderError(
-                f"text.model '{tokenizer.model_folder}': its config.json says '{config.get('model_type')}', needed "
-                f"'{family.model_type}'."
-            )
-        folder, _ = resolve_model(
+        config = text_config(section, tokenizer.model_folder)
+        self._class_name = class_name(section, config, tokenizer.model_folder)
+        check_request(section, config, tokenizer.model_folder)
+        self._folder, _ = resolve_model(
             section.model,
             section.subfolder,
             tokenizer.revision or section.revision,
             files=(CONFIG, *weight_names(TEXT_WEIGHTS)),
             what="text.model",
         )
-        weights = weight_files(folder, TEXT_WEIGHTS, what="text.model")
-        dtype = arithmetic(section.dtype, device)
-        self._dtype, self._device, self.tokenizer = getattr(torch, dtype), device, tokenizer
-        transformers.utils.logging.disable_progress_bar()  # the command shows its own
-        try:
-            # Loaded in its dtype, not cast after: T5 keeps "wo" in float32 when the rest is float16.
-            loaded: Any = getattr(transformers, family.class_name).from_pretrained(
-                folder, dtype=self._dtype, use_safetensors=True, output_loading_info=True, **family.options
-            )
-        except LOADING_ERRORS as error:
-            raise EncoderError(
-                f"text.model '{folder}': cannot be loaded as a {family.class_name}: {shortened(error)}"
-            ) from error
-        model, loading = loaded
-        check_loaded(loading, f"text.model '{folder}'")
-        self._model = model.to(device).eval().requires_grad_(False)
-        self.width = int(config[family.width_key])
-        self.computed = TokenCount()
+        self._weights = weight_files(self._folder, TEXT_WEIGHTS, what="text.model")
+        family, dtype = FAMILIES[section.kind], arithmetic(section.dtype, device)
+        self._section, self._dtype, self._device = section, getattr(torch, dtype), device
+        self._model: Any = None
+        self._layers = [] if section.output == "pooled" else section.layers or list(family.layers)
+        self._is_masked = family.masked and not section.attend_padding
+        self._is_capped = bool(config.get("attn_logit_softcapping"))
+        self.tokenizer, self.computed = tokenizer, TokenCount()
+        self.width = whole_number(config, family.width_key, self._folder) * max(1, len(self._layers))
+        pooled_key = "projection_dim" if self._class_name == PROJECTED else family.width_key
+        self.pooled_width = whole_number(config, pooled_key, self._folder) if section.output != "tokens" else 0
         self.identity = EncoderIdentity(
-            model=model_name(section, folder),
+            model=model_name(section, self._folder),
             revision=tokenizer.revision,
-            class_name=family.class_name,
-            config=lasting_config(config),
-            weights_sha256=hash_files(weights),
+            class_name=self._class_name,
+            config=lasting_config(read_config(tokenizer.model_folder, what="text.model")),
+            weights_sha256=hash_files(self._weights),
             tokenizer_sha256=tokenizer.sha256,
             dtype=dtype,
             libraries=library_majors("torch", "transformers"),
@@ -233,50 +153,133 @@ class CaptionEncoder:
 
     def text_spec(self, section: TextSection, dtype: str) -> TextSpec:
         """The spec of the stored embeddings."""
+        assert section.kind != "none"
         return TextSpec(
-            kind="gemma2" if section.kind == "gemma2" else "t5",
+            kind=section.kind,
             width=self.width,
             max_tokens=section.max_tokens,
             dtype=dtype,
-            template=INSTRUCTED if self.tokenizer.instruction else TEMPLATE,
+            template=INSTRUCTED if self.tokenizer.instruction else section.template or TEMPLATE,
             batch_size=section.batch_size,
             batch_tokens=section.batch_tokens,
             instruction=self.tokenizer.instruction,
+            output=section.output,
+            full_length=section.full_length,
+            attend_padding=section.attend_padding,
+            layers=section.layers,
+            drop_prefix_tokens=section.drop_prefix_tokens,
+            pooled_width=self.pooled_width,
         )
 
-    def encode(self, captions: Sequence[str]) -> np.ndarray:
-        """Encode captions of equal length, without padding; (B, L, D) float32.
+    def encode(self, captions: Sequence[str]) -> EncodedCaptions:
+        """Encode captions of equal length, without padding; with ``full_length`` of any lengths, with it.
 
-        "" has the unpadded tokens of the null caption, whatever the instruction.
+        "" has the tokens of the null caption, whatever the instruction: without padding, or all.
+
+        Raises: EncoderError: the model cannot be loaded, or gives NaN.
         """
         if "" in captions:
-            null, written = self.encode_null()[: self.tokenizer.num_null], [text for text in captions if text]
-            encoded = iter(self.encode(written) if written else ())
-            return np.stack([next(encoded) if text else null for text in captions])
-        ids = self.tokenizer.ids(captions)
-        kept = [0, *range(self.tokenizer.num_shared + 1, ids.shape[1])]
-        return self._checked(ids, torch.ones_like(ids), kept)
+            return self._with_null(captions)
+        ids, mask = self.tokenizer.ids(captions)
+        return self._checked(ids, mask, self.tokenizer.stored(ids.shape[1]))
 
-    def encode_null(self) -> np.ndarray:
-        """Encode the empty caption at full length, padded as the trainers do; (max_tokens, D) float32."""
+    def encode_null(self) -> EncodedCaptions:
+        """Encode the empty caption at full length, padded as the trainers do; B = 1, L = max_tokens.
+
+        Raises: EncoderError: the model cannot be loaded, or gives NaN.
+        """
         ids, mask = self.tokenizer.null_ids()
-        return self._checked(ids, mask, list(range(ids.shape[1])))[0]
+        return self._checked(ids, mask, self.tokenizer.stored(ids.shape[1], null=True))
 
-    def _checked(self, ids: torch.Tensor, mask: torch.Tensor, kept: list[int]) -> np.ndarray:
-        embeddings = self._forward(ids, mask, kept)
-        done, padding = self.computed, int((mask == 0).sum())
-        self.computed = TokenCount(
-            done.num_tokens + ids.numel(), done.num_padding + padding, done.num_captions + len(ids)
-        )
-        if not np.isfinite(embeddings).all():
+    def load(self) -> None:
+        """Load the weights, if they are not.
+
+        Raises: EncoderError: they are damaged, or of another model.
+        """
+        self._model = self._model or self._loaded()
+
+    def release(self) -> None:
+        """Drop the weights, so that another model fits; the next encode loads them again."""
+        self._model = None
+        gc.collect()  # modules refer to each other
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _with_null(self, captions: Sequence[str]) -> EncodedCaptions:
+        """Encode captions of which some are empty."""
+        null, written = self.encode_null(), [text for text in captions if text]
+        num_null = self._section.max_tokens if self._section.full_length else self.tokenizer.num_null
+        null = EncodedCaptions(None if null.tokens is None else null.tokens[:, :num_null], null.pooled)
+        encoded = self.encode(written) if written else null
+        places = np.cumsum([text != "" for text in captions]) - 1
+
+        def merged(nulls: np.ndarray | None, rows: np.ndarray | None) -> np.ndarray | None:
+            if nulls is None or rows is None:
+                return None
+            return np.stack([rows[i] if text else nulls[0] for i, text in zip(places, captions, strict=True)])
+
+        return EncodedCaptions(merged(null.tokens, encoded.tokens), merged(null.pooled, encoded.pooled))
+
+    def _checked(self, ids: torch.Tensor, mask: torch.Tensor, stored: list[int]) -> EncodedCaptions:
+        encoded = self._forward(ids, mask, stored)
+        self.computed += TokenCount(ids.numel(), int((mask == 0).sum()), len(ids))
+        if not all(np.isfinite(array).all() for array in encoded if array is not None):
             raise EncoderError(
-                f"text.model: {self.identity.class_name} in {self.identity.dtype} gave NaN or infinity. "
+                f"text.model: {self._class_name} in {self.identity.dtype} gave NaN or infinity. "
                 'Use text.dtype = "bfloat16" or "float32".'
             )
-        return embeddings
+        return encoded
 
     @torch.inference_mode()
-    def _forward(self, ids: torch.Tensor, mask: torch.Tensor, kept: list[int]) -> np.ndarray:
-        """(B, kept, D) float32 of the kept positions."""
-        output = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device))
-        return output.last_hidden_state[:, kept].float().cpu().numpy()
+    def _forward(self, ids: torch.Tensor, mask: torch.Tensor, stored: list[int]) -> EncodedCaptions:
+        """Embeddings of the stored positions."""
+        self.load()
+        options: dict[str, Any] = {"attention_mask": mask.to(self._device)} if self._is_masked else {}
+        if self._layers:
+            options["output_hidden_states"] = self._layers  # only those are held in memory
+        if self._section.kind in ("gemma2", "causal_lm"):
+            options["use_cache"] = False
+        output = self._model(input_ids=ids.to(self._device), **options)
+        tokens = pooled = None
+        if self._section.output != "pooled":
+            states = [output.hidden_states[i] for i in self._layers] or [output.last_hidden_state]
+            tokens = torch.cat([state[:, stored] for state in states], dim=-1).float().cpu().numpy()
+        if self._section.output != "tokens":
+            vector = output.text_embeds if self._class_name == PROJECTED else output.pooler_output
+            pooled = vector.float().cpu().numpy()
+        return EncodedCaptions(tokens, pooled)
+
+    def _loaded(self) -> Any:
+        import transformers  # its models take two seconds to import
+
+        transformers.utils.logging.disable_progress_bar()  # the command shows its own
+        options: dict[str, Any] = EAGER if self._is_capped else {}
+        if self._section.kind == "causal_lm":
+            options = options | self._language_model_alone()
+        try:
+            # Loaded in its dtype, not cast after: T5 keeps "wo" in float32 when the rest is float16.
+            with other_weights_unsaid():
+                loaded: Any = getattr(transformers, self._class_name).from_pretrained(
+                    self._folder, dtype=self._dtype, use_safetensors=True, output_loading_info=True, **options
+                )
+        except LOADING_ERRORS as error:
+            raise EncoderError(
+                f"text.model '{self._folder}': cannot be loaded as a {self._class_name}: {shortened(error)}"
+            ) from error
+        model, loading = loaded
+        check_loaded(loading, f"text.model '{self._folder}'")
+        return model.to(self._device).eval().requires_grad_(False)
+
+    def _language_model_alone(self) -> dict[str, Any]:
+        """Loading options that leave out the vision tower of a model that also reads pictures."""
+        names = weights_in(self._weights)
+        prefixes = {name.removesuffix(EMBEDDING) for name in names if name.endswith(f".{EMBEDDING}")}
+        config = language_config(self._folder)
+        if config.model_type == read_config(self._folder, what="text.model").get("model_type") or not prefixes:
+            return {"config": config}
+        if len(prefixes) > 1:
+            raise EncoderError(
+                f"text.model '{self._folder}': its weights hold several '{EMBEDDING}', so the language model among "
+                "them is not known. Save the language model alone."
+            )
+        return {"config": config, "key_mapping": {f"^{prefixes.pop()}".replace(".", r"\."): ""}}

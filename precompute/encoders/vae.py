@@ -45,7 +45,8 @@ from .model_files import (
     weight_files,
     weight_names,
 )
-from .text import CaptionEncoder, CaptionTokenizer
+from .text import CaptionEncoder
+from .text_tokenizer import CaptionTokenizer
 
 PROBE_PX = 256  # a multiple of every published downscale up to 128
 
@@ -274,5 +275,10 @@ def load_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders:
     """
     if recipe.text.kind == "none":
         return Encoders(ImageEncoder(recipe.vae, device), None)
+    if recipe.text.full_length or recipe.text.output != "tokens":
+        raise RecipeError(
+            "text: a store holds valid tokens alone so far. Leave out text.full_length and text.output, or encode with "
+            "CaptionEncoder."
+        )
     tokenizer = CaptionTokenizer(recipe.text)
     return Encoders(ImageEncoder(recipe.vae, device), CaptionEncoder(recipe.text, tokenizer, device))

@@ -16,7 +16,7 @@ import pyarrow.compute
 
 from ...datasets.disk.spill import BATCH_ROWS, GrowingArray, map_array, map_table, rebatched
 from ...datasets.format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA
-from ..encoders.text import CaptionTokenizer
+from ..encoders.text_tokenizer import CaptionTokenizer
 from ..sources.listing.distinct import digests, first_positions
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them

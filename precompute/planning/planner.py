@@ -16,7 +16,7 @@ from ...datasets.revisions.commits import carried_files
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
 from ...datasets.store import LatentStore
 from ..config import PrecomputeRecipe
-from ..encoders.text import CaptionTokenizer
+from ..encoders.text_tokenizer import CaptionTokenizer
 from ..images.decoders import Decoders
 from ..progress.clock import Progress
 from ..progress.rejects import RejectLedger, RejectLimit, count_reasons

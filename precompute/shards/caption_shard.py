@@ -21,7 +21,7 @@ def encode_null_caption(plan: FrozenPlan, encoder: CaptionEncoder) -> PackedShar
     """Encode the empty caption at full length."""
     assert plan.spec.text is not None
     paths = [array.path for array in plan.layout.part_arrays(NULL_PART)]
-    parts = _stored(encoder.encode_null(), plan.spec.text.dtype).parts
+    parts = _stored(encoder.encode_null().token_rows()[0], plan.spec.text.dtype).parts
     return PackedShard(NULL_PART, 0, dict(zip(paths, parts, strict=True)), [row_checksum(*parts)])
 
 
@@ -52,7 +52,7 @@ def encode_caption_shard(plan: FrozenPlan, shard: int, encoder: CaptionEncoder) 
     with ThreadPoolExecutor(1, thread_name_prefix="leandit-narrow") as behind:
         storing: Future[None] | None = None
         for batch in caption_batches(lengths, spec, encoder):
-            encoded = encoder.encode([texts[i] for i in batch])
+            encoded = encoder.encode([texts[i] for i in batch]).token_rows()
             if storing:
                 storing.result()
             storing = behind.submit(store, batch, encoded)

@@ -78,6 +78,7 @@ class Worker:
                         for shard in encode_captions(plan, leases.take(texts), self.encoders.caption, self.clock):
                             tally.encode("captions", 1)
                             background.commit(shard)
+                        self.encoders.caption.release()  # the memory is for pictures now
                     for shard in encode_pictures(
                         plan,
                         leases.take([task for task in missing if is_picture_task(task)]),

@@ -43,7 +43,8 @@ from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import TextSection, VaeSection
 from leandit.precompute.encoders.model_files import local_folder
-from leandit.precompute.encoders.text import CaptionEncoder, CaptionTokenizer
+from leandit.precompute.encoders.text import CaptionEncoder
+from leandit.precompute.encoders.text_tokenizer import CaptionTokenizer
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.sources.files.record import MAX_CAPTION_CHARS, MAX_CAPTIONS, MAX_TEXT_BYTES, SourceRecord
 from leandit.precompute.sources.source import list_source
@@ -958,7 +959,7 @@ def load_model(kind: str, folder: Path) -> None:
         ImageEncoder(VaeSection(model=str(folder)), CPU).latent_spec(VaeSection(model=str(folder)), "float16")
     else:
         section = TextSection(kind="t5", model=str(folder))
-        CaptionEncoder(section, CaptionTokenizer(section), CPU)
+        CaptionEncoder(section, CaptionTokenizer(section), CPU).load()
 
 
 def set_in(file: str, key: str, value: Any) -> Spoil:

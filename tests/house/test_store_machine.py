@@ -88,7 +88,7 @@ def embedding_of(text: str) -> bytes:
     """What the encoder gives for a caption alone."""
     encoder = loaded(recipe().vae, recipe().text).caption
     assert encoder is not None
-    return encoder.encode([text])[0].astype(np.float16).tobytes()
+    return encoder.encode([text]).token_rows()[0].astype(np.float16).tobytes()
 
 
 class StoreMachine(RuleBasedStateMachine):

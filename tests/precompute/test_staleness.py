@@ -25,7 +25,7 @@ from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders import describe, text
 from leandit.precompute.encoders import vae as encoders_module
 from leandit.precompute.encoders.model_files import local_folder
-from leandit.precompute.encoders.text import CaptionEncoder
+from leandit.precompute.encoders.text import CaptionEncoder, EncodedCaptions
 from leandit.precompute.encoders.vae import ImageEncoder, load_encoders
 from leandit.precompute.images import pixels as images
 from leandit.precompute.pipeline import Report
@@ -294,7 +294,7 @@ def test_of_a_changed_source_exactly_what_changed_is_encoded(
         pictures_seen.extend(pixels)
         return encode_pictures(self, pixels)
 
-    def spy_on_texts(self: CaptionEncoder, captions: list[str]) -> np.ndarray:
+    def spy_on_texts(self: CaptionEncoder, captions: list[str]) -> EncodedCaptions:
         texts_seen.extend(captions)
         return encode_texts(self, captions)
 

@@ -63,10 +63,14 @@ RECIPE = (
 # --- A small precompute -----------------------------------------------------------------------------------------------
 
 
-@functools.cache
 def loaded(vae: VaeSection, text: TextSection) -> Encoders:
     """The shipped encoders, loaded once in the parent of all children."""
-    return load_encoders(PrecomputeRecipe(vae=vae, text=text), CPU)
+    return _loaded(PrecomputeRecipe(vae=vae, text=text).model_dump_json())
+
+
+@functools.cache
+def _loaded(recipe: str) -> Encoders:
+    return load_encoders(PrecomputeRecipe.model_validate_json(recipe), CPU)
 
 
 def make_small(patch: pytest.MonkeyPatch) -> None:

@@ -84,10 +84,14 @@ def caption_recipe(*overrides: str) -> PrecomputeRecipe:
     return load_precompute("demo", [*CAPTION_RECIPE, *overrides])
 
 
-@functools.cache
 def loaded_encoders(vae: VaeSection, text: TextSection) -> Encoders:
     """The encoders of a recipe, loaded once: that is most of a small precompute's second."""
-    return load_encoders(PrecomputeRecipe(vae=vae, text=text), CPU)
+    return _loaded(PrecomputeRecipe(vae=vae, text=text).model_dump_json())
+
+
+@functools.cache
+def _loaded(recipe: str) -> Encoders:
+    return load_encoders(PrecomputeRecipe.model_validate_json(recipe), CPU)
 
 
 def train_recipe(name: str = "dit-s-4", *overrides: str) -> TrainRecipe:

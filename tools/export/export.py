@@ -104,6 +104,12 @@ def check_diffusers(snapshot: Snapshot) -> None:
     """
     spec, instead = snapshot.spec, "Use --format official, which holds every DiT exactly."
     if family_of(spec.name):
+        kind = snapshot.state["text_encoder"]["model"]["kind"]
+        if kind not in TEXT_CLASSES:
+            raise RunError(
+                f"model '{spec.name}': it reads captions of a '{kind}', and diffusers' pipelines for it only those of "
+                f"{' or '.join(TEXT_CLASSES)}. Load its weights from the snapshot."
+            )
         return
     if spec.takes_text:
         raise RunError(f"model '{spec.name}': it takes captions, diffusers' DiT only labels. {instead}")

@@ -248,7 +248,7 @@ def _seconds_per_token(spec: StoreSpec, encoders: Encoders, captions: pa.Table) 
     for batch in texts:
         encoder.encode(batch)
     start = time.perf_counter()
-    tokens = sum(encoder.encode(batch)[..., 0].size for batch in texts)
+    tokens = sum(encoder.encode(batch).token_rows()[..., 0].size for batch in texts)
     return (time.perf_counter() - start) / tokens
 
 

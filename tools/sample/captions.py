@@ -14,7 +14,8 @@ from ...datasets.errors import EncoderError, RunError, StoreError
 from ...datasets.format.schema import UNKNOWN
 from ...datasets.store import LatentStore
 from ...precompute.config import TextSection
-from ...precompute.encoders.text import CaptionEncoder, CaptionTokenizer
+from ...precompute.encoders.text import CaptionEncoder
+from ...precompute.encoders.text_tokenizer import CaptionTokenizer
 from ...train.models.conditioning import Conditioning
 from ...train.run.resume import RUN
 from ...train.sampling.snapshot import Snapshot
@@ -70,6 +71,7 @@ class Captions:
         section = TextSection.model_validate(self._snapshot.state["text_encoder"]["model"] | other)
         try:
             encoder = CaptionEncoder(section, CaptionTokenizer(section), self._device)
+            encoder.load()
         except EncoderError as error:
             raise EncoderError(
                 f"caption '{captions[0]}' is not in the store, and its text encoder is not available: {error} "
@@ -78,7 +80,7 @@ class Captions:
         made_with = self._snapshot.state["text_encoder"]["weights_sha256"]
         if made_with not in (encoder.identity.weights_sha256, UNKNOWN):
             raise EncoderError(f"text encoder '{section.model}': not the one that made the store. Check --text.")
-        return [torch.from_numpy(encoder.encode([caption])[0]).float() for caption in captions]
+        return [torch.from_numpy(encoder.encode([caption]).token_rows()[0]).float() for caption in captions]
 
 
 def _stored(store: LatentStore, captions: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -61,7 +61,7 @@ def load_published(
     model = build_model(spec, seed=0)
     weights = initial_weights(source, model, spec)
     model.load_state_dict(weights)
-    null = torch.from_numpy(loaded.caption.encode_null()).float().to(device) if loaded.caption else None
+    null = torch.from_numpy(loaded.caption.encode_null().token_rows()[0]).float().to(device) if loaded.caption else None
     return Snapshot(
         path=Path(source),
         step=0,

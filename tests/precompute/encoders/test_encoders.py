@@ -25,7 +25,8 @@ from tiny_autoencoders import FAMILIES, save_autoencoder
 from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.precompute.config import TextSection, VaeSection
 from leandit.precompute.encoders.model_files import local_folder
-from leandit.precompute.encoders.text import CaptionEncoder, CaptionTokenizer
+from leandit.precompute.encoders.text import CaptionEncoder, EncodedCaptions
+from leandit.precompute.encoders.text_tokenizer import CaptionTokenizer
 from leandit.precompute.encoders.vae import ImageEncoder
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -394,8 +395,8 @@ def test_a_tokenizer_of_another_kind_and_weights_of_another_model_are_one_short_
     with pytest.raises(EncoderError, match="cannot be loaded as AutoencoderKL: ") as caught:
         image_encoder(vae)
     assert_is_one_short_line(caught.value)
-    (t5 / "tokenizer_config.json").write_text('{"tokenizer_class": "CLIPTokenizer"}')
-    with pytest.raises(EncoderError, match=r"asks for the tokenizer 'CLIPTokenizer'.*needed a T5's") as caught:
+    (t5 / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    with pytest.raises(EncoderError, match=r"asks for the tokenizer 'BertTokenizer'.*needed that of a T5") as caught:
         caption_encoder(t5)
     assert_is_one_short_line(caught.value)
     (t5 / "tokenizer_config.json").unlink()
@@ -486,7 +487,7 @@ def test_of_a_pipeline_only_what_is_loaded_is_fetched(
     encoder = caption_encoder("some/pipeline", subfolder="text_encoder", tokenizer_subfolder="tokenizer")
     wanted = {f"text_encoder/{name}" for name in (*parts, "config.json", "model.safetensors.index.json")}
     assert fetched == wanted | {f"tokenizer/{name}" for name in (*tokenizer, "config.json")}
-    assert np.array_equal(encoder.encode(["a circle"]), caption_encoder().encode(["a circle"]))
+    assert np.array_equal(encoder.encode(["a circle"]).tokens, caption_encoder().encode(["a circle"]).tokens)
 
 
 def test_of_a_model_alone_only_what_is_loaded_is_fetched(
@@ -543,7 +544,7 @@ def test_a_caption_alone_equals_transformers_called_directly(caption: str) -> No
     tokenizer, model = shipped_t5()
     with torch.no_grad():
         wanted = model.eval()(**tokenizer(caption, return_tensors="pt")).last_hidden_state.numpy()
-    assert np.array_equal(caption_encoder().encode([caption]), wanted)
+    assert np.array_equal(caption_encoder().encode([caption]).tokens, wanted)
 
 
 def test_tokens_are_counted_as_the_tokenizer_counts_them() -> None:
@@ -558,7 +559,7 @@ def test_tokens_are_counted_as_the_tokenizer_counts_them() -> None:
 
 def test_a_long_caption_is_cut_and_still_ends_with_the_end_mark() -> None:
     tokenizer, _ = shipped_t5()
-    ids = caption_encoder(max_tokens=6).tokenizer.ids(["a red circle above a blue square"])
+    ids, _ = caption_encoder(max_tokens=6).tokenizer.ids(["a red circle above a blue square"])
     assert ids.shape == (1, 6)
     assert ids[0, -1] == tokenizer.eos_token_id
 
@@ -569,7 +570,7 @@ def test_the_null_caption_has_full_length_and_equals_transformers(max_tokens: in
     inputs = tokenizer("", padding="max_length", max_length=max_tokens, truncation=True, return_tensors="pt")
     with torch.no_grad():
         wanted = model.eval()(**inputs).last_hidden_state[0].numpy()
-    null = caption_encoder(max_tokens=max_tokens).encode_null()
+    null = caption_encoder(max_tokens=max_tokens).encode_null().token_rows()[0]
     assert null.shape == (max_tokens, 64)
     assert np.array_equal(null, wanted)
 
@@ -622,12 +623,12 @@ def some_t5(folder: Path) -> None:
 def test_an_unusable_t5_is_one_clear_error(spoil: Callable[[Path], None], words: str, t5: Path) -> None:
     spoil(t5)
     with pytest.raises(EncoderError, match=rf"(?s)text.*({words})"):
-        caption_encoder(t5)
+        caption_encoder(t5).load()
 
 
 def test_nonfinite_caption_embeddings_are_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = caption_encoder()
-    monkeypatch.setattr(encoder, "_forward", lambda ids, mask, kept: np.full((*ids.shape, 64), np.nan, np.float32))
+    encoder, nan = caption_encoder(), np.full((1, 3, 64), np.nan, np.float32)
+    monkeypatch.setattr(encoder, "_forward", lambda ids, mask, stored: EncodedCaptions(nan, None))
     with pytest.raises(EncoderError, match=r'NaN or infinity.*text\.dtype = "bfloat16" or "float32"'):
         encoder.encode(["a circle"])
 

@@ -22,7 +22,8 @@ from leandit.datasets.errors import EncoderError, FingerprintMismatch, RecipeErr
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import TextSection, load
 from leandit.precompute.encoders.instructions import INSTRUCTIONS
-from leandit.precompute.encoders.text import CaptionEncoder, CaptionTokenizer, TokenCount
+from leandit.precompute.encoders.text import CaptionEncoder, TokenCount
+from leandit.precompute.encoders.text_tokenizer import CaptionTokenizer
 from leandit.precompute.pipeline import Report
 from leandit.precompute.shards.caption_shard import equal_length_batches
 from leandit.tools.terminal.outcome import precompute_rows
@@ -99,7 +100,7 @@ def test_gemma_equals_the_padded_computation_at_every_valid_place(name: str, gem
     assert min(counts) < MAX_TOKENS < max(counts)  # one is padded, one is cut
     padded = as_sana_pads(gemma, TEXTS, INSTRUCTIONS.get(name, name))
     for text, count, wanted in zip(TEXTS, counts, padded, strict=True):
-        found = encoder.encode([text])[0]
+        found = encoder.encode([text]).token_rows()[0]
         assert len(found) == len(wanted) == min(count, MAX_TOKENS)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
     assert (encoder.tokenizer.num_shared > 64) == name.startswith("sana")
@@ -116,11 +117,11 @@ def test_the_empty_caption_has_no_instruction_and_full_length(gemma: Path) -> No
     assert tokens.attention_mask.tolist() == [[1] + [0] * (MAX_TOKENS - 1)]
     with torch.no_grad():
         wanted = model(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
-    np.testing.assert_allclose(encoder.encode_null(), wanted.numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(encoder.encode_null().token_rows()[0], wanted.numpy(), rtol=1e-4, atol=1e-5)
     assert encoder.computed == TokenCount(MAX_TOKENS, MAX_TOKENS - 1, 1)
     # A record without a caption has what of it is not padding.
     assert encoder.tokenizer.count(["", "a cat"])[0] == 1
-    np.testing.assert_array_equal(encoder.encode([""])[0], encoder.encode_null()[:1])
+    np.testing.assert_array_equal(encoder.encode([""]).token_rows()[0], encoder.encode_null().token_rows()[0, :1])
 
 
 def test_the_instructions_are_those_of_sana_and_of_diffusers() -> None:
@@ -161,7 +162,9 @@ def test_a_store_of_gemma_says_its_instruction_and_refuses_another(gemma: Path, 
     assert store.spec.text.instruction == INSTRUCTIONS["sana"]
     encoder = encoder_of(gemma, instruction="sana", max_tokens=12)
     for i, text in enumerate(store.captions["text"].to_pylist()):
-        np.testing.assert_allclose(store.caption_embedding(i), encoder.encode([text])[0], rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(
+            store.caption_embedding(i), encoder.encode([text]).token_rows()[0], rtol=2e-3, atol=2e-3
+        )
     shared = encoder.tokenizer.num_shared
     count = store.captions.num_rows
     computed = int(store.tokens.lengths.sum()) + shared * count + 12  # and the empty caption
@@ -198,6 +201,7 @@ def test_a_sana_trains_on_a_store_of_gemma(gemma: Path, tmp_path: Path, encode: 
 def test_a_t5_in_float16_keeps_its_output_projections_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leandit.precompute.encoders.text.arithmetic", lambda dtype, device: dtype)  # as on a GPU
     encoder = encoder_of(Path("shipped:t5"), kind="t5", model="shipped:t5", dtype="float16")
+    encoder.load()
     dtypes = {name: tensor.dtype for name, tensor in encoder._model.named_parameters()}
     kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
     assert kept == {name for name in dtypes if name.endswith(".wo.weight")} != set()

@@ -29,7 +29,7 @@ from leandit.datasets.loader import Batch, make_loader
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
-from leandit.precompute.encoders.text import CaptionEncoder
+from leandit.precompute.encoders.text import CaptionEncoder, EncodedCaptions
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
@@ -65,7 +65,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         spy.pictures += len(pixels) if hasattr(self, "identity") else 0  # it looks at one picture while it is loaded
         return encode_pictures(self, pixels)
 
-    def texts(self: CaptionEncoder, captions: list[str]) -> np.ndarray:
+    def texts(self: CaptionEncoder, captions: list[str]) -> EncodedCaptions:
         spy.texts += captions
         return encode_texts(self, captions)
 

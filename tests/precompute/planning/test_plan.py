@@ -18,7 +18,7 @@ from leandit.datasets.errors import SourceError
 from leandit.datasets.format.layout import place_captions
 from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
 from leandit.precompute.config import PrecomputeRecipe, SourceSection
-from leandit.precompute.encoders.text import CaptionTokenizer
+from leandit.precompute.encoders.text_tokenizer import CaptionTokenizer
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning.captions import plan_captions
 from leandit.precompute.planning.compare import Comparison, Kept, all_fresh

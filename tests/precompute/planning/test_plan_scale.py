@@ -32,7 +32,7 @@ from leandit.datasets.revisions import merge
 from leandit.datasets.revisions.plan import FrozenPlan, first_plan, read_plan, write_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe, SourceSection
-from leandit.precompute.encoders.text import CaptionTokenizer
+from leandit.precompute.encoders.text_tokenizer import CaptionTokenizer
 from leandit.precompute.images import decoder_child
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import precompute

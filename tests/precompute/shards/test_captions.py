@@ -22,7 +22,8 @@ from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
 from leandit.precompute.deep_check import deep_check
-from leandit.precompute.encoders.text import CaptionEncoder
+from leandit.precompute.encoders.text import CaptionEncoder, EncodedCaptions
+from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.tools.inspection.verify import check, loaded_tools
 from leandit.train.loop import StopRequest, train
 
@@ -48,7 +49,7 @@ def encoded(text: str) -> np.ndarray:
     recipe = caption_recipe()
     encoder = loaded_encoders(recipe.vae, recipe.text).caption
     assert encoder is not None
-    return encoder.encode([text])[0]
+    return encoder.encode([text]).token_rows()[0]
 
 
 def test_a_caption_is_what_the_encoder_gave_narrowed_once(grown: tuple[Any, Path, str]) -> None:
@@ -220,10 +221,32 @@ def test_a_run_that_was_killed_gives_the_same_bytes(dtype: str, caption_folder: 
     assert tree_digest(tmp_path / "killed") == tree_digest(tmp_path / "whole")
 
 
+def test_the_text_encoder_is_dropped_before_pictures_are_encoded(
+    caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = caption_recipe()
+    encoders, real, held = loaded_encoders(recipe.vae, recipe.text), ImageEncoder.encode, []
+    assert encoders.caption is not None
+    encoders.caption.load()
+
+    def watched(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
+        held.append(encoders.caption is None or encoders.caption._model is not None)
+        return real(self, pixels)
+
+    monkeypatch.setattr(ImageEncoder, "encode", watched)
+    encode(recipe, caption_folder, tmp_path / "store")
+    assert len(held) > 0
+    assert not any(held)
+
+
 def test_what_float16_cannot_hold_stops_the_run(
     caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = CaptionEncoder.encode
-    monkeypatch.setattr(CaptionEncoder, "encode", lambda self, captions: real(self, captions) * 1e6)
+
+    def huge(encoded: EncodedCaptions) -> EncodedCaptions:
+        return EncodedCaptions(encoded.token_rows() * 1e6, None)
+
+    monkeypatch.setattr(CaptionEncoder, "encode", lambda self, captions: huge(real(self, captions)))
     with pytest.raises(EncoderError, match=r"text_dtype 'float16'.*cannot hold.*bfloat16"):
         encode(caption_recipe(), caption_folder, tmp_path / "store")

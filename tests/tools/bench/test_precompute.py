@@ -21,7 +21,8 @@ from leandit.datasets.errors import RecipeError, ResourceError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import TextSection, VaeSection
 from leandit.precompute.encoders.model_files import local_folder
-from leandit.precompute.encoders.text import CaptionEncoder, CaptionTokenizer
+from leandit.precompute.encoders.text import CaptionEncoder
+from leandit.precompute.encoders.text_tokenizer import CaptionTokenizer
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.images.pixels import decode_picture
 from leandit.precompute.sources.source import list_source
@@ -117,7 +118,7 @@ def test_pixart_pads_what_we_leave_out(tmp_path: Path) -> None:
     for i, caption in enumerate(captions):
         with np.load(tmp_path / f"{i}.npz") as found:
             feature, mask = found["caption_feature"], found["attention_mask"]
-        ours = encoder.encode([caption])[0]
+        ours = encoder.encode([caption]).token_rows()[0]
         assert feature.shape == (1, PIXART_TOKENS, encoder.width)
         assert mask.sum() == len(ours)
         np.testing.assert_allclose(feature[0, : len(ours)], ours, rtol=2e-3, atol=2e-3)
@@ -145,7 +146,7 @@ def test_random_encoders_are_made_once_and_are_the_real_architecture(
     assert text_model("random:t5-tiny", tokenizer, tmp_path, CPU) == str(folder)
     assert (folder / "model.safetensors").read_bytes() == before
     section = TextSection(kind="t5", model=str(folder))
-    assert CaptionEncoder(section, CaptionTokenizer(section), CPU).encode(["a red circle"]).shape[2] == 16
+    assert CaptionEncoder(section, CaptionTokenizer(section), CPU).encode(["a red circle"]).token_rows().shape[2] == 16
     assert len(AutoTokenizer.from_pretrained(folder)) == 22
 
     small = inputs.VAES["sd"] | {"block_out_channels": (4, 4, 4, 4), "norm_num_groups": 4}

@@ -135,7 +135,7 @@ def online_batch(request: CachingRequest, encoders: Encoders, store: LatentStore
     if encoders.caption:
         count = TextSection().batch_size
         texts = [long_caption(tokens)] * size
-        parts = [encoders.caption.encode(texts[i : i + count]) for i in range(0, size, count)]
+        parts = [encoders.caption.encode(texts[i : i + count]).token_rows() for i in range(0, size, count)]
         captions = torch.from_numpy(np.concatenate(parts)).to(learner.device)
     spec = batch.spec.model_copy(update=shifts)
     return replace(batch, stored=stored, spec=spec, stored_captions=captions).finish()
@@ -161,8 +161,9 @@ def _encoder_recipe(request: CachingRequest, scratch: Path) -> PrecomputeRecipe:
 
 def _store(request: CachingRequest, encoders: Encoders, path: Path) -> LatentStore:
     """A store of noise in the encoders' shapes."""
-    width = encoders.caption.encode(["a"]).shape[2] if encoders.caption else 1
-    tokens = encoders.caption.encode([long_caption(TextSection().max_tokens)]).shape[1] if encoders.caption else 0
+    width = encoders.caption.width if encoders.caption else 1
+    longest = [long_caption(TextSection().max_tokens)]
+    tokens = encoders.caption.encode(longest).token_rows().shape[1] if encoders.caption else 0
     side = request.resolution_px
     make_store(
         path,

@@ -34,7 +34,7 @@ from ....datasets.revisions.commits import commit_record, file_entry
 from ....datasets.revisions.plan import read_plan
 from ....datasets.revisions.writer import StoreWriter
 from ....precompute.config import PrecomputeRecipe, load
-from ....precompute.encoders.text import CaptionTokenizer
+from ....precompute.encoders.text_tokenizer import CaptionTokenizer
 from ....precompute.images.decoders import Decoders
 from ....precompute.planning.pictures import num_threads
 from ....precompute.planning.planner import Planner

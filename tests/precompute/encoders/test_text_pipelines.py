@@ -1,0 +1,365 @@
+"""Every kind of text encoder gives what ``encode_prompt`` of the pipelines of diffusers gives that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    Flux2KleinPipeline,
+    Flux2Pipeline,
+    FluxPipeline,
+    Lumina2Pipeline,
+    QwenImagePipeline,
+    StableDiffusion3Pipeline,
+    StableDiffusionXLPipeline,
+    WanPipeline,
+    ZImagePipeline,
+)
+from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+from making import CPU
+from tiny_text_models import (
+    TEXTS,
+    save_clip,
+    save_gemma2,
+    save_mistral3,
+    save_qwen3,
+    save_qwen_vl,
+    save_t5,
+)
+from transformers import (
+    AutoTokenizer,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    Gemma2Model,
+    Mistral3ForConditionalGeneration,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3ForCausalLM,
+    T5EncoderModel,
+    UMT5EncoderModel,
+)
+
+from leandit.datasets.errors import EncoderError, RecipeError
+from leandit.precompute.config import TextSection, load
+from leandit.precompute.encoders.text import CaptionEncoder, TokenCount
+from leandit.precompute.encoders.text_tokenizer import CaptionTokenizer
+
+LENGTH = 24  # cuts the longest text in most pipelines
+QWEN_IMAGE = QwenImagePipeline(None, None, None, None, None).prompt_template_encode.replace("{}", "{caption}")  # pyright: ignore
+Z_IMAGE = "<|im_start|>user\n{caption}<|im_end|>\n<|im_start|>assistant\n"
+KLEIN = Z_IMAGE + "<think>\n\n</think>\n\n"
+FLUX2 = f"<s>[SYSTEM_PROMPT]{SYSTEM_MESSAGE}[/SYSTEM_PROMPT][INST]{{caption}}[/INST]"
+LUMINA = f"{Lumina2Pipeline(*[None] * 5).system_prompt} <Prompt Start> {{caption}}"  # pyright: ignore
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model, saved once."""
+    makers: dict[str, Callable[[Path], None]] = {
+        "t5": save_t5,
+        "umt5": partial(save_t5, kind="umt5"),
+        "clip": partial(save_clip, projected=True),
+        "open_clip": partial(save_clip, projected=True, pad="!", seed=9),
+        "plain_clip": partial(save_clip, projected=False),
+        "qwen3": save_qwen3,
+        "qwen_vl": save_qwen_vl,
+        "mistral_left": partial(save_mistral3, padding_side="left"),
+        "mistral_right": partial(save_mistral3, padding_side="right"),
+        "gemma2": save_gemma2,
+    }
+    folders: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name)
+            makers[name](folders[name])
+        return folders[name]
+
+    return get
+
+
+def section_of(folder: Path, kind: str, **more: Any) -> TextSection:
+    places = {"subfolder": "text_encoder", "tokenizer_subfolder": "tokenizer", "dtype": "float32"}
+    return TextSection(**({"kind": kind, "model": str(folder), "max_tokens": LENGTH} | places | more))
+
+
+def encoder_of(folder: Path, kind: str, **more: Any) -> CaptionEncoder:
+    section = section_of(folder, kind, **more)
+    return CaptionEncoder(section, CaptionTokenizer(section), CPU)
+
+
+def parts(folder: Path, model_class: Any, **options: Any) -> tuple[Any, Any]:
+    """The model and tokenizer as a pipeline loads them."""
+    model = model_class.from_pretrained(folder / "text_encoder", **options).eval()
+    return model, AutoTokenizer.from_pretrained(folder / "tokenizer")
+
+
+def close(found: np.ndarray | None, wanted: torch.Tensor) -> None:
+    assert found is not None
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, wanted.detach().numpy(), rtol=1e-5, atol=1e-5)
+
+
+def each_is_close(encoder: CaptionEncoder, wanted: list[torch.Tensor]) -> None:
+    """Each text alone, without padding, and its count; the null caption is the last one wanted."""
+    for text, count, tokens in zip(TEXTS, encoder.tokenizer.count(TEXTS), wanted, strict=False):
+        assert len(tokens) == min(count, LENGTH)
+        close(encoder.encode([text]).token_rows()[0], tokens)
+    null = encoder.encode_null().token_rows()
+    assert null.shape == (1, LENGTH, encoder.width)
+    close(null[0, : len(wanted[-1])], wanted[-1])
+    assert encoder.tokenizer.count([""]) == [len(wanted[-1])]
+    mixed = encoder.encode(["", ""]).token_rows()
+    np.testing.assert_array_equal(mixed, np.repeat(null[:, : len(wanted[-1])], 2, axis=0))
+
+
+@torch.no_grad()
+def test_the_encoders_of_stable_diffusion_3_equal_its_pipeline(saved: Callable[[str], Path]) -> None:
+    clips = [parts(saved(name), CLIPTextModelWithProjection) for name in ("clip", "open_clip")]
+    t5 = parts(saved("t5"), T5EncoderModel)
+    pipeline: Any = StableDiffusion3Pipeline(None, None, None, *clips[0], *clips[1], *t5)  # pyright: ignore
+    for texts in (TEXTS, [""]):
+        wanted, _, pooled, _ = pipeline.encode_prompt(
+            texts, None, None, device=CPU, do_classifier_free_guidance=False, max_sequence_length=LENGTH
+        )
+        found = []
+        for name in ("clip", "open_clip"):
+            encoder = encoder_of(saved(name), "clip", output="both", full_length=True, max_tokens=77)
+            found.append(encoder.encode(texts) if any(texts) else encoder.encode_null())
+        close(np.concatenate([one.token_rows() for one in found], axis=-1), wanted[:, :77, :64])
+        close(np.concatenate([one.pooled for one in found if one.pooled is not None], axis=-1), pooled)
+        encoder = encoder_of(saved("t5"), "t5", full_length=True, attend_padding=True)
+        close((encoder.encode(texts) if any(texts) else encoder.encode_null()).tokens, wanted[:, 77:])
+
+
+@torch.no_grad()
+def test_the_encoders_of_stable_diffusion_xl_equal_its_pipeline_also_without_padding(
+    saved: Callable[[str], Path],
+) -> None:
+    clips = parts(saved("plain_clip"), CLIPTextModel), parts(saved("open_clip"), CLIPTextModelWithProjection)
+    pipeline: Any = StableDiffusionXLPipeline(  # pyright: ignore
+        None, clips[0][0], clips[1][0], clips[0][1], clips[1][1], None, None
+    )
+    wanted, _, pooled, _ = pipeline.encode_prompt(TEXTS, device=CPU, do_classifier_free_guidance=False)
+    for name, width in (("plain_clip", slice(0, 32)), ("open_clip", slice(32, 64))):
+        full = encoder_of(saved(name), "clip", full_length=True, max_tokens=77)
+        close(full.encode(TEXTS).tokens, wanted[..., width])
+        short = encoder_of(saved(name), "clip", max_tokens=77)
+        for row, text, count in zip(wanted, TEXTS, short.tokenizer.count(TEXTS), strict=True):
+            close(short.encode([text]).token_rows()[0], row[:count, width])
+    for options in ({"output": "both", "full_length": True}, {"output": "pooled", "full_length": True}):
+        encoder = encoder_of(saved("open_clip"), "clip", max_tokens=77, **options)
+        close(encoder.encode(TEXTS).pooled, pooled)
+    encoder = encoder_of(saved("open_clip"), "clip", max_tokens=77, output="pooled")
+    for row, text in zip(pooled, TEXTS, strict=True):
+        vector = encoder.encode([text])
+        assert vector.tokens is None
+        close(vector.pooled, row[None])
+    assert (encoder.pooled_width, encoder.width) == (24, 32)
+    np.testing.assert_array_equal(encoder.encode(["", ""]).pooled, np.repeat(encoder.encode_null().pooled, 2, axis=0))  # pyright: ignore
+
+
+@torch.no_grad()
+def test_the_encoders_of_flux_1_equal_its_pipeline(saved: Callable[[str], Path]) -> None:
+    clip, t5 = parts(saved("plain_clip"), CLIPTextModel), parts(saved("t5"), T5EncoderModel)
+    pipeline: Any = FluxPipeline(None, None, *clip, *t5, None)  # pyright: ignore
+    wanted, pooled, _ = pipeline.encode_prompt(TEXTS, device=CPU, max_sequence_length=LENGTH)
+    encoder = encoder_of(saved("t5"), "t5", full_length=True, attend_padding=True)
+    close(encoder.encode(TEXTS).tokens, wanted)
+    masked = encoder_of(saved("t5"), "t5", full_length=True).encode(TEXTS).token_rows()
+    assert np.abs(masked - wanted.numpy())[1].max() > 1e-3  # padding that is attended to matters
+    encoder = encoder_of(saved("plain_clip"), "clip", max_tokens=77, output="pooled", full_length=True)
+    close(encoder.encode(TEXTS).pooled, pooled)
+    assert (encoder.pooled_width, encoder.identity.class_name) == (32, "CLIPTextModel")
+
+
+@torch.no_grad()
+def test_umt5_equals_the_pipeline_of_wan(saved: Callable[[str], Path]) -> None:
+    model, tokenizer = parts(saved("umt5"), UMT5EncoderModel)
+    pipeline: Any = WanPipeline(tokenizer, model, None, None)  # pyright: ignore
+    texts = [*TEXTS, ""]
+    wanted, _ = pipeline.encode_prompt(texts, do_classifier_free_guidance=False, max_sequence_length=LENGTH, device=CPU)
+    encoder = encoder_of(saved("umt5"), "umt5")
+    counts = encoder.tokenizer.count(texts)
+    each_is_close(encoder, [row[:count] for row, count in zip(wanted, counts, strict=True)])
+
+
+@torch.no_grad()
+def test_a_language_model_with_a_dropped_template_equals_the_pipeline_of_qwen_image(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = parts(saved("qwen_vl"), Qwen2_5_VLForConditionalGeneration)
+    pipeline: Any = QwenImagePipeline(None, None, model, tokenizer, None)  # pyright: ignore
+    dropped = len(tokenizer(QWEN_IMAGE.partition("{caption}")[0])["input_ids"])
+    pipeline.prompt_template_encode_start_idx = dropped  # of this tokenizer
+    texts = [*TEXTS, ""]
+    wanted, mask = pipeline.encode_prompt(texts, device=CPU, max_sequence_length=LENGTH)
+    encoder = encoder_of(saved("qwen_vl"), "causal_lm", template=QWEN_IMAGE, drop_prefix_tokens=dropped)
+    each_is_close(encoder, [row[valid.bool()] for row, valid in zip(wanted, mask, strict=True)])
+    assert encoder.identity.class_name == "Qwen2_5_VLTextModel"
+    assert not any("visual" in name for name, _ in encoder._model.named_parameters())  # the vision tower is left out
+    assert encoder.tokenizer.num_shared == dropped
+    with pytest.raises(EncoderError, match=rf"drop_prefix_tokens {dropped + 1}: the caption begins at token {dropped}"):
+        encoder_of(saved("qwen_vl"), "causal_lm", template=QWEN_IMAGE, drop_prefix_tokens=dropped + 1)
+
+
+@torch.no_grad()
+def test_a_chat_template_in_words_equals_the_pipeline_of_z_image(saved: Callable[[str], Path]) -> None:
+    model, tokenizer = parts(saved("qwen3"), Qwen3ForCausalLM)
+    pipeline: Any = ZImagePipeline(None, None, model, tokenizer, None)  # pyright: ignore
+    wanted, negative = pipeline.encode_prompt(list(TEXTS), device=CPU, max_sequence_length=LENGTH)
+    encoder = encoder_of(saved("qwen3"), "causal_lm", template=Z_IMAGE, layers=[-2])
+    each_is_close(encoder, [*wanted, negative[0]])
+    asked = [{"role": "user", "content": TEXTS[0]}]
+    chat = tokenizer.apply_chat_template(asked, add_generation_prompt=True, enable_thinking=True, return_dict=False)
+    assert encoder.tokenizer.ids(TEXTS[:1])[0][0].tolist() == chat
+
+
+@torch.no_grad()
+def test_several_layers_at_full_length_equal_the_pipeline_of_flux_2_klein(saved: Callable[[str], Path]) -> None:
+    model, tokenizer = parts(saved("qwen3"), Qwen3ForCausalLM)
+    pipeline: Any = Flux2KleinPipeline(None, None, model, tokenizer, None)  # pyright: ignore
+    encoder = encoder_of(saved("qwen3"), "causal_lm", template=KLEIN, layers=[1, 2, 3], full_length=True)
+    for texts in (TEXTS, [""]):
+        wanted, _ = pipeline.encode_prompt(
+            texts, device=CPU, max_sequence_length=LENGTH, text_encoder_out_layers=(1, 2, 3)
+        )
+        close((encoder.encode(texts) if any(texts) else encoder.encode_null()).tokens, wanted)
+    assert encoder.width == 3 * 32
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_padding_is_on_the_tokenizers_own_side_as_in_the_pipeline_of_flux_2(
+    side: str, saved: Callable[[str], Path]
+) -> None:
+    folder, length = saved(f"mistral_{side}"), 130
+    model, tokenizer = parts(folder, Mistral3ForConditionalGeneration)
+    pipeline: Any = Flux2Pipeline(None, None, model, tokenizer, None)  # pyright: ignore
+    options = {"template": FLUX2, "layers": [1, 2, 4], "full_length": True, "max_tokens": length}
+    encoder = encoder_of(folder, "causal_lm", **options)
+    for texts in (TEXTS, [""]):
+        wanted, _ = pipeline.encode_prompt(
+            texts, device=CPU, max_sequence_length=length, text_encoder_out_layers=(1, 2, 4)
+        )
+        close((encoder.encode(texts) if any(texts) else encoder.encode_null()).tokens, wanted)
+    ids, mask = encoder.tokenizer.ids(TEXTS)
+    assert (ids[mask.bool()] == tokenizer.bos_token_id).sum() == len(TEXTS)  # one each
+    assert not mask[0, 0 if side == "left" else -1]
+    assert min(encoder.tokenizer.count(TEXTS)) > 5
+    assert encoder.identity.class_name == "MistralModel"
+
+
+@torch.no_grad()
+def test_a_system_prompt_before_the_caption_equals_the_pipeline_of_lumina_2(saved: Callable[[str], Path]) -> None:
+    model, tokenizer = parts(saved("gemma2"), Gemma2Model, attn_implementation="eager")  # it has a soft cap
+    pipeline: Any = Lumina2Pipeline(None, None, None, model, tokenizer)  # pyright: ignore
+    length = 120
+    wanted, mask, _, _ = pipeline.encode_prompt(TEXTS, False, device=CPU, max_sequence_length=length)
+    encoder = encoder_of(saved("gemma2"), "causal_lm", template=LUMINA, layers=[-2], max_tokens=length)
+    for text, row, valid in zip(TEXTS, wanted, mask, strict=True):
+        close(encoder.encode([text]).token_rows()[0], row[valid.bool()])
+
+
+def test_padding_sides_are_in_the_identity(saved: Callable[[str], Path]) -> None:
+    sections = [
+        section_of(saved(f"mistral_{side}"), "causal_lm", full_length=full_length)
+        for side in ("left", "right")
+        for full_length in (True, False)
+    ]
+    left, left_unpadded, right, right_unpadded = [CaptionTokenizer(section).sha256 for section in sections]
+    assert left != right
+    assert left_unpadded == right == right_unpadded  # padding is on the right where it is not stored
+    section = section_of(saved("mistral_right"), "causal_lm", full_length=True, padding_side="left")
+    assert CaptionTokenizer(section).sha256 == left
+    with pytest.raises(EncoderError, match=r"drop_prefix_tokens: with text\.full_length padding is on the left"):
+        encoder_of(
+            saved("mistral_left"), "causal_lm", full_length=True, template="Draw: {caption}", drop_prefix_tokens=1
+        )
+
+
+def test_weights_are_loaded_at_the_first_encode_and_dropped_on_release(saved: Callable[[str], Path]) -> None:
+    encoder = encoder_of(saved("qwen3"), "causal_lm", template=Z_IMAGE)
+    assert encoder._model is None
+    first = encoder.encode(TEXTS[:1]).token_rows()
+    encoder.release()
+    assert encoder._model is None
+    np.testing.assert_array_equal(encoder.encode(TEXTS[:1]).token_rows(), first)
+    length = first.shape[1]
+    assert encoder.computed == TokenCount(2 * length, 0, 2)
+
+
+def test_the_spec_has_what_the_recipe_says_and_leaves_out_what_is_usual(saved: Callable[[str], Path]) -> None:
+    encoder = encoder_of(saved("qwen3"), "causal_lm", template=KLEIN, layers=[1, 3], full_length=True)
+    spec = encoder.text_spec(
+        section_of(saved("qwen3"), "causal_lm", template=KLEIN, layers=[1, 3], full_length=True), "float16"
+    )
+    said = spec.model_dump()
+    assert (said["kind"], said["width"], said["template"], said["layers"]) == ("causal_lm", 64, KLEIN, [1, 3])
+    assert said["full_length"]
+    assert not {"output", "attend_padding", "drop_prefix_tokens", "pooled_width"} & said.keys()
+    section = section_of(saved("clip"), "clip", output="both", full_length=True, max_tokens=77)
+    spec = CaptionEncoder(section, CaptionTokenizer(section), CPU).text_spec(section, "float16")
+    assert (spec.output, spec.pooled_width, spec.width) == ("both", 24, 32)
+    assert type(spec).model_validate(spec.model_dump()) == spec
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("clip", {"kind": "clip"}, r"max_tokens 300: CLIP .* at most 77"),
+        ("clip", {"kind": "clip", "max_tokens": 77, "layers": [5]}, r"layers 5: .* has 4 layers, needed .* -5 to 4"),
+        ("t5", {"kind": "umt5"}, "says 't5', needed 'umt5'"),
+        ("t5", {"kind": "causal_lm"}, "says 't5', needed a language model that is a decoder alone"),
+    ],
+)
+def test_what_an_encoder_cannot_give_is_one_clear_error(
+    name: str, options: dict[str, Any], words: str, saved: Callable[[str], Path]
+) -> None:
+    with pytest.raises(EncoderError, match=words):
+        encoder_of(saved(name), **({"max_tokens": 300} | options))
+
+
+def test_a_clip_that_does_not_say_whether_it_projects_is_refused(tmp_path: Path) -> None:
+    save_clip(tmp_path, projected=True)
+    config = tmp_path / "text_encoder" / "config.json"
+    config.write_text(config.read_text().replace("CLIPTextModelWithProjection", "CLIPModel"))
+    with pytest.raises(
+        EncoderError, match=r"\['CLIPModel'\], needed one of CLIPTextModel, CLIPTextModelWithProjection"
+    ):
+        encoder_of(tmp_path, "clip", max_tokens=77)
+
+
+def test_a_tokenizer_without_a_padding_token_is_refused(tmp_path: Path) -> None:
+    save_qwen3(tmp_path)
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"pad_token"', '"other_token"'))
+    with pytest.raises(EncoderError, match="has no padding token"):
+        encoder_of(tmp_path, "causal_lm")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["output=both", "kind=clip"], r'"both" needs full_length = true, so that a shard holds both'),
+        (["output=pooled"], "only a clip has a pooled vector"),
+        (["output=pooled", "kind=clip", "layers=[1]"], "leave out layers"),
+        (["padding_side=left"], "padding_side needs full_length = true"),
+        (["attend_padding=true"], "attend_padding needs full_length = true"),
+        (
+            ["attend_padding=true", "full_length=true", "kind=clip"],
+            "attend_padding needs .* kind t5, umt5 or causal_lm",
+        ),
+        (["template=a {caption}"], "a template is for a language model"),
+        (["kind=causal_lm", "template=a photo"], r"template needs \{caption\} exactly once"),
+        (["kind=causal_lm", "instruction=sana"], "instruction is for a language model"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load("pixart-256", [f"text.{override}" for override in overrides])
