@@ -177,6 +177,7 @@ def test_every_nested_key_of_the_attribute_is_named_in_its_row(key: str, model: 
 ABSENT = {
     "decoding",
     "compiled",
+    "patchify",
     "output",
     "full_length",
     "attend_padding",
