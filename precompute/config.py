@@ -114,6 +114,8 @@ class VaeSection(Section):
     """Pictures per forward, part of the fingerprint because it changes the bits of a convolution; 0: as many as fit."""
     tile_px: Annotated[int, Field(ge=0, le=8192)] = 0
     """Encode larger pictures in overlapping tiles with this side, to save memory; 0: no tiles."""
+    min_psnr: Annotated[float, Field(ge=0, le=100)] = 15.0
+    """Stop before anything is written if pictures of the source come back from the VAE with less dB; 0: no check."""
     compile: bool = False
     """torch.compile the encoder, once for each shape of a batch; part of the fingerprint, because bits differ."""
 

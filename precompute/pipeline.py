@@ -1,4 +1,4 @@
-"""Stage 1: list the source, load the encoders, freeze the plan, encode missing shards, seal; then grow the store.
+"""Stage 1: list the source, load and check the encoders, freeze the plan, encode missing shards, seal; then grow.
 
 Running the same command again resumes: a shard with a valid commit record is never encoded twice. If the source has
 changed, a new revision encodes only the changes.
@@ -20,7 +20,7 @@ import torch
 from ..datasets.disk.strays import sweep_strays
 from ..datasets.errors import SourceError
 from ..datasets.format.class_names import ClassNames
-from ..datasets.format.schema import Manifest, StoreSpec
+from ..datasets.format.schema import Manifest, SelfCheck, StoreSpec
 from ..datasets.revisions.commits import Task
 from ..datasets.revisions.plan import FrozenPlan
 from ..datasets.revisions.writer import StoreWriter
@@ -33,6 +33,7 @@ from .planning.compare import Comparison, Options
 from .planning.opening import check_apart, check_disk, check_fingerprint, is_sealed, newest_plan
 from .planning.pictures import num_threads
 from .planning.planner import Planner
+from .planning.self_check import NUM_PICTURES, check_autoencoder
 from .progress.clock import Progress, StageClock
 from .progress.rejects import ledger_of
 from .progress.verdict import Power, StageTime, stage_times
@@ -86,6 +87,7 @@ class Stage1:
 
     Args:
       decoders: read the pictures' headers, and decode them.
+      say: called with notes.
     """
 
     root: Path
@@ -95,11 +97,27 @@ class Stage1:
     decoders: Decoders
     progress: Progress
     part: Part
+    say: Callable[[str], None] = lambda note: None
     num_left: int = 0
 
     def describe(self, source: Source | None, known: StoreSpec | None = None) -> StoreSpec:
         """The spec of a store that the encoders make; as ``describe_store``."""
         return describe_store(self.recipe, source, self.worker.encoders, known=known)
+
+    def check(self, plan: FrozenPlan) -> SelfCheck | None:
+        """Check the autoencoder before a plan is frozen; None if the recipe wants no check. Raises: EncoderError."""
+        encoder, min_psnr_db = self.worker.encoders.image, self.recipe.vae.min_psnr
+        if not min_psnr_db or not encoder.has_decoder:
+            return None
+        return check_autoencoder(
+            plan,
+            encoder,
+            self.decoders,
+            self.source,
+            min_psnr_db=min_psnr_db,
+            say=self.say,
+            progress=lambda done: self.progress("self-check", done, NUM_PICTURES),
+        )
 
 
 @dataclass(frozen=True)
@@ -161,7 +179,7 @@ def precompute(
     check_apart(store_path, source)
     worker = worker or load_worker(recipe, device, num_threads())
     with Decoders(num_threads()) as decoders:
-        stage = Stage1(store_path, recipe, source, worker, decoders, progress, part or Part())
+        stage = Stage1(store_path, recipe, source, worker, decoders, progress, part or Part(), say)
 
         # Plan: open the newest plan, or freeze the first.
         opened = open_store(stage, source, new_revision=new_revision)
@@ -211,7 +229,9 @@ def open_store(stage: Stage1, source: Source, *, new_revision: bool) -> OpenedSt
         if found and new_revision and spec.fingerprint != found.spec.fingerprint:
             spec = stage.describe(source)  # the largest batch may differ
         tokenizer = worker.encoders.tokenizer
-        planner = Planner(root, spec, source, stage.recipe, tokenizer, stage.decoders, stage.progress)
+        planner = Planner(
+            root, spec, source, stage.recipe, tokenizer, stage.decoders, stage.progress, check=stage.check
+        )
         if found and not (new_revision and is_sealed(root, found)):
             check_fingerprint(root, found.spec, spec)
         plan = found or planner.plan_first()

@@ -257,6 +257,21 @@ class Fallback(_Model):
     how: Annotated[str, Field(pattern=FALLBACK)]
 
 
+class CheckedPicture(_Model):
+    """A picture that went through the autoencoder and came back."""
+
+    key: str
+    psnr_db: Annotated[float, Field(ge=-100, le=100)]
+
+
+class SelfCheck(_Model):
+    """What came back of a few pictures of the source before the plan was frozen (section 8 of ``FORMAT.md``)."""
+
+    pictures: Annotated[list[CheckedPicture], Field(min_length=1, max_length=64)]
+    channel_mean: list[Float32]  # as the model sees them, of the posterior's mean
+    channel_std: list[Float32]
+
+
 class CommitRecord(_Model):
     """The rows of one shard and their files; written after all files of its task."""
 
@@ -297,6 +312,9 @@ class Manifest(_Model):
     num_caption_tokens: Count
     files: list[FileEntry]
     root_hash: str
+    self_check: SelfCheck | None = None  # absent without one
+
+    _without_absent = _left_out_where_absent("self_check")
 
     @model_validator(mode="after")
     def _ends_its_stack(self) -> Manifest:
@@ -318,6 +336,9 @@ class PlanFile(_Model):
     plan: str
     spec: StoreSpec
     files: Annotated[list[FileEntry], Field(min_length=2, max_length=2)]
+    self_check: SelfCheck | None = None  # absent without one
+
+    _without_absent = _left_out_where_absent("self_check")
 
     @model_validator(mode="after")
     def _follows_its_stack(self) -> PlanFile:

@@ -113,6 +113,7 @@ def plan_compaction(store: LatentStore, out: Path) -> FrozenPlan:
         listing=base.listing,
         records=_replace(base.records, columns),
         captions=captions.cast(CAPTIONS_SCHEMA),
+        self_check=manifest.self_check,
     )
 
 

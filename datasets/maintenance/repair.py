@@ -145,6 +145,7 @@ def _plan_of(root: Path, revision: int) -> FrozenPlan | None:
         records=_planned_records(records, revision),
         captions=_planned_captions(captions, revision),
         recorded_hash=manifest.plan,
+        self_check=manifest.self_check,
     )
     write_plan(root, plan, replace=True)
     return plan

@@ -207,6 +207,7 @@ def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes | me
         num_caption_tokens=pc.sum(pc.cast(plan.captions["num_tokens"], pa.int64())).as_py() or 0,
         files=[entries[path] for path in sorted(entries)],
         root_hash="",
+        self_check=plan.self_check,
     )
     return files, with_root_hash(manifest)
 

@@ -23,7 +23,7 @@ from ..disk.spill import map_array
 from ..errors import DamageError, FormatVersionError, StoreIncomplete
 from ..format.buckets import bucket_size
 from ..format.layout import CAPTIONS, PLAN, PLAN_FILE, RECORDS, RevisionLayout, revision_prefix, revisions_with
-from ..format.schema import FORMAT_VERSION, FileEntry, PlanFile, StoreSpec
+from ..format.schema import FORMAT_VERSION, FileEntry, PlanFile, SelfCheck, StoreSpec
 from ..format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA
 from ..format.tables import map_plan_table, parquet_file, table_problem
 
@@ -48,6 +48,7 @@ class FrozenPlan:
         others are carried over unchanged.
       captions: CAPTIONS_SCHEMA; those that this revision adds come last, sorted by length.
       recorded_hash: from the store; empty for a new plan.
+      self_check: of the autoencoder, made before the first plan of the stack was frozen; None without one.
     """
 
     spec: StoreSpec
@@ -60,6 +61,7 @@ class FrozenPlan:
     records: pa.Table
     captions: pa.Table
     recorded_hash: str = ""
+    self_check: SelfCheck | None = None
 
     @cached_property
     def hash(self) -> str:
@@ -163,6 +165,8 @@ def write_plan(root: Path, plan: FrozenPlan, *, replace: bool) -> bool:
         "spec": plan.spec.model_dump(),
         "files": entries,
     }
+    if plan.self_check:
+        content["self_check"] = plan.self_check.model_dump()
     content |= {"sha256": sha256_of(content)}
     folder = root / revision_prefix(plan.revision) / PLAN
     return write_folder(folder, [*tables.items(), (PLAN_FILE, canonical_json(content))], replace=replace)
@@ -213,6 +217,7 @@ def read_plan(root: Path, revision: int) -> FrozenPlan:
         records=records,
         captions=captions,
         recorded_hash=file.plan,
+        self_check=file.self_check,
     )
     if problem := table_problem(file.spec, revision, records, captions.num_rows, captions) or _row_problem(plan):
         raise DamageError(f"{damaged} Its tables are not valid: {problem}.")

@@ -140,6 +140,11 @@ class ImageEncoder:
         return self._family.has_posterior
 
     @property
+    def has_decoder(self) -> bool:
+        """Its latents can be decoded to pictures."""
+        return getattr(self._model, "decoder", None) is not None
+
+    @property
     def num_channels(self) -> int:
         """C of the latents, after patchify."""
         return self._probe_shape[1] // (2 if self.has_posterior else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pyarrow.compute
 
 from ...datasets.errors import RecordRejected, SourceError
 from ...datasets.format.encoder_paths import with_stored_encoder_paths
-from ...datasets.format.schema import FileEntry, StoreSpec
+from ...datasets.format.schema import FileEntry, SelfCheck, StoreSpec
 from ...datasets.revisions.commits import carried_files
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
 from ...datasets.store import LatentStore
@@ -42,6 +43,7 @@ class Lineage:
     Args:
       captions: table of the previous revision; its captions keep their ids.
       spec: of the previous revision; its classes keep their names.
+      self_check: of the stack; None where a new one is due.
     """
 
     revision: int = 1
@@ -50,6 +52,7 @@ class Lineage:
     carried: tuple[FileEntry, ...] = ()
     captions: pa.Table | None = None
     spec: StoreSpec | None = None
+    self_check: SelfCheck | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Planner:
       root: the store.
       spec: of the revision; None to plan pictures only.
       progress: called while scanning.
+      check: checks the autoencoder on pictures of a plan that starts a stack, before it is frozen.
     """
 
     root: Path
@@ -69,13 +73,15 @@ class Planner:
     tokenizer: CaptionTokenizer | None
     decoders: Decoders
     progress: Progress
+    check: Callable[[FrozenPlan], SelfCheck | None] = lambda plan: None
 
     def plan_first(self) -> FrozenPlan:
         """Plan every record of the source as the first revision.
 
-        Raises: SourceError: no record can be encoded, or too many are rejected.
+        Raises: SourceError: no record can be encoded, or too many are rejected; EncoderError: of the check.
         """
-        return freeze_plan(self.root, self.plan(all_fresh(self.source.records), Lineage()))
+        plan = self.plan(all_fresh(self.source.records), Lineage())
+        return freeze_plan(self.root, replace(plan, self_check=self.check(plan)))
 
     def plan_next(self, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
         """Compare the source with the newest, complete revision, and plan the next one if they differ.
@@ -88,8 +94,10 @@ class Planner:
             return None, comparison
         starts_over = not lineage.stack
         assert comparison is not None
-        planned = all_fresh(self.source.records) if starts_over else comparison
-        return freeze_plan(self.root, self.plan(planned, lineage)), comparison
+        plan = self.plan(all_fresh(self.source.records) if starts_over else comparison, lineage)
+        if starts_over:
+            plan = replace(plan, self_check=self.check(plan))
+        return freeze_plan(self.root, plan), comparison
 
     def compare(self, options: Options) -> tuple[Comparison | None, Lineage | None]:
         """Compare the source with the newest, complete revision; writes nothing.
@@ -134,7 +142,15 @@ class Planner:
         stack = () if starts_over else tuple(manifest.stack)
         captions = None if starts_over else store.captions
         carried = carried_files(manifest, stack)
-        return comparison, Lineage(store.revision + 1, manifest.root_hash, stack, carried, captions, base_plan.spec)
+        return comparison, Lineage(
+            revision=store.revision + 1,
+            base=manifest.root_hash,
+            stack=stack,
+            carried=carried,
+            captions=captions,
+            spec=base_plan.spec,
+            self_check=None if starts_over else manifest.self_check,
+        )
 
     def _names_of(self, classes: list[str], before: StoreSpec | None) -> list[str] | None:
         """Display names of classes: the source's, else the base's; None if neither has any."""
@@ -220,4 +236,5 @@ class Planner:
             listing=self.source.listing_hash(null_captions=self.recipe.null_captions),
             records=plan_records(comparison, pictures, caption_ids, revision=lineage.revision),
             captions=captions,
+            self_check=lineage.self_check,
         )

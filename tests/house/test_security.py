@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from making import CPU, make_class_folder, picture, train_recipe, tree_digest
+from making import CPU, NO_CHECK, make_class_folder, picture, train_recipe, tree_digest
 
 from leandit.datasets.arrays.shard_file import ShardFile
 from leandit.datasets.disk.hashing import canonical_json, read_json, sha256_of
@@ -1087,6 +1087,7 @@ def test_a_token_of_the_environment_is_in_no_file_and_no_output(tmp_path: Path) 
     source, store = make_class_folder(tmp_path / "source", classes=2, per_class=2), str(tmp_path / "store")
     secrets = dict.fromkeys(["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"], canary)
     small = ["--set", "images.resolution=32", "--set", "vae.model=shipped:vae", "--set", "vae.batch_size=4"]
+    small += ["--set", NO_CHECK]
     command = ["precompute", "imagenet-256", "--source", str(source), "--store", store, "--device", "cpu", *small]
     done = subprocess.run(
         [sys.executable, "-c", "from leandit.tools.cli.main import main; main()", *command],

@@ -14,7 +14,7 @@ FALLBACKS = {
 
 def render(summary: dict[str, Any]) -> str:
     """A store (``summary.summarise``) as aligned text."""
-    parts = (_render_state, _render_sizes, _render_encoders, _render_captions, _render_latents)
+    parts = (_render_state, _render_sizes, _render_encoders, _render_self_check, _render_captions, _render_latents)
     return "\n".join(printable(line) for part in parts for line in part(summary))
 
 
@@ -64,6 +64,18 @@ def _render_encoders(summary: dict[str, Any]) -> list[str]:
     if text:
         width = f"{text['width']} wide, stored as {text['dtype']}"
         lines.append(_row("captions", f"{width}, at most {text['max_tokens']} tokens"))
+    return lines
+
+
+def _render_self_check(summary: dict[str, Any]) -> list[str]:
+    if not (check := summary["self_check"]):
+        return []
+    count, median = len(check["pictures"]), check["median_psnr_db"]
+    each = ", ".join(f"{picture['psnr_db']:.1f}" for picture in check["pictures"])
+    lines = [_row("self-check", f"{count} pictures came back from the VAE with {median:.1f} dB PSNR (median): {each}")]
+    for name, word in (("channel_mean", "mean"), ("channel_std", "std")):
+        low, high = min(check[name]), max(check[name])
+        lines.append(_row("", f"{word} of its channels as the model sees them: {low:.2f} to {high:.2f}"))
     return lines
 
 

@@ -59,8 +59,18 @@ def summarise(store: LatentStore) -> dict[str, Any]:
             "text": spec.text_encoder and spec.text_encoder.model_dump(exclude={"config"}),
         },
         "codec": spec.codec,
+        "self_check": self_check(store),
     }
     return summary | {"latent_statistics": latent_statistics(store)}
+
+
+def self_check(store: LatentStore) -> dict[str, Any] | None:
+    """What came back of a few pictures before the store was planned; None without a check."""
+    check = store.manifest and store.manifest.self_check
+    if not check:
+        return None
+    median = float(np.median([picture.psnr_db for picture in check.pictures]))
+    return check.model_dump() | {"median_psnr_db": round(median, 2)}
 
 
 def _counts(column: pa.ChunkedArray) -> dict[str, int]:

@@ -152,7 +152,7 @@ def request_vae(request: CachingRequest) -> VaeSection:
 
 
 def _encoder_recipe(request: CachingRequest, scratch: Path) -> PrecomputeRecipe:
-    vae = request_vae(request).model_copy(update={"model": vae_model(request.vae, scratch)})
+    vae = request_vae(request).model_copy(update={"model": vae_model(request.vae, scratch), "min_psnr": 0.0})
     if request.text is None:
         return PrecomputeRecipe(vae=vae)
     model = text_model(request.text, request.tokenizer, scratch, request.device)

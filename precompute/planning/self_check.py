@@ -1,0 +1,212 @@
+"""The autoencoder proves itself before a plan is frozen: pictures of the source go to the model's input and back.
+
+    pixels -> stored row -> latent of the model -> raw latent -> decoder -> pixels
+
+The round trip finds what does not cancel in it: pixels in another range, halves that do not belong together, a row that
+its dtype cannot hold. Shift and scale do cancel, so mean and deviation of the model's input are told beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+from xxhash import xxh3_64_intdigest
+
+from ...datasets.batches.latents import denormalise, final_latents
+from ...datasets.errors import EncoderError, RecordRejected, ResourceError
+from ...datasets.format.buckets import bucket_size
+from ...datasets.format.schema import CheckedPicture, LatentSpec, SelfCheck
+from ...datasets.revisions.plan import FrozenPlan
+from ..encoders.forwards import encode_batch
+from ..encoders.vae import ImageEncoder
+from ..images.decoders import Decoders
+from ..shards.picture_batches import decode_planned
+from ..sources.source import OpenedSource
+
+NUM_PICTURES = 8
+CANDIDATES = 4096  # planned records, evenly spread, of which those with the smallest hash are tried
+ATTEMPTS = 8 * NUM_PICTURES  # some may not decode
+MAX_PSNR_DB = 100.0  # told of a picture that comes back exactly
+STD_LIMITS = (0.2, 5.0)  # of a channel as the model sees it
+MEAN_LIMIT = 3.0
+CLEARLY_BETTER_DB = 6.0
+NAMED_CHANNELS = 16  # of more, the range is told
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """A picture and what came back of it.
+
+    Args:
+      before, after: (height_px, width_px, 3) uint8.
+      latent: (C, H, W) float32, as the model sees it.
+    """
+
+    key: str
+    before: np.ndarray
+    after: np.ndarray
+    latent: np.ndarray
+
+
+def check_autoencoder(
+    plan: FrozenPlan,
+    encoder: ImageEncoder,
+    decoders: Decoders,
+    source: OpenedSource,
+    *,
+    min_psnr_db: float,
+    say: Callable[[str], None],
+    progress: Callable[[int], None],
+) -> SelfCheck | None:
+    """Send pictures of a plan through the autoencoder and back.
+
+    Args:
+      plan: not frozen yet.
+      min_psnr_db: of the median picture.
+      say: called with the figures, and with a warning about a channel far from mean 0 and deviation 1.
+      progress: called with the number of pictures done.
+    Returns: None if none of the pictures that were tried can be decoded.
+    Raises: EncoderError: below ``min_psnr_db``; its message says the likely mistake. ResourceError: out of memory.
+    """
+    trips: list[RoundTrip] = []
+    for position in checked_positions(plan):
+        if trip := _round_trip(plan, position, encoder, decoders, source):
+            trips.append(trip)
+            progress(len(trips))
+        if len(trips) == NUM_PICTURES:
+            break
+    if not trips:
+        say("self-check: none of the pictures that were tried can be decoded, so the VAE was not checked")
+        return None
+    check = _measure(trips)
+    for line in describe(check):
+        say(f"self-check: {line}")
+    unusual = unusual_channels(check)
+    decibels = [picture.psnr_db for picture in check.pictures]
+    if np.median(decibels) < min_psnr_db:
+        raise EncoderError(
+            f"vae.model '{plan.spec.vae.model}': pictures of the source come back from its decoder with a PSNR "
+            f"of {np.median(decibels):.1f} dB (median of {len(trips)}), needed vae.min_psnr = {min_psnr_db:g}. Nothing "
+            f"was written. {unusual or _likely_mistake(trips)} If the VAE is right and knows no such pictures, lower "
+            "vae.min_psnr; 0 is no check."
+        )
+    if unusual:
+        say(f"warning: self-check: {unusual}")
+    return check
+
+
+def checked_positions(plan: FrozenPlan) -> Iterator[int]:
+    """Positions in the records table to try: planned records, spread by a hash of their key."""
+    table = plan.records
+    planned = np.flatnonzero((table["revision"].to_numpy() == plan.revision) & (table["row"].to_numpy() >= 0))
+    spread = np.linspace(0, len(planned) - 1, min(CANDIDATES, len(planned))).round().astype(int)
+    candidates = planned[np.unique(spread)]
+    keys = table["key"].take(pa.array(candidates)).to_pylist()
+    hashed = sorted((xxh3_64_intdigest(key.encode("utf-8", "surrogatepass")), i) for i, key in enumerate(keys))
+    yield from (int(candidates[i]) for _, i in hashed[:ATTEMPTS])
+
+
+def _round_trip(
+    plan: FrozenPlan, position: int, encoder: ImageEncoder, decoders: Decoders, source: OpenedSource
+) -> RoundTrip | None:
+    """One record; None if it is rejected, as it will be when it is encoded."""
+    row, spec = plan.records.slice(position, 1).to_pylist()[0], plan.spec.latent
+    picture = decode_planned(
+        plan.spec.images,
+        source,
+        decoders,
+        (row["source_path"], row["source_offset"], row["source_bytes"]),
+        size=(row["height_px"], row["width_px"]),
+        bucket=bucket_size(row["bucket"]),
+    )
+    if isinstance(picture, RecordRejected):
+        return None
+    try:
+        with encoder.turn:
+            (found,), _ = encode_batch([picture.pixels[None]], np.array([position]), encoder, spec, max_rows=1)
+            if found.reject:
+                return None
+            latent = model_latent(found.arrays[0], spec)
+            after = encoder.decode(denormalise(latent, spec).numpy())[0]
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"vae.min_psnr: the self-check decodes one picture of {row['bucket']} px, which does not fit into the "
+            f"memory of {encoder.device}. Set vae.min_psnr = 0 for no check, or vae.tile_px."
+        ) from error
+    return RoundTrip(row["key"], np.asarray(picture.pixels), after, latent[0].numpy())
+
+
+def model_latent(stored: np.ndarray, spec: LatentSpec) -> torch.Tensor:
+    """What the model sees of a stored row without a draw, (1, C, H, W) float32; the mean of a posterior."""
+    mean = spec.model_copy(update={"kind": "mean"}) if spec.has_posterior else spec
+    return final_latents(torch.from_numpy(stored[None, : spec.channels]), mean, None)
+
+
+def _measure(trips: list[RoundTrip]) -> SelfCheck:
+    values = np.concatenate([trip.latent.reshape(len(trip.latent), -1) for trip in trips], 1).astype(np.float64)
+    return SelfCheck(
+        pictures=[CheckedPicture(key=trip.key, psnr_db=round(_psnr_db(trip), 2)) for trip in trips],
+        channel_mean=[round(float(value), 4) for value in values.mean(1)],
+        channel_std=[round(float(value), 4) for value in values.std(1)],
+    )
+
+
+def _psnr_db(trip: RoundTrip, gain: float = 1.0, offset: float = 0.0) -> float:
+    """Of 8-bit pixels, the decoded ones times ``gain`` plus ``offset``."""
+    error = np.mean((trip.after * gain + offset - trip.before.astype(np.float64)) ** 2)
+    return float(min(MAX_PSNR_DB, 10 * np.log10(255**2 / max(error, 1e-10))))
+
+
+def describe(check: SelfCheck) -> list[str]:
+    """The figures of a self-check, in words."""
+    decibels = [picture.psnr_db for picture in check.pictures]
+    each = ", ".join(f"{value:.1f}" for value in decibels)
+    lines = [f"PSNR of {len(decibels)} pictures that came back from the VAE: {each} dB"]
+    for name, values in (("mean", check.channel_mean), ("deviation", check.channel_std)):
+        told = ", ".join(f"{value:.2f}" for value in values)
+        if len(values) > NAMED_CHANNELS:
+            told = f"{min(values):.2f} to {max(values):.2f} in {len(values)} channels"
+        lines.append(f"{name} of each channel as the model sees it: {told}")
+    return lines
+
+
+def unusual_channels(check: SelfCheck) -> str:
+    """What to say about channels that are far from mean 0 and deviation 1; "" if none is."""
+    stds, means = np.array(check.channel_std), np.array(check.channel_mean)
+    count = int(((stds < STD_LIMITS[0]) | (stds > STD_LIMITS[1])).sum())
+    if count:
+        return (
+            f"The latents as the model sees them have deviations of {stds.min():.2g} to {stds.max():.2g}, needed about "
+            f"1 ({count} of {len(stds)} channels are outside {STD_LIMITS[0]:g} to {STD_LIMITS[1]:g}): check "
+            "scaling_factor, latents_std or the batch norm of the VAE."
+        )
+    count = int((np.abs(means) > MEAN_LIMIT).sum())
+    if count:
+        return (
+            f"The latents as the model sees them have means of {means.min():.2g} to {means.max():.2g}, needed about 0 "
+            f"({count} of {len(means)} channels are beyond {MEAN_LIMIT:g}): check shift_factor, latents_mean or the "
+            "batch norm of the VAE."
+        )
+    return ""
+
+
+def _likely_mistake(trips: list[RoundTrip]) -> str:
+    """What a low PSNR comes from: pixels in another range if a gain and an offset repair the pictures, else weights."""
+    before = np.concatenate([trip.before.ravel() for trip in trips]).astype(np.float64)
+    after = np.concatenate([trip.after.ravel() for trip in trips]).astype(np.float64)
+    gain = float(((after - after.mean()) * (before - before.mean())).mean() / max(after.var(), 1e-10))
+    offset = float(before.mean() - gain * after.mean())
+    better = np.median([_psnr_db(trip, gain, offset) - _psnr_db(trip) for trip in trips])
+    if better > CLEARLY_BETTER_DB:
+        return (
+            f"The decoded pictures times {gain:.2f} plus {offset:.0f} are right: the VAE takes or gives pixels in "
+            "another range (0 to 1, not -1 to 1), or another class than its config.json says."
+        )
+    return (
+        "Encoder and decoder do not belong together, or one of them computes wrong: check that config.json and weights "
+        "are of one model, vae.dtype and store.dtype."
+    )
