@@ -19,11 +19,11 @@ from ..datasets.revisions.catalog import sealed_revisions
 from ..datasets.revisions.plan import planned_revisions, read_plan
 from ..datasets.revisions.writer import StoreWriter
 from .config import PrecomputeRecipe, TextSection, VaeSection
+from .encoders.autoencoders import find_files
 from .encoders.model_files import (
     CONFIG,
     TEXT_WEIGHTS,
     TOKENIZER_FILES,
-    VAE_WEIGHTS,
     hash_files,
     lasting_config,
     library_majors,
@@ -106,28 +106,33 @@ def _has_same_settings(spec: StoreSpec, recipe: PrecomputeRecipe, store: Path) -
 def _has_same_encoders(spec: StoreSpec, recipe: PrecomputeRecipe, device: str) -> bool:
     """The recipe's encoder files made the store, and would compute in the same dtype here."""
     vae, text = recipe.vae, recipe.text
-    if not _is_same(spec.vae, vae, VAE_WEIGHTS, device, what="vae.model"):
+    files = find_files(vae)
+    if not _is_same(spec.vae, vae, files.folder, files.weights_sha256, device):
         return False
     if spec.text_encoder is None:
         return True
     folder, _ = resolve_model(
         text.model, text.tokenizer_subfolder, text.revision, files=TOKENIZER_FILES, what="text.model"
     )
-    has_same_tokenizer = spec.text_encoder.tokenizer_files_sha256 == hash_files(tokenizer_files(folder))
-    return has_same_tokenizer and _is_same(spec.text_encoder, text, TEXT_WEIGHTS, device, what="text.model")
+    if spec.text_encoder.tokenizer_files_sha256 != hash_files(tokenizer_files(folder)):
+        return False
+    names = (CONFIG, *weight_names(TEXT_WEIGHTS))
+    folder, _ = resolve_model(text.model, text.subfolder, text.revision, files=names, what="text.model")
+    weights = weight_files(folder, TEXT_WEIGHTS, what="text.model")
+    return _is_same(spec.text_encoder, text, folder, hash_files(weights), device)
 
 
-def _is_same(known: EncoderIdentity, section: VaeSection | TextSection, stem: str, device: str, *, what: str) -> bool:
+def _is_same(
+    known: EncoderIdentity, section: VaeSection | TextSection, folder: Path, weights_sha256: str, device: str
+) -> bool:
     may_be_gpu = device != "cpu" and any(map(os.path.exists, GPU_FILES))
     if may_be_gpu and section.dtype != "float32":
         return False
-    names = (CONFIG, *weight_names(stem))
-    folder, _ = resolve_model(section.model, section.subfolder, section.revision, files=names, what=what)
-    config = read_config(folder, what=what)
+    config = read_config(folder, what="model")
     return (
         known.dtype == "float32"
         and config.get("_class_name", known.class_name) == known.class_name
         and known.config == lasting_config(config)
         and known.libraries == library_majors(*known.libraries)
-        and known.weights_sha256 == hash_files(weight_files(folder, stem, what=what))
+        and known.weights_sha256 == weights_sha256
     )

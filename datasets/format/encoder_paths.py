@@ -14,6 +14,7 @@ from typing import Any
 from .schema import EncoderIdentity, StoreSpec
 
 ROLES = ("vae", "text")
+PATHS = ("model", "config")  # keys of a section; the config is that of a single file of weights
 
 
 def with_stored_encoder_paths(spec: StoreSpec, store: Path) -> StoreSpec:
@@ -25,7 +26,7 @@ def with_stored_encoder_paths(spec: StoreSpec, store: Path) -> StoreSpec:
     recipe = dict(spec.recipe)
     for role in ROLES:
         if isinstance(section := recipe.get(role), dict) and "model" in section:
-            recipe[role] = section | {"model": _stored_path(section["model"], store)}
+            recipe[role] = section | {key: _stored_path(section[key], store) for key in PATHS if section.get(key)}
     changed: dict[str, Any] = {"recipe": recipe, "vae": _stored_identity(spec.vae, store)}
     if spec.text_encoder:
         changed["text_encoder"] = _stored_identity(spec.text_encoder, store)
@@ -42,8 +43,8 @@ def encoder_section(spec: StoreSpec, role: str, store: Path) -> dict[str, Any]:
       store: folder of the store.
     """
     section = dict(spec.recipe.get(role) or {})
-    model = section.get("model")
-    return section | {"model": _resolved(model, store)} if isinstance(model, str) else section
+    paths = {key: section[key] for key in PATHS if isinstance(section.get(key), str) and section[key]}
+    return section | {key: _resolved(path, store) for key, path in paths.items()}
 
 
 def with_moved_encoder_paths(spec: StoreSpec, store: Path, copy: Path) -> StoreSpec:
@@ -57,10 +58,10 @@ def with_moved_encoder_paths(spec: StoreSpec, store: Path, copy: Path) -> StoreS
 
 
 def _resolved(model: str, store: Path) -> str:
-    """Absolute path of a folder that a store names; other names unchanged."""
+    """Absolute path of a folder or file that a store names; other names unchanged."""
     path = Path(model).expanduser()
     folders = () if ":" in model else (path,) if path.is_absolute() else (store / path, path)
-    return next((os.path.abspath(folder) for folder in folders if folder.is_dir()), model)
+    return next((os.path.abspath(folder) for folder in folders if _is_there(folder)), model)
 
 
 def _stored_identity(identity: EncoderIdentity, store: Path) -> EncoderIdentity:
@@ -69,10 +70,15 @@ def _stored_identity(identity: EncoderIdentity, store: Path) -> EncoderIdentity:
 
 def _stored_path(model: str, store: Path) -> str:
     folder = Path(model).expanduser()
-    if not folder.is_dir():
+    if not _is_there(folder):
         return model
     absolute, root = os.path.abspath(folder), os.path.abspath(store)
     if not Path(absolute).is_relative_to(os.path.dirname(root)):
         return absolute
     relative = os.path.relpath(absolute, root)
     return relative if relative.startswith(".") else f"./{relative}"
+
+
+def _is_there(path: Path) -> bool:
+    """A folder, or a single file of weights."""
+    return path.is_dir() or (path.suffix == ".safetensors" and path.is_file())

@@ -11,14 +11,28 @@ Flux, Flux2, Sana, QwenImage, Wan), and ``AutoencoderRAE.encode``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from ...datasets.disk.hashing import sha256_file
 from ...datasets.errors import EncoderError, RecipeError
+from ..config import VaeSection
+from .model_files import (
+    CONFIG,
+    VAE_WEIGHTS,
+    check_header,
+    hash_files,
+    is_single_file,
+    resolve_model,
+    weight_files,
+    weight_names,
+)
 
 
 @dataclass(frozen=True)
@@ -151,6 +165,105 @@ def _numbers(model: Any, family: Family, channels: int) -> tuple[list[float], li
     factor = config.get("scaling_factor") if family.normalised == "factors" else 1.0
     shifts = means or [config.get("shift_factor") or 0.0] * channels
     return shifts, [factor / std for std in stds] if stds else [factor] * channels
+
+
+@dataclass(frozen=True)
+class VaeFiles:
+    """Where an autoencoder is read from.
+
+    Args:
+      folder: with its config.json.
+      weights: safetensors; of a single file in its original layout, that file.
+      revision: commit, if the model came from the hub.
+    """
+
+    folder: Path
+    weights: list[Path]
+    revision: str | None
+    is_single_file: bool
+
+    @property
+    def weights_sha256(self) -> str:
+        """Of the content; the name of a single file is not a part of it."""
+        return sha256_file(self.weights[0]) if self.is_single_file else hash_files(self.weights)
+
+
+def config_folder(section: VaeSection) -> tuple[Path, str | None]:
+    """Folder of an autoencoder's config.json, and the commit of its model if that came from the hub.
+
+    Raises: EncoderError: there is none.
+    """
+    if not is_single_file(section.model):
+        return resolve_model(section.model, section.subfolder, section.revision, files=(CONFIG,), what="vae.model")
+    if not section.config:
+        raise EncoderError(
+            f"vae.model '{section.model}': a single file, needed vae.config as well: a folder or hub id with the "
+            "config.json of its model in diffusers, which says its class and scale."
+        )
+    return resolve_model(section.config, section.subfolder, section.revision, files=(CONFIG,), what="vae.config")[
+        0
+    ], None
+
+
+def find_files(section: VaeSection, found: tuple[Path, str | None] | None = None) -> VaeFiles:
+    """Config and weights of an autoencoder; files of a hub id are downloaded.
+
+    Args:
+      found: ``config_folder`` of the section, if known.
+    Raises: EncoderError: they are missing, or are not safetensors.
+    """
+    folder, revision = found or config_folder(section)
+    if is_single_file(section.model):
+        file = Path(section.model).expanduser()
+        if not file.is_file():
+            raise EncoderError(f"vae.model '{section.model}': there is no such file. Check the recipe.")
+        check_header(file, what="vae.model")
+        return VaeFiles(folder, [file], None, is_single_file=True)
+    names = (CONFIG, *weight_names(VAE_WEIGHTS))
+    folder, _ = resolve_model(
+        section.model, section.subfolder, revision or section.revision, files=names, what="vae.model"
+    )
+    return VaeFiles(folder, weight_files(folder, VAE_WEIGHTS, what="vae.model"), revision, is_single_file=False)
+
+
+def load_single_file(model_class: Any, files: VaeFiles) -> tuple[Any, dict[str, Any]]:
+    """Load a model from a file in its original layout (CompVis, Black Forest Labs, Wan, MIT Han Lab).
+
+    Args:
+      files: of the model; its config says the architecture, so nothing is fetched.
+    Returns: the model in float32, and its missing and unexpected keys, which diffusers leaves unsaid.
+    Raises: EncoderError: diffusers does not know the original layout of the class.
+    """
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    name, file = model_class.__name__, files.weights[0]
+    if name not in SINGLE_FILE_LOADABLE_CLASSES:
+        known = ", ".join(family for family in FAMILIES if family in SINGLE_FILE_LOADABLE_CLASSES)
+        raise EncoderError(
+            f"vae.model '{file}': diffusers reads a single file of {known}, not of {name}. Convert it: load its "
+            f"weights into diffusers.{name} with the script of its publisher, call save_pretrained, and give that "
+            "folder."
+        )
+    loading: dict[str, Any] = {}
+
+    class Recorded(model_class):
+        def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+            found = super().load_state_dict(*arguments, **options)
+            loading.update(missing_keys=found.missing_keys, unexpected_keys=found.unexpected_keys)
+            return found
+
+    Recorded.__name__ = name
+    logger = logging.getLogger("diffusers.loaders.single_file_model")
+    level = logger.level
+    try:
+        logger.setLevel(logging.ERROR)  # unexpected keys are an error of ours
+        loaded = Recorded.from_single_file(
+            str(file), config=str(files.folder), low_cpu_mem_usage=False, local_files_only=True
+        )
+    finally:
+        logger.setLevel(level)
+    loaded.__class__ = model_class
+    return loaded.float(), loading
 
 
 def fixed_side_px(config: Mapping[str, Any]) -> int | None:

@@ -91,8 +91,8 @@ def resolve_model(
     if folder is not None:
         if folder.is_file() or (folder.suffix in SINGLE_FILES and not folder.is_dir()):
             raise EncoderError(
-                f"{what} '{model}': a single file, needed a folder with config.json. Load it with from_single_file of "
-                "diffusers, and save it with save_pretrained."
+                f"{what} '{model}': a single file, needed a folder with config.json. Load it with the library that "
+                "made it, and save it with save_pretrained."
             )
         folder = model_folder(folder, subfolder)
         if not folder.is_dir():
@@ -110,6 +110,12 @@ def resolve_model(
             f"Check the name, log in with 'hf auth login', or give a folder{how}."
         ) from error
     return fetched / subfolder, fetched.name
+
+
+def is_single_file(model: str) -> bool:
+    """Whether a model is one file of safetensors, and no folder or hub id."""
+    path = local_folder(model)
+    return path is not None and path.suffix == ".safetensors" and not path.is_dir()
 
 
 def model_folder(folder: Path, subfolder: str) -> Path:
@@ -191,7 +197,7 @@ def weight_files(folder: Path, stem: str, *, what: str) -> list[Path]:
                 "Fetch or save the model again."
             )
     for path in files:
-        _check_header(path, what=what)
+        check_header(path, what=what)
     return files
 
 
@@ -211,7 +217,7 @@ def _names_in(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def _check_header(path: Path, *, what: str) -> None:
+def check_header(path: Path, *, what: str) -> None:
     """Raise if a safetensors header is longer than its file, before it is allocated."""
     size = path.stat().st_size if path.is_file() else 0
     with open(path, "rb") if size else io.BytesIO() as file:
@@ -240,7 +246,7 @@ def check_loaded(loading: dict[str, Any], where: str) -> None:
 
 def model_name(section: VaeSection | TextSection | FeatureSection, folder: Path) -> str:
     """The model in the recipe, with its subfolder if the model is in it."""
-    in_subfolder = section.subfolder and folder != local_folder(section.model)
+    in_subfolder = section.subfolder and not is_single_file(section.model) and folder != local_folder(section.model)
     return f"{section.model}/{section.subfolder}" if in_subfolder else section.model
 
 

@@ -21,8 +21,12 @@ from ...datasets.format.schema import EncoderIdentity, LatentSpec
 from ..config import PrecomputeRecipe, VaeSection
 from .autoencoders import (
     DECODER,
+    VaeFiles,
+    config_folder,
     family_of,
+    find_files,
     fixed_side_px,
+    load_single_file,
     patchify,
     set_tiling,
     shift_and_scale,
@@ -30,20 +34,15 @@ from .autoencoders import (
 )
 from .compiled import compile_encoder, compiling, eager, filled_up
 from .model_files import (
-    CONFIG,
     LOADING_ERRORS,
-    VAE_WEIGHTS,
     arithmetic,
     check_loaded,
-    hash_files,
+    is_single_file,
     lasting_config,
     library_majors,
     model_name,
     read_config,
-    resolve_model,
     shortened,
-    weight_files,
-    weight_names,
 )
 from .text import CaptionEncoder
 from .text_tokenizer import CaptionTokenizer
@@ -81,34 +80,27 @@ class ImageEncoder:
     def __init__(self, section: VaeSection, device: torch.device) -> None:
         import diffusers  # takes three seconds
 
-        model, subfolder = section.model, section.subfolder
-        folder, revision = resolve_model(model, subfolder, section.revision, files=(CONFIG,), what="vae.model")
+        found = folder, _ = config_folder(section)
+        place = f"vae.model '{section.model if is_single_file(section.model) else folder}'"
         config = read_config(folder, what="vae.model")
-        self._family = family_of(config, f"vae.model '{folder}'")
+        self._family = family_of(config, place)
         self.fixed_side_px = fixed_side_px(config)
         name = config["_class_name"]
         model_class: Any = getattr(diffusers, name)
-        names = (CONFIG, *weight_names(VAE_WEIGHTS))
-        folder, _ = resolve_model(model, subfolder, revision or section.revision, files=names, what="vae.model")
-        weights = weight_files(folder, VAE_WEIGHTS, what="vae.model")
+        files = find_files(section, found)
         dtype = arithmetic(section.dtype, device)
         self._dtype, self._device = torch.float32, device
         self.turn = threading.Lock()
         try:
             with unused_config_keys_unsaid():
-                loaded, loading = model_class.from_pretrained(
-                    folder,
-                    torch_dtype=torch.float32,  # whatever the recipe's dtype, which must not round a batch norm
-                    use_safetensors=True,
-                    low_cpu_mem_usage=False,  # otherwise diffusers requires accelerate
-                    output_loading_info=True,
-                )
+                load = load_single_file if files.is_single_file else _load
+                loaded, loading = load(model_class, files)
         except LOADING_ERRORS as error:
-            raise EncoderError(f"vae.model '{folder}': cannot be loaded as {name}: {shortened(error)}") from error
-        check_loaded(loading, f"vae.model '{folder}'")
+            raise EncoderError(f"{place}: cannot be loaded as {name}: {shortened(error)}") from error
+        check_loaded(loading, place)
         if left_out := sorted(key for key in loading["unexpected_keys"] if not key.startswith(DECODER)):
             raise EncoderError(
-                f"vae.model '{folder}': its weights hold '{left_out[0]}', which its config.json has no place for, so "
+                f"{place}: its weights hold '{left_out[0]}', which its config.json has no place for, so "
                 "its latents would be others. Fetch or save the model again."
             )
         self._model = loaded.to(device).eval().requires_grad_(False)
@@ -116,7 +108,7 @@ class ImageEncoder:
             self._model.to(memory_format=torch.channels_last)
         self._probe_px = self.fixed_side_px or PROBE_PX
         self._probe_shape = self._forward(np.zeros((1, self._probe_px, self._probe_px, 3), np.uint8)).shape
-        self._shift_and_scale = shift_and_scale(loaded, self._family, self.num_channels, f"vae.model '{folder}'")
+        self._shift_and_scale = shift_and_scale(loaded, self._family, self.num_channels, place)
         self._set_dtype(getattr(torch, dtype))
         if section.tile_px:
             set_tiling(self._model, section.tile_px, self.downscale // self._family.patchify)
@@ -124,11 +116,11 @@ class ImageEncoder:
         if section.compile:  # after the probe, whose shape may not occur otherwise
             compile_encoder(self._model)
         self.identity = EncoderIdentity(
-            model=model_name(section, folder),
-            revision=revision,
+            model=model_name(section, files.folder),
+            revision=files.revision,
             class_name=name,
             config=lasting_config(config),
-            weights_sha256=hash_files(weights),
+            weights_sha256=files.weights_sha256,
             tokenizer_sha256=None,
             dtype=dtype,
             libraries=library_majors("torch", "diffusers"),
@@ -258,6 +250,17 @@ class ImageEncoder:
             decoded = decoded * 2 - 1
         pixels = ((decoded.float().clamp(-1, 1) + 1) * 127.5).round().byte()
         return pixels.permute(0, 2, 3, 1).cpu().numpy()
+
+
+def _load(model_class: Any, files: VaeFiles) -> tuple[Any, dict[str, Any]]:
+    """Load a model saved by save_pretrained; with its missing and unexpected keys."""
+    return model_class.from_pretrained(
+        files.folder,
+        torch_dtype=torch.float32,  # whatever the recipe's dtype, which must not round a batch norm
+        use_safetensors=True,
+        low_cpu_mem_usage=False,  # otherwise diffusers requires accelerate
+        output_loading_info=True,
+    )
 
 
 @dataclass(frozen=True)

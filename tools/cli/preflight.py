@@ -14,7 +14,7 @@ from ...datasets.disk.hashing import read_json
 from ...datasets.errors import DamageError, RunError, SourceError
 from ...datasets.order.alike import check_alike
 from ...datasets.revisions.catalog import check_store, read_spec, sealed_revisions
-from ...precompute.config import PrecomputeRecipe, TextSection, VaeSection
+from ...precompute.config import PrecomputeRecipe
 from ...train.config import TrainRecipe
 from ...train.weights.folders import RUN, SNAPSHOT, STATE, find
 from ..sample.subjects import find_labels
@@ -29,27 +29,25 @@ def check_precompute(recipe: PrecomputeRecipe, source: Sequence[str]) -> None:
     Raises: SourceError, RecipeError; EncoderError.
     """
     check_source(recipe, source)
-    from ...precompute.encoders.autoencoders import family_of
+    from ...precompute.encoders.autoencoders import config_folder, family_of, find_files
     from ...precompute.encoders.model_files import (
         CONFIG,
         TEXT_WEIGHTS,
-        VAE_WEIGHTS,
         local_folder,
         read_config,
         resolve_model,
         weight_files,
     )
 
-    sections: list[tuple[str, VaeSection | TextSection, str]] = [("vae.model", recipe.vae, VAE_WEIGHTS)]
-    if recipe.text.kind != "none":
-        sections.append(("text.model", recipe.text, TEXT_WEIGHTS))
-    for what, section, stem in sections:
-        if local_folder(section.model):
-            folder, _ = resolve_model(section.model, section.subfolder, section.revision, files=(CONFIG,), what=what)
-            config = read_config(folder, what=what)
-            if section is recipe.vae:
-                family_of(config, f"{what} '{folder}'")
-            weight_files(folder, stem, what=what)
+    vae, text = recipe.vae, recipe.text
+    if local_folder(vae.model):
+        found = config_folder(vae)
+        family_of(read_config(found[0], what="vae.model"), f"vae.model '{found[0]}'")
+        find_files(vae, found)
+    if text.kind != "none" and local_folder(text.model):
+        folder, _ = resolve_model(text.model, text.subfolder, text.revision, files=(CONFIG,), what="text.model")
+        read_config(folder, what="text.model")
+        weight_files(folder, TEXT_WEIGHTS, what="text.model")
 
 
 def check_source(recipe: PrecomputeRecipe, sources: Sequence[str]) -> None:

@@ -198,7 +198,7 @@ def load_decoder(section: Any, vae: str | None, device: torch.device) -> ImageEn
       vae: hub id or folder instead.
     Raises: EncoderError: it cannot be loaded.
     """
-    other = {"model": vae, "subfolder": "", "revision": ""} if vae else {}
+    other = {"model": vae, "subfolder": "", "revision": "", "config": ""} if vae else {}
     try:
         vae_section = VaeSection.model_validate(section | other | {"dtype": "float32"})
     except (ValidationError, TypeError) as error:

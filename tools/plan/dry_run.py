@@ -21,7 +21,7 @@ from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.store import LatentStore
 from ...precompute.config import PrecomputeRecipe, TextSection, VaeSection
 from ...precompute.encoders.describe import describe_store
-from ...precompute.encoders.model_files import local_folder, model_folder, model_name
+from ...precompute.encoders.model_files import is_single_file, local_folder, model_folder, model_name
 from ...precompute.encoders.vae import Encoders, load_encoders
 from ...precompute.images.decoders import Decoders
 from ...precompute.planning.compare import Comparison, Options, all_fresh
@@ -195,6 +195,8 @@ def encoder_lines(recipe: PrecomputeRecipe) -> list[str]:
             folder = model_folder(folder, section.subfolder)
             name = model_name(section, folder)
             state = "a local folder" if folder.is_dir() else "a folder that is MISSING"
+            if is_single_file(section.model):
+                state = "a single file" if Path(section.model).expanduser().is_file() else "a file that is MISSING"
         lines.append(f"{role:<20}'{name}': {state}")
     return lines
 

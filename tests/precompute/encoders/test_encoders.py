@@ -363,9 +363,9 @@ def test_a_missing_folder_is_an_encoder_error(model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("vae.safetensors", "a single file, needed a folder with config.json. Load it with from_single_file"),
-        ("weights/vae.safetensors", "a single file, needed a folder"),
-        ("gone/away/vae.ckpt", "a single file, needed a folder"),
+        ("vae.safetensors", "a single file, needed vae.config as well: a folder or hub id with the config.json"),
+        ("weights/vae.safetensors", "a single file, needed vae.config as well"),
+        ("gone/away/vae.ckpt", "a single file, needed a folder with config.json. Load it with the library"),
         ("t5-small", "there is no such folder as 't5-small', and on the hub a name has its owner, as OWNER/t5-small"),
     ],
 )
