@@ -12,13 +12,14 @@ ten times slower. To use them all the same, read batches by number, in any order
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from .batches.reader import Batch, BatchReader, TextForm
+from .batches.captions import TextForm
+from .batches.reader import Batch, BatchReader
 from .batches.stream import BatchStream, is_gpu
 from .errors import RunError
 from .order.batch_plan import BatchPlan, Leftovers
@@ -63,6 +64,7 @@ def make_loader(
     rank: int = 0,
     world_size: int = 1,
     text: TextForm = "padded",
+    features: Sequence[str] | None = None,
     prefetch: int = 2,
     device: torch.device | str | None = None,
     caption_odds: CaptionOdds | None = None,
@@ -78,6 +80,7 @@ def make_loader(
       selection: the records to train on (``RecordFilter.select``); None for all.
       rank, world_size: this process reads its slice of every global batch.
       text: captions "padded" to the longest of the batch, "packed" one after the other, or "none".
+      features: names of the image features to read; None for all of the store.
       prefetch: batches read ahead.
       device: as of ``BatchStream``.
       caption_odds: how often each caption of a record is drawn; None for uniform draws.
@@ -87,7 +90,14 @@ def make_loader(
     buckets = selection.counts if selection else store.buckets
     plan = BatchPlan(buckets, global_batch, seed, leftovers=leftovers, window=window, selection=selection)
     reader = BatchReader(
-        [store], plan, rank=rank, world_size=world_size, text=text, pin=is_gpu(device), caption_odds=[caption_odds]
+        [store],
+        plan,
+        rank=rank,
+        world_size=world_size,
+        text=text,
+        features=features,
+        pin=is_gpu(device),
+        caption_odds=[caption_odds],
     )
     return loader_of(BatchStream(reader, prefetch=prefetch, device=device))
 

@@ -182,9 +182,14 @@ def to_toml(recipe: BaseModel) -> str:
 
 
 def _table(head: str, name: str, values: dict[str, Any], outer: dict[str, Any]) -> list[str]:
-    """Lines of a table, without what it has from the outer one, and after it of the tables in its lists."""
-    own = {key: value for key, value in values.items() if not _is_tables(value) and (key, value) not in outer.items()}
+    """Lines of a table, without what it has from the outer one, and after it of the tables in it and in its lists."""
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    own = {key: value for key, value in values.items() if key not in tables and not _is_tables(value)}
+    own = {key: value for key, value in own.items() if (key, value) not in outer.items()}
     lines = [head, *(f"{key} = {_toml_value(value)}" for key, value in own.items()), ""]
+    lines = lines if own or not tables else []
+    for key, value in tables.items():
+        lines += _table(f"[{name}.{key}]", f"{name}.{key}", value, {})
     for key, value in values.items():
         for inner in value if _is_tables(value) else ():
             lines += _table(f"[[{name}.{key}]]", f"{name}.{key}", inner, values)

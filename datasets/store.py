@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from .arrays.bucket_index import INDEX_COLUMNS, BucketIndex, build_indexes
 from .arrays.caption_tokens import CaptionTokens
+from .arrays.feature_arrays import FeatureArrays
 from .arrays.probe import check_of, check_whole
 from .arrays.shard_folder import Access, ShardFolder
 from .arrays.sharded_array import ShardedArray
@@ -28,7 +28,10 @@ from .disk.cached import cached_property
 from .errors import DamageError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from .format.buckets import bucket_size
 from .format.class_names import ClassNames
-from .format.layout import bucket_part
+from .format.row_layout import LATENTS, bucket_part
+from .format.table_schemas import suffixes
+from .format.zarr_shard import ArrayLayout
+from .revisions.bucket_index import INDEX_COLUMNS, BucketIndex, build_indexes
 from .revisions.catalog import REPAIR
 from .revisions.opened import open_revision
 from .revisions.record import Record, near_keys
@@ -147,8 +150,21 @@ class LatentStore:
 
     @property
     def checksums(self) -> np.ndarray:
-        """(records,) uint64 checksum of each record's rows, from the records table; 0 if not stored."""
+        """(records,) uint64 checksum of each record's latents, from the records table; 0 if not stored."""
         return self._indexed[1]
+
+    def checksums_of(self, group: str) -> np.ndarray:
+        """As ``checksums``, of a group of arrays: the latents by "", a feature by its name."""
+        if group == LATENTS:
+            return self.checksums
+        if group not in self._feature_checksums:
+            column = self.record_columns((f"checksum_{group}",))[0]
+            self._feature_checksums[group] = pc.fill_null(column, 0).to_numpy()
+        return self._feature_checksums[group]
+
+    @cached_property
+    def _feature_checksums(self) -> dict[str, np.ndarray]:
+        return {}
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -164,10 +180,16 @@ class LatentStore:
         """The captions table (CAPTIONS_SCHEMA); the position is the caption's id."""
         return self._opened.caption_columns(None)
 
+    def caption_checksums(self, name: str = "") -> np.ndarray:
+        """(captions,) uint64 checksum of each caption's rows of a text encoder, from the captions table."""
+        if name not in self._caption_checksums:
+            column = self._opened.caption_columns((f"checksum{suffixes(self.spec)[name]}",))[0]
+            self._caption_checksums[name] = pc.fill_null(column, 0).to_numpy()
+        return self._caption_checksums[name]
+
     @cached_property
-    def caption_checksums(self) -> np.ndarray:
-        """(captions,) uint64 checksum of each caption's tokens, from the captions table."""
-        return pc.fill_null(self._opened.caption_columns(("checksum",))["checksum"], 0).to_numpy()
+    def _caption_checksums(self) -> dict[str, np.ndarray]:
+        return {}
 
     def record_columns(self, columns: Sequence[str] | None) -> pa.Table:
         """Read some columns of the records table, or all, from disk; texts may be dictionaries."""
@@ -178,7 +200,7 @@ class LatentStore:
 
         Raises: UnknownKey: the bucket does not exist; the message lists the buckets.
         """
-        return self._array(f"{bucket_part(bucket)}/{self.spec.latent.array}")
+        return self.array(f"{bucket_part(bucket)}/{self.spec.latent.array}")
 
     def flipped_latents(self, bucket: str) -> ShardedArray:
         """Rows of the horizontally flipped pictures.
@@ -187,7 +209,7 @@ class LatentStore:
         """
         if not self.spec.latent.flip:
             raise StoreError(f"store '{self.path}': it holds no flipped latents. Precompute with vae.flip = true.")
-        return self._array(f"{bucket_part(bucket)}/{self.spec.latent.array}_flip")
+        return self.array(f"{bucket_part(bucket)}/{self.spec.latent.array}_flip")
 
     def index(self, bucket: str) -> BucketIndex:
         """Labels and captions of the stored records of a bucket, in order of their rows.
@@ -210,7 +232,7 @@ class LatentStore:
                     f"store '{self.path}': bucket '{bucket}' has label {index.labels.max()}, with {self.num_classes} "
                     f"classes. {REPAIR}"
                 )
-            if self.spec.text and np.any(np.diff(index.caption_starts) == 0):
+            if self.spec.text_encoders and np.any(np.diff(index.caption_starts) == 0):
                 raise DamageError(f"store '{self.path}': bucket '{bucket}' has a record without captions. {REPAIR}")
         checksums = pc.fill_null(table["checksum"], 0).to_numpy().copy()  # a view would keep the table
         del table
@@ -243,21 +265,60 @@ class LatentStore:
             values["row"] = int(self._stack.rows(values["bucket"], *place)[0])
         return Record(index=index, **{name: values[name] for name in Record.__dataclass_fields__ if name != "index"})
 
-    @cached_property
-    def tokens(self) -> CaptionTokens:
-        """The tokens of the captions.
+    @property
+    def texts(self) -> list[str]:
+        """Names of the text encoders; that of ``[text]`` is empty."""
+        return [one.name for one in self.spec.text_encoders]
 
-        Raises: StoreError: the store was encoded without captions.
+    def text(self, name: str = "") -> CaptionTokens:
+        """Captions of a text encoder.
+
+        Args:
+          name: as in ``texts``; empty for the first one.
+        Raises: StoreError: the store was encoded without captions; UnknownKey: it has no such text encoder.
         """
-        if self.spec.text is None:
+        if not self.texts:
             raise StoreError(f"store '{self.path}': it holds no captions. Precompute with text.kind.")
-        return CaptionTokens(self.spec.text, self._array, self._read_spans)
+        name = name or self.texts[0]
+        if name not in self.texts:
+            raise UnknownKey(f"store '{self.path}': no text encoder '{name}'. There are: {', '.join(self.texts)}.")
+        if name not in self._texts:
+            spec = self.spec.text_encoder_of(name).spec
+            self._texts[name] = CaptionTokens(name, spec, self.array, lambda: self._read_spans(name))
+        return self._texts[name]
 
-    def caption(self, record: Record | int, which: int = 0) -> np.ndarray:
+    @cached_property
+    def _texts(self) -> dict[str, CaptionTokens]:
+        return {}
+
+    @property
+    def tokens(self) -> CaptionTokens:
+        """Captions of the first text encoder, as ``text``."""
+        return self.text()
+
+    @property
+    def features(self) -> list[str]:
+        """Names of the image features."""
+        return [one.name for one in self.spec.features]
+
+    def feature(self, name: str, bucket: str) -> FeatureArrays:
+        """Rows of a feature of a bucket, in the order of ``latents``.
+
+        Raises: UnknownKey: the bucket or the feature does not exist; the message lists those that do.
+        """
+        if name not in self.features:
+            found = ", ".join(self.features) or "none"
+            raise UnknownKey(f"store '{self.path}': no feature '{name}'. There are: {found}.")
+        spec = next(one.spec for one in self.spec.features if one.name == name)
+        self.latents(bucket)  # raises if the bucket does not exist
+        return FeatureArrays(spec, bucket_part(bucket), name, self.array)
+
+    def caption(self, record: Record | int, which: int = 0, text: str = "") -> np.ndarray:
         """Embedding of one of a record's captions, as ``caption_embedding``.
 
         Args:
           record: a record, or its position in the records table, as in ``Batch.records``.
+          text: the text encoder; empty for the first.
         Raises: RowOutOfRange: no such record or caption; StoreError: the store holds no captions.
         """
         record = record if isinstance(record, Record) else self.record_at(int(record))
@@ -265,17 +326,20 @@ class LatentStore:
             raise RowOutOfRange(
                 f"store '{self.path}': caption {which} of record '{record.key}', it has {len(record.caption_ids)}"
             )
-        return self.caption_embedding(record.caption_ids[which])
+        return self.caption_embedding(record.caption_ids[which], text)
 
-    def caption_embedding(self, caption_id: int) -> np.ndarray:
+    def caption_embedding(self, caption_id: int, text: str = "") -> np.ndarray:
         """Embedding of a caption, (L, D), its valid tokens: a mapped view of stored float16 or float32, a float32 copy
         of stored bfloat16 or int8.
 
+        Args:
+          text: the text encoder; empty for the first.
         Raises: RowOutOfRange: no such caption.
         """
-        if not 0 <= caption_id < len(self.tokens.lengths):
-            raise RowOutOfRange(f"store '{self.path}': caption {caption_id}, there are {len(self.tokens.lengths)}")
-        return self.tokens[caption_id]
+        tokens = self.text(text)
+        if not 0 <= caption_id < len(tokens.lengths):
+            raise RowOutOfRange(f"store '{self.path}': caption {caption_id}, there are {len(tokens.lengths)}")
+        return tokens[caption_id]
 
     @property
     def null_caption(self) -> np.ndarray:
@@ -283,8 +347,12 @@ class LatentStore:
         ``caption_embedding``."""
         return self.tokens.null
 
-    def _read_spans(self) -> tuple[np.ndarray, np.ndarray]:
-        offsets, lengths = self._stack.caption_spans(self.folder, check_whole(self))
+    def layouts(self, path: str) -> list[ArrayLayout]:
+        """Layout of an array in each revision that has it; ``path`` is that within a revision."""
+        return list(self._stack.layouts(path).values())
+
+    def _read_spans(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        offsets, lengths = self._stack.caption_spans(name, self.folder, check_whole(self))
         if self.manifest and len(offsets) != self.manifest.num_captions:
             raise DamageError(f"store '{self.path}': its captions name tokens that do not exist. {REPAIR}")
         return offsets, lengths
@@ -297,16 +365,16 @@ class LatentStore:
     def _arrays(self) -> dict[str, ShardedArray]:
         return {}
 
-    def _array(self, path: str) -> ShardedArray:
+    def array(self, path: str) -> ShardedArray:
         """An array, stacked over the revisions that hold a part of it."""
         if path in self._arrays:
             return self._arrays[path]
         with self.folder.lock:  # two arrays of one path would map its shards twice
             if path not in self._arrays:
-                layouts = self._stack.layouts(path)
+                layouts = self.layouts(path)
                 if not layouts:
                     raise UnknownKey(f"store '{self.path}': no array '{path}'. Buckets: {', '.join(self.buckets)}.")
-                self._arrays[path] = ShardedArray(self.folder, list(layouts.values()), check_of(self, path))
+                self._arrays[path] = ShardedArray(self.folder, layouts, check_of(self, path))
             return self._arrays[path]
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from ..datasets.format.buckets import MAX_RATIO, STEP_PX, Table, bucket_table, largest_crop
+from ..datasets.format.schema import Name
 from ..datasets.format.zarr_shard import check_codec
 from ..datasets.recipe import Section, load_recipe
 
@@ -215,6 +222,9 @@ class FeatureSection(Section):
     """Of the stored tokens; "int8" has a scale for each token."""
 
 
+EncoderSection = VaeSection | TextSection | FeatureSection
+
+
 class StoreSection(Section):
     """The format on disk."""
 
@@ -241,17 +251,51 @@ class PrecomputeRecipe(Section):
     images: ImagesSection = ImagesSection()
     vae: VaeSection = VaeSection()
     text: TextSection = TextSection()
+    texts: dict[Name, TextSection] = Field(default={})  # written as [text.NAME]
+    features: dict[Name, FeatureSection] = Field(default={})
     store: StoreSection = StoreSection()
+
+    @property
+    def text_sections(self) -> dict[str, TextSection]:
+        """All text encoders by name; that of [text] by ""."""
+        return {"": self.text, **self.texts} if self.text.kind != "none" else self.texts
 
     @property
     def needs_captions(self) -> bool:
         """A record without a caption is rejected."""
-        return self.text.kind != "none" and self.source.missing_caption == "reject"
+        return bool(self.text_sections) and self.source.missing_caption == "reject"
 
     @property
     def null_captions(self) -> bool:
         """A record without a caption is stored, with the null caption."""
-        return self.text.kind != "none" and not self.needs_captions
+        return bool(self.text_sections) and not self.needs_captions
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_named_texts(cls, values: Any) -> Any:
+        """[text.NAME] to ``texts``."""
+        if not isinstance(values, dict) or not isinstance(text := values.get("text"), dict):
+            return values
+        named = {key: value for key, value in text.items() if isinstance(value, dict)}
+        unnamed = {key: value for key, value in text.items() if key not in named}
+        return values | {"text": unnamed, "texts": named} if named else values
+
+    @model_validator(mode="after")
+    def _named_encoders_differ(self) -> PrecomputeRecipe:
+        if none := [name for name, section in self.texts.items() if section.kind == "none"]:
+            raise ValueError(f'[text.{none[0]}] needs a kind, as kind = "clip"')
+        if both := sorted(self.texts.keys() & self.features.keys()):
+            raise ValueError(f"a text encoder and a feature have the name '{both[0]}'; use two names")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _write_named_texts(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """As the file has them: ``texts`` as [text.NAME], and no empty tables."""
+        values = serialise(self)
+        texts = values.pop("texts")
+        if texts:
+            values["text"] = (values["text"] if self.text.kind != "none" else {}) | texts
+        return {key: value for key, value in values.items() if value or key != "features"}
 
 
 def load(name: str, overrides: list[str]) -> PrecomputeRecipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,13 @@ import pyarrow as pa
 
 from ..datasets.errors import RecordRejected
 from ..datasets.format.buckets import bucket_size
-from ..datasets.format.layout import CAPTION_PART, bucket_part
-from ..datasets.format.token_dtypes import narrow, widen
+from ..datasets.format.row_layout import bucket_part
 from ..datasets.maintenance.findings import Finding
 from ..datasets.revisions.plan import FrozenPlan, read_plan
 from ..datasets.store import LatentStore
 from .encoders.forwards import EncodedRow, encode_batch, rows_of_a_forward
 from .repair import Tools, with_places
-from .shards.caption_shard import caption_batches
+from .shards.caption_shard import caption_batches, stored_rows
 from .shards.picture_batches import Picture, decode_planned
 
 CLOSE = 2e-2  # of the largest value; tolerance for another device or library version
@@ -91,17 +91,17 @@ def _deep_pictures(
         for i, picture in enumerate(decoded):
             if not isinstance(picture, RecordRejected):
                 pixels[i] = picture.pixels
-        views = [pixels, pixels[:, :, ::-1]][: len(plan.layout.latents[bucket])]
+        views = [pixels, pixels[:, :, ::-1]][: 2 if plan.spec.latent.flip else 1]
         here = {i: wanted[bucket, row] for i, row in enumerate(range(start, stop)) if (bucket, row) in wanted}
         max_rows = min(rows_of_a_forward(record["fallback"], size) for record in here.values())
-        found, _ = encode_batch(views, positions, tools.encoders.image, plan.spec.latent, max_rows=max_rows)
+        found, _ = encode_batch(views, positions, tools.encoders.rows_encoders(plan.spec.latent), max_rows=max_rows)
         for i, record in here.items():
             _compare_record(store, plan, record, decoded[i], found[i], result)
 
 
 def _batch_of(plan: FrozenPlan, bucket: str, row: int, size: int) -> tuple[int, int]:
     """Rows that shared a forward with a row."""
-    shard_rows = plan.layout.latents[bucket][0].shard_rows
+    shard_rows = plan.layout.part_arrays(bucket_part(bucket))[0].shard_rows
     rows = plan.layout.rows_of(bucket_part(bucket), row // shard_rows)
     start = rows.start + (row - rows.start) // size * size
     return start, min(start + size, rows.stop)
@@ -115,7 +115,7 @@ def _compare_record(
     found: EncodedRow,
     result: DeepReport,
 ) -> None:
-    array = plan.layout.latents[record["bucket"]][0]
+    array = plan.layout.part_arrays(bucket_part(record["bucket"]))[0]
     path = array.shard_path(record["row"] // array.shard_rows)
     place = (plan.revision, record["bucket"], record["row"] // array.shard_rows, 1, [record["key"]])
     result.num_records += 1
@@ -131,10 +131,16 @@ def _compare_record(
         result.findings.append(Finding(path, "not_reproduced", f"cannot be encoded again: {found.reject}", *place))
         return
     row = store.record(record["key"]).row
-    arrays = [store.latents(record["bucket"])]
-    arrays += [store.flipped_latents(record["bucket"])] if plan.spec.latent.flip else []
-    stored = np.concatenate([array[row] for array in arrays])
-    _judge(stored, np.concatenate(found.arrays), Finding(path, "not_reproduced", "", *place), result)
+    arrays = [
+        array for layouts in plan.layout.parts[bucket_part(record["bucket"])].groups.values() for array in layouts
+    ]
+    stored = [store.array(array.path.removeprefix(plan.layout.prefix))[row] for array in arrays]
+    encoded = [rows for group in found.groups.values() for rows in group]
+    _judge(_flat(stored), _flat(encoded), Finding(path, "not_reproduced", "", *place), result)
+
+
+def _flat(rows: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.ravel(row).astype(np.float32) for row in rows])
 
 
 def _judge(stored: np.ndarray, found: np.ndarray, finding: Finding, result: DeepReport) -> None:
@@ -149,22 +155,27 @@ def _judge(stored: np.ndarray, found: np.ndarray, finding: Finding, result: Deep
 
 
 def _deep_captions(store: LatentStore, plan: FrozenPlan, tools: Tools, captions: list[int], result: DeepReport) -> None:
-    if tools.encoders.caption is None or plan.spec.text is None or not captions:
-        return
-    array = plan.layout.part_arrays(CAPTION_PART)[0]
-    texts, lengths = plan.own_captions["text"].to_pylist(), plan.own_captions["num_tokens"].to_numpy()
+    """Compare some captions of a revision with a fresh encoding, one text encoder after the other."""
+    texts = plan.own_captions["text"].to_pylist()
     wanted = {caption - plan.first_caption: caption for caption in captions}
-    for shard in range(array.num_shards):
-        here = plan.layout.captions_of(shard)
-        for batch in caption_batches(lengths[here.start : here.stop], plan.spec.text, tools.encoders.caption):
-            ids = [here.start + i for i in batch]
-            if not wanted.keys() & set(ids):
-                continue
-            encoded = tools.encoders.caption.encode([texts[i] for i in ids]).token_rows()
-            for i, tokens in zip(ids, encoded, strict=True):
-                if i in wanted:
-                    result.num_captions += 1
-                    place = (array.shard_path(shard), "not_reproduced", "", plan.revision, None, shard, 1, [texts[i]])
-                    dtype = plan.spec.text.dtype
-                    found = widen(narrow(tokens, dtype), dtype)
-                    _judge(store.caption_embedding(wanted[i]), found, Finding(*place), result)
+    for part in plan.layout.parts.values():
+        layout = part.captions
+        if not layout or part.is_null or part.revision != plan.revision or not captions:
+            continue
+        encoder = tools.encoders.captions[layout.name]
+        for shard in {shard for _, shard in part.tasks}:
+            here = layout.captions_of(shard)
+            for batch in caption_batches(layout.num_tokens[here.start : here.stop], layout.spec, encoder):
+                ids = [here.start + i for i in batch.tolist()]
+                if not wanted.keys() & set(ids):
+                    continue
+                encoded = encoder.encode([texts[i] for i in ids])
+                for number, i in enumerate(ids):
+                    if i in wanted:
+                        result.num_captions += 1
+                        path = part.arrays[0].shard_path(shard)
+                        place = (path, "not_reproduced", "", plan.revision, None, shard, 1, [texts[i]])
+                        found = stored_rows(encoded.row(number), layout.spec).rows
+                        stored = store.text(layout.name).stored_rows(wanted[i])
+                        _judge(_flat(stored), _flat(found), Finding(*place), result)
+        encoder.release()

@@ -26,9 +26,10 @@ from ..datasets.revisions.plan import FrozenPlan
 from ..datasets.revisions.writer import StoreWriter
 from .config import PrecomputeRecipe
 from .encoders.describe import describe_store
-from .encoders.text import TokenCount
-from .encoders.vae import load_encoders
+from .encoders.loading import load_encoders
+from .encoders.text.encoder import TokenCount
 from .images.decoders import Decoders
+from .planning.additions import is_extension
 from .planning.compare import Comparison, Options
 from .planning.opening import check_apart, check_disk, check_fingerprint, is_sealed, newest_plan
 from .planning.pictures import num_threads
@@ -228,11 +229,11 @@ def open_store(stage: Stage1, source: Source, *, new_revision: bool) -> OpenedSt
         spec = stage.describe(source, found and found.spec)
         if found and new_revision and spec.fingerprint != found.spec.fingerprint:
             spec = stage.describe(source)  # the largest batch may differ
-        tokenizer = worker.encoders.tokenizer
+        tokenizers = worker.encoders.tokenizers
         planner = Planner(
-            root, spec, source, stage.recipe, tokenizer, stage.decoders, stage.progress, check=stage.check
+            root, spec, source, stage.recipe, tokenizers, stage.decoders, stage.progress, check=stage.check
         )
-        if found and not (new_revision and is_sealed(root, found)):
+        if found and not (is_sealed(root, found) and (new_revision or is_extension(found.spec, spec))):
             check_fingerprint(root, found.spec, spec)
         plan = found or planner.plan_first()
         if not found:  # another process may have planned first, with its own batch size

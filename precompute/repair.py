@@ -18,16 +18,16 @@ from ..datasets.arrays.shard_file import ShardFile
 from ..datasets.disk.hashing import xxh3_parts
 from ..datasets.errors import DamageError
 from ..datasets.format.layout import is_picture_task
+from ..datasets.format.row_layout import LATENTS
 from ..datasets.format.schema import Fallback
-from ..datasets.format.zarr_shard import pack_shard
-from ..datasets.maintenance.findings import part_of
+from ..datasets.format.zarr_shard import ArrayLayout, pack_shard
 from ..datasets.maintenance.repair import repair_revision, reseal, revisions_to_repair
 from ..datasets.maintenance.verify import Verification, verify_store
 from ..datasets.revisions.commits import Task, read_record
 from ..datasets.revisions.plan import FrozenPlan
 from ..datasets.revisions.writer import StoreWriter, row_checksum
 from .config import PrecomputeRecipe
-from .encoders.vae import Encoders
+from .encoders.loading import Encoders
 from .images.decoders import Decoders
 from .progress.clock import StageClock
 from .progress.rejects import RejectLimit
@@ -72,15 +72,13 @@ class Tools:
         """Encode shards of a plan again."""
         plan = with_places(plan, self.source)
         clock = StageClock()
-        if self.encoders.caption:
-            texts = [task for task in tasks if not is_picture_task(task)]
-            yield from encode_captions(plan, texts, self.encoders.caption, clock)
-            self.encoders.caption.release()  # the memory is for pictures now
+        texts = [task for task in tasks if not is_picture_task(task)]
+        yield from encode_captions(plan, texts, self.encoders.captions, clock)
         section = self.recipe.source.model_copy(update=UNLIMITED)
         yield from encode_pictures(
             plan,
             [task for task in tasks if is_picture_task(task)],
-            self.encoders.image,
+            self.encoders,
             self.decoders,
             self.source,
             limit=RejectLimit(section, None),
@@ -99,10 +97,10 @@ def repair(root: Path, tools: Maker, found: Verification, progress: Callable[[st
     """
     not_reproduced: dict[str, str] = {}
     for revision in revisions_to_repair(found):
-        at_fault = {part_of(finding.path) for finding in found.findings if finding.revision == revision}
         writer = repair_revision(root, revision, found)
         if writer is None or writer.spec.fingerprint != tools.fingerprint:
             continue  # too much is missing, or these encoders do not match
+        at_fault = {writer.plan.layout.task_of(finding.path) for finding in found.findings}
         if revision in found.revisions:
             at_fault |= set(writer.missing_tasks())  # an unfinished revision is for precompute to finish
         tasks = [task for task in writer.plan.layout.tasks() if task in at_fault]
@@ -175,26 +173,41 @@ def _keep_intact_rows(writer: StoreWriter, shard: PackedShard) -> PackedShard:
         }
     except (DamageError, OSError, ValueError):
         return shard
+    groups = writer.plan.layout.parts[shard.part].groups
+    checksums = {LATENTS: record.checksums} | {name: one.checksums for name, one in record.features.items()}
     arrays = {path: rows.copy() for path, rows in shard.arrays.items()}
-    for row, checksum in enumerate(record.checksums):
-        try:
-            found = [mapped.read(row, row + 1)[0] for mapped in maps.values()]
-        except DamageError:
-            continue
-        if not checksum:  # rejected: NaN in every array, whatever the source holds now
-            found = [np.full_like(one, np.nan) for one in found]
-        elif row_checksum(*found) != checksum:
-            continue
-        for array, one in zip(arrays.values(), found, strict=True):
-            array[row] = one
+    fits = True
+    for group, layouts in groups.items():
+        paths = [layout.path for layout in layouts]
+        of_group = {path: arrays[path] for path in paths}
+        _keep_rows(of_group, [maps[path] for path in paths], layouts, checksums[group])
+        fits &= _fit(of_group, checksums[group])
     return replace(
         shard,
         arrays=arrays,
         checksums=record.checksums,
         source_checksums=record.source_checksums,
-        rejects=record.rejects if _fit(arrays, record.checksums) else shard.rejects,
+        rejects=record.rejects if fits else shard.rejects,
         fallbacks=record.fallbacks,
+        features=record.features,
     )
+
+
+def _keep_rows(
+    arrays: dict[str, np.ndarray], maps: Sequence[ShardFile], layouts: Sequence[ArrayLayout], checksums: Sequence[str]
+) -> None:
+    """Copy the intact rows of a group of arrays from disk."""
+    for row, checksum in enumerate(checksums):
+        try:
+            found = [mapped.read(row, row + 1)[0] for mapped in maps]
+        except DamageError:
+            continue
+        if not checksum:  # rejected: empty in every array, whatever the source holds now
+            found = [np.full_like(one, layout.fill_value) for one, layout in zip(found, layouts, strict=True)]
+        elif row_checksum(*found) != checksum:
+            continue
+        for array, one in zip(arrays.values(), found, strict=True):
+            array[row] = one
 
 
 def _fit(arrays: dict[str, np.ndarray], checksums: Sequence[str]) -> bool:

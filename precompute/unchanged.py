@@ -13,9 +13,9 @@ from pathlib import Path
 
 from .. import __version__
 from ..datasets.format.class_names import ClassNames
-from ..datasets.format.encoder_paths import with_stored_encoder_paths
 from ..datasets.format.schema import EncoderIdentity, Manifest, StoreSpec
 from ..datasets.revisions.catalog import sealed_revisions
+from ..datasets.revisions.encoder_paths import with_stored_encoder_paths
 from ..datasets.revisions.plan import planned_revisions, read_plan
 from ..datasets.revisions.writer import StoreWriter
 from .config import PrecomputeRecipe, TextSection, VaeSection
@@ -98,28 +98,29 @@ def _has_same_settings(spec: StoreSpec, recipe: PrecomputeRecipe, store: Path) -
     return (
         spec.leandit_version == __version__
         and typed.recipe == spec.recipe
-        and (spec.text_encoder is None) == (recipe.text.kind == "none")
+        and {one.name for one in spec.text_encoders} == recipe.text_sections.keys()
         and libraries == library_majors(*libraries)
     )
 
 
 def _has_same_encoders(spec: StoreSpec, recipe: PrecomputeRecipe, device: str) -> bool:
     """The recipe's encoder files made the store, and would compute in the same dtype here."""
-    vae, text = recipe.vae, recipe.text
-    files = find_files(vae)
-    if not _is_same(spec.vae, vae, files.folder, files.weights_sha256, device):
-        return False
-    if spec.text_encoder is None:
-        return True
-    folder, _ = resolve_model(
-        text.model, text.tokenizer_subfolder, text.revision, files=TOKENIZER_FILES, what="text.model"
-    )
-    if spec.text_encoder.tokenizer_files_sha256 != hash_files(tokenizer_files(folder)):
-        return False
-    names = (CONFIG, *weight_names(TEXT_WEIGHTS))
-    folder, _ = resolve_model(text.model, text.subfolder, text.revision, files=names, what="text.model")
-    weights = weight_files(folder, TEXT_WEIGHTS, what="text.model")
-    return _is_same(spec.text_encoder, text, folder, hash_files(weights), device)
+    vae = find_files(recipe.vae)
+    if spec.features or not _is_same(spec.vae, recipe.vae, vae.folder, vae.weights_sha256, device):
+        return False  # a vision model is only known once it is loaded
+    for one in spec.text_encoders:
+        text = recipe.text_sections[one.name]
+        folder, _ = resolve_model(
+            text.model, text.tokenizer_subfolder, text.revision, files=TOKENIZER_FILES, what="text.model"
+        )
+        if one.encoder.tokenizer_files_sha256 != hash_files(tokenizer_files(folder)):
+            return False
+        names = (CONFIG, *weight_names(TEXT_WEIGHTS))
+        folder, _ = resolve_model(text.model, text.subfolder, text.revision, files=names, what="text.model")
+        weights = weight_files(folder, TEXT_WEIGHTS, what="text.model")
+        if not _is_same(one.encoder, text, folder, hash_files(weights), device):
+            return False
+    return True
 
 
 def _is_same(

@@ -1,4 +1,4 @@
-"""The caption embeddings of a store: where they are, as stored, and as numbers."""
+"""The captions of one text encoder: where their tokens are, as stored, and as numbers."""
 
 from __future__ import annotations
 
@@ -7,28 +7,40 @@ from collections.abc import Callable
 import numpy as np
 
 from ..disk.cached import cached_property
-from ..format.layout import EMBEDDINGS, NULL_EMBEDDING, NULL_SCALES, SCALES
+from ..errors import StoreError
+from ..format.caption_layout import (
+    EMBEDDINGS,
+    NULL_EMBEDDING,
+    NULL_POOLED,
+    NULL_SCALES,
+    POOLED,
+    SCALES,
+    caption_arrays,
+    caption_folder,
+)
 from ..format.schema import TextSpec
 from ..format.token_dtypes import StoredTokens, widen
 from .sharded_array import ShardedArray
 
 
 class CaptionTokens:
-    """The caption embeddings of a store, (L, D) each, without padding.
+    """The captions of one text encoder: embeddings of (L, D) each, without padding, and (or) a pooled vector (P,).
 
     Args:
-      spec: of the captions.
+      name: of the text encoder; empty for that of ``[text]``.
+      spec: of its captions.
       open_array: returns the array at a path.
       read_spans: returns the first row and the length of each caption, (num_captions,) each; called on first use.
     """
 
     def __init__(
         self,
+        name: str,
         spec: TextSpec,
         open_array: Callable[[str], ShardedArray],
         read_spans: Callable[[], tuple[np.ndarray, np.ndarray]],
     ) -> None:
-        self._spec, self._open, self._read_spans = spec, open_array, read_spans
+        self.name, self.spec, self._open, self._read_spans = name, spec, open_array, read_spans
 
     @cached_property
     def _spans(self) -> tuple[np.ndarray, np.ndarray]:
@@ -41,34 +53,88 @@ class CaptionTokens:
 
     @property
     def lengths(self) -> np.ndarray:
-        """(num_captions,) tokens of each caption."""
+        """(num_captions,) stored tokens of each caption."""
         return self._spans[1]
 
     @property
     def arrays(self) -> list[ShardedArray]:
-        """The tokens, (tokens, D) in the dtype on disk; for int8 also the scale of each token, (tokens,) float32."""
+        """The tokens, (tokens, D) in the dtype on disk; for int8 also the scale of each token, (tokens,) float32.
+
+        Raises: StoreError: only pooled vectors are stored.
+        """
         return [self._open(path) for path in self._paths(EMBEDDINGS, SCALES)]
+
+    @property
+    def pooled(self) -> ShardedArray:
+        """The pooled vectors, (num_captions, P) in the dtype on disk.
+
+        Raises: StoreError: there are none.
+        """
+        if not self.spec.pooled_width:
+            raise StoreError(
+                f"text encoder '{self.name}': it stores no pooled vectors. Precompute with output = \"both\"."
+            )
+        return self._open(f"{caption_folder(self.name)}/{POOLED}")
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths within a revision of tokens, scales and pooled vectors, in the order of a caption's checksum."""
+        return [f"{caption_folder(self.name)}/{array}" for array in caption_arrays(self.spec)]
 
     def stored(self, caption_id: int) -> StoredTokens:
         """The stored tokens of a caption; mapped views if they are uncompressed."""
+        arrays = self.arrays  # raises if there are none
         start = int(self.offsets[caption_id])
         stop = start + int(self.lengths[caption_id])
-        return StoredTokens.of([array.read(start, stop) for array in self.arrays])
+        return StoredTokens.of([array.read(start, stop) for array in arrays])
+
+    def stored_rows(self, caption_id: int) -> list[np.ndarray]:
+        """Rows of a caption in each array of ``paths``."""
+        tokens = self.stored(caption_id).parts if self.spec.has_tokens else []
+        return [*tokens, *([self.pooled.read(caption_id, caption_id + 1)] if self.spec.pooled_width else ())]
 
     def __getitem__(self, caption_id: int) -> np.ndarray:
         """The embedding of a caption, (L, D): float16 and float32 a mapped view, bfloat16 and int8 a float32 copy."""
-        return widen(self.stored(caption_id), self._spec.dtype)
+        return widen(self.stored(caption_id), self.spec.dtype)
+
+    def pooled_vector(self, caption_id: int) -> np.ndarray:
+        """The pooled vector of a caption, (P,); dtype as of ``__getitem__``."""
+        return widen(StoredTokens(self.pooled[caption_id][None], None), self.spec.pooled_dtype)[0]
 
     @property
     def stored_null(self) -> StoredTokens:
         """The stored null caption at full length; a copy."""
-        arrays = [self._open(path) for path in self._paths(NULL_EMBEDDING, NULL_SCALES)]
-        return StoredTokens.of([np.array(array.read(0, len(array))) for array in arrays])
+        return StoredTokens.of([self._whole(path) for path in self._paths(NULL_EMBEDDING, NULL_SCALES)])
+
+    @property
+    def stored_null_rows(self) -> list[np.ndarray]:
+        """Rows of the null caption in each array, as ``stored_rows``."""
+        tokens = self.stored_null.parts if self.spec.has_tokens else []
+        return [*tokens, *([self._stored_null_pooled] if self.spec.pooled_width else ())]
 
     @cached_property
     def null(self) -> np.ndarray:
         """The embedding of the null caption at full length, (max_tokens, D)."""
-        return widen(self.stored_null, self._spec.dtype)
+        return widen(self.stored_null, self.spec.dtype)
 
-    def _paths(self, tokens: str, scales: str) -> tuple[str, ...]:
-        return (tokens, scales) if self._spec.dtype == "int8" else (tokens,)
+    @cached_property
+    def null_pooled(self) -> np.ndarray:
+        """The pooled vector of the null caption, (P,)."""
+        return widen(StoredTokens(self._stored_null_pooled, None), self.spec.pooled_dtype)[0]
+
+    @property
+    def _stored_null_pooled(self) -> np.ndarray:
+        _ = self.pooled  # raises if there are none
+        return self._whole(f"{caption_folder(self.name)}/{NULL_POOLED}")
+
+    def _whole(self, path: str) -> np.ndarray:
+        array = self._open(path)
+        return np.array(array.read(0, len(array)))
+
+    def _paths(self, tokens: str, scales: str) -> list[str]:
+        if not self.spec.has_tokens:
+            raise StoreError(
+                f"text encoder '{self.name}': it stores only pooled vectors. Precompute with output = \"both\"."
+            )
+        names = (tokens, scales) if self.spec.dtype == "int8" else (tokens,)
+        return [f"{caption_folder(self.name)}/{name}" for name in names]

@@ -6,20 +6,21 @@ row does; ``leandit verify`` reads all rows.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from ..disk.cached import cached_property
 from ..disk.hashing import xxh3_file
 from ..errors import DamageError
-from ..format.layout import EMBEDDINGS, SCALES
+from ..format.caption_layout import EMBEDDINGS, POOLED, SCALES
+from ..format.layout import sharing_checksums
+from ..format.row_layout import LATENTS
 from ..format.schema import Manifest, StoreSpec
 from ..format.zarr_shard import ArrayLayout
+from ..revisions.bucket_index import BucketIndex
 from ..revisions.writer import row_checksum
-from .bucket_index import BucketIndex
 from .caption_tokens import CaptionTokens
 from .shard_file import ShardFile
 from .shard_folder import ShardCheck, ShardFolder
@@ -37,19 +38,20 @@ class ProbedStore(Protocol):
         """Rows and records of a bucket."""
         ...
 
-    @cached_property
-    def tokens(self) -> CaptionTokens:
-        """Token rows of each caption."""
+    def text(self, name: str = "") -> CaptionTokens:
+        """Captions of a text encoder."""
         ...
 
-    @property
-    def checksums(self) -> np.ndarray:
-        """Of each record's latents."""
+    def checksums_of(self, group: str) -> np.ndarray:
+        """Of each record's latents, or rows of a feature."""
         ...
 
-    @cached_property
-    def caption_checksums(self) -> np.ndarray:
-        """Of each caption's tokens."""
+    def caption_checksums(self, name: str = "") -> np.ndarray:
+        """Of each caption's rows of a text encoder."""
+        ...
+
+    def layouts(self, path: str) -> list[ArrayLayout]:
+        """An array in each revision."""
         ...
 
 
@@ -60,8 +62,10 @@ def _wrong_shard(store: ProbedStore, layout: ArrayLayout, shard: int) -> DamageE
     )
 
 
-def check_latents(store: ProbedStore, bucket: str) -> ShardCheck:
-    """Check a bucket's shards by their first stored record."""
+def check_rows(store: ProbedStore, path: str) -> ShardCheck:
+    """Check the shards of a bucket's array by their first stored record."""
+    _, bucket, *inside, _ = path.split("/")
+    group = inside[1] if inside else LATENTS
 
     def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
         index, rows = store.index(bucket), layout.rows_of(shard)
@@ -69,49 +73,54 @@ def check_latents(store: ProbedStore, bucket: str) -> ShardCheck:
         if position == len(index.rows) or index.rows[position] >= first + len(rows):
             return  # no stored record lies in it
         row = int(index.rows[position]) - first
-        checksum = int(store.checksums[index.records[position]])
-        rows_read = [mapped.read(row, row + 1)]
-        if store.spec.latent.flip:  # the checksum covers the row of both arrays
-            path = layout.path.removesuffix("_flip")
-            flipped = layout.path != path
-            other = replace(layout, path=path if flipped else f"{path}_flip")
-            rows_read.append(store.folder.open(other, shard, mapped=True).read(row, row + 1))
-            rows_read = rows_read[::-1] if flipped else rows_read
-        if int(row_checksum(*rows_read), 16) != checksum:
+        checksum = int(store.checksums_of(group)[index.records[position]])
+        opened = _with_twins(store, layout, shard, mapped, sharing_checksums(store.spec, path))
+        if int(row_checksum(*(file.read(row, row + 1) for file in opened)), 16) != checksum:
             raise _wrong_shard(store, layout, shard)
 
     return check
 
 
-def check_captions(store: ProbedStore) -> ShardCheck:
-    """Check the shards of caption embeddings, or of their scales, by their first caption."""
+def check_captions(store: ProbedStore, name: str) -> ShardCheck:
+    """Check the shards of a text encoder by their first caption."""
 
     def check(layout: ArrayLayout, shard: int, first: int, mapped: ShardFile) -> None:
-        offsets = store.tokens.offsets
-        caption = int(np.searchsorted(offsets, first))
-        if caption == len(offsets) or offsets[caption] >= first + len(layout.rows_of(shard)):
-            return
-        start = int(offsets[caption]) - first
-        checksum = int(store.caption_checksums[caption])
-        stop = start + int(store.tokens.lengths[caption])
-        rows_read = [mapped.read(start, stop)]
-        if store.spec.text and store.spec.text.dtype == "int8":  # the checksum covers the rows of both arrays
-            other = _twin(store, layout)
-            rows_read.append(store.folder.open(other, shard, mapped=True).read(start, stop))
-            rows_read = rows_read[::-1] if layout.path.endswith(SCALES) else rows_read
-        if int(row_checksum(*rows_read), 16) != checksum:
+        tokens, caption, start, length = store.text(name), first, 0, 0
+        if tokens.spec.has_tokens:
+            offsets = tokens.offsets
+            is_pooled = layout.path.endswith(POOLED)
+            caption = first if is_pooled else int(np.searchsorted(offsets, first))
+            if caption == len(offsets) or (not is_pooled and offsets[caption] >= first + len(layout.rows_of(shard))):
+                return
+            start = 0 if is_pooled else int(offsets[caption]) - first  # a shard begins with a caption
+            length = int(tokens.lengths[caption])
+        checksum = int(store.caption_checksums(name)[caption])
+        opened = zip(tokens.paths, _with_twins(store, layout, shard, mapped, tokens.paths), strict=True)
+        rows = [file.read(0, 1) if path.endswith(POOLED) else file.read(start, start + length) for path, file in opened]
+        if int(row_checksum(*rows), 16) != checksum:
             raise _wrong_shard(store, layout, shard)
 
     return check
 
 
-def _twin(store: ProbedStore, layout: ArrayLayout) -> ArrayLayout:
-    """Layout of the scales of int8 tokens, or of the tokens that scales belong to."""
-    folder = layout.path.removesuffix(SCALES).removesuffix(EMBEDDINGS)
-    if layout.path.endswith(EMBEDDINGS):
-        return replace(layout, path=folder + SCALES, shape=layout.shape[:1], dtype="float32")
-    assert store.spec.text is not None
-    return replace(layout, path=folder + EMBEDDINGS, shape=(layout.shape[0], store.spec.text.width), dtype="int8")
+def _with_twins(
+    store: ProbedStore, layout: ArrayLayout, shard: int, mapped: ShardFile, paths: Sequence[str]
+) -> list[ShardFile]:
+    """The same shard of all arrays that share checksums, in order.
+
+    Args:
+      layout, mapped: of one of them, which is open.
+      paths: of all, within any revision.
+    """
+    files, suffix = [], next(path for path in paths if f"/{layout.path}".endswith(f"/{path}"))
+    for path in paths:
+        twin = layout.path.removesuffix(suffix) + path
+        if twin == layout.path:
+            files.append(mapped)
+            continue
+        other = next(one for one in store.layouts(path) if one.path == twin)
+        files.append(store.folder.open(other, shard, mapped=True))
+    return files
 
 
 def check_whole(store: ProbedStore) -> ShardCheck:
@@ -131,7 +140,9 @@ def check_whole(store: ProbedStore) -> ShardCheck:
 
 def check_of(store: ProbedStore, path: str) -> ShardCheck:
     """The check of an array, by its path within a revision."""
-    folder, _, rest = path.partition("/")
+    folder, *inside, name = path.split("/")
     if folder == "buckets":
-        return check_latents(store, rest.split("/")[0])
-    return check_captions(store) if path in (EMBEDDINGS, SCALES) else check_whole(store)
+        return check_rows(store, path)
+    if name in (EMBEDDINGS, SCALES, POOLED):
+        return check_captions(store, inside[0] if inside else "")
+    return check_whole(store)

@@ -15,19 +15,21 @@ import numpy as np
 from ..disk.cached import cached_property
 from ..disk.hashing import read_json
 from ..errors import DamageError
-from ..format.buckets import bucket_size
-from ..format.layout import (
+from ..format.caption_layout import (
+    CAPTION_PART,
     EMBEDDINGS,
-    GROUP,
     LENGTHS,
     NULL_EMBEDDING,
+    NULL_POOLED,
     NULL_SCALES,
     OFFSETS,
+    POOLED,
     SCALES,
-    bucket_part,
-    revision_prefix,
+    caption_folder,
 )
-from ..format.schema import StoreSpec
+from ..format.layout import GROUP, revision_prefix
+from ..format.row_layout import FEATURES, LATENTS, bucket_part, row_arrays
+from ..format.schema import StoreSpec, TextSpec
 from ..format.token_dtypes import ON_DISK
 from ..format.zarr_shard import ArrayLayout
 from ..revisions.catalog import REPAIR
@@ -93,18 +95,19 @@ class ArrayStack:
             )
         return rows + (np.cumsum(counts) - counts)[index]
 
-    def caption_spans(self, folder: ShardFolder, check: ShardCheck) -> tuple[np.ndarray, np.ndarray]:
-        """First row and number of rows of every caption in the stacked embeddings, (num_captions,) int64 each.
+    def caption_spans(self, name: str, folder: ShardFolder, check: ShardCheck) -> tuple[np.ndarray, np.ndarray]:
+        """First row and number of rows of every caption in the stacked embeddings of a text encoder.
 
+        Returns: (num_captions,) int64 each.
         Raises: DamageError: a caption does not lie within the embeddings of its revision.
         """
-        embeddings, base = self.layouts(EMBEDDINGS), 0
-        offset_layouts, length_layouts = self.layouts(OFFSETS), self.layouts(LENGTHS)
+        spec, captions = self.spec.text_encoder_of(name).spec, caption_folder(name)
+        embeddings, base = self.layouts(f"{captions}/{EMBEDDINGS}"), 0
+        offset_layouts, length_layouts = (self.layouts(f"{captions}/{path}") for path in (OFFSETS, LENGTHS))
         offsets, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        longest = self.spec.text.max_tokens if self.spec.text else 0
         fits = embeddings.keys() == offset_layouts.keys() == length_layouts.keys()
-        if self.spec.text and self.spec.text.dtype == "int8":
-            scales = self.layouts(SCALES)
+        if spec.dtype == "int8":
+            scales = self.layouts(f"{captions}/{SCALES}")
             token_counts = [
                 {number: array.shape[0] for number, array in arrays.items()} for arrays in (scales, embeddings)
             ]
@@ -115,7 +118,7 @@ class ArrayStack:
                 for spans in (offset_layouts[revision], length_layouts[revision])
             )
             # In this order, because the sum of two hostile numbers can wrap around.
-            fits = fits and len(first) == len(count) and bool(np.all((count >= 1) & (count <= longest)))
+            fits = fits and len(first) == len(count) and bool(np.all((count >= 1) & (count <= spec.max_tokens)))
             fits = fits and bool(np.all((first >= 0) & (first <= layout.shape[0] - count)))
             if not fits:
                 break
@@ -137,11 +140,10 @@ class ArrayStack:
                 f"store '{self.root}': array '{layout.path}' has rows of {layout.dtype} {layout.shape[1:]}, unlike "
                 f"the encoders of the store. {REPAIR}"
             )
-        longest = self.spec.text.max_tokens if self.spec.text else 0
-        if path in (NULL_EMBEDDING, NULL_SCALES) and layout.shape[0] != longest:
+        needed = self._rows_needed(path, layout)
+        if needed is not None and layout.shape[0] != needed:
             raise DamageError(
-                f"store '{self.root}': array '{layout.path}' has {layout.shape[0]} rows, a null caption has {longest}. "
-                f"{REPAIR}"
+                f"store '{self.root}': array '{layout.path}' has {layout.shape[0]} rows, needed {needed}. {REPAIR}"
             )
         if self._shard_counts[layout.path] != layout.num_shards:
             raise DamageError(
@@ -154,14 +156,42 @@ class ArrayStack:
         """Number of shard files of each array in the manifest."""
         return Counter(path.partition("/c/")[0] for path in self._sizes or () if "/c/" in path)
 
+    def _rows_needed(self, path: str, layout: ArrayLayout) -> int | None:
+        """Rows that an array must have: those of a null caption, or of the latents beside a feature; None for any."""
+        folder, *_, name = path.split("/")
+        if folder == CAPTION_PART:
+            spec = self._text_spec(path)
+            longest = spec.max_tokens if spec else 0
+            return {NULL_EMBEDDING: longest, NULL_SCALES: longest, NULL_POOLED: 1}.get(name)
+        if f"/{FEATURES}/" not in path:
+            return None
+        latents = f"{layout.path.partition(f'/{FEATURES}/')[0]}/{self.spec.latent.array}"
+        beside = read_json(self.root / latents / GROUP, max_bytes=MAX_METADATA_BYTES)
+        return ArrayLayout.from_metadata(latents, beside).shape[0]
+
     def _row_of(self, path: str) -> tuple[tuple[int, ...], str] | None:
         """Shape and dtype of a row of an array by the spec; None if the store has no such array."""
-        if path in (OFFSETS, LENGTHS):
-            return (), "int64"
-        if path in (EMBEDDINGS, NULL_EMBEDDING):
-            return self.spec.text and ((self.spec.text.width,), ON_DISK[self.spec.text.dtype])
-        if path in (SCALES, NULL_SCALES):
-            return ((), "float32") if self.spec.text and self.spec.text.dtype == "int8" else None
-        bucket, latent = path.split("/")[1], self.spec.latent
-        height, width = (side // latent.downscale for side in bucket_size(bucket))
-        return (latent.stored_channels, height, width), latent.dtype
+        folder, *_, name = path.split("/")
+        if folder != CAPTION_PART:
+            bucket, inside = path.split("/", 2)[1:]
+            group = inside.split("/")[1] if inside.startswith(f"{FEATURES}/") else LATENTS
+            return row_arrays(self.spec, bucket, group).get(inside)
+        if (spec := self._text_spec(path)) is None:
+            return None
+        tokens, scales, pooled = ((spec.width,), ON_DISK[spec.dtype]), ((), "float32"), spec.pooled_width
+        found = {OFFSETS: ((), "int64"), LENGTHS: ((), "int64"), EMBEDDINGS: tokens, NULL_EMBEDDING: tokens}
+        found = found if spec.has_tokens else {}
+        if spec.has_tokens and spec.dtype == "int8":
+            found |= {SCALES: scales, NULL_SCALES: scales}
+        if pooled:
+            found |= dict.fromkeys((POOLED, NULL_POOLED), ((pooled,), ON_DISK[spec.pooled_dtype]))
+        return found.get(name)
+
+    def _text_spec(self, path: str) -> TextSpec | None:
+        """Of the text encoder of an array; None if the store has none of its name."""
+        return next((one.spec for one in self.spec.text_encoders if one.name == _encoder_name(path)), None)
+
+
+def _encoder_name(path: str) -> str:
+    """Name of the text encoder of an array, from its path."""
+    return path.split("/")[1] if path.count("/") == 2 else ""

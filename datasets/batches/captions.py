@@ -1,68 +1,98 @@
-"""The captions of a batch: gathered as stored, converted to numbers on the device of the batch.
+"""The captions of a batch by one text encoder: gathered as stored, converted to numbers on the device of the batch.
 
 So the stored bytes are copied to the device: of int8 half those of float16, plus a scale per token.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 
-from ..store import LatentStore
+from ..arrays.caption_tokens import CaptionTokens
+from ..arrays.sharded_array import ShardedArray
+from ..disk.cached import cached_property
+from ..errors import RecipeError
 from .buffer_pool import BufferPool
 
+TextForm = Literal["padded", "packed", "none"]
 
-class StoredCaptions(NamedTuple):
-    """Captions of a batch as they are stored.
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CaptionBatch:
+    """Captions of a batch by one text encoder, in the dtype of the store.
 
     Args:
-      tokens: (B, L, D) padded with zeros to the longest, or (sum L, D) packed; float16, float32, bfloat16 or int8.
-      lengths: (B,) int64 valid tokens.
+      tokens: (B, L, D) padded with zeros to the longest, or (sum L, D) packed; None if only pooled vectors are stored.
+      lengths: (B,) int64 stored tokens of each, or None likewise.
       scales: (B, L) or (sum L,) float32 of int8 tokens, 0 where padded; else None.
+      pooled: (B, P) pooled vectors, or None.
     """
 
-    tokens: torch.Tensor
-    lengths: torch.Tensor
-    scales: torch.Tensor | None
+    tokens: torch.Tensor | None
+    lengths: torch.Tensor | None
+    scales: torch.Tensor | None = None
+    pooled: torch.Tensor | None = None
+
+    @cached_property
+    def embeddings(self) -> torch.Tensor | None:
+        """Tokens as numbers, on their device: as stored, or float32 of int8, one exact product each."""
+        if self.tokens is None or self.scales is None:
+            return self.tokens
+        return self.tokens * self.scales[..., None]
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """(B + 1,) int32 where each packed caption begins, then the end: cu_seqlens of variable-length attention."""
+        if self.lengths is None:
+            raise RecipeError("this text encoder stores only pooled vectors, so its captions have no lengths.")
+        zero = torch.zeros(1, dtype=torch.int64, device=self.lengths.device)
+        return torch.cat([zero, self.lengths.cumsum(0)]).int()
 
 
-def final_captions(tokens: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Caption embeddings for a model, on the device of the tokens.
+def read_captions(tokens: CaptionTokens, caption_ids: np.ndarray, form: TextForm, buffers: BufferPool) -> CaptionBatch:
+    """Gather captions of a text encoder.
 
-    Returns: float32 of int8 tokens, one exact product each, so equal on every device; other tokens unchanged.
+    Args:
+      caption_ids: (B,).
+      form: "padded" or "packed".
     """
-    return tokens if scales is None else tokens * scales[..., None]
+    pooled = None
+    if tokens.spec.pooled_width:
+        rows = buffers.take((len(caption_ids), tokens.spec.pooled_width), tokens.pooled.dtype)
+        pooled = _as_tensor(tokens.pooled.take(caption_ids, out=rows), tokens.spec.pooled_dtype)
+    if not tokens.spec.has_tokens:
+        return CaptionBatch(None, None, pooled=pooled)
+    starts, lengths = tokens.offsets[caption_ids], tokens.lengths[caption_ids]
+    read = _packed if form == "packed" else _padded
+    gathered = [read(array, starts, lengths, buffers) for array in tokens.arrays]
+    return CaptionBatch(
+        tokens=_as_tensor(gathered[0], tokens.spec.dtype),
+        lengths=torch.from_numpy(lengths),
+        scales=torch.from_numpy(gathered[1]) if len(gathered) == 2 else None,
+        pooled=pooled,
+    )
 
 
-def read_padded(store: LatentStore, caption_ids: np.ndarray, buffers: BufferPool) -> StoredCaptions:
-    """Gather caption embeddings, padded with zeros to the longest."""
-    lengths = store.tokens.lengths[caption_ids]
+def _padded(array: ShardedArray, starts: np.ndarray, lengths: np.ndarray, buffers: BufferPool) -> np.ndarray:
+    """(B, L, ...) rows of each caption, padded with zeros to the longest."""
     longest = int(lengths.max(initial=0))
-    starts, gathered = store.tokens.offsets[caption_ids].tolist(), []
-    for array in store.tokens.arrays:
-        padded = buffers.take((len(caption_ids), longest, *array.row_shape), array.dtype)
-        for row, start, length in zip(padded, starts, lengths.tolist(), strict=True):
-            row[:length] = array.read(start, start + length)
-            row[length:] = 0
-        array.check_unchanged()
-        gathered.append(padded)
-    return _as_tensors(store, gathered, lengths)
+    padded = buffers.take((len(starts), longest, *array.row_shape), array.dtype)
+    for row, start, length in zip(padded, starts.tolist(), lengths.tolist(), strict=True):
+        row[:length] = array.read(start, start + length)
+        row[length:] = 0
+    array.check_unchanged()
+    return padded
 
 
-def read_packed(store: LatentStore, caption_ids: np.ndarray, buffers: BufferPool) -> StoredCaptions:
-    """Gather caption embeddings, one after the other."""
-    lengths = store.tokens.lengths[caption_ids]
-    starts, gathered = store.tokens.offsets[caption_ids], []
-    for array in store.tokens.arrays:
-        packed = buffers.take((int(lengths.sum()), *array.row_shape), array.dtype)
-        gathered.append(array.take_ranges(starts, lengths, out=packed))
-    return _as_tensors(store, gathered, lengths)
+def _packed(array: ShardedArray, starts: np.ndarray, lengths: np.ndarray, buffers: BufferPool) -> np.ndarray:
+    """(sum L, ...) rows of each caption, one after the other."""
+    packed = buffers.take((int(lengths.sum()), *array.row_shape), array.dtype)
+    return array.take_ranges(starts, lengths, out=packed)
 
 
-def _as_tensors(store: LatentStore, gathered: list[np.ndarray], lengths: np.ndarray) -> StoredCaptions:
-    assert store.spec.text is not None
-    tensors = [torch.from_numpy(array) for array in gathered]
-    tokens = tensors[0].view(torch.bfloat16) if store.spec.text.dtype == "bfloat16" else tensors[0]
-    return StoredCaptions(tokens, torch.from_numpy(lengths), tensors[1] if len(tensors) == 2 else None)
+def _as_tensor(rows: np.ndarray, dtype: str) -> torch.Tensor:
+    tensor = torch.from_numpy(rows)
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

@@ -102,10 +102,10 @@ class Lookup:
         if latent.flip:
             flipped = keyed_choice(np.full(len(records), 2), **keyed, purpose=PURPOSE_FLIP) == 1
         bounds = self.caption_bounds[plan]
-        if store.spec.text and self.captions and bounds:
+        if store.texts and self.captions and bounds:
             uniform = keyed_uniform(**keyed, purpose=PURPOSE_CAPTION)
             captions = choose_captions(bounds[bucket], index, positions, uniform)
-        elif store.spec.text and self.captions:
+        elif store.texts and self.captions:
             starts = index.caption_starts[positions]
             choices = index.caption_starts[positions + 1] - starts
             captions = index.caption_ids[starts + keyed_choice(choices, **keyed, purpose=PURPOSE_CAPTION)]

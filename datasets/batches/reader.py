@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -26,11 +26,11 @@ from ..order.order import BatchOrder
 from ..order.slices import rank_slice
 from ..store import LatentStore
 from .buffer_pool import BufferPool, hold_while_copied
-from .captions import final_captions, read_packed, read_padded
+from .captions import CaptionBatch, TextForm, read_captions
+from .features import FeatureBatch, read_feature
 from .latents import final_latents
 from .lookup import Lookup, Records, WantedBatch
 
-TextForm = Literal["padded", "packed", "none"]
 PLANNED_AHEAD = 32  # batches planned together, at little more than the cost of one
 KEPT_GROUPS = 3  # of planned batches: threads read on both sides of a boundary, and one is planned ahead
 
@@ -43,8 +43,6 @@ class Batch:
     Args:
       stored: (B, 2C, H, W) moments or (B, C, H, W) latents as stored, in the store's dtype.
       labels: (B,) int64 class index, -1 for none.
-      stored_captions: in the store's dtype, or None: (B, L, D), padded with zeros to the longest, or packed (sum L, D).
-      caption_lengths: (B,) int64 valid tokens, or None.
       records: (B,) int64 positions in the records table.
       draw_keys: (B,) int64 keys of the posterior draw, or None without a posterior.
       spec: describes ``stored``, and how it becomes the model's input.
@@ -53,13 +51,12 @@ class Batch:
       global_size: records in the global batch.
       epoch: of the batch.
       store: index into the reader's stores.
-      caption_scales: (B, L) or (sum L,) float32 of int8 captions, else None.
+      texts: captions of each text encoder, by name; that of ``[text]`` is empty.
+      features: image features, by name.
     """
 
     stored: torch.Tensor
     labels: torch.Tensor
-    stored_captions: torch.Tensor | None
-    caption_lengths: torch.Tensor | None
     records: torch.Tensor
     draw_keys: torch.Tensor | None
     spec: LatentSpec
@@ -68,7 +65,8 @@ class Batch:
     global_size: int
     epoch: int
     store: int = 0
-    caption_scales: torch.Tensor | None = None
+    texts: Mapping[str, CaptionBatch] = field(default_factory=dict)
+    features: Mapping[str, FeatureBatch] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -81,41 +79,62 @@ class Batch:
         """(B, C, H, W) float32, drawn, shifted and scaled: the model's input at t = 0, on the device of the batch."""
         return final_latents(self.stored, self.spec, self.draw_keys)
 
-    @cached_property
-    def captions(self) -> torch.Tensor | None:
-        """(B, L, D) or packed (sum L, D), on the device of the batch, or None: as stored, or float32 of int8."""
-        return None if self.stored_captions is None else final_captions(self.stored_captions, self.caption_scales)
+    @property
+    def text(self) -> CaptionBatch | None:
+        """Captions of the first text encoder; None if the store has none, or the reader was asked for none."""
+        return next(iter(self.texts.values()), None)
 
-    @cached_property
+    @property
+    def captions(self) -> torch.Tensor | None:
+        """(B, L, D) or packed (sum L, D) of the first text encoder, or None: as stored, or float32 of int8."""
+        return self.text and self.text.embeddings
+
+    @property
+    def caption_lengths(self) -> torch.Tensor | None:
+        """(B,) int64 tokens of each caption of the first text encoder, or None."""
+        return self.text and self.text.lengths
+
+    @property
     def caption_offsets(self) -> torch.Tensor:
         """(B + 1,) int32 where each packed caption begins, then the end: cu_seqlens of variable-length attention."""
-        if self.caption_lengths is None:
+        if self.text is None:
             raise RecipeError("this batch has no captions: the store has none, or the reader was asked for none.")
-        zero = torch.zeros(1, dtype=torch.int64, device=self.caption_lengths.device)
-        return torch.cat([zero, self.caption_lengths.cumsum(0)]).int()
+        return self.text.offsets
 
     def finish(self) -> Batch:
-        """Compute latents and captions now."""
-        _ = self.latents, self.captions
+        """Compute latents, captions and features now."""
+        _ = self.latents, *(text.embeddings for text in self.texts.values())
+        _ = [(feature.patches, feature.cls) for feature in self.features.values()]
         return self
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory of a batch on a GPU until the stream has finished its current work."""
-        for value in vars(self).values():  # the latents too, once they are computed
-            if isinstance(value, torch.Tensor):
-                value.record_stream(stream)
+        for part in (self, *self.texts.values(), *self.features.values()):
+            for value in vars(part).values():  # the latents too, once they are computed
+                if isinstance(value, torch.Tensor):
+                    value.record_stream(stream)
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on a device, copied asynchronously from pinned memory, on the current stream of the device.
 
         This batch may be dropped at once. Code that copies its tensors otherwise must hold it until the copy is done.
         """
-        device = torch.device(device)
-        values: dict[str, Any] = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-        hold_while_copied(list(tensors.values()), device)
-        return Batch(**values | moved)
+        device, held = torch.device(device), list[torch.Tensor]()
+
+        def moved(part: Any) -> dict[str, Any]:
+            tensors = {one.name: getattr(part, one.name) for one in fields(part)}
+            tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+            held.extend(tensors.values())
+            return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+        batch = replace(
+            self,
+            **moved(self),
+            texts={name: replace(text, **moved(text)) for name, text in self.texts.items()},
+            features={name: replace(feature, **moved(feature)) for name, feature in self.features.items()},
+        )
+        hold_while_copied(held, device)
+        return batch
 
 
 class _Group:
@@ -133,6 +152,7 @@ class BatchReader(Dataset):
       order: of the batches.
       rank, world_size: this reader reads its slice of every global batch.
       text: form of the captions, or "none".
+      features: names of the image features to read; None for all of the store.
       pin: use page-locked memory.
       seed: of the posterior draw and the choice of caption and flip; None: that of each plan.
       caption_odds: how often each caption of a record is drawn, of each store; None for uniform draws.
@@ -148,6 +168,7 @@ class BatchReader(Dataset):
         rank: int = 0,
         world_size: int = 1,
         text: TextForm = "padded",
+        features: Sequence[str] | None = None,
         pin: bool = False,
         seed: int | None = None,
         caption_odds: Sequence[CaptionOdds | None] = (),
@@ -164,6 +185,11 @@ class BatchReader(Dataset):
             check_fit(store, plan)
         check_alike([(store.path, store.spec) for store in self.stores], captions=text != "none")
         self._text: TextForm = text
+        self._features = list(self.stores[0].features if features is None else features)
+        for store in self.stores:
+            if missing := set(self._features) - set(store.features):
+                found = ", ".join(store.features) or "none"
+                raise RecipeError(f"store '{store.path}': it has no feature '{min(missing)}'. There are: {found}.")
         odds = caption_odds if caption_odds and text != "none" else [None] * len(self.stores)
         bounds = [of_store and of_store.bounds(store) for of_store, store in zip(odds, self.stores, strict=True)]
         self.caption_odds = [of_store and of_store.identity() for of_store in odds] if any(odds) else None
@@ -183,15 +209,13 @@ class BatchReader(Dataset):
             raise IndexError(f"batch {number}: needed a number from 0")
         looked_up = self._look_up(number)
         planned, wanted = looked_up.planned, looked_up.wanted
-        store, text = self.stores[planned.plan], None
+        store, texts, bucket = self.stores[planned.plan], {}, planned.bucket
         if wanted.caption_ids is not None:
-            read = read_packed if self._text == "packed" else read_padded
-            text = read(store, wanted.caption_ids, self._buffers)
+            ids, form = wanted.caption_ids, self._text
+            texts = {name: read_captions(store.text(name), ids, form, self._buffers) for name in store.texts}
         return Batch(
             stored=torch.from_numpy(self._read_latents(store, planned.bucket, wanted)),
             labels=_tensor(wanted.labels),
-            stored_captions=text and text.tokens,
-            caption_lengths=text and text.lengths,
             records=_tensor(wanted.records),
             draw_keys=None if wanted.draw_keys is None else _tensor(wanted.draw_keys),
             spec=store.spec.latent,
@@ -200,7 +224,11 @@ class BatchReader(Dataset):
             global_size=len(planned.positions),
             epoch=planned.epoch,
             store=planned.plan,
-            caption_scales=text and text.scales,
+            texts=texts,
+            features={
+                name: read_feature(store, name, bucket, wanted.rows, wanted.flipped, self._buffers)
+                for name in self._features
+            },
         )
 
     def shards_of(self, number: int) -> tuple[LatentStore, list[str]]:
@@ -212,8 +240,17 @@ class BatchReader(Dataset):
         if wanted.flipped is not None:
             paths += store.flipped_latents(planned.bucket).shard_paths(wanted.rows)
         if wanted.caption_ids is not None:
-            for array in store.tokens.arrays:
-                paths += array.shard_paths(store.tokens.offsets[wanted.caption_ids])
+            for tokens in map(store.text, store.texts):
+                for array in tokens.arrays if tokens.spec.has_tokens else ():
+                    paths += array.shard_paths(tokens.offsets[wanted.caption_ids])
+                if tokens.spec.pooled_width:
+                    paths += tokens.pooled.shard_paths(wanted.caption_ids)
+        for name in self._features:
+            feature = store.feature(name, planned.bucket)
+            for output in feature.outputs:
+                for flipped in (False, True)[: 1 if wanted.flipped is None else 2]:
+                    for array in feature.arrays(output, flipped=flipped):
+                        paths += array.shard_paths(wanted.rows)
         return store, paths
 
     def fetch_ahead(self, first: int, count: int) -> None:

@@ -10,16 +10,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..disk.cached import cached_property
 from ..disk.hashing import canonical_json
-from ..disk.spill import map_array
-from .buckets import bucket_size
+from .caption_layout import CAPTION_PART, NULL_PART, CaptionLayout, caption_arrays, caption_folder
+from .row_layout import LATENTS, bucket_part, row_arrays, row_layouts
 from .schema import StoreSpec
-from .token_dtypes import ON_DISK
 from .zarr_shard import ArrayLayout, pack_shard
 
 MANIFEST = "manifest.json"
@@ -30,20 +29,8 @@ PLAN = "plan"
 PLAN_FILE = "plan.json"
 REVISIONS = "revisions"
 LEASES = "leases"
+ADDED = "added"  # first folder of the parts that complete earlier revisions
 REMOTE_ABOUT = "about.json"  # next to the local part of a store at a URL
-
-CAPTION_PART = "captions"
-NULL_PART = "null_caption"
-EMBEDDINGS = "captions/embeddings"
-SCALES = "captions/scales"
-NULL_EMBEDDING = "captions/null"
-NULL_SCALES = "captions/null_scales"
-OFFSETS = "captions/offsets"
-LENGTHS = "captions/lengths"
-
-# More rows make reads no faster; a shard's index (16 bytes a row) and commit record (38 bytes a row) stay small.
-MAX_SHARD_ROWS = 8192
-TOKEN_CHUNK_BYTES = 1 << 16  # of small tokens in a Zarr chunk
 
 
 def revision_prefix(revision: int) -> str:
@@ -72,51 +59,63 @@ def group_json(spec: StoreSpec) -> bytes:
     return canonical_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
 
 
-def bucket_part(bucket: str) -> str:
-    """Name of the part, and folder, of a bucket."""
-    return f"buckets/{bucket}"
-
-
 def commit_path(revision: int, part: str, shard: int) -> str:
     """Path of a shard task's commit record within the store."""
     return f"{revision_prefix(revision)}commits/{part}/{shard:06d}.json"
 
 
-def latent_layouts(spec: StoreSpec, bucket: str, num_rows: int, *, prefix: str = "") -> list[ArrayLayout]:
-    """Arrays of one bucket: the latents or moments, then the flipped ones if the store has them."""
-    height_px, width_px = bucket_size(bucket)
-    latent = spec.latent
-    shape = (num_rows, latent.stored_channels, height_px // latent.downscale, width_px // latent.downscale)
-    row_bytes = int(np.prod(shape[1:])) * np.dtype(latent.dtype).itemsize
-    shard_rows = max(1, min(MAX_SHARD_ROWS, (spec.shard_mib << 20) // row_bytes))
-    names = [latent.array, f"{latent.array}_flip"] if latent.flip else [latent.array]
-    return [
-        ArrayLayout(f"{prefix}{bucket_part(bucket)}/{name}", shape, latent.dtype, shard_rows, codec=spec.codec)
-        for name in names
-    ]
+Task = tuple[str, int]
+"""A part of a revision, and the number of a shard in it."""
 
 
-def place_captions(num_tokens: Sequence[int] | np.ndarray, shard_rows: int) -> np.ndarray:
-    """First row of each caption's tokens: consecutive, but no caption straddles two shards.
-
-    A caption that does not fit into the rest of a shard starts the next one; the rows left over hold NaN. So each shard
-    can be encoded alone, and each caption is one contiguous view.
+class Part(NamedTuple):
+    """Arrays of which each task writes one shard.
 
     Args:
-      num_tokens: of each caption, at least one and at most ``shard_rows``.
-    Returns: (num_captions,) int64, mapped.
+      name: of the part, a path.
+      revision: whose rows or captions it holds: an earlier one, if the part adds features to it.
+      captions: layout of a text encoder; None for pictures.
+      is_null: it holds the null caption.
+      bucket: of pictures; empty for captions.
+      groups: arrays of pictures: the latents by "", each feature by its name. Each group has checksums of its own.
     """
-    lengths = np.asarray(num_tokens, np.int64 if isinstance(num_tokens, Sequence) else None)
-    offsets = map_array(len(lengths), "int64", "places of captions")
-    first, row = 0, 0
-    while first < len(lengths):  # once a shard
-        following = lengths[first : first + shard_rows]
-        ends = np.cumsum(following, dtype=np.int64)
-        count = int(np.searchsorted(ends, shard_rows, side="right"))
-        assert count, f"a caption of {following[0]} tokens does not fit into a shard of {shard_rows}"
-        offsets[first : first + count] = row + ends[:count] - following[:count]
-        first, row = first + count, row + shard_rows
-    return offsets
+
+    name: str
+    revision: int
+    captions: CaptionLayout | None = None
+    is_null: bool = False
+    bucket: str = ""
+    groups: Mapping[str, list[ArrayLayout]] = {}
+
+    @property
+    def arrays(self) -> list[ArrayLayout]:
+        """All arrays of the part."""
+        if self.captions:
+            return self.captions.null if self.is_null else self.captions.arrays
+        return [layout for layouts in self.groups.values() for layout in layouts]
+
+    @property
+    def tasks(self) -> list[Task]:
+        """One for each shard."""
+        return [(self.name, shard) for shard in range(self.arrays[0].num_shards)]
+
+
+class Content(NamedTuple):
+    """Rows and captions of one revision, to which arrays are laid out.
+
+    Args:
+      revision: its number, from 1.
+      bucket_rows: rows of each bucket.
+      num_tokens: (num_captions,) stored tokens of each of its captions, by text encoder.
+      has_null: it has the null captions; later revisions of a stack use the first one's.
+      groups: of each bucket: "" for the latents, and names of features.
+    """
+
+    revision: int
+    bucket_rows: Mapping[str, int]
+    num_tokens: Mapping[str, np.ndarray]
+    has_null: bool
+    groups: Sequence[str] = ("",)
 
 
 @dataclass(frozen=True)
@@ -125,137 +124,147 @@ class RevisionLayout:
 
     Args:
       spec: of the revision.
-      revision: its number, from 1.
-      bucket_rows: rows that it adds to each bucket.
-      num_tokens: (num_captions,) tokens of each caption that it adds.
-      has_null: it has the null caption; later revisions of a stack use the first one's.
+      own: its own rows and captions.
+      added: earlier revisions that it completes by text encoders and features. Their arrays lie in the folders of
+        those revisions, as if they had always been there.
     """
 
     spec: StoreSpec
-    revision: int
-    bucket_rows: Mapping[str, int]
-    num_tokens: np.ndarray
-    has_null: bool
+    own: Content
+    added: Sequence[Content] = ()
+
+    @property
+    def revision(self) -> int:
+        """Number of the revision."""
+        return self.own.revision
 
     @property
     def prefix(self) -> str:
         """Folder within the store, with a slash at its end; empty for the first revision."""
         return revision_prefix(self.revision)
 
-    @cached_property
-    def offsets(self) -> np.ndarray:
-        """(num_captions,) first row of each caption's tokens."""
-        if not self.has_captions:
-            return np.empty(0, np.int64)
-        return place_captions(self.num_tokens, self._embedding_rows()[0])
-
     @property
-    def has_captions(self) -> bool:
-        """The revision adds captions."""
-        return self.spec.text is not None and len(self.num_tokens) > 0
+    def bucket_rows(self) -> Mapping[str, int]:
+        """Rows that it adds to each bucket."""
+        return self.own.bucket_rows
 
     @cached_property
-    def latents(self) -> dict[str, list[ArrayLayout]]:
-        """Arrays of each bucket."""
-        return {
-            bucket: latent_layouts(self.spec, bucket, rows, prefix=self.prefix)
-            for bucket, rows in self.bucket_rows.items()
-        }
+    def parts(self) -> dict[str, Part]:
+        """All parts by name, in the order in which they are done: one text encoder after the other, then pictures."""
+        parts = []
+        for content in (self.own, *self.added):
+            place = "" if content is self.own else f"{ADDED}/{content.revision:06d}/"
+            prefix = revision_prefix(content.revision)
+            for name, num_tokens in content.num_tokens.items():
+                spec = self.spec.text_encoder_of(name).spec
+                layout = CaptionLayout(prefix, name, spec, num_tokens, self.spec.shard_mib, self.spec.codec)
+                suffix = f"/{name}" if name else ""
+                if content.has_null:
+                    parts.append(Part(f"{place}{NULL_PART}{suffix}", content.revision, layout, is_null=True))
+                if len(num_tokens):
+                    parts.append(Part(f"{place}{CAPTION_PART}{suffix}", content.revision, layout))
+        order = {one.name: i for i, one in enumerate(self.spec.text_encoders)}
+        parts.sort(key=lambda part: order[part.captions.name] if part.captions else 0)
+        for content in (self.own, *self.added):
+            place = "" if content is self.own else f"{ADDED}/{content.revision:06d}/"
+            for bucket, rows in content.bucket_rows.items() if content.groups else ():
+                groups = row_layouts(self.spec, bucket, rows, content.groups, prefix=revision_prefix(content.revision))
+                parts.append(Part(place + bucket_part(bucket), content.revision, bucket=bucket, groups=groups))
+        return {part.name: part for part in parts}
 
     @cached_property
     def arrays(self) -> dict[str, ArrayLayout]:
         """All arrays, by their path within the store."""
-        layouts = [layout for layouts in self.latents.values() for layout in layouts]
-        if self.has_captions:
-            layouts += [*self._embeddings(), *self._caption_index()]
-        if self.has_null:
-            layouts += self._null()
+        layouts = [layout for part in self.parts.values() for layout in part.arrays]
+        layouts += [layout for captions in self._indexed for layout in captions.index]
         return {layout.path: layout for layout in layouts}
+
+    @property
+    def _indexed(self) -> list[CaptionLayout]:
+        """Layouts of captions that have an index."""
+        return [part.captions for part in self.parts.values() if part.captions and not part.is_null]
+
+    def task_of(self, path: str) -> Task | None:
+        """The task that writes a file; None if it is no shard of a part of this revision."""
+        array, _, key = path.partition("/c/")
+        if array not in self._part_names or not (number := key.partition("/")[0]).isdecimal():
+            return None
+        return self._part_names[array], int(number)
+
+    @cached_property
+    def _part_names(self) -> dict[str, str]:
+        """Name of the part of each array."""
+        return {array.path: part.name for part in self.parts.values() for array in part.arrays}
 
     def part_arrays(self, part: str) -> list[ArrayLayout]:
         """Arrays of which each task of a part writes a shard."""
-        if part in (NULL_PART, CAPTION_PART):
-            paths = (NULL_EMBEDDING, NULL_SCALES) if part == NULL_PART else (EMBEDDINGS, SCALES)
-            return [self.arrays[self.prefix + path] for path in paths[: 2 if self._has_scales else 1]]
-        return self.latents[part.removeprefix("buckets/")]
+        return self.parts[part].arrays
 
-    def num_bytes(self, tasks: Iterable[tuple[str, int]]) -> int:
+    def num_bytes(self, tasks: Iterable[Task]) -> int:
         """Bytes of the shards of some tasks, uncompressed."""
         return sum(
             len(array.rows_of(shard)) * array.row_bytes for part, shard in tasks for array in self.part_arrays(part)
         )
 
-    def tasks(self) -> list[tuple[str, int]]:
-        """All tasks, (part, shard), of the revision, in the order in which they are done."""
-        parts = [NULL_PART] if self.has_null else []
-        parts += [CAPTION_PART] if self.has_captions else []
-        parts += [bucket_part(bucket) for bucket in self.bucket_rows]
-        return [(part, shard) for part in parts for shard in range(self.part_arrays(part)[0].num_shards)]
+    def tasks(self) -> list[Task]:
+        """All tasks of the revision, in the order in which they are done."""
+        return [task for part in self.parts.values() for task in part.tasks]
 
     def rows_of(self, part: str, shard: int) -> range:
         """Rows of the part's arrays that a task writes."""
         return self.part_arrays(part)[0].rows_of(shard)
 
-    def captions_of(self, shard: int) -> range:
-        """Captions of a shard of the embeddings, counted within the revision."""
-        rows = self.rows_of(CAPTION_PART, shard)
-        first, last = np.searchsorted(self.offsets, [rows.start, rows.stop])
-        return range(int(first), int(last))
+    def captions_of(self, part: str, shard: int) -> range:
+        """Captions of a shard of a text encoder, counted within the revision whose captions they are."""
+        captions = self.parts[part].captions
+        assert captions is not None, "only parts of captions have captions"
+        return captions.captions_of(shard)
+
+    def num_items(self, part: str, shard: int) -> int:
+        """Records of a task of pictures, captions of a task of captions, 1 for a null caption."""
+        one = self.parts[part]
+        if one.is_null:
+            return 1
+        return len(self.captions_of(part, shard) if one.captions else self.rows_of(part, shard))
 
     def static_files(self) -> dict[str, bytes]:
-        """Files that follow from the plan alone: the metadata of all groups and arrays, and the caption index."""
+        """Files that follow from the plan alone: the metadata of all groups and arrays, and the caption indexes."""
         group: dict[str, Any] = {"zarr_format": 3, "node_type": "group"}
         files = {self.prefix + GROUP: group_json(self.spec)}
-        groups = {bucket_part(bucket) for bucket in self.bucket_rows}
-        groups |= {"buckets"} if groups else set()
-        groups |= {"captions"} if self.has_captions or self.has_null else set()
-        paths = [self.prefix + name for name in groups] + ([REVISIONS] if self.prefix else [])
-        files |= {f"{path}/{GROUP}": canonical_json(group | {"attributes": {}}) for path in paths}
+        paths = {REVISIONS} if self.prefix else set()
+        for array in self.arrays:  # every folder between the root group of its revision and an array is a group
+            folders = array.split("/")[:-1]
+            depth = 2 if folders[0] == REVISIONS else 0
+            paths |= {"/".join(folders[:end]) for end in range(depth + 1, len(folders) + 1)}
+        files |= {f"{path}/{GROUP}": canonical_json(group | {"attributes": {}}) for path in sorted(paths)}
         for path, layout in self.arrays.items():
             files[f"{path}/{GROUP}"] = canonical_json(layout.metadata())
-        if self.has_captions:
-            for layout, values in zip(self._caption_index(), (self.offsets, self.num_tokens), strict=True):
-                files[layout.shard_path(0)] = b"".join(pack_shard(layout, values))
+        for captions in self._indexed:
+            if captions.index:
+                for layout, values in zip(captions.index, (captions.offsets, captions.num_tokens), strict=True):
+                    files[layout.shard_path(0)] = b"".join(pack_shard(layout, values))
         return files
 
-    def _embedding_rows(self) -> tuple[int, int]:
-        """Rows of a shard and of an inner chunk of the embeddings."""
-        assert self.spec.text is not None
-        row_bytes = self.spec.text.width * np.dtype(ON_DISK[self.spec.text.dtype]).itemsize
-        chunk_rows = max(1, TOKEN_CHUNK_BYTES // row_bytes)
-        # At least one caption of full length fits, since no caption straddles two shards.
-        shard_rows = max((self.spec.shard_mib << 20) // row_bytes, self.spec.text.max_tokens)
-        return -(-shard_rows // chunk_rows) * chunk_rows, chunk_rows
 
-    @property
-    def _has_scales(self) -> bool:
-        """Whether tokens are int8, with a scale each."""
-        return self.spec.text is not None and self.spec.text.dtype == "int8"
+def sharing_checksums(spec: StoreSpec, path: str) -> list[str]:
+    """Arrays whose rows of a record or caption have one checksum, in its order; ``path`` is one of them.
 
-    def _embeddings(self) -> list[ArrayLayout]:
-        """Array of all caption tokens, (rows, D), and for int8 the array of their scales, (rows,)."""
-        assert self.spec.text is not None
-        rows, width = int(self.offsets[-1] + self.num_tokens[-1]), self.spec.text.width
-        sizes, codec = self._embedding_rows(), self.spec.codec
-        tokens = ArrayLayout(self.prefix + EMBEDDINGS, (rows, width), ON_DISK[self.spec.text.dtype], *sizes, codec)
-        # Sharded like the tokens: one task writes the same shard of both.
-        scales = ArrayLayout(self.prefix + SCALES, (rows,), "float32", *sizes, codec)
-        return [tokens, scales] if self._has_scales else [tokens]
-
-    def _null(self) -> list[ArrayLayout]:
-        """Array of the null caption at full length, (max_tokens, D), and its scales: one shard of one chunk each."""
-        assert self.spec.text is not None
-        count, dtype = self.spec.text.max_tokens, ON_DISK[self.spec.text.dtype]
-        tokens = ArrayLayout(self.prefix + NULL_EMBEDDING, (count, self.spec.text.width), dtype, count, count)
-        scales = ArrayLayout(self.prefix + NULL_SCALES, (count,), "float32", count, count)
-        return [tokens, scales] if self._has_scales else [tokens]
-
-    def _caption_index(self) -> list[ArrayLayout]:
-        """Arrays of the first row and the number of rows of each caption."""
-        count = len(self.num_tokens)
-        return [ArrayLayout(self.prefix + path, (count,), "int64", count, count) for path in (OFFSETS, LENGTHS)]
+    Args:
+      path: within a revision.
+    """
+    folder, *inside, _ = path.split("/")
+    if folder == CAPTION_PART:
+        name = inside[0] if inside else ""
+        return [f"{caption_folder(name)}/{array}" for array in caption_arrays(spec.text_encoder_of(name).spec)]
+    group = inside[2] if len(inside) == 3 else LATENTS
+    return [f"{bucket_part(inside[0])}/{array}" for array in row_arrays(spec, inside[0], group)]
 
 
-def is_picture_task(task: tuple[str, int]) -> bool:
+def is_picture_part(part: str) -> bool:
+    """Whether a part holds rows of pictures, not captions."""
+    return "buckets" in part.split("/")
+
+
+def is_picture_task(task: Task) -> bool:
     """Whether a task encodes pictures, not captions."""
-    return task[0] not in (CAPTION_PART, NULL_PART)
+    return is_picture_part(task[0])

@@ -25,6 +25,7 @@ Count = Annotated[int, Field(ge=0, le=1 << 48)]
 Float32 = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]  # the range of a float32 column
 Side = Annotated[int, Field(ge=1, le=1 << 20)]
 Dtype = Annotated[str, Field(pattern=r"^float(16|32)$")]
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]  # of a text encoder or a feature: a folder and a column
 TextDtype = Annotated[str, Field(pattern=r"^(float(16|32)|bfloat16|int8)$")]
 BucketName = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}x[1-9][0-9]{0,5}$")]
 # Each part begins with a letter or a digit, so no path leaves the store.
@@ -179,9 +180,35 @@ class TextSpec(_Model):
     drop_prefix_tokens: Count = 0
     pooled_width: Annotated[int, Field(ge=0, le=1 << 20)] = 0  # of the pooled vectors; 0 if there are none
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a sequence of tokens is stored of each caption."""
+        return self.output != "pooled"
+
+    @property
+    def pooled_dtype(self) -> str:
+        """Of the pooled vectors: that of the tokens, but never int8."""
+        return "float16" if self.dtype == "int8" else self.dtype
+
     _without_absent = _left_out_where_absent(
         "output", "full_length", "attend_padding", "layers", "drop_prefix_tokens", "pooled_width"
     )
+
+
+class TextEncoder(_Model):
+    """A text encoder of a store and what is stored of it; ``name`` is empty for that of ``[text]``."""
+
+    name: Name | Literal[""]
+    spec: TextSpec
+    encoder: EncoderIdentity
+
+
+class FeatureEncoder(_Model):
+    """An encoder of image features of a store, and what is stored of it."""
+
+    name: Name
+    spec: FeatureSpec
+    encoder: EncoderIdentity
 
 
 class StoreSpec(_Model):
@@ -195,6 +222,8 @@ class StoreSpec(_Model):
     text: TextSpec | None
     vae: EncoderIdentity
     text_encoder: EncoderIdentity | None
+    texts: list[TextEncoder] = []  # those of [text.NAME]; absent if there are none
+    features: list[FeatureEncoder] = []  # likewise, of [features.NAME]
     classes: list[str] | None
     class_names: list[str] | None = None  # display names, one for each class; absent if the store has none
     shard_mib: Annotated[int, Field(ge=1, le=4096)]
@@ -206,14 +235,32 @@ class StoreSpec(_Model):
         """Whether another program encoded it, so leandit cannot encode it again."""
         return self.vae.class_name.startswith(IMPORTED)
 
+    @property
+    def text_encoders(self) -> list[TextEncoder]:
+        """All text encoders. The first one's token counts order the captions, and its columns have no suffix."""
+        unnamed = []
+        if self.text and self.text_encoder:
+            unnamed = [TextEncoder(name="", spec=self.text, encoder=self.text_encoder)]
+        return [*unnamed, *self.texts]
+
+    def text_encoder_of(self, name: str) -> TextEncoder:
+        """The text encoder of a name. Raises: KeyError."""
+        return {one.name: one for one in self.text_encoders}[name]
+
     def identity(self) -> dict[str, Any]:
         """Exactly what changes the bytes of a record: the input of the fingerprint."""
         elsewhere = {"fingerprint", "leandit_version", "classes", "class_names", "recipe"}
         where_from = {"model", "revision", "tokenizer_files_sha256"}
-        return self.model_dump(exclude=elsewhere | {"vae", "text_encoder"}) | {
+        identity = self.model_dump(exclude=elsewhere | {"vae", "text_encoder"}) | {
             "vae": self.vae.model_dump(exclude=where_from),
             "text_encoder": self.text_encoder and self.text_encoder.model_dump(exclude=where_from),
         }
+        for kind in ("texts", "features"):
+            if named := getattr(self, kind):
+                identity[kind] = {
+                    one.name: one.model_dump(exclude={"name": True, "encoder": where_from}) for one in named
+                }
+        return identity
 
     @model_validator(mode="after")
     def _has_a_name_for_each_class(self) -> StoreSpec:
@@ -221,7 +268,14 @@ class StoreSpec(_Model):
             raise ValueError(f"{len(self.class_names)} class names, there are {len(self.classes or ())} classes")
         return self
 
-    _without_absent = _left_out_where_absent("class_names")
+    @model_validator(mode="after")
+    def _has_unique_names(self) -> StoreSpec:
+        names = [one.name for one in (*self.texts, *self.features)]
+        if len(set(names)) != len(names) or (self.text is None) != (self.text_encoder is None):
+            raise ValueError("two text encoders or features have one name, or [text] has half an encoder")
+        return self
+
+    _without_absent = _left_out_where_absent("class_names", "texts", "features")
 
     def with_fingerprint(self) -> StoreSpec:
         """The same spec with its fingerprint filled in."""
@@ -272,6 +326,16 @@ class SelfCheck(_Model):
     channel_std: list[Float32]
 
 
+class FeatureRows(_Model):
+    """Rows of one feature in a shard: a checksum for each, "" where rejected, and the quality of narrowed ones."""
+
+    checksums: list[str]
+    min_cosines: list[Float32] = []
+    max_errors: list[Float32] = []
+
+    _without_absent = _left_out_where_absent("min_cosines", "max_errors")
+
+
 class CommitRecord(_Model):
     """The rows of one shard and their files; written after all files of its task."""
 
@@ -287,7 +351,10 @@ class CommitRecord(_Model):
     source_checksums: list[str]  # the same of the pictures' files, or of what was imported; empty for captions
     rejects: list[Reject]
     fallbacks: list[Fallback]
+    features: dict[Name, FeatureRows] = {}  # absent if the shard has none
     record_hash: str
+
+    _without_absent = _left_out_where_absent("features")
 
     def with_hash(self) -> CommitRecord:
         """The record with the hash of all other fields, which detects flipped bits."""
@@ -323,6 +390,23 @@ class Manifest(_Model):
         return self
 
 
+class Addition(_Model):
+    """What a later revision adds to the rows and captions of an earlier one.
+
+    Args:
+      revision: the earlier one, in whose folder the new arrays lie.
+      buckets: rows of its buckets; empty if no feature is added.
+      texts, features: names of what is added; a text encoder's is empty for ``[text]``.
+      has_null: it has the null captions.
+    """
+
+    revision: Annotated[int, Field(ge=1, le=999_999_999)]
+    buckets: dict[BucketName, Count]
+    texts: list[Name | Literal[""]]
+    features: list[Name]
+    has_null: bool
+
+
 class PlanFile(_Model):
     """``plan/plan.json``: the frozen plan of a revision, without its tables."""
 
@@ -334,16 +418,19 @@ class PlanFile(_Model):
     copies: bool
     listing: str
     plan: str
+    added: list[Addition] = []  # absent if nothing is added to earlier revisions
     spec: StoreSpec
     files: Annotated[list[FileEntry], Field(min_length=2, max_length=2)]
     self_check: SelfCheck | None = None  # absent without one
 
-    _without_absent = _left_out_where_absent("self_check")
+    _without_absent = _left_out_where_absent("added", "self_check")
 
     @model_validator(mode="after")
     def _follows_its_stack(self) -> PlanFile:
         if not is_stack(self.stack, self.revision - 1):
             raise ValueError("the stack is not a list of earlier revisions, in order")
+        if not {addition.revision for addition in self.added} <= set(self.stack):
+            raise ValueError("it adds to revisions that it does not stack")
         return self
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pyarrow as pa
+
+from .schema import StoreSpec
 
 REJECT_REASONS = {
     "unreadable": "the file cannot be opened or read",
@@ -74,3 +78,34 @@ CAPTIONS_SCHEMA = pa.schema(
     ]
 )
 CAPTION_RESULTS = ("checksum", "min_cosine", "max_error")  # columns that encoding fills in
+CAPTION_COUNTS = ("num_tokens", "truncated")  # columns of a text encoder that planning fills in
+
+
+def suffixes(spec: StoreSpec) -> dict[str, str]:
+    """Suffix of the columns of each text encoder in the captions table; the first one's have none."""
+    return {one.name: f"_{one.name}" if i else "" for i, one in enumerate(spec.text_encoders)}
+
+
+def records_schema(spec: StoreSpec) -> pa.Schema:
+    """RECORDS_SCHEMA, and of each feature the columns ``checksum_NAME``, ``min_cosine_NAME``, ``max_error_NAME``."""
+    return _with_columns(RECORDS_SCHEMA, CAPTION_RESULTS, (f"_{one.name}" for one in spec.features))
+
+
+def plan_schema(spec: StoreSpec) -> pa.Schema:
+    """PLAN_SCHEMA, and the columns of features, as ``records_schema``."""
+    return _with_columns(PLAN_SCHEMA, CAPTION_RESULTS, (f"_{one.name}" for one in spec.features))
+
+
+def captions_schema(spec: StoreSpec) -> pa.Schema:
+    """CAPTIONS_SCHEMA, and of each text encoder but the first the same columns with its name: ``num_tokens_NAME``."""
+    return captions_schema_of(suffix for suffix in suffixes(spec).values() if suffix)
+
+
+def captions_schema_of(further: Iterable[str]) -> pa.Schema:
+    """As ``captions_schema``, from the suffixes of all text encoders but the first."""
+    return _with_columns(CAPTIONS_SCHEMA, (*CAPTION_COUNTS, *CAPTION_RESULTS), further)
+
+
+def _with_columns(schema: pa.Schema, columns: Iterable[str], suffixes: Iterable[str]) -> pa.Schema:
+    added = [(f"{name}{suffix}", CAPTIONS_SCHEMA.field(name).type) for suffix in suffixes for name in columns]
+    return pa.schema([*schema, *added])

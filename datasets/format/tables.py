@@ -17,7 +17,7 @@ from ..errors import DamageError, RecipeError
 from .buckets import bucket_size
 from .layout import CAPTIONS, RECORDS
 from .schema import FALLBACK, StoreSpec
-from .table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
+from .table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA, suffixes
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -73,6 +73,8 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         # In one thread, as fast for these few columns: what threads allocate stays with their heaps when it is freed.
         table = pq.ParquetFile(pa.BufferReader(content), read_dictionary=texts).read(columns=columns, use_threads=False)
         table.validate(full=True)  # offsets, and that text is UTF-8
+        if missing := set(columns or ()) - set(table.column_names):
+            raise ValueError(f"it has no column '{min(missing)}'")
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     _check_nulls(path, table)
@@ -178,8 +180,12 @@ def table_problem(
     if "caption_ids" in columns:
         bounds.append(("caption id", pc.list_flatten(records["caption_ids"]), 0, num_captions - 1))
     if captions is not None:
-        longest = spec.text.max_tokens if spec.text else 0
-        bounds += [("revision", captions["revision"], 1, revision), ("length", captions["num_tokens"], 1, longest)]
+        bounds.append(("revision", captions["revision"], 1, revision))
+        for name, suffix in suffixes(spec).items():
+            longest = spec.text_encoder_of(name).spec.max_tokens
+            bounds.append(("length", captions[f"num_tokens{suffix}"], 1, longest))
+        if not spec.text_encoders and captions.num_rows:
+            return "captions, without a text encoder"
         if _falls(captions["revision"]):
             return "captions that are not in order of their revision"
     for what, values, low, high in bounds:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -16,26 +16,31 @@ import pyarrow as pa
 
 from ..disk.files import move, temporary_folder, write_atomic
 from ..disk.strays import sweep_strays
-from ..errors import DamageError, LeanditError, ResourceError, StoreError
-from ..format.encoder_paths import with_moved_encoder_paths
-from ..format.layout import CAPTION_PART, GROUP, NULL_PART, bucket_part, group_json
-from ..format.schema import Fallback, Manifest
-from ..format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA
+from ..errors import DamageError, LeanditError, RecipeError, ResourceError, StoreError
+from ..format.layout import GROUP, Part, group_json
+from ..format.row_layout import LATENTS
+from ..format.schema import Fallback, FeatureRows, Manifest, StoreSpec
+from ..format.table_schemas import CAPTION_RESULTS, PLAN_SCHEMA, captions_schema, plan_schema, suffixes
 from ..revisions.catalog import sealed_revisions
 from ..revisions.commits import file_entry, read_manifest
+from ..revisions.encoder_paths import with_moved_encoder_paths
 from ..revisions.plan import FrozenPlan, planned_revisions, read_plan, write_plan
 from ..revisions.writer import StoreWriter, row_checksum
 from ..store import LatentStore
 
 
-def compact(root: Path, out: Path, *, progress: Callable[[str, int, int], None]) -> Manifest:
+def compact(
+    root: Path, out: Path, *, progress: Callable[[str, int, int], None], without: Collection[str] = ()
+) -> Manifest:
     """Write what a store still uses as a new store, checking every row; the same call again finds it there.
 
     Args:
       out: folder of the new store, which gets this name when it is complete.
+      without: names of text encoders and features to leave out.
     Returns: manifest of the new store.
     Raises: StoreError: a revision is unfinished, or something else is at ``out``; DamageError: a row is not what was
-      written; ResourceError: the disk is too small. Then nothing is at ``out``.
+      written; ResourceError: the disk is too small; RecipeError: it has no such text encoder or feature. Then nothing
+      is at ``out``.
     """
     store = LatentStore(root)
     assert store.manifest is not None
@@ -46,11 +51,12 @@ def compact(root: Path, out: Path, *, progress: Callable[[str, int, int], None])
         )
     if out.resolve().is_relative_to(root.resolve()):
         raise StoreError(f"store '{out}': it would lie in store '{root}'. Give an --out elsewhere.")
+    spec = spec_without(store.spec, without)
     if os.path.lexists(out):
-        return _made_before(store.manifest, out)
+        return _made_before(store.manifest, spec, out)
     sweep_strays(out.absolute().parent, below=False)
     with temporary_folder(out) as temporary:
-        plan = plan_compaction(store, out)
+        plan = plan_compaction(store, spec, out)
         write_atomic(temporary / GROUP, group_json(plan.spec))
         write_plan(temporary, plan, replace=False)
         manifest = _copy(StoreWriter(temporary, plan), store, progress)
@@ -58,29 +64,55 @@ def compact(root: Path, out: Path, *, progress: Callable[[str, int, int], None])
     return manifest
 
 
-def _made_before(base: Manifest, out: Path) -> Manifest:
+def spec_without(spec: StoreSpec, names: Collection[str]) -> StoreSpec:
+    """The spec of a store without some text encoders and features.
+
+    Raises: RecipeError: it has none of this name, or it is the first text encoder, which orders the captions.
+    """
+    known = [one.name for one in (*spec.text_encoders[1:], *spec.features)]
+    if unknown := [name for name in names if name not in known]:
+        raise RecipeError(
+            f"compact --without '{unknown[0]}': needed a text encoder, but not the first, or a feature of the store: "
+            f"{', '.join(known) or 'it has none'}."
+        )
+    recipe = dict(spec.recipe)
+    for key in ("text", "features"):
+        if key in recipe:
+            recipe[key] = {name: value for name, value in recipe[key].items() if name not in names}
+    kept = {kind: [one for one in getattr(spec, kind) if one.name not in names] for kind in ("texts", "features")}
+    recipe = {key: section for key, section in recipe.items() if section or key != "features"}
+    return spec.model_copy(update={**kept, "recipe": recipe}).with_fingerprint() if names else spec
+
+
+def _made_before(base: Manifest, spec: StoreSpec, out: Path) -> Manifest:
     """Manifest of an existing store, which must be the compaction of ``base``. Raises: StoreError."""
     try:
         manifest = read_manifest(out, sealed_revisions(out)[-1])
     except (LeanditError, OSError, IndexError):
         manifest = None
-    if manifest is None or not manifest.copies or manifest.base != base.root_hash:
+    is_same = manifest and manifest.copies and manifest.base == base.root_hash
+    if manifest is None or not is_same or manifest.fingerprint != spec.fingerprint:
         raise StoreError(f"store '{out}': it already exists, and was not changed. Give another --out.")
     return manifest
 
 
-def plan_compaction(store: LatentStore, out: Path) -> FrozenPlan:
+def plan_compaction(store: LatentStore, spec: StoreSpec, out: Path) -> FrozenPlan:
     """Plan one revision that holds all stored records of the newest one, rows without holes, captions that are used.
 
     It has the next number, so that a run on the old store can move to it.
+
+    Args:
+      spec: as ``spec_without``.
     """
     base, manifest = read_plan(store.path, store.revision), store.manifest
     assert manifest is not None
     revision, count = store.revision + 1, store.records.num_rows
+    spec = with_moved_encoder_paths(spec, store.path, out)
     order = used_captions(store)
     new_id = {old: new for new, old in enumerate(order)}
     captions = store.captions.take(pa.array(order, pa.int64()))
-    undone = dict.fromkeys(CAPTION_RESULTS, [None] * len(order))
+    results = [f"{name}{suffix}" for name in CAPTION_RESULTS for suffix in suffixes(store.spec).values()]
+    undone = dict.fromkeys(results, [None] * len(order))
     captions = _replace(captions, {"revision": [revision] * len(order), **undone})
 
     stored = np.array([status == "stored" for status in store.records["status"].to_pylist()])
@@ -102,7 +134,8 @@ def plan_compaction(store: LatentStore, out: Path) -> FrozenPlan:
         "source_checksum": unknown,
         "fallback": pa.nulls(count, pa.string()),
     }
-    spec = with_moved_encoder_paths(store.spec, store.path, out)
+    schema = plan_schema(spec)
+    columns |= {name: pa.nulls(count, schema.field(name).type) for name in schema.names[len(PLAN_SCHEMA) :]}
     return FrozenPlan(
         spec=spec,
         revision=revision,
@@ -111,8 +144,8 @@ def plan_compaction(store: LatentStore, out: Path) -> FrozenPlan:
         carried=(file_entry(GROUP, group_json(spec)),),
         copies=True,
         listing=base.listing,
-        records=_replace(base.records, columns),
-        captions=captions.cast(CAPTIONS_SCHEMA),
+        records=_replace(base.records.select(schema.names), columns),
+        captions=captions.select(captions_schema(spec).names).cast(captions_schema(spec)),
         self_check=manifest.self_check,
     )
 
@@ -143,58 +176,77 @@ def _copy(writer: StoreWriter, store: LatentStore, progress: Callable[[str, int,
         row_of[store.index(bucket).records] = store.index(bucket).rows
     caption_of = np.array(used_captions(store), np.int64)
     for done, (part, shard) in enumerate(tasks, 1):
-        if part == NULL_PART:
-            paths = [array.path for array in writer.plan.layout.part_arrays(part)]
-            parts = store.tokens.stored_null.parts
-            writer.commit(part, shard, dict(zip(paths, parts, strict=True)), checksums=[row_checksum(*parts)])
-        elif part == CAPTION_PART:
-            _copy_captions(writer, store, shard, caption_of)
+        of_part = writer.plan.layout.parts[part]
+        if of_part.captions is None:
+            _copy_rows(writer, store, of_part, shard, row_of)
+        elif of_part.is_null:
+            rows = store.text(of_part.captions.name).stored_null_rows
+            paths = [array.path for array in of_part.arrays]
+            writer.commit(part, shard, dict(zip(paths, rows, strict=True)), checksums=[row_checksum(*rows)])
         else:
-            _copy_latents(writer, store, part.removeprefix("buckets/"), shard, row_of)
+            _copy_captions(writer, store, of_part, shard, caption_of)
         progress("compact", done, len(tasks))
     return writer.seal()
 
 
-def _copy_latents(writer: StoreWriter, store: LatentStore, bucket: str, shard: int, row_of: np.ndarray) -> None:
-    layout = writer.plan.layout
-    rows = layout.rows_of(bucket_part(bucket), shard)
-    positions = writer.plan.bucket_positions[bucket][rows.start : rows.stop]
-    sources = [store.latents(bucket)] + ([store.flipped_latents(bucket)] if store.spec.latent.flip else [])
-    arrays = {
-        array.path: source.take(row_of[positions])
-        for array, source in zip(layout.part_arrays(bucket_part(bucket)), sources, strict=True)
-    }
+def _copy_rows(writer: StoreWriter, store: LatentStore, part: Part, shard: int, row_of: np.ndarray) -> None:
+    rows = part.arrays[0].rows_of(shard)
+    positions = writer.plan.positions_of(part)[rows.start : rows.stop]
     table = store.records.take(pa.array(positions))
-    checksums = [f"{checksum:016x}" for checksum in table["checksum"].to_pylist()]
-    copied = [row_checksum(*(array[i] for array in arrays.values())) for i in range(len(rows))]
-    _check(store, table["key"].to_pylist(), checksums, copied)
+    keys, prefix = table["key"].to_pylist(), writer.plan.layout.prefix
+    arrays, checksums, features = {}, list[str](), {}
+    for group, layouts in part.groups.items():
+        copied = {one.path: store.array(one.path.removeprefix(prefix)).take(row_of[positions]) for one in layouts}
+        suffix = f"_{group}" if group else ""
+        stored = [f"{checksum:016x}" for checksum in table[f"checksum{suffix}"].to_pylist()]
+        _check(store, keys, stored, [row_checksum(*(array[i] for array in copied.values())) for i in range(len(rows))])
+        arrays |= copied
+        if group == LATENTS:
+            checksums = stored
+        else:
+            min_cosines, max_errors = (
+                zip(*_qualities(table, suffix), strict=True) if _qualities(table, suffix) else ((), ())
+            )
+            features[group] = FeatureRows(checksums=stored, min_cosines=list(min_cosines), max_errors=list(max_errors))
     source_checksums = [f"{checksum:016x}" for checksum in table["source_checksum"].to_pylist()]
     fallbacks = [
         Fallback(row=row, how=how) for row, how in zip(rows, table["fallback"].to_pylist(), strict=True) if how
     ]
     writer.commit(
-        bucket_part(bucket), shard, arrays, checksums=checksums, source_checksums=source_checksums, fallbacks=fallbacks
+        part.name,
+        shard,
+        arrays,
+        checksums=checksums,
+        source_checksums=source_checksums,
+        fallbacks=fallbacks,
+        features=features,
     )
 
 
-def _copy_captions(writer: StoreWriter, store: LatentStore, shard: int, caption_of: np.ndarray) -> None:
-    plan = writer.plan
-    arrays = plan.layout.part_arrays(CAPTION_PART)
-    rows, captions = arrays[0].rows_of(shard), plan.layout.captions_of(shard)
+def _copy_captions(writer: StoreWriter, store: LatentStore, part: Part, shard: int, caption_of: np.ndarray) -> None:
+    layout, plan = part.captions, writer.plan
+    assert layout is not None, "a part of captions"
+    captions, source = layout.captions_of(shard), store.text(layout.name)
     texts = plan.own_captions["text"].slice(captions.start, len(captions)).to_pylist()
-    filled = {array.path: np.full((len(rows), *array.shape[1:]), array.fill_value, array.dtype) for array in arrays}
+    filled = {
+        one.path: np.full((len(one.rows_of(shard)), *one.shape[1:]), one.fill_value, one.dtype) for one in part.arrays
+    }
     before = store.captions.take(pa.array(caption_of[captions.start : captions.stop]))
-    checksums = []
+    checksums, suffix = [], suffixes(store.spec)[layout.name]
     for caption in captions:
-        parts = store.tokens.stored(int(caption_of[caption])).parts
-        start = int(plan.layout.offsets[caption]) - rows.start
-        for array, part in zip(filled.values(), parts, strict=True):
-            array[start : start + len(part)] = part
-        checksums.append(row_checksum(*parts))
-    _check(store, texts, [f"{checksum:016x}" for checksum in before["checksum"].to_pylist()], checksums)
-    qualities = list(zip(before["min_cosine"].to_pylist(), before["max_error"].to_pylist(), strict=True))
-    narrowed = before["min_cosine"].null_count == 0
-    writer.commit(CAPTION_PART, shard, filled, checksums=checksums, qualities=qualities if narrowed else ())
+        rows = source.stored_rows(int(caption_of[caption]))
+        for array, row, start in zip(part.arrays, rows, layout.starts_of(caption), strict=True):
+            first = start - array.rows_of(shard).start
+            filled[array.path][first : first + len(row)] = row
+        checksums.append(row_checksum(*rows))
+    _check(store, texts, [f"{checksum:016x}" for checksum in before[f"checksum{suffix}"].to_pylist()], checksums)
+    writer.commit(part.name, shard, filled, checksums=checksums, qualities=_qualities(before, suffix))
+
+
+def _qualities(table: pa.Table, suffix: str) -> list[tuple[float, float]]:
+    """Smallest cosine and largest error of each row; empty if nothing was narrowed."""
+    columns = [table[f"{name}{suffix}"] for name in ("min_cosine", "max_error")]
+    return [] if columns[0].null_count else list(zip(*(column.to_pylist() for column in columns), strict=True))
 
 
 def _check(store: LatentStore, names: list[str], stored: list[str], copied: list[str]) -> None:

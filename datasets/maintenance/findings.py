@@ -13,25 +13,16 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ..arrays.shard_file import ShardFile
+from ..disk.cached import cached_property
 from ..disk.hashing import read_json, xxh3_file
 from ..errors import DamageError, LeanditError
-from ..format.layout import (
-    CAPTION_PART,
-    CAPTIONS,
-    EMBEDDINGS,
-    GROUP,
-    NULL_EMBEDDING,
-    NULL_PART,
-    NULL_SCALES,
-    RECORDS,
-    REVISIONS,
-    SCALES,
-    place_captions,
-    revision_prefix,
-)
-from ..format.schema import FileEntry, Manifest
+from ..format.caption_layout import EMBEDDINGS, LENGTHS, OFFSETS, POOLED, SCALES, CaptionLayout
+from ..format.layout import CAPTIONS, GROUP, RECORDS, REVISIONS, revision_prefix, sharing_checksums
+from ..format.schema import FileEntry, Manifest, StoreSpec
+from ..format.table_schemas import suffixes
 from ..format.tables import read_table
 from ..format.zarr_shard import ArrayLayout
+from ..revisions.catalog import read_spec
 from ..revisions.writer import row_checksum
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -50,7 +41,9 @@ CAUSES = {
 }
 HARMLESS = frozenset(["temporary", "unsealed", "source_changed"])
 MAX_KEYS = 20  # listed in a finding
-SHARD = re.compile(r"(?P<array>(?:.*/)?(?:buckets/(?P<bucket>\d+x\d+)|captions)/\w+)/c/(?P<shard>\d+)(?:/0)*$")
+SHARD = re.compile(
+    r"(?P<array>(?:.*/)?(?:buckets/(?P<bucket>\d+x\d+)(?:/features/\w+)?|captions(?:/\w+)?)/\w+)/c/(?P<shard>\d+)(?:/0)*$"
+)
 
 
 @dataclass(frozen=True)
@@ -94,20 +87,9 @@ def revision_of(path: str) -> int:
 def shard_place(path: str) -> tuple[str, str | None, int] | None:
     """Array, bucket (None for captions) and number of a shard file; None for other files."""
     match = SHARD.fullmatch(path)
-    if not match or match["array"].endswith(("captions/offsets", "captions/lengths")):
+    if not match or (not match["bucket"] and match["array"].endswith((f"/{OFFSETS}", f"/{LENGTHS}"))):
         return None
     return match["array"], match["bucket"], int(match["shard"])
-
-
-def part_of(path: str) -> tuple[str, int] | None:
-    """The task, (part, shard), that wrote a shard file."""
-    place = shard_place(path)
-    if place is None:
-        return None
-    array, bucket, shard = place
-    if bucket:
-        return f"buckets/{bucket}", shard
-    return (NULL_PART if array.endswith((NULL_EMBEDDING, NULL_SCALES)) else CAPTION_PART), shard
 
 
 def read_intact_table(root: Path, manifest: Manifest, name: str) -> pa.Table:
@@ -129,6 +111,12 @@ class Locator:
         self._root, self._manifests = root, manifests
         self._table = cache(self._read_table)  # a damaged folder causes many findings
 
+    @cached_property
+    def _written_by(self) -> dict[str, int]:
+        """The revision that wrote each file: a later one may add features to the folder of an earlier one."""
+        newest_first = sorted(self._manifests.items(), reverse=True)
+        return {entry.path: revision for revision, manifest in newest_first for entry in manifest.files}
+
     def finding(self, entry: FileEntry, cause: str, detail: str) -> Finding:
         """A finding with its bucket, shard and records."""
         revision, place = revision_of(entry.path), shard_place(entry.path)
@@ -137,12 +125,19 @@ class Locator:
         array, bucket, shard = place
         try:
             layout = ArrayLayout.from_metadata(array, read_json(self._root / array / GROUP))
-            table = self._records(revision, bucket, layout.rows_of(shard)) if bucket else self._captions(layout, shard)
-        except (LeanditError, OSError):
+            owner = self._written_by.get(entry.path, revision)
+            spec, inside = read_spec(self._root, owner), array.removeprefix(revision_prefix(revision))
+            table = (
+                self._records(owner, revision, inside, layout.rows_of(shard))
+                if bucket
+                else self._captions(owner, revision, spec, inside, shard)
+            )
+        except (LeanditError, OSError, KeyError):
             return Finding(entry.path, cause, detail, revision, bucket, shard)
         names = table[0].to_pylist() if table.num_columns else []
         if cause == "content" and names:
-            names = self._differing(layout, shard, table)
+            twins = [array.removesuffix(inside) + path for path in sharing_checksums(spec, inside)]
+            names = self._differing(twins, shard, table)
             detail = detail if names else f"{detail}: the index or the space between the records"
         return Finding(entry.path, cause, detail, revision, bucket, shard, len(names), names[:MAX_KEYS])
 
@@ -153,49 +148,58 @@ class Locator:
         except (LeanditError, OSError, KeyError):
             return pa.table({})
 
-    def _records(self, revision: int, bucket: str, rows: range) -> pa.Table:
-        """Key, first row, number of rows and checksum of the records in some rows of a revision's bucket."""
-        records = self._table(revision, RECORDS)
+    def _records(self, owner: int, revision: int, array: str, rows: range) -> pa.Table:
+        """Key, first row, number of rows and checksum of the records in some rows of a revision's bucket.
+
+        Args:
+          owner: the revision whose table has the checksums.
+          array: within the revision.
+        """
+        records, (_, bucket, *inside, _) = self._table(owner, RECORDS), array.split("/")
         if not records.num_columns:
             return records
         is_inside = pc.and_(pc.equal(records["bucket"], bucket), pc.equal(records["revision"], revision))
         is_inside = pc.and_(is_inside, pc.greater_equal(records["row"], rows.start))
         is_inside = pc.and_(is_inside, pc.less(records["row"], rows.stop))
-        inside = records.filter(pc.fill_null(is_inside, False)).select(["key", "row", "checksum"])
-        return inside.append_column("num_rows", pa.array(np.ones(len(inside), np.int64)))
+        found = records.filter(pc.fill_null(is_inside, False))
+        checksums = found[f"checksum_{inside[1]}" if inside else "checksum"]
+        ones = pa.array(np.ones(len(found), np.int64))
+        return pa.table({"key": found["key"], "row": found["row"], "checksum": checksums, "num_rows": ones})
 
-    def _captions(self, layout: ArrayLayout, shard: int) -> pa.Table:
-        """As ``_records``, of the captions in a shard of embeddings, by their text; empty for the null caption."""
-        revision, rows = revision_of(layout.path), layout.rows_of(shard)
-        captions = self._table(revision, CAPTIONS)
-        if not layout.path.endswith((EMBEDDINGS, SCALES)) or not captions.num_columns:
+    def _captions(self, owner: int, revision: int, spec: StoreSpec, array: str, shard: int) -> pa.Table:
+        """As ``_records``, of the captions in a shard, by their text; empty for the null caption."""
+        captions, (_, *inside, name) = self._table(owner, CAPTIONS), array.split("/")
+        if name not in (EMBEDDINGS, SCALES, POOLED) or not captions.num_columns:
             return pa.table({})
         captions = captions.filter(pc.equal(captions["revision"], revision))
-        offsets = place_captions(captions["num_tokens"].to_numpy(), layout.shard_rows)
-        positions = np.flatnonzero((offsets >= rows.start) & (offsets < rows.stop))
-        inside = captions.take(pa.array(positions))
-        columns = {"text": inside["text"], "row": offsets[positions], "checksum": inside["checksum"]}
-        return pa.table(columns | {"num_rows": inside["num_tokens"]})
+        encoder = spec.text_encoder_of(inside[0] if inside else "")
+        suffix = suffixes(spec)[encoder.name]
+        counts = captions[f"num_tokens{suffix}"].to_numpy()
+        counts = np.full(len(counts), encoder.spec.max_tokens) if encoder.spec.full_length else counts
+        layout = CaptionLayout("", encoder.name, encoder.spec, counts, spec.shard_mib, spec.codec)
+        here = layout.captions_of(shard)
+        found = captions.slice(here.start, len(here))
+        starts = layout.offsets[here.start : here.stop] if encoder.spec.has_tokens else np.zeros(len(here), np.int64)
+        columns = {"text": found["text"], "row": starts, "checksum": found[f"checksum{suffix}"]}
+        return pa.table(columns | {"num_rows": counts[here.start : here.stop]})
 
-    def _differing(self, layout: ArrayLayout, shard: int, table: pa.Table) -> list[str]:
+    def _differing(self, twins: list[str], shard: int, table: pa.Table) -> list[str]:
         """Names of the records or captions that do not match their checksum; all names if a file cannot be opened.
 
-        A checksum covers the rows of two arrays: pictures and flipped pictures, or tokens and their scales.
+        Args:
+          twins: arrays whose rows have one checksum.
         """
-        first = layout.path.removesuffix("_flip")
-        if "/buckets/" not in f"/{first}":
-            first = first.removesuffix(EMBEDDINGS).removesuffix(SCALES) + EMBEDDINGS
-        second = first.removesuffix(EMBEDDINGS) + SCALES if first.endswith(EMBEDDINGS) else f"{first}_flip"
         try:
-            metadata = {path: self._root / path / GROUP for path in (first, second)}
-            layouts = [ArrayLayout.from_metadata(p, read_json(file)) for p, file in metadata.items() if file.is_file()]
+            layouts = [ArrayLayout.from_metadata(path, read_json(self._root / path / GROUP)) for path in twins]
             maps = [self._map(array, shard) for array in layouts]
         except (DamageError, OSError, ValueError):
             return table[0].to_pylist()
-        differing, start = [], layout.rows_of(shard).start
-        for name, row, checksum, num_rows in zip(*(column.to_pylist() for column in table.columns), strict=True):
+        differing, start = [], layouts[0].rows_of(shard).start
+        columns = (column.to_pylist() for column in table.columns)
+        for i, (name, row, checksum, num_rows) in enumerate(zip(*columns, strict=True)):
             rows = range(row - start, row - start + num_rows)
-            if checksum is not None and _checksum_of(maps, rows) != checksum:
+            places = [range(i, i + 1) if path.endswith(f"/{POOLED}") else rows for path in twins]
+            if checksum is not None and _checksum_of(maps, places) != checksum:
                 differing.append(name)
         return differing
 
@@ -203,8 +207,10 @@ class Locator:
         return ShardFile(self._root / layout.shard_path(shard), layout, len(layout.rows_of(shard)))
 
 
-def _checksum_of(maps: list[ShardFile], rows: range) -> int | None:
+def _checksum_of(maps: list[ShardFile], places: list[range]) -> int | None:
+    """Checksum of some rows of each shard; None if one cannot be read."""
     try:
-        return int(row_checksum(*(mapped.read(rows.start, rows.stop) for mapped in maps)), 16)
+        rows = (mapped.read(place.start, place.stop) for mapped, place in zip(maps, places, strict=True))
+        return int(row_checksum(*rows), 16)
     except DamageError:
         return None

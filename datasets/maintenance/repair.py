@@ -6,21 +6,28 @@ Shards are encoded again by ``precompute/repair.py``.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import ValidationError
 
 from ..arrays.shard_file import ShardFile
 from ..disk.files import remove, write_atomic
-from ..disk.hashing import canonical_json, xxh3_file, xxh3_parts
+from ..disk.hashing import canonical_json, read_json, xxh3_file, xxh3_parts
 from ..disk.strays import sweep_strays
 from ..errors import DamageError, StoreError, StoreIncomplete
-from ..format.layout import CAPTION_PART, CAPTIONS, GROUP, NULL_PART, RECORDS, commit_path, group_json, revision_prefix
-from ..format.schema import CommitRecord, Fallback, FileEntry, Reject
-from ..format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA
+from ..format.buckets import bucket_size
+from ..format.caption_layout import NULL_PART
+from ..format.layout import ADDED, CAPTIONS, GROUP, RECORDS, Task, commit_path, group_json, revision_prefix
+from ..format.row_layout import LATENTS, bucket_part
+from ..format.schema import Addition, CommitRecord, Fallback, FeatureRows, FileEntry, Manifest, Reject, StoreSpec
+from ..format.table_schemas import CAPTION_RESULTS, captions_schema, plan_schema, suffixes
+from ..format.zarr_shard import ArrayLayout
 from ..revisions.catalog import read_spec
-from ..revisions.commits import Task, carried_files, commit_record, file_entry, read_manifest, read_record
+from ..revisions.commits import carried_files, commit_record, file_entry, read_manifest, read_record
 from ..revisions.plan import FrozenPlan, planned_revisions, read_plan, write_plan
 from ..revisions.writer import StoreWriter, row_checksum
 from .findings import read_intact_table, shard_place
@@ -134,6 +141,10 @@ def _plan_of(root: Path, revision: int) -> FrozenPlan | None:
     group = revision_prefix(revision) + GROUP
     if not any(entry == file_entry(group, group_json(spec)) for entry in manifest.files):
         return None  # the attributes are damaged as well
+    try:
+        added = _additions(root, manifest, spec)
+    except (DamageError, ValidationError, OSError):
+        return None  # a commit record that says what was added is damaged as well
     plan = FrozenPlan(
         spec=spec,
         revision=revision,
@@ -142,40 +153,75 @@ def _plan_of(root: Path, revision: int) -> FrozenPlan | None:
         carried=carried_files(manifest, manifest.stack[:-1]) if revision > 1 else (),
         copies=manifest.copies,
         listing="",  # unknown: the next precompute compares all files by content
-        records=_planned_records(records, revision),
-        captions=_planned_captions(captions, revision),
+        records=_planned_records(records, revision, spec, {name for one in added for name in one.features}),
+        captions=_planned_captions(captions, revision, spec, {name for one in added for name in one.texts}),
         recorded_hash=manifest.plan,
         self_check=manifest.self_check,
+        added=added,
     )
     write_plan(root, plan, replace=True)
     return plan
 
 
-def _planned_records(records: pa.Table, revision: int) -> pa.Table:
-    """The records table as planned; of the pictures' locations only the names are known."""
+def _additions(root: Path, manifest: Manifest, spec: StoreSpec) -> tuple[Addition, ...]:
+    """What a revision adds to earlier ones, from its commit records.
+
+    Raises: DamageError, ValidationError, OSError: a record or an array's metadata is damaged.
+    """
+    prefix = f"{revision_prefix(manifest.revision)}commits/{ADDED}/"
+    added: dict[int, dict[str, Any]] = {}
+    for path in (entry.path for entry in manifest.files if entry.path.startswith(prefix)):
+        number, kind, name, *_ = path.removeprefix(prefix).split("/")
+        one = added.setdefault(int(number), {"buckets": {}, "texts": [], "features": [], "has_null": False})
+        if kind == "buckets":
+            one["features"] = list(CommitRecord.model_validate(read_json(root / path)).features)
+            latents = f"{revision_prefix(int(number))}{bucket_part(name)}/{spec.latent.array}"
+            one["buckets"][name] = ArrayLayout.from_metadata(latents, read_json(root / latents / GROUP)).shape[0]
+            continue
+        one["has_null"] |= kind == NULL_PART
+        text = "" if name.endswith(".json") else name
+        one["texts"] += [text] if text not in one["texts"] else []
+    order = [one.name for one in (*spec.text_encoders, *spec.features)]
+    for one in added.values():
+        one["texts"].sort(key=order.index)
+        one["features"].sort(key=order.index)
+        one["buckets"] = {bucket: one["buckets"][bucket] for bucket in sorted(one["buckets"], key=bucket_size)}
+    return tuple(Addition(revision=number, **added[number]) for number in sorted(added))
+
+
+def _planned_records(records: pa.Table, revision: int, spec: StoreSpec, added: Set[str]) -> pa.Table:
+    """The records table as planned; of the pictures' locations only the names are known.
+
+    Args:
+      added: names of features that the revision adds to all records.
+    """
     own = (records["revision"].to_numpy() == revision) & (records["row"].to_numpy() >= 0)
     columns = {name: records[name] for name in records.column_names}
-    unknown_yet = ("stage", "reason", "detail", "checksum", "source_checksum", "fallback")
+    unknown_yet = ["stage", "reason", "detail", "checksum", "source_checksum", "fallback"]
     undone = {"status": "planned", **dict.fromkeys(unknown_yet)}
+    undone |= {f"{name}_{feature.name}": None for feature in spec.features for name in CAPTION_RESULTS}
+    everywhere = {f"{name}_{feature}" for feature in added for name in CAPTION_RESULTS}
     for name, value in undone.items():
         values = np.array(records[name].to_pylist(), object)
-        values[own] = value
+        values[slice(None) if name in everywhere else own] = value
         columns[name] = pa.array(values, records.schema.field(name).type)
     count = records.num_rows
     unknown = dict.fromkeys(list(SOURCE_COLUMNS)[1:], np.full(count, UNKNOWN_LOCATION))
     columns |= {"source_path": columns["key"], **unknown}
-    fields = [*records.schema, *SOURCE_COLUMNS.items()]
-    return pa.table(columns, schema=pa.schema(fields))
+    schema = plan_schema(spec)
+    return pa.table({name: columns[name] for name in schema.names}, schema=schema)
 
 
-def _planned_captions(captions: pa.Table, revision: int) -> pa.Table:
-    own = captions["revision"].to_numpy() == revision
-    columns = {name: captions[name] for name in CAPTIONS_SCHEMA.names}
-    for name in CAPTION_RESULTS:
-        values = np.array(captions[name].to_pylist(), object)
-        values[own] = None
-        columns[name] = pa.array(values, CAPTIONS_SCHEMA.field(name).type)
-    return pa.table(columns, schema=CAPTIONS_SCHEMA)
+def _planned_captions(captions: pa.Table, revision: int, spec: StoreSpec, added: Set[str]) -> pa.Table:
+    """The captions table as planned; ``added``: text encoders that the revision adds to all captions."""
+    own, schema = captions["revision"].to_numpy() == revision, captions_schema(spec)
+    columns = {name: captions[name] for name in schema.names}
+    for text, suffix in suffixes(spec).items():
+        for name in (f"{result}{suffix}" for result in CAPTION_RESULTS):
+            values = np.array(captions[name].to_pylist(), object)
+            values[slice(None) if text in added else own] = None
+            columns[name] = pa.array(values, schema.field(name).type)
+    return pa.table(columns, schema=schema)
 
 
 def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str, FileEntry]) -> CommitRecord | None:
@@ -187,18 +233,18 @@ def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str
         records, captions = (read_intact_table(root, manifest, name) for name in (RECORDS, CAPTIONS))
     except (DamageError, OSError):
         return None
-    arrays = plan.layout.part_arrays(part)
+    of_part = plan.layout.parts[part]
+    arrays, features = of_part.arrays, {}
     files = [expected[array.shard_path(shard)] for array in arrays if array.shard_path(shard) in expected]
     if entry is None or len(files) != len(arrays):
         return None
     checksums, source_checksums, rejects, fallbacks, qualities = [], [], [], [], {}
-    if part == CAPTION_PART:
-        ids = plan.layout.captions_of(shard)
-        table = captions.slice(plan.first_caption + ids.start, len(ids))
-        checksums = _digits(table["checksum"].to_pylist())
-        if not table["min_cosine"].null_count:
-            qualities = {"min_cosines": table["min_cosine"].to_pylist(), "max_errors": table["max_error"].to_pylist()}
-    elif part == NULL_PART:  # no table holds its checksum
+    if of_part.captions and not of_part.is_null:
+        ids = of_part.captions.captions_of(shard)
+        table = captions.slice(plan.first_caption_of(of_part.revision) + ids.start, len(ids))
+        suffix = suffixes(plan.spec)[of_part.captions.name]
+        checksums, qualities = _digits(table[f"checksum{suffix}"].to_pylist()), _qualities(table, suffix)
+    elif of_part.is_null:  # no table holds its checksum
         rows = []
         for file, array in zip(files, arrays, strict=True):
             shard_path = root / file.path
@@ -208,16 +254,21 @@ def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str
         checksums = [row_checksum(*rows)]
     else:
         rows = plan.layout.rows_of(part, shard)
-        positions = plan.bucket_positions[part.removeprefix("buckets/")][rows.start : rows.stop]
-        table = records.take(pa.array(positions)).to_pylist()
-        checksums = _digits([row["checksum"] for row in table])
-        source_checksums = _digits([row["source_checksum"] for row in table])
+        positions = plan.positions_of(of_part)[rows.start : rows.stop]
+        columns = records.take(pa.array(positions, mask=positions < 0))  # nulls for a row without a record
+        for name in of_part.groups.keys() - {LATENTS}:
+            found = _digits(columns[f"checksum_{name}"].to_pylist())
+            features[name] = FeatureRows(checksums=found, **_qualities(columns, f"_{name}"))
+        table = columns.to_pylist()
+        is_own = LATENTS in of_part.groups
+        checksums = _digits([row["checksum"] for row in table]) if is_own else []
+        source_checksums = _digits([row["source_checksum"] for row in table]) if is_own else []
         rejects = [
             Reject(row=row["row"], key=row["key"], stage=row["stage"], reason=row["reason"], detail=row["detail"])
             for row in table
             if row["status"] == "rejected"
         ]
-        fallbacks = [Fallback(row=row["row"], how=row["fallback"]) for row in table if row["fallback"]]
+        fallbacks = [Fallback(row=row["row"], how=row["fallback"]) for row in table if is_own and row["fallback"]]
     record = commit_record(
         plan,
         part,
@@ -227,10 +278,22 @@ def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str
         source_checksums=source_checksums,
         rejects=rejects,
         fallbacks=fallbacks,
+        features=features,
         **qualities,
     )
     same = xxh3_parts([canonical_json(record.model_dump())])[1] == entry.xxh3_128
     return record if same else None
+
+
+def _qualities(table: pa.Table, suffix: str) -> dict[str, list[float]]:
+    """Smallest cosines and largest errors of some rows, as in a commit record; empty if nothing was narrowed.
+
+    A row that is not stored has zeros.
+    """
+    columns = {f"{name}s": table[f"{name}{suffix}"] for name in ("min_cosine", "max_error")}
+    if all(column.null_count == len(column) for column in columns.values()):
+        return {}
+    return {name: [0.0 if value is None else value for value in column.to_pylist()] for name, column in columns.items()}
 
 
 def _digits(checksums: list[int | None]) -> list[str]:

@@ -66,14 +66,18 @@ def raw_scale_and_shift(latent: LatentSpec) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _captions(spec: StoreSpec) -> dict[str, Any]:
-    if spec.text is None:
+    if not spec.text_encoders:
         return {"caption width": "no captions"}
-    return {
-        "caption width": spec.text.width,
-        "tokens of the longest caption": spec.text.max_tokens,
-        "instruction": repr(spec.text.instruction),
-        "text encoder weights": _weights(spec.text_encoder),
-    }
+    facts: dict[str, Any] = {"text encoders": [one.name for one in spec.text_encoders]}
+    for one in spec.text_encoders:
+        of_encoder = f" of '{one.name}'" if one.name else ""
+        facts |= {
+            f"caption width{of_encoder}": one.spec.width,
+            f"tokens of the longest caption{of_encoder}": one.spec.max_tokens,
+            f"instruction{of_encoder}": repr(one.spec.instruction),
+            f"text encoder weights{of_encoder}": _weights(one.encoder),
+        }
+    return facts
 
 
 def _classes(first: StoreSpec, second: StoreSpec) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
-from ..arrays.bucket_index import BucketIndex
 from ..disk.hashing import xxh3_file
 from ..errors import RecipeError
+from ..revisions.bucket_index import BucketIndex
 
 if TYPE_CHECKING:
     from ..store import LatentStore

@@ -19,20 +19,21 @@ from pydantic import ValidationError
 from ..disk.hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
 from ..errors import DamageError
 from ..format.layout import (
-    CAPTION_PART,
     CAPTIONS,
     GROUP,
     MANIFEST,
-    NULL_PART,
     RECORDS,
     REVISIONS,
+    Task,
     commit_path,
+    is_picture_part,
     revision_prefix,
 )
-from ..format.schema import FORMAT_VERSION, CommitRecord, FileEntry, Manifest
-from ..format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA, REJECT_REASONS
+from ..format.row_layout import LATENTS
+from ..format.schema import FORMAT_VERSION, CommitRecord, FeatureRows, FileEntry, Manifest
+from ..format.table_schemas import REJECT_REASONS, captions_schema, records_schema
 from ..format.tables import parquet_of_groups
-from .merge import Commits, Merge, Task
+from .merge import Commits, Merge
 from .plan import FrozenPlan
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -41,14 +42,18 @@ pc: Any = pyarrow.compute  # its functions are made at run time, no type checker
 def missing_work(plan: FrozenPlan, missing: Sequence[Task]) -> str:
     """Describe tasks of a plan for a message: shards, pictures, captions."""
     layout = plan.layout
-    pictures = [task for task in missing if task[0] not in (CAPTION_PART, NULL_PART)]
-    num_pictures = sum(len(layout.rows_of(*task)) for task in pictures)
-    described = f"{len(missing)} of {len(layout.tasks())} shards, with {num_pictures} of "
-    described += f"{sum(layout.bucket_rows.values())} pictures"
-    if not plan.spec.text:
+    counts = Counter[str]()
+    for which, tasks in (("missing", missing), ("all", layout.tasks())):
+        for part, shard in tasks:
+            if not layout.parts[part].is_null:
+                counts[f"{which} {'pictures' if is_picture_part(part) else 'captions'}"] += layout.num_items(
+                    part, shard
+                )
+    described = f"{len(missing)} of {len(layout.tasks())} shards, with {counts['missing pictures']} of "
+    described += f"{counts['all pictures']} pictures"
+    if not plan.spec.text_encoders:
         return described
-    num_captions = sum(len(layout.captions_of(shard)) for part, shard in missing if part == CAPTION_PART)
-    return f"{described} and {num_captions} of {plan.own_captions.num_rows} captions"
+    return f"{described} and {counts['missing captions']} of {counts['all captions']} captions"
 
 
 def read_commits(root: Path, plan: FrozenPlan, *, check_bytes: bool = False) -> dict[Task, CommitRecord]:
@@ -90,29 +95,41 @@ def read_record(root: Path, plan: FrozenPlan, part: str, shard: int) -> CommitRe
 
 def _matches_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
     """Whether a record has the files and rows of the plan; a record from others may contain anything."""
-    if {entry.path for entry in record.files} != {
-        array.shard_path(record.shard) for array in plan.layout.part_arrays(record.part)
-    }:
+    part = plan.layout.parts[record.part]
+    if {entry.path for entry in record.files} != {array.shard_path(record.shard) for array in part.arrays}:
         return False
-    if record.part in (CAPTION_PART, NULL_PART):
-        count = len(plan.layout.captions_of(record.shard)) if record.part == CAPTION_PART else 1
+    count = plan.layout.num_items(record.part, record.shard)
+    if part.captions:
         return (
             len(record.checksums) == count
             and all(_HEX.fullmatch(digits) for digits in record.checksums)
             and not record.source_checksums
             and not record.rejects
+            and not record.features
             and len(record.min_cosines) == len(record.max_errors)
-            and len(record.min_cosines) in ((0, count) if record.part == CAPTION_PART else (0,))
+            and len(record.min_cosines) in ((0,) if part.is_null else (0, count))
             and not record.fallbacks
         )
     rows = plan.layout.rows_of(record.part, record.shard)
     return (
-        len(record.checksums) == len(record.source_checksums) == len(rows)
+        len(record.checksums) == len(record.source_checksums) == (count if LATENTS in part.groups else 0)
+        and record.features.keys() == part.groups.keys() - {LATENTS}
+        and all(_fits(feature, count) for feature in record.features.values())
         and not record.min_cosines
         and not record.max_errors
         and all(not digits or _HEX.fullmatch(digits) for digits in (*record.checksums, *record.source_checksums))
         and all(reject.row in rows and reject.reason in REJECT_REASONS for reject in record.rejects)
         and all(fallback.row in rows for fallback in record.fallbacks)
+    )
+
+
+def _fits(feature: FeatureRows, count: int) -> bool:
+    """Whether a feature has results of all rows of a shard."""
+    return (
+        len(feature.checksums) == count
+        and all(not digits or _HEX.fullmatch(digits) for digits in feature.checksums)
+        and len(feature.min_cosines) == len(feature.max_errors)
+        and len(feature.min_cosines) in (0, count)
     )
 
 
@@ -124,6 +141,7 @@ class CommitSummary(NamedTuple):
 
     Args:
       files: of its shard, then the record itself.
+      num_rows: records or captions that it adds; 0 if it only completes those of an earlier revision.
       rejects: number by reason.
     """
 
@@ -135,7 +153,8 @@ class CommitSummary(NamedTuple):
     def of(cls, plan: FrozenPlan, record: CommitRecord) -> CommitSummary:
         """Summarise a record."""
         rejects = Counter(reject.reason for reject in record.rejects)
-        return cls((*record.files, _record_entry(plan, record)), len(record.checksums), rejects)
+        num_rows = len(record.checksums) if plan.layout.parts[record.part].revision == plan.revision else 0
+        return cls((*record.files, _record_entry(plan, record)), num_rows, rejects)
 
 
 class CommitFiles(Mapping[Task, CommitRecord]):
@@ -185,8 +204,8 @@ def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes | me
 
     files: dict[str, bytes | memoryview] = {
         **plan.layout.static_files(),
-        prefix + RECORDS: parquet_of_groups(RECORDS_SCHEMA, counted(merge.record_groups())),
-        prefix + CAPTIONS: parquet_of_groups(CAPTIONS_SCHEMA, merge.caption_groups()),
+        prefix + RECORDS: parquet_of_groups(records_schema(plan.spec), counted(merge.record_groups())),
+        prefix + CAPTIONS: parquet_of_groups(captions_schema(plan.spec), merge.caption_groups()),
     }
     entries |= {path: file_entry(path, content) for path, content in files.items()}
     num_stored, num_rejected = statuses["stored"], statuses["rejected"]

@@ -14,18 +14,18 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ..disk.spill import BATCH_ROWS, map_array, one_chunk
-from ..format.layout import CAPTION_PART, NULL_PART
+from ..format.layout import Part, Task
+from ..format.row_layout import LATENTS
 from ..format.schema import CommitRecord
-from ..format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA, RECORDS_SCHEMA
+from ..format.table_schemas import CAPTION_RESULTS, captions_schema, records_schema, suffixes
 from ..format.tables import ROW_GROUP, row_groups
 from .plan import FrozenPlan
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-Task = tuple[str, int]
 Commits = Mapping[Task, CommitRecord]
-# Flags of a row: its shard is committed; it is rejected; it has a checksum; its picture has one.
-COMMITTED, REJECTED, CHECKED, SOURCE_CHECKED = 1, 2, 4, 8
+# Flags of a row: its shard is committed; it is rejected; it has a checksum; its picture has one; it was narrowed.
+COMMITTED, REJECTED, CHECKED, SOURCE_CHECKED, NARROWED = 1, 2, 4, 8, 16
 WHAT = "what the commit records say"
 RECORD_RESULTS = ("status", "stage", "reason", "detail", "checksum", "source_checksum", "fallback")
 STATUSES = pa.array(["stored", "rejected"])
@@ -57,77 +57,118 @@ class Merge:
         self._checksums, self._source_checksums = (map_array(rows, "uint64", WHAT) for _ in range(2))
         self._rejects = _Sparse(["stage", "reason", "detail"])
         self._fallbacks = _Sparse(["fallback"])
-        self._caption_flags = map_array(captions, "uint8", WHAT)
-        self._caption_checksums = map_array(captions, "uint64", WHAT)
-        self._qualities = {name: map_array(captions, "float32", WHAT) for name in ("min_cosine", "max_error")}
+        self._features = {one.name: _Results(rows, f"_{one.name}") for one in plan.spec.features}
+        self._texts = {name: _Results(captions, suffix) for name, suffix in suffixes(plan.spec).items()}
 
     def add(self, task: Task, commit: CommitRecord) -> None:
         """Add one commit record."""
-        part, shard = task
-        if part == CAPTION_PART:
-            self._add_captions(shard, commit)
-        elif part != NULL_PART:
+        part, shard = self._plan.layout.parts[task[0]], task[1]
+        if part.captions is None:
             self._add_rows(part, shard, commit)
+        elif not part.is_null:
+            first = self._plan.first_caption_of(part.revision)
+            captions = part.captions.captions_of(shard)
+            targets = np.arange(first + captions.start, first + captions.stop)
+            self._texts[part.captions.name].add(targets, commit.checksums, commit.min_cosines, commit.max_errors)
 
-    def _add_rows(self, part: str, shard: int, commit: CommitRecord) -> None:
-        positions = self._plan.bucket_positions[part.removeprefix("buckets/")]
-        rows = self._plan.layout.rows_of(part, shard)
-        targets = positions[rows.start : rows.stop]
-        flags = np.full(len(targets), COMMITTED, np.uint8)
-        for bit, values, digits in (
-            (CHECKED, self._checksums, commit.checksums),
-            (SOURCE_CHECKED, self._source_checksums, commit.source_checksums),
-        ):
-            values[targets], is_present = _numbers(digits)
-            flags[is_present] |= bit
+    def _add_rows(self, part: Part, shard: int, commit: CommitRecord) -> None:
+        rows = part.arrays[0].rows_of(shard)
+        targets = self._plan.positions_of(part)[rows.start : rows.stop]
+        rejected = np.array([reject.row for reject in commit.rejects], np.int64) - rows.start
+        if LATENTS in part.groups:
+            flags = np.full(len(targets), COMMITTED, np.uint8)
+            for bit, values, digits in (
+                (CHECKED, self._checksums, commit.checksums),
+                (SOURCE_CHECKED, self._source_checksums, commit.source_checksums),
+            ):
+                values[targets], is_present = _numbers(digits)
+                flags[is_present] |= bit
+            self._flags[targets] = flags
         fallbacks = {fallback.row: fallback for fallback in commit.fallbacks}
-        self._fallbacks.add(positions[list(fallbacks)], [[fallback.how] for fallback in fallbacks.values()])
-        rejects = {reject.row: reject for reject in commit.rejects}
-        self._rejects.add(positions[list(rejects)], [[r.stage, r.reason, r.detail] for r in rejects.values()])
-        flags[np.array(list(rejects), np.int64) - rows.start] = COMMITTED | REJECTED
-        self._flags[targets] = flags
-
-    def _add_captions(self, shard: int, commit: CommitRecord) -> None:
-        captions = self._plan.layout.captions_of(shard)
-        first = self._plan.first_caption + captions.start
-        targets = slice(first, first + len(captions))
-        self._caption_checksums[targets], _ = _numbers(commit.checksums)
-        self._caption_flags[targets] = COMMITTED
-        if commit.min_cosines:
-            self._caption_flags[targets] |= CHECKED
-            self._qualities["min_cosine"][targets] = commit.min_cosines
-            self._qualities["max_error"][targets] = commit.max_errors
+        positions = targets[np.array(list(fallbacks), np.int64) - rows.start]
+        self._fallbacks.add(positions, [[fallback.how] for fallback in fallbacks.values()])
+        self._rejects.add(targets[rejected], [[r.stage, r.reason, r.detail] for r in commit.rejects])
+        self._flags[targets[rejected]] = COMMITTED | REJECTED
+        for name, feature in commit.features.items():
+            self._features[name].add(targets, feature.checksums, feature.min_cosines, feature.max_errors)
 
     def record_groups(self) -> Iterator[pa.Table]:
         """The records table, in the order of the source, by row groups."""
-        return _groups(self._plan.records.select(RECORDS_SCHEMA.names), RECORD_RESULTS, self._records_of)
+        names = [*RECORD_RESULTS, *(name for results in self._features.values() for name in results.columns)]
+        return _groups(self._plan.records.select(records_schema(self._plan.spec).names), names, self._records_of)
 
     def caption_groups(self) -> Iterator[pa.Table]:
         """The captions table, in the order of ids, by row groups."""
-        return _groups(self._plan.captions.select(CAPTIONS_SCHEMA.names), CAPTION_RESULTS, self._captions_of)
+        names = [name for results in self._texts.values() for name in results.columns] or list(CAPTION_RESULTS)
+        return _groups(self._plan.captions.select(captions_schema(self._plan.spec).names), names, self._captions_of)
 
     def _records_of(self, rows: slice, planned: pa.RecordBatch) -> dict[str, pa.Array]:
-        columns = {name: planned[name] for name in RECORD_RESULTS}
+        columns = {name: planned[name] for name in planned.schema.names}
         flags = self._flags[rows]
-        if not flags.any():
-            return columns
-        status = STATUSES.take(pa.array((flags & REJECTED != 0).astype(np.int8)))
-        columns["status"] = _where(flags & COMMITTED, status, columns["status"])
-        for name, bit, values in (
-            ("checksum", CHECKED, self._checksums),
-            ("source_checksum", SOURCE_CHECKED, self._source_checksums),
-        ):
-            columns[name] = _where(flags & COMMITTED, pa.array(values[rows], mask=flags & bit == 0), columns[name])
+        if flags.any():
+            status = STATUSES.take(pa.array((flags & REJECTED != 0).astype(np.int8)))
+            columns["status"] = _where(flags & COMMITTED, status, columns["status"])
+            for name, bit, values in (
+                ("checksum", CHECKED, self._checksums),
+                ("source_checksum", SOURCE_CHECKED, self._source_checksums),
+            ):
+                columns[name] = _where(flags & COMMITTED, pa.array(values[rows], mask=flags & bit == 0), columns[name])
         for sparse in (self._rejects, self._fallbacks):
             columns |= sparse.over(rows, columns)
+        for results in self._features.values():
+            columns |= results.over(rows, columns)
         return columns
 
     def _captions_of(self, rows: slice, planned: pa.RecordBatch) -> dict[str, pa.Array]:
-        flags = self._caption_flags[rows]
-        results = {"checksum": pa.array(self._caption_checksums[rows])}
-        for name, values in self._qualities.items():
-            results[name] = pa.array(values[rows], mask=flags & CHECKED == 0)
-        return {name: _where(flags & COMMITTED, values, planned[name]) for name, values in results.items()}
+        columns = {name: planned[name] for name in planned.schema.names}
+        for results in self._texts.values():
+            columns |= results.over(rows, columns)
+        return columns
+
+
+class _Results:
+    """Checksum and quality of captions, or of a feature's rows.
+
+    Args:
+      suffix: of its columns in the table.
+    """
+
+    def __init__(self, num_rows: int, suffix: str) -> None:
+        self.columns = [f"{name}{suffix}" for name in CAPTION_RESULTS]
+        self._flags = map_array(num_rows, "uint8", WHAT)
+        self._checksums = map_array(num_rows, "uint64", WHAT)
+        self._min_cosines, self._max_errors = (map_array(num_rows, "float32", WHAT) for _ in range(2))
+
+    def add(
+        self, targets: np.ndarray, checksums: Sequence[str], min_cosines: Sequence[float], max_errors: Sequence[float]
+    ) -> None:
+        """Add the results of some rows.
+
+        Args:
+          targets: (n,) rows of the table; those below 0 are left out.
+          checksums: of each, "" if it has none.
+          min_cosines, max_errors: of each, or empty if nothing was narrowed.
+        """
+        known = targets >= 0
+        numbers, is_present = _numbers(checksums)
+        flags = np.where(is_present, COMMITTED | CHECKED, COMMITTED).astype(np.uint8)
+        self._checksums[targets[known]] = numbers[known]
+        if min_cosines:
+            flags[is_present] |= NARROWED
+            self._min_cosines[targets[known]] = np.array(min_cosines, np.float32)[known]
+            self._max_errors[targets[known]] = np.array(max_errors, np.float32)[known]
+        self._flags[targets[known]] = flags[known]
+
+    def over(self, rows: slice, columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
+        """Columns of a batch, with these results in the rows that have them."""
+        flags = self._flags[rows]
+        if not flags.any():
+            return {}
+        values = ((self._checksums, CHECKED), (self._min_cosines, NARROWED), (self._max_errors, NARROWED))
+        return {
+            name: _where(flags & COMMITTED, pa.array(value[rows], mask=flags & bit == 0), columns[name])
+            for name, (value, bit) in zip(self.columns, values, strict=True)
+        }
 
 
 def _groups(

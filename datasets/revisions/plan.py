@@ -6,7 +6,7 @@ write one store, even if the source changes meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,20 @@ from ..disk.hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3
 from ..disk.spill import map_array
 from ..errors import DamageError, FormatVersionError, StoreIncomplete
 from ..format.buckets import bucket_size
-from ..format.layout import CAPTIONS, PLAN, PLAN_FILE, RECORDS, RevisionLayout, revision_prefix, revisions_with
-from ..format.schema import FORMAT_VERSION, FileEntry, PlanFile, SelfCheck, StoreSpec
-from ..format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA
+from ..format.layout import (
+    CAPTIONS,
+    PLAN,
+    PLAN_FILE,
+    RECORDS,
+    Content,
+    Part,
+    RevisionLayout,
+    revision_prefix,
+    revisions_with,
+)
+from ..format.row_layout import LATENTS
+from ..format.schema import FORMAT_VERSION, Addition, FileEntry, PlanFile, SelfCheck, StoreSpec
+from ..format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA, suffixes
 from ..format.tables import map_plan_table, parquet_file, table_problem
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -44,11 +55,12 @@ class FrozenPlan:
       carried: files of earlier revisions that it reads: the root's metadata, and the arrays of its stack.
       copies: its rows are copied from the base, a revision of another store, not encoded (``leandit compact``).
       listing: hash of the source's listing (keys, sizes, times), to detect changes of the source.
-      records: PLAN_SCHEMA, all records of the revision. Records that it encodes have its number in ``revision``; the
-        others are carried over unchanged.
-      captions: CAPTIONS_SCHEMA; those that this revision adds come last, sorted by length.
+      records: as ``plan_schema``, all records of the revision. Records that it encodes have its number in
+        ``revision``; the others are carried over, and may be completed by ``added``.
+      captions: as ``captions_schema``; those that this revision adds come last, sorted by length.
       recorded_hash: from the store; empty for a new plan.
       self_check: of the autoencoder, made before the first plan of the stack was frozen; None without one.
+      added: text encoders and features that it adds to the rows and captions of earlier revisions.
     """
 
     spec: StoreSpec
@@ -62,6 +74,7 @@ class FrozenPlan:
     captions: pa.Table
     recorded_hash: str = ""
     self_check: SelfCheck | None = None
+    added: tuple[Addition, ...] = ()
 
     @cached_property
     def hash(self) -> str:
@@ -70,41 +83,79 @@ class FrozenPlan:
             return self.recorded_hash
         parts = [parquet_file(self.records.drop_columns([VOLATILE_COLUMN])), parquet_file(self.captions)]
         tables = [xxh3_parts([part])[1] for part in parts]
-        return sha256_of([self.spec.fingerprint, self.revision, self.base, self.stack, self.copies, *tables])
+        added = [addition.model_dump() for addition in self.added]
+        facts = [self.spec.fingerprint, self.revision, self.base, self.stack, self.copies, *tables]
+        return sha256_of([*facts, added] if added else facts)
 
     @cached_property
     def bucket_positions(self) -> dict[str, np.ndarray]:
         """Of each bucket, (N,) positions in the records table by row, mapped; buckets in order of their size."""
         counts = {name: rows for name, rows in _count_rows(self).items() if rows}
-        names = sorted(counts, key=bucket_size)
-        positions = map_array(sum(counts.values()), "int64", "the rows of the plan")
-        ends = np.cumsum([counts[name] for name in names])
-        by_bucket = {name: positions[end - counts[name] : end] for name, end in zip(names, ends, strict=True)}
-        for name, rows, records in _own_rows(self):
+        return self._positions(self.revision, {name: counts[name] for name in sorted(counts, key=bucket_size)})
+
+    @cached_property
+    def _added_positions(self) -> dict[int, dict[str, np.ndarray]]:
+        return {one.revision: self._positions(one.revision, one.buckets) for one in self.added}
+
+    def positions_of(self, part: Part) -> np.ndarray:
+        """(N,) positions in the records table of the rows of a part; -1 for a row that no stored record has."""
+        of_revision = (
+            self._added_positions if part.revision != self.revision else {self.revision: self.bucket_positions}
+        )
+        return of_revision[part.revision][part.bucket]
+
+    def _positions(self, revision: int, counts: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """Positions in the records table of the rows of a revision's buckets, mapped; -1 where there is no record."""
+        ends = np.cumsum([*counts.values()], dtype=np.int64)
+        positions = map_array(int(ends[-1]) if len(ends) else 0, "int64", "the rows of the plan")
+        positions[:] = -1
+        by_bucket = {name: positions[end - counts[name] : end] for name, end in zip(counts, ends, strict=True)}
+        for name, rows, records in _rows_of(self, revision):
             assert name is not None, "a row has a bucket"
-            by_bucket[name][rows] = records
+            if name in by_bucket:
+                by_bucket[name][rows] = records
         return by_bucket
 
     @cached_property
     def own_captions(self) -> pa.Table:
         """The captions that this revision adds."""
-        return self.captions.slice(self.first_caption)
+        return self.captions_of(self.revision)
 
     @cached_property
     def first_caption(self) -> int:
         """Id of the first caption that this revision adds."""
-        return int(pc.sum(pc.less(self.captions["revision"], self.revision)).as_py() or 0)
+        return self.first_caption_of(self.revision)
+
+    def first_caption_of(self, revision: int) -> int:
+        """Id of the first caption that a revision added."""
+        return int(pc.sum(pc.less(self.captions["revision"], revision)).as_py() or 0)
+
+    def captions_of(self, revision: int) -> pa.Table:
+        """The captions that a revision added."""
+        first, end = self.first_caption_of(revision), self.first_caption_of(revision + 1)
+        return self.captions.slice(first, end - first)
 
     @cached_property
     def layout(self) -> RevisionLayout:
         """Files and arrays of the revision."""
-        return RevisionLayout(
-            spec=self.spec,
-            revision=self.revision,
-            bucket_rows={name: len(positions) for name, positions in self.bucket_positions.items()},
-            num_tokens=self.own_captions["num_tokens"].to_numpy(),
-            has_null=self.spec.text is not None and not self.stack,
-        )
+        rows = {name: len(positions) for name, positions in self.bucket_positions.items()}
+        texts = [one.name for one in self.spec.text_encoders]
+        groups = [LATENTS, *(one.name for one in self.spec.features)]
+        own = Content(self.revision, rows, self._num_tokens(self.revision, texts), not self.stack, groups)
+        added = [
+            Content(one.revision, one.buckets, self._num_tokens(one.revision, one.texts), one.has_null, one.features)
+            for one in self.added
+        ]
+        return RevisionLayout(self.spec, own, added)
+
+    def _num_tokens(self, revision: int, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """(num_captions,) stored tokens of the captions that a revision added, by text encoder."""
+        captions, found = self.captions_of(revision), {}
+        for name in names:
+            spec = self.spec.text_encoder_of(name).spec
+            counts = captions[f"num_tokens{suffixes(self.spec)[name]}"].to_numpy()
+            found[name] = np.full(len(counts), spec.max_tokens) if spec.full_length else counts
+        return found
 
 
 def first_plan(
@@ -167,6 +218,8 @@ def write_plan(root: Path, plan: FrozenPlan, *, replace: bool) -> bool:
     }
     if plan.self_check:
         content["self_check"] = plan.self_check.model_dump()
+    if plan.added:
+        content["added"] = [addition.model_dump() for addition in plan.added]
     content |= {"sha256": sha256_of(content)}
     folder = root / revision_prefix(plan.revision) / PLAN
     return write_folder(folder, [*tables.items(), (PLAN_FILE, canonical_json(content))], replace=replace)
@@ -218,18 +271,22 @@ def read_plan(root: Path, revision: int) -> FrozenPlan:
         captions=captions,
         recorded_hash=file.plan,
         self_check=file.self_check,
+        added=tuple(file.added),
     )
     if problem := table_problem(file.spec, revision, records, captions.num_rows, captions) or _row_problem(plan):
         raise DamageError(f"{damaged} Its tables are not valid: {problem}.")
     return plan
 
 
-def _own_rows(plan: FrozenPlan) -> Iterator[tuple[str | None, np.ndarray, np.ndarray]]:
-    """Bucket, rows and table positions of the records in the plan's own arrays, a few at a time."""
+def _rows_of(plan: FrozenPlan, revision: int) -> Iterator[tuple[str | None, np.ndarray, np.ndarray]]:
+    """Bucket, rows and table positions of the records in a revision's arrays, without those that it rejected."""
     first = 0
-    for batch in plan.records.select(["bucket", "revision", "row"]).to_batches():
+    for batch in plan.records.select(["bucket", "revision", "row", "status"]).to_batches():
         rows = batch["row"].to_numpy()
-        own = np.flatnonzero((batch["revision"].to_numpy() == plan.revision) & (rows >= 0))
+        has_row = (batch["revision"].to_numpy() == revision) & (rows >= 0)
+        if revision != plan.revision:
+            has_row &= pc.equal(batch["status"], "stored").to_numpy(zero_copy_only=False)
+        own = np.flatnonzero(has_row)
         if len(own):
             buckets = batch["bucket"].take(pa.array(own)).dictionary_encode()
             codes = pc.fill_null(buckets.indices, -1).to_numpy()
@@ -242,7 +299,7 @@ def _own_rows(plan: FrozenPlan) -> Iterator[tuple[str | None, np.ndarray, np.nda
 
 def _count_rows(plan: FrozenPlan) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for name, rows, _ in _own_rows(plan):
+    for name, rows, _ in _rows_of(plan, plan.revision):
         assert name is not None, "a row has a bucket"
         counts[name] = counts.get(name, 0) + len(rows)
     return counts
@@ -250,11 +307,11 @@ def _count_rows(plan: FrozenPlan) -> dict[str, int]:
 
 def _row_problem(plan: FrozenPlan) -> str:
     """Describe a bucket whose rows are not 0, 1, 2, ...; "" if there is none."""
-    if any(name is None for name, _, _ in _own_rows(plan)):
+    if any(name is None for name, _, _ in _rows_of(plan, plan.revision)):
         return "a row without a bucket"
     counts = _count_rows(plan)
     seen = {name: np.zeros(rows, bool) for name, rows in counts.items()}
-    for name, rows, _ in _own_rows(plan):
+    for name, rows, _ in _rows_of(plan, plan.revision):
         assert name is not None, "checked above"
         if rows.max() < counts[name]:
             seen[name][rows] = True

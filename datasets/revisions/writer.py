@@ -17,10 +17,10 @@ import xxhash
 from ..disk.files import write_atomic
 from ..disk.hashing import canonical_json, xxh3_file, xxh3_parts
 from ..errors import LeanditError, StoreError
-from ..format.layout import CAPTION_PART, CAPTIONS, MANIFEST, NULL_PART, RECORDS, commit_path, revision_prefix
-from ..format.schema import Fallback, FileEntry, Manifest, Reject
+from ..format.layout import CAPTIONS, MANIFEST, RECORDS, Task, commit_path, is_picture_task, revision_prefix
+from ..format.schema import Fallback, FeatureRows, FileEntry, Manifest, Reject
 from ..format.zarr_shard import pack_shard
-from .commits import CommitFiles, CommitSummary, Task, commit_record, file_entry, read_commit, read_manifest, seal_files
+from .commits import CommitFiles, CommitSummary, commit_record, file_entry, read_commit, read_manifest, seal_files
 from .plan import FrozenPlan
 
 READERS = 4  # threads that hash shards
@@ -81,8 +81,8 @@ class StoreWriter:
         """Records in the committed shards."""
         return sum(
             commit.num_rows - commit.rejects.total()
-            for (part, _), commit in self._commits.items()
-            if part not in (CAPTION_PART, NULL_PART)
+            for task, commit in self._commits.items()
+            if is_picture_task(task) and commit.num_rows
         )
 
     @property
@@ -142,6 +142,7 @@ class StoreWriter:
         rejects: Sequence[Reject] = (),
         qualities: Sequence[tuple[float, float]] = (),
         fallbacks: Sequence[Fallback] = (),
+        features: Mapping[str, FeatureRows] | None = None,
     ) -> int:
         """Write one shard of every array of a part, then its commit record.
 
@@ -152,6 +153,7 @@ class StoreWriter:
           rejects: rows rejected while encoding.
           qualities: smallest cosine and largest error of each narrowed caption.
           fallbacks: rows that were not encoded as planned.
+          features: results of each feature of the part.
         Returns: bytes written.
         """
         files = []
@@ -172,6 +174,7 @@ class StoreWriter:
             source_checksums=list(source_checksums),
             rejects=list(rejects),
             fallbacks=list(fallbacks),
+            features=dict(features or {}),
         )
         write_atomic(self.root / commit_path(self.plan.revision, part, shard), canonical_json(record.model_dump()))
         self._commits[part, shard] = CommitSummary.of(self.plan, record)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from ... import __version__
 from ...datasets.errors import RecipeError
 from ...datasets.format.buckets import bucket_name, resize_filter
-from ...datasets.format.schema import FORMAT_VERSION, ImageSpec, StoreSpec
+from ...datasets.format.schema import FORMAT_VERSION, FeatureEncoder, ImageSpec, StoreSpec, TextEncoder
 from ..config import PrecomputeRecipe
 from ..images.pixels import ADM_FILTER, describe_colour
 from ..sources.source import Source
 from .forwards import largest_batch
+from .loading import Encoders
 from .model_files import library_majors
-from .vae import Encoders
 
 
 def describe_store(
@@ -45,6 +45,7 @@ def describe_store(
     elif not batch_size:  # one number for all buckets: what fits the largest
         _, height_px, width_px = max(table, key=lambda row: (row[1] * row[2], row))
         batch_size = largest_batch(encoders.image, height_px, width_px)
+    unnamed = encoders.captions.get("")
     latent = encoders.image.latent_spec(recipe.vae, recipe.store.dtype, batch_size=batch_size)
     return StoreSpec(
         format_version=FORMAT_VERSION,
@@ -59,9 +60,18 @@ def describe_store(
             libraries=library_majors("pillow"),
         ),
         latent=latent,
-        text=encoders.caption and encoders.caption.text_spec(recipe.text, text_dtype),
+        text=unnamed and unnamed.text_spec(recipe.text, text_dtype),
         vae=encoders.image.identity,
-        text_encoder=encoders.caption and encoders.caption.identity,
+        text_encoder=unnamed and unnamed.identity,
+        texts=[
+            TextEncoder(name=name, spec=encoder.text_spec(section, text_dtype), encoder=encoder.identity)
+            for name, section in recipe.texts.items()
+            for encoder in [encoders.captions[name]]
+        ],
+        features=[
+            FeatureEncoder(name=name, spec=encoder.spec(), encoder=encoder.identity)
+            for name, encoder in encoders.features.items()
+        ],
         classes=source and source.classes,
         shard_mib=recipe.store.shard_mib,
         codec=recipe.store.codec,

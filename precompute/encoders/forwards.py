@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from ...datasets.errors import RecordRejected, ResourceError
-from ...datasets.format.schema import LOGVAR_RANGE, EncoderIdentity, LatentSpec
+from ...datasets.format.row_layout import LATENTS
+from ...datasets.format.schema import LOGVAR_RANGE, EncoderIdentity, FeatureSpec, LatentSpec
+from ...datasets.format.token_dtypes import StoredTokens, narrow, quality
 from .vae import ImageEncoder
 
 CPU_BATCH = 32  # on a CPU more rows in a forward are no faster
@@ -24,47 +26,158 @@ MAX_BATCH_BYTES = 96 << 20  # of decoded pixels: up to eight batches are in host
 FLOAT32 = "float32"
 SIZE = "batch:"
 
+_Output = TypeVar("_Output")
 
-class Encoding(Protocol):
-    """Encodes pictures: an ``ImageEncoder``, or one shared by threads (``SharedEncoder``)."""
+
+class VisionEncoder(Protocol):
+    """A vision model whose tokens are stored, as ``FeatureEncoder``."""
 
     @property
     def identity(self) -> EncoderIdentity:
-        """Of the encoder."""
+        """Of the model."""
         ...
 
-    def black(self, shape: tuple[int, ...]) -> np.ndarray:
-        """As ``ImageEncoder.black``."""
+    def spec(self) -> FeatureSpec:
+        """Of the stored tokens."""
         ...
 
-    def encode(self, pixels: np.ndarray) -> np.ndarray:
-        """As ``ImageEncoder.encode``."""
+    def encode(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """Patches (B, T, D) and (or) class tokens (B, D), float32."""
         ...
 
-    def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
-        """As ``ImageEncoder.encode_in_float32``."""
+    def encode_in_float32(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """The same in float32 whatever the recipe's dtype, one picture at a time."""
         ...
+
+
+class RowsEncoder(Protocol):
+    """Makes the stored rows of one group of arrays from pictures: of the latents, or of a feature."""
+
+    @property
+    def group(self) -> str:
+        """LATENTS, or the name of the feature."""
+        ...
+
+    @property
+    def class_name(self) -> str:
+        """Of the model."""
+        ...
+
+    def encode(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """(B, ...) float32 outputs of the model for (B, height_px, width_px, 3) uint8 pixels."""
+        ...
+
+    def encode_in_float32(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """The same in float32 whatever the recipe's dtype, one picture at a time."""
+        ...
+
+    def to_stored(self, outputs: Sequence[np.ndarray], records: np.ndarray) -> list[np.ndarray]:
+        """(B, ...) rows of each array of the group, in the store's dtypes.
+
+        Args:
+          records: (B,) positions in the records table: the key of a stored sample.
+        """
+        ...
+
+    def quality(self, outputs: Sequence[np.ndarray], stored: Sequence[np.ndarray]) -> tuple[float, float] | None:
+        """Smallest cosine and largest error of one row's tokens; None for latents."""
+        ...
+
+
+@dataclass(frozen=True)
+class LatentRows:
+    """Rows of latents."""
+
+    encoder: ImageEncoder
+    spec: LatentSpec
+    group: str = LATENTS
+
+    @property
+    def class_name(self) -> str:
+        """As of ``RowsEncoder``."""
+        return self.encoder.identity.class_name
+
+    def encode(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """As of ``RowsEncoder``."""
+        return [self.encoder.encode(pixels)]
+
+    def encode_in_float32(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """As of ``RowsEncoder``."""
+        return [self.encoder.encode_in_float32(pixels)]
+
+    def to_stored(self, outputs: Sequence[np.ndarray], records: np.ndarray) -> list[np.ndarray]:
+        """As of ``RowsEncoder``."""
+        return [to_stored(outputs[0], self.spec, records)]
+
+    def quality(self, outputs: Sequence[np.ndarray], stored: Sequence[np.ndarray]) -> tuple[float, float] | None:
+        """As of ``RowsEncoder``."""
+        return None
+
+
+@dataclass(frozen=True)
+class FeatureRows:
+    """Rows of a feature: patches and (or) class tokens, and for int8 their scales."""
+
+    encoder: VisionEncoder
+    group: str
+
+    @property
+    def class_name(self) -> str:
+        """As of ``RowsEncoder``."""
+        return self.encoder.identity.class_name
+
+    def encode(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """As of ``RowsEncoder``."""
+        return self.encoder.encode(pixels)
+
+    def encode_in_float32(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """As of ``RowsEncoder``."""
+        return self.encoder.encode_in_float32(pixels)
+
+    def to_stored(self, outputs: Sequence[np.ndarray], records: np.ndarray) -> list[np.ndarray]:
+        """As of ``RowsEncoder``."""
+        rows = []
+        for tokens in outputs:  # (B, T, D), or (B, D) of class tokens
+            stored = narrow(tokens.reshape(-1, tokens.shape[-1]), self.encoder.spec().dtype)
+            rows += [part.reshape(tokens.shape[: tokens.ndim - 2 + part.ndim]) for part in stored.parts]
+        return rows
+
+    def quality(self, outputs: Sequence[np.ndarray], stored: Sequence[np.ndarray]) -> tuple[float, float] | None:
+        """As of ``RowsEncoder``."""
+        dtype, rest, found = self.encoder.spec().dtype, list(stored), []
+        for tokens in outputs:
+            parts = [rest.pop(0) for _ in range(2 if dtype == "int8" else 1)]
+            rows = StoredTokens.of([np.atleast_2d(parts[0]), *(np.atleast_1d(scales) for scales in parts[1:])])
+            found.append(quality(np.atleast_2d(tokens), rows, dtype))
+        return min(cosine for cosine, _ in found), max(error for _, error in found)
 
 
 class SharedEncoder:
-    """An encoder that threads share: one batch at a time, while other batches are prepared and stored.
+    """A ``RowsEncoder`` that threads share: one batch at a time, while other batches are prepared and stored.
 
     Args:
+      turn: lock of all encoders on a device.
       measure: returns a context that measures a forward.
     """
 
-    def __init__(self, encoder: ImageEncoder, measure: Callable[[], AbstractContextManager[None]]) -> None:
-        self._encoder, self._measure = encoder, measure
-        self.identity, self.black = encoder.identity, encoder.black
+    def __init__(
+        self,
+        encoder: RowsEncoder,
+        turn: AbstractContextManager[Any],
+        measure: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._encoder, self._turn, self._measure = encoder, turn, measure
+        self.group, self.class_name = encoder.group, encoder.class_name
+        self.to_stored, self.quality = encoder.to_stored, encoder.quality
 
-    def encode(self, pixels: np.ndarray) -> np.ndarray:
-        """As ``ImageEncoder.encode``."""
-        with self._encoder.turn, self._measure():
+    def encode(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """As of ``RowsEncoder``."""
+        with self._turn, self._measure():
             return self._encoder.encode(pixels)
 
-    def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
-        """As ``ImageEncoder.encode_in_float32``."""
-        with self._encoder.turn, self._measure():
+    def encode_in_float32(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """As of ``RowsEncoder``."""
+        with self._turn, self._measure():
             return self._encoder.encode_in_float32(pixels)
 
 
@@ -73,51 +186,45 @@ class EncodedRow:
     """One picture in its stored form.
 
     Args:
-      arrays: (stored_channels, H, W) of each view; empty if rejected.
+      groups: of each group its arrays in the order of the layout, the flipped ones last; empty if rejected.
+      qualities: of each feature, the smallest cosine and the largest error of its tokens.
       fallback: how it was encoded if not as planned, as in the records table; else empty.
       reject: the reason if rejected.
     """
 
-    arrays: list[np.ndarray]
+    groups: dict[str, list[np.ndarray]]
+    qualities: dict[str, tuple[float, float]] = field(default_factory=dict)
     fallback: str = ""
     reject: RecordRejected | None = None
 
 
+Outputs = list[list[np.ndarray] | None]
+"""Of each row the outputs of a model, each with a batch of one; None if it did not fit alone."""
+
+
 def encode_batch(
-    views: Sequence[np.ndarray], records: np.ndarray, encoder: Encoding, spec: LatentSpec, *, max_rows: int
+    views: Sequence[np.ndarray], records: np.ndarray, encoders: Sequence[RowsEncoder], *, max_rows: int
 ) -> tuple[list[EncodedRow], int]:
     """Encode one batch of the plan.
 
     Args:
       views: (B, height_px, width_px, 3) uint8 each: the pictures, and the flipped ones if the store has them.
       records: (B,) positions in the records table: the key of a stored sample.
-      spec: of the latents.
+      encoders: of each group of arrays. All use forwards of the same size, so one number describes a fallback.
       max_rows: rows of a forward; B or more if no smaller limit is known.
     Returns: a result for each row, and the rows of a forward that did fit.
     """
     num_rows = len(records)
     size = min(max_rows, num_rows)
-    while (found := _encode_in_forwards(size, views, encoder)) is None:
+    while (found := _encode_in_forwards(size, views, encoders)) is None:
         size = -(-size // 2)
     halved = f"{SIZE}{size}" if size < num_rows else ""
-    stored, is_finite = _stored_views(found, spec, records)
-    rows = [
-        EncodedRow([view[i] for view in stored])
-        if is_finite[i]
-        else _encode_row(i, [view[i : i + 1] for view in views], [rows[i] for rows in found], records, encoder, spec)
-        for i in range(num_rows)
-    ]
-    return [_with_fallback(row, halved) for row in rows], size
-
-
-def _stored_views(
-    found: Sequence[Sequence[np.ndarray | None]], spec: LatentSpec, records: np.ndarray
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """All rows of each view in the store's dtype, and (B,) bool: finite in all views; all False if a row is missing."""
-    if any(row is None for rows in found for row in rows):
-        return [], np.zeros(len(records), bool)
-    stored = [to_stored(np.stack([row for row in rows if row is not None]), spec, records) for rows in found]
-    return stored, np.logical_and.reduce([np.isfinite(rows).all(axis=(1, 2, 3)) for rows in stored])
+    rows = []
+    for i in range(num_rows):
+        outputs = [[of_view[i] for of_view in of_encoder] for of_encoder in found]
+        pixels = [view[i : i + 1] for view in views]
+        rows.append(_with_fallback(_store_row(outputs, pixels, records[i : i + 1], encoders), halved))
+    return rows, size
 
 
 def largest_batch(encoder: ImageEncoder, height_px: int, width_px: int) -> int:
@@ -185,22 +292,26 @@ def sample_once(moments: np.ndarray, records: np.ndarray) -> np.ndarray:
 
 
 def _encode_in_forwards(
-    size: int, views: Sequence[np.ndarray], encoder: Encoding
-) -> list[list[np.ndarray | None]] | None:
-    """Moments of each row of each view; None if they do not fit, and for a row that does not fit alone."""
-    found = []
-    for pixels in views:
-        rows: list[np.ndarray | None] = []
-        for start in range(0, len(pixels), size):
-            moments = _encode_if_it_fits(encoder.encode, pixels[start : start + size])
-            if moments is None and size > 1:
-                return None
-            rows += [None] if moments is None else list(moments)
-        found.append(rows)
+    size: int, views: Sequence[np.ndarray], encoders: Sequence[RowsEncoder]
+) -> list[list[Outputs]] | None:
+    """Outputs of each encoder for each view; None if they do not fit."""
+    found: list[list[Outputs]] = []
+    for encoder in encoders:
+        of_views = []
+        for pixels in views:
+            rows: Outputs = []
+            for start in range(0, len(pixels), size):
+                some = pixels[start : start + size]
+                outputs = _encode_if_it_fits(encoder.encode, some)
+                if outputs is None and size > 1:
+                    return None
+                rows += [None if outputs is None else [one[i : i + 1] for one in outputs] for i in range(len(some))]
+            of_views.append(rows)
+        found.append(of_views)
     return found
 
 
-def _encode_if_it_fits(encode: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray) -> np.ndarray | None:
+def _encode_if_it_fits(encode: Callable[[np.ndarray], _Output], pixels: np.ndarray) -> _Output | None:
     """The encoder's output, or None if out of memory."""
     try:
         return encode(pixels)
@@ -210,29 +321,40 @@ def _encode_if_it_fits(encode: Callable[[np.ndarray], np.ndarray], pixels: np.nd
     return None
 
 
-def _encode_row(
-    row: int,
-    pixels: list[np.ndarray],
-    moments: list[np.ndarray | None],
-    records: np.ndarray,
-    encoder: Encoding,
-    spec: LatentSpec,
+def _store_row(
+    outputs: Sequence[Outputs], pixels: Sequence[np.ndarray], record: np.ndarray, encoders: Sequence[RowsEncoder]
 ) -> EncodedRow:
-    """One row in the store's dtype, encoded again in float32 if a view is not finite."""
-    arrays, fallback = [], ""
-    for picture, found in zip(pixels, moments, strict=True):
-        if found is None:
-            return EncodedRow([], reject=_too_large(picture))
-        stored = to_stored(found[None], spec, records[row : row + 1])[0]
-        if not np.isfinite(stored).all():
-            fallback, again = FLOAT32, _encode_if_it_fits(encoder.encode_in_float32, picture)
-            if again is None:
-                return EncodedRow([], reject=_too_large(picture))
-            stored = to_stored(again, spec, records[row : row + 1])[0]
-        if not np.isfinite(stored).all():
-            return EncodedRow([], reject=RecordRejected("encode", "nonfinite", f"{encoder.identity.class_name} output"))
-        arrays.append(stored)
-    return EncodedRow(arrays, fallback)
+    """One row in the store's dtypes, encoded again in float32 if it is not finite.
+
+    Args:
+      outputs: of each encoder, for each view.
+      pixels: (1, height_px, width_px, 3) of each view.
+    """
+    groups: dict[str, list[np.ndarray]] = {}
+    qualities: dict[str, tuple[float, float]] = {}
+    fallback = ""
+    for encoder, of_views in zip(encoders, outputs, strict=True):
+        groups[encoder.group] = []
+        for found, picture in zip(of_views, pixels, strict=True):
+            if found is None:
+                return EncodedRow({}, reject=_too_large(picture))
+            stored = encoder.to_stored(found, record)
+            if not _is_finite(stored):
+                fallback, found = FLOAT32, _encode_if_it_fits(encoder.encode_in_float32, picture)
+                if found is None:
+                    return EncodedRow({}, reject=_too_large(picture))
+                stored = encoder.to_stored(found, record)
+            if not _is_finite(stored):
+                return EncodedRow({}, reject=RecordRejected("encode", "nonfinite", f"{encoder.class_name} output"))
+            groups[encoder.group] += [rows[0] for rows in stored]
+            if measured := encoder.quality([one[0] for one in found], [rows[0] for rows in stored]):
+                before = qualities.get(encoder.group, measured)
+                qualities[encoder.group] = min(before[0], measured[0]), max(before[1], measured[1])
+    return EncodedRow(groups, qualities, fallback)
+
+
+def _is_finite(stored: Sequence[np.ndarray]) -> bool:
+    return all(bool(np.isfinite(rows).all()) for rows in stored)
 
 
 def _too_large(picture: np.ndarray) -> RecordRejected:
@@ -244,4 +366,4 @@ def _too_large(picture: np.ndarray) -> RecordRejected:
 def _with_fallback(row: EncodedRow, halved: str) -> EncodedRow:
     if row.reject or not halved:
         return row
-    return EncodedRow(row.arrays, f"{halved},{row.fallback}" if row.fallback else halved)
+    return replace(row, fallback=f"{halved},{row.fallback}" if row.fallback else halved)

@@ -1,4 +1,4 @@
-"""Pictures to moments by the autoencoders of ``autoencoders.py``, and loading both encoders of a recipe.
+"""Pictures to moments by the autoencoders of ``autoencoders.py``.
 
 Each encoder has an identity, which the store's fingerprint hashes. Scale and shift come from the model's config
 (``model_files.py``); captions are encoded in ``text.py``.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ import torch
 
 from ...datasets.errors import EncoderError, RecipeError
 from ...datasets.format.schema import EncoderIdentity, LatentSpec
-from ..config import PrecomputeRecipe, VaeSection
+from ..config import VaeSection
 from .autoencoders import (
     DECODER,
     VaeFiles,
@@ -44,8 +42,6 @@ from .model_files import (
     read_config,
     shortened,
 )
-from .text import CaptionEncoder
-from .text_tokenizer import CaptionTokenizer
 
 PROBE_PX = 256  # a multiple of every published downscale up to 128
 
@@ -72,7 +68,6 @@ class ImageEncoder:
       section: of the recipe.
       device: of the model.
     Attributes:
-      turn: lock for threads that share it.
       fixed_side_px: side of the only pictures that it takes, squares; None for any.
     Raises: EncoderError: missing, without weights, or not an autoencoder.
     """
@@ -90,7 +85,6 @@ class ImageEncoder:
         files = find_files(section, found)
         dtype = arithmetic(section.dtype, device)
         self._dtype, self._device = torch.float32, device
-        self.turn = threading.Lock()
         try:
             with unused_config_keys_unsaid():
                 load = load_single_file if files.is_single_file else _load
@@ -261,32 +255,3 @@ def _load(model_class: Any, files: VaeFiles) -> tuple[Any, dict[str, Any]]:
         low_cpu_mem_usage=False,  # otherwise diffusers requires accelerate
         output_loading_info=True,
     )
-
-
-@dataclass(frozen=True)
-class Encoders:
-    """The loaded encoders; no caption encoder if the recipe has no text."""
-
-    image: ImageEncoder
-    caption: CaptionEncoder | None
-
-    @property
-    def tokenizer(self) -> CaptionTokenizer | None:
-        """Of the caption encoder."""
-        return self.caption and self.caption.tokenizer
-
-
-def load_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders:
-    """Load the encoders of a recipe.
-
-    Raises: EncoderError.
-    """
-    if recipe.text.kind == "none":
-        return Encoders(ImageEncoder(recipe.vae, device), None)
-    if recipe.text.full_length or recipe.text.output != "tokens":
-        raise RecipeError(
-            "text: a store holds valid tokens alone so far. Leave out text.full_length and text.output, or encode with "
-            "CaptionEncoder."
-        )
-    tokenizer = CaptionTokenizer(recipe.text)
-    return Encoders(ImageEncoder(recipe.vae, device), CaptionEncoder(recipe.text, tokenizer, device))

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ...datasets.errors import ResourceError
 from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import planned_revisions
-from ..encoders.text import TokenCount
+from ..encoders.text.encoder import TokenCount
 from ..pipeline import Report
 from ..progress.clock import Progress, StageClock
 from ..progress.tally import Work

@@ -17,7 +17,8 @@ import numpy as np
 from ...datasets.disk.cached import cached_property
 from ...datasets.disk.spill import TakenColumn
 from ...datasets.errors import FingerprintMismatch, RecordRejected, SourceError
-from ...datasets.format.layout import CAPTION_PART, NULL_PART, is_picture_task
+from ...datasets.format.caption_layout import CAPTION_PART, NULL_PART
+from ...datasets.format.layout import is_picture_task
 from ...datasets.format.schema import Manifest, Reject, StoreSpec
 from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan
@@ -205,11 +206,13 @@ class ShardReader:
         """Valid tokens of all captions of a shard; raises SourceError if one can no longer be read."""
         plan, layout = self._plan, self._plan.layout
         (array,) = layout.part_arrays(CAPTION_PART)
-        first, captions = layout.rows_of(CAPTION_PART, shard).start, layout.captions_of(shard)
+        first, captions = layout.rows_of(CAPTION_PART, shard).start, layout.captions_of(CAPTION_PART, shard)
+        of_captions = layout.parts[CAPTION_PART].captions
+        assert of_captions is not None, "a part of captions"
         rows = np.full((len(layout.rows_of(CAPTION_PART, shard)), *array.shape[1:]), np.nan, array.dtype)
         checksums, entries = [], self._entries(self._origins[captions.start : captions.stop])
         for caption, found in zip(captions, pool.map(self._caption, entries), strict=True):
-            start, length = int(layout.offsets[caption]) - first, int(layout.num_tokens[caption])
+            start, length = int(of_captions.offsets[caption]) - first, int(of_captions.num_tokens[caption])
             text = plan.captions["text"][caption].as_py()
             if found.shape != (length, array.shape[1]):
                 raise SourceError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...datasets.errors import SourceError
-from ...datasets.format.layout import NULL_PART
+from ...datasets.format.caption_layout import NULL_PART
 from ...datasets.format.schema import StoreSpec
 from ...datasets.recipe import parse_recipe
 from ...datasets.revisions.commits import Task

@@ -6,17 +6,16 @@ groups them by length. In between, each text takes a few bytes of a mapped file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.disk.spill import BATCH_ROWS, GrowingArray, map_array, map_table, rebatched
-from ...datasets.format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA
-from ..encoders.text_tokenizer import CaptionTokenizer
+from ...datasets.format.table_schemas import CAPTION_COUNTS, PLAN_SCHEMA, captions_schema_of
 from ..sources.listing.distinct import digests, first_positions
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -26,13 +25,40 @@ SORTED_BYTES = 1 << 24  # of captions that are grouped by length at once
 NUMBERED = 1 << 20  # captions that get ids at once
 WHAT = "the plan's captions"
 IDS_SCHEMA = pa.schema([PLAN_SCHEMA.field("caption_ids")])
-SORTED_SCHEMA = pa.schema([CAPTIONS_SCHEMA.field(name) for name in ("text", "num_tokens", "truncated")])
+
+
+class Counter(Protocol):
+    """Counts tokens: a ``CaptionTokenizer``."""
+
+    def count(self, captions: Sequence[str]) -> list[int]:
+        """Number of tokens of each caption, before truncation."""
+        ...
+
+
+class CaptionCounts(NamedTuple):
+    """Token counts of a text encoder.
+
+    Args:
+      suffix: of its columns in the captions table, empty for the first one.
+      max_tokens: longer captions are truncated.
+    """
+
+    suffix: str
+    tokenizer: Counter
+    max_tokens: int
+
+    def columns(self, texts: pa.StringArray) -> dict[str, pa.Array]:
+        """``num_tokens`` and ``truncated`` of some texts, by the name of the column."""
+        parts = (texts.slice(start, TOKENIZE_BATCH).to_pylist() for start in range(0, len(texts), TOKENIZE_BATCH))
+        counts = np.array([count for part in parts for count in self.tokenizer.count(part)], np.int64)
+        num_tokens = np.minimum(counts, self.max_tokens).astype(np.int32)
+        found = pa.array(num_tokens), pa.array(counts > self.max_tokens)
+        return {f"{name}{self.suffix}": values for name, values in zip(CAPTION_COUNTS, found, strict=True)}
 
 
 def plan_captions(
     texts_of_records: Iterable[pa.ListArray],
-    tokenizer: CaptionTokenizer | None,
-    max_tokens: int,
+    encoders: Sequence[CaptionCounts],
     *,
     revision: int = 1,
     known: pa.Table | None = None,
@@ -41,13 +67,16 @@ def plan_captions(
 
     Args:
       texts_of_records: captions of batches of records, as lists of texts; iterated twice.
+      encoders: all text encoders; the first one's counts are the lengths.
       revision: that encodes the new captions.
-      known: captions table of the previous revision; its captions keep their ids.
-    Returns: the captions table (CAPTIONS_SCHEMA), known captions first, and the caption ids of each record (list of
+      known: captions table of the previous revision; its captions keep their ids, and are counted by the encoders that
+        it does not have yet.
+    Returns: the captions table (``captions_schema``), known captions first, and the caption ids of each record (list of
       int32); both mapped.
     """
-    before = known if known is not None else CAPTIONS_SCHEMA.empty_table()
-    if tokenizer is None:
+    schema = captions_schema_of(one.suffix for one in encoders if one.suffix)
+    before = known if known is not None else schema.empty_table()
+    if not encoders:
         none = pa.scalar([], IDS_SCHEMA.field(0).type)
         nothing = (
             pa.RecordBatch.from_arrays([pa.repeat(none, len(some))], schema=IDS_SCHEMA) for some in texts_of_records
@@ -61,12 +90,15 @@ def plan_captions(
     lengths = GrowingArray("int32", WHAT)  # of distinct new captions, in order of appearance
     segments: list[int] = []  # length of the captions in each batch below
     new = _new_texts(texts_of_records, first, before.num_rows)
+    counted = ["text", *(f"{name}{one.suffix}" for one in encoders for name in CAPTION_COUNTS)]
+    sorted_schema = pa.schema([schema.field(name) for name in counted])
     by_length = map_table(
-        SORTED_SCHEMA, _by_length_batches(new, tokenizer, max_tokens, lengths, segments), WHAT
+        sorted_schema, _by_length_batches(new, encoders, sorted_schema, lengths, segments), WHAT
     ).to_batches()
     in_order = (by_length[i] for i in np.argsort(np.array(segments, np.int64), kind="stable"))
-    batches = chain(before.to_batches(), (_with_results(batch, revision) for batch in in_order))
-    captions = map_table(CAPTIONS_SCHEMA, rebatched(batches, BATCH_ROWS), WHAT)
+    completed = (_completed(batch, encoders, schema) for batch in before.to_batches())
+    batches = chain(completed, (_with_results(batch, revision, schema) for batch in in_order))
+    captions = map_table(schema, rebatched(batches, BATCH_ROWS), WHAT)
     ids = _caption_ids(first, lengths.close(), before.num_rows)
     return captions, map_table(IDS_SCHEMA, _id_lists(numbers.close(), ids[before.num_rows :]), WHAT)["caption_ids"]
 
@@ -94,8 +126,8 @@ def _new_texts(texts_of_records: Iterable[pa.ListArray], first: np.ndarray, star
 
 def _by_length_batches(
     new: Iterable[pa.StringArray],
-    tokenizer: CaptionTokenizer,
-    max_tokens: int,
+    encoders: Sequence[CaptionCounts],
+    schema: pa.Schema,
     lengths: GrowingArray,
     segments: list[int],
 ) -> Iterator[pa.RecordBatch]:
@@ -106,13 +138,13 @@ def _by_length_batches(
         if not waiting or (some is not None and sum(texts.nbytes for texts in waiting) < SORTED_BYTES):
             continue
         texts = pa.concat_arrays(waiting)
-        parts = (texts.slice(start, TOKENIZE_BATCH).to_pylist() for start in range(0, len(texts), TOKENIZE_BATCH))
-        counts = np.array([count for part in parts for count in tokenizer.count(part)], np.int64)
-        num_tokens = np.minimum(counts, max_tokens).astype(np.int32)
+        columns = {"text": texts}
+        for one in encoders:
+            columns |= one.columns(texts)
+        num_tokens = columns["num_tokens"].to_numpy()
         lengths.append(num_tokens)
         order = np.argsort(num_tokens, kind="stable")
-        columns = [texts.take(pa.array(order)), pa.array(num_tokens[order]), pa.array(counts[order] > max_tokens)]
-        by_length = pa.RecordBatch.from_arrays(columns, schema=SORTED_SCHEMA)
+        by_length = pa.RecordBatch.from_pydict(columns, schema).take(pa.array(order))
         bounds = [0, *np.flatnonzero(np.diff(num_tokens[order])) + 1, len(order)]
         for start, stop in pairwise(bounds):
             segments.append(int(num_tokens[order[start]]))
@@ -120,12 +152,26 @@ def _by_length_batches(
         waiting = []
 
 
-def _with_results(batch: pa.RecordBatch, revision: int) -> pa.RecordBatch:
+def _with_results(batch: pa.RecordBatch, revision: int, schema: pa.Schema) -> pa.RecordBatch:
     """Captions of a new revision, with empty results."""
-    columns = {name: batch[name] for name in SORTED_SCHEMA.names}
+    columns = {name: batch[name] for name in batch.schema.names}
     columns["revision"] = pa.array(np.full(batch.num_rows, revision, np.int32))
-    columns |= {name: pa.nulls(batch.num_rows, CAPTIONS_SCHEMA.field(name).type) for name in CAPTION_RESULTS}
-    return pa.RecordBatch.from_pydict(columns, CAPTIONS_SCHEMA)
+    return _with_nulls(columns, batch.num_rows, schema)
+
+
+def _completed(batch: pa.RecordBatch, encoders: Sequence[CaptionCounts], schema: pa.Schema) -> pa.RecordBatch:
+    """Captions of an earlier revision, counted by the encoders that it does not have."""
+    columns = {name: batch[name] for name in batch.schema.names}
+    for one in encoders:
+        if f"{CAPTION_COUNTS[0]}{one.suffix}" not in columns:
+            columns |= one.columns(batch["text"])
+    return _with_nulls(columns, batch.num_rows, schema)
+
+
+def _with_nulls(columns: dict[str, pa.Array], num_rows: int, schema: pa.Schema) -> pa.RecordBatch:
+    """Columns of a schema, those that are missing with nulls."""
+    nulls = {field.name: pa.nulls(num_rows, field.type) for field in schema if field.name not in columns}
+    return pa.RecordBatch.from_pydict(columns | nulls, schema)
 
 
 def _caption_ids(first: np.ndarray, lengths: np.ndarray, num_known: int) -> np.ndarray:

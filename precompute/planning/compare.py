@@ -265,7 +265,7 @@ def _carry_over(
     """Records carried over from the base, and classes that only gone records have."""
     gone = [one.record for one, state in zip(known, states, strict=True) if state is State.GONE]
     gone_classes, label_of = _classes_of([] if options.drop_gone else gone, base.plan.spec.classes, source)
-    has_text, kept = base.plan.spec.text is not None, list[Kept]()
+    has_text, kept = bool(base.plan.spec.text_encoders), list[Kept]()
     for position, (one, state) in enumerate(zip(known, states, strict=True)):
         before = one.record
         if state is State.GONE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,21 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.errors import RecordRejected, SourceError
-from ...datasets.format.encoder_paths import with_stored_encoder_paths
-from ...datasets.format.schema import FileEntry, SelfCheck, StoreSpec
+from ...datasets.format.schema import Addition, FileEntry, SelfCheck, StoreSpec
+from ...datasets.format.table_schemas import plan_schema, suffixes
 from ...datasets.revisions.commits import carried_files
+from ...datasets.revisions.encoder_paths import with_stored_encoder_paths
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
 from ...datasets.store import LatentStore
 from ..config import PrecomputeRecipe
-from ..encoders.text_tokenizer import CaptionTokenizer
+from ..encoders.text.tokenizer import CaptionTokenizer
 from ..images.decoders import Decoders
 from ..progress.clock import Progress
 from ..progress.rejects import RejectLedger, RejectLimit, count_reasons
 from ..sources.listing.listing import Listing
 from ..sources.source import Source
-from .captions import plan_captions
+from .additions import additions, is_extension
+from .captions import CaptionCounts, plan_captions
 from .compare import Base, Comparison, Options, all_fresh, compare
 from .pictures import num_threads, picture_table, plan_pictures
 from .records import PlannedTexts, plan_records
@@ -53,6 +55,7 @@ class Lineage:
     captions: pa.Table | None = None
     spec: StoreSpec | None = None
     self_check: SelfCheck | None = None
+    added: tuple[Addition, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Planner:
     Args:
       root: the store.
       spec: of the revision; None to plan pictures only.
+      tokenizers: of the text encoders, by name.
       progress: called while scanning.
       check: checks the autoencoder on pictures of a plan that starts a stack, before it is frozen.
     """
@@ -70,7 +74,7 @@ class Planner:
     spec: StoreSpec | None
     source: Source
     recipe: PrecomputeRecipe
-    tokenizer: CaptionTokenizer | None
+    tokenizers: Mapping[str, CaptionTokenizer]
     decoders: Decoders
     progress: Progress
     check: Callable[[FrozenPlan], SelfCheck | None] = lambda plan: None
@@ -103,18 +107,20 @@ class Planner:
         """Compare the source with the newest, complete revision; writes nothing.
 
         Returns: the changes, if the files were compared; and what the next revision builds on, None if nothing has to
-          be done. With another spec nothing is carried over.
-        Raises: SourceError: with another spec, gone records cannot be kept, and dropping them was not requested.
+          be done. With another spec nothing is carried over, except if it only adds text encoders or features.
+        Raises: SourceError: gone records cannot be encoded again or completed, and dropping them was not requested.
         """
         store, source = LatentStore(self.root), self.source
         base_plan, manifest = read_plan(self.root, store.revision), store.manifest
         assert manifest is not None
         assert self.spec, "only a planner of pictures has none"
-        starts_over = self.spec.fingerprint != base_plan.spec.fingerprint
+        starts_over = not is_extension(base_plan.spec, self.spec)
+        extends = not starts_over and self.spec.fingerprint != base_plan.spec.fingerprint
         is_renamed = self._is_renamed(base_plan.spec)
         base = Base(base_plan, store.records, store.captions)
         must_look = (
             starts_over
+            or extends
             or is_renamed
             or base.sizes_differ(self.recipe)
             or self.recipe.source.check == "content"
@@ -132,25 +138,28 @@ class Planner:
             progress=lambda done: self.progress("compare", done, total),
         )
         comparison = replace(comparison, is_renamed=is_renamed)
-        if not (starts_over or comparison.changes_anything):
+        if not (starts_over or extends or comparison.changes_anything):
             return comparison, None
-        if starts_over and comparison.num_gone > comparison.num_dropped:
+        added = additions(store, self.spec) if extends else ()
+        needs_pictures = starts_over or any(one.features for one in added)
+        if needs_pictures and comparison.num_gone > comparison.num_dropped:
             raise SourceError(
                 f"source '{source.name}': {comparison.num_gone} records of store '{self.root}' are gone from it, so "
                 "they cannot be encoded again. Restore them, or add --drop-gone to leave them out of the new revision."
             )
-        stack = () if starts_over else tuple(manifest.stack)
-        captions = None if starts_over else store.captions
-        carried = carried_files(manifest, stack)
-        return comparison, Lineage(
+        if starts_over:
+            return comparison, Lineage(store.revision + 1, manifest.root_hash, spec=base_plan.spec)
+        lineage = Lineage(
             revision=store.revision + 1,
             base=manifest.root_hash,
-            stack=stack,
-            carried=carried,
-            captions=captions,
+            stack=tuple(manifest.stack),
+            carried=carried_files(manifest, manifest.stack),
+            captions=store.captions,
             spec=base_plan.spec,
-            self_check=None if starts_over else manifest.self_check,
+            self_check=manifest.self_check,
+            added=added,
         )
+        return comparison, lineage
 
     def _names_of(self, classes: list[str], before: StoreSpec | None) -> list[str] | None:
         """Display names of classes: the source's, else the base's; None if neither has any."""
@@ -217,8 +226,10 @@ class Planner:
                 raise refusal
         captions, caption_ids = plan_captions(
             PlannedTexts(comparison, pictures),
-            self.tokenizer,
-            self.recipe.text.max_tokens,
+            [
+                CaptionCounts(suffix, self.tokenizers[name], self.spec.text_encoder_of(name).spec.max_tokens)
+                for name, suffix in suffixes(self.spec).items()
+            ],
             revision=lineage.revision,
             known=lineage.captions,
         )
@@ -234,7 +245,10 @@ class Planner:
             carried=lineage.carried,
             copies=False,
             listing=self.source.listing_hash(null_captions=self.recipe.null_captions),
-            records=plan_records(comparison, pictures, caption_ids, revision=lineage.revision),
+            records=plan_records(
+                comparison, pictures, caption_ids, revision=lineage.revision, schema=plan_schema(self.spec)
+            ),
             captions=captions,
             self_check=lineage.self_check,
+            added=lineage.added,
         )

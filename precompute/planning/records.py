@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.disk.spill import BATCH_ROWS, map_table, rebatched
-from ...datasets.format.table_schemas import PLAN_SCHEMA, RECORDS_SCHEMA
+from ...datasets.format.table_schemas import PLAN_SCHEMA
 from .compare import Comparison
 from .pictures import PICTURES_SCHEMA
 
@@ -52,23 +52,29 @@ class PlannedTexts:
 
 
 def plan_records(
-    comparison: Comparison, pictures: pa.Table, caption_ids: pa.ChunkedArray, *, revision: int
+    comparison: Comparison,
+    pictures: pa.Table,
+    caption_ids: pa.ChunkedArray,
+    *,
+    revision: int,
+    schema: pa.Schema = PLAN_SCHEMA,
 ) -> pa.Table:
     """Records table of a revision: carried-over records, then new records with their rows.
 
     Args:
       pictures: of the new records (PICTURES_SCHEMA).
       caption_ids: of all records, carried-over ones first.
-    Returns: PLAN_SCHEMA, mapped.
+      schema: as ``plan_schema``.
+    Returns: the table, mapped.
     """
     num_kept = len(comparison.kept)
-    kept = _carried_records(comparison, caption_ids.slice(0, num_kept)).to_batches()
-    fresh = _fresh_batches(comparison, pictures, caption_ids.slice(num_kept), revision)
-    return map_table(PLAN_SCHEMA, rebatched((batch for some in (kept, fresh) for batch in some), BATCH_ROWS), WHAT)
+    kept = _carried_records(comparison, caption_ids.slice(0, num_kept), schema).to_batches()
+    fresh = _fresh_batches(comparison, pictures, caption_ids.slice(num_kept), revision, schema)
+    return map_table(schema, rebatched((batch for some in (kept, fresh) for batch in some), BATCH_ROWS), WHAT)
 
 
 def _fresh_batches(
-    comparison: Comparison, pictures: pa.Table, caption_ids: pa.ChunkedArray, revision: int
+    comparison: Comparison, pictures: pa.Table, caption_ids: pa.ChunkedArray, revision: int, schema: pa.Schema
 ) -> Iterator[pa.RecordBatch]:
     first = 0
     for batch in comparison.fresh.batches():
@@ -90,16 +96,18 @@ def _fresh_batches(
             "source_bytes": batch["num_bytes"],
             "source_mtime_ns": batch["mtime_ns"],
         }
-        yield from _as_batches(columns)
+        yield from _as_batches(columns | dict.fromkeys(schema.names[len(PLAN_SCHEMA) :], nothing), schema)
         first += count
 
 
-def _carried_records(comparison: Comparison, caption_ids: pa.ChunkedArray) -> pa.Table:
+def _carried_records(comparison: Comparison, caption_ids: pa.ChunkedArray, schema: pa.Schema) -> pa.Table:
     """Carried-over records with their present label, captions and place."""
     if not comparison.kept:
-        return PLAN_SCHEMA.empty_table()
+        return schema.empty_table()
     records = [kept.record for kept in comparison.kept]
-    columns = {name: comparison.table[name] for name in RECORDS_SCHEMA.names}
+    columns = {name: comparison.table[name] for name in comparison.table.column_names if name in schema.names}
+    missing = set(schema.names) - columns.keys() - set(PLAN_SCHEMA.names)  # of features that are added
+    columns |= {name: pa.nulls(len(records), schema.field(name).type) for name in missing}
     columns |= {
         "label": [record.label for record in records],
         "caption_ids": caption_ids,
@@ -108,10 +116,10 @@ def _carried_records(comparison: Comparison, caption_ids: pa.ChunkedArray) -> pa
         "source_bytes": [record.num_bytes for record in records],
         "source_mtime_ns": [record.mtime_ns for record in records],
     }
-    return pa.table(columns, schema=PLAN_SCHEMA)
+    return pa.table({name: columns[name] for name in schema.names}, schema=schema)
 
 
-def _as_batches(columns: dict[str, Any]) -> list[pa.RecordBatch]:
+def _as_batches(columns: dict[str, Any], schema: pa.Schema) -> list[pa.RecordBatch]:
     arrays = {name: pa.chunked_array(v) if isinstance(v, pa.Array) else v for name, v in columns.items()}
-    columns_in_order = [pa.table({field.name: arrays[field.name]}).column(0).cast(field.type) for field in PLAN_SCHEMA]
-    return pa.table(columns_in_order, schema=PLAN_SCHEMA).combine_chunks().to_batches()
+    columns_in_order = [pa.table({field.name: arrays[field.name]}).column(0).cast(field.type) for field in schema]
+    return pa.table(columns_in_order, schema=schema).combine_chunks().to_batches()

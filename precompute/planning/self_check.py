@@ -19,9 +19,10 @@ from xxhash import xxh3_64_intdigest
 from ...datasets.batches.latents import denormalise, final_latents
 from ...datasets.errors import EncoderError, RecordRejected, ResourceError
 from ...datasets.format.buckets import bucket_size
+from ...datasets.format.row_layout import LATENTS
 from ...datasets.format.schema import CheckedPicture, LatentSpec, SelfCheck
 from ...datasets.revisions.plan import FrozenPlan
-from ..encoders.forwards import encode_batch
+from ..encoders.forwards import LatentRows, encode_batch
 from ..encoders.vae import ImageEncoder
 from ..images.decoders import Decoders
 from ..shards.picture_batches import decode_planned
@@ -126,12 +127,13 @@ def _round_trip(
     if isinstance(picture, RecordRejected):
         return None
     try:
-        with encoder.turn:
-            (found,), _ = encode_batch([picture.pixels[None]], np.array([position]), encoder, spec, max_rows=1)
-            if found.reject:
-                return None
-            latent = model_latent(found.arrays[0], spec)
-            after = encoder.decode(denormalise(latent, spec).numpy())[0]
+        (found,), _ = encode_batch(
+            [picture.pixels[None]], np.array([position]), [LatentRows(encoder, spec)], max_rows=1
+        )
+        if found.reject:
+            return None
+        latent = model_latent(found.groups[LATENTS][0], spec)
+        after = encoder.decode(denormalise(latent, spec).numpy())[0]
     except torch.OutOfMemoryError as error:
         raise ResourceError(
             f"vae.min_psnr: the self-check decodes one picture of {row['bucket']} px, which does not fit into the "

@@ -13,7 +13,7 @@ from ...datasets.format.layout import is_picture_task
 from ...datasets.format.schema import Reject
 from ...datasets.revisions.commits import Task
 from ...datasets.revisions.writer import StoreWriter
-from ..encoders.text import TokenCount
+from ..encoders.text.encoder import TokenCount
 from .clock import Progress
 from .rejects import NOT_COUNTED, RejectLedger
 

@@ -4,61 +4,89 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from ...datasets.errors import EncoderError
-from ...datasets.format.layout import CAPTION_PART, NULL_PART
+from ...datasets.format.layout import Part
 from ...datasets.format.schema import TextSpec
 from ...datasets.format.token_dtypes import StoredTokens, is_storable, narrow, quality
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import row_checksum
-from ..encoders.text import CaptionEncoder
+from ..encoders.text.encoder import CaptionEncoder, EncodedCaption, EncodedCaptions
 from .latent_shard import PackedShard
 
 
-def encode_null_caption(plan: FrozenPlan, encoder: CaptionEncoder) -> PackedShard:
+def encode_null_caption(part: Part, encoder: CaptionEncoder) -> PackedShard:
     """Encode the empty caption at full length."""
-    assert plan.spec.text is not None
-    paths = [array.path for array in plan.layout.part_arrays(NULL_PART)]
-    parts = _stored(encoder.encode_null().token_rows()[0], plan.spec.text.dtype).parts
-    return PackedShard(NULL_PART, 0, dict(zip(paths, parts, strict=True)), [row_checksum(*parts)])
+    assert part.captions is not None
+    encoded = encoder.encode_null()
+    rows = stored_rows(encoded.row(0), part.captions.spec).rows
+    return PackedShard(part.name, 0, dict(zip(_paths(part), rows, strict=True)), [row_checksum(*rows)])
 
 
-def encode_caption_shard(plan: FrozenPlan, shard: int, encoder: CaptionEncoder) -> PackedShard:
+def encode_caption_shard(plan: FrozenPlan, part: Part, shard: int, encoder: CaptionEncoder) -> PackedShard:
     """Encode all captions of one shard, in batches of equal length.
 
     Raises: EncoderError: a value exceeds the range of the store's dtype.
     """
-    spec, layouts = plan.spec.text, plan.layout.part_arrays(CAPTION_PART)
-    assert spec is not None
-    rows, captions = layouts[0].rows_of(shard), plan.layout.captions_of(shard)
-    table = plan.own_captions.slice(captions.start, len(captions))
-    texts, lengths = table["text"].to_pylist(), table["num_tokens"].to_numpy()
-    places = plan.layout.offsets[captions.start : captions.stop] - rows.start
-    arrays = {one.path: np.full((len(rows), *one.shape[1:]), one.fill_value, one.dtype) for one in layouts}
-    checksums, qualities = [""] * len(captions), []
+    layout = part.captions
+    assert layout is not None
+    spec, captions = layout.spec, layout.captions_of(shard)
+    texts = plan.captions_of(part.revision)["text"].slice(captions.start, len(captions)).to_pylist()
+    lengths = layout.num_tokens[captions.start : captions.stop]
+    starts = [layout.starts_of(caption) for caption in captions]
+    arrays = [np.full((len(one.rows_of(shard)), *one.shape[1:]), one.fill_value, one.dtype) for one in part.arrays]
+    bases = [one.rows_of(shard).start for one in part.arrays]
+    checksums, qualities = [""] * len(captions), [(0.0, 0.0)] * len(captions)
 
-    def store(batch: range, encoded: np.ndarray) -> None:
-        for i, tokens in zip(batch, encoded, strict=True):
-            stored = _stored(tokens, spec.dtype)
-            for array, part in zip(arrays.values(), stored.parts, strict=True):
-                array[places[i] : places[i] + lengths[i]] = part
-            checksums[i] = row_checksum(*stored.parts)
-            if spec.dtype != "float32":
-                qualities.append(quality(tokens, stored, spec.dtype))
+    def store(batch: np.ndarray, encoded: EncodedCaptions) -> None:
+        for number, i in enumerate(batch.tolist()):
+            stored = stored_rows(encoded.row(number), spec)
+            for array, rows, start, base in zip(arrays, stored.rows, starts[i], bases, strict=True):
+                array[start - base : start - base + len(rows)] = rows
+            checksums[i], qualities[i] = row_checksum(*stored.rows), stored.quality or (0.0, 0.0)
 
     # Narrowing takes as long as several captions on a GPU, so it runs in a thread, one batch behind the encoder.
     with ThreadPoolExecutor(1, thread_name_prefix="leandit-narrow") as behind:
         storing: Future[None] | None = None
         for batch in caption_batches(lengths, spec, encoder):
-            encoded = encoder.encode([texts[i] for i in batch]).token_rows()
+            encoded = encoder.encode([texts[i] for i in batch])
             if storing:
                 storing.result()
             storing = behind.submit(store, batch, encoded)
         if storing:
             storing.result()
-    return PackedShard(CAPTION_PART, shard, arrays, checksums, qualities=qualities)
+    narrowed = qualities if spec.dtype != "float32" else []
+    return PackedShard(part.name, shard, dict(zip(_paths(part), arrays, strict=True)), checksums, qualities=narrowed)
+
+
+class StoredRows(NamedTuple):
+    """Rows of a caption in each array of its part; smallest cosine and largest error, None if nothing was narrowed."""
+
+    rows: list[np.ndarray]
+    quality: tuple[float, float] | None
+
+
+def stored_rows(caption: EncodedCaption, spec: TextSpec) -> StoredRows:
+    """A caption in the store's dtypes."""
+    rows, found = list[np.ndarray](), list[tuple[float, float]]()
+    kinds = (
+        (caption.tokens, spec.dtype),
+        (None if caption.pooled is None else caption.pooled[None], spec.pooled_dtype),
+    )
+    for tokens, dtype in kinds:
+        if tokens is not None:
+            stored = _stored(tokens, dtype)
+            rows += stored.parts
+            found += [quality(tokens, stored, dtype)] if dtype != "float32" else []
+    measured = (min(cosine for cosine, _ in found), max(error for _, error in found)) if found else None
+    return StoredRows(rows, measured)
+
+
+def _paths(part: Part) -> list[str]:
+    return [array.path for array in part.arrays]
 
 
 def _stored(tokens: np.ndarray, dtype: str) -> StoredTokens:
@@ -72,25 +100,27 @@ def _stored(tokens: np.ndarray, dtype: str) -> StoredTokens:
     return stored
 
 
-def caption_batches(lengths: np.ndarray, spec: TextSpec, encoder: CaptionEncoder) -> list[range]:
-    """Split the captions of a shard, sorted by length, into batches as the spec says."""
+def caption_batches(lengths: np.ndarray, spec: TextSpec, encoder: CaptionEncoder) -> list[np.ndarray]:
+    """Split the captions of a shard into batches as the spec says; positions of each batch's captions."""
     shared = encoder.tokenizer.num_shared  # computed with each caption, though not stored
     return equal_length_batches(lengths, spec.batch_size, batch_tokens=spec.batch_tokens, num_shared=shared)
 
 
 def equal_length_batches(
     lengths: np.ndarray, batch_size: int, *, batch_tokens: int = 0, num_shared: int = 0
-) -> list[range]:
-    """Split captions sorted by length into batches of one length each.
+) -> list[np.ndarray]:
+    """Split captions into batches of one length each, shortest first; within a length in their order.
 
     Args:
+      lengths: (N,) tokens of each. Sorted for the first text encoder of a store; another one may count otherwise.
       batch_size: captions in a full batch.
       batch_tokens: if not 0, tokens in a full batch instead; a longer caption is a batch by itself.
       num_shared: tokens computed with each caption in addition to its own.
+    Returns: positions of each batch's captions.
     """
-    batches = []
-    borders = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
+    batches, order = [], np.argsort(lengths, kind="stable")
+    borders = [0, *(np.flatnonzero(np.diff(lengths[order])) + 1).tolist(), len(lengths)]
     for start, stop in pairwise(borders) if len(lengths) else ():
-        size = max(1, batch_tokens // (int(lengths[start]) + num_shared)) if batch_tokens else batch_size
-        batches += [range(i, min(i + size, stop)) for i in range(start, stop, size)]
+        size = max(1, batch_tokens // (int(lengths[order[start]]) + num_shared)) if batch_tokens else batch_size
+        batches += [order[i : min(i + size, stop)] for i in range(start, stop, size)]
     return batches

@@ -8,9 +8,12 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+
 from ...datasets.disk.spill import TakenColumn
 from ...datasets.errors import RecordRejected
 from ...datasets.format.buckets import bucket_size
+from ...datasets.format.layout import Part
 from ...datasets.format.schema import ImageSpec
 from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import FrozenPlan
@@ -33,15 +36,21 @@ class Sizes:
 
 
 class BucketSource:
-    """Places and planned sizes of the pictures of a bucket, by row."""
+    """Places and planned sizes of the pictures of a part, by row.
 
-    def __init__(self, plan: FrozenPlan, bucket: str) -> None:
-        self.positions = plan.bucket_positions[bucket]
-        names = ("key", "source_path", "source_offset", "source_bytes", "height_px", "width_px")
-        self.keys, self.paths, self.offsets, self.num_bytes, heights, widths = (
-            TakenColumn(plan.records[name], self.positions) for name in names
+    ``positions`` is (N,), -1 for a row that no record has. ``checksums`` are of the pictures whose latents are stored,
+    if the part adds features to them; else None.
+    """
+
+    def __init__(self, plan: FrozenPlan, part: Part) -> None:
+        self.positions = plan.positions_of(part)
+        names = ("key", "source_path", "source_offset", "source_bytes", "height_px", "width_px", "source_checksum")
+        known = np.maximum(self.positions, 0)
+        self.keys, self.paths, self.offsets, self.num_bytes, heights, widths, checksums = (
+            TakenColumn(plan.records[name], known) for name in names
         )
         self.sizes = Sizes(heights, widths)
+        self.checksums = checksums if part.revision != plan.revision else None
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ def picture_batches(plan: FrozenPlan, tasks: Iterable[Task]) -> Iterator[Picture
     size, sources = plan.spec.latent.batch_size, {}
     for part, shard in tasks:
         if part not in sources:
-            sources[part] = BucketSource(plan, part.removeprefix("buckets/"))
+            sources[part] = BucketSource(plan, plan.layout.parts[part])
         rows = plan.layout.rows_of(part, shard)
         for start in range(rows.start, rows.stop, size):
             stop = min(start + size, rows.stop)
@@ -117,21 +126,26 @@ def decode_ahead(
     decoders: Decoders,
     source: OpenedSource,
     clock: StageClock,
-) -> Iterator[tuple[PictureBatch, list[Future[Picture]]]]:
-    """Yield batches in order while the pictures of later ones are decoded.
+) -> Iterator[tuple[PictureBatch, list[Future[Picture | None]]]]:
+    """Yield batches in order while the pictures of later ones are decoded; None for a row that no record has.
 
     Args:
       pool: of threads that wait for the decoders.
     """
     images = plan.spec.images
 
-    def decode(rows: BucketSource, row: int, bucket: tuple[int, int]) -> Picture:
+    def decode(rows: BucketSource, row: int, bucket: tuple[int, int]) -> Picture | None:
+        if rows.positions[row] < 0:
+            return None
         place = rows.paths[row], rows.offsets[row], rows.num_bytes[row]
-        return decode_planned(images, source, decoders, place, size=rows.sizes[row], bucket=bucket, clock=clock)
+        found = decode_planned(images, source, decoders, place, size=rows.sizes[row], bucket=bucket, clock=clock)
+        if rows.checksums and isinstance(found, Decoded) and found.source_checksum != rows.checksums[row]:
+            return RecordRejected("decode", "source_changed", "its latents are of another picture")
+        return found
 
-    ahead: deque[tuple[PictureBatch, list[Future[Picture]]]] = deque()
+    ahead: deque[tuple[PictureBatch, list[Future[Picture | None]]]] = deque()
     for batch in picture_batches(plan, tasks):
-        bucket = bucket_size(batch.part.removeprefix("buckets/"))
+        bucket = bucket_size(plan.layout.parts[batch.part].bucket)
         ahead.append((batch, [pool.submit(decode, batch.source, row, bucket) for row in batch.rows]))
         if len(ahead) > BATCHES_AHEAD:
             yield ahead.popleft()

@@ -6,16 +6,15 @@ Both run in threads: hashing and the encoder release the GIL, and pictures are d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ...datasets.format.layout import NULL_PART
 from ...datasets.format.schema import Fallback
 from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import StoreWriter
-from ..encoders.text import CaptionEncoder
-from ..encoders.vae import ImageEncoder
+from ..encoders.loading import Encoders
+from ..encoders.text.encoder import CaptionEncoder
 from ..images.decoders import Decoders
 from ..progress.clock import StageClock
 from ..progress.rejects import RejectLimit
@@ -89,27 +88,43 @@ def write_shard(writer: StoreWriter, shard: PackedShard) -> None:
         rejects=shard.rejects,
         qualities=shard.qualities,
         fallbacks=shard.fallbacks,
+        features=shard.features,
     )
 
 
 def encode_captions(
-    plan: FrozenPlan, tasks: Iterable[Task], encoder: CaptionEncoder, clock: StageClock
+    plan: FrozenPlan, tasks: Iterable[Task], encoders: Mapping[str, CaptionEncoder], clock: StageClock
 ) -> Iterator[PackedShard]:
-    """Encode shards of captions."""
-    assert plan.spec.text is not None
-    for part, shard in tasks:
-        with clock.measure("text"):
-            if part == NULL_PART:
-                packed = encode_null_caption(plan, encoder)
-            else:
-                packed = encode_caption_shard(plan, shard, encoder)
-        yield packed
+    """Encode shards of captions; an encoder is in memory only while its tasks last.
+
+    Args:
+      tasks: those of a text encoder one after the other.
+      encoders: by name.
+    """
+    loaded: CaptionEncoder | None = None
+    try:
+        for name, shard in tasks:
+            part = plan.layout.parts[name]
+            assert part.captions is not None, "a task of captions"
+            encoder = encoders[part.captions.name]
+            if loaded and loaded is not encoder:
+                loaded.release()  # two large encoders would not fit
+            loaded = encoder
+            with clock.measure("text"):
+                if part.is_null:
+                    packed = encode_null_caption(part, encoder)
+                else:
+                    packed = encode_caption_shard(plan, part, shard, encoder)
+            yield packed
+    finally:
+        if loaded:
+            loaded.release()
 
 
 def encode_pictures(
     plan: FrozenPlan,
     tasks: Iterable[Task],
-    encoder: ImageEncoder,
+    encoders: Encoders,
     decoders: Decoders,
     source: OpenedSource,
     *,
@@ -119,7 +134,7 @@ def encode_pictures(
     num_at_once: int | None = None,
     fallbacks_of: Callable[[str, int], Sequence[Fallback]] = lambda part, shard: (),
 ) -> Iterator[PackedShard]:
-    """Encode shards of latents in the given order, decoding ahead.
+    """Encode shards of pictures in the given order, decoding ahead.
 
     Args:
       source: of the planned pictures.
@@ -132,7 +147,7 @@ def encode_pictures(
     pool = ThreadPoolExecutor(num_at_once or decoders.num_at_once, thread_name_prefix="leandit-decode")
     try:
         with ShardEncoder(
-            plan, encoder, limit=limit, clock=clock, progress=progress, fallbacks_of=fallbacks_of
+            plan, encoders, limit=limit, clock=clock, progress=progress, fallbacks_of=fallbacks_of
         ) as shards:
             for batch, futures in decode_ahead(pool, plan, tasks, decoders, source, clock):
                 with clock.measure("wait_decode"):

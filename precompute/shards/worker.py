@@ -12,8 +12,8 @@ from ...datasets.format.layout import is_picture_task
 from ...datasets.revisions.commits import Task
 from ...datasets.revisions.writer import StoreWriter
 from ..config import SourceSection
-from ..encoders.text import TokenCount
-from ..encoders.vae import Encoders
+from ..encoders.loading import Encoders
+from ..encoders.text.encoder import TokenCount
 from ..images.decoders import Decoders
 from ..progress.clock import Progress, StageClock
 from ..progress.rejects import RejectLimit, ledger_of
@@ -73,16 +73,14 @@ class Worker:
         with Leases(writer, on_taken=tally.take) as leases:
             while missing:
                 with Background(writer, leases, self.clock, on_commit=committed) as background:
-                    if self.encoders.caption:
-                        texts = [task for task in missing if not is_picture_task(task)]
-                        for shard in encode_captions(plan, leases.take(texts), self.encoders.caption, self.clock):
-                            tally.encode("captions", 1)
-                            background.commit(shard)
-                        self.encoders.caption.release()  # the memory is for pictures now
+                    texts = [task for task in missing if not is_picture_task(task)]
+                    for shard in encode_captions(plan, leases.take(texts), self.encoders.captions, self.clock):
+                        tally.encode("captions", 1)
+                        background.commit(shard)
                     for shard in encode_pictures(
                         plan,
                         leases.take([task for task in missing if is_picture_task(task)]),
-                        self.encoders.image,
+                        self.encoders,
                         decoders,
                         source,
                         limit=limit,
@@ -96,4 +94,4 @@ class Worker:
                 tally.look()
 
     def _tokens(self) -> TokenCount:
-        return self.encoders.caption.computed if self.encoders.caption else TokenCount()
+        return sum((encoder.computed for encoder in self.encoders.captions.values()), TokenCount())

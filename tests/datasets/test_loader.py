@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader
 
 from leandit.datasets.batches import buffer_pool
 from leandit.datasets.batches.buffer_pool import MAX_BUFFERS, BufferPool, CopiesInFlight
-from leandit.datasets.batches.captions import read_padded
+from leandit.datasets.batches.captions import TextForm, read_captions
 from leandit.datasets.batches.latents import draw_keys, final_latents
-from leandit.datasets.batches.reader import Batch, BatchReader, TextForm
+from leandit.datasets.batches.reader import Batch, BatchReader
 from leandit.datasets.disk.cached import cached_property
 from leandit.datasets.errors import DamageError, RecipeError, RunError
 from leandit.datasets.format.schema import Decoding
@@ -78,9 +78,20 @@ def resume(loader: Any, state: dict[str, Any]) -> Batch:
     return next(iter(loader))
 
 
+def values_of(batch: Batch) -> dict[str, Any]:
+    """Everything that a batch holds, by name."""
+    values = {entry.name: getattr(batch, entry.name) for entry in fields(Batch)} | {"latents": batch.latents}
+    for kind in ("texts", "features"):
+        for name, part in values.pop(kind).items():
+            values |= {f"{kind} {name} {entry.name}": getattr(part, entry.name) for entry in fields(part)}
+    return values
+
+
 def assert_same(found: Batch, wanted: Batch) -> None:
-    for name in (*(entry.name for entry in fields(Batch) if entry.init), "latents"):
-        value, other = getattr(wanted, name), getattr(found, name)
+    values, others = values_of(wanted), values_of(found)
+    assert values.keys() == others.keys()
+    for name, value in values.items():
+        other = others[name]
         if isinstance(value, torch.Tensor):
             assert other.dtype == value.dtype
             np.testing.assert_array_equal(other.numpy(), value.numpy(), err_msg=name)
@@ -130,7 +141,10 @@ def test_captions_are_padded_with_zeros_to_the_longest(caption_store: LatentStor
 
 def test_padding_keeps_the_order_asked_for(caption_store: LatentStore) -> None:
     ids = np.array([8, 0, 8, 3])
-    padded, lengths, _ = read_padded(caption_store, ids, BufferPool())
+    found = read_captions(caption_store.text(), ids, "padded", BufferPool())
+    padded, lengths = found.tokens, found.lengths
+    assert padded is not None
+    assert lengths is not None
     assert lengths.tolist() == [caption_store.captions["num_tokens"][int(i)].as_py() for i in ids]
     assert lengths.dtype == torch.int64
     for row, length, caption_id in zip(padded, lengths, ids, strict=True):
@@ -367,8 +381,7 @@ def test_a_stream_goes_on_in_a_fork(label_store: LatentStore) -> None:
 def test_a_batch_that_is_changed_is_whole_when_it_is_read_again(store: LatentStore) -> None:
     reader = reader_of(store)
     first, second = reader[0], reader[0]
-    for entry in fields(first):
-        value = getattr(first, entry.name)
+    for value in values_of(first).values():
         if isinstance(value, torch.Tensor):
             value.fill_(7)
     assert_all_same([reader[0]], [second])

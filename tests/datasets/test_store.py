@@ -208,12 +208,14 @@ def test_the_checksums_of_an_incomplete_store_stand_beside_their_captions(
     caption_store: LatentStore, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Shards of one caption at full length, of which the first is not committed (any more): the others must not move up.
-    monkeypatch.setattr("leandit.datasets.format.layout.TOKEN_CHUNK_BYTES", 1)
+    monkeypatch.setattr("leandit.datasets.format.caption_layout.TOKEN_CHUNK_BYTES", 1)
     text = caption_store.spec.text
     assert text is not None
     spec = caption_store.spec.model_copy(update={"shard_mib": 0})
     plan = replace(read_plan(copied, 1), spec=spec)
-    shard_of = plan.layout.offsets // text.max_tokens
+    layout = plan.layout.parts["captions"].captions
+    assert layout is not None
+    shard_of = layout.offsets // text.max_tokens
     assert shard_of.max() >= 2
     commits = {
         ("captions", shard): CommitRecord(

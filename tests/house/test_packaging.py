@@ -103,9 +103,9 @@ def test_every_exception_is_caught_at_the_edge_and_where_a_picture_is_rejected_o
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ExceptHandler) and catches_everything(node)
     }
-    # encoders/text_tokenizer.py: the library of the tokenizers raises this very class; any other goes on
+    # encoders/text/tokenizer.py: the library of the tokenizers raises this very class; any other goes on
     # job.py: the edge of a process that encodes for another, to which it sends what was raised
     # deepspeed_engine.py: so does DeepSpeed, where its loss scale ends
     edges = {"tools/cli/main.py", "precompute/engines/job.py"}
-    libraries = {"precompute/encoders/text_tokenizer.py", "train/parallel/deepspeed_engine.py"}
+    libraries = {"precompute/encoders/text/tokenizer.py", "train/parallel/deepspeed_engine.py"}
     assert places == edges | libraries | {"precompute/images/pixels.py"}

@@ -43,8 +43,8 @@ from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import TextSection, VaeSection
 from leandit.precompute.encoders.model_files import local_folder
-from leandit.precompute.encoders.text import CaptionEncoder
-from leandit.precompute.encoders.text_tokenizer import CaptionTokenizer
+from leandit.precompute.encoders.text.encoder import CaptionEncoder
+from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.sources.files.record import MAX_CAPTION_CHARS, MAX_CAPTIONS, MAX_TEXT_BYTES, SourceRecord
 from leandit.precompute.sources.source import list_source

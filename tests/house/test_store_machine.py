@@ -86,8 +86,7 @@ def latent_of(number: int, seed: int, bucket: str) -> bytes:
 @functools.cache
 def embedding_of(text: str) -> bytes:
     """What the encoder gives for a caption alone."""
-    encoder = loaded(recipe().vae, recipe().text).caption
-    assert encoder is not None
+    encoder = loaded(recipe().vae, recipe().text).captions[""]
     return encoder.encode([text]).token_rows()[0].astype(np.float16).tobytes()
 
 

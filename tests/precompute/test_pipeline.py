@@ -63,7 +63,7 @@ class Crash(Exception):
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several shards from few pictures."""
-    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 4)
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 4)
 
 
 @pytest.fixture(scope="module")
@@ -353,9 +353,9 @@ import os, sys, time, torch
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from making import CPU, label_recipe, no_progress
-from leandit.datasets.format import layout
+from leandit.datasets.format import row_layout
 from leandit.precompute.pipeline import precompute
-layout.MAX_SHARD_ROWS = 4
+row_layout.MAX_SHARD_ROWS = 4
 torch.set_num_threads(1)
 rename = os.rename
 def slow(source, target):

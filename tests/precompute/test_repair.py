@@ -34,8 +34,9 @@ from making import caption_recipe, no_progress, picture, tree_digest
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
 from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.errors import FingerprintMismatch, RecipeError, StoreError
-from leandit.datasets.format.layout import CAPTION_PART, NULL_PART, commit_path
-from leandit.datasets.maintenance.findings import part_of
+from leandit.datasets.format.caption_layout import CAPTION_PART, NULL_PART
+from leandit.datasets.format.layout import commit_path
+from leandit.datasets.maintenance.findings import revision_of
 from leandit.datasets.maintenance.verify import Verification, verify_store
 from leandit.datasets.revisions.commits import read_commit
 from leandit.datasets.revisions.plan import read_plan
@@ -126,7 +127,8 @@ def check_each_file(
         found, done = mended(root, pictures.root)
         assert (found.findings, found.damaged) == ([], False), (how, path)
         assert done["before"] >= 1
-        assert seen == ([part_of(path)] if part_of(path) else []), path
+        task = task_of(store, path)
+        assert seen == ([task] if task else []), path
         now = tree_digest(root)
         assert {name for name in whole if now.get(name) != whole[name]} <= {p for p in whole if is_plan(p)}, path
         assert now.keys() == whole.keys()
@@ -201,7 +203,7 @@ def test_without_a_source_all_but_shards_is_mended(
     for number, path in enumerate(files_of(plain[1])):
         damage(root / path, ROTATED[1][number % 3])
         found, _ = mended(root, None)
-        if part_of(path):
+        if task_of(plain[1], path):
             assert [finding.path for finding in found.findings] == [path]
             assert found.damaged
         else:
@@ -401,8 +403,10 @@ def plant(root: Path, part: str, change: Callable[[np.ndarray], None]) -> None:
     rows = rows[: len(array.rows_of(0)) * array.row_bytes // 2].reshape(-1, *array.shape[1:])
     change(rows)
     if part == CAPTION_PART:
-        captions = plan.layout.captions_of(0)
-        offsets, lengths = plan.layout.offsets, plan.own_captions["num_tokens"].to_pylist()
+        layout = plan.layout.parts[CAPTION_PART].captions
+        assert layout is not None
+        captions = layout.captions_of(0)
+        offsets, lengths = layout.offsets, plan.own_captions["num_tokens"].to_pylist()
         checksums = [row_checksum(rows[offsets[i] : offsets[i] + lengths[i]]) for i in captions]
     else:
         checksums = [row_checksum(row) if old else "" for row, old in zip(rows, commit.checksums, strict=True)]
@@ -415,6 +419,11 @@ def plant(root: Path, part: str, change: Callable[[np.ndarray], None]) -> None:
         rejects=commit.rejects,
     )
     writer.seal()
+
+
+def task_of(root: Path, path: str) -> tuple[str, int] | None:
+    """The task that wrote a shard."""
+    return read_plan(root, revision_of(path)).layout.task_of(path)
 
 
 @pytest.mark.parametrize("part", ["buckets/64x64", CAPTION_PART])
@@ -431,7 +440,7 @@ def test_deep_finds_a_wrong_row_that_fits_all_checksums(
     found = deep(root, plain[0].root)
     (finding,) = found.findings
     assert (finding.cause, finding.num_records) == ("not_reproduced", 1)
-    assert part_of(finding.path) == (part, 0)
+    assert task_of(root, finding.path) == (part, 0)
     store = LatentStore(root)
     if part == CAPTION_PART:
         assert finding.records == store.captions["text"].to_pylist()[:1]

@@ -22,11 +22,13 @@ from leandit.datasets.errors import FingerprintMismatch
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
-from leandit.precompute.encoders import describe, text
+from leandit.precompute.encoders import describe
 from leandit.precompute.encoders import vae as encoders_module
+from leandit.precompute.encoders.loading import load_encoders
 from leandit.precompute.encoders.model_files import local_folder
-from leandit.precompute.encoders.text import CaptionEncoder, EncodedCaptions
-from leandit.precompute.encoders.vae import ImageEncoder, load_encoders
+from leandit.precompute.encoders.text import encoder as text
+from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
+from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.images import pixels as images
 from leandit.precompute.pipeline import Report
 
@@ -160,7 +162,6 @@ CHANGED: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] 
 CHANGED_OF_LABELS: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] = {
     "crop": (recipe_with("images.crop=bucket"), "images.crop is 'adm' in the store, 'bucket' now"),
     "resize filter": (code_with(describe, "ADM_FILTER", "lanczos"), "images.resize_filter is "),
-    "captions": (recipe_with("text.kind=t5", "text.model=shipped:t5"), "text.kind is None in the store, 't5' now"),
 }
 
 

@@ -22,6 +22,7 @@ from leandit.datasets.errors import LeanditError
 from leandit.datasets.loader import make_loader
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.encoders.loading import load_encoders
 from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.planning.compare import Options
 
@@ -35,14 +36,22 @@ SEAL = {"manifest.json", "records.parquet", "captions.parquet"}
 def small_shards() -> Iterator[None]:
     """Shards of two rows, encoders that are loaded once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", SHARD_ROWS)
-        for module in ("pipeline", "encoders.vae"):
+        patch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", SHARD_ROWS)
+        for module in ("pipeline", "encoders.loading"):
             patch.setattr(f"leandit.precompute.{module}.load_encoders", _cached_encoders)
         yield
 
 
 def _cached_encoders(recipe: PrecomputeRecipe, _device: object) -> Any:
-    return loaded_encoders(recipe.vae, recipe.text)
+    if not (recipe.texts or recipe.features):
+        return loaded_encoders(recipe.vae, recipe.text)
+    key = json.dumps(recipe.model_dump())
+    if key not in _LOADED:
+        _LOADED[key] = load_encoders(recipe, CPU)
+    return _LOADED[key]
+
+
+_LOADED: dict[str, Any] = {}
 
 
 def encode(

@@ -36,12 +36,12 @@ from leandit.datasets.disk import files
 from leandit.datasets.disk.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
 from leandit.datasets.disk.hashing import xxh3_file
 from leandit.datasets.errors import RecordRejected
-from leandit.datasets.format import layout
-from leandit.datasets.format.layout import RevisionLayout
+from leandit.datasets.format import row_layout
+from leandit.datasets.format.caption_layout import CaptionLayout
 from leandit.datasets.maintenance import compact
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
-from leandit.precompute.encoders.vae import Encoders, load_encoders
+from leandit.precompute.encoders.loading import Encoders, load_encoders
 from leandit.precompute.images.decoder_child import answer
 from leandit.precompute.images.decoders import Decoded, PicturePlace
 from leandit.precompute.planning.compare import Options
@@ -75,8 +75,8 @@ def _loaded(recipe: str) -> Encoders:
 
 def make_small(patch: pytest.MonkeyPatch) -> None:
     """Several shards from few pictures, and encoders that are loaded already; children inherit it."""
-    patch.setattr(layout, "MAX_SHARD_ROWS", SHARD_ROWS)
-    patch.setattr(RevisionLayout, "_embedding_rows", lambda self: (CAPTION_SHARD_ROWS, CAPTION_SHARD_ROWS // 4))
+    patch.setattr(row_layout, "MAX_SHARD_ROWS", SHARD_ROWS)
+    patch.setattr(CaptionLayout, "_shard_rows", lambda self: (CAPTION_SHARD_ROWS, CAPTION_SHARD_ROWS // 4))
     patch.setattr(leases, "EMPTY_SECONDS", 0.2)
     patch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded(recipe.vae, recipe.text))
     _warm_up()

@@ -19,7 +19,7 @@ from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, pack_shard
 from leandit.precompute.config import PrecomputeRecipe, TextSection, VaeSection
 from leandit.precompute.config import load as load_precompute
-from leandit.precompute.encoders.vae import Encoders, load_encoders
+from leandit.precompute.encoders.loading import Encoders, load_encoders
 from leandit.train.config import TrainRecipe
 from leandit.train.config import load as load_train
 

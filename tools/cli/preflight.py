@@ -14,7 +14,7 @@ from ...datasets.disk.hashing import read_json
 from ...datasets.errors import DamageError, RunError, SourceError
 from ...datasets.order.alike import check_alike
 from ...datasets.revisions.catalog import check_store, read_spec, sealed_revisions
-from ...precompute.config import PrecomputeRecipe
+from ...precompute.config import EncoderSection, PrecomputeRecipe
 from ...train.config import TrainRecipe
 from ...train.weights.folders import RUN, SNAPSHOT, STATE, find
 from ..sample.subjects import find_labels
@@ -39,15 +39,19 @@ def check_precompute(recipe: PrecomputeRecipe, source: Sequence[str]) -> None:
         weight_files,
     )
 
-    vae, text = recipe.vae, recipe.text
+    vae = recipe.vae
     if local_folder(vae.model):
         found = config_folder(vae)
         family_of(read_config(found[0], what="vae.model"), f"vae.model '{found[0]}'")
         find_files(vae, found)
-    if text.kind != "none" and local_folder(text.model):
-        folder, _ = resolve_model(text.model, text.subfolder, text.revision, files=(CONFIG,), what="text.model")
-        read_config(folder, what="text.model")
-        weight_files(folder, TEXT_WEIGHTS, what="text.model")
+    sections: dict[str, EncoderSection] = {f"text.{name}.model": one for name, one in recipe.texts.items()}
+    sections |= {"text.model": recipe.text} if recipe.text.kind != "none" else {}
+    sections |= {f"features.{name}.model": one for name, one in recipe.features.items()}
+    for what, section in sections.items():
+        if local_folder(section.model):
+            folder, _ = resolve_model(section.model, section.subfolder, section.revision, files=(CONFIG,), what=what)
+            read_config(folder, what=what)
+            weight_files(folder, TEXT_WEIGHTS, what=what)
 
 
 def check_source(recipe: PrecomputeRecipe, sources: Sequence[str]) -> None:

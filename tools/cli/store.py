@@ -120,7 +120,13 @@ def verify(
         raise typer.Exit(StoreIncomplete.exit_code)
 
 
-def compact(store: LocalStore, out: Annotated[Path, output("Folder of the new store.")]) -> None:
+def compact(
+    store: LocalStore,
+    out: Annotated[Path, output("Folder of the new store.")],
+    without: Annotated[
+        list[str] | None, typer.Option(help="A text encoder or feature to leave out; repeatable.", metavar="NAME")
+    ] = None,
+) -> None:
     """Copy what a store still uses into a new store of one revision; the old one is only read. Nothing is encoded.
 
     Example: leandit compact imagenet-256 --out imagenet-256-compact
@@ -129,7 +135,7 @@ def compact(store: LocalStore, out: Annotated[Path, output("Folder of the new st
     from ..terminal.progress import ProgressLine
 
     with ProgressLine() as progress:
-        manifest = run(store, out, progress=progress)
+        manifest = run(store, out, progress=progress, without=without or ())
     rows = [("store", f"{out}: revision {manifest.revision}, {manifest.num_stored} records")]
     rows.append(("old store", f"{store}: as it was; remove it once no run reads it"))
     rows.append(("root hash", manifest.root_hash))

@@ -17,7 +17,7 @@ import torch
 
 from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json
-from ...datasets.format.encoder_paths import encoder_section
+from ...datasets.revisions.encoder_paths import encoder_section
 from ...datasets.store import LatentStore
 from ...precompute import config as precompute_config
 from ...precompute.pipeline import precompute

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from ...datasets.batches.latents import raw_latents
 from ...datasets.errors import EncoderError, RecordRejected, StoreError
 from ...datasets.format.buckets import bucket_size
-from ...datasets.format.encoder_paths import encoder_section
 from ...datasets.format.schema import LatentSpec
+from ...datasets.revisions.encoder_paths import encoder_section
 from ...datasets.store import LatentStore
 from ...precompute.config import SourceSection, VaeSection
 from ...precompute.encoders.vae import ImageEncoder

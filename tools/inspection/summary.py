@@ -8,8 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from ...datasets.format.layout import EMBEDDINGS, NULL_EMBEDDING, NULL_SCALES, SCALES, commit_path
-from ...datasets.format.schema import LOGVAR_RANGE, LatentSpec
+from ...datasets.format.caption_layout import CAPTION_PART, LENGTHS, OFFSETS, caption_arrays, caption_folder
+from ...datasets.format.layout import commit_path
+from ...datasets.format.schema import LOGVAR_RANGE, FeatureEncoder, LatentSpec, TextEncoder
+from ...datasets.format.table_schemas import suffixes
 from ...datasets.format.token_dtypes import token_bytes
 from ...datasets.store import LatentStore, Record
 
@@ -46,17 +48,20 @@ def summarise(store: LatentStore) -> dict[str, Any]:
         "classes": store.class_names.summary(),
         "num_captions": len(tokens),
         "num_caption_tokens": int(tokens.sum()),
-        "caption_tokens": caption_lengths(store),
-        "caption_quality": caption_quality(store),
+        "caption_tokens": caption_lengths(store, store.texts[0]) if store.texts else None,
+        "caption_quality": caption_quality(store, store.texts[0]) if store.texts else None,
         "bytes": bytes_per_part(store),
         "fingerprint": spec.fingerprint,
         "root_hash": store.root_hash,
         "images": spec.images.model_dump(),
         "latent": spec.latent.model_dump(),
         "text": spec.text and spec.text.model_dump(),
+        "texts": {one.name: describe_text(store, one) for one in spec.texts},
+        "features": {one.name: describe_feature(store, one) for one in spec.features},
         "encoders": {
             "vae": spec.vae.model_dump(exclude={"config"}),
             "text": spec.text_encoder and spec.text_encoder.model_dump(exclude={"config"}),
+            **{one.name: one.encoder.model_dump(exclude={"config"}) for one in (*spec.texts, *spec.features)},
         },
         "codec": spec.codec,
         "self_check": self_check(store),
@@ -79,39 +84,74 @@ def _counts(column: pa.ChunkedArray) -> dict[str, int]:
     return {text: counts[text] for text in sorted(text for text in counts if text is not None)}
 
 
-def caption_lengths(store: LatentStore) -> dict[str, Any] | None:
-    """Lengths of the captions in tokens; None without captions."""
-    if store.spec.text is None or not store.captions.num_rows:
+def describe_text(store: LatentStore, encoder: TextEncoder) -> dict[str, Any]:
+    """A named text encoder: what is stored of a caption, lengths, quality."""
+    return {
+        "spec": encoder.spec.model_dump(),
+        "caption_tokens": caption_lengths(store, encoder.name),
+        "caption_quality": caption_quality(store, encoder.name),
+    }
+
+
+def describe_feature(store: LatentStore, encoder: FeatureEncoder) -> dict[str, Any]:
+    """A feature: what is stored of a record, bytes, quality.
+
+    The cosine of a record is the smallest cosine between one of its tokens as encoded and as stored.
+    """
+    cosines, errors = (
+        store.record_columns((f"{name}_{encoder.name}",))[0].drop_null().to_numpy()
+        for name in ("min_cosine", "max_error")
+    )
+    return {
+        "spec": encoder.spec.model_dump(),
+        "bytes_per_record": round(_array_bytes(store, f"/features/{encoder.name}/") / max(1, len(store)), 1),
+        "min_cosine": _rounded(cosines.min(), 8) if len(cosines) else None,
+        "median_cosine": _rounded(np.median(cosines), 8) if len(cosines) else None,
+        "max_error": _rounded(errors.max(), 8) if len(errors) else None,
+    }
+
+
+def _array_bytes(store: LatentStore, part: str) -> int:
+    """Bytes of the shards whose path has a part in it."""
+    return sum(size for path, size in file_sizes(store).items() if part in path and "/c/" in path)
+
+
+def caption_lengths(store: LatentStore, name: str) -> dict[str, Any] | None:
+    """Lengths of the captions in tokens of a text encoder; None without captions."""
+    if not store.captions.num_rows:
         return None
-    tokens = store.captions["num_tokens"].to_numpy()
+    suffix = suffixes(store.spec)[name]
+    tokens = store.captions[f"num_tokens{suffix}"].to_numpy()
     edges = [0, 8, 16, 32, 64, 128, 256, 512, 4096]
     counts, _ = np.histogram(tokens, bins=[edge + 0.5 for edge in edges])
     table = {f"{low + 1}-{high}": int(n) for low, high, n in zip(edges, edges[1:], counts, strict=False) if n}
     low, median, p95, high = (int(value) for value in np.percentile(tokens, PERCENTILES, method="higher"))
-    padded = len(tokens) * store.spec.text.max_tokens
+    padded = len(tokens) * store.spec.text_encoder_of(name).spec.max_tokens
     return {
         "min": low,
         "median": median,
         "p95": p95,
         "max": high,
         "table": table,
-        "num_truncated": int(pc.sum(store.captions["truncated"]).as_py() or 0),
+        "num_truncated": int(pc.sum(store.captions[f"truncated{suffix}"]).as_py() or 0),
         "padding_avoided": round(padded / max(1, int(tokens.sum())), 2),  # times fewer tokens than padded to max_tokens
     }
 
 
-def caption_quality(store: LatentStore) -> dict[str, Any] | None:
-    """Error and saving of storing captions in a narrower dtype; None without captions.
+def caption_quality(store: LatentStore, name: str) -> dict[str, Any] | None:
+    """Error and saving of storing the captions of a text encoder in a narrower dtype; None without captions.
 
     The cosine of a caption is the smallest cosine between one of its tokens as encoded and as stored.
     """
-    if store.spec.text is None or not store.captions.num_rows:
+    if not store.captions.num_rows:
         return None
-    cosines = store.captions["min_cosine"].drop_null().to_numpy()
-    errors = store.captions["max_error"].drop_null().to_numpy()
-    sizes, arrays = file_sizes(store), (f"{EMBEDDINGS}/c/", f"{SCALES}/c/")
-    each = sum(size for path, size in sizes.items() if any(name in path for name in arrays)) / store.captions.num_rows
-    padded = token_bytes(store.spec.text.width, "float16") * store.spec.text.max_tokens
+    suffix, spec = suffixes(store.spec)[name], store.spec.text_encoder_of(name).spec
+    cosines = store.captions[f"min_cosine{suffix}"].drop_null().to_numpy()
+    errors = store.captions[f"max_error{suffix}"].drop_null().to_numpy()
+    arrays = caption_arrays(spec)
+    each = sum(_array_bytes(store, f"{caption_folder(name)}/{array}/c/") for array in arrays) / store.captions.num_rows
+    padded = token_bytes(spec.width, "float16") * spec.max_tokens if spec.has_tokens else 0
+    padded += token_bytes(spec.pooled_width, "float16")
     return {
         "num_measured": len(cosines),
         "min_cosine": _rounded(cosines.min(), 8) if len(cosines) else None,
@@ -133,15 +173,24 @@ def file_sizes(store: LatentStore) -> dict[str, int]:
 def bytes_per_part(store: LatentStore) -> dict[str, int]:
     """Bytes on disk of each part of the store."""
     sizes = file_sizes(store)
-    tokens = tuple(f"{name}/c/" for name in (EMBEDDINGS, SCALES, NULL_EMBEDDING, NULL_SCALES))
-    parts = {"latents": 0, "captions": 0, "tables and metadata": 0}
+    parts = {"latents": 0, **{f"feature {name}": 0 for name in store.features}}
+    parts |= {f"captions {name}".strip(): 0 for name in store.texts or [""]} | {"tables and metadata": 0}
     for path, size in sizes.items():
-        in_array = "/c/" in path or path.endswith("/c")
-        part = "latents" if "buckets/" in path and in_array else "tables and metadata"
-        if any(name in path for name in tokens):
-            part = "captions"
-        parts[part] += size
+        parts[_part_of(path)] += size
     return parts | {"total": sum(sizes.values())}
+
+
+def _part_of(path: str) -> str:
+    """The part of a store that a file belongs to, for a person."""
+    folder, _, key = path.partition("/c/")
+    names = folder.split("/")
+    if not key or names[-1] in (OFFSETS, LENGTHS):
+        return "tables and metadata"
+    if "features" in names:
+        return f"feature {names[-2]}"
+    if "buckets" in names:
+        return "latents"
+    return "captions" if names[-2] == CAPTION_PART else f"captions {names[-2]}"
 
 
 def latent_statistics(store: LatentStore) -> dict[str, Any]:
@@ -221,7 +270,8 @@ def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:
     if record.caption_ids:
         texts = store.captions["text"]
         values["captions"] = [
-            {"text": texts[i].as_py(), "num_tokens": int(store.tokens.lengths[i])} for i in record.caption_ids
+            {"text": texts[i].as_py(), "num_tokens": int(store.captions["num_tokens"][i].as_py())}
+            for i in record.caption_ids
         ]
     if record.status != "stored" or record.bucket is None:
         return values

@@ -119,11 +119,11 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
 
     Raises: FingerprintMismatch: other encoders made the newest revision.
     """
-    from ...datasets.format.encoder_paths import encoder_section
     from ...datasets.recipe import parse_with_overrides
+    from ...datasets.revisions.encoder_paths import encoder_section
     from ...precompute.config import PrecomputeRecipe
     from ...precompute.encoders.describe import describe_store
-    from ...precompute.encoders.vae import load_encoders
+    from ...precompute.encoders.loading import load_encoders
     from ...precompute.images.decoders import Decoders
     from ...precompute.planning.opening import check_fingerprint
     from ...precompute.planning.pictures import num_threads

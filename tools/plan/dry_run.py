@@ -19,11 +19,12 @@ from ...datasets.recipe import to_toml
 from ...datasets.revisions.commits import missing_work, read_commits
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.store import LatentStore
-from ...precompute.config import PrecomputeRecipe, TextSection, VaeSection
+from ...precompute.config import EncoderSection, PrecomputeRecipe
 from ...precompute.encoders.describe import describe_store
+from ...precompute.encoders.loading import Encoders, load_encoders
 from ...precompute.encoders.model_files import is_single_file, local_folder, model_folder, model_name
-from ...precompute.encoders.vae import Encoders, load_encoders
 from ...precompute.images.decoders import Decoders
+from ...precompute.planning.additions import is_extension
 from ...precompute.planning.compare import Comparison, Options, all_fresh
 from ...precompute.planning.opening import check_apart, check_fingerprint, is_sealed, look_for_plan
 from ...precompute.planning.pictures import num_threads
@@ -97,8 +98,8 @@ def describe_precompute(
     encoders = _local_encoders(recipe, device)
     spec = encoders and describe_store(recipe, source, encoders, known=frozen and frozen.spec)
     with ProgressLine() as progress, Decoders(num_threads()) as decoders:
-        tokenizer = encoders and encoders.tokenizer
-        planner = Planner(store or Path(), spec, source, recipe, tokenizer, decoders, progress)
+        tokenizers = encoders.tokenizers if encoders else {}
+        planner = Planner(store or Path(), spec, source, recipe, tokenizers, decoders, progress)
         comparison, lineage = all_fresh(source.records), Lineage()
         if store and frozen and spec:
             state, comparison, lineage = _compare_with_store(planner, store, frozen, spec, new_revision, options)
@@ -167,14 +168,16 @@ def store_state(store: Path, frozen: FrozenPlan, spec: StoreSpec, *, is_complete
         return (
             f"revision {frozen.revision} is not complete, {missing} are missing and would be encoded. All of it takes:"
         )
+    if frozen.spec.fingerprint != spec.fingerprint and is_extension(frozen.spec, spec):
+        return f"revision {frozen.revision} is complete: a new revision would add text encoders or features to it:"
     if frozen.spec.fingerprint != spec.fingerprint:
         return f"revision {frozen.revision} is complete: a new revision would encode everything again, which takes:"
     return f"revision {frozen.revision} is complete: only what has changed since would be encoded"
 
 
-def _encoder_sections(recipe: PrecomputeRecipe) -> dict[str, VaeSection | TextSection]:
-    text = {"text encoder": recipe.text} if recipe.text.kind != "none" else {}
-    return {"vae": recipe.vae, **text}
+def _encoder_sections(recipe: PrecomputeRecipe) -> dict[str, EncoderSection]:
+    texts = {f"text encoder {name}".strip(): section for name, section in recipe.text_sections.items()}
+    return {"vae": recipe.vae, **texts, **{f"feature {name}": one for name, one in recipe.features.items()}}
 
 
 def _local_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders | None:

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,15 @@ from ...datasets.disk.files import files_below
 from ...datasets.disk.hashing import canonical_json
 from ...datasets.errors import RecordRejected, ResourceError
 from ...datasets.format.buckets import bucket_size, resize_filter
-from ...datasets.format.layout import CAPTION_PART, NULL_PART, group_json
+from ...datasets.format.layout import group_json, is_picture_task
+from ...datasets.format.row_layout import LATENTS
 from ...datasets.format.schema import StoreSpec
+from ...datasets.format.table_schemas import suffixes
 from ...datasets.format.tables import parquet_file
 from ...datasets.format.zarr_shard import CRC_BYTES, ArrayLayout
 from ...datasets.revisions.plan import FrozenPlan
 from ...precompute.config import PrecomputeRecipe
-from ...precompute.encoders.vae import Encoders
+from ...precompute.encoders.loading import Encoders
 from ...precompute.images.decoders import Decoders
 from ...precompute.planning.pictures import num_threads
 from ...precompute.shards.caption_shard import caption_batches
@@ -59,40 +61,51 @@ class Probe:
     Args:
       pictures: number decoded and encoded.
       decode_seconds, encode_seconds: for all of them, with all threads.
-      seconds_per_token: of the text encoder; 0 without one.
+      seconds_per_token: of each text encoder, by name.
       memory_bytes: peak of a full batch of the largest bucket on a GPU; else of this process.
     """
 
     pictures: int
     decode_seconds: float
     encode_seconds: float
-    seconds_per_token: float
+    seconds_per_token: dict[str, float]
     memory_bytes: int
 
-    def seconds_for(self, pictures: int, tokens: int, *, on_cpu: bool, num_devices: int = 1) -> float:
+    def seconds_for(self, pictures: int, tokens: Mapping[str, int], *, on_cpu: bool, num_devices: int = 1) -> float:
         """Seconds of a whole run.
 
         On a CPU, decoding and encoding share the cores. On GPUs they overlap: each device encodes its share, and all
         share the cores for decoding.
         """
         decode, encode = (seconds / max(1, self.pictures) for seconds in (self.decode_seconds, self.encode_seconds))
+        texts = sum(tokens[name] * seconds for name, seconds in self.seconds_per_token.items())
         if on_cpu:
-            return pictures * (decode + encode) + tokens * self.seconds_per_token
-        return pictures * max(decode, encode / num_devices) + tokens * self.seconds_per_token / num_devices
+            return pictures * (decode + encode) + texts
+        return pictures * max(decode, encode / num_devices) + texts / num_devices
 
 
 @dataclass(frozen=True)
 class StoreBytes:
-    """Bytes on disk, before any codec."""
+    """Bytes on disk, before any codec.
+
+    Args:
+      texts, features: of each text encoder and feature, by name.
+    """
 
     latents: int
-    captions: int
+    texts: dict[str, int]
+    features: dict[str, int]
     tables: int
+
+    @property
+    def captions(self) -> int:
+        """Of all text encoders."""
+        return sum(self.texts.values())
 
     @property
     def total(self) -> int:
         """Bytes of the whole store."""
-        return self.latents + self.captions + self.tables
+        return self.latents + self.captions + sum(self.features.values()) + self.tables
 
 
 def predict_lines(
@@ -113,17 +126,19 @@ def predict_lines(
       num_devices: that encode in parallel.
     """
     spec, captions = plan.spec, plan.own_captions
-    new_bytes, tokens = store_bytes(plan), int(plan.layout.num_tokens.sum()) if spec.text else 0
+    new_bytes, counts = store_bytes(plan), _token_counts(plan)
     lines = [f"{'latents':<20}{new_bytes.latents / 2**20:>10.1f} MiB before any codec"]
-    if spec.text:
-        counts = f"{captions.num_rows} distinct, {tokens} tokens"
-        lines.append(f"{'captions':<20}{new_bytes.captions / 2**20:>10.1f} MiB, {counts}")
+    for name, num_bytes in new_bytes.features.items():
+        lines.append(f"{f'feature {name}':<20}{num_bytes / 2**20:>10.1f} MiB")
+    for name, num_bytes in new_bytes.texts.items():
+        label = f"captions {name}".strip()
+        lines.append(f"{label:<20}{num_bytes / 2**20:>10.1f} MiB, {captions.num_rows} distinct, {counts[name]} tokens")
     lines.append(f"{'tables':<20}{new_bytes.tables / 2**20:>10.1f} MiB at most")
     probe = run_probe(recipe, spec, source, choose(fresh, pictures), encoders, captions)
     device = encoders.image.device
     if probe.pictures:
         on_cpu, num_pictures = device.type == "cpu", sum(plan.layout.bucket_rows.values())
-        seconds = probe.seconds_for(num_pictures, tokens, on_cpu=on_cpu, num_devices=num_devices)
+        seconds = probe.seconds_for(num_pictures, counts, on_cpu=on_cpu, num_devices=num_devices)
         rates = f"decoding {probe.pictures / probe.decode_seconds:.1f}, encoding "
         rates += f"{probe.pictures / probe.encode_seconds:.1f} images/s, from {probe.pictures} pictures"
         devices = "" if on_cpu or num_devices == 1 else f" each of {num_devices} devices"
@@ -133,22 +148,40 @@ def predict_lines(
     return lines, new_bytes
 
 
+def _token_counts(plan: FrozenPlan) -> dict[str, int]:
+    """Tokens that a plan encodes, by text encoder."""
+    counts = {one.name: 0 for one in plan.spec.text_encoders}
+    for part in plan.layout.parts.values():
+        if part.captions and not part.is_null:
+            counts[part.captions.name] += int(part.captions.num_tokens.sum())
+    return counts
+
+
 def store_bytes(plan: FrozenPlan) -> StoreBytes:
     """Bytes of a plan on disk: exact for arrays, an upper bound close to the truth for tables."""
     spec, layout = plan.spec, plan.layout
-    latents = [array for arrays in layout.latents.values() for array in arrays]
-    others = [array for array in layout.arrays.values() if array not in latents]
+    texts = {one.name: 0 for one in spec.text_encoders}
+    groups = {LATENTS: 0} | {one.name: 0 for one in spec.features}
+    for part in layout.parts.values():
+        if part.captions:
+            arrays = part.arrays if part.is_null else [*part.arrays, *part.captions.index]
+            texts[part.captions.name] += sum(map(array_bytes, arrays))
+        for group, arrays in part.groups.items():
+            groups[group] += sum(map(array_bytes, arrays))
     tasks = layout.tasks()
-    num_files = sum(array.num_shards + 1 for array in (*latents, *others)) + 2 * len(layout.latents) + len(tasks) + 8
+    num_files = sum(array.num_shards + 1 for array in layout.arrays.values()) + 2 * len(layout.bucket_rows)
+    num_files += len(tasks) + 8 + 2 * (len(texts) + len(spec.features) * len(layout.bucket_rows))
     num_files += len(plan.carried)  # listed again
     heads = 2 * len(group_json(spec)) + 2 * HEAD_BYTES + 2 * ENTRY_BYTES * num_files
     sealed = RESULT_BYTES * (2 * plan.records.num_rows + 3 * plan.captions.num_rows)
     tables = 2 * (len(parquet_file(plan.records)) + len(parquet_file(plan.captions))) + sealed
-    narrowed = NARROWED_BYTES if spec.text and spec.text.dtype != "float32" else 0
-    pictures = sum(len(layout.rows_of(*task)) for task in tasks if task[0] not in (CAPTION_PART, NULL_PART))
+    pictures = sum(len(layout.rows_of(*task)) for task in tasks if is_picture_task(task))
     commits = COMMIT_BYTES * len(tasks) + 2 * CHECKSUM_BYTES * pictures
-    commits += (CHECKSUM_BYTES + narrowed) * plan.captions.num_rows
-    return StoreBytes(sum(map(array_bytes, latents)), sum(map(array_bytes, others)), heads + tables + commits)
+    commits += (CHECKSUM_BYTES + NARROWED_BYTES) * pictures * len(spec.features)
+    for one in spec.text_encoders:
+        narrowed = NARROWED_BYTES if one.spec.dtype != "float32" else 0
+        commits += (CHECKSUM_BYTES + narrowed) * plan.captions.num_rows
+    return StoreBytes(groups.pop(LATENTS), texts, groups, heads + tables + commits)
 
 
 def array_bytes(layout: ArrayLayout) -> int:
@@ -223,11 +256,14 @@ def run_probe(
         if pixels is not None:
             by_bucket[bucket].append(pixels)
     batches = [np.stack(rows[i : i + size]) for rows in by_bucket.values() for i in range(0, len(rows), size)]
+    of_pictures = [encoders.image, *encoders.features.values()]
     for batch in {batch.shape: batch for batch in batches}.values():
-        encoders.image.encode(batch)
+        for encoder in of_pictures:
+            encoder.encode(batch)
     start = time.perf_counter()
     for batch in batches:
-        encoders.image.encode(batch)
+        for encoder in of_pictures:
+            encoder.encode(batch)
     encode_seconds = time.perf_counter() - start
     return Probe(
         sum(map(len, batches)),
@@ -238,18 +274,24 @@ def run_probe(
     )
 
 
-def _seconds_per_token(spec: StoreSpec, encoders: Encoders, captions: pa.Table) -> float:
-    encoder = encoders.caption
-    if not (spec.text and encoder and captions.num_rows):
-        return 0.0
-    batches = caption_batches(captions["num_tokens"].to_numpy(), spec.text, encoder)
-    positions = [len(batches) * (2 * i + 1) // (2 * PROBE_CAPTION_BATCHES) for i in range(PROBE_CAPTION_BATCHES)]
-    texts = [captions["text"].slice(batches[i].start, len(batches[i])).to_pylist() for i in positions]
-    for batch in texts:
-        encoder.encode(batch)
-    start = time.perf_counter()
-    tokens = sum(encoder.encode(batch).token_rows()[..., 0].size for batch in texts)
-    return (time.perf_counter() - start) / tokens
+def _seconds_per_token(spec: StoreSpec, encoders: Encoders, captions: pa.Table) -> dict[str, float]:
+    """Of each text encoder, one after the other."""
+    found = {}
+    for name, encoder in encoders.captions.items() if captions.num_rows else ():
+        of_encoder, column = spec.text_encoder_of(name).spec, f"num_tokens{suffixes(spec)[name]}"
+        counts = captions[column].to_numpy()
+        counts = np.full(len(counts), of_encoder.max_tokens) if of_encoder.full_length else counts
+        batches = caption_batches(counts, of_encoder, encoder)
+        positions = [len(batches) * (2 * i + 1) // (2 * PROBE_CAPTION_BATCHES) for i in range(PROBE_CAPTION_BATCHES)]
+        texts = [captions["text"].take(pa.array(batches[i])).to_pylist() for i in positions]
+        for batch in texts:
+            encoder.encode(batch)
+        start = time.perf_counter()
+        for batch in texts:
+            encoder.encode(batch)
+        found[name] = (time.perf_counter() - start) / int(sum(counts[batches[i]].sum() for i in positions))
+        encoder.release()
+    return found
 
 
 def _peak_bytes(recipe: PrecomputeRecipe, batch_size: int, encoders: Encoders) -> int:

@@ -14,8 +14,8 @@ from ...datasets.errors import EncoderError, RunError, StoreError
 from ...datasets.format.schema import UNKNOWN
 from ...datasets.store import LatentStore
 from ...precompute.config import TextSection
-from ...precompute.encoders.text import CaptionEncoder
-from ...precompute.encoders.text_tokenizer import CaptionTokenizer
+from ...precompute.encoders.text.encoder import CaptionEncoder
+from ...precompute.encoders.text.tokenizer import CaptionTokenizer
 from ...train.models.conditioning import Conditioning
 from ...train.run.resume import RUN
 from ...train.sampling.snapshot import Snapshot

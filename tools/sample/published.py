@@ -16,7 +16,7 @@ from ...datasets.format.class_names import imagenet_names
 from ...datasets.format.schema import StoreSpec
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.describe import describe_store
-from ...precompute.encoders.vae import load_encoders
+from ...precompute.encoders.loading import load_encoders
 from ...train.config import TrainRecipe
 from ...train.models.build import build_model
 from ...train.models.conditioning import Conditioner
@@ -61,7 +61,9 @@ def load_published(
     model = build_model(spec, seed=0)
     weights = initial_weights(source, model, spec)
     model.load_state_dict(weights)
-    null = torch.from_numpy(loaded.caption.encode_null().token_rows()[0]).float().to(device) if loaded.caption else None
+    null = None
+    if encoder := loaded.captions.get(""):
+        null = torch.from_numpy(encoder.encode_null().token_rows()[0]).float().to(device)
     return Snapshot(
         path=Path(source),
         step=0,

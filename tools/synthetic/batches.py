@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...datasets.batches.captions import CaptionBatch
 from ...datasets.batches.reader import Batch
 from ...datasets.format.schema import StoreSpec
 from ...train.config import TrainRecipe
@@ -43,15 +44,15 @@ def synthetic_batch(
     """
     latent = store.latent
     height, width = (int(side) // latent.downscale for side in bucket.split("x"))
-    has_text = store.text is not None and tokens > 0
-    captions = torch.randn(count, tokens, store.text.width, device=device).half() if store.text and has_text else None
+    texts = {}
+    if store.text is not None and tokens > 0:
+        captions = torch.randn(count, tokens, store.text.width, device=device).half()
+        texts[""] = CaptionBatch(captions, torch.full((count,), tokens, device=device))
     classes = len(store.classes or ())
     labels = torch.arange(number * count, (number + 1) * count, device=device)
     return Batch(
         stored=torch.randn(count, latent.channels, height, width, device=device).half(),
         labels=labels % classes if classes else torch.full_like(labels, -1),
-        stored_captions=captions,
-        caption_lengths=torch.full((count,), tokens, device=device) if has_text else None,
         records=labels,
         draw_keys=None,
         spec=latent.model_copy(update={"kind": "latent", "stored_channels": latent.channels}),
@@ -59,4 +60,5 @@ def synthetic_batch(
         number=number,
         global_size=count,
         epoch=0,
+        texts=texts,
     ).finish()

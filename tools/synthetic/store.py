@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from ... import __version__
-from ...datasets.format.layout import CAPTION_PART, NULL_PART
+from ...datasets.format.caption_layout import CAPTION_PART, NULL_PART
 from ...datasets.format.schema import (
     FORMAT_VERSION,
     EncoderIdentity,
@@ -82,11 +82,13 @@ def numbered_rows(numbers: np.ndarray, shape: tuple[int, ...], seed: int = 0) ->
 def _commit_captions(writer: StoreWriter, shard: int, seed: int) -> None:
     layout = writer.plan.layout
     (array,) = layout.part_arrays(CAPTION_PART)
-    first, captions = array.rows_of(shard).start, layout.captions_of(shard)
+    of_captions = layout.parts[CAPTION_PART].captions
+    assert of_captions is not None, "a part of captions"
+    first, captions = array.rows_of(shard).start, of_captions.captions_of(shard)
     rows = np.full((len(array.rows_of(shard)), *array.shape[1:]), np.nan, array.dtype)
     checksums = []
     for caption in captions:
-        start, length = int(layout.offsets[caption]) - first, int(layout.num_tokens[caption])
+        start, length = int(of_captions.offsets[caption]) - first, int(of_captions.num_tokens[caption])
         rows[start : start + length] = numbered_rows(np.full(length, caption), array.shape[1:], seed)
         checksums.append(row_checksum(rows[start : start + length]))
     writer.commit(CAPTION_PART, shard, {array.path: rows}, checksums=checksums)

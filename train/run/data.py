@@ -51,6 +51,7 @@ def build_loader(
         rank=ranks.rank,
         world_size=ranks.world_size,
         text="padded" if spec.takes_text else "none",
+        features=(),  # no objective reads them yet
         pin=is_gpu(device),
         caption_odds=[caption_odds(section) for section in sections] if spec.takes_text else (),
     )

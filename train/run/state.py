@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ...datasets.format.encoder_paths import encoder_section
 from ...datasets.format.schema import StoreSpec
 from ...datasets.loader import BatchLoader
+from ...datasets.revisions.encoder_paths import encoder_section
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..models.spec import ModelSpec

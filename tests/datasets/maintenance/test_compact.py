@@ -230,7 +230,9 @@ def test_what_a_release_before_was_compacting_in_place_is_compacted_elsewhere(
 ) -> None:
     root = copy_of(plain[1], tmp_path / "store")
     before = content(LatentStore(root))
-    write_plan(root, plan_compaction(LatentStore(root), root), replace=False)  # with this it began
+    write_plan(
+        root, plan_compaction(LatentStore(root), LatentStore(root).spec, root), replace=False
+    )  # with this it began
     with pytest.raises(StoreError, match="leandit compact"):
         encode(caption_recipe(), plain[0].root, root)
     assert not verify_store(root).damaged

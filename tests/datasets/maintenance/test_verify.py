@@ -31,7 +31,7 @@ from making import caption_recipe
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
 from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.format.table_schemas import RECORDS_SCHEMA
-from leandit.datasets.maintenance.findings import CAUSES, Finding, part_of, revision_of, shard_place
+from leandit.datasets.maintenance.findings import CAUSES, Finding, revision_of, shard_place
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.commits import read_commits, read_manifest, with_root_hash
 from leandit.datasets.revisions.plan import read_plan
@@ -86,23 +86,25 @@ STORES = pytest.mark.parametrize("whole", ["plain", "grown", "packed"], indirect
 
 def names_of_shard(root: Path, path: str) -> tuple[str | None, int | None, list[str]]:
     """Bucket, shard and records of a shard, from the plan; the records are texts where they are captions."""
-    part = part_of(path)
-    if part is None:
+    if shard_place(path) is None:
         return None, None, []
     plan = read_plan(root, revision_of(path))
+    part = plan.layout.task_of(path)
+    assert part is not None
     bucket = part[0].removeprefix("buckets/") if part[0].startswith("buckets/") else None
     if bucket:
         rows = plan.layout.rows_of(*part)
         keys = plan.records["key"].to_pylist()
         return bucket, part[1], [keys[i] for i in plan.bucket_positions[bucket][rows.start : rows.stop]]
     if part[0] == "captions":
-        captions = plan.layout.captions_of(part[1])
+        captions = plan.layout.captions_of(*part)
         return None, part[1], plan.own_captions["text"].to_pylist()[captions.start : captions.stop]
     return None, part[1], []
 
 
 def test_every_kind_of_file_is_there_to_be_damaged(plain: Whole, grown: Whole) -> None:
-    assert {part_of(path)[0] for path in plain.files if part_of(path)} == {
+    layout = read_plan(plain.path, 1).layout
+    assert {task[0] for path in plain.files if (task := layout.task_of(path))} == {
         *("buckets/64x64", "buckets/48x80", "buckets/80x48", "captions", "null_caption")
     }
     assert max(shard for path in plain.files if (place := shard_place(path)) for shard in [place[2]]) >= 1

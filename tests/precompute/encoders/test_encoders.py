@@ -25,8 +25,8 @@ from tiny_autoencoders import FAMILIES, save_autoencoder
 from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.precompute.config import TextSection, VaeSection
 from leandit.precompute.encoders.model_files import local_folder
-from leandit.precompute.encoders.text import CaptionEncoder, EncodedCaptions
-from leandit.precompute.encoders.text_tokenizer import CaptionTokenizer
+from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
+from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.encoders.vae import ImageEncoder
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"

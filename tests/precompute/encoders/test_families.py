@@ -31,7 +31,8 @@ from leandit.precompute.config import PrecomputeRecipe, VaeSection
 from leandit.precompute.encoders.autoencoders import patchify, unpatchify
 from leandit.precompute.encoders.describe import describe_store
 from leandit.precompute.encoders.forwards import to_stored
-from leandit.precompute.encoders.vae import Encoders, ImageEncoder
+from leandit.precompute.encoders.loading import Encoders
+from leandit.precompute.encoders.vae import ImageEncoder
 
 SIDE_PX = 64
 Encode = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -220,7 +221,7 @@ def test_a_rae_takes_only_the_pictures_of_its_own_size(tmp_path: Path) -> None:
     encoder = ImageEncoder(VaeSection(model=str(save_autoencoder(tmp_path / "vae", "rae"))), CPU)
     assert (encoder.fixed_side_px, encoder.downscale, encoder.num_channels) == (64, 16, 64)
     recipe = PrecomputeRecipe.model_validate({"images": {"resolution": 64}})
-    assert describe_store(recipe, None, Encoders(encoder, None)).latent.downscale == 16
+    assert describe_store(recipe, None, Encoders(encoder)).latent.downscale == 16
     wide = PrecomputeRecipe.model_validate({"images": {"crop": "bucket", "buckets": ["64x64", "64x128"]}})
     with pytest.raises(RecipeError, match=r"bucket '64x128': AutoencoderRAE encodes squares of 64 px.*resolution = 64"):
-        describe_store(wide, None, Encoders(encoder, None))
+        describe_store(wide, None, Encoders(encoder))

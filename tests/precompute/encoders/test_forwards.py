@@ -15,11 +15,12 @@ from making import CPU, label_recipe, loaded_encoders, make_class_folder, pictur
 from PIL import Image
 
 from leandit.datasets.errors import ResourceError, SourceError
+from leandit.datasets.format.row_layout import LATENTS
 from leandit.datasets.format.schema import Fallback
 from leandit.datasets.format.tables import table_problem
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
-from leandit.precompute.encoders.forwards import encode_batch, largest_batch, rows_of_a_forward
+from leandit.precompute.encoders.forwards import LatentRows, encode_batch, largest_batch, rows_of_a_forward
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.tools.inspection.render import render
 from leandit.tools.inspection.summary import summarise
@@ -33,8 +34,8 @@ FORWARD: Forward = ImageEncoder._forward
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 9)  # of 15 pictures: shards of 9 and 6
-    load = "leandit.precompute.encoders.vae.load_encoders"  # of a verification
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 9)  # of 15 pictures: shards of 9 and 6
+    load = "leandit.precompute.encoders.loading.load_encoders"  # of a verification
     monkeypatch.setattr(load, lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
     loaded_encoders(label_recipe().vae, label_recipe().text)  # which encodes one picture
 
@@ -107,7 +108,7 @@ def test_a_batch_that_was_begun_too_large_is_what_waiting_would_have_made_it(
     sizes: Callable[..., list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 15)
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 15)
     sizes(3)
     # Elevens end in threes; the four behind them were begun as four, which would end in twos.
     encode(label_recipe("vae.batch_size=11"), class_folder, tmp_path / "store")
@@ -125,12 +126,12 @@ def test_halving_ends_at_the_first_half_that_fits(rows: int, most: int, sizes: C
     while size > most:
         size = math.ceil(size / 2)
     tried = sizes(most)
-    found, fitted = encode_batch([pixels], np.arange(rows), encoder, spec, max_rows=8)
+    found, fitted = encode_batch([pixels], np.arange(rows), [LatentRows(encoder, spec)], max_rows=8)
     assert fitted == size
     assert sum(n for n in tried if n <= most) == rows  # what fits is encoded once
     assert {row.fallback for row in found} == {f"batch:{size}" if size < rows else ""}
     assert {rows_of_a_forward(row.fallback, rows) for row in found} == {size}
-    np.testing.assert_allclose(np.stack([row.arrays[0] for row in found]), wanted, atol=1e-4)
+    np.testing.assert_allclose(np.stack([row.groups[LATENTS][0] for row in found]), wanted, atol=1e-4)
 
 
 def test_a_picture_that_does_not_fit_alone_is_rejected_and_its_neighbours_are_stored(
@@ -190,7 +191,7 @@ def test_both_at_once_are_both_told(class_folder: Path, monkeypatch: pytest.Monk
     encoder = loaded_encoders(recipe.vae, recipe.text).image
     spec = encoder.latent_spec(recipe.vae, "float16")
     monkeypatch.setattr(ImageEncoder, "_forward", forward)
-    found, _ = encode_batch([np.zeros((3, 32, 32, 3), np.uint8)], np.arange(3), encoder, spec, max_rows=8)
+    found, _ = encode_batch([np.zeros((3, 32, 32, 3), np.uint8)], np.arange(3), [LatentRows(encoder, spec)], max_rows=8)
     assert [row.fallback for row in found] == ["batch:2,float32"] * 2 + ["batch:2"]
     assert all(Fallback(row=0, how=row.fallback) for row in found)
 

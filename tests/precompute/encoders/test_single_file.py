@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_autoencoders import save_autoencoder
 
 from leandit.datasets.errors import EncoderError
-from leandit.datasets.format.encoder_paths import encoder_section
+from leandit.datasets.revisions.encoder_paths import encoder_section
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import VaeSection
 from leandit.precompute.encoders.vae import ImageEncoder

@@ -21,9 +21,9 @@ from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, Gemma2M
 from leandit.datasets.errors import EncoderError, FingerprintMismatch, RecipeError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import TextSection, load
-from leandit.precompute.encoders.instructions import INSTRUCTIONS
-from leandit.precompute.encoders.text import CaptionEncoder, TokenCount
-from leandit.precompute.encoders.text_tokenizer import CaptionTokenizer
+from leandit.precompute.encoders.text.encoder import CaptionEncoder, TokenCount
+from leandit.precompute.encoders.text.instructions import INSTRUCTIONS
+from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.pipeline import Report
 from leandit.precompute.shards.caption_shard import equal_length_batches
 from leandit.tools.terminal.outcome import precompute_rows
@@ -199,7 +199,9 @@ def test_a_sana_trains_on_a_store_of_gemma(gemma: Path, tmp_path: Path, encode: 
 
 
 def test_a_t5_in_float16_keeps_its_output_projections_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leandit.precompute.encoders.text.arithmetic", lambda dtype, device: dtype)  # as on a GPU
+    monkeypatch.setattr(
+        "leandit.precompute.encoders.text.encoder.arithmetic", lambda dtype, device: dtype
+    )  # as on a GPU
     encoder = encoder_of(Path("shipped:t5"), kind="t5", model="shipped:t5", dtype="float16")
     encoder.load()
     dtypes = {name: tensor.dtype for name, tensor in encoder._model.named_parameters()}
@@ -214,10 +216,10 @@ def test_batches_by_tokens_cover_all_and_keep_to_their_size(
 ) -> None:
     array = np.sort(np.array(lengths, np.int64))
     batches = equal_length_batches(array, batch_size, batch_tokens=batch_tokens, num_shared=num_shared)
-    assert [i for batch in batches for i in batch] == list(range(len(array)))
+    assert [i for batch in batches for i in batch.tolist()] == list(range(len(array)))
     for batch, following in zip_longest(batches, batches[1:]):
-        each = int(array[batch.start]) + num_shared
-        assert (array[batch.start : batch.stop] + num_shared == each).all()
+        each = int(array[batch[0]]) + num_shared
+        assert (array[batch] + num_shared == each).all()
         assert len(batch) * each <= batch_tokens or len(batch) == 1
-        if following is not None and array[following.start] + num_shared == each:  # full, since more would have fitted
+        if following is not None and array[following[0]] + num_shared == each:  # full, since more would have fitted
             assert (len(batch) + 1) * each > batch_tokens

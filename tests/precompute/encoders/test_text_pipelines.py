@@ -46,8 +46,8 @@ from transformers import (
 
 from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.precompute.config import TextSection, load
-from leandit.precompute.encoders.text import CaptionEncoder, TokenCount
-from leandit.precompute.encoders.text_tokenizer import CaptionTokenizer
+from leandit.precompute.encoders.text.encoder import CaptionEncoder, TokenCount
+from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 
 LENGTH = 24  # cuts the longest text in most pipelines
 QWEN_IMAGE = QwenImagePipeline(None, None, None, None, None).prompt_template_encode.replace("{}", "{caption}")  # pyright: ignore

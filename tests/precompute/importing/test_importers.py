@@ -142,7 +142,7 @@ def test_an_imported_store_trains_and_compacts(made: Made, tmp_path: Path) -> No
 def test_an_import_that_fails_anywhere_resumes_to_the_same_bytes(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 2)
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
     monkeypatch.setattr(files, "failpoint", Failpoint())
     whole = run_import(made, tmp_path / "whole").manifest
     num_steps = len(files.failpoint.seen)  # pyright: ignore[reportOptionalMemberAccess]

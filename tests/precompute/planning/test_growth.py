@@ -29,7 +29,7 @@ from leandit.datasets.loader import Batch, make_loader
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
-from leandit.precompute.encoders.text import CaptionEncoder, EncodedCaptions
+from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
@@ -146,8 +146,10 @@ def batches(store: LatentStore, epochs: int = 1) -> list[Batch]:
 
 def assert_same_batches(found: list[Batch], wanted: list[Batch]) -> None:
     for here, there in zip(found, wanted, strict=True):
-        for name, value in vars(there).items():
-            np.testing.assert_array_equal(getattr(here, name), value)
+        for ours, theirs in zip((here, *here.texts.values()), (there, *there.texts.values()), strict=True):
+            for name, value in vars(theirs).items():
+                if name != "texts":
+                    np.testing.assert_array_equal(getattr(ours, name), value)
 
 
 def assert_covers_once(store: LatentStore) -> None:
@@ -510,7 +512,7 @@ def change_much(source: Path) -> None:
 def test_growth_that_is_killed_at_any_commit_gives_the_bytes_of_an_undisturbed_one(
     captioned: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: Seen
 ) -> None:
-    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 2)
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
     source, whole = shutil.copytree(captioned[0], tmp_path / "source"), tmp_path / "whole"
     run(source, whole)
     base = shutil.copytree(whole, tmp_path / "base")
@@ -566,7 +568,7 @@ def test_a_source_that_changes_amid_growth_is_finished_first_and_grown_then(
 def test_a_source_that_changes_before_revision_1_is_finished_makes_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: Seen
 ) -> None:
-    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 2)
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
     source, path = make_class_folder(tmp_path / "source", classes=2, per_class=4), tmp_path / "store"
     commit = StoreWriter.commit
     with monkeypatch.context() as patch:

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from making import caption_recipe, picture
 
 from leandit.datasets.errors import SourceError
-from leandit.datasets.format.layout import place_captions
+from leandit.datasets.format.caption_layout import place_captions
 from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, RECORDS_SCHEMA
 from leandit.precompute.config import PrecomputeRecipe, SourceSection
-from leandit.precompute.encoders.text_tokenizer import CaptionTokenizer
+from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.images.decoders import Decoders
-from leandit.precompute.planning.captions import plan_captions
+from leandit.precompute.planning.captions import CaptionCounts, plan_captions
 from leandit.precompute.planning.compare import Comparison, Kept, all_fresh
 from leandit.precompute.planning.pictures import PlannedPicture, PlannedPictures, picture_table, plan_pictures
 from leandit.precompute.planning.records import plan_records
@@ -152,7 +152,7 @@ def test_captions_are_listed_once_sorted_by_length_and_named_by_their_records(
         ("never planned",),
     ]
     source = made_source(tmp_path, [*[(64, 64)] * 4, (1, 99)], captions)
-    table, ids = plan_captions(texts_of(source, planned(source, caption_recipe())), tokenizer, MAX_TOKENS)
+    table, ids = plan_captions(texts_of(source, planned(source, caption_recipe())), counted(tokenizer))
     texts = table["text"].to_pylist()
     assert sorted(texts) == sorted({c.strip() for texts in captions[:4] for c in texts} - {""})
     counts = tokenizer.count(texts)
@@ -172,16 +172,20 @@ def test_more_captions_than_a_tokenizer_batch_are_counted_alike(
     words = ("red", "blue", "green square", "big circle", "tiny blue circle")
     source = made_source(tmp_path, [(64, 64)] * 5, [(f"a {word}", f"a {word} above a square") for word in words])
     pictures = planned(source, caption_recipe())
-    whole, ids = plan_captions(texts_of(source, pictures), tokenizer, MAX_TOKENS)
+    whole, ids = plan_captions(texts_of(source, pictures), counted(tokenizer))
     monkeypatch.setattr("leandit.precompute.planning.captions.TOKENIZE_BATCH", 3)
-    assert plan_captions(texts_of(source, pictures), tokenizer, MAX_TOKENS) == (whole, ids)
+    assert plan_captions(texts_of(source, pictures), counted(tokenizer)) == (whole, ids)
 
 
 def test_without_a_tokenizer_there_are_no_captions(tmp_path: Path, planned: Planned) -> None:
     source = made_source(tmp_path, [(64, 64)], [("a circle",)])
-    table, ids = plan_captions(texts_of(source, planned(source, caption_recipe("text.kind=none"))), None, MAX_TOKENS)
+    table, ids = plan_captions(texts_of(source, planned(source, caption_recipe("text.kind=none"))), [])
     assert (table.num_rows, ids.to_pylist()) == (0, [[]])
     assert table.schema.types == CAPTIONS_SCHEMA.types
+
+
+def counted(tokenizer: CaptionTokenizer) -> list[CaptionCounts]:
+    return [CaptionCounts("", tokenizer, MAX_TOKENS)]
 
 
 lengths_and_rows = st.integers(1, 40).flatmap(
@@ -206,7 +210,7 @@ def test_no_caption_straddles_two_shards(case: tuple[list[int], int]) -> None:
 @given(st.lists(st.integers(1, 6), max_size=60).map(sorted), st.integers(1, 9))
 def test_batches_have_one_length_and_cover_everything_once(lengths: list[int], batch_size: int) -> None:
     batches = equal_length_batches(np.array(lengths, np.int64), batch_size)
-    assert [i for batch in batches for i in batch] == list(range(len(lengths)))
+    assert [i for batch in batches for i in batch.tolist()] == list(range(len(lengths)))
     assert all(0 < len(batch) <= batch_size and len({lengths[i] for i in batch}) == 1 for batch in batches)
     fewest = sum(-(-lengths.count(n) // batch_size) for n in set(lengths))
     assert len(batches) == fewest
@@ -217,7 +221,7 @@ def test_a_later_revision_counts_its_rows_and_captions_on_its_own(
 ) -> None:
     # What is carried over keeps its revision and row; only the ids of captions count over all revisions.
     first = made_source(tmp_path, [(64, 64), (60, 100)], [("a red circle",), ("a blue square",)])
-    known, ids = plan_captions(lists([["a red circle"], ["a blue square"]]), tokenizer, MAX_TOKENS)
+    known, ids = plan_captions(lists([["a red circle"], ["a blue square"]]), counted(tokenizer))
     before = table_of(first, planned(first, caption_recipe()), ids.to_pylist())
     source = made_source(tmp_path, [(64, 64), (64, 64)], [("a blue square",), ("a circle",)])
     renamed = (replace(record, key=f"new-{i}") for i, record in enumerate(source.records))
@@ -225,7 +229,7 @@ def test_a_later_revision_counts_its_rows_and_captions_on_its_own(
     kept = [Kept(i, record) for i, record in enumerate(first.records)]
     comparison = Comparison(kept, fresh, before.select(RECORDS_SCHEMA.names), {1: 2})
     texts = [*comparison.texts, ["a blue square"], ["a circle"]]
-    captions, ids = plan_captions(lists(texts), tokenizer, MAX_TOKENS, revision=2, known=known)
+    captions, ids = plan_captions(lists(texts), counted(tokenizer), revision=2, known=known)
     table = plan_records(comparison, as_table(planned(source, caption_recipe())), ids, revision=2)
     assert table["key"].to_pylist() == ["key-0", "key-1", "new-0", "new-1"]
     assert table["revision"].to_pylist() == [1, 1, 2, 2]

@@ -24,7 +24,7 @@ from leandit.datasets.disk.hashing import sha256_of, xxh3_parts
 from leandit.datasets.disk.spill import map_array, map_table, one_chunk, rebatched
 from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
 from leandit.datasets.format import tables
-from leandit.datasets.format.layout import CAPTION_PART, NULL_PART
+from leandit.datasets.format.caption_layout import CAPTION_PART, NULL_PART
 from leandit.datasets.format.schema import CommitRecord, Fallback, Reject
 from leandit.datasets.format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA, PLAN_SCHEMA, RECORDS_SCHEMA
 from leandit.datasets.format.tables import parquet_file
@@ -32,7 +32,7 @@ from leandit.datasets.revisions import merge
 from leandit.datasets.revisions.plan import FrozenPlan, first_plan, read_plan, write_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe, SourceSection
-from leandit.precompute.encoders.text_tokenizer import CaptionTokenizer
+from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.images import decoder_child
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import precompute
@@ -96,7 +96,9 @@ def planned(
         found = picture_plan.plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
         pictures = picture_plan.picture_table(found)
     texts = plan.PlannedTexts(comparison, pictures)
-    captions, ids = caption_plan.plan_captions(texts, tokenizer, MAX_TOKENS, revision=2, known=known)
+    captions, ids = caption_plan.plan_captions(
+        texts, [caption_plan.CaptionCounts("", tokenizer, MAX_TOKENS)], revision=2, known=known
+    )
     return plan.plan_records(comparison, pictures, ids, revision=2), captions
 
 
@@ -417,7 +419,8 @@ def make(count, store):
     with Decoders(1) as decoders:
         found = picture_plan.plan_pictures(source, source.records, recipe, decoders, progress=lambda done: None)
         pictures = picture_plan.picture_table(found)
-    captions, ids = caption_plan.plan_captions(plan.PlannedTexts(comparison, pictures), Words(), 6)
+    counts = [caption_plan.CaptionCounts("", Words(), 6)]
+    captions, ids = caption_plan.plan_captions(plan.PlannedTexts(comparison, pictures), counts)
     made = frozen_plan(plan.plan_records(comparison, pictures, ids, revision=2), captions)
     write_plan(store, made, replace=False)
     found = read_plan(store, 2)
@@ -463,7 +466,7 @@ def committed(plan: FrozenPlan, seed: int) -> dict[tuple[str, int], CommitRecord
             continue
         rejects, fallbacks, source, more = list[Reject](), list[Fallback](), list[str](), {}
         if part == CAPTION_PART:
-            count = len(plan.layout.captions_of(shard))
+            count = len(plan.layout.captions_of(part, shard))
             checksums = digits(rng, count, np.ones(count, bool))
             if rng.random() < 0.5:
                 more = {"min_cosines": rng.random(count).tolist(), "max_errors": rng.random(count).tolist()}
@@ -499,7 +502,7 @@ def merged_in_one_piece(plan: FrozenPlan, commits: dict[tuple[str, int], CommitR
     captions = plan.captions.to_pylist()
     for (part, shard), commit in commits.items():
         if part == CAPTION_PART:
-            for i, number in enumerate(plan.layout.captions_of(shard)):
+            for i, number in enumerate(plan.layout.captions_of(part, shard)):
                 row = captions[plan.first_caption + number]
                 row["checksum"] = int(commit.checksums[i], 16)
                 row["min_cosine"] = commit.min_cosines[i] if commit.min_cosines else None
@@ -523,7 +526,7 @@ def merged_in_one_piece(plan: FrozenPlan, commits: dict[tuple[str, int], CommitR
 def test_a_merge_in_batches_is_the_one_of_all_rows_in_memory_to_the_byte(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 3)
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 3)
     monkeypatch.setattr(merge, "BATCH_ROWS", 4)
     rng = np.random.default_rng(seed)
     plan = noise_plan(rng, records=40, captions=12)
@@ -602,7 +605,7 @@ def test_a_large_merge_takes_no_memory_for_each_record_and_keeps_its_pages(monke
         rows = rows.set_column(rows.column_names.index(name), name, pa.array([value] * count))
     rows = rows.set_column(rows.column_names.index("row"), "row", pa.array(np.arange(count)))
     spec = noise_spec({"32x32": 1}, 4, 0, 0, 8, 1, "none")
-    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 1000)
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 1000)
     rows = rows.select(PLAN_SCHEMA.names).cast(PLAN_SCHEMA).combine_chunks()
     rows = pa.Table.from_batches(rows.to_batches(max_chunksize=merge.BATCH_ROWS))  # as the plan of a store comes
     plan = first_plan(spec, "", rows, texts=[], num_tokens=[])

@@ -21,7 +21,7 @@ Run = Callable[..., Manifest | None]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Precompute 25 pictures: 6 have no caption, 6 are cut short, which only their decoder sees; shards of one row."""
-    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 1)
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 1)
     root = make_caption_folder(tmp_path / "source", count=25)
     rows = [json.loads(line) for line in (root / "metadata.jsonl").read_text().splitlines()]
     for i in range(6):

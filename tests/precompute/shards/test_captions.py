@@ -15,14 +15,14 @@ from faults import content, copy_of, dies_at, encode, flip, make_grown, small_sh
 from making import CPU, caption_recipe, loaded_encoders, no_progress, train_recipe, tree_digest
 
 from leandit.datasets.errors import DamageError, EncoderError
-from leandit.datasets.format.layout import RevisionLayout
+from leandit.datasets.format.caption_layout import CaptionLayout
 from leandit.datasets.format.token_dtypes import ON_DISK, narrow, widen
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
 from leandit.precompute.deep_check import deep_check
-from leandit.precompute.encoders.text import CaptionEncoder, EncodedCaptions
+from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.tools.inspection.verify import check, loaded_tools
 from leandit.train.loop import StopRequest, train
@@ -34,7 +34,7 @@ DTYPES = ("float32", "bfloat16", "int8")
 @pytest.fixture(scope="module", autouse=True)
 def _several_shards_of_captions() -> Iterator[None]:
     with small_shards(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RevisionLayout, "_embedding_rows", lambda _: (16, 8))
+        patch.setattr(CaptionLayout, "_shard_rows", lambda _: (16, 8))
         yield
 
 
@@ -47,7 +47,7 @@ def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def encoded(text: str) -> np.ndarray:
     """What the encoder gives of a caption, float32, in a batch of its own."""
     recipe = caption_recipe()
-    encoder = loaded_encoders(recipe.vae, recipe.text).caption
+    encoder = loaded_encoders(recipe.vae, recipe.text).captions[""]
     assert encoder is not None
     return encoder.encode([text]).token_rows()[0]
 
@@ -113,12 +113,13 @@ def test_a_batch_travels_as_stored_and_is_widened_where_it_arrives(grown: tuple[
     for access in ("map", "pread"):
         opened = LatentStore(root, access=access)
         for batch in make_loader(opened, global_batch=4, text=text, prefetch=0):
-            assert batch.stored_captions is not None
+            assert batch.text is not None
+            assert batch.text.tokens is not None
             assert batch.captions is not None
             assert batch.caption_lengths is not None
-            assert batch.stored_captions.dtype == getattr(torch, dtype)
+            assert batch.text.tokens.dtype == getattr(torch, dtype)
             assert batch.captions.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
-            assert (batch.caption_scales is None) == (dtype != "int8")
+            assert (batch.text.scales is None) == (dtype != "int8")
             rows = batch.captions.float().numpy()
             if text == "packed":
                 ends = batch.caption_lengths.cumsum(0).tolist()
@@ -226,11 +227,10 @@ def test_the_text_encoder_is_dropped_before_pictures_are_encoded(
 ) -> None:
     recipe = caption_recipe()
     encoders, real, held = loaded_encoders(recipe.vae, recipe.text), ImageEncoder.encode, []
-    assert encoders.caption is not None
-    encoders.caption.load()
+    encoders.captions[""].load()
 
     def watched(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
-        held.append(encoders.caption is None or encoders.caption._model is not None)
+        held.append(encoders.captions[""]._model is not None)
         return real(self, pixels)
 
     monkeypatch.setattr(ImageEncoder, "encode", watched)

@@ -22,7 +22,8 @@ from harness import InProcessDecoders
 from making import CPU, caption_recipe, loaded_encoders, make_caption_folder, no_progress, tree_digest
 
 from leandit.datasets.errors import FingerprintMismatch, ResourceError
-from leandit.datasets.format.layout import LEASES, NULL_PART
+from leandit.datasets.format.caption_layout import NULL_PART
+from leandit.datasets.format.layout import LEASES
 from leandit.datasets.revisions import commits
 from leandit.datasets.revisions.commits import Task
 from leandit.datasets.revisions.plan import read_plan
@@ -41,7 +42,7 @@ from leandit.precompute.sharing.part import Part, part_of
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 2)
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
 
 
 @pytest.fixture(autouse=True)
@@ -431,7 +432,7 @@ def test_a_plan_of_other_settings_that_came_first_is_refused(
 
     def others_first(self: planner.Planner) -> Any:
         monkeypatch.undo()
-        monkeypatch.setattr("leandit.datasets.format.layout.MAX_SHARD_ROWS", 2)
+        monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
         other = caption_recipe("vae.flip=true")
         precompute(other, source_path=source, store_path=tmp_path / "other", device=CPU, progress=no_progress)
         shutil.copytree(tmp_path / "other" / "plan", tmp_path / "store" / "plan")

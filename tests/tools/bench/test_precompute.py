@@ -21,8 +21,8 @@ from leandit.datasets.errors import RecipeError, ResourceError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import TextSection, VaeSection
 from leandit.precompute.encoders.model_files import local_folder
-from leandit.precompute.encoders.text import CaptionEncoder
-from leandit.precompute.encoders.text_tokenizer import CaptionTokenizer
+from leandit.precompute.encoders.text.encoder import CaptionEncoder
+from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.images.pixels import decode_picture
 from leandit.precompute.sources.source import list_source

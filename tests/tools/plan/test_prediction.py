@@ -18,7 +18,8 @@ from leandit.datasets.errors import ResourceError, SourceError
 from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.describe import describe_store
-from leandit.precompute.encoders.vae import ImageEncoder, load_encoders
+from leandit.precompute.encoders.loading import load_encoders
+from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.images.decoder_process import DecoderProcess
 from leandit.precompute.pipeline import precompute
 from leandit.precompute.sources.source import list_source

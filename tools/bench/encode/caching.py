@@ -18,7 +18,7 @@ import torch
 from ....datasets.batches.reader import Batch
 from ....datasets.store import LatentStore
 from ....precompute.config import PrecomputeRecipe, TextSection, VaeSection
-from ....precompute.encoders.vae import Encoders, load_encoders
+from ....precompute.encoders.loading import Encoders, load_encoders
 from ....train.config import TrainRecipe
 from ....train.loop import endless
 from ....train.parallel.ranks import ALONE
@@ -131,14 +131,14 @@ def online_batch(request: CachingRequest, encoders: Encoders, store: LatentStore
     bucket = f"{side}x{side}"
     batch = synthetic_batch(store.spec, bucket, size, tokens, learner.device, number=learner.step)
     shifts = {"shift": latent.shift, "scale": latent.scale}
-    captions = None
-    if encoders.caption:
+    texts = dict(batch.texts)
+    if encoder := encoders.captions.get(""):
         count = TextSection().batch_size
-        texts = [long_caption(tokens)] * size
-        parts = [encoders.caption.encode(texts[i : i + count]).token_rows() for i in range(0, size, count)]
-        captions = torch.from_numpy(np.concatenate(parts)).to(learner.device)
+        captions = [long_caption(tokens)] * size
+        parts = [encoder.encode(captions[i : i + count]).token_rows() for i in range(0, size, count)]
+        texts[""] = replace(texts[""], tokens=torch.from_numpy(np.concatenate(parts)).to(learner.device))
     spec = batch.spec.model_copy(update=shifts)
-    return replace(batch, stored=stored, spec=spec, stored_captions=captions).finish()
+    return replace(batch, stored=stored, spec=spec, texts=texts).finish()
 
 
 def long_caption(tokens: int) -> str:
@@ -161,9 +161,9 @@ def _encoder_recipe(request: CachingRequest, scratch: Path) -> PrecomputeRecipe:
 
 def _store(request: CachingRequest, encoders: Encoders, path: Path) -> LatentStore:
     """A store of noise in the encoders' shapes."""
-    width = encoders.caption.width if encoders.caption else 1
+    encoder = encoders.captions.get("")
     longest = [long_caption(TextSection().max_tokens)]
-    tokens = encoders.caption.encode(longest).token_rows().shape[1] if encoders.caption else 0
+    _, tokens, width = encoder.encode(longest).token_rows().shape if encoder else (0, 0, 1)
     side = request.resolution_px
     make_store(
         path,

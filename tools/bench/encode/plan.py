@@ -28,13 +28,13 @@ from ....datasets.disk.files import write_atomic
 from ....datasets.disk.hashing import canonical_json
 from ....datasets.errors import RecipeError
 from ....datasets.format.buckets import bucket_name
-from ....datasets.format.layout import CAPTION_PART, CAPTIONS, NULL_PART, PLAN, RECORDS, commit_path
+from ....datasets.format.layout import CAPTIONS, PLAN, RECORDS, commit_path, is_picture_part
 from ....datasets.format.schema import Reject
 from ....datasets.revisions.commits import commit_record, file_entry
 from ....datasets.revisions.plan import read_plan
 from ....datasets.revisions.writer import StoreWriter
 from ....precompute.config import PrecomputeRecipe, load
-from ....precompute.encoders.text_tokenizer import CaptionTokenizer
+from ....precompute.encoders.text.tokenizer import CaptionTokenizer
 from ....precompute.images.decoders import Decoders
 from ....precompute.planning.pictures import num_threads
 from ....precompute.planning.planner import Planner
@@ -134,7 +134,7 @@ def _caption(number: int) -> str:
 
 def measure_plan(recipe: PrecomputeRecipe, source_path: Path, store: Path) -> dict[str, float]:
     """List and plan a source in this process."""
-    tokenizer = CaptionTokenizer(recipe.text) if recipe.text.kind != "none" else None
+    tokenizers = {name: CaptionTokenizer(section) for name, section in recipe.text_sections.items()}
     buckets = [bucket_name(height_px, width_px) for _, height_px, width_px in recipe.images.table]
     spec = noise_spec(dict.fromkeys(buckets, 1), 4, 0, recipe.text.max_tokens, 64, 64, "none")
     last: dict[str, float] = {}
@@ -146,7 +146,7 @@ def measure_plan(recipe: PrecomputeRecipe, source_path: Path, store: Path) -> di
         start = time.perf_counter()
         source = list_source(source_path, "manifest", progress=lambda done: None)
         listed = time.perf_counter()
-        Planner(store, spec, source, recipe, tokenizer, decoders, progress).plan_first()
+        Planner(store, spec, source, recipe, tokenizers, decoders, progress).plan_first()
         done = time.perf_counter()
     return {
         "seconds": done - start,
@@ -177,8 +177,8 @@ def write_commits(store: Path) -> dict[str, float]:
             path = array.shard_path(shard)
             write_atomic(store / path, b"x")
             entries.append(file_entry(path, b"x"))
-        rows, is_rows = plan.layout.rows_of(part, shard), part not in (CAPTION_PART, NULL_PART)
-        count = len(rows) if is_rows else len(plan.layout.captions_of(shard)) if part == CAPTION_PART else 1
+        rows, is_rows = plan.layout.rows_of(part, shard), is_picture_part(part)
+        count = plan.layout.num_items(part, shard)
         checksums = [f"{number:016x}" for number in rng.integers(0, 1 << 63, count).tolist()]
         rejects = []
         for row in range(rows.start, rows.stop, RARE) if is_rows else ():

@@ -27,7 +27,7 @@ import torch
 
 from ....datasets.disk.files import files_below
 from ....datasets.errors import RecipeError
-from ....datasets.format.layout import CAPTION_PART, NULL_EMBEDDING, NULL_SCALES
+from ....datasets.format.caption_layout import CAPTION_PART, NULL_EMBEDDING, NULL_SCALES
 from ....datasets.store import LatentStore
 from ....precompute.config import PrecomputeRecipe, load
 from ....precompute.images.decoders import Decoders

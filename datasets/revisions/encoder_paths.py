@@ -8,12 +8,12 @@ fingerprint does not cover paths.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .schema import EncoderIdentity, StoreSpec
+from ..format.schema import EncoderIdentity, StoreSpec
 
-ROLES = ("vae", "text")
 PATHS = ("model", "config")  # keys of a section; the config is that of a single file of weights
 
 
@@ -23,38 +23,61 @@ def with_stored_encoder_paths(spec: StoreSpec, store: Path) -> StoreSpec:
     Args:
       spec: with paths as the user typed them.
     """
-    recipe = dict(spec.recipe)
-    for role in ROLES:
-        if isinstance(section := recipe.get(role), dict) and "model" in section:
-            recipe[role] = section | {key: _stored_path(section[key], store) for key in PATHS if section.get(key)}
-    changed: dict[str, Any] = {"recipe": recipe, "vae": _stored_identity(spec.vae, store)}
-    if spec.text_encoder:
-        changed["text_encoder"] = _stored_identity(spec.text_encoder, store)
-    return spec.model_copy(update=changed)
+    return _with_paths(spec, lambda model: _stored_path(model, store))
 
 
 def encoder_section(spec: StoreSpec, role: str, store: Path) -> dict[str, Any]:
-    """[vae] or [text] of a store's recipe, with the path that this process can open.
+    """A section of a store's recipe that names an encoder, with the path that this process can open.
 
     A relative path is resolved from the store, then, for stores of earlier releases, from the working directory.
 
     Args:
-      role: "vae" or "text".
+      role: "vae", "text", "text.NAME" or "features.NAME".
       store: folder of the store.
     """
-    section = dict(spec.recipe.get(role) or {})
-    paths = {key: section[key] for key in PATHS if isinstance(section.get(key), str) and section[key]}
-    return section | {key: _resolved(path, store) for key, path in paths.items()}
+    section: Any = spec.recipe
+    for key in role.split("."):
+        section = section.get(key) or {}
+    return _with_paths_changed(
+        {key: value for key, value in section.items() if not isinstance(value, dict)}, _resolver(store)
+    )
 
 
 def with_moved_encoder_paths(spec: StoreSpec, store: Path, copy: Path) -> StoreSpec:
     """The spec for a copy of a store in another folder, with paths to the same encoders."""
-    recipe = dict(spec.recipe) | {role: encoder_section(spec, role, store) for role in ROLES if role in spec.recipe}
-    changed: dict[str, Any] = {"recipe": recipe}
-    for name in ("vae", "text_encoder"):
-        if identity := getattr(spec, name):
-            changed[name] = identity.model_copy(update={"model": _resolved(identity.model, store)})
-    return with_stored_encoder_paths(spec.model_copy(update=changed), copy)
+    return with_stored_encoder_paths(_with_paths(spec, _resolver(store)), copy)
+
+
+def _with_paths(spec: StoreSpec, changed: Callable[[str], str]) -> StoreSpec:
+    """The spec with the model of every encoder changed, in its identity and in the recipe."""
+
+    def identity(one: EncoderIdentity) -> EncoderIdentity:
+        return one.model_copy(update={"model": changed(one.model)})
+
+    def named(encoders: Sequence[Any]) -> list[Any]:
+        return [one.model_copy(update={"encoder": identity(one.encoder)}) for one in encoders]
+
+    update: dict[str, Any] = {
+        "recipe": {key: _with_paths_changed(section, changed) for key, section in spec.recipe.items()},
+        "vae": identity(spec.vae),
+        "text_encoder": spec.text_encoder and identity(spec.text_encoder),
+        "texts": named(spec.texts),
+        "features": named(spec.features),
+    }
+    return spec.model_copy(update=update)
+
+
+def _with_paths_changed(section: Any, changed: Callable[[str], str]) -> Any:
+    """A section of a recipe, and the tables in it, with every path of PATHS changed."""
+    if not isinstance(section, dict):
+        return section
+    values = {key: _with_paths_changed(value, changed) for key, value in section.items()}
+    paths = {key: values[key] for key in PATHS if isinstance(values.get(key), str) and values[key]}
+    return values | {key: changed(path) for key, path in paths.items()}
+
+
+def _resolver(store: Path) -> Callable[[str], str]:
+    return lambda model: _resolved(model, store)
 
 
 def _resolved(model: str, store: Path) -> str:
@@ -62,10 +85,6 @@ def _resolved(model: str, store: Path) -> str:
     path = Path(model).expanduser()
     folders = () if ":" in model else (path,) if path.is_absolute() else (store / path, path)
     return next((os.path.abspath(folder) for folder in folders if _is_there(folder)), model)
-
-
-def _stored_identity(identity: EncoderIdentity, store: Path) -> EncoderIdentity:
-    return identity.model_copy(update={"model": _stored_path(identity.model, store)})
 
 
 def _stored_path(model: str, store: Path) -> str:

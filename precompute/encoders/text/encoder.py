@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...datasets.errors import EncoderError
-from ...datasets.format.schema import EncoderIdentity, TextSpec
-from ..config import TextSection
-from .model_files import (
+from ....datasets.errors import EncoderError
+from ....datasets.format.schema import EncoderIdentity, TextSpec
+from ...config import TextSection
+from ..model_files import (
     CONFIG,
     LOADING_ERRORS,
     TEXT_WEIGHTS,
@@ -40,8 +40,8 @@ from .model_files import (
     weight_names,
     weights_in,
 )
-from .text_families import FAMILIES, PROJECTED, check_request, class_name, language_config, text_config, whole_number
-from .text_tokenizer import CaptionTokenizer
+from .families import FAMILIES, PROJECTED, check_request, class_name, language_config, text_config, whole_number
+from .tokenizer import CaptionTokenizer
 
 TEMPLATE = "{caption}"  # captions are stripped of white space at both ends, and otherwise left as they are
 INSTRUCTED = "{instruction}{caption}"
@@ -73,11 +73,23 @@ class TokenCount:
         )
 
 
+class EncodedCaption(NamedTuple):
+    """Embeddings of one caption; None for what the recipe's ``output`` leaves out."""
+
+    tokens: np.ndarray | None  # (L, D) float32
+    pooled: np.ndarray | None  # (P,) float32
+
+
 class EncodedCaptions(NamedTuple):
     """Embeddings of captions; None for what the recipe's ``text.output`` leaves out."""
 
     tokens: np.ndarray | None  # (B, L, D) float32
     pooled: np.ndarray | None  # (B, P) float32
+
+    def row(self, i: int) -> EncodedCaption:
+        """One of the captions."""
+        tokens, pooled = (None if rows is None else rows[i] for rows in self)
+        return EncodedCaption(tokens, pooled)
 
     def token_rows(self) -> np.ndarray:
         """The token embeddings.

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from ...datasets.disk.hashing import sha256_of
-from ...datasets.errors import EncoderError
-from ..config import TextSection
-from .instructions import instruction_text
-from .model_files import (
+from ....datasets.disk.hashing import sha256_of
+from ....datasets.errors import EncoderError
+from ...config import TextSection
+from ..model_files import (
     CONFIG,
     LOADING_ERRORS,
     TOKENIZER_FILES,
@@ -23,7 +22,8 @@ from .model_files import (
     shortened,
     tokenizer_files,
 )
-from .text_families import text_config, whole_number
+from .families import text_config, whole_number
+from .instructions import instruction_text
 
 CAPTION = "{caption}"  # its place in a template
 UNLIKE_CAPTIONS = ("a", "7")  # to see where the tokens of a template's beginning end

@@ -10,8 +10,8 @@ from making import CPU, TRAIN_RECIPE, label_recipe, no_progress
 from typer.testing import CliRunner, Result
 
 from leandit.datasets.errors import EncoderError
-from leandit.datasets.format.encoder_paths import encoder_section, with_stored_encoder_paths
 from leandit.datasets.maintenance.compact import compact
+from leandit.datasets.revisions.encoder_paths import encoder_section, with_stored_encoder_paths
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.pipeline import precompute

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...datasets.errors import EncoderError
-from ..config import TextSection
-from .model_files import LOADING_ERRORS, read_config, shortened
+from ....datasets.errors import EncoderError
+from ...config import TextSection
+from ..model_files import LOADING_ERRORS, read_config, shortened
 
 PROJECTED = "CLIPTextModelWithProjection"
 

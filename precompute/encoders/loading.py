@@ -1,0 +1,51 @@
+"""The encoders of a recipe: of pictures, of their features, and of captions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ...datasets.format.schema import LatentSpec
+from ..config import PrecomputeRecipe
+from .forwards import FeatureRows, LatentRows, RowsEncoder, VisionEncoder
+from .text.encoder import CaptionEncoder
+from .text.tokenizer import CaptionTokenizer
+from .vae import ImageEncoder
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """The encoders of a recipe; caption encoders and features by name."""
+
+    image: ImageEncoder
+    captions: Mapping[str, CaptionEncoder] = field(default_factory=dict)
+    features: Mapping[str, VisionEncoder] = field(default_factory=dict)
+
+    @property
+    def tokenizers(self) -> dict[str, CaptionTokenizer]:
+        """Of the caption encoders."""
+        return {name: encoder.tokenizer for name, encoder in self.captions.items()}
+
+    def rows_encoders(self, latent: LatentSpec) -> list[RowsEncoder]:
+        """The encoders of each group of a picture's arrays."""
+        features = [FeatureRows(encoder, name) for name, encoder in self.features.items()]
+        return [LatentRows(self.image, latent), *features]
+
+
+def load_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders:
+    """Load the encoders of a recipe; those of captions load their weights when they encode.
+
+    Raises: EncoderError.
+    """
+    tokenizers = {name: CaptionTokenizer(section) for name, section in recipe.text_sections.items()}
+    image = ImageEncoder(recipe.vae, device)
+    sections = recipe.text_sections
+    captions = {name: CaptionEncoder(sections[name], tokenizer, device) for name, tokenizer in tokenizers.items()}
+    features = {}
+    for name, section in recipe.features.items():
+        from .vision.features import FeatureEncoder
+
+        features[name] = FeatureEncoder(section, recipe.images.resolution, device, name=name)
+    return Encoders(image, captions, features)

@@ -1,0 +1,1 @@
+"""Text encoders: captions to token ids, and to embeddings."""

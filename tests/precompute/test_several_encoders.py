@@ -1,0 +1,424 @@
+"""Stores of several text encoders and image features: from the start, and added to a finished store."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import zarr
+from faults import small_shards
+from harness import Failpoint
+from making import CPU, caption_recipe, make_caption_folder, no_progress, picture, tree_digest
+from tiny_text_models import save_clip
+from vision import make_dinov2
+
+from leandit.datasets.disk import files
+from leandit.datasets.errors import (
+    DamageError,
+    FingerprintMismatch,
+    RecipeError,
+    SourceError,
+    StoreError,
+    UnknownKey,
+)
+from leandit.datasets.format.token_dtypes import StoredTokens, widen
+from leandit.datasets.loader import make_loader
+from leandit.datasets.maintenance.compact import compact
+from leandit.datasets.maintenance.repair import repair_without_encoding
+from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.revisions.plan import read_plan
+from leandit.datasets.store import LatentStore
+from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.encoders.loading import load_encoders
+from leandit.precompute.images.decoders import Decoders
+from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.planning.compare import Options
+from leandit.precompute.repair import Tools, repair
+from leandit.precompute.sharing.part import Part
+from leandit.precompute.sources.several import list_sources
+from leandit.tools.inspection.render import render
+from leandit.tools.inspection.summary import summarise
+
+BASE = ("vae.flip=true", "vae.batch_size=4", "store.text_dtype=int8")
+SHORT = ("text.short.kind=t5", "text.short.model=shipped:t5", "text.short.max_tokens=5", "text.short.full_length=true")
+
+
+@pytest.fixture(autouse=True)
+def several_shards() -> Iterator[None]:
+    """Plans are laid out in small shards wherever they are read, too."""
+    with small_shards():
+        yield
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_caption_folder(tmp_path_factory.mktemp("source") / "pictures")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dinov2(tmp_path_factory.mktemp("teacher") / "dinov2")
+
+
+def feature(teacher: Path, *more: str) -> tuple[str, ...]:
+    model = f"features.dino.model={teacher}"
+    return (model, "features.dino.output=both", "features.dino.dtype=int8", *more)
+
+
+def run(source: Path, store: Path, recipe: PrecomputeRecipe, part: Part | None = None, **options: bool) -> Report:
+    return precompute(
+        recipe,
+        source_path=source,
+        store_path=store,
+        device=CPU,
+        progress=no_progress,
+        part=part,
+        options=Options(**options),
+    )
+
+
+class Stores(NamedTuple):
+    """The same source: without more encoders, with them from the start, with them added."""
+
+    plain: Path
+    whole: Path
+    added: Path
+    recipe: PrecomputeRecipe
+
+
+@pytest.fixture(scope="module")
+def stores(source: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Stores:
+    root, recipe = tmp_path_factory.mktemp("stores"), caption_recipe(*BASE, *SHORT, *feature(teacher))
+    with small_shards():
+        run(source, root / "plain", caption_recipe(*BASE))
+        run(source, root / "whole", recipe)
+        shutil.copytree(root / "plain", root / "added")
+        report = run(source, root / "added", recipe)
+    assert report.manifest is not None
+    assert (report.manifest.revision, report.manifest.stack) == (2, [1, 2])
+    assert report.num_encoded == 14
+    return Stores(root / "plain", root / "whole", root / "added", recipe)
+
+
+def arrays_below(root: Path) -> dict[str, bytes]:
+    """The shards and metadata of all arrays, by path."""
+    found = {path: content for path, content in tree_digest(root).items() if path.startswith(("buckets/", "captions/"))}
+    return {path: content for path, content in found.items() if path not in ("captions/zarr.json", "buckets/zarr.json")}
+
+
+def test_what_is_added_lies_beside_what_is_there_and_changes_none_of_it(stores: Stores) -> None:
+    before, after = tree_digest(stores.plain), tree_digest(stores.added)
+    assert {path: content for path, content in after.items() if path in before} == before
+    new = after.keys() - before.keys()
+    assert any(path.startswith("captions/short/") for path in new)
+    assert any("/features/dino/patches_flip/c/" in path for path in new)
+    # The arrays of text are those of a store that had the encoder from the start.
+    whole = {path: content for path, content in arrays_below(stores.whole).items() if path.startswith("captions/")}
+    assert {
+        path: content for path, content in arrays_below(stores.added).items() if path.startswith("captions/")
+    } == whole
+
+
+def test_rows_are_those_of_a_store_that_had_the_feature_from_the_start(stores: Stores) -> None:
+    whole, added = LatentStore(stores.whole), LatentStore(stores.added)
+    assert added.texts == ["", "short"]
+    assert (added.features, LatentStore(stores.added, revision=1).features) == (["dino"], [])
+    for bucket, count in whole.buckets.items():
+        for output, flipped in itertools.product(("patches", "cls"), (False, True)):
+            for ours, theirs in zip(
+                added.feature("dino", bucket).arrays(output, flipped=flipped),
+                whole.feature("dino", bucket).arrays(output, flipped=flipped),
+                strict=True,
+            ):
+                assert len(ours) == len(theirs) == count
+                np.testing.assert_array_equal(ours[:], theirs[:])
+        rows, columns = added.spec.features[0].spec.grid(*map(int, bucket.split("x")))
+        assert added.feature("dino", bucket).arrays("patches")[0].row_shape == (rows * columns, 8)
+    assert added.captions["text"].equals(whole.captions["text"])
+    for name in ("checksum_dino", "min_cosine_dino", "max_error_dino"):
+        assert added.records[name].equals(whole.records[name])
+    assert added.records["min_cosine_dino"].to_numpy().min() > 0.99
+    assert added.captions["num_tokens_short"].to_pylist() == whole.captions["num_tokens_short"].to_pylist()
+
+
+def test_a_batch_has_the_rows_of_its_records(stores: Stores) -> None:
+    store = LatentStore(stores.added)
+    seen = 0
+    for text in ("padded", "packed"):
+        for batch in make_loader(store, global_batch=4, text=text):
+            short, dino = batch.texts["short"], batch.features["dino"]
+            assert short.lengths is not None
+            assert short.lengths.tolist() == [5] * len(batch)  # of full length
+            assert dino.patches is not None
+            assert dino.cls is not None
+            assert dino.patches.dtype == torch.float32
+            embeddings = batch.texts["short"].embeddings
+            assert embeddings is not None
+            rows = embeddings.reshape(len(batch), 5, -1)
+            for i, position in enumerate(batch.records.tolist()):
+                record = store.record_at(position)
+                own = [store.caption_embedding(caption, "short") for caption in record.caption_ids]
+                assert any(np.array_equal(rows[i].numpy(), one) for one in own)
+                views = [widen_rows(store, batch.bucket, record.row, flipped=flipped) for flipped in (False, True)]
+                assert any(np.array_equal(dino.patches[i].numpy(), view) for view in views)
+                seen += 1
+    assert seen == 2 * len(store)
+    without = next(iter(make_loader(store, global_batch=4, text="none", features=())))
+    assert (without.texts, without.features) == ({}, {})
+    with pytest.raises(RecipeError, match=r"no feature .clip.\. There are: dino"):
+        make_loader(store, global_batch=4, features=["clip"])
+    with pytest.raises(UnknownKey, match="no feature 'clip'"):
+        store.feature("clip", "64x64")
+    with pytest.raises(UnknownKey, match="no text encoder 'long'"):
+        store.text("long")
+
+
+def widen_rows(store: LatentStore, bucket: str, row: int, *, flipped: bool) -> np.ndarray:
+    tokens, scales = (array[row] for array in store.feature("dino", bucket).arrays("patches", flipped=flipped))
+    return widen(StoredTokens(tokens, scales), "int8")
+
+
+def test_zarr_and_parquet_read_all_of_it(stores: Stores) -> None:
+    store, group = LatentStore(stores.added), zarr.open_group(stores.added, mode="r")
+    for bucket in store.buckets:
+        for name, ours in zip(
+            ("patches", "patch_scales"), store.feature("dino", bucket).arrays("patches"), strict=True
+        ):
+            np.testing.assert_array_equal(group[f"buckets/{bucket}/features/dino/{name}"][:], ours[:])  # pyright: ignore
+    np.testing.assert_array_equal(group["captions/short/embeddings"][:], store.text("short").arrays[0][:])  # pyright: ignore
+    names = pq.read_schema(stores.added / "revisions/000002/records.parquet").names
+    assert names[-3:] == ["checksum_dino", "min_cosine_dino", "max_error_dino"]
+
+
+def test_the_same_command_again_does_nothing_and_another_recipe_is_refused(
+    stores: Stores, source: Path, tmp_path: Path
+) -> None:
+    root = shutil.copytree(stores.added, tmp_path / "store")
+    before = tree_digest(root)
+    assert run(source, root, stores.recipe).num_encoded == 0
+    with pytest.raises(FingerprintMismatch, match=r"features\.dino"):
+        run(source, root, caption_recipe(*BASE))
+    with pytest.raises(FingerprintMismatch, match=r"texts\.short\.spec\.max_tokens is 5"):
+        run(source, root, PrecomputeRecipe.model_validate(changed(stores.recipe)))
+    assert tree_digest(root) == before
+
+
+def changed(recipe: PrecomputeRecipe) -> dict:
+    values = recipe.model_dump()
+    values["text"]["short"]["max_tokens"] = 6
+    return values
+
+
+@pytest.mark.parametrize("at", range(7))
+def test_a_failure_anywhere_in_an_addition_resumes_to_the_same_bytes(
+    at: int, stores: Stores, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, counted = shutil.copytree(stores.plain, tmp_path / "store"), Failpoint()
+    with small_shards():
+        whole = shutil.copytree(stores.plain, tmp_path / "counted")
+        monkeypatch.setattr(files, "failpoint", counted)
+        run(source, whole, stores.recipe)
+        step = random.Random(at).randrange(len(counted.seen))
+        monkeypatch.setattr(files, "failpoint", Failpoint("eio", step))
+        with pytest.raises(OSError, match="Input/output error"):
+            run(source, root, stores.recipe)
+        monkeypatch.setattr(files, "failpoint", None)
+        run(source, root, stores.recipe)
+    assert tree_digest(root) == tree_digest(stores.added)
+
+
+def test_two_parts_add_what_one_process_adds(stores: Stores, source: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(stores.plain, tmp_path / "store")
+    with small_shards():
+        for number in (1, 2, 1):
+            report = run(source, root, stores.recipe, part=Part(number, 2))
+    assert report.manifest is not None
+    assert tree_digest(root) == tree_digest(stores.added)
+
+
+def test_a_store_grows_after_an_addition(stores: Stores, source: Path, tmp_path: Path) -> None:
+    folder, root = shutil.copytree(source, tmp_path / "pictures"), shutil.copytree(stores.added, tmp_path / "store")
+    picture(77, 64, 64).save(folder / "images/new.png")
+    with open(folder / "metadata.jsonl", "a") as lines:
+        lines.write('{"file_name": "images/new.png", "captions": ["a new green circle"]}\n')
+    with small_shards():
+        report = run(folder, root, stores.recipe)
+    assert report.num_encoded == 1
+    store = LatentStore(root)
+    assert (store.revision, store.manifest and store.manifest.stack) == (3, [1, 2, 3])
+    record = store.record("images/new.png")
+    assert store.feature("dino", "64x64").row(record.row).shape == (16, 8)
+    assert len(store.feature("dino", "64x64").arrays("cls")[0]) == len(store.latents("64x64"))
+    assert store.caption(record, text="short").shape == (5, store.spec.texts[0].spec.width)
+    assert verify_store(root).findings == []
+    compact(root, tmp_path / "compact", progress=lambda *_: None)
+    copied = LatentStore(tmp_path / "compact")
+    assert verify_store(tmp_path / "compact").findings == []
+    for key in store.records["key"].to_pylist():
+        before, after = store.record(key), copied.record(key)
+        assert before.bucket is not None
+        for output in ("patches", "cls"):
+            np.testing.assert_array_equal(
+                store.feature("dino", before.bucket).row(before.row, output),
+                copied.feature("dino", before.bucket).row(after.row, output),
+            )
+        np.testing.assert_array_equal(store.caption(before, text="short"), copied.caption(after, text="short"))
+
+
+def test_a_feature_is_left_out_by_a_compaction(stores: Stores, tmp_path: Path) -> None:
+    root = tmp_path / "compact"
+    for _ in range(2):  # the second finds it made
+        compact(stores.added, root, progress=lambda *_: None, without=["dino", "short"])
+    store, plain = LatentStore(root), LatentStore(stores.plain)
+    assert (store.texts, store.features) == ([""], [])
+    assert store.spec.fingerprint == plain.spec.fingerprint
+    assert verify_store(root).findings == []
+    assert not any("dino" in path or "short" in path for path in tree_digest(root))
+    for bucket in store.buckets:
+        np.testing.assert_array_equal(store.latents(bucket)[:], plain.latents(bucket)[:])
+    with pytest.raises(RecipeError, match=r"--without 'clip': needed a text encoder.*: short, dino"):
+        compact(stores.added, tmp_path / "other", progress=lambda *_: None, without=["clip"])
+    with pytest.raises(StoreError, match="it already exists"):
+        compact(stores.added, root, progress=lambda *_: None, without=["dino"])
+
+
+def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path: Path) -> None:
+    save_clip(tmp_path / "clip", projected=True)
+    places = (f"model={tmp_path / 'clip'}", "subfolder=text_encoder", "tokenizer_subfolder=tokenizer")
+    recipe = caption_recipe(
+        "text.kind=none",
+        *(f"text.{name}.{key}" for name in ("both", "pooled") for key in ("kind=clip", f"output={name}", *places)),
+        *(f"text.{name}.max_tokens=16" for name in ("both", "pooled")),
+        *("text.both.full_length=true", "store.text_dtype=bfloat16"),
+    )
+    run(source, tmp_path / "store", recipe)
+    store = LatentStore(tmp_path / "store")
+    assert store.texts == ["both", "pooled"]
+    assert verify_store(tmp_path / "store").findings == []
+    both, pooled = store.text("both"), store.text("pooled")
+    assert len(both.pooled) == len(pooled.pooled) == store.captions.num_rows
+    assert both.lengths.tolist() == [16] * store.captions.num_rows
+    encoder = load_encoders(recipe, CPU).captions["both"]
+    for caption, text in enumerate(store.captions["text"].to_pylist()):
+        alone = encoder.encode([text]).row(0)
+        assert alone.tokens is not None
+        assert alone.pooled is not None
+        np.testing.assert_allclose(both[caption], alone.tokens, rtol=1e-2, atol=1e-2)
+        np.testing.assert_allclose(both.pooled_vector(caption), alone.pooled, rtol=1e-2, atol=1e-2)
+        np.testing.assert_allclose(pooled.pooled_vector(caption), alone.pooled, rtol=1e-2, atol=1e-2)
+    null = encoder.encode_null().row(0)
+    assert null.tokens is not None
+    assert null.pooled is not None
+    np.testing.assert_allclose(both.null_pooled, null.pooled, rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(both.null, null.tokens, rtol=1e-2, atol=1e-2)
+    batch = next(iter(make_loader(store, global_batch=4)))
+    vectors, tokens = batch.texts["pooled"].pooled, batch.texts["both"].embeddings
+    assert vectors is not None
+    assert tokens is not None
+    assert batch.texts["pooled"].embeddings is None
+    assert (vectors.dtype, tuple(tokens.shape[:2])) == (torch.bfloat16, (len(batch), 16))
+    with pytest.raises(StoreError, match="only pooled vectors"):
+        _ = pooled[0]
+    compact(tmp_path / "store", tmp_path / "compact", progress=lambda *_: None)
+    assert verify_store(tmp_path / "compact").findings == []
+    np.testing.assert_array_equal(LatentStore(tmp_path / "compact").text("both").pooled[:], both.pooled[:])
+
+
+def test_captions_are_added_to_a_store_that_has_none(source: Path, tmp_path: Path) -> None:
+    root, recipe = tmp_path / "store", caption_recipe(*BASE)
+    run(source, root, caption_recipe(*BASE, "text.kind=none"))
+    before = tree_digest(root)
+    report = run(source, root, recipe)
+    assert (report.num_encoded, report.manifest and report.manifest.stack) == (0, [1, 2])
+    assert {path: content for path, content in tree_digest(root).items() if path in before} == before
+    run(source, tmp_path / "whole", recipe)
+    store, whole = LatentStore(root), LatentStore(tmp_path / "whole")
+    assert verify_store(root).findings == []
+    np.testing.assert_array_equal(store.null_caption, whole.null_caption)
+    for key in store.records["key"].to_pylist():
+        np.testing.assert_array_equal(store.caption(store.record(key)), whole.caption(whole.record(key)))
+
+
+def test_a_picture_that_is_gone_or_changed_cannot_be_completed(
+    stores: Stores, source: Path, tmp_path: Path, teacher: Path
+) -> None:
+    folder, root = shutil.copytree(source, tmp_path / "pictures"), shutil.copytree(stores.plain, tmp_path / "store")
+    (folder / "images/3.png").unlink()
+    before = tree_digest(root)
+    with small_shards():
+        with pytest.raises(SourceError, match=r"1 records of store .* are gone from it"):
+            run(folder, root, stores.recipe)
+        assert tree_digest(root) == before
+        run(folder, root, caption_recipe(*BASE, *SHORT))  # text needs no picture
+        assert LatentStore(root).buckets == LatentStore(stores.plain).buckets
+        picture(99, 64, 64).save(folder / "images/6.png")
+        run(folder, root, stores.recipe, drop_gone=True)
+    store = LatentStore(root)
+    assert store.record("images/6.png").revision == 3
+    assert verify_store(root).findings == []
+    assert len(store) == 13
+
+
+def test_every_flipped_bit_is_found_and_mended(stores: Stores, source: Path, tmp_path: Path) -> None:
+    root, rng = shutil.copytree(stores.added, tmp_path / "store"), random.Random(3)
+    whole = tree_digest(root)
+    new = sorted(path for path in whole if path not in tree_digest(stores.plain))
+    for path in new:
+        data = bytearray(whole[path])
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        (root / path).write_bytes(data)
+        assert path in {finding.path for finding in verify_store(root).findings}
+        (root / path).write_bytes(whole[path])
+    tools_recipe = stores.recipe
+    with Decoders(2) as decoders, small_shards():
+        tools = Tools(
+            list_sources(source, tools_recipe.source),
+            tools_recipe,
+            LatentStore(root).spec.fingerprint,
+            load_encoders(tools_recipe, CPU),
+            decoders,
+        )
+        for path in rng.sample(new, 12):
+            (root / path).unlink()
+        left = repair(root, tools, repair_without_encoding(root, verify_store(root)), lambda *_: None)
+    assert left.findings == []
+    assert tree_digest(root) == whole
+
+
+def test_a_wrong_shard_of_a_feature_is_refused_when_it_is_read(stores: Stores, tmp_path: Path) -> None:
+    root = shutil.copytree(stores.added, tmp_path / "store")
+    folder = root / "buckets/64x64/features/dino/patches/c"
+    first, second = (folder / f"{number}/0/0" for number in (0, 1))
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    with pytest.raises(DamageError, match="holds other rows than were written"):
+        LatentStore(root).feature("dino", "64x64").arrays("patches")[0][:]
+
+
+def test_inspect_tells_of_each(stores: Stores) -> None:
+    summary = summarise(LatentStore(stores.added))
+    assert summary["features"]["dino"]["spec"]["output"] == "both"
+    assert summary["features"]["dino"]["bytes_per_record"] > 0
+    assert summary["texts"]["short"]["caption_quality"]["min_cosine"] > 0.99
+    assert {"feature dino", "captions short", "captions"} <= summary["bytes"].keys()
+    assert "feature dino" in render(summary)
+
+
+def test_a_plan_lost_after_an_addition_is_rebuilt(stores: Stores, tmp_path: Path) -> None:
+    root = shutil.copytree(stores.added, tmp_path / "store")
+    before = read_plan(root, 2)
+    shutil.rmtree(root / "revisions/000002/plan")
+    (root / "revisions/000002/commits/added/000001/captions/short/000000.json").unlink()
+    assert repair_without_encoding(root, verify_store(root)).findings == []
+    after = read_plan(root, 2)
+    assert after.added == before.added
+    assert after.layout.tasks() == before.layout.tasks()
