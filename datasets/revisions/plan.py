@@ -35,7 +35,7 @@ from ..format.layout import (
 )
 from ..format.row_layout import LATENTS
 from ..format.schema import FORMAT_VERSION, Addition, FileEntry, PlanFile, SelfCheck, StoreSpec
-from ..format.table_schemas import CAPTION_RESULTS, CAPTIONS_SCHEMA, suffixes
+from ..format.table_schemas import CAPTION_RESULTS, captions_schema, suffixes
 from ..format.tables import map_plan_table, parquet_file, table_problem
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -159,23 +159,27 @@ class FrozenPlan:
 
 
 def first_plan(
-    spec: StoreSpec, listing: str, records: pa.Table, *, texts: Sequence[str], num_tokens: Sequence[int]
+    spec: StoreSpec,
+    listing: str,
+    records: pa.Table,
+    *,
+    texts: Sequence[str],
+    num_tokens: Sequence[int],
+    further: Mapping[str, Sequence[int]] = {},
 ) -> FrozenPlan:
     """The plan of a store's first revision, for captions that need no tokenizer.
 
     Args:
-      records: as PLAN_SCHEMA has them.
+      records: as ``plan_schema`` has them.
       texts: of the captions, sorted by their lengths.
-      num_tokens: their lengths.
+      num_tokens: their lengths, by the first text encoder.
+      further: their lengths by each other text encoder.
     """
     count = len(texts)
-    captions = {
-        "text": texts,
-        "revision": [1] * count,
-        "num_tokens": num_tokens,
-        "truncated": [False] * count,
-        **dict.fromkeys(CAPTION_RESULTS, [None] * count),
-    }
+    captions: dict[str, Sequence[Any]] = {"text": texts, "revision": [1] * count}
+    for suffix, lengths in {"": num_tokens, **{f"_{name}": lengths for name, lengths in further.items()}}.items():
+        captions |= {f"num_tokens{suffix}": lengths, f"truncated{suffix}": [False] * count}
+        captions |= {f"{result}{suffix}": [None] * count for result in CAPTION_RESULTS}
     return FrozenPlan(
         spec=spec,
         revision=1,
@@ -185,7 +189,7 @@ def first_plan(
         copies=False,
         listing=listing,
         records=records,
-        captions=pa.table(captions, schema=CAPTIONS_SCHEMA),
+        captions=pa.table(captions, schema=captions_schema(spec)),
     )
 
 

@@ -24,11 +24,11 @@ def bench_options() -> None:
 @bench.command("loader")
 def bench_loader(
     scratch: Annotated[Path, output("Folder for the store and the peers' files; they stay there.")],
-    workload: Annotated[str, typer.Option(help="latents, captions or both.")] = "both",
+    workload: Annotated[str, typer.Option(help="latents, captions, aligned, both (the first two) or all.")] = "both",
     rounds: Annotated[int, typer.Option(min=1, help="Times that every peer is measured.")] = 5,
     peers: Annotated[str | None, typer.Option(metavar="A,B", help="Only these peers, and the limit.")] = None,
     records: Annotated[
-        int | None, typer.Option(min=40, help="Of each workload, else 100000 latents and 2000 with captions.")
+        int | None, typer.Option(min=40, help="Of each workload, else 100000 latents and 2000 of the others.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Length of a measured window.")] = 1.0,
     pythons: Annotated[

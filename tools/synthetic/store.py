@@ -12,17 +12,25 @@ import numpy as np
 import pyarrow as pa
 
 from ... import __version__
-from ...datasets.format.caption_layout import CAPTION_PART, NULL_PART
+from ...datasets.format.caption_layout import POOLED
+from ...datasets.format.layout import Part
+from ...datasets.format.row_layout import LATENTS
 from ...datasets.format.schema import (
     FORMAT_VERSION,
     EncoderIdentity,
+    FeatureEncoder,
+    FeatureRows,
+    FeatureSpec,
     ImageSpec,
     LatentSpec,
     Manifest,
     StoreSpec,
+    TextEncoder,
     TextSpec,
 )
-from ...datasets.format.table_schemas import PLAN_SCHEMA
+from ...datasets.format.table_schemas import PLAN_SCHEMA, plan_schema
+from ...datasets.format.token_dtypes import INT8_LIMIT
+from ...datasets.format.zarr_shard import ArrayLayout
 from ...datasets.revisions.plan import FrozenPlan, first_plan, freeze_plan
 from ...datasets.revisions.writer import StoreWriter, row_checksum
 
@@ -40,6 +48,9 @@ def make_store(
     num_classes: int = 1000,
     token_counts: Sequence[int] = (),
     text_width: int = 4096,
+    text_dtype: str = "float16",
+    texts: Mapping[str, TextSpec] = {},
+    features: Mapping[str, FeatureSpec] = {},
     shard_mib: int = 64,
     codec: str = "none",
     seed: int = 0,
@@ -50,23 +61,33 @@ def make_store(
       root: of the store; the same arguments resume an unfinished one.
       buckets: number of records by "HxW" in pixels; latents are 8 times smaller.
       token_counts: of the captions, which records take in turn; empty: no captions.
+      text_width, text_dtype: of ``[text]``; "float16" or "int8".
+      texts: further text encoders, by name, of the same captions; float16, float32 or int8.
+      features: image features, by name.
     """
-    spec = noise_spec(buckets, channels, num_classes, max(token_counts, default=0), text_width, shard_mib, codec)
+    shape = max(token_counts, default=0), text_width
+    spec = noise_spec(
+        buckets,
+        channels,
+        num_classes,
+        *shape,
+        shard_mib,
+        codec,
+        text_dtype=text_dtype,
+        texts=texts,
+        features=features,
+    )
     plan = freeze_plan(root, _plan(spec, buckets, num_classes, token_counts, seed))
-    writer, layout = StoreWriter(root, plan), plan.layout
-    for part, shard in writer.missing_tasks():
-        if part == NULL_PART:
-            (array,) = layout.part_arrays(part)
-            rows = np.zeros(array.shape, array.dtype)
-            writer.commit(part, shard, {array.path: rows}, checksums=[row_checksum(rows)])
-        elif part == CAPTION_PART:
-            _commit_captions(writer, shard, seed)
+    writer = StoreWriter(root, plan)
+    for name, shard in writer.missing_tasks():
+        part = plan.layout.parts[name]
+        if part.is_null:
+            rows = {array.path: np.zeros(array.shape, array.dtype) for array in part.arrays}
+            writer.commit(name, shard, rows, checksums=[row_checksum(*rows.values())])
+        elif part.captions:
+            _commit_captions(writer, part, shard, seed)
         else:
-            array = layout.part_arrays(part)[0]
-            numbers = plan.bucket_positions[part.removeprefix("buckets/")][array.rows_of(shard)]
-            rows = numbered_rows(numbers, array.shape[1:], seed)
-            checksums = [row_checksum(row) for row in rows]
-            writer.commit(part, shard, {array.path: rows}, checksums=checksums, source_checksums=checksums)
+            _commit_pictures(writer, part, shard, seed)
     return writer.seal()
 
 
@@ -79,19 +100,51 @@ def numbered_rows(numbers: np.ndarray, shape: tuple[int, ...], seed: int = 0) ->
     return rows.reshape(len(numbers), *shape)
 
 
-def _commit_captions(writer: StoreWriter, shard: int, seed: int) -> None:
-    layout = writer.plan.layout
-    (array,) = layout.part_arrays(CAPTION_PART)
-    of_captions = layout.parts[CAPTION_PART].captions
+def _rows_of_noise(array: ArrayLayout, numbers: np.ndarray, seed: int) -> np.ndarray:
+    """(N, ...) rows of an array in its dtype: scales, int8 tokens, or floats that begin with the row's number."""
+    shape = array.shape[1:]
+    if array.path.endswith("scales"):
+        scales = ((1 + numbers % POOL_ROWS) / POOL_ROWS).astype(np.float32)
+        return np.broadcast_to(scales.reshape(-1, *[1] * len(shape)), (len(numbers), *shape)).copy()
+    if array.dtype == "int8":
+        width = int(np.prod(shape))
+        pool = np.random.default_rng(seed).integers(-INT8_LIMIT, INT8_LIMIT + 1, (POOL_ROWS, width), np.int8)
+        return pool[numbers % POOL_ROWS].reshape(len(numbers), *shape)
+    return numbered_rows(numbers, shape, seed).astype(array.dtype, copy=False)
+
+
+def _commit_pictures(writer: StoreWriter, part: Part, shard: int, seed: int) -> None:
+    latents = part.groups[LATENTS][0]
+    numbers = writer.plan.positions_of(part)[latents.rows_of(shard)]
+    arrays, checksums = {}, {}
+    for group, layouts in part.groups.items():
+        rows = [_rows_of_noise(array, numbers, seed) for array in layouts]
+        arrays |= {array.path: values for array, values in zip(layouts, rows, strict=True)}
+        checksums[group] = [row_checksum(*parts) for parts in zip(*rows, strict=True)]
+    of_latents = checksums.pop(LATENTS)
+    features = {name: FeatureRows(checksums=digits) for name, digits in checksums.items()}
+    how = {"checksums": of_latents, "source_checksums": of_latents, "features": features}
+    writer.commit(part.name, shard, arrays, **how)
+
+
+def _commit_captions(writer: StoreWriter, part: Part, shard: int, seed: int) -> None:
+    of_captions = part.captions
     assert of_captions is not None, "a part of captions"
-    first, captions = array.rows_of(shard).start, of_captions.captions_of(shard)
-    rows = np.full((len(array.rows_of(shard)), *array.shape[1:]), np.nan, array.dtype)
+    arrays = {}
+    for array in part.arrays:
+        gap = np.nan if np.issubdtype(array.dtype, np.floating) else 0
+        arrays[array.path] = np.full((len(array.rows_of(shard)), *array.shape[1:]), gap, array.dtype)
     checksums = []
-    for caption in captions:
-        start, length = int(of_captions.offsets[caption]) - first, int(of_captions.num_tokens[caption])
-        rows[start : start + length] = numbered_rows(np.full(length, caption), array.shape[1:], seed)
-        checksums.append(row_checksum(rows[start : start + length]))
-    writer.commit(CAPTION_PART, shard, {array.path: rows}, checksums=checksums)
+    for caption in of_captions.captions_of(shard):
+        written = []
+        for array, start in zip(part.arrays, of_captions.starts_of(caption), strict=True):
+            length = 1 if array.path.endswith(f"/{POOLED}") else int(of_captions.num_tokens[caption])
+            first = start - array.rows_of(shard).start
+            rows = _rows_of_noise(array, np.full(length, caption), seed)
+            arrays[array.path][first : first + length] = rows
+            written.append(rows)
+        checksums.append(row_checksum(*written))
+    writer.commit(part.name, shard, arrays, checksums=checksums)
 
 
 def _plan(
@@ -115,9 +168,12 @@ def _plan(
     }
     unknown = {"stage", "reason", "detail", "checksum", "source_checksum", "fallback"}
     columns = {name: filled.get(name, nothing if name in unknown else zeros) for name in PLAN_SCHEMA.names}
-    records = pa.table({name: pa.array(v) for name, v in columns.items()}).cast(PLAN_SCHEMA)
-    texts = [f"noise {caption}" for caption in range(num_captions)]
-    return first_plan(spec, "synthetic", records, texts=texts, num_tokens=sorted(token_counts))
+    schema = plan_schema(spec)
+    columns |= dict.fromkeys(schema.names[len(columns) :], nothing)  # of features
+    records = pa.table({name: pa.array(v) for name, v in columns.items()}).cast(schema)
+    texts, lengths = [f"noise {caption}" for caption in range(num_captions)], sorted(token_counts)
+    further = {one.name: [min(n, one.spec.max_tokens) for n in lengths] for one in spec.text_encoders[1:]}
+    return first_plan(spec, "synthetic", records, texts=texts, num_tokens=lengths, further=further)
 
 
 def noise_spec(
@@ -128,8 +184,12 @@ def noise_spec(
     text_width: int,
     shard_mib: int,
     codec: str,
+    *,
+    text_dtype: str = "float16",
+    texts: Mapping[str, TextSpec] = {},
+    features: Mapping[str, FeatureSpec] = {},
 ) -> StoreSpec:
-    """Description of a store of noise."""
+    """Description of a store of noise; the arguments are those of ``make_store``."""
     noise = EncoderIdentity(
         model="noise",
         revision=None,
@@ -142,7 +202,9 @@ def noise_spec(
     )
     text = None
     if max_tokens:
-        text = TextSpec(kind="t5", width=text_width, max_tokens=max_tokens, dtype="float16", template="", batch_size=64)
+        text = TextSpec(
+            kind="t5", width=text_width, max_tokens=max_tokens, dtype=text_dtype, template="", batch_size=64
+        )
     return StoreSpec(
         format_version=FORMAT_VERSION,
         leandit_version=__version__,
@@ -166,6 +228,8 @@ def noise_spec(
         text=text,
         vae=noise,
         text_encoder=noise if text else None,
+        texts=[TextEncoder(name=name, spec=one, encoder=noise) for name, one in texts.items()],
+        features=[FeatureEncoder(name=name, spec=one, encoder=noise) for name, one in features.items()],
         classes=[f"{label:04d}" for label in range(num_classes)] or None,
         shard_mib=shard_mib,
         codec=codec,

@@ -18,9 +18,18 @@ import torch
 from forked import run_forked
 
 from leandit.datasets.errors import RecipeError, ResourceError
+from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
 from leandit.tools.bench.harness.meters import disk_bytes, hardware, tree_anonymous_mb, tree_cpu_seconds
-from leandit.tools.bench.harness.work import STORE, Served, Workload, caption_workload, latent_workload, write_store
+from leandit.tools.bench.harness.work import (
+    STORE,
+    Served,
+    Workload,
+    aligned_workload,
+    caption_workload,
+    latent_workload,
+    write_store,
+)
 from leandit.tools.bench.loader import bench, open
 from leandit.tools.bench.loader.bench import LoaderRequest, make_request, run
 from leandit.tools.bench.loader.cell import Job, endless, run_cell
@@ -33,7 +42,17 @@ LATENTS = Workload("latents", {"32x32": 37}, batch=8)
 CAPTIONS = Workload(
     "captions", {"32x48": 13, "48x32": 9}, batch=4, token_counts=tuple(1 + i % 5 for i in range(22)), text_width=8
 )
-WORKLOADS = {"latents": LATENTS, "captions": CAPTIONS}
+ALIGNED = Workload(
+    "aligned",
+    {"32x48": 13, "48x32": 9},
+    batch=4,
+    token_counts=CAPTIONS.token_counts,
+    text_width=8,
+    text_dtype="int8",
+    clip_width=4,
+    feature_width=8,
+)
+WORKLOADS = {"latents": LATENTS, "captions": CAPTIONS, "aligned": ALIGNED}
 USES = [(name, workload) for name, peer in PEERS.items() for workload in peer.workloads]
 IN_WORKERS = ("npy", "memmap dataset", "webdataset", LIMIT, "leandit")
 
@@ -56,7 +75,13 @@ def batches_of(name: str, workload: str, folders: dict[str, Path], workers: int 
     folder, peer = folders[workload], PEERS[name]
     run_cell(job("write", name, WORKLOADS[workload], folder))
     epochs = peer.open(WORKLOADS[workload], folder / peer.files, 0, workers)
-    return [Served(*(None if array is None else np.asarray(array).copy() for array in batch)) for batch in epochs(0)]
+    return [copied(batch) for batch in epochs(0)]
+
+
+def copied(batch: Served) -> Served:
+    arrays = [None if array is None else np.asarray(array).copy() for array in batch[:4]]
+    beside = {name: np.asarray(array).copy() for name, array in (batch.beside or {}).items()}
+    return Served(*arrays, beside or None)
 
 
 def checked(workload: str, folders: dict[str, Path], batches: list[Served]) -> Check:
@@ -79,6 +104,41 @@ def test_a_peer_hands_over_every_record_once_and_bit_for_bit(
 @pytest.mark.parametrize("name", IN_WORKERS)
 def test_a_peer_loses_nothing_with_two_workers(name: str, folders: dict[str, Path]) -> None:
     assert checked("captions", folders, batches_of(name, "captions", folders, workers=2)).problems == []
+
+
+@pytest.mark.parametrize("name", ["leandit", LIMIT, "memmap dataset"])
+def test_records_keep_what_lies_beside_them_with_two_workers(name: str, folders: dict[str, Path]) -> None:
+    batches = batches_of(name, "aligned", folders, workers=2)
+    assert checked("aligned", folders, batches).problems == []
+    assert {array: str(values.dtype) for array, values in (batches[0].beside or {}).items()} == {
+        "scales": "float32",
+        "clip_l": "float16",
+        "patches": "int8",
+        "patch_scales": "float32",
+    }
+
+
+@pytest.mark.parametrize("array", ["scales", "clip_l", "patches", "patch_scales"])
+def test_the_check_reports_arrays_that_belong_to_other_records(array: str, folders: dict[str, Path]) -> None:
+    first, *rest = batches_of(LIMIT, "aligned", folders)
+    assert first.beside is not None
+    faults = {
+        "4 of 22 records with wrong arrays beside": first.beside | {array: np.roll(first.beside[array], 1, axis=0) + 1},
+        "4 of 22 records with wrong arrays beside ": {k: v for k, v in first.beside.items() if k != array},
+    }
+    for said, beside in faults.items():
+        problems = checked("aligned", folders, [first._replace(beside=beside), *rest]).problems
+        assert problems == [said.strip()]
+
+
+def test_a_store_of_noise_with_every_kind_of_array_is_whole(folders: dict[str, Path]) -> None:
+    store = LatentStore(folders["aligned"] / STORE)
+    assert (store.texts, store.features) == (["", "clip_l"], ["dinov2"])
+    assert verify_store(store.path).findings == []
+    assert store.text("clip_l").lengths.tolist() == [77] * 22
+    assert store.feature("dinov2", "32x48").row(0).shape == (6, 8)
+    again = write_store(ALIGNED, folders["aligned"] / STORE)
+    assert again.root_hash == store.root_hash
 
 
 def test_the_limit_differs_from_epoch_to_epoch_and_fills_all_but_the_last_batch(folders: dict[str, Path]) -> None:
@@ -212,7 +272,9 @@ def test_a_run_writes_checks_times_and_reports(tmp_path: Path, monkeypatch: pyte
     assert peers["lossy"]["modes"].keys() == {"w0", "w2"}
     assert peers["widening"]["modes"] == {}
 
+    assert result["workloads"][1]["left_out"] == ["leandit gather"]
     text = render(result)
+    assert "  not written for captions: leandit gather" in text
     assert "latents: 37 records of 0.1 KiB, 1 bucket, batches of 8" in text
     assert "absent: not installed (no-such-thing)" in text
     assert "broken: could not be written: exit code 1: it broke" in text
@@ -240,6 +302,8 @@ def test_a_cell_is_a_process_of_its_own_and_its_failure_a_result(folders: dict[s
 def test_the_options_name_workloads_and_peers() -> None:
     request = make_request(Path("x"), "both", 100, "npy, zarr", ["mosaicml=/venv/bin/python"], rounds=3, seconds=1)
     assert [(w.name, w.num_records) for w in request.workloads] == [("latents", 100), ("captions", 100)]
+    every = make_request(Path("x"), "all", 100, None, [], rounds=3, seconds=1)
+    assert [w.name for w in every.workloads] == ["latents", "captions", "aligned"]
     assert (request.peers, request.pythons) == (["npy", "zarr"], {"mosaicml": "/venv/bin/python"})
     for workload, peers, pythons in (("wrong", None, []), ("both", "wrong", []), ("both", None, ["wrong=x"])):
         with pytest.raises(RecipeError, match="'wrong'"):
@@ -256,6 +320,11 @@ def test_the_workloads_are_as_large_as_they_say() -> None:
     latents, captions = latent_workload(), caption_workload()
     assert (latents.num_records, latents.record_bytes, latents.batch) == (100_000, 8192, 256)
     assert (captions.num_records, len(captions.buckets), captions.batch) == (2000, 5, 32)
+    aligned = aligned_workload()
+    features = 256 * (768 + 4) + 77 * 768 * 2
+    tokens = sum(captions.token_counts) / 2000 * (4096 + 4)
+    assert (aligned.token_counts, aligned.batch) == (captions.token_counts, 32)
+    assert aligned.record_bytes == pytest.approx(8192 + features + tokens)
     lengths = np.array(captions.token_counts)
     assert 20 <= lengths.min() <= lengths.max() <= 120
     assert 58 < lengths.mean() < 62

@@ -1,6 +1,6 @@
-"""What the loader benchmark reads: two workloads, their records and the order of batches.
+"""What the loader benchmark reads: three workloads, their records and the order of batches.
 
-Letters of shapes: B batch, C latent channels, H W latent size, L caption tokens, D caption width.
+Letters of shapes: B batch, C latent channels, H W latent size, L caption tokens, D caption width, T patches.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....datasets.format.buckets import bucket_size
+from ....datasets.format.schema import FeatureSpec, TextSpec
+from ....datasets.format.token_dtypes import ON_DISK, StoredTokens
 from ....datasets.store import LatentStore
 
 STORE = "store"  # its folder, next to those of the peers
 CHANNELS, CLASSES, DOWNSCALE = 4, 1000, 8  # of the VAEs and the data sets that DiT and PixArt are trained with
 TEXT_WIDTH = 4096  # D of T5-XXL
+CLIP_TOKENS, CLIP_WIDTH = 77, 768  # of CLIP-L, whose captions all have the full length
+FEATURE_WIDTH, PATCH_PX = 768, 16  # of DINOv2-B as REPA uses it: a token for every 16 px
+TEXT, SCALES, CLIP, PATCHES, PATCH_SCALES = "text", "scales", "clip_l", "patches", "patch_scales"
+FEATURE = "dinov2"  # its name in the store
 MIN_TOKENS, MAX_TOKENS = 20, 120  # of a caption; the mean is 60
 # Around 1024 x 1024 pixels, as in PixArt's table: each latent is about 128 KiB.
 ASPECT_BUCKETS = ("832x1216", "896x1152", "1024x1024", "1152x896", "1216x832")
@@ -34,13 +40,36 @@ class Planned(NamedTuple):
 class Served(NamedTuple):
     """One batch as a peer delivers it; numpy arrays or tensors.
 
-    latents (B, C, H, W), labels (B,); with captions also text (sum L, D), packed, and lengths (B,).
+    latents (B, C, H, W), labels (B,); with captions also text (sum L, D), packed, and lengths (B,); beside them what
+    ``Workload.fields`` names, packed where it has a row for each token.
     """
 
     latents: Any
     labels: Any
     text: Any = None
     lengths: Any = None
+    beside: Mapping[str, Any] | None = None
+
+
+class Field(NamedTuple):
+    """An array beside latents and labels.
+
+    Args:
+      name: "text", or its key in ``Served.beside``.
+      shape: of a record's rows; of one row where the field is ragged.
+      dtype: of numpy.
+      ragged: it has a row for each token of the caption.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    ragged: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a record; of a token where it is ragged."""
+        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
 
 
 Epochs = Callable[[int], Iterator[Served]]
@@ -52,11 +81,13 @@ class Workload:
     """What is read.
 
     Args:
-      name: "latents" or "captions".
+      name: "latents", "captions" or "aligned".
       buckets: records of each, by its size in pixels.
       batch: B, records of a full batch; every batch is of one bucket.
       token_counts: L of each record's caption; empty without captions.
-      text_width: D.
+      text_width, text_dtype: D, and how tokens are stored: "float16", or "int8" with a scale each.
+      clip_width: D of a second text encoder of CLIP_TOKENS float16 tokens; 0 for none.
+      feature_width: D of int8 features of the pictures, with a scale a token; 0 for none.
     """
 
     name: str
@@ -64,6 +95,9 @@ class Workload:
     batch: int
     token_counts: tuple[int, ...] = ()
     text_width: int = TEXT_WIDTH
+    text_dtype: str = "float16"
+    clip_width: int = 0
+    feature_width: int = 0
 
     @property
     def num_records(self) -> int:
@@ -72,9 +106,28 @@ class Workload:
 
     @property
     def record_bytes(self) -> float:
-        """Mean bytes of a record's latent and caption, float16."""
-        latents = sum(count * int(np.prod(self.latent_shape(name))) for name, count in self.buckets.items())
-        return 2 * (latents + sum(self.token_counts) * self.text_width) / self.num_records
+        """Mean bytes of a record: latent, captions, features."""
+        total = 0
+        for bucket, count in self.buckets.items():
+            total += count * 2 * int(np.prod(self.latent_shape(bucket)))
+            total += count * sum(field.row_bytes for field in self.fields(bucket) if not field.ragged)
+        of_token = sum(field.row_bytes for field in self.fields(next(iter(self.buckets))) if field.ragged)
+        return (total + sum(self.token_counts) * of_token) / self.num_records
+
+    def fields(self, bucket: str) -> list[Field]:
+        """What records of a bucket have beside latent and label."""
+        fields = []
+        if self.token_counts:
+            fields.append(Field(TEXT, (self.text_width,), ON_DISK[self.text_dtype], ragged=True))
+        if self.token_counts and self.text_dtype == "int8":
+            fields.append(Field(SCALES, (), "float32", ragged=True))
+        if self.clip_width:
+            fields.append(Field(CLIP, (CLIP_TOKENS, self.clip_width), "float16", ragged=False))
+        if self.feature_width:
+            patches = int(np.prod([side // PATCH_PX for side in bucket_size(bucket)]))
+            fields.append(Field(PATCHES, (patches, self.feature_width), "int8", ragged=False))
+            fields.append(Field(PATCH_SCALES, (patches,), "float32", ragged=False))
+        return fields
 
     def latent_shape(self, bucket: str) -> tuple[int, int, int]:
         """(C, H, W) of a bucket."""
@@ -110,10 +163,36 @@ def caption_workload(records: int = 2_000) -> Workload:
     return Workload("captions", buckets, batch=32, token_counts=tuple(lengths.tolist()))
 
 
+def aligned_workload(records: int = 2_000) -> Workload:
+    """ImageNet's latents with captions by T5-XXL and CLIP-L and features of DINOv2-B, as SD3 trained with REPA."""
+    lengths = caption_workload(records).token_counts
+    how: dict[str, Any] = {"text_dtype": "int8", "clip_width": CLIP_WIDTH, "feature_width": FEATURE_WIDTH}
+    return Workload("aligned", {"256x256": records}, batch=32, token_counts=lengths, **how)
+
+
 def write_store(workload: Workload, folder: Path) -> LatentStore:
     """The store that every peer's files are made from; an existing one is kept."""
     from ...synthetic.store import make_store
 
+    clip = TextSpec(
+        kind="clip",
+        width=workload.clip_width or 1,
+        max_tokens=CLIP_TOKENS,
+        dtype="float16",
+        template="",
+        batch_size=64,
+        full_length=True,
+    )
+    # A grid of one token for each PATCH_PX of the picture, whatever its size.
+    patches = FeatureSpec(
+        output="patches",
+        layer=-1,
+        width=workload.feature_width or 1,
+        patch_px=PATCH_PX,
+        resolution_px=256,
+        images_px=256,
+        dtype="int8",
+    )
     make_store(
         folder,
         workload.buckets,
@@ -121,6 +200,9 @@ def write_store(workload: Workload, folder: Path) -> LatentStore:
         num_classes=CLASSES,
         token_counts=workload.token_counts,
         text_width=workload.text_width,
+        text_dtype=workload.text_dtype,
+        texts={CLIP: clip} if workload.clip_width else {},
+        features={FEATURE: patches} if workload.feature_width else {},
     )
     return LatentStore(folder)
 
@@ -133,6 +215,7 @@ class Rows:
         self.bucket, self._store, self._latents, self._rows = bucket, store, store.latents(bucket), index.rows
         self.labels = index.labels  # (N,) int64
         self.caption_ids = index.caption_ids if store.spec.text else None
+        self._features = store.feature(FEATURE, bucket).arrays(PATCHES) if FEATURE in store.features else []
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -157,8 +240,23 @@ class Rows:
         return self._latents[int(self._rows[row])]
 
     def text(self, row: int) -> np.ndarray | None:
-        """(L, D) float16, a view; None without captions."""
-        return None if self.caption_ids is None else self._store.caption_embedding(int(self.caption_ids[row]))
+        """(L, D) as stored, a view; None without captions."""
+        return None if self.caption_ids is None else self._tokens(row).rows
+
+    def beside(self, row: int) -> dict[str, np.ndarray]:
+        """Everything else of a record but its label: views, by the names of ``Workload.fields``."""
+        arrays: dict[str, np.ndarray] = {}
+        if self.caption_ids is not None and (scales := self._tokens(row).scales) is not None:
+            arrays[SCALES] = scales
+        if self.caption_ids is not None and CLIP in self._store.texts:
+            arrays[CLIP] = self._store.text(CLIP).stored(int(self.caption_ids[row])).rows
+        for name, array in zip((PATCHES, PATCH_SCALES), self._features, strict=False):  # none without features
+            arrays[name] = array[int(self._rows[row])]
+        return arrays
+
+    def _tokens(self, row: int) -> StoredTokens:
+        assert self.caption_ids is not None, "a store with captions"
+        return self._store.tokens.stored(int(self.caption_ids[row]))
 
 
 def rows_of(store: LatentStore) -> list[Rows]:

@@ -26,16 +26,21 @@ from ....datasets.errors import RecipeError, ResourceError
 from ....precompute.progress.clock import Progress
 from ..harness.meters import hardware
 from ..harness.rounds import alternating_rounds
-from ..harness.work import STORE, Workload, caption_workload, latent_workload, write_store
+from ..harness.work import STORE, Workload, aligned_workload, caption_workload, latent_workload, write_store
 from ..peers.peers import LEFT_OUT, LIMIT, PEERS, Peer
 from .cell import Job
 from .report import summarise
 
-WORKLOADS: dict[str, Callable[..., Workload]] = {"latents": latent_workload, "captions": caption_workload}
+WORKLOADS: dict[str, Callable[..., Workload]] = {
+    "latents": latent_workload,
+    "captions": caption_workload,
+    "aligned": aligned_workload,
+}
+SEVERAL = {"both": ["latents", "captions"], "all": list(WORKLOADS)}
 CELL_SECONDS = 900  # time limit of a cell, plus a second for every MB: some peers hang when they fail
 FILE_OVERHEAD = 2.0  # most bytes on disk per byte of data: .npy rounds 8 KiB up to 16
 # Faults of a peer that does other work, so that its time means nothing.
-ALTERED = ("altered", "wrong_labels", "wrong_texts", "dtypes")
+ALTERED = ("altered", "wrong_labels", "wrong_texts", "wrong_beside", "dtypes")
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,9 @@ def make_request(
 
     Raises: RecipeError: an unknown workload or peer.
     """
-    names = list(WORKLOADS) if workload == "both" else [workload]
+    names = SEVERAL.get(workload, [workload])
     if unknown := set(names) - set(WORKLOADS):
-        raise RecipeError(f"--workload '{unknown.pop()}': needed latents, captions or both.")
+        raise RecipeError(f"--workload '{unknown.pop()}': needed one of {', '.join([*WORKLOADS, *SEVERAL])}.")
     chosen = [name.strip() for name in peers.split(",")] if peers else list(PEERS)
     interpreters = {name: path for name, _, path in (entry.partition("=") for entry in pythons)}
     for option, values in (("--peers", chosen), ("--python", interpreters)):
@@ -128,6 +133,7 @@ def _run_workload(request: LoaderRequest, workload: Workload, progress: Progress
         "batch": workload.batch,
         "record_bytes": workload.record_bytes,
         "caption_tokens": sum(workload.token_counts),
+        "left_out": [name for name in dict.fromkeys(request.peers) if workload.name not in PEERS[name].workloads],
         "peers": [{"name": peer.name, "how": peer.how} | states[peer.name] for peer in peers],
     }
 

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from ....datasets.store import LatentStore
-from ..harness.work import Rows, Served, Workload, rows_of
+from ..harness.work import TEXT, Field, Rows, Served, Workload, rows_of
 
 BLOCK_ROWS = 1024
 
@@ -28,7 +28,8 @@ class Check:
       doubled: records delivered more than once.
       altered: rows whose bits equal no record.
       wrong_labels, wrong_texts: records delivered with another label or caption.
-      dtypes: of latents and text, other than float16.
+      wrong_beside: records delivered with other scales, features or captions of a second text encoder.
+      dtypes: what an array became, where it is not the store's.
       shuffle: blocks of B neighbouring records that a batch draws from, against those of a global shuffle; 1 is global.
     """
 
@@ -39,6 +40,7 @@ class Check:
     altered: int = 0
     wrong_labels: int = 0
     wrong_texts: int = 0
+    wrong_beside: int = 0
     dtypes: list[str] = field(default_factory=list)
     shuffle: float = 1.0
 
@@ -51,9 +53,10 @@ class Check:
             "altered": self.altered,
             "with a wrong label": self.wrong_labels,
             "with a wrong caption": self.wrong_texts,
+            "with wrong arrays beside": self.wrong_beside,
         }
         faults = [f"{count} of {self.records} records {what}" for what, count in counts.items() if count]
-        return faults + [f"float16 became {dtype}" for dtype in self.dtypes]
+        return faults + self.dtypes
 
 
 def check_epoch(store: LatentStore, workload: Workload, batches: Iterable[Served]) -> Check:
@@ -67,7 +70,7 @@ def check_epoch(store: LatentStore, workload: Workload, batches: Iterable[Served
     for batch in batches:
         latents, labels = np.asarray(batch.latents), np.asarray(batch.labels)
         check.served += len(latents)
-        dtypes.add(str(latents.dtype))
+        dtypes |= _changed("float16", latents)
         shape = latents.shape[1:]
         rows = np.array([known.get(shape, {}).get(each, -1) for each in _hashes(latents)], np.int64)
         good = np.flatnonzero(rows >= 0)
@@ -78,12 +81,18 @@ def check_epoch(store: LatentStore, workload: Workload, batches: Iterable[Served
         np.add.at(seen[shape], rows[good], 1)
         check.wrong_labels += int(np.sum(labels[good] != part.labels[rows[good]]))
         if part.caption_ids is not None:
-            dtypes.add(str(np.asarray(batch.text).dtype))
-            check.wrong_texts += int(np.sum(~_same_texts(part, rows, batch)[good]))
+            wrong_texts, wrong_beside = np.zeros(len(rows), bool), np.zeros(len(rows), bool)
+            for field in workload.fields(part.bucket):
+                array = _delivered(batch, field)
+                dtypes |= set() if array is None else _changed(field.dtype, array)
+                wrong = wrong_texts if field.name == TEXT else wrong_beside
+                wrong |= ~_same(part, rows, field, array, np.asarray(batch.lengths))
+            check.wrong_texts += int(np.sum(wrong_texts[good]))
+            check.wrong_beside += int(np.sum(wrong_beside[good]))
         shuffles.append(_mixing(rows[good], len(part), workload.batch))
     counts = np.concatenate(list(seen.values()))
     check.lost, check.doubled = int(np.sum(counts == 0)), int(np.sum(counts > 1))
-    check.dtypes = sorted(dtypes - {"float16"})
+    check.dtypes = sorted(dtypes)
     check.shuffle = float(np.mean([value for value in shuffles if value is not None] or [1.0]))
     return check
 
@@ -100,13 +109,27 @@ def _rows_by_hash(rows: Rows) -> dict[int, int]:
     return row_of
 
 
-def _same_texts(part: Rows, rows: np.ndarray, batch: Served) -> np.ndarray:
-    """(B,) whether each record has its caption, bit for bit; row -1 is not a record."""
-    text, lengths = np.asarray(batch.text), np.asarray(batch.lengths)
-    if len(lengths) != len(rows) or lengths.sum() != len(text):
+def _changed(dtype: str, array: np.ndarray) -> set[str]:
+    return set() if array.dtype == dtype else {f"{dtype} became {array.dtype}"}
+
+
+def _delivered(batch: Served, field: Field) -> np.ndarray | None:
+    """An array of a batch; None if the peer leaves it out."""
+    array = batch.text if field.name == TEXT else (batch.beside or {}).get(field.name)
+    return None if array is None else np.asarray(array)
+
+
+def _same(part: Rows, rows: np.ndarray, field: Field, array: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
+    """(B,) whether each record has its rows of a field, bit for bit; row -1 is not a record."""
+    expected = lengths.sum() if field.ragged else len(rows)
+    if array is None or len(lengths) != len(rows) or expected != len(array):
         return np.zeros(len(rows), bool)
-    pairs = zip(np.split(text, np.cumsum(lengths)[:-1]), rows.tolist(), strict=True)
-    return np.array([row >= 0 and _equal(got, part.text(row)) for got, row in pairs])
+    of_records = np.split(array, np.cumsum(lengths)[:-1]) if field.ragged else list(array)
+
+    def wanted(row: int) -> np.ndarray | None:
+        return part.text(row) if field.name == TEXT else part.beside(row)[field.name]
+
+    return np.array([row >= 0 and _equal(got, wanted(row)) for got, row in zip(of_records, rows.tolist(), strict=True)])
 
 
 def _equal(got: np.ndarray, wanted: np.ndarray | None) -> bool:

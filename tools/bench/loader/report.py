@@ -62,7 +62,10 @@ def _workload(workload: Mapping[str, Any]) -> str:
     for column, name in GROUPS:
         groups = groups.ljust(place[column]) + name
     lines = [title, groups, *aligned([HEAD, *rows])]
-    return "\n".join([*lines, *(printable(note) for peer in workload["peers"] for note in notes(peer))])
+    lines += [printable(note) for peer in workload["peers"] for note in notes(peer)]
+    if workload["left_out"]:
+        lines.append(f"  not written for {workload['name']}: {', '.join(workload['left_out'])}")
+    return "\n".join(lines)
 
 
 def _row(peer: Mapping[str, Any]) -> tuple[str, ...]:

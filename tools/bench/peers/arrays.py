@@ -16,7 +16,21 @@ from torch.utils.data import Dataset
 from ....datasets.batches.reader import Batch
 from ....datasets.loader import make_loader
 from ....datasets.store import LatentStore
-from ..harness.work import STORE, Epochs, Planned, Rows, Served, Workload, largest_latent
+from ..harness.work import (
+    CLIP,
+    CLIP_TOKENS,
+    FEATURE,
+    PATCH_SCALES,
+    PATCHES,
+    SCALES,
+    STORE,
+    Epochs,
+    Planned,
+    Rows,
+    Served,
+    Workload,
+    largest_latent,
+)
 from .loops import aligned, by_batch, in_threads, packed
 
 LINK = "store"
@@ -40,8 +54,16 @@ def open_leandit(workload: Workload, folder: Path, seed: int, workers: int) -> E
 
 
 def served(batch: Batch) -> Served:
-    """The parts of the loader's batch that peers deliver too."""
-    return Served(batch.stored, batch.labels, batch.captions, batch.caption_lengths)
+    """The parts of the loader's batch that peers deliver too, as they are stored."""
+    if batch.text is None:
+        return Served(batch.stored, batch.labels)
+    beside: dict[str, Any] = {} if batch.text.scales is None else {SCALES: batch.text.scales}
+    if CLIP in batch.texts and (packed := batch.texts[CLIP].tokens) is not None:
+        beside[CLIP] = packed.unflatten(0, (-1, CLIP_TOKENS))
+    if FEATURE in batch.features:
+        feature = batch.features[FEATURE]
+        beside |= {PATCHES: feature.stored_patches, PATCH_SCALES: feature.patch_scales}
+    return Served(batch.stored, batch.labels, batch.text.tokens, batch.text.lengths, beside or None)
 
 
 def open_take(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
@@ -121,7 +143,7 @@ class ZarrBatches(Dataset):
         latents = self.arrays.latents(planned.bucket).oindex[planned.rows]
         labels = self.arrays.labels(planned.bucket, planned.rows)
         batch = packed(latents, labels, self.arrays.text_reads(planned))
-        return Served(*(None if array is None else torch.from_numpy(array) for array in batch))
+        return Served(*(None if array is None else torch.from_numpy(array) for array in batch[:4]))
 
 
 def open_zarr(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:

@@ -19,7 +19,7 @@ SHARD_BYTES = 1 << 30
 
 
 def write_npy(rows: list[Rows], folder: Path) -> None:
-    """One file an image and one a label, as fast-DiT's extractor; captions as PixArt's, one npz each."""
+    """One file an image and one a label, as fast-DiT's extractor; captions as PixArt's, one npz each, with features."""
     for part in rows:
         for kind in ("latents", "labels", "texts"):
             (folder / part.bucket / kind).mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,8 @@ def write_npy(rows: list[Rows], folder: Path) -> None:
             np.save(home / "labels" / f"{name}.npy", part.labels[row : row + 1])
             text = part.text(row)
             if text is not None:
-                np.savez(home / "texts" / f"{name}.npz", caption_feature=text)
+                arrays: dict[str, Any] = {"caption_feature": text, **part.beside(row)}
+                np.savez(home / "texts" / f"{name}.npz", **arrays)
 
 
 class NpySamples(Dataset):
@@ -50,7 +51,8 @@ class NpySamples(Dataset):
         if not self._with_text:
             return latent, label, None
         with np.load(home / "texts" / texts[row]) as arrays:
-            return latent, label, torch.from_numpy(arrays["caption_feature"])
+            tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+            return latent, label, tensors.pop("caption_feature"), tensors
 
 
 def open_npy(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:

@@ -11,18 +11,26 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..harness.work import Epochs, Planned, Rows, Served, Workload, largest_latent
+from ..harness.work import TEXT, Epochs, Planned, Rows, Served, Workload, largest_latent
 from .loops import Sample, aligned, by_sample, in_threads
 
 WRITE_ROWS = 1024
 
 
 class Flat(NamedTuple):
-    """The mapped files of a bucket: latents (N, C, H, W), labels (N,), text (T, D) and starts (N + 1,) of captions."""
+    """The mapped files of a bucket.
+
+    Args:
+      latents, labels: (N, C, H, W) and (N,).
+      ragged: arrays with a row for each token of all captions, one caption after the other, by name.
+      beside: (N, ...) arrays with a row for each record, by name.
+      starts: (N + 1,) first token of each caption, and the end; None without captions.
+    """
 
     latents: np.ndarray
     labels: np.ndarray
-    text: np.ndarray | None
+    ragged: dict[str, np.ndarray]
+    beside: dict[str, np.ndarray]
     starts: np.ndarray | None
 
 
@@ -37,9 +45,13 @@ def write_flat(rows: list[Rows], folder: Path) -> None:
         np.save(home / "labels.npy", part.labels)
         if part.caption_ids is not None:
             np.save(home / "starts.npy", np.concatenate([[0], np.cumsum(part.lengths)]))
-            with (home / "text.bin").open("wb") as file:
+            with (home / f"{TEXT}.bin").open("wb") as file:
                 for row in range(len(part)):
                     file.write(np.ascontiguousarray(part.text(row)).data)
+        for name in part.beside(0):
+            with (home / f"{name}.bin").open("wb") as file:
+                for row in range(len(part)):
+                    file.write(np.ascontiguousarray(part.beside(row)[name]).data)
 
 
 def open_flat(workload: Workload, folder: Path, bucket: str) -> Flat:
@@ -47,10 +59,12 @@ def open_flat(workload: Workload, folder: Path, bucket: str) -> Flat:
     home = folder / bucket
     latents = np.memmap(home / "latents.bin", np.float16, "r").reshape(-1, *workload.latent_shape(bucket))
     labels = np.load(home / "labels.npy")
-    if not workload.token_counts:
-        return Flat(np.asarray(latents), labels, None, None)
-    text = np.memmap(home / "text.bin", np.float16, "r").reshape(-1, workload.text_width)
-    return Flat(np.asarray(latents), labels, np.asarray(text), np.load(home / "starts.npy"))
+    ragged, beside = {}, {}
+    for field in workload.fields(bucket):
+        mapped = np.memmap(home / f"{field.name}.bin", field.dtype, "r").reshape(-1, *field.shape)
+        (ragged if field.ragged else beside)[field.name] = np.asarray(mapped)
+    starts = np.load(home / "starts.npy") if workload.token_counts else None
+    return Flat(np.asarray(latents), labels, ragged, beside, starts)
 
 
 def open_gather(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
@@ -68,26 +82,48 @@ class _Gather:
     def __init__(self, workload: Workload, buckets: dict[str, Flat], slots: int) -> None:
         self._buckets, self._next = buckets, itertools.count().__next__
         self._latents = [aligned((workload.batch * largest_latent(workload),), "float16") for _ in range(slots)]
-        tokens = workload.batch * max(workload.token_counts, default=0)
-        self._texts = [aligned((tokens, workload.text_width), "float16") for _ in range(slots)]
+        self._fields = [_buffers(workload) for _ in range(slots)]
 
     def __call__(self, planned: Planned) -> Served:
         flat, slot, rows = self._buckets[planned.bucket], self._next() % len(self._latents), planned.rows
         shape = (len(rows), *flat.latents.shape[1:])
         latents = self._latents[slot][: int(np.prod(shape))].reshape(shape)
         np.take(flat.latents, rows, axis=0, out=latents, mode="clip")  # the other modes buffer their output
-        labels = flat.labels[rows]
-        if flat.text is None or flat.starts is None:
-            return Served(torch.from_numpy(latents), torch.from_numpy(labels))
+        labels, gathered = flat.labels[rows], dict[str, torch.Tensor]()
+        for name, array in flat.beside.items():
+            shape = (len(rows), *array.shape[1:])
+            out = self._fields[slot][name][: int(np.prod(shape))].reshape(shape)
+            gathered[name] = torch.from_numpy(np.take(array, rows, axis=0, out=out, mode="clip"))
+        if flat.starts is None:
+            return Served(torch.from_numpy(latents), torch.from_numpy(labels), beside=gathered or None)
         starts = flat.starts[rows]
         lengths = flat.starts[rows + 1] - starts
-        text, end = self._texts[slot], 0
-        # Copy by caption, whose rows are contiguous: faster than a gather of single rows.
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            text[end : end + length] = flat.text[start : start + length]
-            end += length
-        arrays = (latents, labels, text[:end], lengths)
-        return Served(*map(torch.from_numpy, arrays))
+        for name, array in flat.ragged.items():
+            out = self._fields[slot][name].reshape(-1, *array.shape[1:])
+            gathered[name] = torch.from_numpy(_copied(array, starts, lengths, out))
+        text = gathered.pop(TEXT)
+        tensors = [torch.from_numpy(array) for array in (latents, labels, lengths)]
+        return Served(tensors[0], tensors[1], text, tensors[2], gathered or None)
+
+
+def _buffers(workload: Workload) -> dict[str, np.ndarray]:
+    """Flat memory for each field of the largest batch."""
+    tokens, buffers = workload.batch * max(workload.token_counts, default=0), dict[str, np.ndarray]()
+    for bucket in workload.buckets:
+        for field in workload.fields(bucket):
+            size = (tokens if field.ragged else workload.batch) * int(np.prod(field.shape))
+            if field.name not in buffers or buffers[field.name].size < size:
+                buffers[field.name] = aligned((size,), field.dtype)
+    return buffers
+
+
+def _copied(array: np.ndarray, starts: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Rows of captions, one after the other; by caption, whose rows are contiguous: faster than one by one."""
+    end = 0
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        out[end : end + length] = array[start : start + length]
+        end += length
+    return out[:end]
 
 
 class MappedSamples(Dataset):
@@ -103,13 +139,12 @@ class MappedSamples(Dataset):
             self._buckets[bucket] = self._open(bucket)
         flat = self._buckets[bucket]
         latent = torch.from_numpy(flat.latents[row].copy())
-        if flat.text is None or flat.starts is None:
-            return latent, int(flat.labels[row]), None
-        return (
-            latent,
-            int(flat.labels[row]),
-            torch.from_numpy(flat.text[flat.starts[row] : flat.starts[row + 1]].copy()),
-        )
+        beside = {name: torch.from_numpy(array[row].copy()) for name, array in flat.beside.items()}
+        if flat.starts is None:
+            return latent, int(flat.labels[row]), None, beside
+        span = slice(*flat.starts[row : row + 2].tolist())
+        ragged = {name: torch.from_numpy(array[span].copy()) for name, array in flat.ragged.items()}
+        return latent, int(flat.labels[row]), ragged.pop(TEXT), ragged | beside
 
 
 def open_mapped(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ..harness.work import Epochs, Planned, Served, Workload
+from ..harness.work import SCALES, Epochs, Planned, Served, Workload
 
 ALIGNMENT = 64  # bytes of a cache line: numpy copies a fifth slower into unaligned memory
-Sample = tuple[Any, int, Any]
-"""An item of a map-style dataset: latent (C, H, W), label, and text (L, D) or None."""
+Sample = tuple[Any, int, Any] | tuple[Any, int, Any, dict[str, Any]]
+"""An item of a map-style dataset: latent (C, H, W), label, text (L, D) or None, and what the workload has beside."""
 
 
 class PlannedOrder:
@@ -85,7 +85,15 @@ def collate(samples: list[Sample]) -> Served:
     if samples[0][2] is None:
         return Served(latents, labels)
     texts = [torch.as_tensor(sample[2]) for sample in samples]
-    return Served(latents, labels, torch.cat(texts), torch.tensor([len(text) for text in texts]))
+    beside = {}
+    for name in _beside(samples[0]):
+        arrays = [_beside(sample)[name] for sample in samples]
+        beside[name] = torch.cat(arrays) if name == SCALES else torch.stack(arrays)
+    return Served(latents, labels, torch.cat(texts), torch.tensor([len(text) for text in texts]), beside or None)
+
+
+def _beside(sample: Sample) -> dict[str, Any]:
+    return sample[3] if len(sample) == 4 else {}
 
 
 def packed(latents: Any, labels: Any, texts: list[np.ndarray] | None) -> Served:

@@ -69,17 +69,25 @@ class Peer:
 
 SAFETENSORS = {"safetensors": "safetensors"}
 ZARR = "zarr"  # the store itself, with what a reader of its arrays needs besides them
-LATENTS = ("latents",)
+LATENTS, EVERY = ("latents",), ("latents", "captions", "aligned")
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(LIMIT, "np.take from one mapped flat file into reused memory", "flat", flat.write_flat, flat.open_gather),
+        Peer(
+            LIMIT,
+            "np.take from one mapped flat file into reused memory",
+            "flat",
+            flat.write_flat,
+            flat.open_gather,
+            workloads=EVERY,
+        ),
         Peer(
             "leandit",
             "make_loader, reading ahead in threads",
             STORE,
             None,
             arrays.open_leandit,
+            workloads=EVERY,
             load=arrays.load_leandit,
         ),
         Peer(
@@ -92,8 +100,22 @@ PEERS = {
             modes=(IN_PROCESS,),
             load=arrays.load_leandit,
         ),
-        Peer("memmap dataset", "flat file, Dataset of samples, DataLoader", "flat", flat.write_flat, flat.open_mapped),
-        Peer("npy", "a file an image, as fast-DiT (captions as PixArt)", "npy", files.write_npy, files.open_npy),
+        Peer(
+            "memmap dataset",
+            "flat file, Dataset of samples, DataLoader",
+            "flat",
+            flat.write_flat,
+            flat.open_mapped,
+            workloads=EVERY,
+        ),
+        Peer(
+            "npy",
+            "a file an image, as fast-DiT (captions as PixArt)",
+            "npy",
+            files.write_npy,
+            files.open_npy,
+            workloads=EVERY,
+        ),
         Peer(
             "safetensors",
             "shards, opened for every sample, as LightningDiT",
