@@ -69,6 +69,20 @@ def bench_plan(
     print_result(result, render, as_json=as_json)
 
 
+@bench.command("bytes")
+def bench_bytes(
+    tokens: Annotated[int, typer.Option(min=1, help="Valid tokens of each caption.")] = 60,
+    as_json: AsJson = False,
+) -> None:
+    """Compare bytes a record with the caches of other trainers, from the formats alone.
+
+    Example: leandit bench bytes --tokens 120
+    """
+    from ..bench.encode.cache_bytes import render, run
+
+    print_result(run(tokens), render, as_json=as_json)
+
+
 @bench.command("open")
 def bench_open(
     scratch: Annotated[Path, output("Folder for the store; it stays there.")],

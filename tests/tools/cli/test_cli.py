@@ -81,6 +81,7 @@ FLAGS = {
     ],
     "bench planner": ["--device", "--json", "--set"],
     "bench open": ["--json", "--records", "--rounds", "--scratch"],
+    "bench bytes": ["--json", "--tokens"],
     "bench loader": [
         *("--json", "--peers", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),
     ],

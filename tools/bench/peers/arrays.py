@@ -143,7 +143,8 @@ class ZarrBatches(Dataset):
         latents = self.arrays.latents(planned.bucket).oindex[planned.rows]
         labels = self.arrays.labels(planned.bucket, planned.rows)
         batch = packed(latents, labels, self.arrays.text_reads(planned))
-        return Served(*(None if array is None else torch.from_numpy(array) for array in batch[:4]))
+        tensors: list[Any] = [None if array is None else torch.from_numpy(array) for array in batch[:4]]
+        return Served(*tensors)
 
 
 def open_zarr(workload: Workload, folder: Path, seed: int, workers: int) -> Epochs:
