@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from leandit.precompute.config import load
 from leandit.tools.bench.encode import cache_bytes
 from leandit.tools.bench.encode.cache_bytes import SETS, Encoder, ImageSet, our_bytes, render, rows_of, run
 from leandit.tools.synthetic.store import make_store
@@ -35,6 +36,18 @@ def test_our_bytes_are_those_of_a_store_on_disk(padded: bool, tmp_path: Path, mo
         for paths, parents in ((latents, {"64x64"}), (captions, set(texts)))
     ]
     assert our_bytes(tiny, 5, keeps=2, padded=padded) == tuple(size // 9 for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [("sd3-1024", "SD3"), ("flux1-1024", "Flux.1"), ("flux2-1024", "Flux.2"), ("qwen-image-1024", "Qwen-Image")],
+)
+def test_sets_have_the_text_of_the_shipped_recipes(recipe: str, name: str) -> None:
+    shipped = load(recipe, [])
+    ours = [cache_bytes._text_spec(one, padded=True) for one in next(s for s in SETS if s.name == name).encoders]
+    wanted = [(s.max_tokens, s.output, s.full_length or s.output == "pooled") for s in shipped.text_sections.values()]
+    assert sorted(wanted) == sorted((one.max_tokens, one.output, one.full_length) for one in ours)
+    assert shipped.store.text_dtype == "int8"
 
 
 def test_caches_have_the_bytes_that_their_users_report() -> None:

@@ -173,12 +173,13 @@ def run(tokens: int) -> dict[str, Any]:
 def rows_of(one: ImageSet, tokens: int) -> list[dict[str, Any]]:
     """Our forms of a set, then the peers', each beside ours that keeps as many numbers of the latent."""
     ours = {keeps: our_bytes(one, tokens, keeps=keeps) for keeps in (1, 2)}
-    found = [("leandit", 2, ours[2]), ("leandit, mean", 1, ours[1])]
+    found = [("leandit, valid tokens", 2, ours[2]), ("leandit, valid tokens, mean", 1, ours[1])]
     if any(encoder.reads_padding for encoder in one.encoders):
-        found.append(("leandit, mean, full length", 1, our_bytes(one, tokens, keeps=1, padded=True)))
+        found.insert(0, ("leandit, full length", 2, our_bytes(one, tokens, keeps=2, padded=True)))
+    valid = min(tokens, one.encoders[0].max_tokens)
     for cache in one.caches:
         latents = one.values * cache.keeps * cache.latent_bytes
-        found.append((cache.name, cache.keeps, (latents, HALF * (cache.fixed + tokens * cache.a_token))))
+        found.append((cache.name, cache.keeps, (latents, HALF * (cache.fixed + valid * cache.a_token))))
     return [
         {
             "set": f"{one.name}, {one.resolution_px} px",
