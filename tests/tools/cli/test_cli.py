@@ -55,7 +55,7 @@ FLAGS = {
         *("--source", "--vae"),
     ],
     "verify": ["--deep", "--device", "--json", "--quick", "--repair", "--set", "--source"],
-    "compact": ["--out"],
+    "compact": ["--out", "--without"],
     "sample": [
         *("--batch", "--bucket", "--caption", "--compile", "--device", "--encoders", "--guidance"),
         *("--guidance-channels", "--guidance-interval", "--json", "--label", "--npz", "--num", "--out", "--precision"),
