@@ -51,7 +51,7 @@ from leandit.datasets.revisions.catalog import sealed_revisions
 from leandit.datasets.revisions.plan import planned_revisions, read_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
-from leandit.precompute.encoders import vae
+from leandit.precompute.encoders import loading
 from leandit.precompute.images import decoders
 from leandit.precompute.images.pixels import crop_picture
 from leandit.precompute.planning.compare import Options
@@ -67,7 +67,7 @@ FRACTION = st.floats(0, 1, exclude_max=True)
 def _small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
-        patch.setattr(vae, "load_encoders", lambda recipe, device: loaded(recipe.vae, recipe.text))
+        patch.setattr(loading, "load_encoders", lambda recipe, device: loaded(recipe.vae, recipe.text))
         patch.setattr(decoders, "Decoders", InProcessDecoders)
         patch.setattr(pipeline, "Decoders", InProcessDecoders)
         patch.setattr(os, "fsync", lambda descriptor: None)  # nothing here loses power
