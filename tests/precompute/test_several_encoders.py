@@ -410,7 +410,10 @@ def test_inspect_tells_of_each(stores: Stores) -> None:
     assert summary["features"]["dino"]["bytes_per_record"] > 0
     assert summary["texts"]["short"]["caption_quality"]["min_cosine"] > 0.99
     assert {"feature dino", "captions short", "captions"} <= summary["bytes"].keys()
-    assert "feature dino" in render(summary)
+    shown = render(summary)
+    assert "feature dino        patches and class token, 8 wide, stored as int8, 56 px for the model" in shown
+    width = LatentStore(stores.added).spec.texts[0].spec.width
+    assert f"captions short      tokens, {width} wide, stored as int8, all 5 tokens" in shown
 
 
 def test_a_plan_lost_after_an_addition_is_rebuilt(stores: Stores, tmp_path: Path) -> None:

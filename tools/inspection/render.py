@@ -14,7 +14,8 @@ FALLBACKS = {
 
 def render(summary: dict[str, Any]) -> str:
     """A store (``summary.summarise``) as aligned text."""
-    parts = (_render_state, _render_sizes, _render_encoders, _render_self_check, _render_captions, _render_latents)
+    encoders = (_render_encoders, _render_self_check, _render_named)
+    parts = (_render_state, _render_sizes, *encoders, _render_captions, _render_latents)
     return "\n".join(printable(line) for part in parts for line in part(summary))
 
 
@@ -100,6 +101,32 @@ def _render_captions(summary: dict[str, Any]) -> list[str]:
                 f"{quality['median_cosine']}; largest error {quality['max_error']:.4g}"
             )
     return lines
+
+
+def _render_named(summary: dict[str, Any]) -> list[str]:
+    """Text encoders and features with a name: what is stored, how many bytes, how well."""
+    lines = []
+    for name, text in summary["texts"].items():
+        spec, quality = text["spec"], text["caption_quality"]
+        stored = {"tokens": "tokens", "pooled": "a vector", "both": "tokens and a vector"}[spec.get("output", "tokens")]
+        length = "all" if spec.get("full_length") else "at most"
+        kept = f"{stored}, {spec['width']} wide, stored as {spec['dtype']}, {length} {spec['max_tokens']} tokens"
+        lines.append(_row(f"captions {name}", kept))
+        if quality:
+            lines.append(_row("", f"{quality['bytes_per_caption']:.0f} bytes a caption{_cosines(quality, 'captions')}"))
+    for name, feature in summary["features"].items():
+        spec = feature["spec"]
+        stored = {"patches": "patches", "cls": "class token", "both": "patches and class token"}[spec["output"]]
+        kept = f"{stored}, {spec['width']} wide, stored as {spec['dtype']}, {spec['resolution_px']} px for the model"
+        lines.append(_row(f"feature {name}", kept))
+        lines.append(_row("", f"{feature['bytes_per_record']:.0f} bytes a record{_cosines(feature, 'records')}"))
+    return ["", *lines] if lines else []
+
+
+def _cosines(quality: dict[str, Any], of_what: str) -> str:
+    if quality["min_cosine"] is None:
+        return ""
+    return f"; cosine at least {quality['min_cosine']}, median of {of_what} {quality['median_cosine']}"
 
 
 def _render_latents(summary: dict[str, Any]) -> list[str]:
