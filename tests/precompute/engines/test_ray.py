@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from making import CPU, caption_recipe, make_caption_folder, no_progress, picture, tree_digest
+from making import CPU, NO_CHECK, caption_recipe, make_caption_folder, no_progress, picture, tree_digest
 
 from leandit.datasets.errors import RecipeError, ResourceError
 from leandit.datasets.format.layout import commit_path
@@ -32,7 +32,7 @@ LEANDIT = [sys.executable, "-c", "from leandit.tools.cli.main import main; main(
 SIDES = range(32, 96, 8)
 BUCKETS = [f"{height}x{width}" for height in SIDES for width in SIDES if height == 64 or width == 64]
 # A bucket is a shard at least, so many buckets make many shards of few pictures.
-SETTINGS = [f"images.buckets={BUCKETS}".replace("'", '"'), "vae.batch_size=4", "text.batch_size=8"]
+SETTINGS = [f"images.buckets={BUCKETS}".replace("'", '"'), "vae.batch_size=4", "text.batch_size=8", NO_CHECK]
 POISON = "images/7.png"  # whoever decodes it is killed
 POISONED_CHILD = f"""
 import os, signal

@@ -131,8 +131,10 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest
     [(True, 1, 350.0), (False, 1, 250.0), (False, 2, 125.0), (False, 4, 112.5)],  # of four, decoding sets the pace
 )
 def test_on_gpus_decoding_runs_beside_the_encoders(on_cpu: bool, num_devices: int, seconds: float) -> None:
-    probe = Probe(10, decode_seconds=10.0, encode_seconds=20.0, seconds_per_token=0.5, memory_bytes=0)
-    assert probe.seconds_for(100, 100, on_cpu=on_cpu, num_devices=num_devices) == seconds
+    probe = Probe(
+        10, decode_seconds=10.0, encode_seconds=20.0, seconds_per_token={"": 0.25, "clip": 0.5}, memory_bytes=0
+    )
+    assert probe.seconds_for(100, {"": 100, "clip": 50}, on_cpu=on_cpu, num_devices=num_devices) == seconds
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
