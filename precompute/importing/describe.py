@@ -142,7 +142,10 @@ def _per_channel(name: str, numbers: Sequence[float], channels: int) -> list[flo
             f"latents were scaled with, as --set vae.{name}=[0.18215]."
         )
     if len(numbers) not in (1, channels):
-        raise SourceError(f"import: vae.{name} has {len(numbers)} numbers, the latents have {channels} channels.")
+        raise SourceError(
+            f"import: vae.{name} has {len(numbers)} numbers, the latents have {channels} channels. Needed one, or one "
+            f"a channel: check --set vae.{name}=[...], or the statistics that the source has."
+        )
     return [float(number) for number in (numbers if len(numbers) == channels else [numbers[0]] * channels)]
 
 

@@ -119,6 +119,8 @@ def read_statistics(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
         why = "there is none" if isinstance(e, FileNotFoundError) else f"{type(e).__name__}: {e}".splitlines()[0][:200]
         raise SourceError(
             f"source '{path.parent}': '{path.name}' cannot be read ({why}). The latents are normalised with its mean "
-            "and std. Put it there, or say what to normalise with: --set vae.shift=[...] --set vae.scale=[...]."
+            "and std. Put it there: LightningDiT's ImgLatentDataset writes it when it first opens the folder. Or say "
+            "what to normalise with: --set vae.shift=[MEAN, ...] --set vae.scale=[1/STD, ...], one number a channel, "
+            "or [0.0] and [1.0] for raw latents."
         ) from e
     return tuple(mean.tolist()), tuple(std.tolist())

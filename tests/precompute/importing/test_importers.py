@@ -406,6 +406,27 @@ def test_statistics_that_are_none_are_refused_and_never_unpickled(content: str, 
     run_import(made, tmp_path / "store", "vae.shift=[0.0]", "vae.scale=[1.0]")
 
 
+def test_without_statistics_the_message_says_where_they_come_from_and_how_to_do_without(tmp_path: Path) -> None:
+    made = make_lightningdit(tmp_path / "source")
+    (made.source / "latents_stats.pt").unlink()
+    with pytest.raises(
+        SourceError, match=r"there is none.*ImgLatentDataset writes it.*vae\.scale=\[1/STD.*raw latents"
+    ):
+        run_import(made, tmp_path / "store")
+    run_import(made, tmp_path / "store", "vae.shift=[0.0]", "vae.scale=[1.0]")
+    rows, spec = torch.from_numpy(noise(3, 2, 32, SIDE, SIDE)), LatentStore(tmp_path / "store").spec.latent
+    np.testing.assert_array_equal(final_latents(rows, spec, None), rows)
+
+
+def test_statistics_of_other_channels_are_refused(tmp_path: Path) -> None:
+    made = make_lightningdit(tmp_path / "source")
+    statistics = {"mean": torch.zeros(1, 16, 1, 1), "std": torch.ones(1, 16, 1, 1)}
+    torch.save(statistics, made.source / "latents_stats.pt")
+    with pytest.raises(SourceError, match=r"16 numbers, the latents have 32 channels.*statistics that the source has"):
+        run_import(made, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
 def test_a_broken_shard_stops_the_import_and_one_without_labels_is_a_reject_each(tmp_path: Path) -> None:
     made = make_lightningdit(tmp_path / "source")
     names = sorted(path.stem for path in made.source.glob("*.safetensors"))
