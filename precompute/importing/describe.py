@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ... import __version__
@@ -20,44 +20,61 @@ from ...datasets.format.schema import (
     ImageSpec,
     LatentSpec,
     StoreSpec,
+    TextEncoder,
     TextSpec,
 )
 from ...datasets.recipe import flatten
 from ..config import TextSection, VaeSection
+from .formats.recipe import ImportRecipe
 from .formats.source import Reader, RecordHeader
 from .plan import CommonFormat, ScannedRecord, bucket_of
 
 
 def describe_import(
-    reader: Reader, common: CommonFormat, scanned: Sequence[ScannedRecord], null_hash: str
+    reader: Reader, common: CommonFormat, scanned: Sequence[ScannedRecord], null_hashes: Mapping[str, str]
 ) -> StoreSpec:
     """The spec of the store, with its fingerprint.
 
     Args:
       scanned: header or reject of every record.
-      null_hash: of the null caption, "" without captions.
+      null_hashes: of the null caption of each text encoder, by name.
     Raises: SourceError: a needed setting is unknown.
     """
     recipe, defaults = reader.recipe, reader.defaults
     downscale = recipe.vae.downscale or defaults.downscale
     zero_to_one = defaults.zero_to_one if recipe.vae.pixels == "auto" else recipe.vae.pixels == "0..1"
     buckets = Counter(bucket_of(header, downscale) for header in scanned if isinstance(header, RecordHeader))
-    vae = VaeSection(model=recipe.vae.model or defaults.vae, subfolder=recipe.vae.subfolder)
-    text = TextSection(kind="t5", model=recipe.text.model or defaults.text) if common.caption else TextSection()
-    null = {"null_caption": null_hash}
+    subfolder = recipe.vae.subfolder or ("" if recipe.vae.model else defaults.vae_subfolder)
+    vae = VaeSection(model=recipe.vae.model or defaults.vae, subfolder=subfolder)
+    sections = _text_sections(reader, common)
+    encoders = [
+        TextEncoder(
+            name=name,
+            spec=_text_spec(reader, section, *stored),
+            encoder=_identity(reader.kind, section.model, stored[2], {"null_caption": null_hashes[name]}),
+        )
+        for (name, section), stored in zip(sections.items(), common.captions, strict=True)
+    ]
+    unnamed = next((one for one in encoders if not one.name), None)
+    named = {name: section.model_dump() for name, section in sections.items() if name}
     return StoreSpec(
         format_version=FORMAT_VERSION,
         leandit_version=__version__,
         fingerprint="",
         images=_image_spec(reader, buckets),
         latent=_latent_spec(reader, common, downscale, zero_to_one=zero_to_one),
-        text=_text_spec(reader, common),
+        text=unnamed and unnamed.spec,
         vae=_identity(reader.kind, vae.model, common.dtype, {"zero_to_one": zero_to_one}),
-        text_encoder=_identity(reader.kind, text.model, common.caption[2], null) if common.caption else None,
+        text_encoder=unnamed and unnamed.encoder,
+        texts=[one for one in encoders if one.name],
         classes=_classes(reader, scanned),
         shard_mib=recipe.store.shard_mib,
         codec=recipe.store.codec,
-        recipe={"import": recipe_of(reader), "vae": vae.model_dump(), "text": text.model_dump()},
+        recipe={
+            "import": recipe_of(reader),
+            "vae": vae.model_dump(),
+            "text": sections.get("", TextSection()).model_dump() | named,
+        },
     ).with_fingerprint()
 
 
@@ -97,15 +114,43 @@ def _latent_spec(reader: Reader, common: CommonFormat, downscale: int, *, zero_t
         batch_size=1,
         tile_px=0,
         decoding=Decoding(**for_decoder, zero_to_one=zero_to_one) if defaults.is_scaled or zero_to_one else None,
+        patchify=defaults.patchify,
     )
 
 
-def _text_spec(reader: Reader, common: CommonFormat) -> TextSpec | None:
-    if common.caption is None:
-        return None
-    length, width, dtype = common.caption
-    dtype = dtype if reader.recipe.store.dtype == "source" else reader.recipe.store.dtype
-    return TextSpec(kind="imported", width=width, max_tokens=length, dtype=dtype, template=UNKNOWN, batch_size=1)
+def _text_sections(reader: Reader, common: CommonFormat) -> dict[str, TextSection]:
+    """The text encoders as a recipe has them.
+
+    Raises: SourceError: ``text.model`` names one, and there are several.
+    """
+    model, texts = reader.recipe.text.model, reader.defaults.texts
+    if model and len(texts) > 1:
+        raise SourceError(
+            f"import: text.model '{model}', and these features have {len(texts)} text encoders: {', '.join(texts)}. "
+            "Leave text.model out."
+        )
+    sections = {}
+    for (name, section), (length, _, _) in zip(texts.items(), common.captions, strict=True):
+        update: dict[str, Any] = {"model": model or section.model}
+        sections[name] = section.model_copy(update=update | ({"max_tokens": length} if name else {}))
+    return sections
+
+
+def _text_spec(reader: Reader, section: TextSection, length: int, width: int, dtype: str) -> TextSpec:
+    store = reader.recipe.store
+    asked = store.dtype if store.text_dtype == "same" else store.text_dtype
+    return TextSpec(
+        kind="imported",
+        width=width,
+        max_tokens=length,
+        dtype=dtype if asked == "source" else asked,
+        template=UNKNOWN,
+        batch_size=1,
+        output=section.output,
+        full_length=section.full_length,
+        attend_padding=section.attend_padding,
+        pooled_width=width if section.output == "pooled" else 0,
+    )
 
 
 def recipe_of(reader: Reader) -> dict[str, Any]:
@@ -115,7 +160,8 @@ def recipe_of(reader: Reader) -> dict[str, Any]:
 
 def differing_settings(spec: StoreSpec, reader: Reader) -> list[str]:
     """Settings that differ from those of the store, as "key was 1, is 2"."""
-    old, new = flatten(spec.recipe.get("import", {})), flatten(recipe_of(reader))
+    defaults = flatten(ImportRecipe().model_dump())  # of settings that a store of an earlier release lacks
+    old, new = defaults | flatten(spec.recipe.get("import", {})), flatten(recipe_of(reader))
     keys = sorted((old.keys() | new.keys()) - {"source.max_reject_share", "source.max_rejects_in_a_row"})
     return [f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
 

@@ -1,4 +1,4 @@
-"""The null caption of imported features: the user supplies it, or chooses zeros."""
+"""The null caption of imported features, for each text encoder: the user supplies it, or chooses zeros."""
 
 from __future__ import annotations
 
@@ -7,31 +7,34 @@ from pathlib import Path
 import numpy as np
 
 from ...datasets.errors import SourceError
-from .formats.arrays import MAX_ARRAY_BYTES, open_npz, parse_npy, read_file, read_member
 from .formats.source import UNREADABLE
+from .formats.untrusted.arrays import MAX_ARRAY_BYTES, open_npz, parse_npy, read_file, read_member
 
 ZEROS = "zeros"
 TENSOR = "y_embedding"  # its name in PixArt's checkpoints ends so
 
 
-def read_null(choice: str | None, shape: tuple[int, ...]) -> np.ndarray:
-    """The null caption, at the padded length and width of the captions.
+def read_null(choice: str | None, shape: tuple[int, ...], name: str) -> np.ndarray:
+    """The null caption of a text encoder, at the padded length and width of the captions.
 
     Args:
       choice: "zeros", a .npy, a .npz with ``caption_feature``, or a checkpoint (.safetensors, .pt, .pth) with a tensor
-        whose name ends in ``y_embedding``.
-      shape: (L, D) of the captions.
+        whose name ends in ``y_embedding``; for several text encoders a folder of NAME_empty.npy, as MLPerf's.
+      shape: (L, D) of the captions, or (P,) of pooled vectors.
+      name: of the text encoder.
     Raises: SourceError: none of these, or another shape.
     """
     if choice is None:
         raise SourceError(
             f"import: these features have captions, and training replaces some by a null caption of shape {shape}, "
-            f"which they lack. Give it with --null FILE (.npy, or a checkpoint with '{TENSOR}'), or --null {ZEROS} if "
-            "they were made for a model that takes zeros."
+            f"which they lack. Give it with --null FILE (.npy, a checkpoint with '{TENSOR}', or a folder with "
+            f"{name or 'NAME'}_empty.npy of each text encoder), or --null {ZEROS} if they were made for a model that "
+            "takes zeros."
         )
     if choice == ZEROS:
         return np.zeros(shape, np.float32)
     path = Path(choice)
+    path = path / f"{name}_empty.npy" if name and path.is_dir() else path
     try:
         if path.suffix == ".npy":
             rows = parse_npy(read_file(path))
@@ -41,11 +44,12 @@ def read_null(choice: str | None, shape: tuple[int, ...]) -> np.ndarray:
         else:
             rows = _from_checkpoint(path)
     except UNREADABLE as error:
-        raise SourceError(f"--null '{choice}': cannot be read as a null caption ({error}).") from error
-    rows = rows.reshape(rows.shape[-2:]) if rows.ndim > 2 and rows.size == np.prod(rows.shape[-2:]) else rows
+        raise SourceError(f"--null '{path}': cannot be read as a null caption ({error}).") from error
+    inner = rows.shape[-len(shape) :]
+    rows = rows.reshape(inner) if rows.ndim > len(shape) and rows.size == np.prod(inner) else rows
     if rows.shape != shape or rows.dtype.kind != "f" or not np.isfinite(rows).all():
         raise SourceError(
-            f"--null '{choice}': {rows.dtype} of shape {rows.shape}; needed finite numbers of shape {shape}, to which "
+            f"--null '{path}': {rows.dtype} of shape {rows.shape}; needed finite numbers of shape {shape}, to which "
             "captions are padded: guidance keeps a caption's mask, so the null caption is read at full length."
         )
     return rows
@@ -55,7 +59,7 @@ def _from_checkpoint(path: Path) -> np.ndarray:
     """The tensor of a checkpoint, float32; raises OSError, SafetensorError, ValueError."""
     from safetensors import safe_open
 
-    from .formats.torch_files import read_tensors
+    from .formats.untrusted.torch_files import read_tensors
 
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:

@@ -17,8 +17,7 @@ import numpy as np
 from ...datasets.disk.cached import cached_property
 from ...datasets.disk.spill import TakenColumn
 from ...datasets.errors import FingerprintMismatch, RecordRejected, SourceError
-from ...datasets.format.caption_layout import CAPTION_PART, NULL_PART
-from ...datasets.format.layout import is_picture_task
+from ...datasets.format.layout import Part, is_picture_task
 from ...datasets.format.schema import Manifest, Reject, StoreSpec
 from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan
@@ -30,6 +29,7 @@ from ..progress.rejects import RejectLedger, RejectLimit, ledger_of
 from ..shards.latent_shard import PackedShard
 from ..shards.stages import Background
 from ..sharing.leases import Leases, seal_alone
+from .captions import CaptionRows, null_shard
 from .describe import describe_import, differing_settings
 from .formats.kinds import open_reader
 from .formats.recipe import ImportRecipe
@@ -97,8 +97,11 @@ def _plan(reader: Reader, entries: Sequence[Entry], listing: str, null: str | No
     limit = RejectLimit(limits, RejectLedger(limits, len(entries), planning=True))
     for entry, header in zip(entries, headers, strict=True):
         limit.count(entry.key, header if isinstance(header, RecordRejected) else None)
-    digest = row_checksum(read_null(null, common.caption[:2])) if common.caption else ""
-    return plan_import(describe_import(reader, common, headers, digest), entries, headers, listing)
+    digests = {
+        name: row_checksum(read_null(null, (width,) if section.output == "pooled" else (length, width), name))
+        for (name, section), (length, width, _) in zip(reader.defaults.texts.items(), common.captions, strict=True)
+    }
+    return plan_import(describe_import(reader, common, headers, digests), entries, headers, listing)
 
 
 def check_resumes(root: Path, plan: FrozenPlan, reader: Reader, listing: str) -> None:
@@ -184,53 +187,31 @@ class ShardReader:
     def make(self, tasks: Iterator[Task] | Sequence[Task]) -> Iterator[PackedShard]:
         """Read shards, in the given order."""
         with ThreadPoolExecutor(num_threads(), thread_name_prefix="leandit-read") as pool:
-            for part, shard in tasks:
-                if part == NULL_PART:
-                    yield self._null_caption()
-                elif part == CAPTION_PART:
-                    yield self._captions(shard, pool)
+            for name, shard in tasks:
+                part = self._plan.layout.parts[name]
+                if part.is_null:
+                    yield null_shard(part, self._plan.spec, self._null)
+                elif part.captions:
+                    yield self._captions(part, shard, pool)
                 else:
-                    yield self._latents(part, shard, pool)
+                    yield self._latents(name, shard, pool)
 
-    def _null_caption(self) -> PackedShard:
-        """The null caption; raises SourceError if it is not the planned one."""
-        (array,) = self._plan.layout.part_arrays(NULL_PART)
-        null, encoder = read_null(self._null, array.shape), self._plan.spec.text_encoder
-        if encoder is None or row_checksum(null) != encoder.config.get("null_caption"):
-            raise SourceError(f"--null '{self._null}': not the null caption that the store was planned with.")
-        if (rows := _narrowed(null, array.dtype)) is None:
-            raise SourceError(f"--null '{self._null}': not finite as {array.dtype}. Use --set store.dtype=source.")
-        return PackedShard(NULL_PART, 0, {array.path: rows}, [row_checksum(rows)])
+    def _captions(self, part: Part, shard: int, pool: ThreadPoolExecutor) -> PackedShard:
+        """All captions of a shard, by one text encoder; raises SourceError if one can no longer be read."""
+        layout = part.captions
+        assert layout is not None, "a part of captions"
+        captions = layout.captions_of(shard)
+        packed = CaptionRows(part, shard)
+        texts = self._plan.captions["text"].slice(captions.start, len(captions)).to_pylist()
+        entries = self._entries(self._origins[captions.start : captions.stop])
+        found = pool.map(lambda entry: self._caption(entry, layout.name), entries)
+        for caption, text, values in zip(captions, texts, found, strict=True):
+            packed.add(caption, text, values)
+        return packed.shard()
 
-    def _captions(self, shard: int, pool: ThreadPoolExecutor) -> PackedShard:
-        """Valid tokens of all captions of a shard; raises SourceError if one can no longer be read."""
-        plan, layout = self._plan, self._plan.layout
-        (array,) = layout.part_arrays(CAPTION_PART)
-        first, captions = layout.rows_of(CAPTION_PART, shard).start, layout.captions_of(CAPTION_PART, shard)
-        of_captions = layout.parts[CAPTION_PART].captions
-        assert of_captions is not None, "a part of captions"
-        rows = np.full((len(layout.rows_of(CAPTION_PART, shard)), *array.shape[1:]), np.nan, array.dtype)
-        checksums, entries = [], self._entries(self._origins[captions.start : captions.stop])
-        for caption, found in zip(captions, pool.map(self._caption, entries), strict=True):
-            start, length = int(of_captions.offsets[caption]) - first, int(of_captions.num_tokens[caption])
-            text = plan.captions["text"][caption].as_py()
-            if found.shape != (length, array.shape[1]):
-                raise SourceError(
-                    f"caption {text[:80]!r}: its features are {found.shape} now, {(length, array.shape[1])} when the "
-                    "store was planned. Restore the source; the same command then goes on."
-                )
-            if (tokens := _narrowed(found, array.dtype)) is None:
-                raise SourceError(
-                    f"caption {text[:80]!r}: its features are not finite as {array.dtype}. Import into another --store "
-                    "with --set store.dtype=source, or with text.check=content, which rejects what is broken."
-                )
-            rows[start : start + length] = tokens
-            checksums.append(row_checksum(tokens))
-        return PackedShard(CAPTION_PART, shard, {array.path: rows}, checksums)
-
-    def _caption(self, entry: Entry) -> np.ndarray:
+    def _caption(self, entry: Entry, name: str) -> np.ndarray:
         try:
-            return self._reader.read_caption(entry)
+            return self._reader.read_caption(entry, name)
         except RecordRejected as reject:
             raise SourceError(
                 f"record '{entry.key}': its caption cannot be read ({reject.detail}), and other records may need it. "

@@ -26,6 +26,7 @@ CHUNK = 4096  # records scanned at once
 MAX_CLASSES = 1 << 20
 MAX_SIDE = 1 << 14  # positions of a latent
 DTYPES = ("float16", "float32")
+TEXT_DTYPES = ("float16", "bfloat16", "float32")
 
 ScannedRecord = RecordHeader | RecordRejected
 
@@ -35,28 +36,30 @@ class CommonFormat(NamedTuple):
 
     Args:
       stored_channels, dtype, has_flip: of the latents.
-      caption: (length, width, dtype) of the padded captions, or None.
+      captions: (length, width, dtype) of the padded captions, of each text encoder.
       size: of the latents; empty if sizes may differ.
     """
 
     stored_channels: int
     dtype: str
     has_flip: bool
-    caption: tuple[int, int, str] | None
+    captions: tuple[tuple[int, int, str], ...]
     size: tuple[int, ...]
 
     @classmethod
     def of(cls, header: RecordHeader, defaults: FormatDefaults) -> CommonFormat:
         """The properties of one record."""
-        caption = header.caption and (header.caption.padded, header.caption.width, header.caption.dtype)
+        of_encoders = header.caption.of_encoders if header.caption else ()
+        captions = tuple((one.padded, one.width, one.dtype) for one in of_encoders)
         return cls(
-            header.shape[0], header.dtype, header.has_flip, caption, header.shape[1:] if defaults.one_size else ()
+            header.shape[0], header.dtype, header.has_flip, captions, header.shape[1:] if defaults.one_size else ()
         )
 
     def __str__(self) -> str:
         text = f"{self.stored_channels} channels{''.join(f' x {side}' for side in self.size)} of {self.dtype}"
         text += ", with a flipped copy" if self.has_flip else ", without a flipped copy"
-        return text + (", captions of {} x {} {}".format(*self.caption) if self.caption else "")
+        captions = " and ".join(f"{length} x {width} {dtype}" for length, width, dtype in self.captions)
+        return text + (f", captions of {captions}" if captions else "")
 
 
 def listing_hash(entries: Sequence[Entry]) -> str:
@@ -104,8 +107,12 @@ def _checked(header: RecordHeader, reader: Reader) -> RecordHeader:
         raise RecordRejected("scan", "no_label", f"label {header.label}")
     if header.label >= MAX_CLASSES:
         raise RecordRejected("scan", "bad_metadata", f"label {header.label}; needed a class number")
-    if reader.defaults.text and not header.caption:
+    if reader.defaults.texts and not header.caption:
         raise RecordRejected("scan", "no_caption", "no caption features")
+    for one in header.caption.of_encoders if header.caption else ():
+        if one.dtype not in TEXT_DTYPES:
+            needed = "needed float16, bfloat16 or float32"
+            raise RecordRejected("scan", "wrong_shape", f"a caption of dtype {one.dtype}; {needed}")
     return header
 
 
@@ -136,15 +143,16 @@ def reject_outliers(headers: Sequence[ScannedRecord], reader: Reader) -> tuple[C
 def plan_import(
     spec: StoreSpec, entries: Sequence[Entry], headers: Sequence[ScannedRecord], listing: str
 ) -> FrozenPlan:
-    """Assign every record its row and every distinct caption its id: sorted by length, then by first appearance.
+    """Assign every record its row and every distinct caption its id: sorted by length for the first text encoder, then
+    by first appearance.
 
     Of records with the same text, the features of the first one are kept.
     """
-    lengths: dict[str, int] = {}
+    lengths: dict[str, list[int]] = {}
     for header in headers:
         if isinstance(header, RecordHeader) and header.caption:
-            lengths.setdefault(header.caption.text, header.caption.num_tokens)
-    lengths = dict(sorted(lengths.items(), key=lambda caption: caption[1]))
+            lengths.setdefault(header.caption.text, [one.num_tokens for one in header.caption.of_encoders])
+    lengths = dict(sorted(lengths.items(), key=lambda caption: caption[1][0]))
     ids = {text: i for i, text in enumerate(lengths)}
     columns: dict[str, list[Any]] = {name: [] for name in PLAN_SCHEMA.names}
     next_row: Counter[str] = Counter()
@@ -166,7 +174,12 @@ def plan_import(
         for name, values in columns.items():
             values.append(row.get(name))
     records = pa.table(columns, schema=PLAN_SCHEMA)
-    return first_plan(spec, listing, records, texts=list(lengths), num_tokens=list(lengths.values()))
+    of_encoders = {one.name: [of[i] for of in lengths.values()] for i, one in enumerate(spec.text_encoders)}
+    first, *others = of_encoders or [""]
+    further = {name: of_encoders[name] for name in others}
+    return first_plan(
+        spec, listing, records, texts=list(lengths), num_tokens=of_encoders.get(first, []), further=further
+    )
 
 
 def caption_origins(plan: FrozenPlan) -> np.ndarray:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...datasets.errors import SourceError
-from ...datasets.format.caption_layout import NULL_PART
 from ...datasets.format.schema import StoreSpec
 from ...datasets.recipe import parse_recipe
 from ...datasets.revisions.commits import Task
@@ -43,7 +42,7 @@ class Importer:
             raise SourceError(f"source '{self.reader.root}': not what the store was imported from. Check --source.")
         limit = RejectLimit(self.reader.recipe.source.limits().model_copy(update=UNLIMITED), None)
         shards = ShardReader(plan, self.reader, None, limit, lambda _: None)
-        yield from shards.make([task for task in tasks if task[0] != NULL_PART])
+        yield from shards.make([task for task in tasks if not plan.layout.parts[task[0]].is_null])
 
 
 def load_importer(spec: StoreSpec, source: Path) -> Importer:

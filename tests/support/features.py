@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+import xxhash
 from making import no_progress
 from safetensors.torch import save_file
 
@@ -26,11 +27,11 @@ SIDE = 8  # places of a latent
 
 @dataclass(frozen=True)
 class Expected:
-    """One record: its arrays in the dtype of the source, its label, its captions' tokens by text."""
+    """One record: its arrays in the dtype of the source, its label, its captions by text: tokens, or by encoder."""
 
     arrays: list[np.ndarray]
     label: int = -1
-    captions: Mapping[str, np.ndarray] = field(default_factory=dict)
+    captions: Mapping[str, np.ndarray | dict[str, np.ndarray]] = field(default_factory=dict)
     size: tuple[int, int] | None = None
 
 
@@ -43,7 +44,7 @@ class Made:
     records: dict[str, Expected]
     settings: list[str] = field(default_factory=list)
     null: str | None = None
-    null_rows: np.ndarray | None = None
+    null_rows: np.ndarray | dict[str, np.ndarray] | None = None
 
 
 def noise(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -182,6 +183,55 @@ def make_mds(root: Path) -> Made:
     return Made("mds", root, records, settings, "zeros", np.zeros((12, 16), np.float16))
 
 
+def bfloat16(array: np.ndarray) -> torch.Tensor:
+    """The nearest numbers of bfloat16."""
+    return torch.from_numpy(array).to(torch.bfloat16)
+
+
+def npy_of_bits(tensor: torch.Tensor) -> bytes:
+    """A .npy file of the bits of bfloat16, as preprocess_flux_dataset.py of torchtitan's MLPerf branch stores it."""
+    stream = io.BytesIO()
+    np.save(stream, tensor.view(torch.uint16).numpy())
+    return stream.getvalue()
+
+
+def make_mlperf_flux(root: Path, *, columns: Mapping[str, list[Any]] | None = None) -> Made:
+    """preprocess_flux_dataset.py of torchtitan's MLPerf branch, and ``save_to_disk``; a T5 of 6 tokens.
+
+    Args:
+      columns: others, as a list of the value of each record.
+    """
+    root.mkdir(parents=True)
+    rows, records = [], {}
+    for i in range(COUNT):
+        mean, logvar = bfloat16(noise(2 * i, 16, SIDE, SIDE)), bfloat16(noise(2 * i + 1, 16, SIDE, SIDE))
+        t5, clip = bfloat16(noise(100 + i % 7, 6, 16)), bfloat16(noise(200 + i % 7, 8))
+        cells = {"t5_encodings": t5, "clip_encodings": clip, "mean": mean, "logvar": logvar}
+        key = f"{i:09d}"
+        rows.append({"__key__": key} | {name: npy_of_bits(tensor) for name, tensor in cells.items()})
+        rows[-1] |= {name: values[i] for name, values in (columns or {}).items()}
+        encoders = {"clip": clip.float().numpy(), "t5": t5.float().numpy()}
+        digest = xxhash.xxh3_128(b"".join(one.tobytes() for one in encoders.values())).hexdigest()
+        moments = torch.cat([mean, logvar]).float().numpy()
+        records[key] = Expected([moments], -1, {f"embedding {digest}": encoders})
+    table, names = pa.Table.from_pylist(rows), []
+    for number, start in enumerate(range(0, COUNT, 6)):
+        names.append(f"data-{number:05d}-of-00002.arrow")
+        with pa.OSFile(str(root / names[-1]), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table.slice(start, 6), max_chunksize=4)
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_format_columns": None}
+    state |= {"_format_kwargs": {}, "_format_type": None, "_output_all_columns": False, "_split": "train"}
+    (root / "state.json").write_text(json.dumps(state))
+    empty = root / "empty_encodings"
+    empty.mkdir()
+    null = {"clip": noise(300, 1, 8, dtype=np.float16), "t5": noise(301, 1, 6, 16, dtype=np.float16)}
+    for name, values in null.items():
+        np.save(empty / f"{name}_empty.npy", values)
+    # Numbers of float16 in bfloat16, as the captions.
+    nulls = {name: bfloat16(values[0].astype(np.float32)).float().numpy() for name, values in null.items()}
+    return Made("mlperf-flux", root, records, [], str(empty), nulls)
+
+
 MAKERS: dict[str, Callable[[Path], Made]] = {
     "fast-dit": make_fast_dit,
     "mar": make_mar,
@@ -189,6 +239,7 @@ MAKERS: dict[str, Callable[[Path], Made]] = {
     "edm2": make_edm2,
     "pixart": make_pixart,
     "mds": make_mds,
+    "mlperf-flux": make_mlperf_flux,
 }
 
 
@@ -198,6 +249,18 @@ def run_import(made: Made, store: Path, *overrides: str) -> ImportReport:
     return import_features(
         made.kind, settings, source_path=made.source, store_path=store, progress=no_progress, null=made.null
     )
+
+
+def by_encoder(values: np.ndarray | dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What each text encoder gave for a caption, by its name."""
+    return values if isinstance(values, dict) else {"": values}
+
+
+def assert_has_null(store: LatentStore, made: Made) -> None:
+    """A store holds the null caption of a source, if it has one."""
+    for name, values in by_encoder(made.null_rows).items() if made.null_rows is not None else ():
+        stored = store.text(name).null if values.ndim == 2 else store.text(name).null_pooled
+        np.testing.assert_array_equal(stored, values)
 
 
 def assert_holds(store: LatentStore, records: Mapping[str, Expected], dtype: str | None = None) -> None:
@@ -219,8 +282,10 @@ def assert_holds(store: LatentStore, records: Mapping[str, Expected], dtype: str
         texts = [store.captions["text"][caption].as_py() for caption in row["caption_ids"]]
         assert texts == list(wanted.captions)
         for caption, tokens in zip(row["caption_ids"], wanted.captions.values(), strict=True):
-            stored = store.caption_embedding(caption)
-            assert stored.dtype == (dtype or tokens.dtype)
-            np.testing.assert_array_equal(stored, tokens.astype(stored.dtype))
+            for name, values in by_encoder(tokens).items():
+                of_encoder = store.text(name)
+                stored = of_encoder[caption] if values.ndim == 2 else of_encoder.pooled_vector(caption)
+                assert stored.dtype == (dtype or values.dtype)
+                np.testing.assert_array_equal(stored, values.astype(stored.dtype))
         if wanted.size:
             assert (row["height_px"], row["width_px"]) == wanted.size

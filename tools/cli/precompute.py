@@ -155,10 +155,12 @@ def _stoppable_progress(stop: StopRequest) -> Iterator[Progress]:
 
 def import_(
     context: typer.Context,
-    kind: Annotated[str, typer.Argument(help="fast-dit, lightningdit, mar, edm2, pixart or mds.")],
+    kind: Annotated[str, typer.Argument(help="fast-dit, lightningdit, mar, edm2, pixart, mds or mlperf-flux.")],
     source: Annotated[Path, local_input("Features: the folder or file that the other program wrote.")],
     store: Annotated[Path, output("Folder of the store; the same command again resumes.")],
-    null: Annotated[str | None, typer.Option(help="Null caption: .npy, a checkpoint, or zeros.")] = None,
+    null: Annotated[
+        str | None, typer.Option(help="Null caption: .npy, a checkpoint, a folder for several text encoders, or zeros.")
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Make a store of features that another program has encoded, number for number; nothing is encoded again.

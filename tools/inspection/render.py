@@ -81,16 +81,17 @@ def _render_self_check(summary: dict[str, Any]) -> list[str]:
 
 
 def _render_captions(summary: dict[str, Any]) -> list[str]:
-    lines = []
+    lines, specs = [], [summary["text"], *(text["spec"] for text in summary["texts"].values())]
     if lengths := summary["caption_tokens"]:
+        max_tokens = next(spec["max_tokens"] for spec in specs if spec)  # of the first text encoder
         lines += ["", _row("caption tokens", f"{'captions':>10}")]
         lines += [_row(span, f"{count:>10}") for span, count in lengths["table"].items()]
         lines.append(
             f"{summary['num_captions']} captions, {summary['num_caption_tokens']} tokens: min {lengths['min']}, "
             f"median {lengths['median']}, 95 % {lengths['p95']}, max {lengths['max']}; {lengths['num_truncated']} cut "
-            f"at {summary['text']['max_tokens']}; {lengths['padding_avoided']}x fewer tokens than padded"
+            f"at {max_tokens}; {lengths['padding_avoided']}x fewer tokens than padded"
         )
-    if quality := summary["caption_quality"]:
+    if (quality := summary["caption_quality"]) and summary["text"]:  # of one with a name it stands below
         lines.append(
             f"{quality['bytes_per_caption']:.0f} bytes a caption, {quality['fewer_than_padded_float16']}x fewer than "
             f"float16 padded to {summary['text']['max_tokens']} tokens"

@@ -9,9 +9,9 @@ from pathlib import Path
 from ....datasets.errors import RecordRejected, SourceError
 from ....datasets.revisions.writer import row_checksum
 from ...sources.files.ignored import is_system_folder
-from .arrays import look_member, look_npy, open_npz, parse_npy, read_file, read_member
 from .recipe import ImportRecipe
 from .source import Entry, Features, FormatDefaults, Reader, RecordHeader, files_below, natural_order, rejecting
+from .untrusted.arrays import look_member, look_npy, open_npz, parse_npy, read_file, read_member
 
 FAST_DIT = FormatDefaults(
     latent="sample", is_scaled=True, vae="stabilityai/sd-vae-ft-ema", downscale=8, scale=(0.18215,)

@@ -17,9 +17,9 @@ from typing import Any
 
 from ....datasets.errors import RecordRejected, SourceError
 from ...sources.files.record import usable_key
-from .arrays import MAX_ARRAY_BYTES, MAX_HEADER, look, look_npy, open_regular, read_file
 from .recipe import ImportRecipe
 from .source import Entry, FormatDefaults, Reader, RecordHeader, files_below, inner_path, rejecting
+from .untrusted.arrays import MAX_ARRAY_BYTES, MAX_HEADER, look, look_npy, open_regular, read_file
 
 RAW_MEAN = (5.81, 3.25, 0.12, -2.15)  # of latents of pictures from 0 to 1, as EDM2's StabilityVAEEncoder has them
 RAW_STD = (4.17, 4.62, 3.71, 3.28)

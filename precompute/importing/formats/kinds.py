@@ -10,11 +10,14 @@ from .classes import FastDit, Mar
 from .edm2 import Edm2
 from .lightningdit import LightningDit
 from .mds import Mds
+from .mlperf_flux import MlperfFlux
 from .pixart import PixArt
 from .recipe import ImportRecipe, Kind
 from .source import Reader
 
-READERS: dict[str, type[Reader]] = {one.kind: one for one in (FastDit, LightningDit, Mar, Edm2, PixArt, Mds)}
+READERS: dict[str, type[Reader]] = {
+    one.kind: one for one in (FastDit, LightningDit, Mar, Edm2, PixArt, Mds, MlperfFlux)
+}
 
 
 def open_reader(kind: str, root: Path, recipe: ImportRecipe) -> Reader:

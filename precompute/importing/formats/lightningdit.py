@@ -13,10 +13,10 @@ from safetensors import safe_open
 
 from ....datasets.errors import RecordRejected, SourceError
 from ....datasets.revisions.writer import row_checksum
-from .arrays import open_regular
 from .recipe import ImportRecipe
 from .source import Entry, Features, FormatDefaults, Reader, RecordHeader, natural_order, rejecting, size_of
-from .torch_files import read_tensors
+from .untrusted.arrays import open_regular
+from .untrusted.torch_files import read_tensors
 
 LIGHTNING_DIT = FormatDefaults("sample", is_scaled=False, vae="hustvl/vavae-imagenet256-f16d32-dinov2", downscale=16)
 STATISTICS = "latents_stats.pt"

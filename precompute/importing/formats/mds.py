@@ -22,12 +22,23 @@ import pyarrow as pa
 
 from ....datasets.errors import RecordRejected, ResourceError, SourceError
 from ....datasets.revisions.writer import row_checksum
-from .arrays import MAX_ARRAY_BYTES, open_regular
+from ...config import TextSection
 from .recipe import ImportRecipe
-from .source import CaptionHeader, Entry, Features, FormatDefaults, Reader, RecordHeader, inner_path, rejecting
+from .source import (
+    CaptionHeader,
+    Entry,
+    Features,
+    FormatDefaults,
+    Reader,
+    RecordHeader,
+    TextHeader,
+    inner_path,
+    rejecting,
+)
+from .untrusted.arrays import MAX_ARRAY_BYTES, open_regular
 
 MDS = FormatDefaults(latent="sample", is_scaled=True, vae="unknown", downscale=8, scale=(), one_size=False)
-TEXT_ENCODER = "unknown"
+TEXT_ENCODER = TextSection(kind="t5", model="unknown")
 INDEX = "index.json"
 MAX_SHARD_BYTES = 1 << 32  # offsets are uint32
 OPEN_SHARDS = 4
@@ -69,7 +80,7 @@ class Mds(Reader):
         self._text = self._column("text", "caption") if self._captions else ""
         self._label = self._column("label", "label", optional=True)
         self._mask = self._column("mask", "", optional=True)
-        self.defaults = replace(MDS, text=TEXT_ENCODER if self._captions else "")
+        self.defaults = replace(MDS, texts={"": TEXT_ENCODER} if self._captions else {})
         self.has_labels = bool(self._label)
         self._content = lru_cache(maxsize=OPEN_SHARDS)(self._read_shard)
         self._unpacked: dict[str, memoryview] = {}
@@ -109,7 +120,7 @@ class Mds(Reader):
         text = bytes(sample[self._text][1]).decode()
         if not np.isfinite(tokens).all() or not len(tokens) or not text.strip():
             raise RecordRejected("scan", "no_caption", f"{entry.key}: no text, no valid token, or NaN")
-        return CaptionHeader(text, len(tokens), padded, tokens.shape[1], tokens.dtype.name)
+        return CaptionHeader(text, (TextHeader(len(tokens), padded, tokens.shape[1], tokens.dtype.name),))
 
     def read(self, entry: Entry) -> Features:
         """Latents of one sample."""
@@ -117,7 +128,7 @@ class Mds(Reader):
             array = self._array(self._sample(entry))
         return Features([array], row_checksum(array))
 
-    def read_caption(self, entry: Entry) -> np.ndarray:
+    def read_caption(self, entry: Entry, name: str) -> np.ndarray:
         """The tokens that the mask keeps, or all, (L, D)."""
         with rejecting(entry.key):
             return self._tokens(self._sample(entry))[1]

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....datasets.errors import RecordRejected, SourceError
-from .arrays import look_member, look_npy, open_npz, open_regular, read_member
+from ...config import TextSection
 from .recipe import ImportRecipe
-from .source import CaptionHeader, Entry, FormatDefaults, Reader, RecordHeader, inner_path, rejecting
+from .source import CaptionHeader, Entry, FormatDefaults, Reader, RecordHeader, TextHeader, inner_path, rejecting
+from .untrusted.arrays import look_member, look_npy, open_npz, open_regular, read_member
 
 PIXART = FormatDefaults(
     latent="mean_std",
@@ -21,7 +22,7 @@ PIXART = FormatDefaults(
     downscale=8,
     scale=(0.13025,),
     one_size=False,
-    text="google/t5-v1_1-xxl",
+    texts={"": TextSection(kind="t5", model="google/t5-v1_1-xxl")},
 )
 DESCRIPTION = "data_info.json"
 FEATURE, MASK = "caption_feature", "attention_mask"
@@ -103,7 +104,8 @@ class PixArt(Reader):
             raise RecordRejected("scan", "wrong_shape", f"{path}: dtype {dtype}; needed float16 or float32")
         if not mask.any():
             raise RecordRejected("scan", "no_caption", f"{path}: not one valid token")
-        return CaptionHeader(prompt, int(np.count_nonzero(mask)), shape[-2], shape[-1], dtype)
+        header = TextHeader(int(np.count_nonzero(mask)), shape[-2], shape[-1], dtype)
+        return CaptionHeader(prompt, (header,))
 
     def _caption_path(self, entry: Entry) -> str:
         path = self._find(self._captions, entry.key, ".npz")
@@ -111,7 +113,7 @@ class PixArt(Reader):
             raise RecordRejected("scan", "no_caption", f"{entry.key}: no .npz of it in '{self._captions}'")
         return path
 
-    def read_caption(self, entry: Entry) -> np.ndarray:
+    def read_caption(self, entry: Entry, name: str) -> np.ndarray:
         """The tokens that the mask keeps, (L, D)."""
         path = self._caption_path(entry)
         with rejecting(path), open_npz(self.root / path) as arrays:

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from ....datasets.recipe import Section, parse_with_overrides
 from ...config import SourceSection, StoreSection
 
-Kind = Literal["fast-dit", "lightningdit", "mar", "edm2", "pixart", "mds"]
+Kind = Literal["fast-dit", "lightningdit", "mar", "edm2", "pixart", "mds", "mlperf-flux"]
 
 
 class ImportSource(Section):
@@ -74,7 +74,7 @@ class ImportLayout(Section):
     captions: str = ""
     """PixArt: folder of the caption features. MDS: the column of the embeddings, as "caption_latents"."""
     text: str = ""
-    """MDS: the column of the captions' text, as "caption"."""
+    """The column of the captions' text: of MDS, as "caption"; of mlperf-flux, whose set has none, if yours has one."""
     label: str = ""
     """MDS: the column of the label."""
     mask: str = ""
@@ -91,7 +91,9 @@ class ImportStore(Section):
     """The format on disk."""
 
     dtype: Literal["source", "float16", "float32"] = "source"
-    """Of latents and caption embeddings; "source": as they are, so no number changes (bfloat16 becomes float32)."""
+    """Of latents and caption embeddings; "source": as they are, so no number changes (latents of bfloat16: float32)."""
+    text_dtype: Literal["same", "source", "float16", "bfloat16", "float32", "int8"] = "same"
+    """Of caption embeddings: "same" as store.dtype; "int8" with a scale for each token, half the bytes of bfloat16."""
     shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Size at which a shard is full."""
     codec: str = "none"

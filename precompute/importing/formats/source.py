@@ -11,9 +11,9 @@ import errno
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, NamedTuple
 
@@ -22,8 +22,9 @@ import xxhash
 from safetensors import SafetensorError
 
 from ....datasets.errors import RecordRejected, ResourceError, SourceError
-from .arrays import parse_npy, read_file
+from ...config import TextSection
 from .recipe import ImportRecipe
+from .untrusted.arrays import parse_npy, read_file
 
 UNREADABLE = (OSError, ValueError, EOFError, LookupError, NotImplementedError, SafetensorError)
 LACKING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
@@ -37,12 +38,13 @@ class FormatDefaults:
     Args:
       latent: kind of the rows, as in ``LatentSpec.kind``.
       is_scaled: shift and scale were applied before the features were stored.
-      vae: name of the VAE.
+      vae, vae_subfolder: name of the VAE, and the folder inside of it.
       downscale: pixels of a latent position.
       shift, scale: of the VAE, one number or one for each channel; without scale the user must give it.
       zero_to_one: the VAE was given pixels from 0 to 1.
       one_size: all records must have the same size.
-      text: name of the text encoder; "" without captions.
+      texts: the text encoders by name, as in a recipe; that of ``[text]`` by "". Empty without captions.
+      patchify: side of the squares of latent positions that were made channels.
     """
 
     latent: str
@@ -53,7 +55,9 @@ class FormatDefaults:
     scale: tuple[float, ...] = ()
     zero_to_one: bool = False
     one_size: bool = True
-    text: str = ""
+    texts: Mapping[str, TextSection] = field(default_factory=dict)
+    vae_subfolder: str = ""
+    patchify: int = 1
 
 
 class Entry(NamedTuple):
@@ -65,14 +69,21 @@ class Entry(NamedTuple):
     num_bytes: int = 0
 
 
-class CaptionHeader(NamedTuple):
-    """A caption: its text, number of valid tokens, and stored length, width and dtype."""
+class TextHeader(NamedTuple):
+    """What a text encoder gave for a caption: number of valid tokens (1 for a pooled vector), padded length, width and
+    dtype: "float16", "bfloat16" or "float32"."""
 
-    text: str
     num_tokens: int
     padded: int
     width: int
     dtype: str
+
+
+class CaptionHeader(NamedTuple):
+    """A caption: its text, and what each text encoder of the kind gave for it."""
+
+    text: str
+    of_encoders: tuple[TextHeader, ...]
 
 
 class RecordHeader(NamedTuple):
@@ -142,9 +153,12 @@ class Reader(ABC):
         """
         return read_file(self.root / entry.path)
 
-    def read_caption(self, entry: Entry) -> np.ndarray:
-        """(L, D) valid tokens of a record's caption; raises RecordRejected."""
-        raise AssertionError(f"{entry.key}: this kind has no captions")
+    def read_caption(self, entry: Entry, name: str) -> np.ndarray:
+        """(L, D) valid tokens of a record's caption by a text encoder, or its pooled vector (P,).
+
+        Raises: RecordRejected.
+        """
+        raise AssertionError(f"{entry.key}: this kind has no captions, and no text encoder '{name}'")
 
     def file_entry(self, path: str, key: str = "") -> Entry:
         """A record that is a file; its name is the default key."""

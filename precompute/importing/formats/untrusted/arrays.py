@@ -27,7 +27,7 @@ MAX_HEADER = 1 << 12  # ours and numpy's are 128 bytes
 ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError)  # RuntimeError: it is encrypted
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 _parsing = threading.Lock()  # two threads that parse at once break Python 3.11's parser ("recursion depth mismatch")
-DTYPES = ("float16", "float32", "bool", "uint8", "int16", "int32", "int64")
+DTYPES = ("float16", "float32", "bool", "uint8", "uint16", "int16", "int32", "int64")
 
 
 def open_regular(path: Path) -> BinaryIO:
