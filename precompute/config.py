@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from ..datasets.format.buckets import MAX_RATIO, STEP_PX, Table, bucket_table, largest_crop
+from ..datasets.format.caption_layout import CAPTION_ARRAYS
 from ..datasets.format.schema import Name
 from ..datasets.format.zarr_shard import check_codec
 from ..datasets.recipe import Section, load_recipe
@@ -284,6 +285,8 @@ class PrecomputeRecipe(Section):
     def _named_encoders_differ(self) -> PrecomputeRecipe:
         if none := [name for name, section in self.texts.items() if section.kind == "none"]:
             raise ValueError(f'[text.{none[0]}] needs a kind, as kind = "clip"')
+        if arrays := sorted(self.texts.keys() & CAPTION_ARRAYS):
+            raise ValueError(f"[text.{arrays[0]}] has the name of an array beside its folder; use another")
         if both := sorted(self.texts.keys() & self.features.keys()):
             raise ValueError(f"a text encoder and a feature have the name '{both[0]}'; use two names")
         return self

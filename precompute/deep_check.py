@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,20 @@ import pyarrow as pa
 
 from ..datasets.errors import RecordRejected
 from ..datasets.format.buckets import bucket_size
-from ..datasets.format.row_layout import bucket_part
+from ..datasets.format.layout import Part, revision_prefix
+from ..datasets.format.token_dtypes import StoredTokens, widen
 from ..datasets.maintenance.findings import Finding
+from ..datasets.revisions.commits import read_record
 from ..datasets.revisions.plan import FrozenPlan, read_plan
 from ..datasets.store import LatentStore
 from .encoders.forwards import EncodedRow, encode_batch, rows_of_a_forward
+from .images.decoders import Decoded
 from .repair import Tools, with_places
 from .shards.caption_shard import caption_batches, stored_rows
-from .shards.picture_batches import Picture, decode_planned
+from .shards.picture_batches import BucketSource, Picture, decode_row
 
-CLOSE = 2e-2  # of the largest value; tolerance for another device or library version
+CLOSE = 2e-2  # of the largest value of an array; tolerance for another device or library version
+EXACT, WITHIN, OTHER, NOT_COMPARED = range(4)  # how a record or caption came out, the worst last
 
 
 @dataclass
@@ -29,7 +33,7 @@ class DeepReport:
     """Result of a deep check.
 
     Args:
-      num_records, num_captions: compared.
+      num_records, num_captions: compared, with all their features and text encoders, those that were added later too.
       num_exact: equal bit for bit.
       num_close: equal within ``CLOSE``, as from another kind of device or library version.
       findings: all others.
@@ -42,10 +46,33 @@ class DeepReport:
     findings: list[Finding]
 
 
+@dataclass
+class _Outcomes:
+    """The worst outcome of each record, by its key, and of each caption, by its number."""
+
+    worst: dict[str | int, int] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, what: str | int, outcome: int, finding: Finding | None = None) -> None:
+        """Count an outcome; what is found of a record whose picture is gone is found once."""
+        if self.worst.get(what) == NOT_COMPARED:
+            return
+        self.worst[what] = max(outcome, self.worst.get(what, EXACT))
+        self.findings += [finding] if finding else []
+
+    def report(self) -> DeepReport:
+        """The counts."""
+        outcomes = list(self.worst.values())
+        num_captions = sum(isinstance(what, int) for what in self.worst)
+        counts = (len(outcomes) - num_captions, num_captions, outcomes.count(EXACT), outcomes.count(WITHIN))
+        return DeepReport(*counts, self.findings)
+
+
 def deep_check(root: Path, tools: Tools, *, num_records: int, seed: int) -> DeepReport:
     """Encode a random sample of records and captions again and compare them with the store.
 
-    Records are encoded in their original batches, because the rest of a batch changes the bits of a convolution.
+    Records are encoded in their original batches, because the rest of a batch changes the bits of a convolution. What a
+    later revision added to them was encoded in batches of its own, and so it is here.
 
     Args:
       num_records: number of records, and of captions, to compare; all if there are fewer.
@@ -55,127 +82,151 @@ def deep_check(root: Path, tools: Tools, *, num_records: int, seed: int) -> Deep
     statuses = np.array(store.records["status"].to_pylist())
     stored = np.flatnonzero(statuses == "stored")
     sample = rng.choice(stored, min(num_records, len(stored)), replace=False)
-    result = DeepReport(0, 0, 0, 0, [])
     rows = store.records.take(pa.array(sample)).to_pylist()
     captions = rng.choice(store.captions.num_rows, min(num_records, store.captions.num_rows), replace=False)
-    revision_of_caption = store.captions["revision"].to_numpy()
+    result = _Outcomes()
     for revision in store.manifest.stack if store.manifest else []:
         plan = with_places(read_plan(root, revision), tools.source)
-        wanted = {(row["bucket"], row["row"]): row for row in rows if row["revision"] == revision}
-        _deep_pictures(store, plan, tools, wanted, result)
-        own = np.sort(captions[revision_of_caption[captions] == revision])
-        _deep_captions(store, plan, tools, own.tolist(), result)
-    return result
+        for part in plan.layout.parts.values():
+            if part.captions:
+                _deep_captions(store, plan, part, tools, np.sort(captions).tolist(), result)
+                continue
+            wanted = [row for row in rows if (row["revision"], row["bucket"]) == (part.revision, part.bucket)]
+            _deep_pictures(store, plan, part, tools, {row["row"]: row for row in wanted}, result)
+    return result.report()
 
 
 def _deep_pictures(
     store: LatentStore,
     plan: FrozenPlan,
+    part: Part,
     tools: Tools,
-    wanted: dict[tuple[str, int], dict[str, Any]],
-    result: DeepReport,
+    wanted: dict[int, dict[str, Any]],
+    result: _Outcomes,
 ) -> None:
-    size, images = plan.spec.latent.batch_size, plan.spec.images
-    batches = sorted({(bucket, *_batch_of(plan, bucket, row, size)) for bucket, row in wanted})
-    for bucket, start, stop in batches:
-        positions = plan.bucket_positions[bucket][start:stop]
-        table = plan.records.take(pa.array(positions)).to_pylist()
-        decoded: list[Picture] = []
-        for row in table:
-            place = row["source_path"], row["source_offset"], row["source_bytes"]
-            planned = row["height_px"], row["width_px"]
-            decoded.append(
-                decode_planned(images, tools.source, tools.decoders, place, size=planned, bucket=bucket_size(bucket))
-            )
-        pixels = np.zeros((len(decoded), *bucket_size(bucket), 3), np.uint8)
+    """Compare some rows of a part.
+
+    Args:
+      wanted: records by row.
+    """
+    latent, bucket, source = plan.spec.latent, bucket_size(part.bucket), BucketSource(plan, part)
+    encoders = [one for one in tools.encoders.rows_encoders(latent) if one.group in part.groups]
+    for shard, rows in sorted(
+        {_batch_of(part, row, latent.batch_size) for row in wanted}, key=lambda one: one[1].start
+    ):
+        decoded = [decode_row(plan, source, row, tools.source, tools.decoders, bucket=bucket) for row in rows]
+        pixels = np.zeros((len(rows), *bucket, 3), np.uint8)
         for i, picture in enumerate(decoded):
-            if not isinstance(picture, RecordRejected):
+            if isinstance(picture, Decoded):
                 pixels[i] = picture.pixels
-        views = [pixels, pixels[:, :, ::-1]][: 2 if plan.spec.latent.flip else 1]
-        here = {i: wanted[bucket, row] for i, row in enumerate(range(start, stop)) if (bucket, row) in wanted}
-        max_rows = min(rows_of_a_forward(record["fallback"], size) for record in here.values())
-        found, _ = encode_batch(views, positions, tools.encoders.rows_encoders(plan.spec.latent), max_rows=max_rows)
-        for i, record in here.items():
-            _compare_record(store, plan, record, decoded[i], found[i], result)
+        views = [pixels, pixels[:, :, ::-1]][: 2 if latent.flip else 1]
+        record = read_record(store.path, plan, part.name, shard)
+        fallbacks = {one.row: one.how for one in record.fallbacks} if record else {}
+        here = [row for row in rows if row in wanted]
+        max_rows = min(rows_of_a_forward(fallbacks.get(row), latent.batch_size) for row in here)
+        found, _ = encode_batch(views, source.positions[rows.start : rows.stop], encoders, max_rows=max_rows)
+        for row in here:
+            picture, encoded = decoded[row - rows.start], found[row - rows.start]
+            _compare_record(store, plan, part, shard, wanted[row], picture, encoded, result)
 
 
-def _batch_of(plan: FrozenPlan, bucket: str, row: int, size: int) -> tuple[int, int]:
-    """Rows that shared a forward with a row."""
-    shard_rows = plan.layout.part_arrays(bucket_part(bucket))[0].shard_rows
-    rows = plan.layout.rows_of(bucket_part(bucket), row // shard_rows)
+def _batch_of(part: Part, row: int, size: int) -> tuple[int, range]:
+    """Shard of a row, and rows that shared a forward with it."""
+    shard = row // part.arrays[0].shard_rows
+    rows = part.arrays[0].rows_of(shard)
     start = rows.start + (row - rows.start) // size * size
-    return start, min(start + size, rows.stop)
+    return shard, range(start, min(start + size, rows.stop))
 
 
 def _compare_record(
     store: LatentStore,
     plan: FrozenPlan,
+    part: Part,
+    shard: int,
     record: dict[str, Any],
-    decoded: Picture,
+    decoded: Picture | None,
     found: EncodedRow,
-    result: DeepReport,
+    result: _Outcomes,
 ) -> None:
-    array = plan.layout.part_arrays(bucket_part(record["bucket"]))[0]
-    path = array.shard_path(record["row"] // array.shard_rows)
-    place = (plan.revision, record["bucket"], record["row"] // array.shard_rows, 1, [record["key"]])
-    result.num_records += 1
+    key = record["key"]
+    of_shard = Finding("", "not_reproduced", "", part.revision, part.bucket, shard, 1, [key])
+    first = replace(of_shard, path=part.arrays[0].shard_path(shard))
     if isinstance(decoded, RecordRejected):
         detail = f"the picture can no longer be read ({decoded.reason}: {decoded.detail})"
-        result.findings.append(Finding(path, "source_changed", detail, *place))
+        result.add(key, NOT_COMPARED, replace(first, cause="source_changed", detail=detail))
         return
-    if decoded.source_checksum != record["source_checksum"]:
+    if decoded is None or decoded.source_checksum != record["source_checksum"]:
         detail = "the source holds another picture now; precompute with --set source.check=content encodes it"
-        result.findings.append(Finding(path, "source_changed", detail, *place))
+        result.add(key, NOT_COMPARED, replace(first, cause="source_changed", detail=detail))
         return
     if found.reject:
-        result.findings.append(Finding(path, "not_reproduced", f"cannot be encoded again: {found.reject}", *place))
+        result.add(key, OTHER, replace(first, detail=f"cannot be encoded again: {found.reject}"))
         return
-    row = store.record(record["key"]).row
-    arrays = [
-        array for layouts in plan.layout.parts[bucket_part(record["bucket"])].groups.values() for array in layouts
-    ]
-    stored = [store.array(array.path.removeprefix(plan.layout.prefix))[row] for array in arrays]
-    encoded = [rows for group in found.groups.values() for rows in group]
-    _judge(_flat(stored), _flat(encoded), Finding(path, "not_reproduced", "", *place), result)
+    row = store.record(key).row
+    for group, layouts in part.groups.items():
+        paths = [layout.path.removeprefix(revision_prefix(part.revision)) for layout in layouts]
+        stored = [store.array(path)[row] for path in paths]
+        finding = replace(of_shard, path=layouts[0].shard_path(shard))
+        _judge(key, stored, found.groups[group], finding, result)
 
 
-def _flat(rows: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.ravel(row).astype(np.float32) for row in rows])
+def _numbers(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Rows of arrays as the numbers that they are: int8 tokens times the scales that follow them, bits of bfloat16."""
+    found, rest = [], [np.asarray(one) for one in rows]
+    while rest:
+        one = rest.pop(0)
+        if one.dtype == np.int8:
+            scales = np.asarray(rest.pop(0))
+            found.append(widen(StoredTokens(one, scales), "int8"))
+        else:
+            found.append(widen(StoredTokens(one, None), "bfloat16" if one.dtype == np.uint16 else "float32"))
+    return [one.astype(np.float64) for one in found]
 
 
-def _judge(stored: np.ndarray, found: np.ndarray, finding: Finding, result: DeepReport) -> None:
-    if np.array_equal(stored, found):
-        result.num_exact += 1
+def _judge(
+    what: str | int,
+    stored: Sequence[np.ndarray],
+    found: Sequence[np.ndarray],
+    finding: Finding,
+    result: _Outcomes,
+) -> None:
+    """Compare the rows of a record or caption, array by array.
+
+    Args:
+      stored, found: as on disk, int8 tokens before their scales.
+    """
+    if all(np.array_equal(one, other) for one, other in zip(stored, found, strict=True)):
+        result.add(what, EXACT)
         return
-    difference = float(np.max(np.abs(stored.astype(np.float64) - found.astype(np.float64))))
-    if difference <= CLOSE * max(1.0, float(np.max(np.abs(found.astype(np.float64))))):
-        result.num_close += 1
+    pairs = zip(_numbers(stored), _numbers(found), strict=True)
+    errors = [(float(np.max(np.abs(one - other))), float(np.max(np.abs(other)))) for one, other in pairs]
+    if far := [error for error, largest in errors if not error <= CLOSE * largest]:  # NaN is far, too
+        result.add(what, OTHER, replace(finding, detail=f"encoded again it differs by up to {max(far):.4g}"))
+    else:
+        result.add(what, WITHIN)
+
+
+def _deep_captions(
+    store: LatentStore, plan: FrozenPlan, part: Part, tools: Tools, captions: list[int], result: _Outcomes
+) -> None:
+    """Compare some captions of the store with a fresh encoding, as far as they are of a part."""
+    layout = part.captions
+    if layout is None or part.is_null:
         return
-    result.findings.append(replace(finding, detail=f"encoded again it differs by up to {difference:.4g}"))
-
-
-def _deep_captions(store: LatentStore, plan: FrozenPlan, tools: Tools, captions: list[int], result: DeepReport) -> None:
-    """Compare some captions of a revision with a fresh encoding, one text encoder after the other."""
-    texts = plan.own_captions["text"].to_pylist()
-    wanted = {caption - plan.first_caption: caption for caption in captions}
-    for part in plan.layout.parts.values():
-        layout = part.captions
-        if not layout or part.is_null or part.revision != plan.revision or not captions:
-            continue
-        encoder = tools.encoders.captions[layout.name]
-        for shard in {shard for _, shard in part.tasks}:
-            here = layout.captions_of(shard)
-            for batch in caption_batches(layout.num_tokens[here.start : here.stop], layout.spec, encoder):
-                ids = [here.start + i for i in batch.tolist()]
-                if not wanted.keys() & set(ids):
-                    continue
-                encoded = encoder.encode([texts[i] for i in ids])
-                for number, i in enumerate(ids):
-                    if i in wanted:
-                        result.num_captions += 1
-                        path = part.arrays[0].shard_path(shard)
-                        place = (path, "not_reproduced", "", plan.revision, None, shard, 1, [texts[i]])
-                        found = stored_rows(encoded.row(number), layout.spec).rows
-                        stored = store.text(layout.name).stored_rows(wanted[i])
-                        _judge(_flat(stored), _flat(found), Finding(*place), result)
-        encoder.release()
+    first, texts = plan.first_caption_of(part.revision), plan.captions_of(part.revision)["text"].to_pylist()
+    wanted = {caption - first: caption for caption in captions if 0 <= caption - first < len(texts)}
+    encoder = tools.encoders.captions[layout.name]
+    for shard in {shard for _, shard in part.tasks} if wanted else ():
+        here = layout.captions_of(shard)
+        for batch in caption_batches(layout.num_tokens[here.start : here.stop], layout.spec, encoder):
+            ids = [here.start + i for i in batch.tolist()]
+            if not wanted.keys() & set(ids):
+                continue
+            encoded = encoder.encode([texts[i] for i in ids])
+            for number, i in enumerate(ids):
+                if i in wanted:
+                    path = part.arrays[0].shard_path(shard)
+                    finding = Finding(path, "not_reproduced", "", part.revision, None, shard, 1, [texts[i]])
+                    found = stored_rows(encoded.row(number), layout.spec).rows
+                    _judge(wanted[i], store.text(layout.name).stored_rows(wanted[i]), found, finding, result)
+    encoder.release()

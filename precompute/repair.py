@@ -19,16 +19,18 @@ from ..datasets.disk.hashing import xxh3_parts
 from ..datasets.errors import DamageError
 from ..datasets.format.layout import is_picture_task
 from ..datasets.format.row_layout import LATENTS
-from ..datasets.format.schema import Fallback
+from ..datasets.format.schema import Fallback, StoreSpec
 from ..datasets.format.zarr_shard import ArrayLayout, pack_shard
 from ..datasets.maintenance.repair import repair_revision, reseal, revisions_to_repair
 from ..datasets.maintenance.verify import Verification, verify_store
+from ..datasets.revisions.catalog import read_spec, sealed_revisions
 from ..datasets.revisions.commits import Task, read_record
 from ..datasets.revisions.plan import FrozenPlan
 from ..datasets.revisions.writer import StoreWriter, row_checksum
 from .config import PrecomputeRecipe
 from .encoders.loading import Encoders
 from .images.decoders import Decoders
+from .planning.additions import is_extension
 from .progress.clock import StageClock
 from .progress.rejects import RejectLimit
 from .shards.latent_shard import PackedShard
@@ -98,7 +100,7 @@ def repair(root: Path, tools: Maker, found: Verification, progress: Callable[[st
     not_reproduced: dict[str, str] = {}
     for revision in revisions_to_repair(found):
         writer = repair_revision(root, revision, found)
-        if writer is None or writer.spec.fingerprint != tools.fingerprint:
+        if writer is None or not _can_make(root, writer.spec, tools):
             continue  # too much is missing, or these encoders do not match
         at_fault = {writer.plan.layout.task_of(finding.path) for finding in found.findings}
         if revision in found.revisions:
@@ -116,6 +118,14 @@ def repair(root: Path, tools: Maker, found: Verification, progress: Callable[[st
         for finding in left.findings
     ]
     return left
+
+
+def _can_make(root: Path, spec: StoreSpec, tools: Maker) -> bool:
+    """Whether tools have the encoders of a revision: those of the newest one, perhaps before others were added."""
+    newest = read_spec(root, (sealed_revisions(root) or [1])[-1])
+    return spec.fingerprint == tools.fingerprint or (
+        newest.fingerprint == tools.fingerprint and is_extension(spec, newest)
+    )
 
 
 def _fallbacks_of(writer: StoreWriter) -> Callable[[str, int], Sequence[Fallback]]:

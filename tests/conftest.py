@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -29,6 +30,9 @@ from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
 from leandit.train.models.diffusers_models import PIXART_SIZES, SANA_SIZES
 from leandit.train.models.dit import SIZES
+
+if TYPE_CHECKING:
+    from everything import Everything
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test touches a network
 torch.set_num_threads(1)  # the tests run in two processes
@@ -146,3 +150,11 @@ def caption_store(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory
     path = tmp_path_factory.mktemp("caption-store") / "store"
     precompute(caption_recipe(), source_path=caption_folder, store_path=path, device=CPU, progress=no_progress)
     return LatentStore(path)
+
+
+@pytest.fixture(scope="session")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Everything:
+    """Stores of several text encoders and features, before and after an addition; do not change them."""
+    from everything import make_everything  # its models take seconds to import
+
+    return make_everything(tmp_path_factory.mktemp("everything"))

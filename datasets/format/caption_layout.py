@@ -22,6 +22,7 @@ NULL_PART = "null_caption"
 # Names of the arrays in a text encoder's folder.
 EMBEDDINGS, SCALES, POOLED, OFFSETS, LENGTHS = "embeddings", "scales", "pooled", "offsets", "lengths"
 NULL_EMBEDDING, NULL_SCALES, NULL_POOLED = "null", "null_scales", "null_pooled"
+CAPTION_ARRAYS = {EMBEDDINGS, SCALES, POOLED, OFFSETS, LENGTHS, NULL_EMBEDDING, NULL_SCALES, NULL_POOLED}
 
 # More rows make reads no faster; a shard's index (16 bytes a row) and commit record (38 bytes a row) stay small.
 MAX_SHARD_ROWS = 8192

@@ -43,6 +43,11 @@ def encoder_section(spec: StoreSpec, role: str, store: Path) -> dict[str, Any]:
     )
 
 
+def openable_recipe(spec: StoreSpec, store: Path) -> dict[str, Any]:
+    """The recipe of a store, with the paths of all encoders that this process can open, as of ``encoder_section``."""
+    return {key: _with_paths_changed(section, _resolver(store)) for key, section in spec.recipe.items()}
+
+
 def with_moved_encoder_paths(spec: StoreSpec, store: Path, copy: Path) -> StoreSpec:
     """The spec for a copy of a store in another folder, with paths to the same encoders."""
     return with_stored_encoder_paths(_with_paths(spec, _resolver(store)), copy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -215,6 +215,27 @@ def weights_in(files: Sequence[Path]) -> list[str]:
 def _names_in(path: Path) -> list[str]:
     with safe_open(path, framework="numpy") as file:
         return list(file.keys())
+
+
+def check_depth(config: Any, files: Sequence[Path], *, what: str) -> None:
+    """Raise if a config.json names more layers than its weights have tensors: they would be made before any is missed.
+
+    Raises: EncoderError.
+    """
+    num_tensors = len(weights_in(files))
+    for key, value in _items_of(config):
+        if ("layers" in key or key == "depth") and isinstance(value, int) and value > num_tensors:
+            raise EncoderError(
+                f"{what} '{files[0].parent}': its config.json has {key} {str(value)[:80]}, its weights have "
+                f"{num_tensors} tensors. Fetch or save the model again."
+            )
+
+
+def _items_of(config: Any) -> Iterator[tuple[str, Any]]:
+    """Keys and values of a config and of those within."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        yield key, value
+        yield from _items_of(value)
 
 
 def check_header(path: Path, *, what: str) -> None:

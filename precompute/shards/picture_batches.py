@@ -119,6 +119,30 @@ def decode_planned(
     return RecordRejected("decode", "wrong_size", detail)
 
 
+def decode_row(
+    plan: FrozenPlan,
+    rows: BucketSource,
+    row: int,
+    source: OpenedSource,
+    decoders: Decoders,
+    *,
+    bucket: tuple[int, int],
+    clock: StageClock | None = None,
+) -> Picture | None:
+    """Decode the picture of a row of a part; None for a row that no record has.
+
+    Args: as ``decode_planned``.
+    """
+    if rows.positions[row] < 0:
+        return None
+    place = rows.paths[row], rows.offsets[row], rows.num_bytes[row]
+    images = plan.spec.images
+    found = decode_planned(images, source, decoders, place, size=rows.sizes[row], bucket=bucket, clock=clock)
+    if rows.checksums and isinstance(found, Decoded) and found.source_checksum != rows.checksums[row]:
+        return RecordRejected("decode", "source_changed", "its latents are of another picture")
+    return found
+
+
 def decode_ahead(
     pool: ThreadPoolExecutor,
     plan: FrozenPlan,
@@ -132,16 +156,9 @@ def decode_ahead(
     Args:
       pool: of threads that wait for the decoders.
     """
-    images = plan.spec.images
 
     def decode(rows: BucketSource, row: int, bucket: tuple[int, int]) -> Picture | None:
-        if rows.positions[row] < 0:
-            return None
-        place = rows.paths[row], rows.offsets[row], rows.num_bytes[row]
-        found = decode_planned(images, source, decoders, place, size=rows.sizes[row], bucket=bucket, clock=clock)
-        if rows.checksums and isinstance(found, Decoded) and found.source_checksum != rows.checksums[row]:
-            return RecordRejected("decode", "source_changed", "its latents are of another picture")
-        return found
+        return decode_row(plan, rows, row, source, decoders, bucket=bucket, clock=clock)
 
     ahead: deque[tuple[PictureBatch, list[Future[Picture | None]]]] = deque()
     for batch in picture_batches(plan, tasks):

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
-import zarr
 from faults import small_shards
 from harness import Failpoint
 from making import CPU, caption_recipe, make_caption_folder, no_progress, picture, tree_digest
@@ -38,12 +36,9 @@ from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.loading import load_encoders
-from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.planning.compare import Options
-from leandit.precompute.repair import Tools, repair
 from leandit.precompute.sharing.part import Part
-from leandit.precompute.sources.several import list_sources
 from leandit.tools.inspection.render import render
 from leandit.tools.inspection.summary import summarise
 
@@ -186,18 +181,6 @@ def widen_rows(store: LatentStore, bucket: str, row: int, *, flipped: bool) -> n
     return widen(StoredTokens(tokens, scales), "int8")
 
 
-def test_zarr_and_parquet_read_all_of_it(stores: Stores) -> None:
-    store, group = LatentStore(stores.added), zarr.open_group(stores.added, mode="r")
-    for bucket in store.buckets:
-        for name, ours in zip(
-            ("patches", "patch_scales"), store.feature("dino", bucket).arrays("patches"), strict=True
-        ):
-            np.testing.assert_array_equal(group[f"buckets/{bucket}/features/dino/{name}"][:], ours[:])  # pyright: ignore
-    np.testing.assert_array_equal(group["captions/short/embeddings"][:], store.text("short").arrays[0][:])  # pyright: ignore
-    names = pq.read_schema(stores.added / "revisions/000002/records.parquet").names
-    assert names[-3:] == ["checksum_dino", "min_cosine_dino", "max_error_dino"]
-
-
 def test_the_same_command_again_does_nothing_and_another_recipe_is_refused(
     stores: Stores, source: Path, tmp_path: Path
 ) -> None:
@@ -290,6 +273,12 @@ def test_a_feature_is_left_out_by_a_compaction(stores: Stores, tmp_path: Path) -
         compact(stores.added, root, progress=lambda *_: None, without=["dino"])
 
 
+@pytest.mark.parametrize("name", ["embeddings", "scales", "offsets", "null", "null_pooled"])
+def test_a_text_encoder_cannot_have_the_name_of_an_array_beside_it(name: str) -> None:
+    with pytest.raises(RecipeError, match=rf"\[text\.{name}\] has the name of an array"):
+        caption_recipe(f"text.{name}.kind=t5", f"text.{name}.model=shipped:t5")
+
+
 def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path: Path) -> None:
     save_clip(tmp_path / "clip", projected=True)
     places = (f"model={tmp_path / 'clip'}", "subfolder=text_encoder", "tokenizer_subfolder=tokenizer")
@@ -365,32 +354,6 @@ def test_a_picture_that_is_gone_or_changed_cannot_be_completed(
     assert store.record("images/6.png").revision == 3
     assert verify_store(root).findings == []
     assert len(store) == 13
-
-
-def test_every_flipped_bit_is_found_and_mended(stores: Stores, source: Path, tmp_path: Path) -> None:
-    root, rng = shutil.copytree(stores.added, tmp_path / "store"), random.Random(3)
-    whole = tree_digest(root)
-    new = sorted(path for path in whole if path not in tree_digest(stores.plain))
-    for path in new:
-        data = bytearray(whole[path])
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        (root / path).write_bytes(data)
-        assert path in {finding.path for finding in verify_store(root).findings}
-        (root / path).write_bytes(whole[path])
-    tools_recipe = stores.recipe
-    with Decoders(2) as decoders, small_shards():
-        tools = Tools(
-            list_sources(source, tools_recipe.source),
-            tools_recipe,
-            LatentStore(root).spec.fingerprint,
-            load_encoders(tools_recipe, CPU),
-            decoders,
-        )
-        for path in rng.sample(new, 12):
-            (root / path).unlink()
-        left = repair(root, tools, repair_without_encoding(root, verify_store(root)), lambda *_: None)
-    assert left.findings == []
-    assert tree_digest(root) == whole
 
 
 def test_a_wrong_shard_of_a_feature_is_refused_when_it_is_read(stores: Stores, tmp_path: Path) -> None:

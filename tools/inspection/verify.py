@@ -120,7 +120,7 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
     Raises: FingerprintMismatch: other encoders made the newest revision.
     """
     from ...datasets.recipe import parse_with_overrides
-    from ...datasets.revisions.encoder_paths import encoder_section
+    from ...datasets.revisions.encoder_paths import openable_recipe
     from ...precompute.config import PrecomputeRecipe
     from ...precompute.encoders.describe import describe_store
     from ...precompute.encoders.loading import load_encoders
@@ -131,8 +131,7 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
     from ...precompute.sources.several import list_sources
 
     spec = _newest_spec(store)
-    encoder_sections = {role: encoder_section(spec, role, store) for role in ("vae", "text")}
-    recipe = parse_with_overrides(str(store), PrecomputeRecipe, spec.recipe | encoder_sections, overrides)
+    recipe = parse_with_overrides(str(store), PrecomputeRecipe, openable_recipe(spec, store), overrides)
     listed, encoders = list_sources(source, recipe.source), load_encoders(recipe, device)
     check_fingerprint(store, spec, describe_store(recipe, listed, encoders, known=spec))
     with Decoders(num_threads()) as decoders:

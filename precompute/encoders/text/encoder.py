@@ -28,6 +28,7 @@ from ..model_files import (
     LOADING_ERRORS,
     TEXT_WEIGHTS,
     arithmetic,
+    check_depth,
     check_loaded,
     hash_files,
     lasting_config,
@@ -141,6 +142,7 @@ class CaptionEncoder:
             what="text.model",
         )
         self._weights = weight_files(self._folder, TEXT_WEIGHTS, what="text.model")
+        check_depth(read_config(tokenizer.model_folder, what="text.model"), self._weights, what="text.model")
         family, dtype = FAMILIES[section.kind], arithmetic(section.dtype, device)
         self._section, self._dtype, self._device = section, getattr(torch, dtype), device
         self._model: Any = None

@@ -23,6 +23,7 @@ from ..model_files import (
     CONFIG,
     TEXT_WEIGHTS,
     arithmetic,
+    check_depth,
     hash_files,
     lasting_config,
     library_majors,
@@ -66,6 +67,7 @@ class FeatureEncoder:
         names = (*names, *weight_names(TEXT_WEIGHTS))
         folder, _ = resolve_model(model, subfolder, revision or section.revision, files=names, what=what)
         weights = weight_files(folder, TEXT_WEIGHTS, what=what)
+        check_depth(config, weights, what=what)
         dtype = arithmetic(section.encoder_dtype, device)
         self._dtype, self._device, self._options = getattr(torch, dtype), device, dict(family.options)
         self.turn = threading.Lock()

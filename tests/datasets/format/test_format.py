@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
+from everything import Everything
 from making import CPU, caption_recipe, make_caption_folder, no_progress, picture
+from page_reader import canonical_hash, folder_of, open_by_the_page, read_rows
 from pydantic import BaseModel
 
 from leandit.datasets.format.caption_layout import OFFSETS
@@ -72,7 +73,21 @@ def general(path: str) -> str:
     """A path of a store with its bucket, part and shard number as FORMAT.md writes them."""
     path = re.sub(r"^revisions/\d{6}/", "", path)  # laid out like the root
     path = re.sub(r"\b\d+x\d+\b", "HxW", path)
+    path = re.sub(r"/(pair|vector|llm|dino|grid|token)/", "/NAME/", path)
     return re.sub(r"commits/.*/\d{6}", "commits/PART/NNNNNN", path)
+
+
+def tree_names() -> set[str]:
+    """Paths in the tree of FORMAT.md; what is set in further lies in the folder above."""
+    named, folder = set(), ""
+    for line in TREE.splitlines():
+        name = line.strip().split(" ")[0].strip(",")
+        if line.startswith("    "):
+            named |= {folder + name} | ({f"{folder}{name}_flip"} if "buckets" in folder else set())
+        elif line.startswith("  "):
+            named.add(name)
+            folder = name if name.endswith("/") else folder
+    return named | {name.replace("captions/", "captions/NAME/") for name in named if name.startswith("captions/")}
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +150,15 @@ def int8_store(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     return narrow_store("int8", caption_folder, tmp_path_factory.mktemp("narrow"))
 
 
-@pytest.mark.parametrize("name", ["label_store", "flipped_store", "grown_store", "int8_store"])
+@pytest.fixture(scope="module")
+def store_of_everything(everything: Everything) -> LatentStore:
+    return LatentStore(everything.grown)
+
+
+@pytest.mark.parametrize("name", ["label_store", "flipped_store", "grown_store", "int8_store", "store_of_everything"])
 def test_every_path_that_the_writer_makes_is_in_the_tree(name: str, request: pytest.FixtureRequest) -> None:
     root = request.getfixturevalue(name).path
-    named = {line.split()[0] for line in TREE.splitlines() if line.startswith("  ")}
+    named = tree_names()
     plan = next(line for line in TREE.splitlines() if line.startswith("  plan/"))
     assert {"leases/", "revisions/zarr.json", "revisions/NNNNNN/"} <= named
     assert "plan.json, records.parquet, captions.parquet" in plan
@@ -149,6 +169,8 @@ def test_every_path_that_the_writer_makes_is_in_the_tree(name: str, request: pyt
         assert path in named or array in named, path
     if name == "flipped_store":
         assert {"buckets/HxW/moments_flip/zarr.json", "captions/null/zarr.json"} <= made
+    if name == "store_of_everything":
+        assert {"captions/NAME/null_pooled/zarr.json", "buckets/HxW/features/NAME/cls_scales_flip/zarr.json"} <= made
 
 
 def test_both_names_of_the_latents_are_in_the_table_of_arrays() -> None:
@@ -271,12 +293,6 @@ def test_every_key_of_the_plan_is_named_and_made_as_said(revision: int, grown_st
     assert extra == {"source_path", "source_offset", "source_bytes", "source_mtime_ns"} <= named
 
 
-def canonical_hash(value: Any) -> str:
-    """As section 5 says."""
-    canonical = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
 @pytest.mark.parametrize("name", ["caption_store", "grown_store"])
 def test_the_root_hash_and_the_files_are_made_as_said(name: str, request: pytest.FixtureRequest) -> None:
     store: LatentStore = request.getfixturevalue(name)
@@ -295,30 +311,7 @@ def test_the_root_hash_and_the_files_are_made_as_said(name: str, request: pytest
     assert content["num_planned"] == content["num_stored"] + content["num_rejected"]
 
 
-# The reader below is written from FORMAT.md alone: no Zarr, no leandit. If it has to change, so must every reader that
-# somebody wrote in another language: a FORMAT break.
-
-
-def read_rows(store: Path, path: str) -> Iterator[np.ndarray]:
-    """All rows of an array without a codec, as section 1 describes it."""
-    meta = json.loads((store / path / "zarr.json").read_bytes())
-    (sharding,) = [codec["configuration"] for codec in meta["codecs"]]
-    assert [codec["name"] for codec in sharding["codecs"]] == ["bytes"]
-    num_rows, *shape = meta["shape"]
-    shard_rows, chunk_rows = meta["chunk_grid"]["configuration"]["chunk_shape"][0], sharding["chunk_shape"][0]
-    dtype = np.dtype(meta["data_type"]).newbyteorder("<")
-    row_bytes = int(np.prod(shape)) * dtype.itemsize
-    chunks = shard_rows // chunk_rows
-    for first in range(0, num_rows, shard_rows):
-        name = "/".join(["c", str(first // shard_rows), *["0"] * len(shape)])
-        data = (store / path / name).read_bytes()
-        index = list(struct.iter_unpack("<QQ", data[-16 * chunks - 4 : -4]))
-        for row in range(min(shard_rows, num_rows - first)):
-            offset, length = index[row // chunk_rows]
-            assert (offset, length) != (2**64 - 1, 2**64 - 1), "the chunk is absent"
-            begin = offset + row % chunk_rows * row_bytes
-            assert begin == row * row_bytes
-            yield np.frombuffer(data, dtype, int(np.prod(shape)), begin).reshape(shape)
+# The reader of tests/support/page_reader.py is written from FORMAT.md alone.
 
 
 def test_a_reader_written_from_the_page_alone_reads_every_row(flipped_store: LatentStore) -> None:
@@ -371,28 +364,6 @@ def test_such_a_reader_reads_an_array_of_several_shards(
     rows = np.stack(list(read_rows(store.path, "buckets/64x64/moments")))
     assert len(list((store.path / "buckets/64x64/moments/c").iterdir())) == 3
     np.testing.assert_array_equal(rows, store.latents("64x64").read(0, 5))
-
-
-def folder_of(store: Path, revision: int) -> Path:
-    return store if revision == 1 else store / "revisions" / f"{revision:06d}"
-
-
-def open_by_the_page(store: Path) -> tuple[int, dict[str, Any]]:
-    """The newest complete revision and its manifest, checked as section 6 asks."""
-    later = [int(path.parent.name) for path in store.glob("revisions/*/manifest.json")]
-    revision = max([1] * (store / "manifest.json").is_file() + later)
-    manifest = json.loads((folder_of(store, revision) / "manifest.json").read_bytes())
-    said = dict(manifest)
-    assert said.pop("root_hash") == canonical_hash(said)
-    assert (manifest["format_version"], manifest["revision"]) == (1, revision)
-    for entry in manifest["files"]:
-        assert not entry["path"].startswith("/")
-        assert ".." not in entry["path"].split("/")
-        data = (store / entry["path"]).read_bytes()
-        assert len(data) == entry["bytes"]
-        if entry["path"].endswith((".parquet", "zarr.json")):
-            assert xxhash.xxh3_128_hexdigest(data) == entry["xxh3_128"]
-    return revision, manifest
 
 
 @pytest.mark.parametrize("name", ["caption_store", "grown_store", "compacted"])

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from leandit.datasets.errors import EncoderError
 from leandit.datasets.maintenance.compact import compact
-from leandit.datasets.revisions.encoder_paths import encoder_section, with_stored_encoder_paths
+from leandit.datasets.revisions.encoder_paths import encoder_section, openable_recipe, with_stored_encoder_paths
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.pipeline import precompute
@@ -84,6 +84,18 @@ def test_hub_ids_and_the_relative_paths_of_earlier_releases_are_found_as_before(
     assert placed("shipped:vae") == "shipped:vae"
     assert placed("stabilityai/sd-vae-ft-ema") == "stabilityai/sd-vae-ft-ema"
     assert with_stored_encoder_paths(label_store.spec, home / "store") == label_store.spec  # shipped:vae
+
+
+def test_the_recipe_of_a_store_names_every_encoder_so_that_it_opens(home: Path, label_store: LatentStore) -> None:
+    named = {"text": {"long": {"kind": "t5", "model": "models/vae"}}, "features": {"dino": {"model": "models/vae"}}}
+    spec = label_store.spec.model_copy(update={"recipe": label_store.spec.recipe | named})
+    stored = with_stored_encoder_paths(spec, home / "a")
+    assert stored.recipe["features"]["dino"]["model"] == "../models/vae"
+    (home / "a").mkdir()
+    recipe = openable_recipe(stored, home / "a")
+    assert recipe["text"]["long"] == {"kind": "t5", "model": str(home / "models/vae")}
+    assert recipe["features"]["dino"]["model"] == str(home / "models/vae")
+    assert recipe["source"] == label_store.spec.recipe["source"]
 
 
 @pytest.mark.usefixtures("quick", "tiny_models")

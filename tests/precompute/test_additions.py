@@ -1,0 +1,368 @@
+"""Stores of several encoders and features with additions: bit flips, repair, deep verification, company and kill -9."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from everything import Everything, several_shards
+from faults import SEAL, copy_of, encode, files_of, flip
+from harness import InProcessDecoders, Scenario, assert_true_so_far, assert_whole
+from making import CPU, no_progress, tree_digest
+
+from leandit.datasets.arrays.shard_file import ShardFile
+from leandit.datasets.maintenance.findings import revision_of, shard_place
+from leandit.datasets.maintenance.verify import Verification, verify_store
+from leandit.datasets.revisions.commits import read_commit
+from leandit.datasets.revisions.plan import read_plan
+from leandit.datasets.revisions.writer import StoreWriter, row_checksum
+from leandit.datasets.store import LatentStore
+from leandit.precompute import pipeline
+from leandit.precompute.deep_check import DeepReport, deep_check
+from leandit.precompute.sharing import leases
+from leandit.tools.inspection.verify import check, loaded_tools
+
+LONG = pytest.mark.slow
+START = int(time.time() / 86400)  # the sample rotates: another one every day, the same all day
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _several_shards() -> Iterator[None]:
+    """Plans are laid out in small shards wherever they are read, too."""
+    with several_shards(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leases, "EMPTY_SECONDS", 0.2)
+        yield
+
+
+# ------------------------------------------------------------ bit flips and repair
+
+
+def kind_of(path: str) -> str:
+    """What a file is, whatever its bucket, revision and number."""
+    parts = [part for part in path.removesuffix(".json").split("/") if not part.isdigit() and part != "revisions"]
+    return "/".join("bucket" if part[0].isdigit() else part for part in parts)
+
+
+def some_of_each_kind(root: Path, count: int, rng: random.Random) -> list[str]:
+    """One file of every kind, then any."""
+    paths = files_of(root)
+    rng.shuffle(paths)
+    firsts = list({kind_of(path): path for path in paths}.values())
+    return firsts + rng.choices(paths, k=max(0, count - len(firsts)))
+
+
+def test_every_kind_of_file_is_there_to_be_damaged(everything: Everything) -> None:
+    kinds = {kind_of(path) for path in files_of(everything.grown)}
+    assert {
+        *("plan/plan", "plan/records.parquet", "captions.parquet", "manifest", "commits/captions/pair", "zarr"),
+        *("commits/null_caption/pair", "commits/added/captions/llm", "commits/added/null_caption/vector"),
+        *("commits/added/buckets/bucket", "commits/captions/vector", "captions/pair/pooled/c", "captions/llm/scales/c"),
+        *("captions/vector/null_pooled/c", "buckets/bucket/features/dino/patch_scales_flip/c"),
+        *("buckets/bucket/features/grid/patches/c", "buckets/bucket/features/token/cls_scales/zarr"),
+    } <= kinds
+    shards = [place for path in files_of(everything.grown) if (place := shard_place(path))]
+    assert max(shard for array, _, shard in shards if array == "captions/llm/embeddings") >= 1
+    assert max(shard for array, _, shard in shards if array == "captions/pair/pooled") >= 1
+
+
+def records_at(stores: dict[int, LatentStore], path: str, bit: int) -> tuple[list[str], list[str]]:
+    """Records of a shard of pictures, and just those of a bit: all of them where it is in the index."""
+    array, bucket, shard = shard_place(path) or ("", None, 0)
+    document = json.loads((stores[1].path / array / "zarr.json").read_bytes())
+    shard_rows = document["chunk_grid"]["configuration"]["chunk_shape"][0]
+    num_rows = min(shard_rows, document["shape"][0] - shard * shard_rows)
+    row_bytes = np.dtype(document["data_type"]).itemsize * int(np.prod(document["shape"][1:], dtype=int))
+    writer = min(n for n, store in stores.items() if path in {e.path for e in store.manifest.files})  # pyright: ignore
+    rows = {
+        record["row"]: record["key"]
+        for record in stores[writer].records.to_pylist()
+        if (record["bucket"], record["revision"], record["status"]) == (bucket, revision_of(path), "stored")
+    }
+    here = [rows[row] for row in range(shard * shard_rows, shard * shard_rows + num_rows) if row in rows]
+    row = shard * shard_rows + bit // 8 // row_bytes
+    return here, ([rows[row]] if row in rows else []) if bit // 8 < num_rows * row_bytes else here
+
+
+@pytest.mark.parametrize("flips", [pytest.param(100, id="100"), pytest.param(2000, id="2000", marks=LONG)])
+def test_every_flipped_bit_is_found_and_its_record_is_named(flips: int, everything: Everything, tmp_path: Path) -> None:
+    root, rng, named = copy_of(everything.grown, tmp_path / "store"), random.Random(START), collections.Counter()
+    stores = {n: LatentStore(everything.grown, revision=n) for n in (1, 2, 3, 4)}
+    for path in some_of_each_kind(root, flips, rng):
+        bit = rng.randrange(8 * os.path.getsize(root / path))
+        flip(root / path, bit)
+        found = verify_store(root).findings
+        flip(root / path, bit)
+        assert [(finding.path, finding.cause) for finding in found] == [(path, "content")], (path, bit)
+        array, bucket, _ = shard_place(path) or ("", None, 0)
+        assert (found[0].revision, found[0].bucket) == (revision_of(path), bucket)
+        if bucket:
+            assert found[0].records in records_at(stores, path, bit), (path, bit)
+            named["pictures"] += bool(found[0].records)
+        elif "captions/" in array:
+            named["captions"] += bool(found[0].records)
+    assert verify_store(root).findings == []
+    assert min(named["pictures"], named["captions"]) >= 5
+
+
+def mended(root: Path, source: Path, **how: bool) -> tuple[Verification, dict[str, Any]]:
+    """``leandit verify --repair``."""
+    options: dict[str, Any] = {"quick": False, "deep": False, "repair": True} | how
+    return check(root, source=source, device=lambda: CPU, overrides=[], progress=no_progress, **options)
+
+
+@pytest.mark.parametrize("damages", [pytest.param(9, id="9"), pytest.param(400, id="400", marks=LONG)])
+def test_a_repair_brings_every_byte_back(damages: int, everything: Everything, tmp_path: Path) -> None:
+    """Of a plan, what says where pictures lie is unknown then; all else is as it was."""
+    whole, rng = tree_digest(everything.added), random.Random(START)
+    root = copy_of(everything.added, tmp_path / "store")
+    paths = some_of_each_kind(root, damages, rng)
+    for number, path in enumerate(rng.sample(paths, damages) if len(paths) > damages else paths):
+        how = ("flip", "gone", "half")[number % 3]
+        if how == "flip":
+            flip(root / path, rng.randrange(8 * os.path.getsize(root / path)))
+        elif how == "gone":
+            (root / path).unlink()
+        else:
+            os.truncate(root / path, (root / path).stat().st_size // 2)
+        found, done = mended(root, everything.source_then)
+        assert (found.findings, found.damaged) == ([], False), (how, path)
+        assert done["before"] >= 1, (how, path)
+        now = tree_digest(root)
+        assert now.keys() == whole.keys(), (how, path)
+        differing = {name for name in whole if now[name] != whole[name]}
+        is_plan = "/plan/" in f"/{path}"
+        assert differing <= ({name for name in whole if "plan/" in name} if is_plan else set()), (how, path)
+        if is_plan:
+            root = copy_of(everything.added, tmp_path / "store")
+
+
+def test_a_repair_of_many_files_at_once_brings_every_byte_back(everything: Everything, tmp_path: Path) -> None:
+    root = copy_of(everything.grown, tmp_path / "store")
+    shards = [path for path in files_of(root) if shard_place(path) and "captions" in path]
+    shards += [path for path in files_of(root) if "/features/" in path and shard_place(path)]
+    source = copy_of(everything.source, tmp_path / "source")
+    shutil.copytree(everything.source_then / "images", source / "images", dirs_exist_ok=True)  # what was dropped since
+    for path in random.Random(START).sample(shards, 20):
+        (root / path).unlink()
+    found, _ = mended(root, source)
+    assert {finding.cause for finding in found.findings} <= {"not_reproduced"}, found.findings
+    # The pictures of rows that were replaced are gone; every other shard is as it was.
+    whole, now = tree_digest(everything.grown), tree_digest(root)
+    assert {name for name in whole if now.get(name) != whole[name]} == {finding.path for finding in found.findings}
+
+
+# ------------------------------------------------------------ deep verification
+
+
+def deep(root: Path, source: Path, **options: int) -> DeepReport:
+    with loaded_tools(root, source, CPU, []) as tools:
+        return deep_check(root, tools, **{"num_records": 64, "seed": 0} | options)
+
+
+@pytest.mark.parametrize("name", ["added", "grown"])
+def test_encoding_again_gives_the_same_bits_of_all_that_was_added(name: str, everything: Everything) -> None:
+    root = getattr(everything, name)
+    store = LatentStore(root)
+    found = deep(root, everything.source if name == "grown" else everything.source_then)
+    assert found.findings == []
+    assert (found.num_records, found.num_captions) == (len(store), store.captions.num_rows)
+    # Of the grown store a picture is gone that shared a batch with others.
+    assert found.num_exact + found.num_close == found.num_records + found.num_captions
+    assert name == "grown" or found.num_close == 0
+    few = deep(root, everything.source if name == "grown" else everything.source_then, num_records=3, seed=5)
+    assert (few.num_records, few.num_captions) == (3, 3)
+
+
+def plant(root: Path, array: str, amount: float) -> None:
+    """Change shard 0 of an array that revision 3 added, with checksums that fit: a store that is consistent, and wrong.
+
+    Args:
+      amount: by which the first stored row differs from what it was, as a share.
+    """
+    plan = read_plan(root, 3)
+    part = next(part for part in plan.layout.parts.values() if array in {one.path for one in part.arrays})
+    record = read_commit(root, plan, part.name, 0)
+    assert record is not None
+    for name in SEAL:
+        (root / "revisions/000003" / name).unlink()
+    arrays = {}
+    for layout in part.arrays:
+        count = len(layout.rows_of(0))
+        arrays[layout.path] = np.array(ShardFile(root / layout.shard_path(0), layout, count).read(0, count))
+    rows = arrays[array]
+    first = next(i for i, row in enumerate(rows) if not np.isnan(row).any())
+    rows[first] = (rows[first] * (1 + amount)).astype(rows.dtype)
+    features = dict(record.features)
+    checksums = record.checksums
+    if part.captions:
+        spans = [(part.captions.starts_of(i), part.captions.num_tokens[i]) for i in part.captions.captions_of(0)]
+        pieces = [
+            [
+                rows[start : start + (1 if path.endswith("pooled") else count)]
+                for (path, rows), start in zip(arrays.items(), starts, strict=True)
+            ]
+            for starts, count in spans
+        ]
+        checksums = [row_checksum(*piece) for piece in pieces]
+    for group, layouts in part.groups.items():
+        found = [arrays[layout.path] for layout in layouts]
+        new = [
+            row_checksum(*(one[i] for one in found)) if old else "" for i, old in enumerate(features[group].checksums)
+        ]
+        features[group] = features[group].model_copy(update={"checksums": new})
+    writer = StoreWriter(root, plan)
+    writer.commit(
+        part.name,
+        0,
+        arrays,
+        checksums=checksums,
+        rejects=record.rejects,
+        qualities=list(zip(record.min_cosines, record.max_errors, strict=True)),
+        fallbacks=record.fallbacks,
+        features=features,
+    )
+    writer.seal()
+
+
+WRONG = [
+    "buckets/64x64/features/grid/patches_flip",
+    "revisions/000002/buckets/64x64/features/grid/patches",
+    "buckets/48x80/features/token/cls_scales",
+    "captions/llm/scales",
+    "captions/vector/pooled",
+]
+
+
+def test_deep_finds_every_added_row_that_is_wrong_and_fits_all_checksums(
+    everything: Everything, tmp_path: Path
+) -> None:
+    root = copy_of(everything.added, tmp_path / "store")
+    for array in WRONG:
+        plant(root, array, 0.25)
+    assert verify_store(root).findings == []
+    found = deep(root, everything.source_then).findings
+    assert {finding.cause for finding in found} == {"not_reproduced"}
+    assert [len(finding.records) for finding in found] == [1] * len(WRONG)
+    firsts = [
+        array.removesuffix("_flip").replace("cls_scales", "cls").replace("scales", "embeddings") for array in WRONG
+    ]
+    assert sorted(finding.path.partition("/c/")[0] for finding in found) == sorted(firsts)
+    assert all(finding.revision == revision_of(finding.path) for finding in found)
+
+
+def test_a_device_that_rounds_otherwise_is_no_damage(everything: Everything, tmp_path: Path) -> None:
+    root = copy_of(everything.added, tmp_path / "store")
+    for array in WRONG:
+        plant(root, array, 0.008)
+    found = deep(root, everything.source_then)
+    assert (found.findings, found.num_close > 3) == ([], True)
+
+
+def test_deep_names_a_picture_that_has_changed_once(everything: Everything, tmp_path: Path) -> None:
+    source = copy_of(everything.source_then, tmp_path / "source")
+    shutil.copy(source / "images/3.png", source / "images/0.png")  # of the same size
+    (source / "images/4.png").unlink()
+    found = deep(everything.added, source)
+    assert sorted((one.cause, *one.records) for one in found.findings) == [
+        ("source_changed", "images/0.png"),
+        ("source_changed", "images/4.png"),
+    ]
+    assert found.num_exact + found.num_close == found.num_records + found.num_captions - 2
+
+
+# ------------------------------------------------------------ kill -9, and company
+
+
+@pytest.fixture(scope="module")
+def addition(everything: Everything, tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+    """Text encoders and features are added to a store of two revisions."""
+
+    def command(store: Path) -> dict[str, Any]:
+        pipeline.Decoders = InProcessDecoders
+        return add(everything, store)
+
+    scenario = Scenario(tmp_path_factory.mktemp("addition"), command, everything.before).undisturbed()
+    added = {f"store/{path}": content for path, content in tree_digest(everything.added).items()}
+    assert {name: content for name, content in scenario.whole.items() if not name.endswith("/")} == added
+    return scenario
+
+
+def add(everything: Everything, store: Path) -> dict[str, Any]:
+    committed = []
+    commit = pipeline.StoreWriter.commit
+
+    def counting(self: Any, part: str, shard: int, *args: Any, **kwargs: Any) -> int:
+        committed.append([part, shard])
+        return commit(self, part, shard, *args, **kwargs)
+
+    pipeline.StoreWriter.commit = counting
+    report = encode(everything.recipe, everything.source_then, store)
+    assert report.manifest is not None
+    return {"committed": committed, "root_hash": report.manifest.root_hash}
+
+
+def assert_old_files_are_as_they_were(store: Path, everything: Everything) -> None:
+    for path, content in tree_digest(everything.before).items():
+        assert (store / path).read_bytes() == content, path
+
+
+@pytest.mark.parametrize("kills", [pytest.param(3, id="3 kills"), pytest.param(20, id="20 kills", marks=LONG)])
+def test_an_addition_killed_at_any_time_ends_in_the_same_root_hash(
+    kills: int, addition: Scenario, everything: Everything
+) -> None:
+    """The long form with the real decoder children, and the whole process group is killed."""
+    rng, is_long, killed, stores = random.Random(START), kills > 3, 0, 0
+    scenario = replace(addition, command=lambda store: add(everything, store)) if is_long else addition
+    began = time.monotonic()
+    with scenario.store() as store:
+        root_hash = scenario.run(store).value["root_hash"]
+    seconds = time.monotonic() - began
+    while killed < kills:
+        with scenario.store() as store:
+            while True:
+                child = scenario.start(store, own_session=True)
+                if killed < kills:
+                    time.sleep(rng.uniform(0, seconds))
+                    child.signal(signal.SIGKILL, group=os.getsid(child.pid) == child.pid)
+                outcome = child.wait()
+                killed += outcome.died
+                said = f"after kill {killed}"
+                assert_old_files_are_as_they_were(store, everything)
+                if outcome.code == 0:
+                    break
+                assert outcome.died, outcome.message
+                assert_true_so_far(store, scenario, said)
+            assert_whole(store, scenario, said)
+            assert LatentStore(store).root_hash == root_hash
+        stores += 1
+    print(f"{killed} kills over {stores} stores")
+
+
+@pytest.mark.parametrize("trials", [pytest.param(1, id="1 trial"), pytest.param(20, id="20 trials", marks=LONG)])
+def test_two_processes_add_what_one_adds(trials: int, addition: Scenario, everything: Everything) -> None:
+    made = twice = 0
+    for trial in range(trials):
+        with addition.store() as store:
+            begin = time.monotonic() + 0.3
+            outcomes = [child.wait() for child in [addition.start(store, begin=begin) for _ in range(2)]]
+            assert [outcome.code for outcome in outcomes] == [0, 0], [outcome.message for outcome in outcomes]
+            shares = [{tuple(task) for task in outcome.value["committed"]} for outcome in outcomes]
+            made += len(shares[0] | shares[1])
+            twice += len(shares[0] & shares[1])
+            assert all(shares), "one process made everything"
+            assert len({outcome.value["root_hash"] for outcome in outcomes}) == 1
+            assert_old_files_are_as_they_were(store, everything)
+            assert_whole(store, addition, f"trial {trial}")
+    print(f"{made} shards made by two, {twice} of them twice")
+    assert twice <= made // 4, f"{twice} of {made}"

@@ -1,0 +1,120 @@
+"""A store of everything: several text encoders and image features, some added to a finished store, which then grew."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from faults import SHARD_ROWS, Pictures, encode, small_shards
+from making import caption_recipe
+from tiny_text_models import save_clip, save_qwen3
+from vision import make_dinov2
+
+from leandit.datasets.format.caption_layout import CaptionLayout
+from leandit.precompute.config import PrecomputeRecipe
+
+BASE = ("vae.flip=true", "vae.batch_size=4", "store.text_dtype=int8")
+
+
+class Everything(NamedTuple):
+    """A source and stores of it.
+
+    Args:
+      source: pictures and captions.
+      before: two revisions, with the encoders of ``first``.
+      added: the same, then a revision that adds those of ``recipe``.
+      grown: the same, then a revision with new, changed and dropped pictures.
+      source_then: the source as it was when ``added`` was made.
+    """
+
+    source: Path
+    source_then: Path
+    before: Path
+    added: Path
+    grown: Path
+    first: PrecomputeRecipe
+    recipe: PrecomputeRecipe
+
+
+@contextmanager
+def several_shards() -> Iterator[None]:
+    """Shards of two pictures, of two captions of full length, and of 32 tokens of other ones."""
+    shard_rows = CaptionLayout._shard_rows
+
+    def small(self: CaptionLayout) -> tuple[int, int]:
+        return shard_rows(self) if self.spec.full_length else (32, 8)
+
+    with small_shards(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("leandit.datasets.format.caption_layout.MAX_SHARD_ROWS", SHARD_ROWS)
+        patch.setattr(CaptionLayout, "_shard_rows", small)
+        yield
+
+
+def make_models(root: Path) -> dict[str, Path]:
+    """Tiny random models by name."""
+    save_clip(root / "clip", projected=True)
+    save_qwen3(root / "qwen3")
+    make_dinov2(root / "dinov2")
+    make_dinov2(root / "wide", width=12)
+    return {path.name: path for path in root.iterdir()}
+
+
+def recipes(models: dict[str, Path], *overrides: str) -> tuple[PrecomputeRecipe, PrecomputeRecipe]:
+    """Two recipes: T5, tokens and pooled vectors of a CLIP, and DINOv2 in int8; with three kinds of each more.
+
+    The second adds a CLIP's pooled vectors alone, a language model's tokens, patches in float16, class tokens in int8.
+    """
+    folders = ("subfolder=text_encoder", "tokenizer_subfolder=tokenizer")
+
+    def text(name: str, kind: str, model: str, *settings: str) -> list[str]:
+        return [f"text.{name}.{one}" for one in (f"kind={kind}", f"model={models[model]}", *folders, *settings)]
+
+    def feature(name: str, model: str, output: str, dtype: str, *settings: str) -> list[str]:
+        found = (f"model={models[model]}", f"output={output}", f"dtype={dtype}", *settings)
+        return [f"features.{name}.{one}" for one in found]
+
+    first = [
+        *BASE,
+        *text("pair", "clip", "clip", "output=both", "full_length=true", "max_tokens=60"),
+        *feature("dino", "dinov2", "both", "int8"),
+    ]
+    more = [
+        *text("vector", "clip", "clip", "output=pooled", "max_tokens=60"),
+        *text("llm", "causal_lm", "qwen3", "max_tokens=24", "layers=[-2]"),
+        *feature("grid", "wide", "patches", "float16", "layer=1"),
+        *feature("token", "dinov2", "cls", "int8"),
+    ]
+    return caption_recipe(*first, *overrides), caption_recipe(*first, *more, *overrides)
+
+
+def make_everything(root: Path, *overrides: str, count: int = 7) -> Everything:
+    """Make the source and the stores, of several shards each."""
+    with several_shards():
+        first, recipe = recipes(make_models(root / "models"), *overrides)
+        stores = root / "stores"  # not beside the models, so that a copy elsewhere finds them
+        pictures = Pictures(root / "source", count)
+        for i in range(count):
+            pictures.put(i, words=(" by the sea", " and a cat", " and two dogs")[i % 3])
+        pictures.write()
+        encode(first, pictures.root, stores / "before")
+        pictures.put(1, seed=101)
+        for i in (20, 21):
+            pictures.put(i, words=" and a yellow star")
+        pictures.write()
+        encode(first, pictures.root, stores / "before")
+        shutil.copytree(pictures.root, root / "source then", copy_function=shutil.copy2)
+        shutil.copytree(stores / "before", stores / "added")
+        encode(recipe, pictures.root, stores / "added")
+        shutil.copytree(stores / "added", stores / "grown")
+        pictures.put(0, seed=100)
+        pictures.put(22, words=" and a white star")
+        pictures.drop(3)
+        pictures.write()
+        encode(recipe, pictures.root, stores / "grown", drop_gone=True)
+        return Everything(
+            pictures.root, root / "source then", stores / "before", stores / "added", stores / "grown", first, recipe
+        )
