@@ -30,7 +30,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from everything import Everything
 from making import CPU, NO_CHECK, make_class_folder, picture, train_recipe, tree_digest
+from tiny_text_models import save_qwen3
+from vision import make_dinov2
 
 from leandit.datasets.arrays.shard_file import ShardFile
 from leandit.datasets.disk.hashing import canonical_json, read_json, sha256_of
@@ -41,11 +44,12 @@ from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, pack_shard
 from leandit.datasets.revisions.commits import file_entry, read_commit, with_root_hash
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
-from leandit.precompute.config import TextSection, VaeSection
+from leandit.precompute.config import FeatureSection, TextSection, VaeSection
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.encoders.text.encoder import CaptionEncoder
 from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.encoders.vae import ImageEncoder
+from leandit.precompute.encoders.vision.features import FeatureEncoder
 from leandit.precompute.sources.files.record import MAX_CAPTION_CHARS, MAX_CAPTIONS, MAX_TEXT_BYTES, SourceRecord
 from leandit.precompute.sources.source import list_source
 from leandit.precompute.sources.tables.json_rows import MAX_LINE_BYTES
@@ -330,6 +334,114 @@ def test_a_claim_that_cannot_be_is_refused_with_all_hashes_right(spoil: Spoil, c
         read_all(copied)
     assert time.perf_counter() - start < MAX_SECONDS
     assert peak_mib() - before < 200
+
+
+ADDED = "revisions/000003"
+DINO = "buckets/64x64/features/dino"
+
+
+def in_named(kind: str, key: str, value: Any) -> Spoil:
+    """Another value in the spec of the first named text encoder or feature, or its name."""
+
+    def change(group: Any) -> None:
+        one = group["attributes"]["leandit"][kind][0]
+        (one if key == "name" else one["spec"])[key] = value
+
+    return lambda root: (change_spec(root, change), forge_added(root))
+
+
+def change_spec(root: Path, change: Callable[[Any], None]) -> None:
+    document = json.loads((root / ADDED / "zarr.json").read_text())
+    change(document)
+    (root / ADDED / "zarr.json").write_text(json.dumps(document))
+
+
+def forge_added(root: Path) -> None:
+    """As ``forge``, of the revision that is read."""
+    value = json.loads((root / ADDED / "manifest.json").read_text())
+    for entry in value["files"]:
+        if (root / entry["path"]).is_file():
+            entry |= file_entry(entry["path"], (root / entry["path"]).read_bytes()).model_dump()
+    value["root_hash"] = with_root_hash(Manifest.model_validate(value)).root_hash
+    (root / ADDED / "manifest.json").write_text(json.dumps(value))
+
+
+def in_shape(array: str, rows: int) -> Spoil:
+    """Another row count in shape and chunk grid."""
+
+    def spoil(root: Path) -> None:
+        document = json.loads((root / array / "zarr.json").read_text())
+        document["shape"][0] = rows
+        document["chunk_grid"]["configuration"]["chunk_shape"][0] = rows
+        document["codecs"][0]["configuration"]["chunk_shape"][0] = rows
+        (root / array / "zarr.json").write_text(json.dumps(document))
+        forge_added(root)
+
+    return spoil
+
+
+HUGE = (0, -1, 10**12, 10**400, "x", None, 1.5)
+OF_MANY: dict[str, Spoil] = {
+    f"{kind}: {key} {str(value)[:20]}": in_named(kind, key, value)
+    for kind, keys in {
+        "features": {"width": HUGE, "patch_px": HUGE, "resolution_px": HUGE, "images_px": (0, 10**12, "x")},
+        "texts": {"width": HUGE, "max_tokens": HUGE, "pooled_width": (-1, 0, 10**12, "x")},
+    }.items()
+    for key, values in keys.items()
+    for value in values
+}
+OF_MANY |= {
+    f"{kind}: name {name[:20]!r}": in_named(kind, "name", name)
+    for kind in ("features", "texts")
+    for name in ("../../x", "/etc", "a/b", "", "a\0b", "x" * 5000, "Dino", "other")
+}
+OF_MANY |= {
+    "feature of another output": in_named("features", "output", "patches; cls"),
+    "feature of objects": in_named("features", "dtype", "object"),
+    "10^12 patches": in_shape(f"{DINO}/patches", 10**12),
+    "10^12 scales": in_shape(f"{DINO}/cls_scales", 10**12),
+    "10^12 vectors": in_shape("captions/vector/pooled", 10**12),
+    "10^12 tokens": in_shape("captions/llm/embeddings", 10**12),
+    "one row less": in_shape(f"{DINO}/patches", 1),
+}
+
+
+def read_named(path: Path) -> None:
+    """Read all text encoders and features of a store."""
+    store = LatentStore(path)
+    for bucket in store.buckets:
+        for name in store.features:
+            feature = store.feature(name, bucket)
+            for record in store.index(bucket).rows:
+                for output in feature.outputs:
+                    feature.row(int(record), output)
+    for name in store.texts:
+        text = store.text(name)
+        for caption in range(store.captions.num_rows):
+            text.stored_rows(caption)
+        text.stored_null_rows  # noqa: B018
+    summarise(store)
+
+
+@pytest.mark.parametrize("spoil", OF_MANY.values(), ids=OF_MANY.keys())
+def test_a_claim_of_a_feature_or_named_text_that_cannot_be_is_refused(
+    spoil: Spoil, everything: Everything, tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(everything.added, tmp_path / "copied"))
+    spoil(root)
+    forget_peak()
+    before, start = peak_mib(), time.perf_counter()
+    with pytest.raises((DamageError, StoreError)) as error:
+        read_named(root)
+    assert "\n" not in str(error.value)
+    assert time.perf_counter() - start < MAX_SECONDS
+    assert peak_mib() - before < 200
+
+
+def test_what_is_not_spoilt_is_read(everything: Everything, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(everything.added, tmp_path / "copied"))
+    forge_added(root)
+    read_named(root)
 
 
 @pytest.mark.parametrize("name", ["999999999", "7", "²", "-00002", "00000002", "0" * 200])
@@ -948,18 +1060,26 @@ def test_a_row_of_a_list_is_rejected_and_the_rest_is_listed(row: dict[str, Any],
 # ------------------------------------------------------------ models, checkpoints, runs
 
 
-def model(kind: str, folder: Path) -> Path:
-    found = local_folder(f"shipped:{kind}")
-    assert found
-    return Path(shutil.copytree(found, folder))
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of each kind of model."""
+    root = tmp_path_factory.mktemp("models")
+    make_dinov2(root / "dinov2")
+    save_qwen3(root / "saved")
+    shutil.copytree(root / "saved/tokenizer", root / "qwen3")
+    shutil.copytree(root / "saved/text_encoder", root / "qwen3", dirs_exist_ok=True)
+    found = {kind: local_folder(f"shipped:{kind}") for kind in ("vae", "t5")}
+    return {kind: path for kind, path in found.items() if path} | {name: root / name for name in ("dinov2", "qwen3")}
 
 
 def load_model(kind: str, folder: Path) -> None:
     if kind == "vae":
         ImageEncoder(VaeSection(model=str(folder)), CPU).latent_spec(VaeSection(model=str(folder)), "float16")
+    elif kind == "dinov2":
+        FeatureEncoder(FeatureSection(model=str(folder)), 64, CPU).encode(np.zeros((1, 64, 64, 3), np.uint8))
     else:
-        section = TextSection(kind="t5", model=str(folder))
-        CaptionEncoder(section, CaptionTokenizer(section), CPU).load()
+        section = TextSection(kind="t5" if kind == "t5" else "causal_lm", model=str(folder), max_tokens=20)
+        CaptionEncoder(section, CaptionTokenizer(section), CPU).encode(["a cat"])
 
 
 def set_in(file: str, key: str, value: Any) -> Spoil:
@@ -1033,24 +1153,97 @@ OF_T5: dict[str, Spoil] = {
     "vocab_size": set_in("config.json", "vocab_size", 1.5),
     "model_type": set_in("config.json", "model_type", "evil"),
 }
+REMOTE_CODE = {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
+SIZES: list[tuple[str, Any]] = [
+    *(("hidden_size", value) for value in ("x", None, -8, 0, 10**12, 10**30, [8])),
+    *(("num_hidden_layers", value) for value in ("x", None, 10**4, 10**9, 10**30)),
+    *(("num_attention_heads", value) for value in (0, 3, "x", 10**12)),
+]
+OF_DINO: dict[str, Spoil] = {
+    f"{key} {str(value)[:20]}": set_in("config.json", key, value)
+    for key, value in [
+        *SIZES,
+        *(("patch_size", value) for value in (0, -14, "x", [14, 14], [10**9], 10**9, 10**30, None, True)),
+        *(("image_size", value) for value in (0, -1, "x", 10**6, 10**30)),
+        *(("num_channels", value) for value in (1, 4, 10**12, "x")),
+        *(("mlp_ratio", value) for value in ("x", -1, 10**12)),
+        *(("hidden_act", value) for value in ("evil", 7, "../evil")),
+        *(("model_type", value) for value in ("evil", None, ["dinov2"], "../dinov2", "clip", "siglip", "dinov3_vit")),
+        ("vision_config", 7),
+    ]
+}
+PREPROCESSOR: dict[str, Spoil] = {
+    f"{key} {str(value)[:20]}": set_in("preprocessor_config.json", key, value)
+    for key, value in [
+        *(("image_mean", value) for value in (None, "x", [0.5] * 2, [0.5, 0.5, "x"], [1e999] * 3, [10**400] * 3)),
+        *(("image_std", value) for value in ([0, 0, 0], [1, 1, -1], [True] * 3)),
+        *(("rescale_factor", value) for value in (1, "x", 10**400)),
+        ("do_normalize", "evil"),
+    ]
+}
+PREPROCESSOR |= {
+    "no preprocessor": lambda folder: (folder / "preprocessor_config.json").unlink(),
+    "deep preprocessor": lambda folder: (folder / "preprocessor_config.json").write_text("[" * 100_000),
+    "long preprocessor": lambda folder: os.truncate(folder / "preprocessor_config.json", 1 << 30),
+}
+OF_LM: dict[str, Spoil] = {
+    f"{key} {str(value)[:20]}": set_in("config.json", key, value)
+    for key, value in [
+        *SIZES,
+        *(("vocab_size", value) for value in (1.5, 0, 10**12)),
+        *(("head_dim", value) for value in ("x", 10**12)),
+        *(("model_type", value) for value in ("evil", None, "../qwen3", "bert", "whisper")),
+        ("rope_parameters", "evil"),
+        ("rope_parameters", {"rope_type": "evil", "rope_theta": 1.0}),
+        ("layer_types", ["evil"] * 4),
+    ]
+}
+OF_LM |= {name: OF_T5[name] for name in OF_T5 if "tokenizer" in name}
 MODELS = {f"vae, {name}": ("vae", spoil) for name, spoil in (OF_ANY | OF_VAE).items()}
 MODELS |= {f"t5, {name}": ("t5", spoil) for name, spoil in (OF_ANY | OF_T5).items()}
+MODELS |= {f"dinov2, {name}": ("dinov2", spoil) for name, spoil in (OF_ANY | OF_DINO | PREPROCESSOR).items()}
+MODELS |= {f"qwen3, {name}": ("qwen3", spoil) for name, spoil in (OF_ANY | OF_LM).items()}
 
 
 @pytest.mark.parametrize(("kind", "spoil"), MODELS.values(), ids=MODELS.keys())
-def test_a_hostile_model_is_one_clear_error_and_runs_no_code(kind: str, spoil: Spoil, tmp_path: Path) -> None:
-    folder = model(kind, tmp_path / "model")
+def test_a_hostile_model_is_one_clear_error_and_runs_no_code(
+    kind: str, spoil: Spoil, models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(models[kind], tmp_path / "model"))
     spoil(folder)
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
-    with pytest.raises(EncoderError):
+    forget_peak()
+    before, start = peak_mib(), time.perf_counter()
+    with pytest.raises(EncoderError) as error:
+        load_model(kind, folder)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 1000
+    assert time.perf_counter() - start < MAX_SECONDS
+    assert peak_mib() - before < 600
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "qwen3"])
+def test_a_model_that_only_code_of_its_own_could_load_is_refused(
+    kind: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(models[kind], tmp_path / "model"))
+    for key, value in (("auto_map", REMOTE_CODE), ("model_type", "evil"), ("architectures", ["Evil"])):
+        set_in("config.json", key, value)(folder)
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    with pytest.raises(EncoderError, match=r"config\.json"):
         load_model(kind, folder)
     assert not (tmp_path / "marker").exists()
 
 
-@pytest.mark.parametrize("kind", ["vae", "t5"])
-def test_code_and_pickles_beside_a_model_are_not_run(kind: str, tmp_path: Path) -> None:
-    folder = model(kind, tmp_path / "model")
+@pytest.mark.parametrize("kind", ["vae", "t5", "dinov2", "qwen3"])
+def test_code_and_pickles_beside_a_model_are_not_run(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(models[kind], tmp_path / "model"))
     set_in("config.json", "auto_map", {"AutoModel": "evil.Evil", "AutoConfig": "evil.Evil"})(folder)
+    if kind == "dinov2":
+        set_in("preprocessor_config.json", "auto_map", {"AutoImageProcessor": "evil.Evil"})(folder)
+    if kind == "qwen3":
+        (folder / "chat_template.jinja").write_text("{{ cycler.__init__.__globals__.os.mkdir('marker') }}")
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     for name in ("pytorch_model.bin", "diffusion_pytorch_model.bin"):
         (folder / name).write_bytes(pickle.dumps(Payload(tmp_path / "marker")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from ....datasets.errors import EncoderError
@@ -41,4 +42,5 @@ def normalisation(preprocessor: dict[str, Any], where: str) -> tuple[list[float]
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max  # an int may be larger than any float
