@@ -232,6 +232,48 @@ def make_mlperf_flux(root: Path, *, columns: Mapping[str, list[Any]] | None = No
     return Made("mlperf-flux", root, records, [], str(empty), nulls)
 
 
+NEMO_SIZES = ((64, 64), (96, 32), (32, 96))  # (width_px, height_px) of buckets
+
+
+def make_nemo(root: Path, model: str = "flux") -> Made:
+    """preprocessing_multiprocess.py of NeMo AutoModel: a file of tensors a picture, listed with absolute paths."""
+    root.mkdir(parents=True)
+    records, listed = {}, []
+    downscale, channels = (16, 128) if model == "flux2" else (8, 16)
+    for i in range(COUNT):
+        width_px, height_px = NEMO_SIZES[i % 3]
+        latent = noise(i, channels, height_px // downscale, width_px // downscale, dtype=np.float16)
+        text, length = f"a picture of {i % 7} things", 2 + i % 7 if model == "qwen_image" else 6
+        tokens, pooled = bfloat16(noise(100 + i % 7, 1, length, 16)), bfloat16(noise(200 + i % 7, 1, 8))
+        name, tensors = f"{width_px}x{height_px}/{i:032x}", {"latent": torch.from_numpy(latent)}
+        if model == "flux":
+            tensors |= {name: torch.zeros(1, 77, dtype=torch.long) for name in ("clip_tokens", "t5_tokens")}
+            tensors |= {"pooled_prompt_embeds": pooled, "clip_hidden": bfloat16(noise(0, 1, 77, 8))}
+        tensors |= {"prompt_embeds": tokens[0].half() if model == "flux2" else tokens}
+        original = (700 + i, 500 - i)
+        said = {"original_resolution": original, "bucket_resolution": (width_px, height_px), "prompt": text}
+        said |= {"image_path": f"/elsewhere/{i}.png", "bucket_id": "square", "aspect_ratio": 1.0, "model_type": model}
+        (root / name).parent.mkdir(exist_ok=True)
+        torch.save(tensors | said | {"crop_offset": (0, 3)}, root / f"{name}.pt")
+        listed.append(said | {"cache_file": f"/elsewhere/cache/{name}.pt", "pixels": width_px * height_px})
+        rows = tokens[0].float().numpy().astype(np.float16 if model == "flux2" else np.float32)
+        embeddings = {_NEMO_TEXTS[model]: rows}
+        if model == "flux":
+            embeddings = {"clip": pooled[0].float().numpy()} | embeddings
+        records[name] = Expected([latent], -1, {text: embeddings}, original[::-1])
+    shards = [f"metadata_shard_{number:04d}.json" for number in range(2)]
+    for number, name in enumerate(shards):
+        (root / name).write_text(json.dumps(listed[6 * number : 6 * number + 6], indent=2))
+    about = {"processor": model, "model_name": "someone/a-model", "model_type": model, "total_items": COUNT}
+    about |= {"num_shards": 2, "shard_size": 6, "shards": shards, "caption_field": "internvl", "max_pixels": 4096}
+    (root / "metadata.json").write_text(json.dumps(about, indent=2))
+    nulls = {name: np.zeros_like(values) for name, values in embeddings.items()}
+    return Made("nemo", root, records, [], "zeros", nulls)
+
+
+_NEMO_TEXTS = {"flux": "t5", "flux2": "mistral", "qwen_image": "qwen"}
+
+
 MAKERS: dict[str, Callable[[Path], Made]] = {
     "fast-dit": make_fast_dit,
     "mar": make_mar,
@@ -240,7 +282,30 @@ MAKERS: dict[str, Callable[[Path], Made]] = {
     "pixart": make_pixart,
     "mds": make_mds,
     "mlperf-flux": make_mlperf_flux,
+    "nemo": make_nemo,
 }
+
+
+class Evil:
+    """Unpickled, it leaves a mark."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return (open, (str(self.mark), "w"))
+
+
+def rejects(store: LatentStore) -> dict[str, tuple[str, str]]:
+    """Stage and reason of each reject, by key."""
+    return {
+        row["key"]: (row["stage"], row["reason"]) for row in store.records.to_pylist() if row["status"] == "rejected"
+    }
+
+
+def without(made: Made, *keys: str) -> dict[str, Expected]:
+    """The records of a source but some."""
+    return {key: expected for key, expected in made.records.items() if key not in keys}
 
 
 def run_import(made: Made, store: Path, *overrides: str) -> ImportReport:

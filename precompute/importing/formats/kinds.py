@@ -11,12 +11,13 @@ from .edm2 import Edm2
 from .lightningdit import LightningDit
 from .mds import Mds
 from .mlperf_flux import MlperfFlux
+from .nemo import Nemo
 from .pixart import PixArt
 from .recipe import ImportRecipe, Kind
 from .source import Reader
 
 READERS: dict[str, type[Reader]] = {
-    one.kind: one for one in (FastDit, LightningDit, Mar, Edm2, PixArt, Mds, MlperfFlux)
+    one.kind: one for one in (FastDit, LightningDit, Mar, Edm2, PixArt, Mds, MlperfFlux, Nemo)
 }
 
 

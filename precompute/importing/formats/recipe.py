@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from ....datasets.recipe import Section, parse_with_overrides
 from ...config import SourceSection, StoreSection
 
-Kind = Literal["fast-dit", "lightningdit", "mar", "edm2", "pixart", "mds", "mlperf-flux"]
+Kind = Literal["fast-dit", "lightningdit", "mar", "edm2", "pixart", "mds", "mlperf-flux", "nemo"]
 
 
 class ImportSource(Section):
