@@ -21,7 +21,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .datasets.batches.reader import Batch, BatchReader
+    from .datasets.batches.batch import Batch
+    from .datasets.batches.reader import BatchReader
     from .datasets.loader import make_loader
     from .datasets.store import LatentStore
     from .train.sampling.snapshot import load_snapshot
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Batch", "BatchReader", "LatentStore", "load_snapshot", "make_loader"]
 _HOMES = {
-    "Batch": "datasets.batches.reader",
+    "Batch": "datasets.batches.batch",
     "BatchReader": "datasets.batches.reader",
     "LatentStore": "datasets.store",
     "load_snapshot": "train.sampling.snapshot",

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from .batches.batch import Batch
 from .batches.captions import TextForm
-from .batches.reader import Batch, BatchReader
+from .batches.latents import Normalise
+from .batches.reader import BatchReader
 from .batches.stream import BatchStream, is_gpu
 from .errors import RunError
 from .order.batch_plan import BatchPlan, Leftovers
@@ -68,6 +70,7 @@ def make_loader(
     prefetch: int = 2,
     device: torch.device | str | None = None,
     caption_odds: CaptionOdds | None = None,
+    normalise: Normalise = "encoder",
 ) -> BatchLoader:
     """Loader over a store: each pass is one epoch, ``state_dict()`` resumes at any batch.
 
@@ -84,6 +87,7 @@ def make_loader(
       prefetch: batches read ahead.
       device: as of ``BatchStream``.
       caption_odds: how often each caption of a record is drawn; None for uniform draws.
+      normalise: of the latents: that of the "encoder", by the statistics of the "store", or "none": raw.
     Raises: RunError: the store has no records; RecipeError: the selection is of another store, or an argument is wrong.
     """
     device = None if device is None else torch.device(device)
@@ -98,6 +102,7 @@ def make_loader(
         features=features,
         pin=is_gpu(device),
         caption_odds=[caption_odds],
+        normalise=normalise,
     )
     return loader_of(BatchStream(reader, prefetch=prefetch, device=device))
 

@@ -78,6 +78,14 @@ class ConditioningSection(Section):
     """Share of labels or captions replaced by null."""
 
 
+class LatentSection(Section):
+    """The latents as the model sees them."""
+
+    normalise: Literal["encoder", "store", "none"] = "encoder"
+    """"encoder": shift and scale of the VAE. "store": mean 0 and deviation 1 in each channel, by the statistics of all
+    stores of the run, which it keeps (LightningDiT). "none": raw latents."""
+
+
 class OptimizerSection(Section):
     """The optimizer."""
 
@@ -209,6 +217,7 @@ class TrainRecipe(Section):
     model: ModelSection = ModelSection()
     objective: ObjectiveSection = ObjectiveSection()
     conditioning: ConditioningSection = ConditioningSection()
+    latent: LatentSection = LatentSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     ema: EmaSection = EmaSection()

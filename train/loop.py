@@ -94,7 +94,7 @@ def train(
         check_wandb(recipe)
         recipe = apply_ds_config(recipe, ranks, device, warn)
         watchdog.agree(_inputs(recipe, stores))
-        state = prepare(recipe, stores, device, warn, ranks)
+        state = prepare(recipe, stores, device, warn, ranks, manifest and manifest.statistics)
         stop.check()
         if ranks.is_first:
             stack.enter_context(run_lock(run))

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from functools import cache, lru_cache
 from statistics import NormalDist
+from typing import Literal
 
 import numpy as np
 import torch
 
-from ..format.schema import LOGVAR_RANGE, LatentSpec
+from ..errors import RecipeError
+from ..format.schema import LOGVAR_RANGE, LatentSpec, LatentStatistics
 from ..order.shuffle import FACTORS, GOLDEN, PURPOSE_DRAW, keyed_hash, mix
 
 QUANTILE_BITS = 16
+Normalise = Literal["encoder", "store", "none"]
 
 
 def draw_keys(seed: int, epochs: np.ndarray, records: np.ndarray) -> torch.Tensor:
@@ -66,6 +69,33 @@ def final_latents(stored: torch.Tensor, spec: LatentSpec, keys: torch.Tensor | N
         std = spread if spec.kind == "mean_std" else torch.exp(0.5 * spread.clamp(*LOGVAR_RANGE))
         values = mean + std * keyed_noise(keys, tuple(mean.shape[1:]))
     return normalise(values, spec)
+
+
+def normalised_as(spec: LatentSpec, how: Normalise, statistics: LatentStatistics | None = None) -> LatentSpec:
+    """A spec whose shift and scale give the model's input of another normalisation.
+
+    Args:
+      how: "encoder": as the spec says; "store": mean 0 and deviation 1 in each channel; "none": raw latents of the VAE.
+      statistics: needed for "store": of the encoder's normalisation.
+    Raises: RecipeError: "store" without statistics, or with a channel that never changes.
+    """
+    if how == "encoder":
+        return spec
+    shift, scale = np.array(spec.shift), np.array(spec.scale)
+    if how == "none":
+        applied = (spec.decoding.shift, spec.decoding.scale) if spec.decoding else (np.zeros_like(shift), 1 + 0 * scale)
+        shift, scale = -np.array(applied[0]) * applied[1], 1 / np.array(applied[1])
+    elif statistics is None or min(statistics.channel_std) <= 0:
+        what = "none" if statistics is None else "a channel with deviation 0"
+        raise RecipeError(
+            f'latent normalisation "store": the store has {what} in its statistics; needed a mean and a deviation '
+            "above 0 of each channel. A store of an earlier release gets them from 'leandit compact STORE --out NEW', "
+            'an incomplete one when it is finished. Or use "encoder".'
+        )
+    else:
+        shift = shift + np.array(statistics.channel_mean) / scale
+        scale = scale / np.array(statistics.channel_std)
+    return spec.model_copy(update={"shift": shift.tolist(), "scale": scale.tolist()})
 
 
 def normalise(latents: torch.Tensor, spec: LatentSpec) -> torch.Tensor:

@@ -7,134 +7,32 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..disk.cached import cached_property
 from ..disk.fork_safe import reset_in_forks
 from ..errors import RecipeError
-from ..format.schema import LatentSpec
+from ..format.schema import LatentStatistics
 from ..order.alike import check_alike
 from ..order.batch_plan import BatchPlan
 from ..order.caption_odds import CaptionOdds
 from ..order.order import BatchOrder
 from ..order.slices import rank_slice
+from ..revisions.latent_statistics import merge_statistics
 from ..store import LatentStore
-from .buffer_pool import BufferPool, hold_while_copied
-from .captions import CaptionBatch, TextForm, read_captions
-from .features import FeatureBatch, read_feature
-from .latents import final_latents
+from .batch import Batch
+from .buffer_pool import BufferPool
+from .captions import TextForm, read_captions
+from .features import read_feature
+from .latents import Normalise, normalised_as
 from .lookup import Lookup, Records, WantedBatch
 
 PLANNED_AHEAD = 32  # batches planned together, at little more than the cost of one
 KEPT_GROUPS = 3  # of planned batches: threads read on both sides of a boundary, and one is planned ahead
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Batch:
-    """A rank's slice of one global batch of one bucket; B records, 0 only if a "short" batch has fewer records than
-    there are ranks.
-
-    Args:
-      stored: (B, 2C, H, W) moments or (B, C, H, W) latents as stored, in the store's dtype.
-      labels: (B,) int64 class index, -1 for none.
-      records: (B,) int64 positions in the records table.
-      draw_keys: (B,) int64 keys of the posterior draw, or None without a posterior.
-      spec: describes ``stored``, and how it becomes the model's input.
-      bucket: "HxW" in pixels.
-      number: of the global batch, over all epochs.
-      global_size: records in the global batch.
-      epoch: of the batch.
-      store: index into the reader's stores.
-      texts: captions of each text encoder, by name; that of ``[text]`` is empty.
-      features: image features, by name.
-    """
-
-    stored: torch.Tensor
-    labels: torch.Tensor
-    records: torch.Tensor
-    draw_keys: torch.Tensor | None
-    spec: LatentSpec
-    bucket: str
-    number: int
-    global_size: int
-    epoch: int
-    store: int = 0
-    texts: Mapping[str, CaptionBatch] = field(default_factory=dict)
-    features: Mapping[str, FeatureBatch] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.stored)
-
-    def __repr__(self) -> str:
-        return f"Batch(number={self.number}, epoch={self.epoch}, bucket='{self.bucket}', records={len(self)})"
-
-    @cached_property
-    def latents(self) -> torch.Tensor:
-        """(B, C, H, W) float32, drawn, shifted and scaled: the model's input at t = 0, on the device of the batch."""
-        return final_latents(self.stored, self.spec, self.draw_keys)
-
-    @property
-    def text(self) -> CaptionBatch | None:
-        """Captions of the first text encoder; None if the store has none, or the reader was asked for none."""
-        return next(iter(self.texts.values()), None)
-
-    @property
-    def captions(self) -> torch.Tensor | None:
-        """(B, L, D) or packed (sum L, D) of the first text encoder, or None: as stored, or float32 of int8."""
-        return self.text and self.text.embeddings
-
-    @property
-    def caption_lengths(self) -> torch.Tensor | None:
-        """(B,) int64 tokens of each caption of the first text encoder, or None."""
-        return self.text and self.text.lengths
-
-    @property
-    def caption_offsets(self) -> torch.Tensor:
-        """(B + 1,) int32 where each packed caption begins, then the end: cu_seqlens of variable-length attention."""
-        if self.text is None:
-            raise RecipeError("this batch has no captions: the store has none, or the reader was asked for none.")
-        return self.text.offsets
-
-    def finish(self) -> Batch:
-        """Compute latents, captions and features now."""
-        _ = self.latents, *(text.embeddings for text in self.texts.values())
-        _ = [(feature.patches, feature.cls) for feature in self.features.values()]
-        return self
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of a batch on a GPU until the stream has finished its current work."""
-        for part in (self, *self.texts.values(), *self.features.values()):
-            for value in vars(part).values():  # the latents too, once they are computed
-                if isinstance(value, torch.Tensor):
-                    value.record_stream(stream)
-
-    def to(self, device: torch.device | str) -> Batch:
-        """The same batch on a device, copied asynchronously from pinned memory, on the current stream of the device.
-
-        This batch may be dropped at once. Code that copies its tensors otherwise must hold it until the copy is done.
-        """
-        device, held = torch.device(device), list[torch.Tensor]()
-
-        def moved(part: Any) -> dict[str, Any]:
-            tensors = {one.name: getattr(part, one.name) for one in fields(part)}
-            tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-            held.extend(tensors.values())
-            return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-
-        batch = replace(
-            self,
-            **moved(self),
-            texts={name: replace(text, **moved(text)) for name, text in self.texts.items()},
-            features={name: replace(feature, **moved(feature)) for name, feature in self.features.items()},
-        )
-        hold_while_copied(held, device)
-        return batch
 
 
 class _Group:
@@ -156,6 +54,8 @@ class BatchReader(Dataset):
       pin: use page-locked memory.
       seed: of the posterior draw and the choice of caption and flip; None: that of each plan.
       caption_odds: how often each caption of a record is drawn, of each store; None for uniform draws.
+      normalise: of the latents, as of ``normalised_as``.
+      statistics: for "store"; None: those of all stores together.
     Raises: RecipeError: a plan or selection is of another store, the stores cannot be mixed, or ``text`` is unknown;
       IndexError: no such rank.
     """
@@ -172,6 +72,8 @@ class BatchReader(Dataset):
         pin: bool = False,
         seed: int | None = None,
         caption_odds: Sequence[CaptionOdds | None] = (),
+        normalise: Normalise = "encoder",
+        statistics: LatentStatistics | None = None,
     ) -> None:
         if isinstance(stores, LatentStore) or len(stores) != len(order.plans):
             count = "one, not in a list" if isinstance(stores, LatentStore) else len(stores)
@@ -184,6 +86,8 @@ class BatchReader(Dataset):
         for store, plan in zip(self.stores, order.plans, strict=True):
             check_fit(store, plan)
         check_alike([(store.path, store.spec) for store in self.stores], captions=text != "none")
+        self.statistics = (statistics or pooled_statistics(self.stores)) if normalise == "store" else None
+        self.latent_specs = [normalised_as(store.spec.latent, normalise, self.statistics) for store in self.stores]
         self._text: TextForm = text
         self._features = list(self.stores[0].features if features is None else features)
         for store in self.stores:
@@ -218,7 +122,7 @@ class BatchReader(Dataset):
             labels=_tensor(wanted.labels),
             records=_tensor(wanted.records),
             draw_keys=None if wanted.draw_keys is None else _tensor(wanted.draw_keys),
-            spec=store.spec.latent,
+            spec=self.latent_specs[planned.plan],
             bucket=planned.bucket,
             number=number,
             global_size=len(planned.positions),
@@ -297,6 +201,13 @@ class BatchReader(Dataset):
             check_fit(store, plan)  # an incomplete store may have grown since
         self.reset()
         reset_in_forks(self)
+
+
+def pooled_statistics(stores: Sequence[LatentStore]) -> LatentStatistics | None:
+    """Statistics of the latents of all stores, each counted once; None if one of them has none."""
+    known = {store.root_hash or str(store.path): store.manifest and store.manifest.statistics for store in stores}
+    found = [one for one in known.values() if one]
+    return merge_statistics(found) if len(found) == len(known) else None
 
 
 def check_fit(store: LatentStore, plan: BatchPlan) -> None:

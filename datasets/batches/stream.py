@@ -20,7 +20,8 @@ from ..errors import RecipeError, RunError
 from ..order.batch_plan import BatchPlan
 from ..order.order import changed_fields
 from ..order.planned import MAX_NUMBER
-from .reader import PLANNED_AHEAD, Batch, BatchReader
+from .batch import Batch
+from .reader import PLANNED_AHEAD, BatchReader
 
 STATE_VERSION = 2
 FETCH_EVERY, FETCH_AHEAD = 16, 64  # batches, of stores at a URL

@@ -326,6 +326,17 @@ class SelfCheck(_Model):
     channel_std: list[Float32]
 
 
+class LatentStatistics(_Model):
+    """Mean and standard deviation of each channel as the model sees it, with the variance of a stored posterior.
+
+    ``count``: values of each channel.
+    """
+
+    count: Count
+    channel_mean: list[Float32]
+    channel_std: list[Annotated[float, Field(ge=0, le=3.4e38)]]
+
+
 class FeatureRows(_Model):
     """Rows of one feature in a shard: a checksum for each, "" where rejected, and the quality of narrowed ones."""
 
@@ -352,9 +363,10 @@ class CommitRecord(_Model):
     rejects: list[Reject]
     fallbacks: list[Fallback]
     features: dict[Name, FeatureRows] = {}  # absent if the shard has none
+    statistics: LatentStatistics | None = None  # of its latents; absent without latents, and in earlier releases
     record_hash: str
 
-    _without_absent = _left_out_where_absent("features")
+    _without_absent = _left_out_where_absent("features", "statistics")
 
     def with_hash(self) -> CommitRecord:
         """The record with the hash of all other fields, which detects flipped bits."""
@@ -380,8 +392,9 @@ class Manifest(_Model):
     files: list[FileEntry]
     root_hash: str
     self_check: SelfCheck | None = None  # absent without one
+    statistics: LatentStatistics | None = None  # of all latents in the stack; absent if some shards have none
 
-    _without_absent = _left_out_where_absent("self_check")
+    _without_absent = _left_out_where_absent("self_check", "statistics")
 
     @model_validator(mode="after")
     def _ends_its_stack(self) -> Manifest:
@@ -422,8 +435,9 @@ class PlanFile(_Model):
     spec: StoreSpec
     files: Annotated[list[FileEntry], Field(min_length=2, max_length=2)]
     self_check: SelfCheck | None = None  # absent without one
+    statistics: LatentStatistics | None = None  # of the stack; absent without one, or if some shards have none
 
-    _without_absent = _left_out_where_absent("added", "self_check")
+    _without_absent = _left_out_where_absent("added", "self_check", "statistics")
 
     @model_validator(mode="after")
     def _follows_its_stack(self) -> PlanFile:

@@ -14,23 +14,23 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
-from ..arrays.shard_file import ShardFile
 from ..disk.files import remove, write_atomic
 from ..disk.hashing import canonical_json, read_json, xxh3_file, xxh3_parts
 from ..disk.strays import sweep_strays
 from ..errors import DamageError, StoreError, StoreIncomplete
 from ..format.buckets import bucket_size
 from ..format.caption_layout import NULL_PART
-from ..format.layout import ADDED, CAPTIONS, GROUP, RECORDS, Task, commit_path, group_json, revision_prefix
-from ..format.row_layout import LATENTS, bucket_part
-from ..format.schema import Addition, CommitRecord, Fallback, FeatureRows, FileEntry, Manifest, Reject, StoreSpec
+from ..format.layout import ADDED, CAPTIONS, GROUP, RECORDS, commit_path, group_json, revision_prefix
+from ..format.row_layout import bucket_part
+from ..format.schema import Addition, CommitRecord, Manifest, StoreSpec
 from ..format.table_schemas import CAPTION_RESULTS, captions_schema, plan_schema, suffixes
 from ..format.zarr_shard import ArrayLayout
 from ..revisions.catalog import read_spec
-from ..revisions.commits import carried_files, commit_record, file_entry, read_manifest, read_record
+from ..revisions.commits import carried_files, file_entry, read_manifest, read_record
 from ..revisions.plan import FrozenPlan, planned_revisions, read_plan, write_plan
-from ..revisions.writer import StoreWriter, row_checksum
+from ..revisions.writer import StoreWriter
 from .findings import read_intact_table, shard_place
+from .rebuilt_record import rebuild_record
 from .verify import Verification, verify_store
 
 UNKNOWN_LOCATION = -1  # size and time of a picture in a rebuilt plan: the next precompute compares the bytes
@@ -52,7 +52,7 @@ def repair_revision(root: Path, revision: int, found: Verification) -> StoreWrit
         return None
     for task in plan.layout.tasks():
         if read_record(root, plan, *task) is None:
-            record = _rebuild_record(root, plan, task, found.expected)
+            record = rebuild_record(root, plan, task, found.expected)
             if record:
                 write_atomic(root / commit_path(revision, *task), canonical_json(record.model_dump()))
     writer = StoreWriter(root, plan)  # rewrites damaged metadata
@@ -143,8 +143,9 @@ def _plan_of(root: Path, revision: int) -> FrozenPlan | None:
         return None  # the attributes are damaged as well
     try:
         added = _additions(root, manifest, spec)
+        below = read_manifest(root, manifest.stack[-2]) if manifest.stack[:-1] else None
     except (DamageError, ValidationError, OSError):
-        return None  # a commit record that says what was added is damaged as well
+        return None  # what it adds to, or says what was added, is damaged as well
     plan = FrozenPlan(
         spec=spec,
         revision=revision,
@@ -157,6 +158,7 @@ def _plan_of(root: Path, revision: int) -> FrozenPlan | None:
         captions=_planned_captions(captions, revision, spec, {name for one in added for name in one.texts}),
         recorded_hash=manifest.plan,
         self_check=manifest.self_check,
+        statistics=below and below.statistics,
         added=added,
     )
     write_plan(root, plan, replace=True)
@@ -222,79 +224,3 @@ def _planned_captions(captions: pa.Table, revision: int, spec: StoreSpec, added:
             values[slice(None) if text in added else own] = None
             columns[name] = pa.array(values, schema.field(name).type)
     return pa.table(columns, schema=schema)
-
-
-def _rebuild_record(root: Path, plan: FrozenPlan, task: Task, expected: dict[str, FileEntry]) -> CommitRecord | None:
-    """Rebuild a commit record from manifest and tables; None if its hash differs from the manifest."""
-    part, shard = task
-    entry = expected.get(commit_path(plan.revision, *task))
-    try:
-        manifest = read_manifest(root, plan.revision)
-        records, captions = (read_intact_table(root, manifest, name) for name in (RECORDS, CAPTIONS))
-    except (DamageError, OSError):
-        return None
-    of_part = plan.layout.parts[part]
-    arrays, features = of_part.arrays, {}
-    files = [expected[array.shard_path(shard)] for array in arrays if array.shard_path(shard) in expected]
-    if entry is None or len(files) != len(arrays):
-        return None
-    checksums, source_checksums, rejects, fallbacks, qualities = [], [], [], [], {}
-    if of_part.captions and not of_part.is_null:
-        ids = of_part.captions.captions_of(shard)
-        table = captions.slice(plan.first_caption_of(of_part.revision) + ids.start, len(ids))
-        suffix = suffixes(plan.spec)[of_part.captions.name]
-        checksums, qualities = _digits(table[f"checksum{suffix}"].to_pylist()), _qualities(table, suffix)
-    elif of_part.is_null:  # no table holds its checksum
-        rows = []
-        for file, array in zip(files, arrays, strict=True):
-            shard_path = root / file.path
-            if not shard_path.is_file() or xxh3_file(shard_path) != file.xxh3_128:
-                return None
-            rows.append(ShardFile(shard_path, array, array.shape[0]).read(0, array.shape[0]))
-        checksums = [row_checksum(*rows)]
-    else:
-        rows = plan.layout.rows_of(part, shard)
-        positions = plan.positions_of(of_part)[rows.start : rows.stop]
-        columns = records.take(pa.array(positions, mask=positions < 0))  # nulls for a row without a record
-        for name in of_part.groups.keys() - {LATENTS}:
-            found = _digits(columns[f"checksum_{name}"].to_pylist())
-            features[name] = FeatureRows(checksums=found, **_qualities(columns, f"_{name}"))
-        table = columns.to_pylist()
-        is_own = LATENTS in of_part.groups
-        checksums = _digits([row["checksum"] for row in table]) if is_own else []
-        source_checksums = _digits([row["source_checksum"] for row in table]) if is_own else []
-        rejects = [
-            Reject(row=row["row"], key=row["key"], stage=row["stage"], reason=row["reason"], detail=row["detail"])
-            for row in table
-            if row["status"] == "rejected"
-        ]
-        fallbacks = [Fallback(row=row["row"], how=row["fallback"]) for row in table if is_own and row["fallback"]]
-    record = commit_record(
-        plan,
-        part,
-        shard,
-        files=files,
-        checksums=checksums,
-        source_checksums=source_checksums,
-        rejects=rejects,
-        fallbacks=fallbacks,
-        features=features,
-        **qualities,
-    )
-    same = xxh3_parts([canonical_json(record.model_dump())])[1] == entry.xxh3_128
-    return record if same else None
-
-
-def _qualities(table: pa.Table, suffix: str) -> dict[str, list[float]]:
-    """Smallest cosines and largest errors of some rows, as in a commit record; empty if nothing was narrowed.
-
-    A row that is not stored has zeros.
-    """
-    columns = {f"{name}s": table[f"{name}{suffix}"] for name in ("min_cosine", "max_error")}
-    if all(column.null_count == len(column) for column in columns.values()):
-        return {}
-    return {name: [0.0 if value is None else value for value in column.to_pylist()] for name, column in columns.items()}
-
-
-def _digits(checksums: list[int | None]) -> list[str]:
-    return ["" if checksum is None else f"{checksum:016x}" for checksum in checksums]

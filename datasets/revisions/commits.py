@@ -30,9 +30,10 @@ from ..format.layout import (
     revision_prefix,
 )
 from ..format.row_layout import LATENTS
-from ..format.schema import FORMAT_VERSION, CommitRecord, FeatureRows, FileEntry, Manifest
+from ..format.schema import FORMAT_VERSION, CommitRecord, FeatureRows, FileEntry, LatentStatistics, Manifest
 from ..format.table_schemas import REJECT_REASONS, captions_schema, records_schema
 from ..format.tables import parquet_of_groups
+from .latent_statistics import merge_statistics
 from .merge import Commits, Merge
 from .plan import FrozenPlan
 
@@ -106,6 +107,7 @@ def _matches_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
             and not record.source_checksums
             and not record.rejects
             and not record.features
+            and record.statistics is None
             and len(record.min_cosines) == len(record.max_errors)
             and len(record.min_cosines) in ((0,) if part.is_null else (0, count))
             and not record.fallbacks
@@ -114,6 +116,7 @@ def _matches_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
     return (
         len(record.checksums) == len(record.source_checksums) == (count if LATENTS in part.groups else 0)
         and record.features.keys() == part.groups.keys() - {LATENTS}
+        and _are_statistics(record.statistics, plan.spec.latent.channels if LATENTS in part.groups else 0)
         and all(_fits(feature, count) for feature in record.features.values())
         and not record.min_cosines
         and not record.max_errors
@@ -121,6 +124,11 @@ def _matches_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
         and all(reject.row in rows and reject.reason in REJECT_REASONS for reject in record.rejects)
         and all(fallback.row in rows for fallback in record.fallbacks)
     )
+
+
+def _are_statistics(statistics: LatentStatistics | None, channels: int) -> bool:
+    """Whether statistics are of this many channels; those of an earlier release are absent."""
+    return not statistics or len(statistics.channel_mean) == len(statistics.channel_std) == channels > 0
 
 
 def _fits(feature: FeatureRows, count: int) -> bool:
@@ -190,9 +198,11 @@ def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes | me
       and the manifest.
     """
     prefix, merge = revision_prefix(plan.revision), Merge(plan)
-    entries = {entry.path: entry for entry in plan.carried}
+    entries, statistics = {entry.path: entry for entry in plan.carried}, [plan.statistics] if plan.stack else []
     for task, commit in commits.items():
         merge.add(task, commit)
+        if LATENTS in plan.layout.parts[task[0]].groups:
+            statistics.append(commit.statistics)
         entries |= {entry.path: entry for entry in CommitSummary.of(plan, commit).files}
     statuses, stored = Counter[str](), Counter[str]()
 
@@ -227,8 +237,15 @@ def seal_files(plan: FrozenPlan, commits: Commits) -> tuple[dict[str, bytes | me
         files=[entries[path] for path in sorted(entries)],
         root_hash="",
         self_check=plan.self_check,
+        statistics=_merged(statistics),
     )
     return files, with_root_hash(manifest)
+
+
+def _merged(statistics: Sequence[LatentStatistics | None]) -> LatentStatistics | None:
+    """Statistics of all shards; None if some are of an earlier release, which kept none."""
+    known = [one for one in statistics if one]
+    return merge_statistics(known) if known and len(known) == len(statistics) else None
 
 
 def _counts(values: pa.ChunkedArray) -> dict[str, int]:

@@ -34,7 +34,7 @@ from ..format.layout import (
     revisions_with,
 )
 from ..format.row_layout import LATENTS
-from ..format.schema import FORMAT_VERSION, Addition, FileEntry, PlanFile, SelfCheck, StoreSpec
+from ..format.schema import FORMAT_VERSION, Addition, FileEntry, LatentStatistics, PlanFile, SelfCheck, StoreSpec
 from ..format.table_schemas import CAPTION_RESULTS, captions_schema, suffixes
 from ..format.tables import map_plan_table, parquet_file, table_problem
 
@@ -60,6 +60,7 @@ class FrozenPlan:
       captions: as ``captions_schema``; those that this revision adds come last, sorted by length.
       recorded_hash: from the store; empty for a new plan.
       self_check: of the autoencoder, made before the first plan of the stack was frozen; None without one.
+      statistics: of the latents in the stack; None without a stack, or if some of its shards have none.
       added: text encoders and features that it adds to the rows and captions of earlier revisions.
     """
 
@@ -74,6 +75,7 @@ class FrozenPlan:
     captions: pa.Table
     recorded_hash: str = ""
     self_check: SelfCheck | None = None
+    statistics: LatentStatistics | None = None
     added: tuple[Addition, ...] = ()
 
     @cached_property
@@ -222,6 +224,8 @@ def write_plan(root: Path, plan: FrozenPlan, *, replace: bool) -> bool:
     }
     if plan.self_check:
         content["self_check"] = plan.self_check.model_dump()
+    if plan.statistics:
+        content["statistics"] = plan.statistics.model_dump()
     if plan.added:
         content["added"] = [addition.model_dump() for addition in plan.added]
     content |= {"sha256": sha256_of(content)}
@@ -275,6 +279,7 @@ def read_plan(root: Path, revision: int) -> FrozenPlan:
         captions=captions,
         recorded_hash=file.plan,
         self_check=file.self_check,
+        statistics=file.statistics,
         added=tuple(file.added),
     )
     if problem := table_problem(file.spec, revision, records, captions.num_rows, captions) or _row_problem(plan):

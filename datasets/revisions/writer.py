@@ -18,9 +18,11 @@ from ..disk.files import write_atomic
 from ..disk.hashing import canonical_json, xxh3_file, xxh3_parts
 from ..errors import LeanditError, StoreError
 from ..format.layout import CAPTIONS, MANIFEST, RECORDS, Task, commit_path, is_picture_task, revision_prefix
-from ..format.schema import Fallback, FeatureRows, FileEntry, Manifest, Reject
+from ..format.row_layout import LATENTS
+from ..format.schema import Fallback, FeatureRows, FileEntry, LatentStatistics, Manifest, Reject
 from ..format.zarr_shard import pack_shard
 from .commits import CommitFiles, CommitSummary, commit_record, file_entry, read_commit, read_manifest, seal_files
+from .latent_statistics import statistics_of
 from .plan import FrozenPlan
 
 READERS = 4  # threads that hash shards
@@ -175,10 +177,16 @@ class StoreWriter:
             rejects=list(rejects),
             fallbacks=list(fallbacks),
             features=dict(features or {}),
+            statistics=self._statistics(part, arrays),
         )
         write_atomic(self.root / commit_path(self.plan.revision, part, shard), canonical_json(record.model_dump()))
         self._commits[part, shard] = CommitSummary.of(self.plan, record)
         return sum(entry.bytes for entry in files)
+
+    def _statistics(self, part: str, arrays: Mapping[str, np.ndarray]) -> LatentStatistics | None:
+        """Of the latents among the arrays of a shard; None where there are none."""
+        latents = [arrays[one.path] for one in self.plan.layout.parts[part].groups.get(LATENTS, ())]
+        return statistics_of(latents, self.plan.spec.latent) if latents else None
 
     def seal(self) -> Manifest:
         """Merge the commit records into the tables and the manifest; the manifest comes last.

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.errors import RecordRejected, SourceError
-from ...datasets.format.schema import Addition, FileEntry, SelfCheck, StoreSpec
+from ...datasets.format.schema import Addition, FileEntry, LatentStatistics, SelfCheck, StoreSpec
 from ...datasets.format.table_schemas import plan_schema, suffixes
 from ...datasets.revisions.commits import carried_files
 from ...datasets.revisions.encoder_paths import with_stored_encoder_paths
@@ -46,6 +46,7 @@ class Lineage:
       captions: table of the previous revision; its captions keep their ids.
       spec: of the previous revision; its classes keep their names.
       self_check: of the stack; None where a new one is due.
+      statistics: of the latents in the stack.
     """
 
     revision: int = 1
@@ -55,6 +56,7 @@ class Lineage:
     captions: pa.Table | None = None
     spec: StoreSpec | None = None
     self_check: SelfCheck | None = None
+    statistics: LatentStatistics | None = None
     added: tuple[Addition, ...] = ()
 
 
@@ -157,6 +159,7 @@ class Planner:
             captions=store.captions,
             spec=base_plan.spec,
             self_check=manifest.self_check,
+            statistics=manifest.statistics,
             added=added,
         )
         return comparison, lineage
@@ -250,5 +253,6 @@ class Planner:
             ),
             captions=captions,
             self_check=lineage.self_check,
+            statistics=lineage.statistics,
             added=lineage.added,
         )

@@ -26,10 +26,11 @@ from making import CPU, label_recipe, no_progress, picture
 from torch.utils.data import DataLoader
 
 from leandit.datasets.batches import buffer_pool
+from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.buffer_pool import MAX_BUFFERS, BufferPool, CopiesInFlight
 from leandit.datasets.batches.captions import TextForm, read_captions
 from leandit.datasets.batches.latents import draw_keys, final_latents
-from leandit.datasets.batches.reader import Batch, BatchReader
+from leandit.datasets.batches.reader import BatchReader
 from leandit.datasets.disk.cached import cached_property
 from leandit.datasets.errors import DamageError, RecipeError, RunError
 from leandit.datasets.format.schema import Decoding

@@ -64,7 +64,10 @@ def test_torch_is_imported_in_datasets_by_the_torch_side_only() -> None:
     assert "loader.py" in users
     assert users <= {
         "loader.py",
-        *(f"batches/{name}.py" for name in ("buffer_pool", "captions", "features", "latents", "reader", "stream")),
+        *(
+            f"batches/{name}.py"
+            for name in ("batch", "buffer_pool", "captions", "features", "latents", "reader", "stream")
+        ),
     }
 
 

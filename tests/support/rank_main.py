@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from leandit.datasets.batches.reader import Batch
+from leandit.datasets.batches.batch import Batch
 from leandit.datasets.errors import LeanditError
 from leandit.train import loop
 from leandit.train.loop import train

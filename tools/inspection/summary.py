@@ -10,9 +10,10 @@ import pyarrow.compute
 
 from ...datasets.format.caption_layout import CAPTION_PART, LENGTHS, OFFSETS, caption_arrays, caption_folder
 from ...datasets.format.layout import commit_path
-from ...datasets.format.schema import LOGVAR_RANGE, FeatureEncoder, LatentSpec, TextEncoder
+from ...datasets.format.schema import FeatureEncoder, TextEncoder
 from ...datasets.format.table_schemas import suffixes
 from ...datasets.format.token_dtypes import token_bytes
+from ...datasets.revisions.latent_statistics import merge_statistics, statistics_of
 from ...datasets.store import LatentStore, Record
 
 pc: Any = pyarrow.compute  # defined at run time, so type checkers do not know its functions
@@ -194,46 +195,28 @@ def _part_of(path: str) -> str:
 
 
 def latent_statistics(store: LatentStore) -> dict[str, Any]:
-    """Mean and standard deviation of each channel of the final latents, and rows that are not finite.
-
-    Final means after shift and scale, and includes the variance of the posterior.
-    """
-    spec = store.spec.latent
-    count, num_rows, nonfinite = 0, 0, []
-    total, squares = np.zeros(spec.channels), np.zeros(spec.channels)
+    """Mean and standard deviation of each channel as the model sees it, and rows that are not finite, read now."""
+    spec, num_rows, nonfinite, parts = store.spec.latent, 0, [], []
     for bucket, rows in _rows_to_scan(store).items():
         array = store.latents(bucket)
         for start in range(0, len(rows), SCAN_ROWS):
             chunk = rows[start : start + SCAN_ROWS]
-            values = array.take(chunk).astype(np.float64)
+            values = array.take(chunk)
             finite = np.isfinite(values).all(axis=(1, 2, 3))
             nonfinite += [f"{bucket}, row {row}" for row in chunk[~finite]]
-            mean, square = _moments_of(values[finite], spec)
-            count += mean.shape[0] * mean.shape[2] * mean.shape[3]
-            total += mean.sum(axis=(0, 2, 3))
-            squares += square.sum(axis=(0, 2, 3))
+            parts.append(statistics_of([values[finite]], spec))
             num_rows += len(chunk)
-    mean = total / max(count, 1)
-    std = np.sqrt(np.maximum(squares / max(count, 1) - mean**2, 0))
-    shift, scale = np.array(spec.shift), np.array(spec.scale)
-    mean, std = (mean - shift) * scale, std * np.abs(scale)
+    found = merge_statistics(parts or [statistics_of([], spec)])
+    mean, std = np.array(found.channel_mean), np.array(found.channel_std)
     suspicious = (np.abs(mean) > MEAN_LIMIT) | (std < STD_LIMITS[0]) | (std > STD_LIMITS[1])
     return {
         "num_rows_read": num_rows,
         "num_nonfinite": len(nonfinite),
         "nonfinite": nonfinite[:20],
-        "channel_mean": [round(float(value), 4) for value in mean],
-        "channel_std": [round(float(value), 4) for value in std],
+        "channel_mean": [round(value, 4) for value in found.channel_mean],
+        "channel_std": [round(value, 4) for value in found.channel_std],
         "suspicious_channels": np.flatnonzero(suspicious).tolist() if num_rows else [],
     }
-
-
-def _moments_of(values: np.ndarray, spec: LatentSpec) -> tuple[np.ndarray, np.ndarray]:
-    """First and second moment of each raw latent value, over draws from the posterior."""
-    if not spec.has_posterior:
-        return values, values**2
-    mean, spread = np.split(values, 2, axis=1)
-    return mean, mean**2 + (spread**2 if spec.kind == "mean_std" else np.exp(np.clip(spread, *LOGVAR_RANGE)))
 
 
 def _rows_to_scan(store: LatentStore) -> dict[str, np.ndarray]:

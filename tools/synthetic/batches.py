@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ...datasets.batches.batch import Batch
 from ...datasets.batches.captions import CaptionBatch
-from ...datasets.batches.reader import Batch
 from ...datasets.format.schema import StoreSpec
 from ...train.config import TrainRecipe
 from ...train.models.spec import ModelSpec

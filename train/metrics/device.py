@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...datasets.batches.reader import Batch
+from ...datasets.batches.batch import Batch
 from ...datasets.format.schema import LatentSpec
 from ..models.spec import ModelSpec
 from ..optim.loss_scale import autocast_dtype

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...datasets.batches.reader import Batch
+from ...datasets.batches.batch import Batch
 from ...datasets.disk.files import write_atomic
 from ...datasets.errors import DamageError, RunError
 from ...datasets.store import LatentStore

@@ -9,6 +9,7 @@ import torch
 
 from ...datasets.batches.reader import BatchReader
 from ...datasets.batches.stream import BatchStream, is_gpu
+from ...datasets.format.schema import LatentStatistics
 from ...datasets.loader import BatchLoader, check_not_empty, loader_of, shard_window
 from ...datasets.order.batch_plan import BatchPlan
 from ...datasets.order.caption_odds import CaptionOdds
@@ -31,12 +32,14 @@ def build_loader(
     device: torch.device,
     warn: Callable[[str], None],
     ranks: Ranks = ALONE,
+    statistics: LatentStatistics | None = None,
 ) -> BatchLoader:
     """The loader of a rank.
 
     Args:
       stores: those that the recipe names, in order, else the only one.
       warn: called with the number of filtered records, and with buckets that never fill a batch.
+      statistics: that the run began with, for ``latent.normalise``; None: those of the stores.
     Raises: RecipeError: a filter leaves no record, one image exceeds ``data.batch_tokens``, or there is no batch;
       RunError: a store has no records.
     """
@@ -54,6 +57,8 @@ def build_loader(
         features=(),  # no objective reads them yet
         pin=is_gpu(device),
         caption_odds=[caption_odds(section) for section in sections] if spec.takes_text else (),
+        normalise=recipe.latent.normalise,
+        statistics=statistics,
     )
     return loader_of(BatchStream(reader, prefetch=recipe.run.prefetch, device=device))
 

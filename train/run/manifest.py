@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...datasets.disk.files import TEMPORARY_PREFIX
 from ...datasets.disk.hashing import read_json
 from ...datasets.errors import DamageError, RunError
+from ...datasets.format.schema import LatentStatistics
 from ...datasets.recipe import flatten
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
@@ -83,6 +84,7 @@ class RunManifest(BaseModel):
       stores: in the order of the recipe.
       spec: of the model.
       recipe: of the latest call.
+      statistics: of the latents as the run began, where it normalises by them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -90,6 +92,7 @@ class RunManifest(BaseModel):
     stores: Annotated[list[StoreRead], Field(min_length=1)]
     spec: dict[str, Any]
     recipe: dict[str, Any]
+    statistics: LatentStatistics | None = None
 
 
 def read_run_manifest(run: Path) -> RunManifest | None:
@@ -153,6 +156,7 @@ def continue_manifest(
     recipe: TrainRecipe,
     spec: dict[str, Any],
     stores: Sequence[LatentStore],
+    statistics: LatentStatistics | None,
     manifest: RunManifest | None,
     step: int,
 ) -> RunManifest:
@@ -162,4 +166,4 @@ def continue_manifest(
         StoreRead(path=os.path.relpath(store.path, run), revisions=revisions_read(revisions, store, step))
         for store, revisions in zip(stores, known, strict=True)
     ]
-    return RunManifest(stores=read, spec=spec, recipe=recipe.model_dump())
+    return RunManifest(stores=read, spec=spec, recipe=recipe.model_dump(), statistics=statistics)

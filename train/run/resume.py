@@ -96,7 +96,8 @@ def _open_run(state: TrainState, run: Path, manifest: RunManifest | None, warn: 
     sweep_strays(run)
     loaded = newest_valid(state, run, warn)
     step = loaded.step if loaded else 0
-    current = continue_manifest(run, state.recipe, state.extra["spec"], state.stores, manifest, step)
+    statistics = state.loader.dataset.reader.statistics
+    current = continue_manifest(run, state.recipe, state.extra["spec"], state.stores, statistics, manifest, step)
     write_atomic(run / RUN, canonical_json(current.model_dump()))
     write_atomic(run / RECIPE, to_toml(state.recipe).encode())
     return loaded

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...datasets.format.schema import StoreSpec
+from ...datasets.format.schema import LatentStatistics, StoreSpec
 from ...datasets.loader import BatchLoader
 from ...datasets.revisions.encoder_paths import encoder_section
 from ...datasets.store import LatentStore
@@ -17,7 +17,7 @@ from ..config import TrainRecipe
 from ..models.spec import ModelSpec
 from ..parallel.ranks import ALONE, Ranks
 from ..step.learner import Learner, build_learner
-from ..weights.init_from import class_map_warning
+from ..weights.init_from import class_map_warning, scale_warning
 from .data import buckets_at, build_loader
 from .model_for_store import model_for_stores
 
@@ -42,6 +42,7 @@ def prepare(
     device: torch.device,
     warn: Callable[[str], None],
     ranks: Ranks = ALONE,
+    statistics: LatentStatistics | None = None,
 ) -> TrainState:
     """Build model, averages, optimizer and loader; nothing is written.
 
@@ -49,13 +50,17 @@ def prepare(
       stores: those that the recipe names, in order, else the only one.
       warn: called with each part of the stores that does not train.
       ranks: of this process; ``ranks.connected`` has connected it.
+      statistics: of the latents, as the run began; None for a new run.
     Raises: RecipeError, StoreError, RunError: recipe and stores do not fit.
     """
     spec, store = model_for_stores(recipe, stores)
     source, classes = recipe.model.init_from, store.spec.classes or []
     if source and not spec.takes_text and (warning := class_map_warning(source, spec.num_classes, classes)):
         warn(warning)
-    loader = build_loader(recipe, stores, spec, device, warn, ranks)
+    loader = build_loader(recipe, stores, spec, device, warn, ranks, statistics)
+    latent = loader.dataset.reader.latent_specs[0]
+    if source and (warning := scale_warning(source, latent)):
+        warn(warning)
     learner = build_learner(
         recipe,
         spec,
@@ -67,7 +72,8 @@ def prepare(
         pretrained=True,
     )
     buckets, hashes = buckets_at(recipe.data, stores, 1), [each.root_hash for each in stores]
-    extra = snapshot_state(recipe, store.spec, spec, place=store.path, buckets=buckets, root_hashes=hashes)
+    read = store.spec.model_copy(update={"latent": latent})
+    extra = snapshot_state(recipe, read, spec, place=store.path, buckets=buckets, root_hashes=hashes)
     return TrainState(**vars(learner), stores=list(stores), loader=loader, extra=extra)
 
 
@@ -84,6 +90,7 @@ def snapshot_state(
 
     Args:
       place: folder of the store, which relative paths of encoders start from.
+      store: its latents with the normalisation of the recipe.
       buckets: that train, with their number of records.
       root_hashes: of all stores.
     """

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...datasets.batches.reader import Batch
+from ...datasets.batches.batch import Batch
 from ...datasets.order.slices import rank_slice
 from ..metrics.window import StepResult
 from ..models.conditioning import Conditioning

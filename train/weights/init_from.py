@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 from torch import Tensor, nn
 
 from ...datasets.disk.hashing import read_json
 from ...datasets.errors import DamageError, RunError
 from ...datasets.format.class_names import imagenet_names
+from ...datasets.format.schema import LatentSpec
+from ...datasets.order.alike import raw_scale_and_shift
 from ..models.diffusers_models import Family, family_of, transformer_class
 from ..models.spec import ModelSpec
 from . import checkpoint
@@ -168,6 +171,21 @@ def class_map_warning(source: str, num_classes: int, classes: Sequence[str]) -> 
         f"model.init_from '{source}' has learned ImageNet's 1000 labels, {len(differing)} of the store's "
         f"{len(classes)} differ: labels are positions of sorted class names, so label {label} is '{name}'{known_label}"
         ". For ImageNet's own labels use a store of all classes; data.labels chooses which of them train."
+    )
+
+
+def scale_warning(source: str, latent: LatentSpec) -> str | None:
+    """A warning if a run has learned latents of another shift or scale than these, else None."""
+    snapshot = read_snapshot(source)
+    learned = LatentSpec.model_validate(snapshot.state["latent"]) if snapshot else latent
+    if latent.channels != learned.channels:
+        return None  # the weights do not fit either
+    pairs = zip(raw_scale_and_shift(learned), raw_scale_and_shift(latent), strict=True)
+    if all(np.allclose(theirs, ours, rtol=1e-3, atol=1e-3) for theirs, ours in pairs):
+        return None
+    return (
+        f"model.init_from '{source}' has learned latents of another shift or scale than those of this run. Its first "
+        'steps adapt to them. latent.normalise = "encoder" and the same VAE give the same ones.'
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from making import CPU, train_recipe
 
+from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.latents import final_latents
-from leandit.datasets.batches.reader import Batch
 from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore
 from leandit.train import loop

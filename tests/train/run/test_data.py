@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from making import CPU, train_recipe
 
-from leandit.datasets.batches.reader import Batch
+from leandit.datasets.batches.batch import Batch
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.format.buckets import bucket_size
 from leandit.datasets.loader import shard_window

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....datasets.batches.reader import Batch
+from ....datasets.batches.batch import Batch
 from ....datasets.store import LatentStore
 from ....precompute.config import PrecomputeRecipe, TextSection, VaeSection
 from ....precompute.encoders.loading import Encoders, load_encoders

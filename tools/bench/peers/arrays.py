@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ....datasets.batches.reader import Batch
+from ....datasets.batches.batch import Batch
 from ....datasets.loader import make_loader
 from ....datasets.store import LatentStore
 from ..harness.work import (

@@ -1,0 +1,119 @@
+"""A rank's slice of one global batch: tensors as stored, and the model's input computed from them on their device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from ..disk.cached import cached_property
+from ..errors import RecipeError
+from ..format.schema import LatentSpec
+from .buffer_pool import hold_while_copied
+from .captions import CaptionBatch
+from .features import FeatureBatch
+from .latents import final_latents
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Batch:
+    """A rank's slice of one global batch of one bucket; B records, 0 only if a "short" batch has fewer records than
+    there are ranks.
+
+    Args:
+      stored: (B, 2C, H, W) moments or (B, C, H, W) latents as stored, in the store's dtype.
+      labels: (B,) int64 class index, -1 for none.
+      records: (B,) int64 positions in the records table.
+      draw_keys: (B,) int64 keys of the posterior draw, or None without a posterior.
+      spec: describes ``stored``, and how it becomes the model's input.
+      bucket: "HxW" in pixels.
+      number: of the global batch, over all epochs.
+      global_size: records in the global batch.
+      epoch: of the batch.
+      store: index into the reader's stores.
+      texts: captions of each text encoder, by name; that of ``[text]`` is empty.
+      features: image features, by name.
+    """
+
+    stored: torch.Tensor
+    labels: torch.Tensor
+    records: torch.Tensor
+    draw_keys: torch.Tensor | None
+    spec: LatentSpec
+    bucket: str
+    number: int
+    global_size: int
+    epoch: int
+    store: int = 0
+    texts: Mapping[str, CaptionBatch] = field(default_factory=dict)
+    features: Mapping[str, FeatureBatch] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __repr__(self) -> str:
+        return f"Batch(number={self.number}, epoch={self.epoch}, bucket='{self.bucket}', records={len(self)})"
+
+    @cached_property
+    def latents(self) -> torch.Tensor:
+        """(B, C, H, W) float32, drawn, shifted and scaled: the model's input at t = 0, on the device of the batch."""
+        return final_latents(self.stored, self.spec, self.draw_keys)
+
+    @property
+    def text(self) -> CaptionBatch | None:
+        """Captions of the first text encoder; None if the store has none, or the reader was asked for none."""
+        return next(iter(self.texts.values()), None)
+
+    @property
+    def captions(self) -> torch.Tensor | None:
+        """(B, L, D) or packed (sum L, D) of the first text encoder, or None: as stored, or float32 of int8."""
+        return self.text and self.text.embeddings
+
+    @property
+    def caption_lengths(self) -> torch.Tensor | None:
+        """(B,) int64 tokens of each caption of the first text encoder, or None."""
+        return self.text and self.text.lengths
+
+    @property
+    def caption_offsets(self) -> torch.Tensor:
+        """(B + 1,) int32 where each packed caption begins, then the end: cu_seqlens of variable-length attention."""
+        if self.text is None:
+            raise RecipeError("this batch has no captions: the store has none, or the reader was asked for none.")
+        return self.text.offsets
+
+    def finish(self) -> Batch:
+        """Compute latents, captions and features now."""
+        _ = self.latents, *(text.embeddings for text in self.texts.values())
+        _ = [(feature.patches, feature.cls) for feature in self.features.values()]
+        return self
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of a batch on a GPU until the stream has finished its current work."""
+        for part in (self, *self.texts.values(), *self.features.values()):
+            for value in vars(part).values():  # the latents too, once they are computed
+                if isinstance(value, torch.Tensor):
+                    value.record_stream(stream)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on a device, copied asynchronously from pinned memory, on the current stream of the device.
+
+        This batch may be dropped at once. Code that copies its tensors otherwise must hold it until the copy is done.
+        """
+        device, held = torch.device(device), list[torch.Tensor]()
+
+        def moved(part: Any) -> dict[str, Any]:
+            tensors = {one.name: getattr(part, one.name) for one in fields(part)}
+            tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+            held.extend(tensors.values())
+            return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+        batch = replace(
+            self,
+            **moved(self),
+            texts={name: replace(text, **moved(text)) for name, text in self.texts.items()},
+            features={name: replace(feature, **moved(feature)) for name, feature in self.features.items()},
+        )
+        hold_while_copied(held, device)
+        return batch
