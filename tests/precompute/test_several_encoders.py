@@ -284,15 +284,16 @@ def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path
     places = (f"model={tmp_path / 'clip'}", "subfolder=text_encoder", "tokenizer_subfolder=tokenizer")
     recipe = caption_recipe(
         "text.kind=none",
-        *(f"text.{name}.{key}" for name in ("both", "pooled") for key in ("kind=clip", f"output={name}", *places)),
-        *(f"text.{name}.max_tokens=16" for name in ("both", "pooled")),
+        *(f"text.{name}.{key}" for name in ("both", "vector") for key in ("kind=clip", *places)),
+        *("text.both.output=both", "text.vector.output=pooled"),
+        *(f"text.{name}.max_tokens=16" for name in ("both", "vector")),
         *("text.both.full_length=true", "store.text_dtype=bfloat16"),
     )
     run(source, tmp_path / "store", recipe)
     store = LatentStore(tmp_path / "store")
-    assert store.texts == ["both", "pooled"]
+    assert store.texts == ["both", "vector"]
     assert verify_store(tmp_path / "store").findings == []
-    both, pooled = store.text("both"), store.text("pooled")
+    both, pooled = store.text("both"), store.text("vector")
     assert len(both.pooled) == len(pooled.pooled) == store.captions.num_rows
     assert both.lengths.tolist() == [16] * store.captions.num_rows
     encoder = load_encoders(recipe, CPU).captions["both"]
@@ -309,10 +310,10 @@ def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path
     np.testing.assert_allclose(both.null_pooled, null.pooled, rtol=1e-2, atol=1e-2)
     np.testing.assert_allclose(both.null, null.tokens, rtol=1e-2, atol=1e-2)
     batch = next(iter(make_loader(store, global_batch=4)))
-    vectors, tokens = batch.texts["pooled"].pooled, batch.texts["both"].embeddings
+    vectors, tokens = batch.texts["vector"].pooled, batch.texts["both"].embeddings
     assert vectors is not None
     assert tokens is not None
-    assert batch.texts["pooled"].embeddings is None
+    assert batch.texts["vector"].embeddings is None
     assert (vectors.dtype, tuple(tokens.shape[:2])) == (torch.bfloat16, (len(batch), 16))
     with pytest.raises(StoreError, match="only pooled vectors"):
         _ = pooled[0]
