@@ -67,6 +67,7 @@ def make_loader(
     world_size: int = 1,
     text: TextForm = "padded",
     features: Sequence[str] | None = None,
+    pictures: Sequence[str] | None = None,
     prefetch: int = 2,
     device: torch.device | str | None = None,
     caption_odds: CaptionOdds | None = None,
@@ -83,7 +84,7 @@ def make_loader(
       selection: the records to train on (``RecordFilter.select``); None for all.
       rank, world_size: this process reads its slice of every global batch.
       text: captions "padded" to the longest of the batch, "packed" one after the other, or "none".
-      features: names of the image features to read; None for all of the store.
+      features, pictures: names of the image features and companion pictures to read; None for all of the store.
       prefetch: batches read ahead.
       device: as of ``BatchStream``.
       caption_odds: how often each caption of a record is drawn; None for uniform draws.
@@ -100,6 +101,7 @@ def make_loader(
         world_size=world_size,
         text=text,
         features=features,
+        pictures=pictures,
         pin=is_gpu(device),
         caption_odds=[caption_odds],
         normalise=normalise,

@@ -28,7 +28,7 @@ from .disk.cached import cached_property
 from .errors import DamageError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from .format.buckets import bucket_size
 from .format.class_names import ClassNames
-from .format.row_layout import LATENTS, bucket_part
+from .format.row_layout import FLIP, LATENTS, PICTURES, bucket_part, picture_rows
 from .format.table_schemas import suffixes
 from .format.zarr_shard import ArrayLayout
 from .revisions.bucket_index import INDEX_COLUMNS, BucketIndex, build_indexes
@@ -154,16 +154,16 @@ class LatentStore:
         return self._indexed[1]
 
     def checksums_of(self, group: str) -> np.ndarray:
-        """As ``checksums``, of a group of arrays: the latents by "", a feature by its name."""
+        """As ``checksums``, of a group of arrays: the latents by "", a feature or picture by its name."""
         if group == LATENTS:
             return self.checksums
-        if group not in self._feature_checksums:
+        if group not in self._group_checksums:
             column = self.record_columns((f"checksum_{group}",))[0]
-            self._feature_checksums[group] = pc.fill_null(column, 0).to_numpy()
-        return self._feature_checksums[group]
+            self._group_checksums[group] = pc.fill_null(column, 0).to_numpy()
+        return self._group_checksums[group]
 
     @cached_property
-    def _feature_checksums(self) -> dict[str, np.ndarray]:
+    def _group_checksums(self) -> dict[str, np.ndarray]:
         return {}
 
     @cached_property
@@ -312,6 +312,28 @@ class LatentStore:
         spec = next(one.spec for one in self.spec.features if one.name == name)
         self.latents(bucket)  # raises if the bucket does not exist
         return FeatureArrays(spec, bucket_part(bucket), name, self.array)
+
+    @property
+    def pictures(self) -> list[str]:
+        """Names of the companion pictures."""
+        return [one.name for one in self.spec.pictures]
+
+    def picture(self, name: str, bucket: str, *, flipped: bool = False) -> ShardedArray:
+        """Rows of a companion picture of a bucket, in the order of ``latents``.
+
+        Args:
+          flipped: of the flipped pictures.
+        Returns: as stored: like ``latents``, or of a mask (N, H, W) uint8, the grey of each place of a latent.
+        Raises: UnknownKey: the bucket or the picture does not exist; the message lists those that do. StoreError: the
+          store holds no flipped pictures.
+        """
+        if name not in self.pictures:
+            found = ", ".join(self.pictures) or "none"
+            raise UnknownKey(f"store '{self.path}': no picture '{name}'. There are: {found}.")
+        _ = self.flipped_latents(bucket) if flipped else self.latents(bucket)  # raises if there are none
+        spec = next(one for one in self.spec.pictures if one.name == name)
+        (array,) = picture_rows(self.spec, spec, bucket)
+        return self.array(f"{bucket_part(bucket)}/{PICTURES}/{name}/{array}{FLIP if flipped else ''}")
 
     def caption(self, record: Record | int, which: int = 0, text: str = "") -> np.ndarray:
         """Embedding of one of a record's captions, as ``caption_embedding``.

@@ -223,6 +223,15 @@ class FeatureSection(Section):
     """Of the stored tokens; "int8" has a scale for each token."""
 
 
+class PictureSection(Section):
+    """A second picture of every record, from another column of the table: a control image, an edit source, a mask."""
+
+    column: str = ""
+    """Column of the table that names it, in Parquet and Arrow with its bytes; empty: the name of the section."""
+    kind: Literal["picture", "mask"] = "picture"
+    """"picture" is encoded as the record's own. "mask": its grey, 0 to 255, averaged over each place of a latent."""
+
+
 EncoderSection = VaeSection | TextSection | FeatureSection
 
 
@@ -254,12 +263,18 @@ class PrecomputeRecipe(Section):
     text: TextSection = TextSection()
     texts: dict[Name, TextSection] = Field(default={})  # written as [text.NAME]
     features: dict[Name, FeatureSection] = Field(default={})
+    pictures: dict[Name, PictureSection] = Field(default={})
     store: StoreSection = StoreSection()
 
     @property
     def text_sections(self) -> dict[str, TextSection]:
         """All text encoders by name; that of [text] by ""."""
         return {"": self.text, **self.texts} if self.text.kind != "none" else self.texts
+
+    @property
+    def picture_columns(self) -> dict[str, str]:
+        """Column of each companion picture, by name."""
+        return {name: section.column or name for name, section in self.pictures.items()}
 
     @property
     def needs_captions(self) -> bool:
@@ -287,8 +302,11 @@ class PrecomputeRecipe(Section):
             raise ValueError(f'[text.{none[0]}] needs a kind, as kind = "clip"')
         if arrays := sorted(self.texts.keys() & CAPTION_ARRAYS):
             raise ValueError(f"[text.{arrays[0]}] has the name of an array beside its folder; use another")
-        if both := sorted(self.texts.keys() & self.features.keys()):
-            raise ValueError(f"a text encoder and a feature have the name '{both[0]}'; use two names")
+        names = [*self.texts, *self.features, *self.pictures]
+        if twice := sorted(name for name in set(names) if names.count(name) > 1):
+            raise ValueError(
+                f"two of the text encoders, features and pictures have the name '{twice[0]}'; use two names"
+            )
         return self
 
     @model_serializer(mode="wrap")
@@ -298,7 +316,7 @@ class PrecomputeRecipe(Section):
         texts = values.pop("texts")
         if texts:
             values["text"] = (values["text"] if self.text.kind != "none" else {}) | texts
-        return {key: value for key, value in values.items() if value or key != "features"}
+        return {key: value for key, value in values.items() if value or key not in ("features", "pictures")}
 
 
 def load(name: str, overrides: list[str]) -> PrecomputeRecipe:

@@ -22,6 +22,7 @@ from .encoders.forwards import EncodedRow, encode_batch, rows_of_a_forward
 from .images.decoders import Decoded
 from .repair import Tools, with_places
 from .shards.caption_shard import caption_batches, stored_rows
+from .shards.latent_shard import batch_views
 from .shards.picture_batches import BucketSource, Picture, decode_row
 
 CLOSE = 2e-2  # of the largest value of an array; tolerance for another device or library version
@@ -115,18 +116,17 @@ def _deep_pictures(
         {_batch_of(part, row, latent.batch_size) for row in wanted}, key=lambda one: one[1].start
     ):
         decoded = [decode_row(plan, source, row, tools.source, tools.decoders, bucket=bucket) for row in rows]
-        pixels = np.zeros((len(rows), *bucket, 3), np.uint8)
-        for i, picture in enumerate(decoded):
-            if isinstance(picture, Decoded):
-                pixels[i] = picture.pixels
-        views = [pixels, pixels[:, :, ::-1]][: 2 if latent.flip else 1]
         record = read_record(store.path, plan, part.name, shard)
         fallbacks = {one.row: one.how for one in record.fallbacks} if record else {}
         here = [row for row in rows if row in wanted]
         max_rows = min(rows_of_a_forward(fallbacks.get(row), latent.batch_size) for row in here)
-        found, _ = encode_batch(views, source.positions[rows.start : rows.stop], encoders, max_rows=max_rows)
+        found: list[EncodedRow] = []
+        if any(isinstance(picture, Decoded) for picture in decoded):
+            names, num_views = {one.picture for one in encoders}, 2 if latent.flip else 1
+            views = batch_views(decoded, names, tools.encoders.image.black, num_views)
+            found, _ = encode_batch(views, source.positions[rows.start : rows.stop], encoders, max_rows=max_rows)
         for row in here:
-            picture, encoded = decoded[row - rows.start], found[row - rows.start]
+            picture, encoded = decoded[row - rows.start], found[row - rows.start] if found else None
             _compare_record(store, plan, part, shard, wanted[row], picture, encoded, result)
 
 
@@ -145,7 +145,7 @@ def _compare_record(
     shard: int,
     record: dict[str, Any],
     decoded: Picture | None,
-    found: EncodedRow,
+    found: EncodedRow | None,
     result: _Outcomes,
 ) -> None:
     key = record["key"]
@@ -155,7 +155,7 @@ def _compare_record(
         detail = f"the picture can no longer be read ({decoded.reason}: {decoded.detail})"
         result.add(key, NOT_COMPARED, replace(first, cause="source_changed", detail=detail))
         return
-    if decoded is None or decoded.source_checksum != record["source_checksum"]:
+    if decoded is None or found is None or not _is_same_source(decoded, record):
         detail = "the source holds another picture now; precompute with --set source.check=content encodes it"
         result.add(key, NOT_COMPARED, replace(first, cause="source_changed", detail=detail))
         return
@@ -168,6 +168,13 @@ def _compare_record(
         stored = [store.array(path)[row] for path in paths]
         finding = replace(of_shard, path=layouts[0].shard_path(shard))
         _judge(key, stored, found.groups[group], finding, result)
+
+
+def _is_same_source(decoded: Decoded, record: dict[str, Any]) -> bool:
+    """Whether the files of a record, of its own picture and of companions, are those that were encoded."""
+    now = {"source_checksum": decoded.source_checksum}
+    now |= {f"source_checksum_{name}": one.source_checksum for name, one in decoded.companions.items()}
+    return all(record[name] == checksum for name, checksum in now.items())
 
 
 def _numbers(rows: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -172,7 +172,9 @@ def precompute(
     manifest, changes = None, None
 
     # List the source, load the encoders.
-    source = listed or list_sources(source_path, recipe.source, progress=lambda done: progress("list", done, 0))
+    source = listed or list_sources(
+        source_path, recipe.source, recipe.picture_columns, progress=lambda done: progress("list", done, 0)
+    )
     for note in source.notes:
         say(f"source '{source.name}': {note}")
     for warning in recipe.images.warnings():

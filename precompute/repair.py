@@ -20,6 +20,7 @@ from ..datasets.errors import DamageError
 from ..datasets.format.layout import is_picture_task
 from ..datasets.format.row_layout import LATENTS
 from ..datasets.format.schema import Fallback, StoreSpec
+from ..datasets.format.table_schemas import PLACES, place_columns
 from ..datasets.format.zarr_shard import ArrayLayout, pack_shard
 from ..datasets.maintenance.repair import repair_revision, reseal, revisions_to_repair
 from ..datasets.maintenance.verify import Verification, verify_store
@@ -38,7 +39,6 @@ from .shards.stages import encode_captions, encode_pictures, write_shard
 from .sources.files.record import SourceRecord
 from .sources.source import Source
 
-PLACE_COLUMNS = ("source_path", "source_offset", "source_bytes", "source_mtime_ns")
 FallbacksOf = Callable[[str, int], Sequence[Fallback]]
 UNLIMITED = {"max_rejects_in_a_row": 1 << 62}
 
@@ -232,9 +232,14 @@ def with_places(plan: FrozenPlan, source: Source) -> FrozenPlan:
     for record in source.records:
         if not record.problem:
             now.setdefault(record.key, record)
-    places = list(zip(*(plan.records[name].to_pylist() for name in PLACE_COLUMNS), strict=True))
+    places = list(zip(*(plan.records[name].to_pylist() for name in PLACES), strict=True))
     keys = plan.records["key"].to_pylist()
     found = [now[key].place if key in now else place for key, place in zip(keys, places, strict=True)]
     columns = {name: plan.records[name] for name in plan.records.column_names}
-    columns |= dict(zip(PLACE_COLUMNS, zip(*found, strict=True), strict=True))
+    columns |= dict(zip(PLACES, zip(*found, strict=True), strict=True))
+    order = list(source.pictures)
+    for picture, names in zip(plan.spec.pictures, place_columns(plan.spec), strict=True):
+        planned, i = zip(*(plan.records[name].to_pylist() for name in names), strict=True), order.index(picture.name)
+        found = [now[key].pictures[i] if key in now else place for key, place in zip(keys, planned, strict=True)]
+        columns |= dict(zip(names, zip(*found, strict=True), strict=True))
     return replace(plan, records=pa.table(columns, schema=plan.records.schema), recorded_hash=plan.hash)

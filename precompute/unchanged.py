@@ -74,7 +74,7 @@ def unchanged(
     plan = read_plan(store, sealed[-1])
     if not _has_same_settings(plan.spec, recipe, store) or not _has_same_encoders(plan.spec, recipe, device):
         return None
-    source = list_sources(source_path, recipe.source)
+    source = list_sources(source_path, recipe.source, recipe.picture_columns)
     writer = StoreWriter(store, plan)
     if (
         source.renames(plan.spec.classes)

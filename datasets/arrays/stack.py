@@ -28,7 +28,7 @@ from ..format.caption_layout import (
     caption_folder,
 )
 from ..format.layout import GROUP, revision_prefix
-from ..format.row_layout import FEATURES, LATENTS, bucket_part, row_arrays
+from ..format.row_layout import LATENTS, bucket_part, row_arrays
 from ..format.schema import StoreSpec, TextSpec
 from ..format.token_dtypes import ON_DISK
 from ..format.zarr_shard import ArrayLayout
@@ -157,15 +157,15 @@ class ArrayStack:
         return Counter(path.partition("/c/")[0] for path in self._sizes or () if "/c/" in path)
 
     def _rows_needed(self, path: str, layout: ArrayLayout) -> int | None:
-        """Rows that an array must have: those of a null caption, or of the latents beside a feature; None for any."""
-        folder, *_, name = path.split("/")
+        """Rows that an array must have: those of a null caption, or of the latents in the same bucket; None for any."""
+        folder, *inside, name = path.split("/")
         if folder == CAPTION_PART:
             spec = self._text_spec(path)
             longest = spec.max_tokens if spec else 0
             return {NULL_EMBEDDING: longest, NULL_SCALES: longest, NULL_POOLED: 1}.get(name)
-        if f"/{FEATURES}/" not in path:
+        if len(inside) < 3:  # these are the latents: others lie in folders of the bucket
             return None
-        latents = f"{layout.path.partition(f'/{FEATURES}/')[0]}/{self.spec.latent.array}"
+        latents = f"{layout.path.rsplit('/', 3)[0]}/{self.spec.latent.array}"
         beside = read_json(self.root / latents / GROUP, max_bytes=MAX_METADATA_BYTES)
         return ArrayLayout.from_metadata(latents, beside).shape[0]
 
@@ -174,7 +174,7 @@ class ArrayStack:
         folder, *_, name = path.split("/")
         if folder != CAPTION_PART:
             bucket, inside = path.split("/", 2)[1:]
-            group = inside.split("/")[1] if inside.startswith(f"{FEATURES}/") else LATENTS
+            group = inside.split("/")[1] if inside.count("/") == 2 else LATENTS
             return row_arrays(self.spec, bucket, group).get(inside)
         if (spec := self._text_spec(path)) is None:
             return None

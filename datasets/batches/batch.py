@@ -14,7 +14,7 @@ from ..format.schema import LatentSpec
 from .buffer_pool import hold_while_copied
 from .captions import CaptionBatch
 from .features import FeatureBatch
-from .latents import final_latents
+from .latents import final_latents, mean_latents
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -35,6 +35,8 @@ class Batch:
       store: index into the reader's stores.
       texts: captions of each text encoder, by name; that of ``[text]`` is empty.
       features: image features, by name.
+      stored_pictures: companion pictures as stored, by name: (B, 2C, H, W) moments or (B, C, H, W) latents; of a mask
+        (B, H, W) uint8.
     """
 
     stored: torch.Tensor
@@ -49,6 +51,7 @@ class Batch:
     store: int = 0
     texts: Mapping[str, CaptionBatch] = field(default_factory=dict)
     features: Mapping[str, FeatureBatch] = field(default_factory=dict)
+    stored_pictures: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -60,6 +63,18 @@ class Batch:
     def latents(self) -> torch.Tensor:
         """(B, C, H, W) float32, drawn, shifted and scaled: the model's input at t = 0, on the device of the batch."""
         return final_latents(self.stored, self.spec, self.draw_keys)
+
+    @cached_property
+    def pictures(self) -> dict[str, torch.Tensor]:
+        """Companion pictures as the model sees them, by name, on the device of the batch.
+
+        (B, C, H, W) float32, the mean of the posterior (nothing is drawn), shifted and scaled; or a mask, (B, H, W)
+        uint8 grey from 0 to 255.
+        """
+        return {
+            name: stored if stored.dtype == torch.uint8 else mean_latents(stored, self.spec)
+            for name, stored in self.stored_pictures.items()
+        }
 
     @property
     def text(self) -> CaptionBatch | None:
@@ -84,8 +99,8 @@ class Batch:
         return self.text.offsets
 
     def finish(self) -> Batch:
-        """Compute latents, captions and features now."""
-        _ = self.latents, *(text.embeddings for text in self.texts.values())
+        """Compute latents, captions, features and pictures now."""
+        _ = self.latents, self.pictures, *(text.embeddings for text in self.texts.values())
         _ = [(feature.patches, feature.cls) for feature in self.features.values()]
         return self
 
@@ -93,8 +108,9 @@ class Batch:
         """Keep the memory of a batch on a GPU until the stream has finished its current work."""
         for part in (self, *self.texts.values(), *self.features.values()):
             for value in vars(part).values():  # the latents too, once they are computed
-                if isinstance(value, torch.Tensor):
-                    value.record_stream(stream)
+                for tensor in value.values() if isinstance(value, dict) else [value]:
+                    if isinstance(tensor, torch.Tensor):
+                        tensor.record_stream(stream)
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on a device, copied asynchronously from pinned memory, on the current stream of the device.
@@ -104,8 +120,8 @@ class Batch:
         device, held = torch.device(device), list[torch.Tensor]()
 
         def moved(part: Any) -> dict[str, Any]:
-            tensors = {one.name: getattr(part, one.name) for one in fields(part)}
-            tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+            values = part if isinstance(part, Mapping) else {one.name: getattr(part, one.name) for one in fields(part)}
+            tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
             held.extend(tensors.values())
             return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
@@ -114,6 +130,7 @@ class Batch:
             **moved(self),
             texts={name: replace(text, **moved(text)) for name, text in self.texts.items()},
             features={name: replace(feature, **moved(feature)) for name, feature in self.features.items()},
+            stored_pictures=moved(self.stored_pictures),
         )
         hold_while_copied(held, device)
         return batch

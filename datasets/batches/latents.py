@@ -71,6 +71,11 @@ def final_latents(stored: torch.Tensor, spec: LatentSpec, keys: torch.Tensor | N
     return normalise(values, spec)
 
 
+def mean_latents(stored: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
+    """As ``final_latents`` without a draw: the mean of a stored posterior; (B, C, H, W) float32."""
+    return normalise(stored[:, : spec.channels].float(), spec)
+
+
 def normalised_as(spec: LatentSpec, how: Normalise, statistics: LatentStatistics | None = None) -> LatentSpec:
     """A spec whose shift and scale give the model's input of another normalisation.
 

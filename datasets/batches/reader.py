@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ..arrays.sharded_array import ShardedArray
 from ..disk.fork_safe import reset_in_forks
 from ..errors import RecipeError
 from ..format.schema import LatentStatistics
@@ -50,7 +51,7 @@ class BatchReader(Dataset):
       order: of the batches.
       rank, world_size: this reader reads its slice of every global batch.
       text: form of the captions, or "none".
-      features: names of the image features to read; None for all of the store.
+      features, pictures: names of the image features and companion pictures to read; None for all of the store.
       pin: use page-locked memory.
       seed: of the posterior draw and the choice of caption and flip; None: that of each plan.
       caption_odds: how often each caption of a record is drawn, of each store; None for uniform draws.
@@ -69,6 +70,7 @@ class BatchReader(Dataset):
         world_size: int = 1,
         text: TextForm = "padded",
         features: Sequence[str] | None = None,
+        pictures: Sequence[str] | None = None,
         pin: bool = False,
         seed: int | None = None,
         caption_odds: Sequence[CaptionOdds | None] = (),
@@ -90,10 +92,16 @@ class BatchReader(Dataset):
         self.latent_specs = [normalised_as(store.spec.latent, normalise, self.statistics) for store in self.stores]
         self._text: TextForm = text
         self._features = list(self.stores[0].features if features is None else features)
+        self._pictures = list(self.stores[0].pictures if pictures is None else pictures)
         for store in self.stores:
-            if missing := set(self._features) - set(store.features):
-                found = ", ".join(store.features) or "none"
-                raise RecipeError(f"store '{store.path}': it has no feature '{min(missing)}'. There are: {found}.")
+            _check_has(store, "feature", self._features, store.features)
+            _check_has(store, "picture", self._pictures, store.pictures)
+            kinds = [{one.name: one.kind for one in other.spec.pictures} for other in (self.stores[0], store)]
+            if differing := [name for name in self._pictures if kinds[0][name] != kinds[1][name]]:
+                raise RecipeError(
+                    f"store '{store.path}': '{differing[0]}' is of kind '{kinds[1][differing[0]]}', of "
+                    f"'{kinds[0][differing[0]]}' in '{self.stores[0].path}'. Leave it out, or mix other stores."
+                )
         odds = caption_odds if caption_odds and text != "none" else [None] * len(self.stores)
         bounds = [of_store and of_store.bounds(store) for of_store, store in zip(odds, self.stores, strict=True)]
         self.caption_odds = [of_store and of_store.identity() for of_store in odds] if any(odds) else None
@@ -118,7 +126,7 @@ class BatchReader(Dataset):
             ids, form = wanted.caption_ids, self._text
             texts = {name: read_captions(store.text(name), ids, form, self._buffers) for name in store.texts}
         return Batch(
-            stored=torch.from_numpy(self._read_latents(store, planned.bucket, wanted)),
+            stored=torch.from_numpy(self._read_rows(*self._latents(store, bucket), wanted)),
             labels=_tensor(wanted.labels),
             records=_tensor(wanted.records),
             draw_keys=None if wanted.draw_keys is None else _tensor(wanted.draw_keys),
@@ -132,6 +140,10 @@ class BatchReader(Dataset):
             features={
                 name: read_feature(store, name, bucket, wanted.rows, wanted.flipped, self._buffers)
                 for name in self._features
+            },
+            stored_pictures={
+                name: torch.from_numpy(self._read_rows(*self._picture(store, name, bucket), wanted))
+                for name in self._pictures
             },
         )
 
@@ -155,6 +167,9 @@ class BatchReader(Dataset):
                 for flipped in (False, True)[: 1 if wanted.flipped is None else 2]:
                     for array in feature.arrays(output, flipped=flipped):
                         paths += array.shard_paths(wanted.rows)
+        for name in self._pictures:
+            for array in self._picture(store, name, planned.bucket)[: 1 if wanted.flipped is None else 2]:
+                paths += array.shard_paths(wanted.rows)
         return store, paths
 
     def fetch_ahead(self, first: int, count: int) -> None:
@@ -183,13 +198,22 @@ class BatchReader(Dataset):
                 planned.batches = self._lookup.batches(self.order.batches(group * PLANNED_AHEAD, PLANNED_AHEAD))
         return planned.batches[place]
 
-    def _read_latents(self, store: LatentStore, bucket: str, wanted: Records) -> np.ndarray:
-        """(B, ...) stored rows, of the flipped picture where the draw says so."""
+    def _latents(self, store: LatentStore, bucket: str) -> tuple[ShardedArray, ShardedArray]:
+        """The latents of a bucket, and those of flipped pictures; twice the same if there are none."""
         array = store.latents(bucket)
+        return array, store.flipped_latents(bucket) if store.spec.latent.flip else array
+
+    def _picture(self, store: LatentStore, name: str, bucket: str) -> tuple[ShardedArray, ShardedArray]:
+        """As ``_latents``, of a companion picture."""
+        array = store.picture(name, bucket)
+        return array, store.picture(name, bucket, flipped=True) if store.spec.latent.flip else array
+
+    def _read_rows(self, array: ShardedArray, flipped: ShardedArray, wanted: Records) -> np.ndarray:
+        """(B, ...) stored rows, of the flipped picture where the draw says so."""
         stored = self._buffers.take((len(wanted.rows), *array.row_shape), array.dtype)
         array.take(wanted.rows, out=stored)
         if wanted.flipped is not None:
-            stored[wanted.flipped] = store.flipped_latents(bucket).take(wanted.rows[wanted.flipped])
+            stored[wanted.flipped] = flipped.take(wanted.rows[wanted.flipped])
         return stored
 
     def __getstate__(self) -> dict[str, Any]:
@@ -230,6 +254,13 @@ def check_fit(store: LatentStore, plan: BatchPlan) -> None:
                 f"{int(chosen[-1]) + 1 if chosen is not None and beyond else planned} there. Make the plan from "
                 "store.buckets, or from a selection of this store."
             )
+
+
+def _check_has(store: LatentStore, what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Raises: RecipeError: a store lacks a feature or picture."""
+    if missing := set(names) - set(known):
+        found = ", ".join(known) or "none"
+        raise RecipeError(f"store '{store.path}': it has no {what} '{min(missing)}'. There are: {found}.")
 
 
 def _tensor(column: np.ndarray) -> torch.Tensor:

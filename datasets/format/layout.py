@@ -77,7 +77,8 @@ class Part(NamedTuple):
       captions: layout of a text encoder; None for pictures.
       is_null: it holds the null caption.
       bucket: of pictures; empty for captions.
-      groups: arrays of pictures: the latents by "", each feature by its name. Each group has checksums of its own.
+      groups: arrays of records: the latents by "", each feature and companion picture by its name. Each
+        group has checksums of its own.
     """
 
     name: str
@@ -108,7 +109,7 @@ class Content(NamedTuple):
       bucket_rows: rows of each bucket.
       num_tokens: (num_captions,) stored tokens of each of its captions, by text encoder.
       has_null: it has the null captions; later revisions of a stack use the first one's.
-      groups: of each bucket: "" for the latents, and names of features.
+      groups: of each bucket: "" for the latents, and names of features and companion pictures.
     """
 
     revision: int
@@ -125,8 +126,8 @@ class RevisionLayout:
     Args:
       spec: of the revision.
       own: its own rows and captions.
-      added: earlier revisions that it completes by text encoders and features. Their arrays lie in the folders of
-        those revisions, as if they had always been there.
+      added: earlier revisions that it completes by text encoders, features and pictures. Their arrays lie in the
+        folders of those revisions, as if they had always been there.
     """
 
     spec: StoreSpec

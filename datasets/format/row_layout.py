@@ -1,4 +1,4 @@
-"""The arrays of one bucket in one revision: latents, and features of the same pictures. Pure functions."""
+"""The arrays of one bucket in one revision: latents, features and companion pictures of its records. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import numpy as np
 
 from .buckets import bucket_size
 from .caption_layout import MAX_SHARD_ROWS
-from .schema import FeatureSpec, StoreSpec
+from .schema import FeatureSpec, PictureSpec, StoreSpec
 from .zarr_shard import ArrayLayout
 
 LATENTS = ""  # the group of the latents, which every record has
-FEATURES = "features"
+FEATURES, PICTURES = "features", "pictures"  # folders of the other groups
+MASK = "mask"  # array of a companion that is a mask
 FLIP = "_flip"  # suffix of the arrays of flipped pictures
 
 
@@ -43,14 +44,25 @@ def feature_rows(spec: FeatureSpec, bucket: str) -> dict[str, tuple[tuple[int, .
     return arrays
 
 
+def picture_rows(spec: StoreSpec, picture: PictureSpec, bucket: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of a row of the array of a companion picture, by name: as the latents, or ``mask`` (H, W)."""
+    shape = latent_shape(spec, bucket)
+    if picture.kind == MASK:
+        return {MASK: (shape[1:], "uint8")}
+    return {spec.latent.array: (shape, spec.latent.dtype)}
+
+
 def row_arrays(spec: StoreSpec, bucket: str, group: str) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of a row of each array of a group, by path within the bucket's folder, in order.
 
     Args:
-      group: LATENTS, or the name of a feature.
+      group: LATENTS, or the name of a feature or of a companion picture.
     """
+    picture = next((one for one in spec.pictures if one.name == group), None)
     if group == LATENTS:
         arrays = {spec.latent.array: (latent_shape(spec, bucket), spec.latent.dtype)}
+    elif picture:
+        arrays = {f"{PICTURES}/{group}/{name}": row for name, row in picture_rows(spec, picture, bucket).items()}
     else:
         feature = next(one.spec for one in spec.features if one.name == group)
         arrays = {f"{FEATURES}/{group}/{name}": row for name, row in feature_rows(feature, bucket).items()}
@@ -64,7 +76,7 @@ def row_layouts(
     """Arrays of one bucket by group. All have the same rows and shards; the largest array decides the shards' size.
 
     Args:
-      groups: LATENTS and names of features.
+      groups: LATENTS and names of features and pictures.
       prefix: of the revision's folder.
     """
     arrays = {group: row_arrays(spec, bucket, group) for group in groups}

@@ -25,7 +25,9 @@ Count = Annotated[int, Field(ge=0, le=1 << 48)]
 Float32 = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]  # the range of a float32 column
 Side = Annotated[int, Field(ge=1, le=1 << 20)]
 Dtype = Annotated[str, Field(pattern=r"^float(16|32)$")]
-Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]  # of a text encoder or a feature: a folder and a column
+Name = Annotated[
+    str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")
+]  # of a text encoder, a feature or a picture: a folder and a column
 TextDtype = Annotated[str, Field(pattern=r"^(float(16|32)|bfloat16|int8)$")]
 BucketName = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}x[1-9][0-9]{0,5}$")]
 # Each part begins with a letter or a digit, so no path leaves the store.
@@ -211,6 +213,19 @@ class FeatureEncoder(_Model):
     encoder: EncoderIdentity
 
 
+class PictureSpec(_Model):
+    """A companion picture of every record: a control image, an edit source or a mask.
+
+    Args:
+      column: of the source, that names or holds it.
+      kind: "picture" is encoded as the record's own picture; of a "mask" the grey of each place of a latent is stored.
+    """
+
+    name: Name
+    column: Annotated[str, Field(min_length=1, max_length=1000)]
+    kind: Literal["picture", "mask"]
+
+
 class StoreSpec(_Model):
     """The ``leandit`` attribute of the store's root group."""
 
@@ -224,6 +239,7 @@ class StoreSpec(_Model):
     text_encoder: EncoderIdentity | None
     texts: list[TextEncoder] = []  # those of [text.NAME]; absent if there are none
     features: list[FeatureEncoder] = []  # likewise, of [features.NAME]
+    pictures: list[PictureSpec] = []  # likewise, of [pictures.NAME]
     classes: list[str] | None
     class_names: list[str] | None = None  # display names, one for each class; absent if the store has none
     shard_mib: Annotated[int, Field(ge=1, le=4096)]
@@ -234,6 +250,11 @@ class StoreSpec(_Model):
     def is_imported(self) -> bool:
         """Whether another program encoded it, so leandit cannot encode it again."""
         return self.vae.class_name.startswith(IMPORTED)
+
+    @property
+    def groups(self) -> list[str]:
+        """Names of all that is stored of a record beside its latents: features, then companion pictures."""
+        return [one.name for one in (*self.features, *self.pictures)]
 
     @property
     def text_encoders(self) -> list[TextEncoder]:
@@ -270,12 +291,12 @@ class StoreSpec(_Model):
 
     @model_validator(mode="after")
     def _has_unique_names(self) -> StoreSpec:
-        names = [one.name for one in (*self.texts, *self.features)]
+        names = [one.name for one in (*self.texts, *self.features, *self.pictures)]
         if len(set(names)) != len(names) or (self.text is None) != (self.text_encoder is None):
-            raise ValueError("two text encoders or features have one name, or [text] has half an encoder")
+            raise ValueError("two text encoders, features or pictures have one name, or [text] has half an encoder")
         return self
 
-    _without_absent = _left_out_where_absent("class_names", "texts", "features")
+    _without_absent = _left_out_where_absent("class_names", "texts", "features", "pictures")
 
     def with_fingerprint(self) -> StoreSpec:
         """The same spec with its fingerprint filled in."""
@@ -338,13 +359,19 @@ class LatentStatistics(_Model):
 
 
 class FeatureRows(_Model):
-    """Rows of one feature in a shard: a checksum for each, "" where rejected, and the quality of narrowed ones."""
+    """Rows of one feature or companion picture in a shard: a checksum for each, "" where rejected.
+
+    Args:
+      min_cosines, max_errors: of narrowed tokens; empty for a picture.
+      source_checksums: of the files of a companion picture; empty for a feature.
+    """
 
     checksums: list[str]
     min_cosines: list[Float32] = []
     max_errors: list[Float32] = []
+    source_checksums: list[str] = []
 
-    _without_absent = _left_out_where_absent("min_cosines", "max_errors")
+    _without_absent = _left_out_where_absent("min_cosines", "max_errors", "source_checksums")
 
 
 class CommitRecord(_Model):
@@ -362,7 +389,7 @@ class CommitRecord(_Model):
     source_checksums: list[str]  # the same of the pictures' files, or of what was imported; empty for captions
     rejects: list[Reject]
     fallbacks: list[Fallback]
-    features: dict[Name, FeatureRows] = {}  # absent if the shard has none
+    features: dict[Name, FeatureRows] = {}  # and companion pictures; absent if the shard has none
     statistics: LatentStatistics | None = None  # of its latents; absent without latents, and in earlier releases
     record_hash: str
 
@@ -408,8 +435,8 @@ class Addition(_Model):
 
     Args:
       revision: the earlier one, in whose folder the new arrays lie.
-      buckets: rows of its buckets; empty if no feature is added.
-      texts, features: names of what is added; a text encoder's is empty for ``[text]``.
+      buckets: rows of its buckets; empty if no feature or picture is added.
+      texts, features, pictures: names of what is added; a text encoder's is empty for ``[text]``.
       has_null: it has the null captions.
     """
 
@@ -418,6 +445,14 @@ class Addition(_Model):
     texts: list[Name | Literal[""]]
     features: list[Name]
     has_null: bool
+    pictures: list[Name] = []  # absent if there are none
+
+    @property
+    def groups(self) -> list[str]:
+        """Features and pictures: what is added to rows."""
+        return [*self.features, *self.pictures]
+
+    _without_absent = _left_out_where_absent("pictures")
 
 
 class PlanFile(_Model):

@@ -81,19 +81,32 @@ CAPTION_RESULTS = ("checksum", "min_cosine", "max_error")  # columns that encodi
 CAPTION_COUNTS = ("num_tokens", "truncated")  # columns of a text encoder that planning fills in
 
 
+PICTURE_RESULTS = ("checksum", "source_checksum")  # columns of a companion picture, as those of the record itself
+PLACES = ("source_path", "source_offset", "source_bytes", "source_mtime_ns")  # columns of a plan: of a picture's file
+
+
 def suffixes(spec: StoreSpec) -> dict[str, str]:
     """Suffix of the columns of each text encoder in the captions table; the first one's have none."""
     return {one.name: f"_{one.name}" if i else "" for i, one in enumerate(spec.text_encoders)}
 
 
 def records_schema(spec: StoreSpec) -> pa.Schema:
-    """RECORDS_SCHEMA, and of each feature the columns ``checksum_NAME``, ``min_cosine_NAME``, ``max_error_NAME``."""
-    return _with_columns(RECORDS_SCHEMA, CAPTION_RESULTS, (f"_{one.name}" for one in spec.features))
+    """RECORDS_SCHEMA and the columns of features and pictures.
+
+    Of a feature ``checksum_NAME``, ``min_cosine_NAME``, ``max_error_NAME``; of a companion picture ``checksum_NAME``,
+    ``source_checksum_NAME``.
+    """
+    return _with_groups(RECORDS_SCHEMA, spec, PICTURE_RESULTS)
 
 
 def plan_schema(spec: StoreSpec) -> pa.Schema:
-    """PLAN_SCHEMA, and the columns of features, as ``records_schema``."""
-    return _with_columns(PLAN_SCHEMA, CAPTION_RESULTS, (f"_{one.name}" for one in spec.features))
+    """As ``records_schema``, with PLAN_SCHEMA; also ``source_path_NAME`` and the other PLACES of each picture."""
+    return _with_groups(PLAN_SCHEMA, spec, (*PICTURE_RESULTS, *PLACES))
+
+
+def place_columns(spec: StoreSpec) -> list[list[str]]:
+    """The PLACES of each companion picture, by their names in a plan."""
+    return [[f"{name}_{one.name}" for name in PLACES] for one in spec.pictures]
 
 
 def captions_schema(spec: StoreSpec) -> pa.Schema:
@@ -106,6 +119,14 @@ def captions_schema_of(further: Iterable[str]) -> pa.Schema:
     return _with_columns(CAPTIONS_SCHEMA, (*CAPTION_COUNTS, *CAPTION_RESULTS), further)
 
 
-def _with_columns(schema: pa.Schema, columns: Iterable[str], suffixes: Iterable[str]) -> pa.Schema:
-    added = [(f"{name}{suffix}", CAPTIONS_SCHEMA.field(name).type) for suffix in suffixes for name in columns]
+def _with_groups(schema: pa.Schema, spec: StoreSpec, of_pictures: Iterable[str]) -> pa.Schema:
+    features = _with_columns(schema, CAPTION_RESULTS, (f"_{one.name}" for one in spec.features))
+    return _with_columns(features, of_pictures, (f"_{one.name}" for one in spec.pictures), PLAN_SCHEMA)
+
+
+def _with_columns(
+    schema: pa.Schema, columns: Iterable[str], suffixes: Iterable[str], types: pa.Schema = CAPTIONS_SCHEMA
+) -> pa.Schema:
+    columns = list(columns)
+    added = [(f"{name}{suffix}", types.field(name).type) for suffix in suffixes for name in columns]
     return pa.schema([*schema, *added])

@@ -21,7 +21,7 @@ from .token_dtypes import BFLOAT16_NAN
 
 ABSENT = 2**64 - 1  # offset and length of a chunk that is not there (Zarr v3, sharding codec, "binary shard format")
 CRC_BYTES = 4
-DTYPES = ("float16", "float32", "int64", "uint16", "int8")
+DTYPES = ("float16", "float32", "int64", "uint16", "int8", "uint8")
 # Limits for untrusted stores: a decoded chunk takes memory, mapped rows do not.
 MAX_DECODED_BYTES = 1 << 28
 MAX_MAPPED = 1 << 40  # rows of an array, bytes of a chunk

@@ -20,7 +20,7 @@ from ..errors import DamageError, LeanditError, RecipeError, ResourceError, Stor
 from ..format.layout import GROUP, Part, group_json
 from ..format.row_layout import LATENTS
 from ..format.schema import Fallback, FeatureRows, Manifest, StoreSpec
-from ..format.table_schemas import CAPTION_RESULTS, PLAN_SCHEMA, captions_schema, plan_schema, suffixes
+from ..format.table_schemas import CAPTION_RESULTS, PLAN_SCHEMA, captions_schema, place_columns, plan_schema, suffixes
 from ..revisions.catalog import sealed_revisions
 from ..revisions.commits import file_entry, read_manifest
 from ..revisions.encoder_paths import with_moved_encoder_paths
@@ -36,11 +36,11 @@ def compact(
 
     Args:
       out: folder of the new store, which gets this name when it is complete.
-      without: names of text encoders and features to leave out.
+      without: names of text encoders, features and pictures to leave out.
     Returns: manifest of the new store.
     Raises: StoreError: a revision is unfinished, or something else is at ``out``; DamageError: a row is not what was
-      written; ResourceError: the disk is too small; RecipeError: it has no such text encoder or feature. Then nothing
-      is at ``out``.
+      written; ResourceError: the disk is too small; RecipeError: it has no such text encoder, feature or picture.
+      Then nothing is at ``out``.
     """
     store = LatentStore(root)
     assert store.manifest is not None
@@ -65,22 +65,23 @@ def compact(
 
 
 def spec_without(spec: StoreSpec, names: Collection[str]) -> StoreSpec:
-    """The spec of a store without some text encoders and features.
+    """The spec of a store without some text encoders, features and pictures.
 
     Raises: RecipeError: it has none of this name, or it is the first text encoder, which orders the captions.
     """
-    known = [one.name for one in (*spec.text_encoders[1:], *spec.features)]
+    known = [*(one.name for one in spec.text_encoders[1:]), *spec.groups]
     if unknown := [name for name in names if name not in known]:
         raise RecipeError(
-            f"compact --without '{unknown[0]}': needed a text encoder, but not the first, or a feature of the store: "
-            f"{', '.join(known) or 'it has none'}."
+            f"compact --without '{unknown[0]}': needed a text encoder, but not the first, a feature or a picture of "
+            f"the store: {', '.join(known) or 'it has none'}."
         )
     recipe = dict(spec.recipe)
-    for key in ("text", "features"):
+    for key in ("text", "features", "pictures"):
         if key in recipe:
             recipe[key] = {name: value for name, value in recipe[key].items() if name not in names}
-    kept = {kind: [one for one in getattr(spec, kind) if one.name not in names] for kind in ("texts", "features")}
-    recipe = {key: section for key, section in recipe.items() if section or key != "features"}
+    kinds = ("texts", "features", "pictures")
+    kept = {kind: [one for one in getattr(spec, kind) if one.name not in names] for kind in kinds}
+    recipe = {key: section for key, section in recipe.items() if section or key not in kinds}
     return spec.model_copy(update={**kept, "recipe": recipe}).with_fingerprint() if names else spec
 
 
@@ -135,7 +136,9 @@ def plan_compaction(store: LatentStore, spec: StoreSpec, out: Path) -> FrozenPla
         "fallback": pa.nulls(count, pa.string()),
     }
     schema = plan_schema(spec)
-    columns |= {name: pa.nulls(count, schema.field(name).type) for name in schema.names[len(PLAN_SCHEMA) :]}
+    places = {name for columns_of in place_columns(spec) for name in columns_of}  # these stay as planned
+    undone_groups = [name for name in schema.names[len(PLAN_SCHEMA) :] if name not in places]
+    columns |= {name: pa.nulls(count, schema.field(name).type) for name in undone_groups}
     return FrozenPlan(
         spec=spec,
         revision=revision,
@@ -203,6 +206,9 @@ def _copy_rows(writer: StoreWriter, store: LatentStore, part: Part, shard: int, 
         arrays |= copied
         if group == LATENTS:
             checksums = stored
+        elif f"source_checksum{suffix}" in table.column_names:
+            files = [f"{checksum:016x}" for checksum in table[f"source_checksum{suffix}"].to_pylist()]
+            features[group] = FeatureRows(checksums=stored, source_checksums=files)
         else:
             min_cosines, max_errors = (
                 zip(*_qualities(table, suffix), strict=True) if _qualities(table, suffix) else ((), ())

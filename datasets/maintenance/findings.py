@@ -42,7 +42,7 @@ CAUSES = {
 HARMLESS = frozenset(["temporary", "unsealed", "source_changed"])
 MAX_KEYS = 20  # listed in a finding
 SHARD = re.compile(
-    r"(?P<array>(?:.*/)?(?:buckets/(?P<bucket>\d+x\d+)(?:/features/\w+)?|captions(?:/\w+)?)/\w+)/c/(?P<shard>\d+)(?:/0)*$"
+    r"(?P<array>(?:.*/)?(?:buckets/(?P<bucket>\d+x\d+)(?:/(?:features|pictures)/\w+)?|captions(?:/\w+)?)/\w+)/c/(?P<shard>\d+)(?:/0)*$"
 )
 
 

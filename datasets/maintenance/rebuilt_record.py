@@ -80,14 +80,14 @@ def _caption_content(plan: FrozenPlan, part: Part, shard: int, captions: pa.Tabl
 
 
 def _picture_content(plan: FrozenPlan, part: Part, shard: int, records: pa.Table) -> dict[str, Any]:
-    """What the commit record of a shard of latents or features says."""
+    """What the commit record of a shard of latents, features or companion pictures says."""
     rows, is_own = plan.layout.rows_of(part.name, shard), LATENTS in part.groups
     positions = plan.positions_of(part)[rows.start : rows.stop]
     columns = records.take(pa.array(positions, mask=positions < 0))  # nulls for a row without a record
     table, features = columns.to_pylist(), {}
     for name in part.groups.keys() - {LATENTS}:
         found = _digits(columns[f"checksum_{name}"].to_pylist())
-        features[name] = FeatureRows(checksums=found, **_qualities(columns, f"_{name}"))
+        features[name] = FeatureRows(checksums=found, **_beside_checksums(columns, name))
     return {
         "checksums": _digits([row["checksum"] for row in table]) if is_own else [],
         "source_checksums": _digits([row["source_checksum"] for row in table]) if is_own else [],
@@ -99,6 +99,13 @@ def _picture_content(plan: FrozenPlan, part: Part, shard: int, records: pa.Table
         "fallbacks": [Fallback(row=row["row"], how=row["fallback"]) for row in table if is_own and row["fallback"]],
         "features": features,
     }
+
+
+def _beside_checksums(table: pa.Table, group: str) -> dict[str, Any]:
+    """What a commit record has of rows of a feature or a companion picture, besides their checksums."""
+    if f"source_checksum_{group}" in table.column_names:
+        return {"source_checksums": _digits(table[f"source_checksum_{group}"].to_pylist())}
+    return _qualities(table, f"_{group}")
 
 
 def _qualities(table: pa.Table, suffix: str) -> dict[str, list[float]]:

@@ -23,7 +23,14 @@ from ..format.caption_layout import NULL_PART
 from ..format.layout import ADDED, CAPTIONS, GROUP, RECORDS, commit_path, group_json, revision_prefix
 from ..format.row_layout import bucket_part
 from ..format.schema import Addition, CommitRecord, Manifest, StoreSpec
-from ..format.table_schemas import CAPTION_RESULTS, captions_schema, plan_schema, suffixes
+from ..format.table_schemas import (
+    CAPTION_RESULTS,
+    PICTURE_RESULTS,
+    captions_schema,
+    place_columns,
+    plan_schema,
+    suffixes,
+)
 from ..format.zarr_shard import ArrayLayout
 from ..revisions.catalog import read_spec
 from ..revisions.commits import carried_files, file_entry, read_manifest, read_record
@@ -154,7 +161,7 @@ def _plan_of(root: Path, revision: int) -> FrozenPlan | None:
         carried=carried_files(manifest, manifest.stack[:-1]) if revision > 1 else (),
         copies=manifest.copies,
         listing="",  # unknown: the next precompute compares all files by content
-        records=_planned_records(records, revision, spec, {name for one in added for name in one.features}),
+        records=_planned_records(records, revision, spec, {name for one in added for name in one.groups}),
         captions=_planned_captions(captions, revision, spec, {name for one in added for name in one.texts}),
         recorded_hash=manifest.plan,
         self_check=manifest.self_check,
@@ -174,9 +181,13 @@ def _additions(root: Path, manifest: Manifest, spec: StoreSpec) -> tuple[Additio
     added: dict[int, dict[str, Any]] = {}
     for path in (entry.path for entry in manifest.files if entry.path.startswith(prefix)):
         number, kind, name, *_ = path.removeprefix(prefix).split("/")
-        one = added.setdefault(int(number), {"buckets": {}, "texts": [], "features": [], "has_null": False})
+        one = added.setdefault(
+            int(number), {"buckets": {}, "texts": [], "features": [], "pictures": [], "has_null": False}
+        )
         if kind == "buckets":
-            one["features"] = list(CommitRecord.model_validate(read_json(root / path)).features)
+            groups = CommitRecord.model_validate(read_json(root / path)).features
+            one["pictures"] = [picture.name for picture in spec.pictures if picture.name in groups]
+            one["features"] = [name for name in groups if name not in one["pictures"]]
             latents = f"{revision_prefix(int(number))}{bucket_part(name)}/{spec.latent.array}"
             one["buckets"][name] = ArrayLayout.from_metadata(latents, read_json(root / latents / GROUP)).shape[0]
             continue
@@ -195,14 +206,15 @@ def _planned_records(records: pa.Table, revision: int, spec: StoreSpec, added: S
     """The records table as planned; of the pictures' locations only the names are known.
 
     Args:
-      added: names of features that the revision adds to all records.
+      added: names of features and pictures that the revision adds to all records.
     """
     own = (records["revision"].to_numpy() == revision) & (records["row"].to_numpy() >= 0)
     columns = {name: records[name] for name in records.column_names}
     unknown_yet = ["stage", "reason", "detail", "checksum", "source_checksum", "fallback"]
     undone = {"status": "planned", **dict.fromkeys(unknown_yet)}
     undone |= {f"{name}_{feature.name}": None for feature in spec.features for name in CAPTION_RESULTS}
-    everywhere = {f"{name}_{feature}" for feature in added for name in CAPTION_RESULTS}
+    undone |= {f"{name}_{picture.name}": None for picture in spec.pictures for name in PICTURE_RESULTS}
+    everywhere = {f"{name}_{group}" for group in added for name in (*CAPTION_RESULTS, *PICTURE_RESULTS)}
     for name, value in undone.items():
         values = np.array(records[name].to_pylist(), object)
         values[slice(None) if name in everywhere else own] = value
@@ -210,6 +222,8 @@ def _planned_records(records: pa.Table, revision: int, spec: StoreSpec, added: S
     count = records.num_rows
     unknown = dict.fromkeys(list(SOURCE_COLUMNS)[1:], np.full(count, UNKNOWN_LOCATION))
     columns |= {"source_path": columns["key"], **unknown}
+    for path, *numbers in place_columns(spec):
+        columns |= {path: pa.array([""] * count), **dict.fromkeys(numbers, np.full(count, UNKNOWN_LOCATION))}
     schema = plan_schema(spec)
     return pa.table({name: columns[name] for name in schema.names}, schema=schema)
 

@@ -112,12 +112,12 @@ def _matches_plan(plan: FrozenPlan, record: CommitRecord) -> bool:
             and len(record.min_cosines) in ((0,) if part.is_null else (0, count))
             and not record.fallbacks
         )
-    rows = plan.layout.rows_of(record.part, record.shard)
+    rows, pictures = plan.layout.rows_of(record.part, record.shard), {one.name for one in plan.spec.pictures}
     return (
         len(record.checksums) == len(record.source_checksums) == (count if LATENTS in part.groups else 0)
         and record.features.keys() == part.groups.keys() - {LATENTS}
         and _are_statistics(record.statistics, plan.spec.latent.channels if LATENTS in part.groups else 0)
-        and all(_fits(feature, count) for feature in record.features.values())
+        and all(_fits(found, count, name in pictures) for name, found in record.features.items())
         and not record.min_cosines
         and not record.max_errors
         and all(not digits or _HEX.fullmatch(digits) for digits in (*record.checksums, *record.source_checksums))
@@ -131,13 +131,14 @@ def _are_statistics(statistics: LatentStatistics | None, channels: int) -> bool:
     return not statistics or len(statistics.channel_mean) == len(statistics.channel_std) == channels > 0
 
 
-def _fits(feature: FeatureRows, count: int) -> bool:
-    """Whether a feature has results of all rows of a shard."""
+def _fits(found: FeatureRows, count: int, is_picture: bool) -> bool:
+    """Whether a feature or companion picture has results of all rows of a shard."""
     return (
-        len(feature.checksums) == count
-        and all(not digits or _HEX.fullmatch(digits) for digits in feature.checksums)
-        and len(feature.min_cosines) == len(feature.max_errors)
-        and len(feature.min_cosines) in (0, count)
+        len(found.checksums) == count
+        and len(found.source_checksums) == (count if is_picture else 0)
+        and all(not digits or _HEX.fullmatch(digits) for digits in (*found.checksums, *found.source_checksums))
+        and len(found.min_cosines) == len(found.max_errors)
+        and len(found.min_cosines) in ((0,) if is_picture else (0, count))
     )
 
 

@@ -16,8 +16,8 @@ import pyarrow.compute
 from ..disk.spill import BATCH_ROWS, map_array, one_chunk
 from ..format.layout import Part, Task
 from ..format.row_layout import LATENTS
-from ..format.schema import CommitRecord
-from ..format.table_schemas import CAPTION_RESULTS, captions_schema, records_schema, suffixes
+from ..format.schema import CommitRecord, FeatureRows
+from ..format.table_schemas import CAPTION_RESULTS, PICTURE_RESULTS, captions_schema, records_schema, suffixes
 from ..format.tables import ROW_GROUP, row_groups
 from .plan import FrozenPlan
 
@@ -57,7 +57,10 @@ class Merge:
         self._checksums, self._source_checksums = (map_array(rows, "uint64", WHAT) for _ in range(2))
         self._rejects = _Sparse(["stage", "reason", "detail"])
         self._fallbacks = _Sparse(["fallback"])
-        self._features = {one.name: _Results(rows, f"_{one.name}") for one in plan.spec.features}
+        self._groups: dict[str, _Results | _PictureResults] = {
+            **{one.name: _Results(rows, f"_{one.name}") for one in plan.spec.features},
+            **{one.name: _PictureResults(rows, f"_{one.name}") for one in plan.spec.pictures},
+        }
         self._texts = {name: _Results(captions, suffix) for name, suffix in suffixes(plan.spec).items()}
 
     def add(self, task: Task, commit: CommitRecord) -> None:
@@ -69,7 +72,10 @@ class Merge:
             first = self._plan.first_caption_of(part.revision)
             captions = part.captions.captions_of(shard)
             targets = np.arange(first + captions.start, first + captions.stop)
-            self._texts[part.captions.name].add(targets, commit.checksums, commit.min_cosines, commit.max_errors)
+            found = FeatureRows(
+                checksums=commit.checksums, min_cosines=commit.min_cosines, max_errors=commit.max_errors
+            )
+            self._texts[part.captions.name].add(targets, found)
 
     def _add_rows(self, part: Part, shard: int, commit: CommitRecord) -> None:
         rows = part.arrays[0].rows_of(shard)
@@ -89,12 +95,12 @@ class Merge:
         self._fallbacks.add(positions, [[fallback.how] for fallback in fallbacks.values()])
         self._rejects.add(targets[rejected], [[r.stage, r.reason, r.detail] for r in commit.rejects])
         self._flags[targets[rejected]] = COMMITTED | REJECTED
-        for name, feature in commit.features.items():
-            self._features[name].add(targets, feature.checksums, feature.min_cosines, feature.max_errors)
+        for name, found in commit.features.items():
+            self._groups[name].add(targets, found)
 
     def record_groups(self) -> Iterator[pa.Table]:
         """The records table, in the order of the source, by row groups."""
-        names = [*RECORD_RESULTS, *(name for results in self._features.values() for name in results.columns)]
+        names = [*RECORD_RESULTS, *(name for results in self._groups.values() for name in results.columns)]
         return _groups(self._plan.records.select(records_schema(self._plan.spec).names), names, self._records_of)
 
     def caption_groups(self) -> Iterator[pa.Table]:
@@ -115,7 +121,7 @@ class Merge:
                 columns[name] = _where(flags & COMMITTED, pa.array(values[rows], mask=flags & bit == 0), columns[name])
         for sparse in (self._rejects, self._fallbacks):
             columns |= sparse.over(rows, columns)
-        for results in self._features.values():
+        for results in self._groups.values():
             columns |= results.over(rows, columns)
         return columns
 
@@ -139,24 +145,20 @@ class _Results:
         self._checksums = map_array(num_rows, "uint64", WHAT)
         self._min_cosines, self._max_errors = (map_array(num_rows, "float32", WHAT) for _ in range(2))
 
-    def add(
-        self, targets: np.ndarray, checksums: Sequence[str], min_cosines: Sequence[float], max_errors: Sequence[float]
-    ) -> None:
+    def add(self, targets: np.ndarray, found: FeatureRows) -> None:
         """Add the results of some rows.
 
         Args:
           targets: (n,) rows of the table; those below 0 are left out.
-          checksums: of each, "" if it has none.
-          min_cosines, max_errors: of each, or empty if nothing was narrowed.
         """
         known = targets >= 0
-        numbers, is_present = _numbers(checksums)
+        numbers, is_present = _numbers(found.checksums)
         flags = np.where(is_present, COMMITTED | CHECKED, COMMITTED).astype(np.uint8)
         self._checksums[targets[known]] = numbers[known]
-        if min_cosines:
+        if found.min_cosines:
             flags[is_present] |= NARROWED
-            self._min_cosines[targets[known]] = np.array(min_cosines, np.float32)[known]
-            self._max_errors[targets[known]] = np.array(max_errors, np.float32)[known]
+            self._min_cosines[targets[known]] = np.array(found.min_cosines, np.float32)[known]
+            self._max_errors[targets[known]] = np.array(found.max_errors, np.float32)[known]
         self._flags[targets[known]] = flags[known]
 
     def over(self, rows: slice, columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
@@ -168,6 +170,39 @@ class _Results:
         return {
             name: _where(flags & COMMITTED, pa.array(value[rows], mask=flags & bit == 0), columns[name])
             for name, (value, bit) in zip(self.columns, values, strict=True)
+        }
+
+
+class _PictureResults:
+    """Checksums of the rows and files of a companion picture.
+
+    Args:
+      suffix: of its columns in the table.
+    """
+
+    def __init__(self, num_rows: int, suffix: str) -> None:
+        self.columns = [f"{name}{suffix}" for name in PICTURE_RESULTS]
+        self._values = [map_array(num_rows, "uint64", WHAT) for _ in self.columns]
+        self._flags = [map_array(num_rows, "uint8", WHAT) for _ in self.columns]
+
+    def add(self, targets: np.ndarray, found: FeatureRows) -> None:
+        """As of ``_Results``."""
+        known = targets >= 0
+        for values, flags, digits in zip(
+            self._values, self._flags, (found.checksums, found.source_checksums), strict=True
+        ):
+            numbers, is_present = _numbers(digits)
+            values[targets[known]] = numbers[known]
+            flags[targets[known]] = np.where(is_present, COMMITTED | CHECKED, COMMITTED).astype(np.uint8)[known]
+
+    def over(self, rows: slice, columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
+        """As of ``_Results``."""
+        return {
+            name: _where(
+                flags[rows] & COMMITTED, pa.array(values[rows], mask=flags[rows] & CHECKED == 0), columns[name]
+            )
+            for name, values, flags in zip(self.columns, self._values, self._flags, strict=True)
+            if flags[rows].any()
         }
 
 

@@ -40,7 +40,7 @@ from ..format.tables import map_plan_table, parquet_file, table_problem
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-VOLATILE_COLUMN = "source_mtime_ns"  # does not depend on a file's content
+VOLATILE = "source_mtime_ns"  # columns that begin so do not depend on the content of a file
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class FrozenPlan:
       recorded_hash: from the store; empty for a new plan.
       self_check: of the autoencoder, made before the first plan of the stack was frozen; None without one.
       statistics: of the latents in the stack; None without a stack, or if some of its shards have none.
-      added: text encoders and features that it adds to the rows and captions of earlier revisions.
+      added: text encoders, features and pictures that it adds to the rows and captions of earlier revisions.
     """
 
     spec: StoreSpec
@@ -83,7 +83,8 @@ class FrozenPlan:
         """Hash of everything that decides the bytes; commit records name it."""
         if self.recorded_hash:
             return self.recorded_hash
-        parts = [parquet_file(self.records.drop_columns([VOLATILE_COLUMN])), parquet_file(self.captions)]
+        volatile = [name for name in self.records.column_names if name.startswith(VOLATILE)]
+        parts = [parquet_file(self.records.drop_columns(volatile)), parquet_file(self.captions)]
         tables = [xxh3_parts([part])[1] for part in parts]
         added = [addition.model_dump() for addition in self.added]
         facts = [self.spec.fingerprint, self.revision, self.base, self.stack, self.copies, *tables]
@@ -142,10 +143,10 @@ class FrozenPlan:
         """Files and arrays of the revision."""
         rows = {name: len(positions) for name, positions in self.bucket_positions.items()}
         texts = [one.name for one in self.spec.text_encoders]
-        groups = [LATENTS, *(one.name for one in self.spec.features)]
+        groups = [LATENTS, *self.spec.groups]
         own = Content(self.revision, rows, self._num_tokens(self.revision, texts), not self.stack, groups)
         added = [
-            Content(one.revision, one.buckets, self._num_tokens(one.revision, one.texts), one.has_null, one.features)
+            Content(one.revision, one.buckets, self._num_tokens(one.revision, one.texts), one.has_null, one.groups)
             for one in self.added
         ]
         return RevisionLayout(self.spec, own, added)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ... import __version__
 from ...datasets.errors import RecipeError
 from ...datasets.format.buckets import bucket_name, resize_filter
-from ...datasets.format.schema import FORMAT_VERSION, FeatureEncoder, ImageSpec, StoreSpec, TextEncoder
+from ...datasets.format.schema import FORMAT_VERSION, FeatureEncoder, ImageSpec, PictureSpec, StoreSpec, TextEncoder
 from ..config import PrecomputeRecipe
 from ..images.pixels import ADM_FILTER, describe_colour
 from ..sources.source import Source
@@ -71,6 +71,10 @@ def describe_store(
         features=[
             FeatureEncoder(name=name, spec=encoder.spec(), encoder=encoder.identity)
             for name, encoder in encoders.features.items()
+        ],
+        pictures=[
+            PictureSpec(name=name, column=column, kind=recipe.pictures[name].kind)
+            for name, column in recipe.picture_columns.items()
         ],
         classes=source and source.classes,
         shard_mib=recipe.store.shard_mib,

@@ -1,4 +1,4 @@
-"""One batch of pictures through the image encoder: halved if out of memory, repeated in float32 if not finite.
+"""One batch of pictures through the encoders: halved if out of memory, repeated in float32 if not finite.
 
 Both are recorded with each row, because they change its bits. A batch that runs out of memory starts over with forwards
 of half the size, rounded up, down to one picture; so one number describes it.
@@ -6,7 +6,7 @@ of half the size, rounded up, down to one picture; so one number describes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -25,6 +25,7 @@ MAX_BATCH = 256
 MAX_BATCH_BYTES = 96 << 20  # of decoded pixels: up to eight batches are in host memory
 FLOAT32 = "float32"
 SIZE = "batch:"
+OWN = LATENTS  # the record's own picture
 
 _Output = TypeVar("_Output")
 
@@ -51,11 +52,16 @@ class VisionEncoder(Protocol):
 
 
 class RowsEncoder(Protocol):
-    """Makes the stored rows of one group of arrays from pictures: of the latents, or of a feature."""
+    """Makes the stored rows of one group of arrays from pictures: of the latents, a feature or a companion picture."""
 
     @property
     def group(self) -> str:
-        """LATENTS, or the name of the feature."""
+        """LATENTS, or the name of the feature or companion picture."""
+        ...
+
+    @property
+    def picture(self) -> str:
+        """Of which picture of a record: OWN, or the name of a companion."""
         ...
 
     @property
@@ -86,11 +92,16 @@ class RowsEncoder(Protocol):
 
 @dataclass(frozen=True)
 class LatentRows:
-    """Rows of latents."""
+    """Rows of latents, of a record's own picture or a companion."""
 
     encoder: ImageEncoder
     spec: LatentSpec
     group: str = LATENTS
+
+    @property
+    def picture(self) -> str:
+        """As of ``RowsEncoder``."""
+        return self.group
 
     @property
     def class_name(self) -> str:
@@ -115,11 +126,41 @@ class LatentRows:
 
 
 @dataclass(frozen=True)
+class MaskRows:
+    """Rows of a mask, which are stored as they are decoded."""
+
+    group: str
+    class_name: str = "mask"
+
+    @property
+    def picture(self) -> str:
+        """As of ``RowsEncoder``."""
+        return self.group
+
+    def encode(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """(B, H, W) uint8 as they are."""
+        return [pixels]
+
+    def encode_in_float32(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """The same."""
+        return [pixels]
+
+    def to_stored(self, outputs: Sequence[np.ndarray], records: np.ndarray) -> list[np.ndarray]:
+        """As of ``RowsEncoder``."""
+        return list(outputs)
+
+    def quality(self, outputs: Sequence[np.ndarray], stored: Sequence[np.ndarray]) -> tuple[float, float] | None:
+        """As of ``RowsEncoder``."""
+        return None
+
+
+@dataclass(frozen=True)
 class FeatureRows:
     """Rows of a feature: patches and (or) class tokens, and for int8 their scales."""
 
     encoder: VisionEncoder
     group: str
+    picture: str = OWN
 
     @property
     def class_name(self) -> str:
@@ -167,7 +208,7 @@ class SharedEncoder:
         measure: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._encoder, self._turn, self._measure = encoder, turn, measure
-        self.group, self.class_name = encoder.group, encoder.class_name
+        self.group, self.picture, self.class_name = encoder.group, encoder.picture, encoder.class_name
         self.to_stored, self.quality = encoder.to_stored, encoder.quality
 
     def encode(self, pixels: np.ndarray) -> list[np.ndarray]:
@@ -198,17 +239,21 @@ class EncodedRow:
     reject: RecordRejected | None = None
 
 
+Views = Mapping[str, Sequence[np.ndarray]]
+"""Of each picture of the records, OWN and companions by name, (B, height_px, width_px, 3) uint8 (of a mask (B, H, W)):
+as it is, and flipped if the store has flipped ones."""
+
 Outputs = list[list[np.ndarray] | None]
 """Of each row the outputs of a model, each with a batch of one; None if it did not fit alone."""
 
 
 def encode_batch(
-    views: Sequence[np.ndarray], records: np.ndarray, encoders: Sequence[RowsEncoder], *, max_rows: int
+    views: Views, records: np.ndarray, encoders: Sequence[RowsEncoder], *, max_rows: int
 ) -> tuple[list[EncodedRow], int]:
     """Encode one batch of the plan.
 
     Args:
-      views: (B, height_px, width_px, 3) uint8 each: the pictures, and the flipped ones if the store has them.
+      views: of each picture that an encoder needs.
       records: (B,) positions in the records table: the key of a stored sample.
       encoders: of each group of arrays. All use forwards of the same size, so one number describes a fallback.
       max_rows: rows of a forward; B or more if no smaller limit is known.
@@ -222,7 +267,7 @@ def encode_batch(
     rows = []
     for i in range(num_rows):
         outputs = [[of_view[i] for of_view in of_encoder] for of_encoder in found]
-        pixels = [view[i : i + 1] for view in views]
+        pixels = {name: [view[i : i + 1] for view in of_picture] for name, of_picture in views.items()}
         rows.append(_with_fallback(_store_row(outputs, pixels, records[i : i + 1], encoders), halved))
     return rows, size
 
@@ -291,14 +336,12 @@ def sample_once(moments: np.ndarray, records: np.ndarray) -> np.ndarray:
     return np.stack(drawn)
 
 
-def _encode_in_forwards(
-    size: int, views: Sequence[np.ndarray], encoders: Sequence[RowsEncoder]
-) -> list[list[Outputs]] | None:
+def _encode_in_forwards(size: int, views: Views, encoders: Sequence[RowsEncoder]) -> list[list[Outputs]] | None:
     """Outputs of each encoder for each view; None if they do not fit."""
     found: list[list[Outputs]] = []
     for encoder in encoders:
         of_views = []
-        for pixels in views:
+        for pixels in views[encoder.picture]:
             rows: Outputs = []
             for start in range(0, len(pixels), size):
                 some = pixels[start : start + size]
@@ -322,20 +365,20 @@ def _encode_if_it_fits(encode: Callable[[np.ndarray], _Output], pixels: np.ndarr
 
 
 def _store_row(
-    outputs: Sequence[Outputs], pixels: Sequence[np.ndarray], record: np.ndarray, encoders: Sequence[RowsEncoder]
+    outputs: Sequence[Outputs], pixels: Views, record: np.ndarray, encoders: Sequence[RowsEncoder]
 ) -> EncodedRow:
     """One row in the store's dtypes, encoded again in float32 if it is not finite.
 
     Args:
       outputs: of each encoder, for each view.
-      pixels: (1, height_px, width_px, 3) of each view.
+      pixels: of this row alone.
     """
     groups: dict[str, list[np.ndarray]] = {}
     qualities: dict[str, tuple[float, float]] = {}
     fallback = ""
     for encoder, of_views in zip(encoders, outputs, strict=True):
         groups[encoder.group] = []
-        for found, picture in zip(of_views, pixels, strict=True):
+        for found, picture in zip(of_views, pixels[encoder.picture], strict=True):
             if found is None:
                 return EncodedRow({}, reject=_too_large(picture))
             stored = encoder.to_stored(found, record)

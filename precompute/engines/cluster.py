@@ -149,7 +149,7 @@ def _check_machine(job: Job, probe: str) -> None:
             )
         time.sleep(0.1)
     try:
-        open_sources(job.source_path, job.recipe.source)
+        open_sources(job.source_path, job.recipe.source, job.recipe.picture_columns)
     except (LeanditError, OSError) as error:
         kind = type(error) if isinstance(error, LeanditError) else SourceError
         raise kind(f"{error} (on machine '{machine}', which must see the source as all of the cluster)") from error

@@ -141,7 +141,7 @@ def help_others(job: Job, worker: Worker, progress: Progress) -> Never:
             if plan is None:
                 time.sleep(LOOK_SECONDS)
                 continue
-            source = open_sources(job.source_path, job.recipe.source)
+            source = open_sources(job.source_path, job.recipe.source, job.recipe.picture_columns)
             stage = pipeline.Stage1(root, job.recipe, source, worker, decoders, progress, job.part or Part())
             check_fingerprint(root, plan.spec, stage.describe(None, plan.spec))
             pipeline.finish(stage, plan)

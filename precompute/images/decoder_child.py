@@ -109,7 +109,8 @@ def answer(job: dict[str, Any]) -> Answer:
     Args:
       job: stage; for many pictures: places (path, offset, num_bytes) and seconds for all of them; for one picture:
         path, offset, num_bytes, data if its bytes were sent, and for stage "decode" bucket, crop and resize_filter as
-        of ``decode_picture``; exif_orientation as of ``read_size``, default true.
+        of ``decode_picture``, for a companion also beside and mask_px; exif_orientation as of ``read_size``, default
+        true.
     Returns: "size" (height_px, width_px), and for a decoded picture "checksum", "seconds" (reading, decoding) and its
       pixels; or "sizes".
     Raises: RecordRejected.
@@ -126,6 +127,8 @@ def answer(job: dict[str, Any]) -> Answer:
     if job["stage"] == "scan":
         return {"size": read_size(data, **exif)}, None
     how: dict[str, Any] = exif | {name: job[name] for name in ("bucket", "crop", "resize_filter")}
+    if job.get("beside"):
+        how |= {"beside": tuple(job["beside"]), "mask_px": job["mask_px"]}
     pixels, size = decode_picture(data, **how)
     seconds = read_seconds, time.perf_counter() - start - read_seconds
     return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data), "seconds": seconds}, pixels

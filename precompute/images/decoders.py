@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,11 +43,12 @@ class Decoded:
     """A decoded picture.
 
     Args:
-      pixels: (H, W, 3) uint8, of the bucket's size; read-only.
+      pixels: (H, W, 3) uint8, of the bucket's size; of a mask (H, W), of the latents' size; read-only.
       height_px, width_px: of the source picture, upright.
       source_checksum: XXH3-64 of the encoded bytes.
       read_seconds: of the child's read; 0 for bytes that were sent.
       decode_seconds: of the rest.
+      companions: other pictures of the same record, by name.
     """
 
     pixels: np.ndarray
@@ -56,6 +57,7 @@ class Decoded:
     source_checksum: int
     read_seconds: float = 0.0
     decode_seconds: float = 0.0
+    companions: Mapping[str, Decoded] = field(default_factory=dict)
 
 
 class Decoders:
@@ -168,17 +170,20 @@ class Decoders:
         crop: str,
         resize_filter: str = "bicubic",
         exif_orientation: bool = True,
+        beside: tuple[int, int] | None = None,
+        mask_px: int = 0,
     ) -> Decoded:
         """Decode a picture and fit it into its bucket.
 
         Args:
           path, offset, num_bytes, data: as in ``PicturePlace``.
-          bucket, crop, resize_filter: as of ``pixels.decode_picture``.
+          bucket, crop, resize_filter, beside, mask_px: as of ``pixels.decode_picture``.
           exif_orientation: as of ``size``.
         Raises: as ``size``, with the stage "decode".
         """
         job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes, "bucket": bucket}
         job |= {"crop": crop, "resize_filter": resize_filter, "exif_orientation": exif_orientation}
+        job |= {"beside": beside, "mask_px": mask_px} if beside else {}
         head, pixels = self._ask(job, data)
         assert pixels is not None, "a child answers a decode with pixels"
         height_px, width_px = head["size"]

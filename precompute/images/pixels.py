@@ -18,6 +18,7 @@ from PIL import Image, ImageChops, ImageFile, UnidentifiedImageError
 
 from ...datasets.errors import RecordRejected
 from ...datasets.format.buckets import NO_EXIF, adm_sizes, cover_size
+from .masks import area_means
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 MAX_PIXELS = 89_478_485  # Pillow's own warning limit: 256 MiB of RGB
@@ -80,6 +81,8 @@ def decode_picture(
     crop: str,
     resize_filter: str = "bicubic",
     exif_orientation: bool = True,
+    beside: tuple[int, int] | None = None,
+    mask_px: int = 0,
 ) -> tuple[np.ndarray, tuple[int, int]]:
     """Decode a picture, and resize and crop it to its bucket.
 
@@ -89,8 +92,10 @@ def decode_picture(
       crop: "adm" or "bucket".
       resize_filter: of the last resize, one of RESAMPLING.
       exif_orientation: as of ``read_size``.
-    Returns: (height_px, width_px, 3) uint8, and the height and width in pixels of the picture before the resize, as
-      ``read_size`` has them.
+      beside: of a companion, height and width in pixels of its record's picture.
+      mask_px: of a mask, side of the squares whose mean grey is returned; 0 for a picture.
+    Returns: (height_px, width_px, 3) uint8, of a mask (H, W) uint8; and the height and width in pixels of the
+      picture before the resize, as ``read_size`` has them.
     Raises: RecordRejected.
     """
     try:
@@ -102,7 +107,10 @@ def decode_picture(
             picture = _to_rgb(image, tile)
         if orientation in UPRIGHT:
             picture = picture.transpose(UPRIGHT[orientation])
-        return crop_picture(picture, bucket, crop, resize_filter), (picture.height, picture.width)
+        size = picture.height, picture.width
+        if mask_px:
+            return crop_mask(picture, bucket, crop, mask_px, beside or size), size
+        return crop_picture(picture, bucket, crop, resize_filter, beside), size
     except (RecordRejected, *PROGRAMMING_ERRORS):
         raise
     except Exception as error:
@@ -122,13 +130,25 @@ def crop_geometry(
 
 
 def crop_picture(
-    picture: Image.Image, bucket: tuple[int, int], crop: str, resize_filter: str = "bicubic"
+    picture: Image.Image,
+    bucket: tuple[int, int],
+    crop: str,
+    resize_filter: str = "bicubic",
+    beside: tuple[int, int] | None = None,
 ) -> np.ndarray:
     """Resize and centre-crop an RGB picture; (height_px, width_px, 3) uint8.
 
-    Raises: RecordRejected: the picture is so long that it would exceed MAX_PIXELS before the crop.
+    Args:
+      beside: of a companion, the size of its record's picture: it is resized to the same size and cropped at the same
+        place.
+    Raises: RecordRejected: the picture is so long that it would exceed MAX_PIXELS before the crop; or a companion has
+      another aspect.
     """
     sizes, top, left = crop_geometry(picture.height, picture.width, bucket, crop)
+    if beside:
+        check_aspect((picture.height, picture.width), beside)
+        (*_, last), top, left = crop_geometry(*beside, bucket, crop)
+        sizes = [*sizes[:-1], last]
     if sizes[-1][0] * sizes[-1][1] > MAX_PIXELS:
         detail = (
             f"{picture.height}x{picture.width} px would be resized to {sizes[-1][0]}x{sizes[-1][1]} px before the crop"
@@ -139,6 +159,31 @@ def crop_picture(
     height, width = sizes[-1]
     picture = picture.resize((width, height), resample=RESAMPLING[resize_filter])
     return np.asarray(picture)[top : top + bucket[0], left : left + bucket[1]]
+
+
+def crop_mask(
+    picture: Image.Image, bucket: tuple[int, int], crop: str, mask_px: int, beside: tuple[int, int]
+) -> np.ndarray:
+    """Mean grey of each square of ``mask_px`` in the crop of the record's picture; (H, W) uint8.
+
+    Args:
+      beside: size of the record's picture, in pixels.
+    Raises: RecordRejected: the mask has another aspect.
+    """
+    check_aspect((picture.height, picture.width), beside)
+    (*_, resized), top, left = crop_geometry(*beside, bucket, crop)
+    shape = bucket[0] // mask_px, bucket[1] // mask_px
+    return area_means(np.asarray(picture.convert("L")), resized, (top, left), shape, mask_px)
+
+
+def check_aspect(size: tuple[int, int], beside: tuple[int, int]) -> None:
+    """Raise RecordRejected unless a companion has the aspect of its record's picture, within a pixel of a side.
+
+    A side may be a pixel longer or shorter than the other size, scaled, has it: rounding gives no less.
+    """
+    if abs(size[0] * beside[1] - size[1] * beside[0]) > max(beside):
+        detail = "{}x{} px, the record's picture has {}x{} px; needed the same aspect".format(*size, *beside)
+        raise RecordRejected("decode", "wrong_size", detail)
 
 
 def _open(data: bytes) -> ImageFile.ImageFile:

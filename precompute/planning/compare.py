@@ -18,11 +18,11 @@ import pyarrow as pa
 import xxhash
 
 from ...datasets.errors import RecordRejected
-from ...datasets.format.table_schemas import RECORDS_SCHEMA
+from ...datasets.format.table_schemas import RECORDS_SCHEMA, place_columns
 from ...datasets.maintenance.repair import UNKNOWN_LOCATION
 from ...datasets.revisions.plan import FrozenPlan
 from ..config import PrecomputeRecipe
-from ..sources.files.record import SourceRecord, listing_problem, planned_texts
+from ..sources.files.record import Place, SourceRecord, listing_problem, planned_texts
 from ..sources.listing.listing import Listing, record_batches, spool
 from ..sources.source import Source
 
@@ -119,6 +119,7 @@ class KnownRecord(NamedTuple):
       is_planned: it has a row, so its captions were encoded.
       checksum: of the picture's file; None if not stored.
       size_px: height and width of the picture; None if never known.
+      picture_checksums: of the files of its companion pictures, by name, if stored.
     """
 
     record: SourceRecord
@@ -129,6 +130,7 @@ class KnownRecord(NamedTuple):
     checksum: int | None
     attempts: int
     size_px: tuple[int | None, int | None]
+    picture_checksums: dict[str, int | None]
 
 
 class State(Enum):
@@ -223,7 +225,8 @@ def _state_of(
     known: KnownRecord, now: SourceRecord, source: Source, recipe: PrecomputeRecipe, sizes_differ: bool
 ) -> State:
     """State of a record that is still listed."""
-    same_place = known.record.place == now.place
+    companions = now.pictures[: len(known.record.pictures)]  # a recipe may add more
+    same_place = known.record.place == now.place and known.record.pictures == companions
     if problem := listing_problem(now, needs_caption=recipe.needs_captions):
         if known.is_stored and problem[0] in FILE_PROBLEMS:
             return State.GONE
@@ -246,7 +249,7 @@ def _state_of(
         return State.CHANGED  # a fresh store would reject the picture as wrong_size
     if same_place and recipe.source.check == "stat":
         return State.SAME
-    return _same_if(known.checksum is not None and _checksum(source, now) == known.checksum)
+    return _same_if(known.checksum is not None and _has_same_bytes(source, now, known))
 
 
 def _same_if(same: bool) -> State:
@@ -325,14 +328,37 @@ def _known_records(base: Base) -> list[KnownRecord]:
     planned = zip(*(base.plan.records[name].to_pylist() for name in places), strict=True)
     became = zip(*(base.records[name].to_pylist() for name in results), strict=True)
     known = []
-    for (*place, ids), (status, row, *result, height_px, width_px) in zip(planned, became, strict=True):
-        record = SourceRecord(*place, captions=tuple(texts[i] for i in ids or ()))
-        known.append(KnownRecord(record, status == "stored", row >= 0, *result, size_px=(height_px, width_px)))
+    pictures, checksums = _known_pictures(base)
+    for i, ((*place, ids), (status, row, *result, height_px, width_px)) in enumerate(zip(planned, became, strict=True)):
+        of_record = tuple(places[i] for places in pictures if places[i][0] is not None)
+        record = SourceRecord(*place, captions=tuple(texts[j] for j in ids or ()), pictures=of_record)
+        size_px, found = (height_px, width_px), {name: column[i] for name, column in checksums.items()}
+        known.append(
+            KnownRecord(record, status == "stored", row >= 0, *result, size_px=size_px, picture_checksums=found)
+        )
     return known
 
 
-def _checksum(source: Source, record: SourceRecord) -> int | None:
+def _known_pictures(base: Base) -> tuple[list[list[Place]], dict[str, list[int | None]]]:
+    """Places of the companion pictures of all records, and checksums of their files by name."""
+    spec, planned = base.plan.spec, base.plan.records
+    places = [
+        list(zip(*(planned[name].to_pylist() for name in columns), strict=True)) for columns in place_columns(spec)
+    ]
+    return places, {one.name: base.records[f"source_checksum_{one.name}"].to_pylist() for one in spec.pictures}
+
+
+def _has_same_bytes(source: Source, now: SourceRecord, known: KnownRecord) -> bool:
+    """Whether a record's own picture and its stored companions have the bytes that were encoded."""
+    places = dict(zip(source.pictures, now.pictures, strict=False))
+    return _checksum(source, now.place) == known.checksum and all(
+        _checksum(source, places[name], name) == checksum for name, checksum in known.picture_checksums.items()
+    )
+
+
+def _checksum(source: Source, place: Place, picture: str = "") -> int | None:
+    path, offset, num_bytes, _ = place
     try:
-        return xxhash.xxh3_64_intdigest(source.read(record.path, record.offset, record.num_bytes, stage="scan"))
+        return xxhash.xxh3_64_intdigest(source.read(path, offset, num_bytes, stage="scan", picture=picture))
     except RecordRejected:
         return None

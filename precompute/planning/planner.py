@@ -109,7 +109,8 @@ class Planner:
         """Compare the source with the newest, complete revision; writes nothing.
 
         Returns: the changes, if the files were compared; and what the next revision builds on, None if nothing has to
-          be done. With another spec nothing is carried over, except if it only adds text encoders or features.
+          be done. With another spec nothing is carried over, except if it only adds text encoders, features or
+          pictures.
         Raises: SourceError: gone records cannot be encoded again or completed, and dropping them was not requested.
         """
         store, source = LatentStore(self.root), self.source
@@ -143,7 +144,7 @@ class Planner:
         if not (starts_over or extends or comparison.changes_anything):
             return comparison, None
         added = additions(store, self.spec) if extends else ()
-        needs_pictures = starts_over or any(one.features for one in added)
+        needs_pictures = starts_over or any(one.groups for one in added)
         if needs_pictures and comparison.num_gone > comparison.num_dropped:
             raise SourceError(
                 f"source '{source.name}': {comparison.num_gone} records of store '{self.root}' are gone from it, so "

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.disk.spill import BATCH_ROWS, map_table, rebatched
-from ...datasets.format.table_schemas import PLAN_SCHEMA
+from ...datasets.format.table_schemas import PLACES, PLAN_SCHEMA
 from .compare import Comparison
 from .pictures import PICTURES_SCHEMA
 
@@ -96,8 +96,30 @@ def _fresh_batches(
             "source_bytes": batch["num_bytes"],
             "source_mtime_ns": batch["mtime_ns"],
         }
-        yield from _as_batches(columns | dict.fromkeys(schema.names[len(PLAN_SCHEMA) :], nothing), schema)
+        columns |= dict.fromkeys(schema.names[len(PLAN_SCHEMA) :], nothing)
+        yield from _as_batches(columns | _picture_places(batch, schema), schema)
         first += count
+
+
+def _picture_places(batch: pa.RecordBatch, schema: pa.Schema) -> dict[str, pa.Array]:
+    """Places of the companion pictures of new records, by column; null where the listing has none."""
+    names = _place_columns(schema)
+    lengths = pc.list_value_length(batch["picture_paths"]).to_numpy()
+    has_places, starts = lengths == len(names), np.cumsum(lengths) - lengths
+    paths, numbers = batch["picture_paths"].flatten(), batch["picture_places"].flatten()
+    found = {}
+    for i, (path, *others) in enumerate(names):
+        found[path] = paths.take(pa.array(starts + i, mask=~has_places))
+        for j, name in enumerate(others):
+            found[name] = numbers.take(pa.array(3 * (starts + i) + j, mask=~has_places))
+    return found
+
+
+def _place_columns(schema: pa.Schema) -> list[list[str]]:
+    """The columns of each companion picture's place, in order."""
+    prefix = f"{PLACES[0]}_"
+    pictures = [name.removeprefix(prefix) for name in schema.names if name.startswith(prefix)]
+    return [[f"{name}_{picture}" for name in PLACES] for picture in pictures]
 
 
 def _carried_records(comparison: Comparison, caption_ids: pa.ChunkedArray, schema: pa.Schema) -> pa.Table:
@@ -106,7 +128,7 @@ def _carried_records(comparison: Comparison, caption_ids: pa.ChunkedArray, schem
         return schema.empty_table()
     records = [kept.record for kept in comparison.kept]
     columns = {name: comparison.table[name] for name in comparison.table.column_names if name in schema.names}
-    missing = set(schema.names) - columns.keys() - set(PLAN_SCHEMA.names)  # of features that are added
+    missing = set(schema.names) - columns.keys() - set(PLAN_SCHEMA.names)  # of features and pictures that are added
     columns |= {name: pa.nulls(len(records), schema.field(name).type) for name in missing}
     columns |= {
         "label": [record.label for record in records],
@@ -116,6 +138,10 @@ def _carried_records(comparison: Comparison, caption_ids: pa.ChunkedArray, schem
         "source_bytes": [record.num_bytes for record in records],
         "source_mtime_ns": [record.mtime_ns for record in records],
     }
+    nothing = (None,) * len(PLACES)
+    for i, names in enumerate(_place_columns(schema)):
+        places = [record.pictures[i] if i < len(record.pictures) else nothing for record in records]
+        columns |= dict(zip(names, map(list, zip(*places, strict=True)), strict=True))
     return pa.table({name: columns[name] for name in schema.names}, schema=schema)
 
 

@@ -22,7 +22,7 @@ from ...datasets.format.buckets import bucket_size
 from ...datasets.format.row_layout import LATENTS
 from ...datasets.format.schema import CheckedPicture, LatentSpec, SelfCheck
 from ...datasets.revisions.plan import FrozenPlan
-from ..encoders.forwards import LatentRows, encode_batch
+from ..encoders.forwards import OWN, LatentRows, encode_batch
 from ..encoders.vae import ImageEncoder
 from ..images.decoders import Decoders
 from ..shards.picture_batches import decode_planned
@@ -128,7 +128,7 @@ def _round_trip(
         return None
     try:
         (found,), _ = encode_batch(
-            [picture.pixels[None]], np.array([position]), [LatentRows(encoder, spec)], max_rows=1
+            {OWN: [picture.pixels[None]]}, np.array([position]), [LatentRows(encoder, spec)], max_rows=1
         )
         if found.reject:
             return None

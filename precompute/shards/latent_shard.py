@@ -1,4 +1,4 @@
-"""One shard of latents and features: a pure function of a slice of the plan and the encoders.
+"""One shard of latents, features and companion pictures: a pure function of a slice of the plan and the encoders.
 
 A batch is the next ``batch_size`` rows of the shard. A picture that cannot be decoded leaves its row empty, so the
 other rows keep their bits.
@@ -6,7 +6,7 @@ other rows keep their bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ from ...datasets.format.layout import Part
 from ...datasets.format.row_layout import LATENTS
 from ...datasets.format.schema import Fallback, FeatureRows, Reject
 from ...datasets.revisions.writer import row_checksum
-from ..encoders.forwards import EncodedRow, RowsEncoder, encode_batch, rows_of_a_forward
+from ..encoders.forwards import EncodedRow, RowsEncoder, Views, encode_batch, rows_of_a_forward
 from ..images.decoders import Decoded
 from .picture_batches import BucketSource, Picture
 
@@ -57,6 +57,26 @@ class EncodedBatch:
     max_rows: int
 
 
+def batch_views(
+    pictures: Sequence[Picture | None], names: Iterable[str], black: Callable[[tuple[int, ...]], np.ndarray], count: int
+) -> Views:
+    """Pixels of a batch in which at least one picture is decoded, for ``encode_batch``; black where one is not.
+
+    Args:
+      names: OWN, and of companions.
+      black: returns zeroed pixels.
+      count: 2 for flipped views too, else 1.
+    """
+    views = {}
+    for name in sorted(names):
+        found = {i: one.companions[name] if name else one for i, one in enumerate(pictures) if isinstance(one, Decoded)}
+        pixels = black((len(pictures), *next(iter(found.values())).pixels.shape))
+        for i, one in found.items():
+            pixels[i] = one.pixels
+        views[name] = [pixels, pixels[:, :, ::-1]][:count]
+    return views
+
+
 class ShardBuilder:
     """Collects the encoded batches of one shard of pictures.
 
@@ -88,6 +108,7 @@ class ShardBuilder:
         self._fallbacks: list[Fallback] = []
         self._source_checksums: list[str] = []
         self._qualities: dict[str, list[tuple[float, float]]] = {group: [] for group in part.groups}
+        self._companion_checksums: dict[str, list[str]] = {name: [] for name in source.companions}
         self._stored: set[int] = set()  # rows
 
     def encode(
@@ -111,14 +132,9 @@ class ShardBuilder:
           max_rows: rows of a forward, as far as the batches before have shown.
         """
         first_rows = min(max_rows, len(rows))
-        shape = next((p.pixels.shape for p in pictures if isinstance(p, Decoded)), None)
-        if shape is None:  # nothing to encode
+        if not any(isinstance(picture, Decoded) for picture in pictures):  # nothing to encode
             return EncodedBatch(rows, pictures, [], first_rows, max_rows)
-        pixels = black((len(pictures), *shape))
-        for i, picture in enumerate(pictures):
-            if isinstance(picture, Decoded):
-                pixels[i] = picture.pixels
-        views = [pixels, pixels[:, :, ::-1]][:num_views]
+        views = batch_views(pictures, {one.picture for one in encoders}, black, num_views)
         records = self._source.positions[rows.start : rows.stop]
         allowed = min(rows_of_a_forward(self._known_fallbacks.get(row), max_rows) for row in rows)
         found, size = encode_batch(views, records, encoders, max_rows=allowed)
@@ -152,15 +168,16 @@ class ShardBuilder:
         self, row: int, picture: Picture | None, found: EncodedRow | None, reject: RecordRejected | None
     ) -> None:
         """Store one row and its reject or fallback; rows of rejects stay empty."""
-        self._source_checksums.append(
-            f"{picture.source_checksum:016x}" if found and isinstance(picture, Decoded) else ""
-        )
+        stored = picture if found and isinstance(picture, Decoded) else None
+        self._source_checksums.append(f"{stored.source_checksum:016x}" if stored else "")
+        for name, checksums in self._companion_checksums.items():
+            checksums.append(f"{stored.companions[name].source_checksum:016x}" if stored else "")
         if reject is not None:
             refused = {"stage": reject.stage, "reason": reject.reason, "detail": reject.detail}
             self._rejects.append(Reject(row=row, key=self._source.keys[row], **refused))
         for group, arrays in self._arrays.items():
-            for array, stored in zip(arrays, found.groups[group], strict=True) if found else ():
-                array[row - self._rows.start] = stored
+            for array, values in zip(arrays, found.groups[group], strict=True) if found else ():
+                array[row - self._rows.start] = values
             self._qualities[group].append(found.qualities.get(group, NO_QUALITY) if found else NO_QUALITY)
         if found:
             self._stored.add(row)
@@ -182,7 +199,11 @@ class ShardBuilder:
                 min_cosines=[cosine for cosine, _ in self._qualities[group]],
                 max_errors=[error for _, error in self._qualities[group]],
             )
-            for group in self._arrays.keys() - {LATENTS}
+            for group in self._arrays.keys() - {LATENTS, *self._companion_checksums}
+        }
+        features |= {
+            name: FeatureRows(checksums=checksums[name], source_checksums=found)
+            for name, found in self._companion_checksums.items()
         }
         is_own = LATENTS in self._arrays
         arrays = [array for of_group in self._arrays.values() for array in of_group]

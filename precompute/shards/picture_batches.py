@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,9 @@ from ...datasets.disk.spill import TakenColumn
 from ...datasets.errors import RecordRejected
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.layout import Part
+from ...datasets.format.row_layout import MASK
 from ...datasets.format.schema import ImageSpec
+from ...datasets.format.table_schemas import PLACES
 from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import FrozenPlan
 from ..images.decoders import Decoded, Decoders
@@ -24,33 +27,58 @@ from ..sources.source import OpenedSource
 BATCHES_AHEAD = 3  # decoded batches that wait for the encoder
 
 
+Place = tuple[str, int, int]  # path, offset and number of bytes of a picture
+
+
 @dataclass(frozen=True)
-class Sizes:
-    """Height and width in pixels by row."""
+class PlannedRow:
+    """What a plan says of the pictures of a record.
 
-    heights: TakenColumn
-    widths: TakenColumn
+    Args:
+      place: of its own picture.
+      size: height and width of that in pixels.
+      companions: places of the companion pictures that are encoded with it, by name.
+      checksum: of the file of the picture whose latents are already stored; None if they are not.
+    """
 
-    def __getitem__(self, row: int) -> tuple[int, int]:
-        return self.heights[row], self.widths[row]
+    place: Place
+    size: tuple[int, int]
+    companions: Mapping[str, Place]
+    checksum: int | None = None
 
 
 class BucketSource:
     """Places and planned sizes of the pictures of a part, by row.
 
-    ``positions`` is (N,), -1 for a row that no record has. ``checksums`` are of the pictures whose latents are stored,
-    if the part adds features to them; else None.
+    ``positions`` is (N,), -1 for a row that no record has. ``companions`` are the names of the companion pictures of
+    the part.
     """
 
     def __init__(self, plan: FrozenPlan, part: Part) -> None:
         self.positions = plan.positions_of(part)
-        names = ("key", "source_path", "source_offset", "source_bytes", "height_px", "width_px", "source_checksum")
+        self.companions = [one.name for one in plan.spec.pictures if one.name in part.groups]
         known = np.maximum(self.positions, 0)
-        self.keys, self.paths, self.offsets, self.num_bytes, heights, widths, checksums = (
-            TakenColumn(plan.records[name], known) for name in names
+
+        def columns(*names: str, suffix: str = "") -> list[TakenColumn]:
+            return [TakenColumn(plan.records[f"{name}{suffix}"], known) for name in names]
+
+        (self.keys,), self._place = columns("key"), columns(*PLACES[:3])
+        self._size, checksums = columns("height_px", "width_px"), columns("source_checksum")
+        self._companion_places = {name: columns(*PLACES[:3], suffix=f"_{name}") for name in self.companions}
+        self._checksums = checksums if part.revision != plan.revision else []
+
+    def planned(self, row: int) -> PlannedRow:
+        """The pictures of a row that a record has."""
+        return PlannedRow(
+            _of_row(self._place, row),
+            _of_row(self._size, row),
+            {name: _of_row(columns, row) for name, columns in self._companion_places.items()},
+            *_of_row(self._checksums, row),
         )
-        self.sizes = Sizes(heights, widths)
-        self.checksums = checksums if part.revision != plan.revision else None
+
+
+def _of_row(columns: Sequence[TakenColumn], row: int) -> Any:
+    return tuple(column[row] for column in columns)
 
 
 @dataclass(frozen=True)
@@ -129,18 +157,37 @@ def decode_row(
     bucket: tuple[int, int],
     clock: StageClock | None = None,
 ) -> Picture | None:
-    """Decode the picture of a row of a part; None for a row that no record has.
+    """Decode the pictures of a row of a part, its own and its companions; None for a row that no record has.
 
     Args: as ``decode_planned``.
     """
     if rows.positions[row] < 0:
         return None
-    place = rows.paths[row], rows.offsets[row], rows.num_bytes[row]
-    images = plan.spec.images
-    found = decode_planned(images, source, decoders, place, size=rows.sizes[row], bucket=bucket, clock=clock)
-    if rows.checksums and isinstance(found, Decoded) and found.source_checksum != rows.checksums[row]:
+    spec, planned = plan.spec, rows.planned(row)
+    images = spec.images
+    found = decode_planned(images, source, decoders, planned.place, size=planned.size, bucket=bucket, clock=clock)
+    if isinstance(found, RecordRejected):
+        return found
+    if planned.checksum is not None and found.source_checksum != planned.checksum:
         return RecordRejected("decode", "source_changed", "its latents are of another picture")
-    return found
+    kinds, companions = {one.name: one.kind for one in spec.pictures}, {}
+    for name, place in planned.companions.items():
+        try:
+            where = source.place(*place, stage="decode", picture=name)
+            companions[name] = decoders.picture(
+                *where,
+                bucket=bucket,
+                crop=images.crop,
+                resize_filter=images.resize_filter,
+                exif_orientation=images.exif_orientation,
+                beside=planned.size,
+                mask_px=spec.latent.downscale if kinds[name] == MASK else 0,
+            )
+        except RecordRejected as reject:
+            return RecordRejected(reject.stage, reject.reason, f"picture '{name}', '{place[0]}': {reject.detail}")
+        if clock:
+            clock.add({"read": companions[name].read_seconds, "decode": companions[name].decode_seconds})
+    return replace(found, companions=companions) if companions else found
 
 
 def decode_ahead(

@@ -8,8 +8,8 @@ are used (``docs/security.md``). ``docs/sources.md`` describes the kinds.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,20 @@ from .files.placement import default_root, elsewhere, normalized_root
 from .files.record import IMAGE_EXTENSIONS, SourceRecord
 from .files.splits import check_has_splits, folder_of_split
 from .listing.classes import names_of_classes, read_class_names
-from .listing.listing import Listing, record_batches, spool
+from .listing.companions import with_pictures
+from .listing.listing import PICTURES, Listing, record_batches, spool
 from .listing.signatures import HEAD_BYTES, not_a_source
 from .tables.arrow import ArrowRowBytes, arrow_records, is_saved_dataset, is_saved_dict, saved_split
 from .tables.coco import coco_names
-from .tables.manifests import METADATA, PIXART_TABLE, find_caption_table, find_table, pixart_folder, table_batches
+from .tables.manifests import (
+    FOUND,
+    METADATA,
+    PIXART_TABLE,
+    find_caption_table,
+    find_table,
+    pixart_folder,
+    table_batches,
+)
 from .tables.parquet import RowBytes, holds_pictures, parquet_names, parquet_records
 from .tars.imagenet import imagenet, is_imagenet
 from .tars.webdataset import tar_names, webdataset
@@ -46,6 +55,8 @@ MAX_SENT_BYTES = 256 << 20  # of a picture that this process reads for a decoder
 LISTED = ["key", "path", "offset", "num_bytes", "mtime_ns", "label", "captions", "height_px", "width_px"]
 TABLES = ("metadata", "manifest")  # kinds whose records are rows that name pictures
 SHARDED = ("parquet", "webdataset", "imagenet")  # kinds of files that hold many pictures, whose names tell splits
+WITH_COLUMNS = (*TABLES, "parquet", "arrow")  # kinds that may have a column for another picture
+NO_PICTURES: Mapping[str, str] = {}
 ROWS = ("parquet", "arrow")  # kinds whose pictures are bytes in the rows of a file
 NAMED = ("imagefolder", "imagenet")  # kinds whose classes always have names
 RECORDS: dict[str, Callable[[SourceFiles, Scan], Iterator[SourceRecord]]] = {
@@ -66,16 +77,23 @@ class OpenedSource:
       settings: how to read it; its kind is never "auto".
       files: resolve the records' paths.
       others: further sources, by name (``several.py``).
+      pictures: column of each companion picture, by name.
     """
 
     settings: SourceSection
     files: SourceFiles
     others: tuple[tuple[str, OpenedSource], ...] = field(default=(), kw_only=True)
-    _rows: RowBytes = field(init=False, repr=False, compare=False)
+    pictures: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    _rows: Mapping[str, RowBytes] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         kind = ArrowRowBytes if self.kind == "arrow" else RowBytes
-        object.__setattr__(self, "_rows", kind(self.files, self.settings))
+        columns = {"": self.settings.image, **self.pictures}
+        rows = {
+            name: kind(self.files, self.settings.model_copy(update={"image": column}))
+            for name, column in columns.items()
+        }
+        object.__setattr__(self, "_rows", rows)
 
     @property
     def kind(self) -> str:
@@ -90,38 +108,43 @@ class OpenedSource:
     @property
     def parts(self) -> list[OpenedSource]:
         """Each of the sources alone."""
-        return [OpenedSource(self.settings, self.files), *(other for _, other in self.others)]
+        first = OpenedSource(self.settings, self.files, pictures=self.pictures)
+        return [first, *(other for _, other in self.others)]
 
     @property
     def is_read_by_decoders(self) -> bool:
         """Decoders read the pictures themselves; otherwise this process sends them the bytes."""
         return all(part.kind not in ROWS and isinstance(part.files, LocalFiles) for part in self.parts)
 
-    def place(self, path: str, offset: int, num_bytes: int, *, stage: str) -> PicturePlace:
+    def place(self, path: str, offset: int, num_bytes: int, *, stage: str, picture: str = "") -> PicturePlace:
         """Where a decoder finds a picture: in a local file, or in bytes that this process has read.
 
+        Args:
+          picture: name of a companion; empty for a record's own picture.
         Raises: RecordRejected: gone, or changed since the listing; SourceError: the URL cannot be reached.
         """
         other, path = self._holder(path)
         if other:
-            return other.place(path, offset, num_bytes, stage=stage)
+            return other.place(path, offset, num_bytes, stage=stage, picture=picture)
         if self.kind not in ROWS and isinstance(self.files, LocalFiles):
             return PicturePlace(self.files.root / path, offset, num_bytes)
-        data = self.read(path, offset, num_bytes, stage=stage)
+        data = self.read(path, offset, num_bytes, stage=stage, picture=picture)
         return PicturePlace(Path(path), 0, len(data), data)
 
-    def read(self, path: str, offset: int, num_bytes: int, *, stage: str) -> bytes:
+    def read(self, path: str, offset: int, num_bytes: int, *, stage: str, picture: str = "") -> bytes:
         """Read the bytes of a picture.
 
+        Args:
+          picture: as of ``place``.
         Raises: as ``place``.
         """
         other, path = self._holder(path)
         if other:
-            return other.read(path, offset, num_bytes, stage=stage)
+            return other.read(path, offset, num_bytes, stage=stage, picture=picture)
         if num_bytes > MAX_SENT_BYTES:
             raise RecordRejected(stage, "too_large", f"{num_bytes} bytes, at most {MAX_SENT_BYTES >> 20} MiB are read")
         if self.kind in ROWS:
-            data = self._rows.read(path, offset, stage)
+            data = self._rows[picture].read(path, offset, stage)
             if len(data) > MAX_SENT_BYTES:
                 raise RecordRejected(stage, "too_large", f"{len(data)} bytes, at most {MAX_SENT_BYTES >> 20} MiB")
             return data
@@ -189,7 +212,7 @@ class Source(OpenedSource):
         """
         digest = hashlib.sha256()
         for batch in self.records.batches():
-            for name in LISTED:
+            for name in [*LISTED, *(PICTURES if self.pictures else ())]:
                 for buffer in _hashed(batch[name]):
                     digest.update(buffer)
             problems = np.flatnonzero(batch["reason"].is_valid().to_numpy(zero_copy_only=False))
@@ -216,15 +239,18 @@ def _hashed(column: pa.Array) -> Iterator[memoryview]:
         yield memoryview(column.to_numpy())
 
 
-def open_source(path: Path | str, asked: SourceSection | Kind = "auto") -> OpenedSource:
+def open_source(
+    path: Path | str, asked: SourceSection | Kind = "auto", pictures: Mapping[str, str] = NO_PICTURES
+) -> OpenedSource:
     """Open a source without listing it.
 
     Args:
       path: a folder, one tar, one Parquet file or one manifest; or the URL of one.
       asked: how to read it, or only its kind; "auto" detects it.
+      pictures: column of each companion picture, by name.
     Raises: SourceError: missing, or several splits; RecipeError: no file system for the URL.
     """
-    return _opened(path, asked)[0]
+    return replace(_opened(path, asked)[0], pictures=dict(pictures))
 
 
 def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource, SourceFiles, list[str]]:
@@ -265,12 +291,16 @@ def _check_file(files: SourceFiles) -> None:
 
 
 def list_source(
-    path: Path | str, asked: SourceSection | Kind = "auto", *, progress: Callable[[int], None] = lambda _: None
+    path: Path | str,
+    asked: SourceSection | Kind = "auto",
+    pictures: Mapping[str, str] = NO_PICTURES,
+    *,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Source:
     """List a source.
 
     Args:
-      path, asked: as for ``open_source``.
+      path, asked, pictures: as for ``open_source``.
       progress: called with the number of records so far.
     Raises: SourceError: missing, empty, not of this kind, or several splits; RecipeError: no file system for the URL,
       or no file of class names.
@@ -282,8 +312,14 @@ def list_source(
         raise SourceError(f"source '{files.name}': a file; needed a folder for source.kind \"{kind}\".")
     names = read_class_names(settings.class_names) if settings.class_names else None  # before the long listing
     batches = _batches(files, opened.files, scan)
+    scans = [_scan_of_picture(files, settings, name, column) for name, column in pictures.items()]
+    if scans:
+        companions = {one.picture: _batches(files, opened.files, one) for one in scans}
+        batches = with_pictures(batches, companions, f"source '{files.name}'")
     batches = batches if settings.labels == "auto" else map(_unlabelled, batches)
     records = spool(_readable(files, batches), progress, merge_rows=kind in TABLES)
+    for one in scans:  # where they were found; the columns are told already
+        scan.notes += [f"picture '{one.picture}': {note}" for note in one.notes if note.startswith(FOUND)]
     if not records:
         raise SourceError(
             f"source '{files.name}': no pictures found as {kind}. Needed: class folders of pictures, *.tar shards, "
@@ -294,7 +330,29 @@ def list_source(
     if classes is None and kind not in NAMED:
         classes = [str(i) for i in range(records.largest_label() + 1)] or None
     class_names = names_of_classes(settings.class_names, names, classes) if names else None
-    return Source(settings, opened.files, records, classes, scan.ignored, scan.notes, class_names)
+    return Source(
+        settings,
+        opened.files,
+        records,
+        classes,
+        scan.ignored,
+        scan.notes,
+        class_names,
+        pictures=dict(pictures),
+    )
+
+
+def _scan_of_picture(files: SourceFiles, settings: SourceSection, name: str, column: str) -> Scan:
+    """The scan of the column of a companion picture.
+
+    Raises: SourceError: the source has no columns.
+    """
+    if settings.kind not in WITH_COLUMNS:
+        raise SourceError(
+            f"source '{files.name}': [pictures.{name}] needs a table with a column for it, JSONL, CSV, Parquet or "
+            f"Arrow; this is {settings.kind}."
+        )
+    return Scan(settings.model_copy(update={"image": column}), picture=name)
 
 
 def _unlabelled(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -43,7 +43,7 @@ def small_shards() -> Iterator[None]:
 
 
 def _cached_encoders(recipe: PrecomputeRecipe, _device: object) -> Any:
-    if not (recipe.texts or recipe.features):
+    if not (recipe.texts or recipe.features or recipe.pictures):
         return loaded_encoders(recipe.vae, recipe.text)
     key = json.dumps(recipe.model_dump())
     if key not in _LOADED:

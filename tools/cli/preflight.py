@@ -65,7 +65,7 @@ def check_source(recipe: PrecomputeRecipe, sources: Sequence[str]) -> None:
     source_names(sources)
     for source in sources:
         if not is_url(source):
-            open_source(source, recipe.source)
+            open_source(source, recipe.source, recipe.picture_columns)
 
 
 def check_import(source: Path) -> None:

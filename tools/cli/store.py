@@ -124,7 +124,8 @@ def compact(
     store: LocalStore,
     out: Annotated[Path, output("Folder of the new store.")],
     without: Annotated[
-        list[str] | None, typer.Option(help="A text encoder or feature to leave out; repeatable.", metavar="NAME")
+        list[str] | None,
+        typer.Option(help="A text encoder, feature or picture to leave out; repeatable.", metavar="NAME"),
     ] = None,
 ) -> None:
     """Copy what a store still uses into a new store of one revision; the old one is only read. Nothing is encoded.

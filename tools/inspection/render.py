@@ -105,7 +105,7 @@ def _render_captions(summary: dict[str, Any]) -> list[str]:
 
 
 def _render_named(summary: dict[str, Any]) -> list[str]:
-    """Text encoders and features with a name: what is stored, how many bytes, how well."""
+    """Text encoders, features and pictures with a name: what is stored, how many bytes, how well."""
     lines = []
     for name, text in summary["texts"].items():
         spec, quality = text["spec"], text["caption_quality"]
@@ -121,6 +121,12 @@ def _render_named(summary: dict[str, Any]) -> list[str]:
         kept = f"{stored}, {spec['width']} wide, stored as {spec['dtype']}, {spec['resolution_px']} px for the model"
         lines.append(_row(f"feature {name}", kept))
         lines.append(_row("", f"{feature['bytes_per_record']:.0f} bytes a record{_cosines(feature, 'records')}"))
+    for name, picture in summary["pictures"].items():
+        stored = (
+            "encoded as the latents" if picture["kind"] == "picture" else "a mask, uint8 at the size of the latents"
+        )
+        lines.append(_row(f"picture {name}", f"column '{picture['column']}', {stored}"))
+        lines.append(_row("", f"{picture['bytes_per_record']:.0f} bytes a record"))
     return ["", *lines] if lines else []
 
 

@@ -10,7 +10,8 @@ import pyarrow.compute
 
 from ...datasets.format.caption_layout import CAPTION_PART, LENGTHS, OFFSETS, caption_arrays, caption_folder
 from ...datasets.format.layout import commit_path
-from ...datasets.format.schema import FeatureEncoder, TextEncoder
+from ...datasets.format.row_layout import FEATURES, PICTURES
+from ...datasets.format.schema import FeatureEncoder, PictureSpec, TextEncoder
 from ...datasets.format.table_schemas import suffixes
 from ...datasets.format.token_dtypes import token_bytes
 from ...datasets.revisions.latent_statistics import merge_statistics, statistics_of
@@ -59,6 +60,7 @@ def summarise(store: LatentStore) -> dict[str, Any]:
         "text": spec.text and spec.text.model_dump(),
         "texts": {one.name: describe_text(store, one) for one in spec.texts},
         "features": {one.name: describe_feature(store, one) for one in spec.features},
+        "pictures": {one.name: describe_picture(store, one) for one in spec.pictures},
         "encoders": {
             "vae": spec.vae.model_dump(exclude={"config"}),
             "text": spec.text_encoder and spec.text_encoder.model_dump(exclude={"config"}),
@@ -109,6 +111,17 @@ def describe_feature(store: LatentStore, encoder: FeatureEncoder) -> dict[str, A
         "min_cosine": _rounded(cosines.min(), 8) if len(cosines) else None,
         "median_cosine": _rounded(np.median(cosines), 8) if len(cosines) else None,
         "max_error": _rounded(errors.max(), 8) if len(errors) else None,
+    }
+
+
+def describe_picture(store: LatentStore, picture: PictureSpec) -> dict[str, Any]:
+    """A companion picture: its column and kind, the shape of a row in the first bucket, bytes."""
+    bucket = next(iter(store.buckets), None)
+    return {
+        "column": picture.column,
+        "kind": picture.kind,
+        "row_shape": list(store.picture(picture.name, bucket).row_shape) if bucket else None,
+        "bytes_per_record": round(_array_bytes(store, f"/pictures/{picture.name}/") / max(1, len(store)), 1),
     }
 
 
@@ -175,6 +188,7 @@ def bytes_per_part(store: LatentStore) -> dict[str, int]:
     """Bytes on disk of each part of the store."""
     sizes = file_sizes(store)
     parts = {"latents": 0, **{f"feature {name}": 0 for name in store.features}}
+    parts |= {f"picture {name}": 0 for name in store.pictures}
     parts |= {f"captions {name}".strip(): 0 for name in store.texts or [""]} | {"tables and metadata": 0}
     for path, size in sizes.items():
         parts[_part_of(path)] += size
@@ -187,8 +201,9 @@ def _part_of(path: str) -> str:
     names = folder.split("/")
     if not key or names[-1] in (OFFSETS, LENGTHS):
         return "tables and metadata"
-    if "features" in names:
-        return f"feature {names[-2]}"
+    for folder, what in ((FEATURES, "feature"), (PICTURES, "picture")):
+        if folder in names:
+            return f"{what} {names[-2]}"
     if "buckets" in names:
         return "latents"
     return "captions" if names[-2] == CAPTION_PART else f"captions {names[-2]}"

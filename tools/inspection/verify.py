@@ -132,7 +132,7 @@ def loaded_tools(store: Path, source: SourcePaths, device: Any, overrides: list[
 
     spec = _newest_spec(store)
     recipe = parse_with_overrides(str(store), PrecomputeRecipe, openable_recipe(spec, store), overrides)
-    listed, encoders = list_sources(source, recipe.source), load_encoders(recipe, device)
+    listed, encoders = list_sources(source, recipe.source, recipe.picture_columns), load_encoders(recipe, device)
     check_fingerprint(store, spec, describe_store(recipe, listed, encoders, known=spec))
     with Decoders(num_threads()) as decoders:
         yield Tools(listed, recipe, spec.fingerprint, encoders, decoders)

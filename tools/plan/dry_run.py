@@ -91,7 +91,9 @@ def describe_precompute(
     if source_path is None:
         return DryRun("\n".join([*lines, "give --source to count its pictures", *shown_recipe]))
     with ProgressLine() as progress:
-        source = list_sources(source_path, recipe.source, progress=lambda done: progress("list", done, 0))
+        source = list_sources(
+            source_path, recipe.source, recipe.picture_columns, progress=lambda done: progress("list", done, 0)
+        )
     if store:
         check_apart(store, source)
     lines += source_lines(source)
@@ -169,7 +171,7 @@ def store_state(store: Path, frozen: FrozenPlan, spec: StoreSpec, *, is_complete
             f"revision {frozen.revision} is not complete, {missing} are missing and would be encoded. All of it takes:"
         )
     if frozen.spec.fingerprint != spec.fingerprint and is_extension(frozen.spec, spec):
-        return f"revision {frozen.revision} is complete: a new revision would add text encoders or features to it:"
+        return f"revision {frozen.revision} is complete: a new revision would add encoders or pictures to it:"
     if frozen.spec.fingerprint != spec.fingerprint:
         return f"revision {frozen.revision} is complete: a new revision would encode everything again, which takes:"
     return f"revision {frozen.revision} is complete: only what has changed since would be encoded"

@@ -89,12 +89,13 @@ class StoreBytes:
     """Bytes on disk, before any codec.
 
     Args:
-      texts, features: of each text encoder and feature, by name.
+      texts: of each text encoder, by name.
+      beside: of each feature and companion picture, as "feature NAME" and "picture NAME".
     """
 
     latents: int
     texts: dict[str, int]
-    features: dict[str, int]
+    beside: dict[str, int]
     tables: int
 
     @property
@@ -105,7 +106,7 @@ class StoreBytes:
     @property
     def total(self) -> int:
         """Bytes of the whole store."""
-        return self.latents + self.captions + sum(self.features.values()) + self.tables
+        return self.latents + self.captions + sum(self.beside.values()) + self.tables
 
 
 def predict_lines(
@@ -128,8 +129,8 @@ def predict_lines(
     spec, captions = plan.spec, plan.own_captions
     new_bytes, counts = store_bytes(plan), _token_counts(plan)
     lines = [f"{'latents':<20}{new_bytes.latents / 2**20:>10.1f} MiB before any codec"]
-    for name, num_bytes in new_bytes.features.items():
-        lines.append(f"{f'feature {name}':<20}{num_bytes / 2**20:>10.1f} MiB")
+    for name, num_bytes in new_bytes.beside.items():
+        lines.append(f"{name:<20}{num_bytes / 2**20:>10.1f} MiB")
     for name, num_bytes in new_bytes.texts.items():
         label = f"captions {name}".strip()
         lines.append(f"{label:<20}{num_bytes / 2**20:>10.1f} MiB, {captions.num_rows} distinct, {counts[name]} tokens")
@@ -161,7 +162,7 @@ def store_bytes(plan: FrozenPlan) -> StoreBytes:
     """Bytes of a plan on disk: exact for arrays, an upper bound close to the truth for tables."""
     spec, layout = plan.spec, plan.layout
     texts = {one.name: 0 for one in spec.text_encoders}
-    groups = {LATENTS: 0} | {one.name: 0 for one in spec.features}
+    groups = dict.fromkeys((LATENTS, *spec.groups), 0)
     for part in layout.parts.values():
         if part.captions:
             arrays = part.arrays if part.is_null else [*part.arrays, *part.captions.index]
@@ -170,7 +171,7 @@ def store_bytes(plan: FrozenPlan) -> StoreBytes:
             groups[group] += sum(map(array_bytes, arrays))
     tasks = layout.tasks()
     num_files = sum(array.num_shards + 1 for array in layout.arrays.values()) + 2 * len(layout.bucket_rows)
-    num_files += len(tasks) + 8 + 2 * (len(texts) + len(spec.features) * len(layout.bucket_rows))
+    num_files += len(tasks) + 8 + 2 * (len(texts) + len(spec.groups) * len(layout.bucket_rows))
     num_files += len(plan.carried)  # listed again
     heads = 2 * len(group_json(spec)) + 2 * HEAD_BYTES + 2 * ENTRY_BYTES * num_files
     sealed = RESULT_BYTES * (2 * plan.records.num_rows + 3 * plan.captions.num_rows)
@@ -178,10 +179,13 @@ def store_bytes(plan: FrozenPlan) -> StoreBytes:
     pictures = sum(len(layout.rows_of(*task)) for task in tasks if is_picture_task(task))
     commits = COMMIT_BYTES * len(tasks) + 2 * CHECKSUM_BYTES * pictures
     commits += (CHECKSUM_BYTES + NARROWED_BYTES) * pictures * len(spec.features)
+    commits += 2 * CHECKSUM_BYTES * pictures * len(spec.pictures)
     for one in spec.text_encoders:
         narrowed = NARROWED_BYTES if one.spec.dtype != "float32" else 0
         commits += (CHECKSUM_BYTES + narrowed) * plan.captions.num_rows
-    return StoreBytes(groups.pop(LATENTS), texts, groups, heads + tables + commits)
+    latents, features = groups.pop(LATENTS), {one.name for one in spec.features}
+    beside = {f"{'feature' if name in features else 'picture'} {name}": size for name, size in groups.items()}
+    return StoreBytes(latents, texts, beside, heads + tables + commits)
 
 
 def array_bytes(layout: ArrayLayout) -> int:
@@ -240,10 +244,18 @@ def run_probe(
     def decode(chosen: Chosen) -> np.ndarray | None:
         record, bucket = chosen
         try:
-            place = source.place(record.path, record.offset, record.num_bytes, stage="decode")
-            return decoders.picture(
-                *place, bucket=bucket, crop=images.crop, resize_filter=how, exif_orientation=images.exif_orientation
-            ).pixels
+            places = {"": record.place, **dict(zip(source.pictures, record.pictures, strict=True))}
+            decoded = [
+                decoders.picture(
+                    *source.place(*place[:3], stage="decode", picture=name),
+                    bucket=bucket,
+                    crop=images.crop,
+                    resize_filter=how,
+                    exif_orientation=images.exif_orientation,
+                ).pixels
+                for name, place in places.items()
+            ]
+            return decoded[0]
         except RecordRejected:
             return None
 
@@ -256,7 +268,8 @@ def run_probe(
         if pixels is not None:
             by_bucket[bucket].append(pixels)
     batches = [np.stack(rows[i : i + size]) for rows in by_bucket.values() for i in range(0, len(rows), size)]
-    of_pictures = [encoders.image, *encoders.features.values()]
+    num_encoded = 1 + sum(one.kind == "picture" for one in spec.pictures)  # by the autoencoder
+    of_pictures = [*[encoders.image] * num_encoded, *encoders.features.values()]
     for batch in {batch.shape: batch for batch in batches}.values():
         for encoder in of_pictures:
             encoder.encode(batch)

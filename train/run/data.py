@@ -55,6 +55,7 @@ def build_loader(
         world_size=ranks.world_size,
         text="padded" if spec.takes_text else "none",
         features=(),  # no objective reads them yet
+        pictures=(),
         pin=is_gpu(device),
         caption_odds=[caption_odds(section) for section in sections] if spec.takes_text else (),
         normalise=recipe.latent.normalise,

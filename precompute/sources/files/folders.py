@@ -30,12 +30,14 @@ class Scan:
       classes: class names in order of their labels; None if they are numbers.
       ignored: files and folders that were skipped.
       notes: on how the source was read.
+      picture: name of the companion whose column is listed; empty for the records' own pictures.
     """
 
     settings: SourceSection = field(default_factory=SourceSection)
     classes: list[str] | None = None
     ignored: Ignored = field(default_factory=Ignored)
     notes: list[str] = field(default_factory=list)
+    picture: str = ""
     _labels: dict[str, int] = field(default_factory=dict)
 
     def label(self, name: str) -> int:

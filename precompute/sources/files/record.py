@@ -32,6 +32,10 @@ SIDES = ("height", "width")
 ANNOTATIONS = "annotations"  # folder of COCO's lists, beside the folders of the pictures
 
 
+Place = tuple[str, int, int, int]
+"""Path of a file within the source, offset and number of bytes in it, and its modification time."""
+
+
 @dataclass(frozen=True)
 class SourceRecord:
     """One image of a source.
@@ -45,6 +49,7 @@ class SourceRecord:
       captions: as in the source.
       problem: (reason, detail) if the record is known to be unusable.
       height_px, width_px: of the upright picture, if the source has them; else 0.
+      pictures: places of its companion pictures, in the order of the recipe.
     """
 
     key: str
@@ -57,9 +62,10 @@ class SourceRecord:
     problem: tuple[str, str] | None = None
     height_px: int = 0
     width_px: int = 0
+    pictures: tuple[Place, ...] = ()
 
     @property
-    def place(self) -> tuple[str, int, int, int]:
+    def place(self) -> Place:
         """Location and modification time; unchanged, the bytes count as unchanged."""
         return self.path, self.offset, self.num_bytes, self.mtime_ns
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
 
 from ....datasets.disk.spill import BATCH_ROWS, map_table, rebatched
-from ..files.record import SourceRecord, encoded_texts
+from ..files.record import Place, SourceRecord, encoded_texts
 from .distinct import digests, first_positions
 from .merge import merged_rows
 
@@ -34,9 +34,13 @@ SCHEMA = pa.schema(
         ("detail", pa.string()),
         ("height_px", pa.int32()),  # 0 where the source does not say it
         ("width_px", pa.int32()),
+        ("picture_paths", pa.list_(pa.string())),  # of each companion picture; empty without any
+        ("picture_places", pa.list_(pa.int64())),  # of each of them offset, num_bytes and mtime_ns
     ]
 )
-OWN = [name for name in SCHEMA.names if name not in ("reason", "detail")]  # what a record has under the same name
+PICTURES = ("picture_paths", "picture_places")
+# What a record has under the same name.
+OWN = [name for name in SCHEMA.names if name not in ("reason", "detail", *PICTURES)]
 
 
 class Listing(Sequence[SourceRecord]):
@@ -146,16 +150,35 @@ def record_batch(records: Sequence[SourceRecord]) -> pa.RecordBatch:
     columns["captions"] = [encoded_texts(texts) if texts else texts for texts in columns["captions"]]
     problems = [record.problem or (None, None) for record in records]
     columns["reason"], columns["detail"] = zip(*problems, strict=True)
+    columns |= no_pictures(len(records))
+    if any(record.pictures for record in records):
+        columns["picture_paths"] = [[path for path, *_ in record.pictures] for record in records]
+        columns["picture_places"] = [[n for _, *numbers in record.pictures for n in numbers] for record in records]
     return pa.RecordBatch.from_pydict(columns, SCHEMA)
 
 
+def no_pictures(count: int) -> dict[str, Any]:
+    """The columns of companion pictures, of records that have none."""
+    starts = pa.array(np.zeros(count + 1, np.int32))
+    return {
+        name: pa.ListArray.from_arrays(starts, pa.array([], SCHEMA.field(name).type.value_type)) for name in PICTURES
+    }
+
+
 def _records(batch: pa.RecordBatch) -> list[SourceRecord]:
-    columns = batch.to_pydict()
+    paths, places = batch["picture_paths"], batch["picture_places"]
+    columns = batch.drop_columns(list(PICTURES)).to_pydict()
     reasons, details = columns.pop("reason"), columns.pop("detail")
     columns["captions"] = [tuple(texts) for texts in columns["captions"]]
     sizes = columns.pop("height_px"), columns.pop("width_px")
     problems = [reason and (reason, detail) for reason, detail in zip(reasons, details, strict=True)]
-    return [SourceRecord(*row) for row in zip(*columns.values(), problems, *sizes, strict=True)]
+    pictures: list[tuple[Place, ...]] = [()] * len(batch)
+    if len(paths.flatten()):
+        pictures = [
+            tuple((path, *numbers[3 * i : 3 * i + 3]) for i, path in enumerate(of_record))
+            for of_record, numbers in zip(paths.to_pylist(), places.to_pylist(), strict=True)
+        ]
+    return [SourceRecord(*row) for row in zip(*columns.values(), problems, *sizes, pictures, strict=True)]
 
 
 def _first_positions(batches: Sequence[pa.RecordBatch]) -> np.ndarray:

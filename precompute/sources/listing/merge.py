@@ -15,6 +15,7 @@ import pyarrow.compute
 
 from ....datasets.disk.spill import map_array
 from ..files.record import MAX_CAPTIONS
+from .distinct import digests
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -24,7 +25,8 @@ WHAT = "rows of one picture"
 def merged_rows(batches: Sequence[pa.RecordBatch], first: np.ndarray) -> Iterator[pa.RecordBatch] | None:
     """Merge rows that name the same picture.
 
-    A row is merged into the first row of its picture if it has captions or is unusable, and its label does not differ.
+    A row is merged into the first row of its picture if it has captions or is unusable, and neither its label nor its
+    companion pictures differ.
     Other rows stay and repeat the key.
 
     Args:
@@ -58,15 +60,21 @@ def _joined(batches: Sequence[pa.RecordBatch], first: np.ndarray) -> tuple[np.nd
     total = len(first)
     if not total:
         return None
-    labels, ranks, counts = (map_array(total, kind, WHAT) for kind in ("int32", "int16", "int32"))
+    kinds = ("int32", "int16", "int32", "uint64")
+    labels, ranks, counts, companions = (map_array(total, kind, WHAT) for kind in kinds)
     start, joins = 0, False
     for batch in batches:
         positions = np.arange(start, start + batch.num_rows)
         labels[positions] = batch["label"].to_numpy()
+        if len(batch["picture_paths"].flatten()):
+            companions[positions] = digests(pc.binary_join(batch["picture_paths"], "\0"))[:, 0]
         leaders = first[positions]
         says = (pc.list_value_length(batch["captions"]).to_numpy() > 0) | ~batch["reason"].is_null().to_numpy(False)
         rows = np.flatnonzero(
-            (leaders != positions) & says & ((labels[positions] < 0) | (labels[positions] == labels[leaders]))
+            (leaders != positions)
+            & says
+            & ((labels[positions] < 0) | (labels[positions] == labels[leaders]))
+            & (companions[positions] == companions[leaders])
         )
         rows = rows[np.argsort(leaders[rows], kind="stable")]
         begins = np.flatnonzero(np.diff(leaders[rows], prepend=-1))

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain, groupby
 from typing import BinaryIO, Self
 
@@ -35,6 +36,7 @@ from .rows import CheckedRows, Rows, check_rows, first_names
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.tsv", "metadata.parquet")  # of a folder of pictures
 PIXART = "data_info.json"
 PIXART_TABLE, PIXART_PICTURES = f"InternData/{PIXART}", "InternImgs"  # as PixArt's trainer expects them
+FOUND = "pictures:"  # beginning of the note that says where they were found
 LOOKERS = 32  # threads that look up the files of rows
 LOOKED = 64  # files that one of them looks up at a time
 PROBED = 16  # files of each batch whose look-ups are timed
@@ -119,6 +121,7 @@ def table_batches(files: SourceFiles, pictures: SourceFiles, table: str, scan: S
     with _LookUps(pictures) as look_ups:
         try:
             for rows, num_bytes in _rows(files, table, scan, broken):
+                rows = replace(rows, of_companions=bool(scan.picture))
                 placement = placement or _placement(pictures, table, first_names(rows), scan)
                 checked = check_rows(rows, placement)
                 ahead.append((checked, num_bytes, look_ups.start(checked.paths.to_pylist())))
@@ -141,6 +144,11 @@ def _rows(files: SourceFiles, table: str, scan: Scan, broken: list[SourceRecord]
     if table.endswith((".parquet", ".jsonl", ".json")):
         kind = _parquet_rows if table.endswith(".parquet") else json_lines if table.endswith(".jsonl") else json_array
         if table.endswith(".json") and is_coco(files, table):
+            if scan.picture:
+                raise SourceError(
+                    f"source '{shown(files, table)}': [pictures.{scan.picture}] needs a table with a column for it; "
+                    "COCO's list of captions has none. Write a JSONL, CSV or Parquet table."
+                )
             yield from coco_rows(files, table, scan)
             return
         with files.open(table) as file:
@@ -157,11 +165,11 @@ def _placement(pictures: SourceFiles, table: str, names: list[str], scan: Scan) 
     placement = find_placement(pictures, names, chain([first], others))
     if placement is None and names:
         scan.notes.append(
-            f"pictures: none of the first {len(names)} that the table names exists, as {names[0]!r}; source.root names "
+            f"{FOUND} none of the first {len(names)} that the table names exists, as {names[0]!r}; source.root names "
             "their folder"
         )
     elif placement and not root and placement != Placement(first):
-        scan.notes.append(f"pictures: {placement.described()}")
+        scan.notes.append(f"{FOUND} {placement.described()}")
     return placement or Placement(first)
 
 

@@ -35,7 +35,7 @@ from ..files.record import (
     size_of,
     usable_key,
 )
-from ..listing.listing import SCHEMA, record_batch
+from ..listing.listing import SCHEMA, no_pictures, record_batch
 from ..listing.merge import repeated_texts
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -44,6 +44,7 @@ ROW_NAMES = (*PATH_NAMES, *CAPTION_NAMES, *LABEL_NAMES, *SIDES)  # names that de
 NO_PLAIN_PATH = r"(^|/)\.{0,2}(/|$)"  # some part is empty, "." or ".."
 PLAIN_TEXT = r"(?s)^[^\pZ\pC](.*[^\pZ\pC])?$"  # does not start or end with possible whitespace
 CAPTIONS = pa.list_(pa.string())
+UNNAMED = "the row names no picture"
 COLUMNS = pa.schema(
     [
         ("name", pa.string()),
@@ -63,10 +64,12 @@ class Rows:
     Args:
       values: JSON objects, or a batch of a Parquet file.
       where: location of row i, for errors.
+      of_companions: a row may name no picture, which then is its problem.
     """
 
     values: Sequence[Any] | pa.RecordBatch
     where: Callable[[int], str]
+    of_companions: bool = False
 
     def __len__(self) -> int:
         return len(self.values)
@@ -157,10 +160,15 @@ def first_names(rows: Rows) -> list[str]:
 
 
 def _one_by_one(files: SourceFiles, placement: Placement, rows: Rows, numbers: np.ndarray) -> list[SourceRecord]:
+    unnamed = SourceRecord("", "", problem=("bad_metadata", UNNAMED))
     return [
-        row_record(files, placement, row, rows.where(i))
+        unnamed if rows.of_companions and _is_unnamed(row) else row_record(files, placement, row, rows.where(i))
         for i, row in zip(numbers.tolist(), rows.some(numbers), strict=True)
     ]
+
+
+def _is_unnamed(row: Any) -> bool:
+    return isinstance(row, dict) and not any(row.get(name) for name in PATH_NAMES)
 
 
 def row_record(files: SourceFiles, placement: Placement, row: Any, where: str) -> SourceRecord:
@@ -308,5 +316,6 @@ def _plain_batch(columns: pa.RecordBatch, paths: pa.Array, found: Sequence[Found
         "detail": nothing,
         "height_px": np.where(has_size, sides[0], 0).astype(np.int32),
         "width_px": np.where(has_size, sides[1], 0).astype(np.int32),
+        **no_pictures(len(columns)),
     }
     return pa.RecordBatch.from_pydict(columns_of_listing, SCHEMA)

@@ -211,7 +211,12 @@ ABSENT = {
 
 def test_the_store_has_the_keys_that_are_named(caption_store: LatentStore) -> None:
     found = json.loads((caption_store.path / "zarr.json").read_bytes())["attributes"]["leandit"]
-    assert found.keys() == keys_of(StoreSpec) - {"class_names", "texts", "features"}  # of a store that was given some
+    assert found.keys() == keys_of(StoreSpec) - {
+        "class_names",
+        "texts",
+        "features",
+        "pictures",
+    }  # of a store that was given some
     assert found["format_version"] == FORMAT_VERSION
     assert TEXT.startswith(f"# The store on disk, format version {FORMAT_VERSION}\n")
     for key, model in (
@@ -230,7 +235,7 @@ def test_every_kind_of_latent_is_explained() -> None:
 
 def test_the_fingerprint_is_made_of_what_is_said(caption_store: LatentStore) -> None:
     (said,) = [p for p in SECTION[2].split("\n\n") if p.startswith("The fingerprint hashes")]
-    assert quoted(said) - {"model", "revision", "texts", "features"} == set(caption_store.spec.identity())
+    assert quoted(said) - {"model", "revision", "texts", "features", "pictures"} == set(caption_store.spec.identity())
     assert caption_store.spec.with_fingerprint().fingerprint == caption_store.spec.fingerprint
 
 

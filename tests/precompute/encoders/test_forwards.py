@@ -20,7 +20,7 @@ from leandit.datasets.format.schema import Fallback
 from leandit.datasets.format.tables import table_problem
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
-from leandit.precompute.encoders.forwards import LatentRows, encode_batch, largest_batch, rows_of_a_forward
+from leandit.precompute.encoders.forwards import OWN, LatentRows, encode_batch, largest_batch, rows_of_a_forward
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.tools.inspection.render import render
 from leandit.tools.inspection.summary import summarise
@@ -126,7 +126,7 @@ def test_halving_ends_at_the_first_half_that_fits(rows: int, most: int, sizes: C
     while size > most:
         size = math.ceil(size / 2)
     tried = sizes(most)
-    found, fitted = encode_batch([pixels], np.arange(rows), [LatentRows(encoder, spec)], max_rows=8)
+    found, fitted = encode_batch({OWN: [pixels]}, np.arange(rows), [LatentRows(encoder, spec)], max_rows=8)
     assert fitted == size
     assert sum(n for n in tried if n <= most) == rows  # what fits is encoded once
     assert {row.fallback for row in found} == {f"batch:{size}" if size < rows else ""}
@@ -191,7 +191,9 @@ def test_both_at_once_are_both_told(class_folder: Path, monkeypatch: pytest.Monk
     encoder = loaded_encoders(recipe.vae, recipe.text).image
     spec = encoder.latent_spec(recipe.vae, "float16")
     monkeypatch.setattr(ImageEncoder, "_forward", forward)
-    found, _ = encode_batch([np.zeros((3, 32, 32, 3), np.uint8)], np.arange(3), [LatentRows(encoder, spec)], max_rows=8)
+    found, _ = encode_batch(
+        {OWN: [np.zeros((3, 32, 32, 3), np.uint8)]}, np.arange(3), [LatentRows(encoder, spec)], max_rows=8
+    )
     assert [row.fallback for row in found] == ["batch:2,float32"] * 2 + ["batch:2"]
     assert all(Fallback(row=0, how=row.fallback) for row in found)
 

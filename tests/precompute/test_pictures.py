@@ -1,0 +1,619 @@
+"""Companion pictures: control images, edit sources and masks from other columns of the table."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import zarr
+from companions import PICTURES, SIZES, grey, make_companion_folder, read_rows, write_rows
+from faults import small_shards
+from making import CPU, caption_recipe, make_caption_folder, make_class_folder, no_progress, picture, tree_digest
+from pydantic import ValidationError
+
+from leandit.datasets.batches.latents import normalise
+from leandit.datasets.batches.reader import BatchReader
+from leandit.datasets.errors import DamageError, FingerprintMismatch, RecipeError, SourceError, StoreError, UnknownKey
+from leandit.datasets.format.buckets import bucket_size
+from leandit.datasets.loader import make_loader
+from leandit.datasets.maintenance.compact import compact
+from leandit.datasets.maintenance.repair import repair_without_encoding
+from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.order.batch_plan import BatchPlan
+from leandit.datasets.order.mixture import Mixture
+from leandit.datasets.revisions.plan import read_plan
+from leandit.datasets.store import LatentStore
+from leandit.precompute.config import PrecomputeRecipe
+from leandit.precompute.deep_check import deep_check
+from leandit.precompute.encoders.loading import load_encoders
+from leandit.precompute.images.decoders import Decoders
+from leandit.precompute.images.pixels import decode_picture
+from leandit.precompute.pipeline import Report, precompute
+from leandit.precompute.planning.compare import Options
+from leandit.precompute.repair import Tools, repair
+from leandit.precompute.sharing.part import Part
+from leandit.precompute.sources.several import SourcePaths, list_sources
+from leandit.precompute.sources.source import list_source
+from leandit.tools.inspection.render import render
+from leandit.tools.inspection.summary import summarise
+from leandit.tools.plan.dry_run import describe_precompute
+
+BASE = ("vae.flip=true", "vae.batch_size=4", "text.kind=none", "source.max_reject_share=1")
+COUNT = 8
+
+
+@pytest.fixture(autouse=True)
+def several_shards() -> Iterator[None]:
+    """Plans are laid out in small shards wherever they are read, too."""
+    with small_shards():
+        yield
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_companion_folder(tmp_path_factory.mktemp("source") / "pictures", count=COUNT)
+
+
+@pytest.fixture
+def folder(source: Path, tmp_path: Path) -> Path:
+    """A copy of the source that a test may change; times are kept."""
+    return Path(shutil.copytree(source, tmp_path / "pictures"))
+
+
+def with_pictures(*more: str) -> PrecomputeRecipe:
+    return caption_recipe(*BASE, *PICTURES, *more)
+
+
+def run(
+    source: SourcePaths, store: Path, recipe: PrecomputeRecipe, part: Part | None = None, **options: bool
+) -> Report:
+    return precompute(
+        recipe,
+        source_path=source,
+        store_path=store,
+        device=CPU,
+        progress=no_progress,
+        part=part,
+        options=Options(**options),
+    )
+
+
+class Stores(NamedTuple):
+    """The same source: without companions, with them from the start, with them added."""
+
+    plain: Path
+    whole: Path
+    added: Path
+
+
+@pytest.fixture(scope="module")
+def stores(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Stores:
+    root = tmp_path_factory.mktemp("stores")
+    with small_shards():
+        run(source, root / "plain", caption_recipe(*BASE))
+        run(source, root / "whole", with_pictures())
+        shutil.copytree(root / "plain", root / "added")
+        report = run(source, root / "added", with_pictures())
+    assert report.manifest is not None
+    assert (report.manifest.revision, report.manifest.stack, report.num_encoded) == (2, [1, 2], COUNT)
+    return Stores(root / "plain", root / "whole", root / "added")
+
+
+@pytest.fixture
+def whole(stores: Stores, tmp_path: Path) -> Path:
+    """A store with companions that a test may change."""
+    return Path(shutil.copytree(stores.whole, tmp_path / "store"))
+
+
+def same_rows(one: LatentStore, other: LatentStore, name: str) -> None:
+    for bucket in one.buckets:
+        for flipped in (False, True):
+            ours, theirs = (store.picture(name, bucket, flipped=flipped)[:] for store in (one, other))
+            assert ours.dtype == theirs.dtype
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_companion_with_the_bytes_of_the_picture_has_its_bits(stores: Stores) -> None:
+    store = LatentStore(stores.whole)
+    assert (len(store), store.pictures, len(store.buckets)) == (COUNT, ["copy", "edit", "mask"], 3)
+    for bucket in store.buckets:
+        np.testing.assert_array_equal(store.picture("copy", bucket)[:], store.latents(bucket)[:])
+        flipped = store.picture("copy", bucket, flipped=True)[:]
+        np.testing.assert_array_equal(flipped, store.flipped_latents(bucket)[:])
+        edit = store.picture("edit", bucket)
+        assert (edit.row_shape, edit.dtype) == (store.latents(bucket).row_shape, store.latents(bucket).dtype)
+        assert not np.array_equal(edit[:], store.latents(bucket)[:])
+    assert store.records["checksum_copy"].equals(store.records["checksum"])
+    assert store.records["source_checksum_copy"].equals(store.records["source_checksum"])
+    assert store.records["checksum_mask"].null_count == 0
+
+
+def test_a_store_has_the_latents_that_it_has_without_companions(stores: Stores) -> None:
+    plain, store = LatentStore(stores.plain), LatentStore(stores.whole)
+    for bucket in plain.buckets:
+        np.testing.assert_array_equal(store.latents(bucket)[:], plain.latents(bucket)[:])
+    assert plain.spec.fingerprint != store.spec.fingerprint
+    assert "pictures" not in plain.spec.model_dump()
+    assert "pictures" not in plain.spec.recipe
+
+
+def test_a_companion_is_encoded_from_its_crop_at_the_place_of_the_picture(stores: Stores, source: Path) -> None:
+    store, encoder = LatentStore(stores.whole), load_encoders(caption_recipe(*BASE), CPU).image
+    for i in (1, 2, 3):
+        record = store.record(f"images/{i}.png")
+        assert record.bucket is not None
+        pixels, size = decode_picture(
+            (source / f"edits/{i}.png").read_bytes(),
+            bucket=bucket_size(record.bucket),
+            crop="bucket",
+            beside=SIZES[i % 3],
+        )
+        assert size == (2 * SIZES[i % 3][0], 2 * SIZES[i % 3][1])
+        for flipped, view in ((False, pixels), (True, pixels[:, ::-1])):
+            expected = encoder.encode(view[None])[0]
+            found = store.picture("edit", record.bucket, flipped=flipped)[record.row]
+            np.testing.assert_allclose(found, expected.astype(np.float16), rtol=2e-3, atol=2e-3)
+
+
+def test_a_mask_is_stored_at_the_size_of_the_latents_and_flipped_with_them(stores: Stores, source: Path) -> None:
+    store = LatentStore(stores.whole)
+    for i in range(COUNT):
+        record = store.record(f"images/{i}.png")
+        assert record.bucket is not None
+        downscale, bucket = store.spec.latent.downscale, bucket_size(record.bucket)
+        expected, _ = decode_picture(
+            (source / f"masks/{i}.png").read_bytes(),
+            bucket=bucket,
+            crop="bucket",
+            beside=SIZES[i % 3],
+            mask_px=downscale,
+        )
+        assert expected.shape == (bucket[0] // downscale, bucket[1] // downscale)
+        np.testing.assert_array_equal(store.picture("mask", record.bucket)[record.row], expected)
+        np.testing.assert_array_equal(store.picture("mask", record.bucket, flipped=True)[record.row], expected[:, ::-1])
+
+
+def test_a_batch_has_the_mean_of_each_companion_as_the_model_sees_it(stores: Stores) -> None:
+    store = LatentStore(stores.added)
+    spec, seen, num_flipped = store.spec.latent, 0, 0
+    for batch in make_loader(store, global_batch=2, device="cpu"):
+        copy, edit, mask = (batch.pictures[name] for name in ("copy", "edit", "mask"))
+        assert (copy.dtype, edit.shape, mask.dtype) == (torch.float32, batch.latents.shape, torch.uint8)
+        assert mask.shape == (len(batch), *batch.latents.shape[2:])
+        torch.testing.assert_close(copy, normalise(batch.stored[:, : spec.channels].float(), spec), rtol=0, atol=0)
+        for i, position in enumerate(batch.records.tolist()):
+            row = store.record_at(position).row
+            views = [store.picture("mask", batch.bucket, flipped=flipped)[row] for flipped in (False, True)]
+            is_flipped = bool(np.array_equal(batch.stored[i].numpy(), store.flipped_latents(batch.bucket)[row]))
+            np.testing.assert_array_equal(mask[i].numpy(), views[is_flipped])
+            of_edit = torch.from_numpy(store.picture("edit", batch.bucket, flipped=is_flipped)[row][None].copy())
+            torch.testing.assert_close(edit[i], normalise(of_edit[:, : spec.channels].float(), spec)[0])
+            seen, num_flipped = seen + 1, num_flipped + is_flipped
+    assert seen == len(store)
+    assert 0 < num_flipped < seen
+    only = next(iter(make_loader(store, global_batch=2, pictures=["mask"])))
+    assert list(only.pictures) == ["mask"]
+    assert next(iter(make_loader(store, global_batch=2, pictures=()))).pictures == {}
+    with pytest.raises(RecipeError, match=r"no picture .depth.\. There are: copy, edit, mask"):
+        make_loader(store, global_batch=2, pictures=["depth"])
+    with pytest.raises(UnknownKey, match=r"no picture 'depth'\. There are: copy, edit, mask"):
+        store.picture("depth", "64x64")
+    with pytest.raises(UnknownKey, match="32x32"):
+        store.picture("mask", "32x32")
+
+
+def test_zarr_and_parquet_read_all_of_it(stores: Stores) -> None:
+    store, group = LatentStore(stores.whole), zarr.open_group(stores.whole, mode="r")
+    for name, array in (("edit", "moments"), ("mask", "mask"), ("mask", "mask_flip")):
+        found = group[f"buckets/64x64/pictures/{name}/{array}"]
+        np.testing.assert_array_equal(found[:], store.picture(name, "64x64", flipped=array.endswith("flip"))[:])  # pyright: ignore
+    assert pq.read_schema(stores.whole / "records.parquet").names[-2:] == ["checksum_mask", "source_checksum_mask"]
+    planned = pq.read_table(stores.whole / "plan/records.parquet")
+    assert planned["source_path_edit"].to_pylist() == [f"edits/{i}.png" for i in range(COUNT)]
+
+
+def test_a_sample_is_stored_beside_the_mean_of_its_companion(source: Path, stores: Stores, tmp_path: Path) -> None:
+    run(source, tmp_path / "store", with_pictures("vae.keep=sample", "vae.flip=false", "store.codec=blosc-lz4"))
+    store, moments = LatentStore(tmp_path / "store"), LatentStore(stores.whole)
+    for bucket in store.buckets:
+        mean = moments.latents(bucket)[:][:, : store.spec.latent.channels]
+        np.testing.assert_array_equal(store.picture("copy", bucket)[:], mean)
+        np.testing.assert_array_equal(store.picture("mask", bucket)[:], moments.picture("mask", bucket)[:])
+        assert not np.array_equal(store.latents(bucket)[:], mean)
+        with pytest.raises(StoreError, match="no flipped latents"):
+            store.picture("copy", bucket, flipped=True)
+
+
+def test_two_parts_write_what_one_process_writes(source: Path, stores: Stores, tmp_path: Path) -> None:
+    for number in (1, 2, 1):
+        report = run(source, tmp_path / "store", with_pictures(), part=Part(number, 2))
+    assert report.manifest is not None
+    assert tree_digest(tmp_path / "store") == tree_digest(stores.whole)
+    added = Path(shutil.copytree(stores.plain, tmp_path / "added"))
+    for number in (1, 2, 1):
+        run(source, added, with_pictures(), part=Part(number, 2))
+    assert tree_digest(added) == tree_digest(stores.added)
+
+
+def test_what_is_added_is_what_the_store_would_have_had(stores: Stores, source: Path) -> None:
+    before, after = tree_digest(stores.plain), tree_digest(stores.added)
+    assert {path: content for path, content in after.items() if path in before} == before
+    whole, added = LatentStore(stores.whole), LatentStore(stores.added)
+    assert LatentStore(stores.added, revision=1).pictures == []
+    for name in whole.pictures:
+        same_rows(added, whole, name)
+        for column in (f"checksum_{name}", f"source_checksum_{name}"):
+            assert added.records[column].equals(whole.records[column])
+    assert run(source, stores.added, with_pictures()).num_encoded == 0
+
+
+REJECTS = {
+    0: ("scan", "missing_file", "picture 'edit': there is no 'edits/gone.png'"),
+    1: ("scan", "bad_metadata", "picture 'mask': the row names no picture"),
+    2: ("scan", "bad_metadata", "picture 'copy': the row names no picture"),
+    3: ("decode", "not_an_image", "picture 'copy', 'copies/3.png': no known picture format"),
+    4: (
+        "decode",
+        "wrong_size",
+        "picture 'mask', 'masks/4.png': 45x45 px, the record's picture has 60x100 px; needed the same aspect",
+    ),
+    5: ("scan", "bad_metadata", "picture 'edit': file_name leaves the source folder"),
+}
+
+
+def test_a_record_whose_companion_cannot_be_had_is_rejected_with_the_reason(folder: Path, tmp_path: Path) -> None:
+    rows = read_rows(folder)
+    rows[0]["source image"] = "edits/gone.png"
+    del rows[1]["mask"]
+    rows[2]["copy"] = None
+    (folder / "copies/3.png").write_text("no picture")
+    grey(0, 45, 45).save(folder / "masks/4.png")
+    rows[5]["source image"] = "../outside.png"
+    write_rows(folder, rows)
+    run(folder, tmp_path / "store", with_pictures())
+    store = LatentStore(tmp_path / "store")
+    found = {i: store.record(f"images/{i}.png") for i in range(COUNT)}
+    assert {i: (one.stage, one.reason, one.detail) for i, one in found.items() if one.status == "rejected"} == REJECTS
+    assert verify_store(tmp_path / "store").findings == []
+    assert run(folder, tmp_path / "store", with_pictures()).num_encoded == 0
+    shutil.copyfile(folder / "images/3.png", folder / "copies/3.png")
+    assert run(folder, tmp_path / "store", with_pictures()).num_encoded == 1
+    assert LatentStore(tmp_path / "store").record("images/3.png").status == "stored"
+
+
+@pytest.mark.parametrize("check", ["stat", "content"])
+def test_a_changed_companion_makes_its_record_stale(check: str, folder: Path, whole: Path) -> None:
+    recipe = with_pictures(f"source.check={check}")
+    assert run(folder, whole, recipe).num_encoded == 0
+    for path in (folder / "masks/5.png", folder / "edits/2.png"):  # other times, same bytes
+        os.utime(path, ns=(1, 1))
+    assert run(folder, whole, recipe).num_encoded == 0
+    assert LatentStore(whole).revision == 1
+    grey(99, 48, 48).save(folder / "masks/3.png")
+    picture(98, 120, 200).save(folder / "edits/4.png")
+    report = run(folder, whole, recipe)
+    assert (report.num_encoded, report.changes and report.changes.num_changed) == (2, 2)
+    store = LatentStore(whole)
+    assert {store.record(f"images/{i}.png").revision for i in (3, 4)} == {2}
+    assert {store.record(f"images/{i}.png").revision for i in range(COUNT) if i not in (3, 4)} == {1}
+    run(folder, whole.parent / "fresh", recipe)
+    fresh = LatentStore(whole.parent / "fresh")
+    for i in range(COUNT):
+        before, after = store.record(f"images/{i}.png"), fresh.record(f"images/{i}.png")
+        assert before.bucket is not None
+        for name in store.pictures:
+            ours, theirs = store.picture(name, before.bucket)[before.row], fresh.picture(name, before.bucket)[after.row]
+            np.testing.assert_allclose(ours.astype(np.float32), theirs.astype(np.float32), rtol=2e-3, atol=2e-3)
+    assert verify_store(whole).findings == []
+
+
+def test_same_bytes_and_another_size_of_file_are_told_apart_while_encoding(folder: Path, tmp_path: Path) -> None:
+    """A companion that changes between plan and encoding is a reject, as a picture is."""
+    recipe = with_pictures()
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "scan":
+            (folder / "masks/1.png").write_bytes((folder / "masks/1.png").read_bytes() + b"more")
+
+    precompute(recipe, source_path=folder, store_path=tmp_path / "store", device=CPU, progress=progress)
+    record = LatentStore(tmp_path / "store").record("images/1.png")
+    assert (record.stage, record.reason) == ("decode", "source_changed")
+    assert (record.detail or "").startswith("picture 'mask', 'masks/1.png': 1.png has")
+
+
+def test_a_companion_that_is_gone_keeps_its_record_or_drops_it(folder: Path, whole: Path) -> None:
+    (folder / "edits/3.png").unlink()
+    assert run(folder, whole, with_pictures()).num_encoded == 0
+    assert LatentStore(whole).record("images/3.png").status == "stored"
+    run(folder, whole, with_pictures(), drop_gone=True)
+    record = LatentStore(whole).record("images/3.png")
+    assert (record.status, record.reason) == ("rejected", "missing_file")
+    assert verify_store(whole).findings == []
+
+
+def test_a_companion_that_is_missing_cannot_be_added(stores: Stores, folder: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(stores.plain, tmp_path / "store"))
+    (folder / "edits/3.png").unlink()
+    (folder / "masks/4.png").write_text("no picture")
+    before = tree_digest(root)
+    with pytest.raises(SourceError, match=r"1 records of store .* are gone from it"):
+        run(folder, root, with_pictures())
+    assert tree_digest(root) == before
+    run(folder, root, with_pictures(), drop_gone=True)
+    store = LatentStore(root)
+    found = {i: store.record(f"images/{i}.png") for i in (3, 4)}
+    assert [(one.stage, one.reason) for one in found.values()] == [("scan", "missing_file"), ("decode", "not_an_image")]
+    assert (len(store), verify_store(root).findings) == (COUNT - 2, [])
+    for bucket in store.buckets:
+        rows = store.index(bucket).rows
+        np.testing.assert_array_equal(store.picture("copy", bucket).take(rows), store.latents(bucket).take(rows))
+
+
+def test_stores_whose_pictures_differ_are_not_read_together(stores: Stores, source: Path, tmp_path: Path) -> None:
+    recipe = caption_recipe(*BASE, "pictures.copy.kind=picture", "pictures.mask.kind=picture")
+    run(source, tmp_path / "store", recipe)
+    pair = [LatentStore(stores.whole), LatentStore(tmp_path / "store")]
+    order = Mixture([(BatchPlan(store.buckets, 2, seed=0), 1) for store in pair], seed=0)
+    with pytest.raises(RecipeError, match=r"'mask' is of kind 'picture', of 'mask' in"):
+        BatchReader(pair, order, pictures=["copy", "mask"])
+    with pytest.raises(RecipeError, match=r"no picture 'edit'\. There are: copy, mask"):
+        BatchReader(pair, order)
+    assert list(BatchReader(pair, order, pictures=["copy"])[0].pictures) == ["copy"]
+
+
+def test_a_note_says_where_companions_are_found(folder: Path) -> None:
+    rows = read_rows(folder)
+    for i in range(COUNT):
+        (folder / f"masks/{i}.png").rename(folder / f"masks/grey{i}.png")
+    write_rows(folder, [row | {"mask": f"grey{i}"} for i, row in enumerate(rows)])
+    source = list_source(folder, pictures={"mask": "mask"})
+    assert [record.pictures[0][0] for record in source.records] == [f"masks/grey{i}.png" for i in range(COUNT)]
+    assert "picture 'mask': pictures: in 'masks', '.png' is added to their names" in source.notes
+
+
+def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
+    stores: Stores, folder: Path, tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(stores.added, tmp_path / "store"))
+    rows = read_rows(folder)
+    for kind, image in (("images", picture(77, 64, 64)), ("masks", grey(78, 64, 64)), ("edits", picture(79, 96, 96))):
+        image.save(folder / f"{kind}/new.png")
+    new = {"file_name": "images/new.png", "copy": "images/new.png", "source image": "edits/new.png"}
+    write_rows(folder, [*rows, new | {"mask": "masks/new.png"}])
+    assert run(folder, root, with_pictures()).num_encoded == 1
+    store = LatentStore(root)
+    assert (store.revision, store.manifest and store.manifest.stack) == (3, [1, 2, 3])
+    assert verify_store(root).findings == []
+    compact(root, tmp_path / "compact", progress=lambda *_: None)
+    compact(root, tmp_path / "less", progress=lambda *_: None, without=["copy", "edit"])
+    copied, less = LatentStore(tmp_path / "compact"), LatentStore(tmp_path / "less")
+    assert (copied.pictures, less.pictures) == (store.pictures, ["mask"])
+    for name in store.pictures:
+        for key in store.records["key"].to_pylist():
+            before = store.record(key)
+            assert before.bucket is not None
+            for other in (copied, less) if name == "mask" else (copied,):
+                np.testing.assert_array_equal(
+                    store.picture(name, before.bucket)[before.row],
+                    other.picture(name, before.bucket)[other.record(key).row],
+                )
+    for path, recipe in (("compact", with_pictures()), ("less", caption_recipe(*BASE, "pictures.mask.kind=mask"))):
+        assert verify_store(tmp_path / path).findings == []
+        assert run(folder, tmp_path / path, recipe).num_encoded == 0
+    with pytest.raises(RecipeError, match=r"--without 'depth': needed .*a picture of the store: copy, edit, mask"):
+        compact(root, tmp_path / "other", progress=lambda *_: None, without=["depth"])
+
+
+@pytest.mark.parametrize("which", ["whole", "added"])
+def test_every_flipped_bit_is_found_and_mended(which: str, stores: Stores, source: Path, tmp_path: Path) -> None:
+    root, rng = Path(shutil.copytree(getattr(stores, which), tmp_path / "store")), random.Random(3)
+    files = tree_digest(root)
+    shards = sorted(path for path in files if "/pictures/" in path and "/c/" in path)
+    assert len(shards) > 12
+    for path in shards:
+        data = bytearray(files[path])
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        (root / path).write_bytes(data)
+        found = {finding.path: finding for finding in verify_store(root).findings}
+        assert found[path].bucket in path
+        assert found[path].records
+        (root / path).write_bytes(files[path])
+    recipe = with_pictures()
+    with Decoders(2) as decoders:
+        listed = list_sources(source, recipe.source, recipe.picture_columns)
+        fingerprint, encoders = LatentStore(root).spec.fingerprint, load_encoders(recipe, CPU)
+        tools = Tools(listed, recipe, fingerprint, encoders, decoders)
+        assert deep_check(root, tools, num_records=COUNT, seed=0).findings == []
+        for path in rng.sample(shards, 6):
+            data = bytearray(files[path])
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            (root / path).write_bytes(data)
+        commits = sorted(path for path in files if "/commits/" in f"/{path}" and "buckets" in path)
+        (root / rng.choice(commits)).unlink()
+        left = repair(root, tools, repair_without_encoding(root, verify_store(root)), lambda *_: None)
+    assert left.findings == []
+    assert tree_digest(root) == files
+
+
+def test_a_deep_check_tells_of_a_companion_that_is_another_now(folder: Path, whole: Path) -> None:
+    grey(99, 48, 48).save(folder / "masks/3.png")
+    recipe = with_pictures()
+    with Decoders(2) as decoders:
+        listed = list_sources(folder, recipe.source, recipe.picture_columns)
+        tools = Tools(listed, recipe, LatentStore(whole).spec.fingerprint, load_encoders(recipe, CPU), decoders)
+        report = deep_check(whole, tools, num_records=COUNT, seed=0)
+    assert [(one.cause, one.records) for one in report.findings] == [("source_changed", ["images/3.png"])]
+
+
+def test_a_wrong_shard_is_refused_when_it_is_read(whole: Path) -> None:
+    folder = whole / "buckets/64x64/pictures/mask/mask/c"
+    first, second = (folder / f"{number}/0/0" for number in (0, 1))
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes().ljust(len(content), b"\0")[: len(content)])
+    with pytest.raises(DamageError):
+        LatentStore(whole).picture("mask", "64x64")[:]
+
+
+@pytest.mark.parametrize("which", ["whole", "added"])
+def test_a_lost_plan_is_rebuilt_and_the_store_still_grows(
+    which: str, stores: Stores, folder: Path, tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(getattr(stores, which), tmp_path / "store"))
+    number, plan = (1, "plan") if which == "whole" else (2, "revisions/000002/plan")
+    before = read_plan(root, number)
+    shutil.rmtree(root / plan)
+    assert repair_without_encoding(root, verify_store(root)).findings == []
+    after = read_plan(root, number)
+    assert (after.added, after.layout.tasks()) == (before.added, before.layout.tasks())
+    grey(99, 48, 48).save(folder / "masks/3.png")
+    assert run(folder, root, with_pictures()).num_encoded == 1  # all others are compared byte by byte
+
+
+def test_pictures_in_the_rows_of_parquet_have_their_companions_there(
+    source: Path, stores: Stores, tmp_path: Path
+) -> None:
+    columns = {"image": "images", "copy": "copies", "source image": "edits", "mask": "masks"}
+    values = {
+        name: [{"bytes": (source / f"{folder}/{i}.png").read_bytes(), "path": None} for i in range(COUNT)]
+        for name, folder in columns.items()
+    }
+    values["mask"][2]["bytes"] = None  # pyright: ignore
+    (tmp_path / "rows").mkdir()
+    pq.write_table(pa.table(values), tmp_path / "rows/train.parquet", row_group_size=3)
+    run(tmp_path / "rows", tmp_path / "store", with_pictures("vae.batch_size=1"))
+    store, other = LatentStore(tmp_path / "store"), LatentStore(stores.whole)
+    assert len(store) == COUNT - 1
+    reject = store.record("train/2")
+    assert (reject.stage, reject.reason) == ("decode", "unreadable")
+    assert reject.detail == "picture 'mask', 'train.parquet': train.parquet, row 2 has no bytes of a picture"
+    for i in (0, 1, 3, 4):
+        ours, theirs = store.record(f"train/{i}"), other.record(f"images/{i}.png")
+        assert ours.bucket is not None
+        np.testing.assert_array_equal(
+            store.picture("mask", ours.bucket)[ours.row], other.picture("mask", ours.bucket)[theirs.row]
+        )
+        np.testing.assert_array_equal(
+            store.picture("copy", ours.bucket)[ours.row], store.latents(ours.bucket)[ours.row]
+        )
+    assert run(tmp_path / "rows", tmp_path / "store", with_pictures("vae.batch_size=1")).num_encoded == 0
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_other_tables_list_the_same_companions(kind: str, folder: Path) -> None:
+    columns = with_pictures().picture_columns
+    expected = [record.pictures for record in list_source(folder, pictures=columns).records]
+    assert [path for path, *_ in expected[3]] == ["copies/3.png", "edits/3.png", "masks/3.png"]
+    rows = [{name: value for name, value in row.items() if name != "captions"} for row in read_rows(folder)]
+    rows[1]["mask"] = ""
+    (folder / "metadata.jsonl").unlink()
+    if kind == "csv":
+        lines = [",".join(rows[0]), *(",".join(row.values()) for row in rows)]
+        (folder / "metadata.csv").write_text("\n".join(lines) + "\n")
+    else:
+        rows[1]["mask"] = None
+        pq.write_table(pa.Table.from_pylist(rows), folder / "metadata.parquet")
+    records = list(list_source(folder, pictures=columns).records)
+    assert records[1].problem == ("bad_metadata", "picture 'mask': the row names no picture")
+    assert [one.pictures for i, one in enumerate(records) if i != 1] == [*expected[:1], *expected[2:]]
+
+
+def test_rows_of_one_picture_with_other_companions_are_not_merged(folder: Path) -> None:
+    rows = read_rows(folder)[:2]
+    write_rows(folder, [rows[0], rows[0] | {"captions": ["more"]}, rows[1], rows[1] | {"mask": "masks/5.png"}])
+    first, second, third = list_source(folder, pictures={"mask": "mask"}).records
+    assert (first.problem, first.captions[-1], second.problem) == (None, "more", None)
+    assert third.problem == ("duplicate_key", "record 2 of the source has the same key")
+    assert len(list_source(folder).records) == 2
+
+
+def test_the_listing_changes_with_a_companion_and_not_without_one(folder: Path) -> None:
+    def hashes() -> list[str]:
+        columns = with_pictures().picture_columns
+        return [list_source(folder, pictures=one).listing_hash() for one in ({}, columns, {"mask": "mask"})]
+
+    before = hashes()
+    os.utime(folder / "edits/1.png", ns=(1, 1))
+    assert [one == other for one, other in zip(before, hashes(), strict=True)] == [True, False, True]
+
+
+def test_several_sources_each_have_companions(folder: Path, tmp_path: Path) -> None:
+    other = make_companion_folder(tmp_path / "other", count=3)
+    grey(99, 48, 48).save(other / "masks/0.png")
+    run([folder, other], tmp_path / "store", with_pictures())
+    store = LatentStore(tmp_path / "store")
+    assert len(store) == COUNT + 3
+    ours, theirs = store.record("images/0.png"), store.record("other/images/0.png")
+    assert not np.array_equal(store.picture("mask", "64x64")[ours.row], store.picture("mask", "64x64")[theirs.row])
+    for bucket in store.buckets:
+        np.testing.assert_array_equal(store.picture("copy", bucket)[:], store.latents(bucket)[:])
+    assert run([folder, other], tmp_path / "store", with_pictures()).num_encoded == 0
+
+
+def test_a_source_without_such_a_column_is_refused(source: Path, tmp_path: Path) -> None:
+    pictures = {"depth": "depth"}
+    with pytest.raises(SourceError, match=r"no column 'depth'\. Its columns: .*'mask'"):
+        list_source(source, pictures=pictures)
+    with pytest.raises(SourceError, match=r"\[pictures\.depth\] needs a table .*; this is imagefolder"):
+        list_source(make_class_folder(tmp_path / "classes", classes=1, per_class=1), pictures=pictures)
+    make_caption_folder(tmp_path / "coco", count=1)
+    coco = {"images": [{"id": 1, "file_name": "images/0.png"}], "annotations": [{"image_id": 1, "caption": "one"}]}
+    (tmp_path / "coco/captions.json").write_text(json.dumps(coco))
+    with pytest.raises(SourceError, match=r"\[pictures\.depth\] needs .*COCO's list of captions has none"):
+        list_source(tmp_path / "coco/captions.json", pictures=pictures)
+
+
+def test_another_column_or_order_is_another_store(stores: Stores, source: Path) -> None:
+    with pytest.raises(FingerprintMismatch, match="pictures"):
+        run(source, stores.whole, caption_recipe(*BASE, *PICTURES, "pictures.edit.column=copy"))
+    with pytest.raises(FingerprintMismatch, match="pictures"):
+        run(source, stores.whole, caption_recipe(*BASE))
+    with pytest.raises(ValidationError, match="have the name 'mask'; use two names"):
+        PrecomputeRecipe.model_validate({"pictures": {"mask": {}}, "features": {"mask": {"model": "x"}}})
+
+
+def test_inspect_and_dry_run_tell_of_each(stores: Stores, source: Path) -> None:
+    summary = summarise(LatentStore(stores.whole))
+    assert summary["pictures"]["mask"]["row_shape"] == [6, 10]
+    assert {"picture copy", "picture edit", "picture mask"} <= summary["bytes"].keys()
+    shown = render(summary)
+    assert "picture edit        column 'source image', encoded as the latents" in shown
+    assert "picture mask        column 'mask', a mask, uint8 at the size of the latents" in shown
+    dry = describe_precompute(with_pictures(), source, CPU)
+    assert dry.new_bytes is not None
+    assert list(dry.new_bytes.beside) == ["picture copy", "picture edit", "picture mask"]
+    assert dry.new_bytes.beside["picture copy"] == dry.new_bytes.latents
+    for name, size in dry.new_bytes.beside.items():
+        folders = [path for path in stores.whole.rglob("*") if f"/pictures/{name.split()[1]}/" in path.as_posix()]
+        arrays = {path for path in folders if path.is_file() and path.parent.parent.name != "pictures"}
+        assert sum(path.stat().st_size for path in arrays) == size
+
+
+def test_a_store_at_a_url_has_them_too(stores: Stores, tmp_path: Path) -> None:
+    store = LatentStore(f"file://{stores.added}", remote={"folder": str(tmp_path / "fetched")})
+    local = {batch.number: batch.pictures for batch in make_loader(LatentStore(stores.added), global_batch=2)}
+    for batch in make_loader(store, global_batch=2):
+        assert batch.pictures.keys() == local[batch.number].keys()
+        for name, values in batch.pictures.items():
+            torch.testing.assert_close(values, local[batch.number][name], rtol=0, atol=0)
+
+
+def test_a_loop_of_the_demo_reads_masks_as_bytes(stores: Stores) -> None:
+    """What a training loop does with a batch: masks to floats, companions beside the latents."""
+    batch = next(iter(make_loader(LatentStore(stores.whole), global_batch=2)))
+    mask = batch.pictures["mask"][:, None].float() / 255
+    joined = torch.cat([batch.latents, batch.pictures["edit"], mask], dim=1)
+    assert joined.shape[1] == 2 * batch.latents.shape[1] + 1
+    buffer = io.BytesIO()
+    torch.save(batch.to("cpu").pictures, buffer)
+    assert buffer.tell() > 0
