@@ -224,7 +224,8 @@ def check_depth(config: Any, files: Sequence[Path], *, what: str) -> None:
     """
     num_tensors = len(weights_in(files))
     for key, value in _items_of(config):
-        if ("layers" in key or key == "depth") and isinstance(value, int) and value > num_tensors:
+        counts_layers = key == "depth" or ("layers" in key and not key.startswith("max_"))  # a bound makes none
+        if counts_layers and isinstance(value, int) and value > num_tensors:
             raise EncoderError(
                 f"{what} '{files[0].parent}': its config.json has {key} {str(value)[:80]}, its weights have "
                 f"{num_tensors} tensors. Fetch or save the model again."
