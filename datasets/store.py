@@ -265,7 +265,7 @@ class LatentStore:
             values["row"] = int(self._stack.rows(values["bucket"], *place)[0])
         return Record(index=index, **{name: values[name] for name in Record.__dataclass_fields__ if name != "index"})
 
-    @property
+    @cached_property
     def texts(self) -> list[str]:
         """Names of the text encoders; that of ``[text]`` is empty."""
         return [one.name for one in self.spec.text_encoders]

@@ -197,15 +197,27 @@ class ShardedArray:
         """
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
-        if not (self._is_grid and out is not None and self._may_copy(starts, lengths, total, out)):
+        fits = out is not None and self._may_copy(starts, lengths, total, out)
+        mapped = self._mapped_at(starts, lengths) if fits else None
+        if out is None or mapped is None:
             rows = np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
             return self.take(rows, out=out)
-        # All shards are mapped without gaps: a copy of a long range is faster than a gather of its rows.
-        self._folder.check_unchanged()
-        for start, length, end in zip(starts.tolist(), lengths.tolist(), ends.tolist(), strict=True):
+        self._folder.check_unchanged()  # a copy of a long range is faster than a gather of its rows
+        for start, length, end in zip(mapped.tolist(), lengths.tolist(), ends.tolist(), strict=True):
             out[end - length : end] = self._grid[start : start + length]
         self._folder.check_unchanged()
         return out
+
+    def _mapped_at(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
+        """(B,) where ranges begin in the window; None if one is not mapped in one piece."""
+        if self._is_grid:
+            return starts
+        if lengths.min() < 1:  # an empty range may begin behind the last shard
+            return None
+        shards = np.searchsorted(self._starts, starts, side="right") - 1
+        self._prepare(shards)
+        within = starts + lengths <= self._starts[shards + 1]
+        return starts + self._shift[shards] if np.all(within & self._in_window[shards]) else None
 
     def _may_copy(self, starts: np.ndarray, lengths: np.ndarray, total: int, out: np.ndarray) -> bool:
         """Whether ranges lie within the array, and ``out`` fits; else ``take`` raises."""
