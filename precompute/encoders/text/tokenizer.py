@@ -80,7 +80,7 @@ class CaptionTokenizer:
     def count(self, captions: Sequence[str]) -> list[int]:
         """Number of tokens of each caption with special tokens, before truncation; "" is the null caption.
 
-        Raises: EncoderError: a token merges the instruction or the template and a caption.
+        Raises: EncoderError: a caption has no token, or one merges the instruction or the template and a caption.
         """
         if not captions:
             return []
@@ -90,6 +90,11 @@ class CaptionTokenizer:
         core.no_padding()
         found = core.encode_batch_fast(self._prompts(captions), add_special_tokens=self._adds_special)
         counts = [len(encoding) - self.num_shared for encoding in found]
+        if min(counts) < 1 and not (self.instruction or self._before):
+            raise EncoderError(
+                f"text.model: its tokenizer gives no token for caption '{captions[counts.index(min(counts))]}'. Set "
+                "text.template, or leave such captions out (empty ones: source.missing_caption=reject)."
+            )
         if min(counts) < 1:
             name, end = ("instruction", "End it") if self.instruction else ("template", "End what precedes {caption}")
             raise EncoderError(

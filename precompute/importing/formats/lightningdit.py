@@ -121,6 +121,6 @@ def read_statistics(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
             f"source '{path.parent}': '{path.name}' cannot be read ({why}). The latents are normalised with its mean "
             "and std. Put it there: LightningDiT's ImgLatentDataset writes it when it first opens the folder. Or say "
             "what to normalise with: --set vae.shift=[MEAN, ...] --set vae.scale=[1/STD, ...], one number a channel, "
-            "or [0.0] and [1.0] for raw latents."
+            "or [0.0] and [1.0] for raw latents, which a run normalises with --set latent.normalise=store."
         ) from e
     return tuple(mean.tolist()), tuple(std.tolist())

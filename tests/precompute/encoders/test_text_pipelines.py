@@ -363,3 +363,8 @@ def test_a_tokenizer_without_a_padding_token_is_refused(tmp_path: Path) -> None:
 def test_keys_that_contradict_each_other_are_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         load("pixart-256", [f"text.{override}" for override in overrides])
+
+
+def test_a_caption_without_any_token_is_refused_with_what_to_do(saved: Callable[[str], Path]) -> None:
+    with pytest.raises(EncoderError, match=r"no token for caption ''.*text\.template.*missing_caption=reject"):
+        encoder_of(saved("qwen3"), "causal_lm").tokenizer.count(["a cat", ""])
