@@ -185,6 +185,10 @@ class RunSection(Section):
     """That local folder; empty: one for the URL below ~/.cache/leandit."""
     log_every: Positive = 10
     """Steps between lines of metrics.jsonl."""
+    evaluate_every: Count = 2000
+    """Steps between losses of the records that data.holdout keeps out; 0: none. The last step has one too."""
+    evaluate_images: Positive = 64
+    """Held-out records of which the loss is computed, at most: always the same ones."""
     wandb: str = ""
     """Project of Weights & Biases that is told too; empty: it is not."""
     revision: Count = 0

@@ -137,6 +137,8 @@ class DataSection(RecordsSection):
     """Shuffle within so many shards of a bucket at a time, for slow disks and stores at a URL; 0: over all."""
     batch_tokens: Count = 0
     """Image tokens of an update, so that large buckets have smaller batches; 0: run.global_batch images of any size."""
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the records that never train, by a hash of their keys; run.evaluate_every reports their loss."""
     mixture: list[StoreSection] = Field(default=[])
     """Stores that train together, each with a weight, in place of --store. Keys of records beside it hold for all."""
     stages: list[StageSection] = Field(default=[])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from .parallel.ranks import SharedStop, connected, read_ranks
 from .parallel.stop import StopRequest
 from .parallel.watchdog import Watchdog
 from .run.autotune import tune
+from .run.evaluation.evaluation import Evaluation
 from .run.lock import run_lock
 from .run.manifest import read_run_manifest
 from .run.resume import averages_are_due, capture, start_or_resume
@@ -102,7 +103,7 @@ def train(
         if state.step >= recipe.run.steps:
             return Outcome(state.step, None, True, 0, None, 0.0, recipe)
         tune(state, watchdog)
-        return _Training(state, run, watchdog, report, stop).run()
+        return _Training(state, run, watchdog, report, stop, warn).run()
 
 
 def _inputs(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> dict[str, object]:
@@ -126,8 +127,11 @@ class _Training:
         watchdog: Watchdog,
         report: Callable[[StepReport], None],
         stop: StopRequest,
+        warn: Callable[[str], None],
     ) -> None:
         recipe, ranks, device, scale = state.recipe, state.ranks, state.device, state.engine.loss_scale
+        evaluates = recipe.data.holdout and recipe.run.evaluate_every
+        self._evaluation = Evaluation(state, warn) if evaluates else None
         self._state, self._recipe, self._report, self._stop = state, recipe, report, stop
         self._writer = MetricsWriter(run, step=state.step, recipe=recipe) if ranks.is_first else None
         stop.check()
@@ -173,8 +177,9 @@ class _Training:
         state, section, stop = self._state, self._recipe.run, self._stop
         due = state.step % section.checkpoint_every == 0 or state.step == section.steps
         averages_due = averages_are_due(state)
+        evaluates = self._evaluation is not None and self._evaluation.is_due(state.step)
         # Before a checkpoint always, because a loss that is not finite must not be saved.
-        if due or averages_due or state.step % section.log_every == 0:
+        if due or averages_due or evaluates or state.step % section.log_every == 0:
             self._write_report(epoch)
         # The only place that looks at the stop request, so that no run stops without saving.
         stopping = self._shared_stop.asked(bool(stop))
@@ -194,6 +199,9 @@ class _Training:
         figures = self._window.report(
             step=state.step, num_images=state.num_images, epoch=epoch, learning_rate=rate, scale=scale
         )
+        if self._evaluation and self._evaluation.is_due(state.step):
+            figures = replace(figures, held_out=self._evaluation.evaluate())
+            self._window.reset()  # its time is not that of steps
         self._reports.append(figures)
         if self._writer:
             self._writer.write(figures)

@@ -22,6 +22,7 @@ from ..order.alike import check_alike
 from ..order.batch_plan import BatchPlan
 from ..order.caption_odds import CaptionOdds
 from ..order.order import BatchOrder
+from ..order.planned import PlannedBatch
 from ..order.slices import rank_slice
 from ..revisions.latent_statistics import merge_statistics
 from ..store import LatentStore
@@ -119,8 +120,14 @@ class BatchReader(Dataset):
         """Read this rank's slice of a global batch; sequential reads are cheapest: they are planned together."""
         if number < 0:
             raise IndexError(f"batch {number}: needed a number from 0")
-        looked_up = self._look_up(number)
-        planned, wanted = looked_up.planned, looked_up.wanted
+        return self.read(*self._look_up(number), number)
+
+    def read(self, planned: PlannedBatch, wanted: Records, number: int = 0) -> Batch:
+        """Read some records of a planned batch: a rank's slice, or any that the caller has looked up.
+
+        Args:
+          number: of the global batch.
+        """
         store, texts, bucket = self.stores[planned.plan], {}, planned.bucket
         if wanted.caption_ids is not None:
             ids, form = wanted.caption_ids, self._text

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from ..disk.hashing import xxh3_parts
 from ..errors import RecipeError
+from .holdout import is_held_out, key_hashes
 
 if TYPE_CHECKING:
     from ..store import LatentStore
@@ -55,6 +56,7 @@ class Selection:
       num_filtered: records filtered out, by reason; a record counts for the first that applies.
       identity: plain values of the filter, for the state of a loader.
       plan_hash: of the store's revision, whose records these are.
+      held_out: of each bucket, sorted positions of the records that would be selected without a holdout.
     """
 
     counts: Mapping[str, int]
@@ -62,6 +64,7 @@ class Selection:
     num_filtered: Mapping[str, int]
     identity: Mapping[str, Any]
     plan_hash: str
+    held_out: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_records(self) -> int:
@@ -83,13 +86,15 @@ class RecordFilter:
       labels: class names or class indices, any of which will do; None for all.
       min_aspect, max_aspect: height over width of the source picture, both ends included; None for no limit.
       scores: numbers from a table, with a minimum.
-    Raises: RecipeError: no label, or limits that no number keeps.
+      holdout: share of the records that do not train, by a hash of their keys (``holdout.py``); 0: none.
+    Raises: RecipeError: no label, limits that no number keeps, or a holdout that is no share below 1.
     """
 
     labels: Sequence[str | int] | None = None
     min_aspect: float | None = None
     max_aspect: float | None = None
     scores: ScoreTable | None = None
+    holdout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.labels is not None and (isinstance(self.labels, str) or not len(self.labels)):
@@ -99,6 +104,8 @@ class RecordFilter:
             raise RecipeError(f"a filter with aspects from {low} to {high}: needed a minimum up to the maximum.")
         if self.scores and not math.isfinite(self.scores.minimum):
             raise RecipeError(f"a filter with a minimum score of {self.scores.minimum}: needed a finite number.")
+        if not 0 <= self.holdout < 1:
+            raise RecipeError(f"a filter with a holdout of {self.holdout}: needed a share from 0 to below 1.")
 
     @property
     def _aspects(self) -> tuple[float, float]:
@@ -119,14 +126,16 @@ class RecordFilter:
 
         # A filtered record counts for the first condition that it fails.
         identity: dict[str, Any] = {}
-        passing, num_filtered = stored.copy(), dict[str, int]()
+        passing, num_filtered, held_out = stored.copy(), dict[str, int](), np.zeros(len(stored), bool)
         for reason, passes in self._conditions(store, stored, identity):
-            num_filtered[reason] = int(np.count_nonzero(passing & ~passes))
+            held_out = passing & ~passes  # of the last condition, which is the holdout if there is one
+            num_filtered[reason] = int(np.count_nonzero(held_out))
             passing &= passes
 
         positions = {bucket: _positions(passing[records]) for bucket, records in by_bucket.items()}
         counts = {b: len(by_bucket[b]) if chosen is None else len(chosen) for b, chosen in positions.items()}
-        selection = Selection(counts, positions, num_filtered, identity, store.plan_hash)
+        kept = {b: np.flatnonzero(held_out[records]) for b, records in by_bucket.items()} if self.holdout else {}
+        selection = Selection(counts, positions, num_filtered, identity, store.plan_hash, kept)
         if not selection.num_records:
             raise RecipeError(f"store '{store.path}': {selection.describe()}. Loosen the filter.")
         return selection
@@ -158,6 +167,9 @@ class RecordFilter:
             }
             yield "no_score", ~np.isnan(scores)
             yield "score", scores >= self.scores.minimum
+        if self.holdout:
+            identity["holdout"] = self.holdout
+            yield "holdout", ~is_held_out(key_hashes(store), self.holdout)
 
 
 def label_indices(labels: Sequence[str | int], store: LatentStore) -> list[int]:

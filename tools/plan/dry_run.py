@@ -248,7 +248,8 @@ def store_lines(turn: Turn, store: LatentStore, recipe: TrainRecipe) -> list[str
     """What a store holds, when it trains, and how often, where no filter or ``data.batch_tokens`` changes that."""
     run, epochs = recipe.run, ""
     if not (recipe.data.batch_tokens or turn.section.has_filter):
-        epochs = f": {turn.batches(run.steps) * run.global_batch / max(1, len(store)):.1f} epochs"
+        trained = max(1, len(store) * (1 - recipe.data.holdout))
+        epochs = f": {turn.batches(run.steps) * run.global_batch / trained:.1f} epochs"
     stop = run.steps if turn.stop is None else min(turn.stop, run.steps)
     when = f"steps {turn.start + 1} to {stop}" if turn.start < stop else "after the last step"
     share = f", {turn.share:.4g} of the batches" if turn.share < 1 else ""

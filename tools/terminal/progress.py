@@ -68,6 +68,8 @@ def train_note(figures: StepReport) -> str:
     parts = [f"loss {figures.loss:.4f}", f"{figures.images_per_second:.1f} images/s"]
     if figures.mfu is not None:
         parts.append(f"MFU {figures.mfu:.1%}")
+    if figures.held_out and figures.held_out.averaged_loss is not None:
+        parts.append(f"held out {figures.held_out.averaged_loss:.4f} ({figures.held_out.share:.1%} of the time)")
     return "  ".join([*parts, f"data wait {figures.data_wait_share:.1%}"])
 
 

@@ -23,7 +23,8 @@ from ..config import TrainRecipe
 from ..optim.loss_scale import SMALLEST_SCALE
 from ..parallel.watchdog import Watchdog
 from .device import ComputeCounter, Gauges
-from .loss_bands import NUM_BANDS, band_means, band_sums
+from .held_out import HeldOutLoss
+from .loss_bands import band_means, band_sums
 from .wandb_run import start_wandb
 
 METRICS = "metrics.jsonl"
@@ -50,6 +51,7 @@ class StepReport:
       skipped_steps: steps without an update, because gradients overflowed (float16).
       loss_scale: of the last step, or None if losses are not scaled.
       loss_by_time: mean loss in each of ``NUM_BANDS`` equal bands from data to noise; None for a band without images.
+      held_out: loss of the held-out records, if the last step ended with an evaluation.
     """
 
     step: int
@@ -68,6 +70,7 @@ class StepReport:
     skipped_steps: int
     loss_scale: float | None
     loss_by_time: list[float | None]
+    held_out: HeldOutLoss | None = None
 
 
 class StepResult(NamedTuple):
@@ -117,9 +120,10 @@ class Window:
     ) -> None:
         self._watchdog, self._stores, self._may_skip = watchdog, stores, may_skip
         self._compute, self._gauges = compute, gauges
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Start again from now, without steps."""
         self._start, self._wait, self._images = time.perf_counter(), 0.0, 0
         self._results: list[StepResult] = []
         self._compute.reset()
@@ -191,7 +195,7 @@ class Window:
             loss_scale=scale,
             loss_by_time=band_means(bands),
         )
-        self._reset()
+        self.reset()
         return figures
 
     def _raise_not_finite(self, losses: Tensor, skipped: Tensor) -> NoReturn:
@@ -249,10 +253,13 @@ class MetricsWriter:
 
 
 def _scalars(values: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a report that can be plotted over the steps, one for each band."""
-    bands = {f"loss_by_time/{band / NUM_BANDS:g}": value for band, value in enumerate(values["loss_by_time"])}
-    plain = {name: value for name, value in values.items() if name not in ("step", "loss_by_time")}
-    return {name: value for name, value in (plain | bands).items() if value is not None}
+    """The numbers of a report that can be plotted over the steps, one for each band and each time."""
+    figures = {name: value for name, value in values.items() if name not in ("step", "held_out")}
+    figures |= {f"held_out/{name}": value for name, value in (values["held_out"] or {}).items()}
+    for name in [name for name, value in figures.items() if isinstance(value, list)]:
+        by_time, middle = figures.pop(name), 0.5 if name.startswith("held_out/") else 0.0
+        figures |= {f"{name}/{(number + middle) / len(by_time):g}": value for number, value in enumerate(by_time)}
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _lines_until(path: Path, step: int) -> list[str]:

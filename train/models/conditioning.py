@@ -32,6 +32,10 @@ class Conditioning(NamedTuple):
         """The conditioning of a microbatch."""
         return Conditioning(*(None if tensor is None else tensor[rows] for tensor in self))
 
+    def repeated(self, times: int) -> Conditioning:
+        """Each image's conditioning so many times, one after the other."""
+        return Conditioning(*(None if tensor is None else tensor.repeat_interleave(times, 0) for tensor in self))
+
     def dummy(self) -> Conditioning:
         """Zeros for one image, with one valid token."""
         labels, captions, mask, sizes = self

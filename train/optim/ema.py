@@ -99,9 +99,9 @@ class Ema:
           step: just made by the model; the first is 1.
           skipped: () float32 on the device, 1 if the optimizer skipped the update, else 0; None: never skipped.
         """
-        parameters = [_local(p.detach()).float() for p in model.parameters()]
+        parameters = [local(p.detach()).float() for p in model.parameters()]
         for rule, average in zip(self.rules, self.averages, strict=True):
-            weights, share = [_local(weight) for weight in average.values()], 1 - rule.kept(step)
+            weights, share = [local(weight) for weight in average.values()], 1 - rule.kept(step)
             moved = share if skipped is None else [(1 - skipped) * share] * len(weights)
             torch._foreach_lerp_(weights, parameters, moved)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -116,7 +116,7 @@ class Ema:
         return {f"{rule.prefix}{name}": weight for rule, average in both for name, weight in average.items()}
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -201,6 +201,18 @@ class DeepSpeedEngine:
         norm = torch.as_tensor(float("nan") if norm is None else norm, dtype=torch.float32, device=self._device)
         return norm.reshape(()), torch.tensor(float(not applied), device=self._device)
 
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """See ``Engine``; the model's own weights come back from their float32 partitions."""
+        with self._state.preserved():
+            for partition, weight in zip(self._state.parameters(), self.ema.weights.values(), strict=True):
+                partition.copy_(weight)
+            self._state.show_weights()
+        try:
+            yield
+        finally:
+            self._state.show_weights()
+
     def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
         """See ``Engine``."""
         if group == MODEL:

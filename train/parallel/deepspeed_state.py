@@ -60,9 +60,18 @@ class ZeroState:
 
     def set_weight(self, parameter: Tensor, tensor: Tensor) -> None:
         """Set a whole weight, in float32 and in the model."""
+        self.set_master(parameter, tensor)
+        self._show(parameter, tensor)
+
+    def show_weights(self) -> None:
+        """Copy the float32 partitions into the model."""
+        for (_, tensor), parameter in zip(self.weights(), self._model.parameters(), strict=True):
+            self._show(parameter, tensor)
+
+    def _show(self, parameter: Tensor, tensor: Tensor) -> None:
+        """Set a whole weight in the model alone."""
         import deepspeed
 
-        self.set_master(parameter, tensor)
         gathered = [parameter] if self._stage == 3 else []
         with deepspeed.zero.GatheredParameters(gathered, modifier_rank=0 if gathered else None):
             parameter.data.copy_(tensor)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config import TrainRecipe
 from ..models.build import Denoiser
 from ..optim.build import build_optimizer
-from ..optim.ema import Ema, build_rules
+from ..optim.ema import Ema, build_rules, local
 from ..optim.loss_scale import LossScale, Scale
 from ..optim.named_state import expected_tensors, load_optimizer_tensors, optimizer_tensors, placed
 from ..weights.checkpoint import EMA, MODEL, OPTIMIZER
@@ -62,6 +62,11 @@ class Engine(Protocol):
           grad_clip: largest total norm of the gradients; 0: no clipping.
         Returns: norm of the gradients before clipping, and 1 if the update was skipped, else 0; on the device.
         """
+        ...
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within this context the model has its first average as weights; a collective call. Nothing is trained in it,
+        and afterwards all is as before, bit for bit."""
         ...
 
     def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
@@ -149,6 +154,25 @@ class TorchEngine:
         self.ema.update(self.model, step, skipped)
         return norm, skipped
 
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """See ``Engine``; weights and average change places, one tensor at a time."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        if _is_sharded(self.model):
+            _reshard(self.model)
+        for parameter, average in zip(self.model.parameters(), self.ema.weights.values(), strict=True):
+            weight, mean = local(parameter.detach()), local(average)
+            kept = weight.clone()
+            weight.copy_(mean)
+            mean.copy_(kept)
+
     def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
         """See ``Engine``."""
         for name, tensor in self._tensors(group).items():
@@ -189,6 +213,15 @@ def like(tensor: Tensor, target: Tensor) -> Tensor:
     if isinstance(target, DTensor) and tensor.shape == target.shape:
         return placed(tensor, target, target.placements)
     return tensor.to(target.device) if tensor.shape == target.shape else tensor
+
+
+def _reshard(model: nn.Module) -> None:
+    """Drop gathered weights, which a forward without a backward may leave."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _is_sharded(model: nn.Module) -> bool:

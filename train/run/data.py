@@ -97,7 +97,7 @@ def store_plan(
     Raises: as ``build_loader``.
     """
     data = recipe.data
-    selection = select_records(section, store)
+    selection = select_records(section, store, data.holdout)
     if selection:
         warn(f"store '{store.path}': {selection.describe()}")
     buckets = selection.counts if selection else store.buckets
@@ -128,18 +128,20 @@ def caption_odds(section: RecordsSection) -> CaptionOdds | None:
     )
 
 
-def select_records(section: RecordsSection, store: LatentStore) -> Selection | None:
-    """The records that pass a filter; None without a filter.
+def select_records(section: RecordsSection, store: LatentStore, holdout: float) -> Selection | None:
+    """The records that pass a filter and are not held out; None if all do.
 
+    Args:
+      holdout: share of the records.
     Raises: RecipeError: as ``RecordFilter.select``.
     """
-    if not section.has_filter:
+    if not (section.has_filter or holdout):
         return None
     scores = None
     if section.scores:
         scores = ScoreTable(section.scores, section.score_column, section.min_score, section.score_key)
-    records = RecordFilter(section.labels or None, section.min_aspect or None, section.max_aspect or None, scores)
-    return records.select(store)
+    aspects = section.min_aspect or None, section.max_aspect or None
+    return RecordFilter(section.labels or None, *aspects, scores, holdout).select(store)
 
 
 def buckets_at(data: DataSection, stores: Sequence[LatentStore], step: int) -> dict[str, int]:

@@ -32,6 +32,8 @@ FREE_ON_RESUME = {
     "run.keep_every",
     "run.async_checkpoint",
     "run.log_every",
+    "run.evaluate_every",
+    "run.evaluate_images",
     "run.wandb",
     "run.prefetch",
     "run.remote_gib",

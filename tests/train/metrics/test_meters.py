@@ -156,6 +156,23 @@ def test_tensorboard_has_every_figure_that_is_known(label_store: LatentStore, tm
     assert [event.value for event in accumulator.Scalars("loss")] == pytest.approx([line.loss for line in seen])
 
 
+def test_tensorboard_has_the_loss_of_held_out_records(label_store: LatentStore, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    overrides = ["data.holdout=0.4", "run.evaluate_every=4", "run.log_every=5"]
+    seen = run_to(train_recipe("dit-s-4", *overrides), label_store.path, tmp_path / "run")
+    assert [line.step for line in seen] == [3, 4, 5, 6]  # a checkpoint, an evaluation, a line, the end
+    accumulator = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    accumulator.Reload()
+    losses = [line.held_out.averaged_loss for line in seen if line.held_out]
+    assert [event.step for event in accumulator.Scalars("held_out/averaged_loss")] == [4, 6]
+    assert [event.value for event in accumulator.Scalars("held_out/averaged_loss")] == pytest.approx(losses)
+    times = [tag for tag in accumulator.Tags()["scalars"] if tag.startswith("held_out/loss_by_time/")]
+    assert sorted(tag.split("/")[-1] for tag in times)[:2] == ["0.0625", "0.1875"]
+    assert len(times) == 8
+    assert "held out" in train_note(seen[-1])
+
+
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in (("MODE", "offline"), ("CACHE_DIR", "cache"), ("CONFIG_DIR", "config"), ("DATA_DIR", "data")):
@@ -168,7 +185,9 @@ def test_wandb_is_told_and_goes_on_with_the_run_it_began(label_store: LatentStor
     run = tmp_path / "run"
     ids = []
     for steps in (1, 2):
-        run_to(train_recipe("dit-s-4", f"run.steps={steps}", "run.wandb=lean"), label_store.path, run)
+        run_to(
+            train_recipe("dit-s-4", f"run.steps={steps}", "run.wandb=lean", "data.holdout=0.4"), label_store.path, run
+        )
         ids.append((run / "wandb_id").read_text())
     assert ids[0] == ids[1]
     folders = sorted((run / "wandb").glob("offline-run-*"))
@@ -176,6 +195,7 @@ def test_wandb_is_told_and_goes_on_with_the_run_it_began(label_store: LatentStor
     assert all(folder.name.endswith(ids[0]) for folder in folders)
     written = b"".join(path.read_bytes() for folder in folders for path in folder.glob("*.wandb"))
     assert b"tokens_per_second" in written
+    assert b"held_out/averaged_loss_by_time/0.4375" in written
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
 
 

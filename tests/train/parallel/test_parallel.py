@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from forked import ForkedPython
-from making import CPU, SUPPORT, train_recipe
+from making import CPU, train_recipe
+from ranks import Job, free_port, run_ranks, start_ranks
 from safetensors.torch import load_file
 from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -24,12 +23,11 @@ from leandit.datasets.errors import RecipeError, StoreError
 from leandit.datasets.store import LatentStore
 from leandit.train.config import ParallelSection
 from leandit.train.loop import train
-from leandit.train.parallel.ranks import ALONE, SRUN, TORCHRUN, Ranks, read_ranks
+from leandit.train.parallel.ranks import ALONE, SRUN, Ranks, read_ranks
 from leandit.train.parallel.stop import StopRequest, Terminated
 from leandit.train.parallel.strategy import choose_strategy
 from leandit.train.parallel.watchdog import SILENT_SECONDS, Watchdog
 
-MAIN = SUPPORT / "rank_main.py"
 STEPS = 20
 # 15 records in batches of 4, the last of 3: unequal slices, and microbatches of which one rank has fewer.
 SETTINGS = [
@@ -42,36 +40,8 @@ SETTINGS = [
     "run.log_every=1",
     "schedule.kind=constant",
 ]
-Job = dict[str, Any]
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
-
-
-def start_ranks(jobs: list[Job], world_size: int, names: tuple[str, ...] = TORCHRUN) -> list[ForkedPython]:
-    """Start a process for each rank, with what torchrun says to each, or who has other names for it."""
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    ranks = []
-    for rank in range(world_size):
-        place = dict(zip(names, map(str, (rank, rank, world_size, world_size)), strict=True))
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(ForkedPython([MAIN, json.dumps(jobs)], env=common | place, **pipes))
-    return ranks
-
-
-def run_ranks(jobs: list[Job], world_size: int, names: tuple[str, ...] = TORCHRUN) -> list[list[dict[str, Any]]]:
-    """What each rank said of each job; all must end well."""
-    ranks = start_ranks(jobs, world_size, names)
-    ended = [rank.communicate(timeout=280) for rank in ranks]
-    for rank, (_, errors) in zip(ranks, ended, strict=True):
-        assert rank.returncode == 0, errors[-3000:]
-    return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in ended]
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens to."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 def job(store: LatentStore, run: Path, *overrides: str, recipe: str = "dit-s-4", **more: Any) -> Job:

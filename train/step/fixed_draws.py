@@ -1,0 +1,63 @@
+"""Losses that can be compared over the steps of a run: at eight fixed times, with noise fixed for each record."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...datasets.batches.batch import Batch
+from ...datasets.batches.latents import keyed_noise
+from ...datasets.order.shuffle import mix
+from ..config import ObjectiveSection
+from ..objectives.draws import Draws
+from ..objectives.losses import TRAIN_STEPS
+from .attention_kernels import preferred
+from .learner import Learner
+from .train_step import image_losses
+
+NUM_TIMES = 8
+SHARES = tuple((number + 0.5) / NUM_TIMES for number in range(NUM_TIMES))  # of the way from data to noise
+
+
+def fixed_times(section: ObjectiveSection, device: torch.device) -> Tensor:
+    """The eight times, (8,) float32 as of ``draw_times``."""
+    if section.kind == "ddpm":
+        return torch.tensor([float(int(share * TRAIN_STEPS)) for share in SHARES], device=device)
+    return torch.tensor(SHARES, device=device)
+
+
+def posterior_keys(hashes: np.ndarray) -> np.ndarray:
+    """Keys of the posterior draws of records, (B,) int64 of their (B,) uint64 hashes."""
+    return mix(hashes).view(np.int64)
+
+
+def noise_keys(hashes: np.ndarray) -> np.ndarray:
+    """Keys of the noise at each time, (B, 8) int64 of (B,) uint64 hashes."""
+    numbers = np.arange(1, NUM_TIMES + 1, dtype=np.uint64)
+    return mix(mix(hashes)[:, None] + numbers).view(np.int64)
+
+
+@torch.no_grad()
+def losses_at_fixed_times(learner: Learner, batch: Batch, noise: Tensor) -> Tensor:
+    """Loss of each record of a batch at each of the eight times, in one forward; the learner does not change.
+
+    Blocks are not compiled for it: they would be for each of its shapes.
+
+    Args:
+      batch: on the learner's device.
+      noise: (B, 8) int64 keys, there too.
+    Returns: (B, 8) float32.
+    """
+    count, x = len(batch), batch.latents.repeat_interleave(NUM_TIMES, 0)
+    inputs = batch.labels, batch.captions, batch.caption_lengths, batch.records
+    conditioning = learner.conditioner(*inputs, store=batch.store, widen=learner.autocast_dtype is None)
+    draws = Draws(
+        noise=keyed_noise(noise.flatten(), tuple(x.shape[1:])),
+        times=fixed_times(learner.recipe.objective, learner.device).repeat(count),
+        dropped=torch.zeros(len(x), dtype=torch.bool, device=learner.device),
+    )
+    learner.engine.model.eval()
+    with torch.compiler.set_stance("force_eager"), preferred(learner.attention_kernels):
+        losses = image_losses(learner, x, draws, conditioning.repeated(NUM_TIMES))
+    return losses.view(count, NUM_TIMES)
