@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -130,11 +130,12 @@ def _annotation(model: type[BaseModel], names: list[str]) -> Any:
 
 
 def _describe(problem: Any, model: type[BaseModel]) -> str:
-    location = [str(part) for part in problem["loc"]]
+    location = [str(part) for part in problem["loc"] if part != "[key]"]
+    location[:1] = [_written(name, model) for name in location[:1]]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
-        named = ".".join(part for part in location if not part.isdigit())  # no place in a list
-        return f"unknown key '{key}'{_instead(named, _all_keys(model))}"
+        named = [part for part in location if not part.isdigit()]  # no place in a list
+        return f"unknown key '{key}'{_instead('.'.join(named), _all_keys(model, tables=named[1:-1]))}"
     got = problem["input"]
     message = problem["msg"].removeprefix("Value error, ").removesuffix(".")
     if not key:
@@ -155,13 +156,26 @@ def _instead(key: str, known: Sequence[str]) -> str:
     return f"; [{section}] has {', '.join(siblings)}" if section else ""
 
 
-def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+def _written(name: str, model: type[BaseModel]) -> str:
+    """A key of a model as the file has it: its title, where it has one."""
+    field = model.model_fields.get(name)
+    return (field and field.title) or name
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "", *, tables: Sequence[str] = ()) -> list[str]:
+    """The keys of a model as the file has them.
+
+    Args:
+      tables: names of tables, for sections that have one for each name.
+    """
     keys = []
     for name, field in model.model_fields.items():
-        keys.append(prefix + name)
-        for inner in (field.annotation, *get_args(field.annotation)):  # a section, or a list of them
+        key, is_named = f"{prefix}{_written(name, model)}", get_origin(field.annotation) is dict
+        keys += [] if is_named else [key]
+        for inner in (field.annotation, *get_args(field.annotation)):  # a section, or a list or tables of them
             if isinstance(inner, type) and issubclass(inner, BaseModel):
-                keys += _all_keys(inner, f"{prefix}{name}.")
+                for folder in (f"{key}.{table}" for table in tables) if is_named else (key,):
+                    keys += _all_keys(inner, f"{folder}.")
     return keys
 
 

@@ -13,13 +13,15 @@ from pydantic import (
 )
 
 from ..datasets.format.buckets import MAX_RATIO, STEP_PX, Table, bucket_table, largest_crop
-from ..datasets.format.caption_layout import CAPTION_ARRAYS
+from ..datasets.format.caption_layout import CAPTION_ARRAYS, CAPTION_PART
+from ..datasets.format.row_layout import FEATURES, PICTURES
 from ..datasets.format.schema import Name
 from ..datasets.format.zarr_shard import check_codec
 from ..datasets.recipe import Section, load_recipe
 
 PACKAGE = "leandit.precompute"
 MAX_CROP_SHARE = 0.3  # of a picture's area, above which a computed table is warned of
+PATHS = {"buckets", CAPTION_PART, FEATURES, PICTURES, "c"}  # folders of every store; "c" holds the shards of an array
 MIN_STEP_PX = 8  # that is advised; the downscale of most VAEs
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -261,7 +263,7 @@ class PrecomputeRecipe(Section):
     images: ImagesSection = ImagesSection()
     vae: VaeSection = VaeSection()
     text: TextSection = TextSection()
-    texts: dict[Name, TextSection] = Field(default={})  # written as [text.NAME]
+    texts: dict[Name, TextSection] = Field(default={}, title="text")  # written as [text.NAME]
     features: dict[Name, FeatureSection] = Field(default={})
     pictures: dict[Name, PictureSection] = Field(default={})
     store: StoreSection = StoreSection()
@@ -303,6 +305,11 @@ class PrecomputeRecipe(Section):
         if arrays := sorted(self.texts.keys() & CAPTION_ARRAYS):
             raise ValueError(f"[text.{arrays[0]}] has the name of an array beside its folder; use another")
         names = [*self.texts, *self.features, *self.pictures]
+        if taken := sorted(PATHS.intersection(names)):
+            raise ValueError(
+                f"'{taken[0]}' is a folder of every store, so no text encoder, feature or picture can have this name; "
+                "use another"
+            )
         if twice := sorted(name for name in set(names) if names.count(name) > 1):
             raise ValueError(
                 f"two of the text encoders, features and pictures have the name '{twice[0]}'; use two names"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from ... import __version__
 from ...datasets.errors import RecipeError
 from ...datasets.format.buckets import bucket_name, resize_filter
@@ -21,7 +23,8 @@ def describe_store(
 
     Args:
       source: supplies the class names; None to omit them.
-      known: present spec; with vae.batch_size = 0 its batch size is kept, otherwise the largest that fits is measured.
+      known: present spec, whose text encoders and features come first, in its order, wherever the recipe has them;
+        with vae.batch_size = 0 its batch size is kept, otherwise the largest that fits is measured.
     Raises: RecipeError: the VAE cannot encode pictures of a bucket's size. ResourceError: not even one picture fits.
     """
     images, table = recipe.images, recipe.images.table
@@ -64,13 +67,14 @@ def describe_store(
         vae=encoders.image.identity,
         text_encoder=unnamed and unnamed.identity,
         texts=[
-            TextEncoder(name=name, spec=encoder.text_spec(section, text_dtype), encoder=encoder.identity)
-            for name, section in recipe.texts.items()
+            TextEncoder(name=name, spec=encoder.text_spec(recipe.texts[name], text_dtype), encoder=encoder.identity)
+            for name in _in_order(recipe.texts, known.texts if known else ())
             for encoder in [encoders.captions[name]]
         ],
         features=[
             FeatureEncoder(name=name, spec=encoder.spec(), encoder=encoder.identity)
-            for name, encoder in encoders.features.items()
+            for name in _in_order(encoders.features, known.features if known else ())
+            for encoder in [encoders.features[name]]
         ],
         pictures=[
             PictureSpec(name=name, column=column, kind=recipe.pictures[name].kind)
@@ -81,3 +85,9 @@ def describe_store(
         codec=recipe.store.codec,
         recipe=recipe.model_dump(),
     ).with_fingerprint()
+
+
+def _in_order(names: Iterable[str], known: Sequence[TextEncoder | FeatureEncoder]) -> list[str]:
+    """Names of a recipe: those that a store has in its order, then new ones."""
+    places = {one.name: i for i, one in enumerate(known)}
+    return sorted(names, key=lambda name: places.get(name, len(places)))

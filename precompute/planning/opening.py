@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from ...datasets.disk.owners import TEMPORARY_PREFIX
 from ...datasets.disk.strays import sweep_strays
@@ -16,6 +17,9 @@ from ...datasets.revisions.commits import Task
 from ...datasets.revisions.plan import FrozenPlan, planned_revisions, read_plan
 from ...datasets.revisions.writer import StoreWriter
 from ..sources.source import Source
+from .additions import is_extension
+
+TABLES = {"texts": "text", "features": "features", "pictures": "pictures"}  # in an identity, in a recipe
 
 
 def newest_plan(root: Path) -> FrozenPlan | None:
@@ -93,16 +97,50 @@ def check_fingerprint(root: Path, found: StoreSpec, wanted: StoreSpec) -> None:
     """
     if found.fingerprint == wanted.fingerprint:
         return
-    old, new = flatten(found.identity()), flatten(wanted.identity())
-    differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    fields = "".join(f"\n  {key} is {old.get(key)!r} in the store, {new.get(key)!r} now" for key in differing)
     advice = "or --new-revision to encode everything again as a new revision"
     if has_unfinished(root):
-        advice = "or first finish this one with the settings that made it, and then give --new-revision"
+        then = "give --new-revision"
+        if is_extension(found, wanted):
+            then = "run this command again: it adds the rest"
+        advice = f"or first finish this one with the settings that made it, and then {then}"
+    elif left_out := _left_out(found, wanted):
+        names = " ".join(f"--without {name}" for name in left_out)
+        advice += f"; 'leandit compact {root} --out NEW {names}' makes a store without what the recipe leaves out"
+    fields = "".join(f"\n  {line}" for line in _differences(found, wanted))
     raise FingerprintMismatch(
         f"store '{root}': made with other encoders or settings. Nothing was changed. Use the settings that made it, "
         f"give another --store, {advice}. What differs:{fields}"
     )
+
+
+def _left_out(found: StoreSpec, wanted: StoreSpec) -> list[str]:
+    """Names of what a store has and a recipe leaves out, as far as a copy can be without it."""
+    names = [one.name for one in (*found.text_encoders[1:], *found.features, *found.pictures)]
+    kept = {one.name for one in (*wanted.text_encoders, *wanted.features, *wanted.pictures)}
+    return [name for name in names if name not in kept]
+
+
+def _named(spec: StoreSpec) -> dict[str, Any]:
+    """The identity of a spec, in which all TABLES are by name."""
+    identity = {kind: {} for kind in TABLES} | spec.identity()
+    return identity | {"pictures": {one["name"]: one for one in identity["pictures"]}}
+
+
+def _differences(found: StoreSpec, wanted: StoreSpec) -> list[str]:
+    """Lines on what a store and a recipe do not have in common: whole tables, else each field."""
+    old, new, lines = _named(found), _named(wanted), []
+    for kind, table in TABLES.items():
+        before, now = list(old[kind]), list(new[kind])
+        for name in sorted({*before} ^ {*now}):
+            where = "the store, not in the recipe" if name in before else "the recipe, not in the store"
+            lines.append(f"[{table}.{name}] is in {where}")
+        both = [name for name in before if name in now]
+        old[kind], new[kind] = ({name: tables[kind][name] for name in both} for tables in (old, new))
+        if kind == "pictures" and both != now[: len(both)]:
+            lines.append(f"[pictures.NAME] come as {', '.join(now)}, needed {', '.join(both)} first")
+    old, new = flatten(old), flatten(new)
+    differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    return lines + [f"{key} is {old.get(key)!r} in the store, {new.get(key)!r} now" for key in differing]
 
 
 def check_disk(writer: StoreWriter, missing: list[Task]) -> None:

@@ -84,6 +84,10 @@ def test_any_number_survives_being_written_as_toml(lr: float, steps: int) -> Non
         ("precompute", "images.resolutoin=5", "images.resolutoin", "images.resolution"),
         ("precompute", "vae.batchsize=5", "vae.batchsize", "vae.batch_size"),
         ("precompute", "images.codec=zstd", "images.codec", "store.codec"),
+        ("precompute", "text.max_token=5", "text.max_token", "text.max_tokens"),
+        ("precompute", "text.qwen.max_token=5", "text.qwen.max_token", "text.qwen.max_tokens"),
+        ("precompute", "features.dino.resolutoin=5", "features.dino.resolutoin", "features.dino.resolution"),
+        ("precompute", "pictures.mask.colum=5", "pictures.mask.colum", "pictures.mask.column"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(stage: str, override: str, unknown: str, nearest: str) -> None:
@@ -97,6 +101,16 @@ def test_an_unknown_key_names_the_nearest(stage: str, override: str, unknown: st
 def test_an_unknown_key_that_is_like_none_of_its_section_lists_those() -> None:
     with pytest.raises(RecipeError, match=r"unknown key 'model\.depth'; \[model\] has name, .*, mlp, .*\.$"):
         load("train", "demo", "model.depth=2")
+
+
+def test_an_unknown_key_of_a_named_table_lists_the_keys_of_such_tables() -> None:
+    with pytest.raises(RecipeError, match=r"unknown key 'text\.qwen\.zzz'; \[text\.qwen\] has kind, model, .*\.$"):
+        load("precompute", "demo", "text.qwen.zzz=2")
+
+
+def test_a_name_that_no_table_can_have_is_told_as_it_was_written() -> None:
+    with pytest.raises(RecipeError, match=r"'text\.Qwen': string should match pattern .* \(got 'Qwen'\)"):
+        load("precompute", "demo", "text.Qwen.kind=t5")
 
 
 def test_an_unknown_key_that_is_like_none_names_no_other() -> None:

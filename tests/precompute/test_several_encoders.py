@@ -187,7 +187,7 @@ def test_the_same_command_again_does_nothing_and_another_recipe_is_refused(
     root = shutil.copytree(stores.added, tmp_path / "store")
     before = tree_digest(root)
     assert run(source, root, stores.recipe).num_encoded == 0
-    with pytest.raises(FingerprintMismatch, match=r"features\.dino"):
+    with pytest.raises(FingerprintMismatch, match=r"\[features\.dino\] is in the store, not in the recipe"):
         run(source, root, caption_recipe(*BASE))
     with pytest.raises(FingerprintMismatch, match=r"texts\.short\.spec\.max_tokens is 5"):
         run(source, root, PrecomputeRecipe.model_validate(changed(stores.recipe)))
@@ -198,6 +198,47 @@ def changed(recipe: PrecomputeRecipe) -> dict:
     values = recipe.model_dump()
     values["text"]["short"]["max_tokens"] = 6
     return values
+
+
+def test_the_order_of_tables_in_a_recipe_makes_no_other_store(source: Path, teacher: Path, tmp_path: Path) -> None:
+    folder, root = shutil.copytree(source, tmp_path / "pictures"), tmp_path / "store"
+    token = (f"features.token.model={teacher}", "features.token.output=cls")
+    long = ("text.kind=none", "text.long.kind=t5", "text.long.model=shipped:t5")
+    run(folder, root, caption_recipe(*BASE, *long, *SHORT, *feature(teacher), *token))
+    picture(77, 64, 64).save(folder / "images/new.png")
+    with (folder / "metadata.jsonl").open("a") as table:
+        table.write('{"file_name": "images/new.png", "text": "a new picture"}\n')
+    turned = caption_recipe(*BASE, *SHORT, *token, *long, *feature(teacher))
+    report = run(folder, root, turned)
+    assert (report.num_encoded, report.manifest and report.manifest.stack) == (1, [1, 2])
+    other = (f"features.other.model={teacher}", "features.other.output=cls")
+    report = run(folder, root, caption_recipe(*BASE, *SHORT, *other, *token, *long, *feature(teacher)))
+    assert (report.manifest and report.manifest.stack) == [1, 2, 3]
+    store = LatentStore(root)
+    assert (store.texts, store.features) == (["long", "short"], ["dino", "token", "other"])
+    assert verify_store(root).findings == []
+
+
+def test_tables_that_only_a_store_or_a_recipe_has_are_named_with_what_to_do(
+    stores: Stores, source: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = shutil.copytree(stores.plain, tmp_path / "store")
+    with pytest.raises(FingerprintMismatch) as caught:
+        run(source, stores.added, caption_recipe(*BASE))
+    assert f"'leandit compact {stores.added} --out NEW --without short --without dino'" in str(caught.value)
+    lines = str(caught.value).splitlines()[1:]
+    assert lines == [f"  [{name}] is in the store, not in the recipe" for name in ("text.short", "features.dino")]
+    monkeypatch.setattr(files, "failpoint", Failpoint("eio", 30))
+    with pytest.raises(OSError, match="Input/output error"):
+        run(source, root, stores.recipe)
+    monkeypatch.setattr(files, "failpoint", None)
+    more = caption_recipe(*BASE, *SHORT, *feature(teacher), f"features.more.model={teacher}")
+    with pytest.raises(
+        FingerprintMismatch, match=r"first finish .*, and then run this command again: it adds the rest"
+    ):
+        run(source, root, more)
+    run(source, root, stores.recipe)
+    assert run(source, root, more).manifest
 
 
 @pytest.mark.parametrize("at", range(7))
@@ -277,6 +318,14 @@ def test_a_feature_is_left_out_by_a_compaction(stores: Stores, tmp_path: Path) -
 def test_a_text_encoder_cannot_have_the_name_of_an_array_beside_it(name: str) -> None:
     with pytest.raises(RecipeError, match=rf"\[text\.{name}\] has the name of an array"):
         caption_recipe(f"text.{name}.kind=t5", f"text.{name}.model=shipped:t5")
+
+
+@pytest.mark.parametrize("kind", ["text", "features", "pictures"])
+@pytest.mark.parametrize("name", ["c", "buckets", "captions", "features", "pictures"])
+def test_nothing_can_have_the_name_of_a_folder_of_every_store(kind: str, name: str) -> None:
+    settings = {"text": ("kind=t5", "model=shipped:t5"), "features": ("model=any",), "pictures": ("kind=mask",)}[kind]
+    with pytest.raises(RecipeError, match=f"'{name}' is a folder of every store"):
+        caption_recipe(*(f"{kind}.{name}.{setting}" for setting in settings))
 
 
 def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path: Path) -> None:
