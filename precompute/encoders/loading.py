@@ -12,7 +12,7 @@ from ...datasets.format.schema import LatentSpec
 from ..config import PrecomputeRecipe
 from .forwards import FeatureRows, LatentRows, MaskRows, RowsEncoder, VisionEncoder
 from .text.encoder import CaptionEncoder
-from .text.tokenizer import CaptionTokenizer
+from .text.tokenizer import CaptionTokenizer, of_table
 from .vae import ImageEncoder
 
 
@@ -49,11 +49,14 @@ def load_encoders(recipe: PrecomputeRecipe, device: torch.device) -> Encoders:
 
     Raises: EncoderError.
     """
-    tokenizers = {name: CaptionTokenizer(section) for name, section in recipe.text_sections.items()}
+    sections, tokenizers, captions, features = recipe.text_sections, {}, {}, {}
+    for name, section in sections.items():
+        with of_table(name):
+            tokenizers[name] = CaptionTokenizer(section)
     image = ImageEncoder(recipe.vae, device)
-    sections = recipe.text_sections
-    captions = {name: CaptionEncoder(sections[name], tokenizer, device) for name, tokenizer in tokenizers.items()}
-    features = {}
+    for name, section in sections.items():
+        with of_table(name):
+            captions[name] = CaptionEncoder(section, tokenizers[name], device)
     for name, section in recipe.features.items():
         from .vision.features import FeatureEncoder
 

@@ -16,6 +16,7 @@ import pyarrow.compute
 
 from ...datasets.disk.spill import BATCH_ROWS, GrowingArray, map_array, map_table, rebatched
 from ...datasets.format.table_schemas import CAPTION_COUNTS, PLAN_SCHEMA, captions_schema_of
+from ..encoders.text.tokenizer import of_table
 from ..sources.listing.distinct import digests, first_positions
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -41,16 +42,19 @@ class CaptionCounts(NamedTuple):
     Args:
       suffix: of its columns in the captions table, empty for the first one.
       max_tokens: longer captions are truncated.
+      name: of the text encoder.
     """
 
     suffix: str
     tokenizer: Counter
     max_tokens: int
+    name: str = ""
 
     def columns(self, texts: pa.StringArray) -> dict[str, pa.Array]:
         """``num_tokens`` and ``truncated`` of some texts, by the name of the column."""
         parts = (texts.slice(start, TOKENIZE_BATCH).to_pylist() for start in range(0, len(texts), TOKENIZE_BATCH))
-        counts = np.array([count for part in parts for count in self.tokenizer.count(part)], np.int64)
+        with of_table(self.name):
+            counts = np.array([count for part in parts for count in self.tokenizer.count(part)], np.int64)
         num_tokens = np.minimum(counts, self.max_tokens).astype(np.int32)
         found = pa.array(num_tokens), pa.array(counts > self.max_tokens)
         return {f"{name}{self.suffix}": values for name, values in zip(CAPTION_COUNTS, found, strict=True)}

@@ -148,7 +148,7 @@ class Planner:
         if needs_pictures and comparison.num_gone > comparison.num_dropped:
             raise SourceError(
                 f"source '{source.name}': {comparison.num_gone} records of store '{self.root}' are gone from it, so "
-                "they cannot be encoded again. Restore them, or add --drop-gone to leave them out of the new revision."
+                "they cannot be encoded. Restore them, or add --drop-gone to leave them out of the new revision."
             )
         if starts_over:
             return comparison, Lineage(store.revision + 1, manifest.root_hash, spec=base_plan.spec)
@@ -231,7 +231,7 @@ class Planner:
         captions, caption_ids = plan_captions(
             PlannedTexts(comparison, pictures),
             [
-                CaptionCounts(suffix, self.tokenizers[name], self.spec.text_encoder_of(name).spec.max_tokens)
+                CaptionCounts(suffix, self.tokenizers[name], self.spec.text_encoder_of(name).spec.max_tokens, name)
                 for name, suffix in suffixes(self.spec).items()
             ],
             revision=lineage.revision,

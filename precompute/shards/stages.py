@@ -15,6 +15,7 @@ from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import StoreWriter
 from ..encoders.loading import Encoders
 from ..encoders.text.encoder import CaptionEncoder
+from ..encoders.text.tokenizer import of_table
 from ..images.decoders import Decoders
 from ..progress.clock import StageClock
 from ..progress.rejects import RejectLimit
@@ -110,7 +111,7 @@ def encode_captions(
             if loaded and loaded is not encoder:
                 loaded.release()  # two large encoders would not fit
             loaded = encoder
-            with clock.measure("text"):
+            with clock.measure("text"), of_table(part.captions.name):
                 if part.is_null:
                     packed = encode_null_caption(part, encoder)
                 else:

@@ -15,12 +15,14 @@ import torch
 from faults import small_shards
 from harness import Failpoint
 from making import CPU, caption_recipe, make_caption_folder, no_progress, picture, tree_digest
+from safetensors.torch import load_file, save_file
 from tiny_text_models import save_clip
 from vision import make_dinov2
 
 from leandit.datasets.disk import files
 from leandit.datasets.errors import (
     DamageError,
+    EncoderError,
     FingerprintMismatch,
     RecipeError,
     SourceError,
@@ -326,6 +328,22 @@ def test_nothing_can_have_the_name_of_a_folder_of_every_store(kind: str, name: s
     settings = {"text": ("kind=t5", "model=shipped:t5"), "features": ("model=any",), "pictures": ("kind=mask",)}[kind]
     with pytest.raises(RecipeError, match=f"'{name}' is a folder of every store"):
         caption_recipe(*(f"{kind}.{name}.{setting}" for setting in settings))
+
+
+def test_an_error_of_a_text_encoder_says_which_table_it_is_about(source: Path, tmp_path: Path) -> None:
+    save_clip(tmp_path / "clip", projected=True)
+    folders = ("subfolder=text_encoder", "tokenizer_subfolder=tokenizer")
+    settings = ("kind=clip", f"model={tmp_path / 'clip'}", *folders, "output=pooled")
+    clip = [f"text.clip_l.{setting}" for setting in settings]
+    with pytest.raises(EncoderError, match=r"^\[text\.clip_l\]: text\.max_tokens 300: .* reads at most 77 tokens"):
+        load_encoders(caption_recipe(*clip), CPU)
+    with pytest.raises(EncoderError, match=r"^\[text\.clip_l\]: text\.model .* there is no such folder"):
+        load_encoders(caption_recipe(*clip, f"text.clip_l.model={tmp_path / 'none'}"), CPU)
+    weights = tmp_path / "clip/text_encoder/model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: tensor * float("nan") for name, tensor in tensors.items()}, weights, {"format": "pt"})
+    with pytest.raises(EncoderError, match=r"^\[text\.clip_l\]: text\.model: .* gave NaN"):
+        run(source, tmp_path / "store", caption_recipe(*clip, "text.clip_l.max_tokens=77"))
 
 
 def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path: Path) -> None:

@@ -56,8 +56,19 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
     if family_of(name) and recipe.conditioning.kind == "label":
         raise RecipeError(f"conditioning.kind 'label': model '{name}' takes captions. Use a DiT, or 'auto'.")
     if recipe.takes_captions:
+        if store.text is None and store.texts:
+            names = ", ".join(f"[text.{one.name}]" for one in store.texts)
+            raise RunError(
+                f"model '{name}': it takes the captions of [text], store '{where}' has those of {names} alone. "
+                "Precompute with its text encoder as [text]."
+            )
         if store.text is None:
             raise RunError(f"model '{name}': it needs captions, store '{where}' has none. Precompute with text.kind.")
+        if not store.text.has_tokens:
+            raise RunError(
+                f"model '{name}': it takes the tokens of captions, [text] of store '{where}' has pooled vectors alone. "
+                "Precompute with a text encoder that gives tokens as [text]."
+            )
         caption_width = store.text.width
     else:
         num_classes = _num_classes(recipe, store, where)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,21 @@ from .instructions import instruction_text
 
 CAPTION = "{caption}"  # its place in a template
 UNLIKE_CAPTIONS = ("a", "7")  # to see where the tokens of a template's beginning end
+
+
+@contextmanager
+def of_table(name: str) -> Iterator[None]:
+    """Say which table of a recipe an error of a text encoder is about: its message calls the keys ``text.KEY``.
+
+    Args:
+      name: of the text encoder; empty for that of ``[text]``.
+    """
+    try:
+        yield
+    except EncoderError as error:
+        if not name:
+            raise
+        raise EncoderError(f"[text.{name}]: {error}") from error
 
 
 class CaptionTokenizer:

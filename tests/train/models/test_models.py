@@ -7,6 +7,7 @@ import torch
 from making import train_recipe
 
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
+from leandit.datasets.format.schema import TextEncoder
 from leandit.datasets.store import LatentStore
 from leandit.train.models.build import Denoiser, build_model
 from leandit.train.models.conditioning import Conditioner, Conditioning
@@ -139,6 +140,19 @@ def test_a_model_that_does_not_fit_the_store_is_refused(
     with pytest.raises(error) as caught:
         model_spec(train_recipe(name, *overrides), store.spec, str(store.path))
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_store_without_tokens_of_its_text_encoder_is_refused_as_what_it_is(caption_store: LatentStore) -> None:
+    spec, recipe = caption_store.spec, train_recipe("pixart-tiny")
+    assert spec.text
+    assert spec.text_encoder
+    pooled = spec.text.model_copy(update={"output": "pooled", "pooled_width": 8})
+    with pytest.raises(RunError, match="takes the tokens of captions, .* has pooled vectors alone"):
+        model_spec(recipe, spec.model_copy(update={"text": pooled}), "store")
+    named = [TextEncoder(name="t5", spec=spec.text, encoder=spec.text_encoder)]
+    other = spec.model_copy(update={"text": None, "text_encoder": None, "texts": named})
+    with pytest.raises(RunError, match=r"the captions of \[text\], store 'store' has those of \[text\.t5\] alone"):
+        model_spec(recipe, other, "store")
 
 
 def test_a_bucket_of_no_whole_number_of_patches_is_refused(label_store: LatentStore) -> None:
