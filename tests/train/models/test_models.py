@@ -147,7 +147,7 @@ def test_a_store_without_tokens_of_its_text_encoder_is_refused_as_what_it_is(cap
     assert spec.text
     assert spec.text_encoder
     pooled = spec.text.model_copy(update={"output": "pooled", "pooled_width": 8})
-    with pytest.raises(RunError, match="takes the tokens of captions, .* has pooled vectors alone"):
+    with pytest.raises(RunError, match=r"takes the tokens of captions, .* has pooled vectors alone"):
         model_spec(recipe, spec.model_copy(update={"text": pooled}), "store")
     named = [TextEncoder(name="t5", spec=spec.text, encoder=spec.text_encoder)]
     other = spec.model_copy(update={"text": None, "text_encoder": None, "texts": named})
