@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ..datasets.errors import RecipeError
+from ..datasets.format.schema import Name
 from ..datasets.recipe import Count, Positive, Section, Share, load_recipe
 from .data_recipe import DataSection, StoreSection, Turn
 
 PACKAGE = "leandit.train"
+
+Weight = Annotated[float, Field(ge=0)]
 
 
 def _checkpointing(value: object) -> object:
@@ -24,7 +27,7 @@ class ModelSection(Section):
     """The diffusion transformer."""
 
     name: str = "DiT-XL/2"
-    """"DiT-{S,B,L,XL}/{2,4,8}", "pixart-sigma", "pixart-tiny", "sana-600m", "sana-1600m", "sana-tiny"."""
+    """"DiT-{S,B,L,XL}/{1,2,4,8}", "pixart-sigma", "pixart-tiny", "sana-600m", "sana-1600m", "sana-tiny"."""
     init_from: str = ""
     """Weights to begin from: a run, a hub id or folder in diffusers' layout, of DiT also an official file."""
     channels: Count = 0
@@ -37,8 +40,11 @@ class ModelSection(Section):
     """DiT: norm of tokens; "layer" as published."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """DiT: feed-forward; "gelu" as published."""
-    positions: Literal["sincos", "rope"] = "sincos"
-    """DiT: positions; "sincos": added once, as published; "rope": turn queries and keys, along both axes."""
+    positions: Literal["sincos", "rope", "both"] = "sincos"
+    """DiT: positions; "sincos": added once, as published; "rope": turn queries and keys, along both axes; "both"."""
+    time: Literal["steps", "share", "to_data"] = "steps"
+    """DiT: the time it embeds; "steps": 0 to 1000, as published. "share": 0 to 1 (REPA). "to_data": 1 at the data, 0 at
+    the noise, and it gives the velocity towards the data (SiT, LightningDiT); objective and sampler stay the same."""
 
 
 class ObjectiveSection(Section):
@@ -60,13 +66,56 @@ class ObjectiveSection(Section):
     """Of "logit_normal": standard deviation of the logit."""
     shift: Annotated[float, Field(gt=0)] = 1.0
     """Shift of the times of "flow" towards noise: t' = s t / (1 + (s - 1) t)."""
+    cosine_weight: Weight = 0.0
+    """Of "flow": weight of 1 - cosine between velocity and target over the channels (LightningDiT: 1)."""
+    contrastive_weight: Weight = 0.0
+    """Of "flow": weight of minus the error to the target of another image (contrastive flow matching: 0.05)."""
+    dispersive_weight: Weight = 0.0
+    """DiT: weight of the loss that drives the tokens of different images apart (dispersive loss: 0.5)."""
+    dispersive_block: Count = 0
+    """The block whose output disperses, from 1; 0: after a quarter of the depth."""
+    dispersive_temperature: Annotated[float, Field(gt=0)] = 0.5
+    """Of the dispersive loss."""
 
     @model_validator(mode="after")
     def _keys_of_the_other_kind_are_not_set(self) -> ObjectiveSection:
         of_ddpm = (self.predict, self.variance, self.min_snr_gamma)
         if self.kind == "flow" and of_ddpm != ("epsilon", "learned", 0.0):
             raise ValueError('predict, variance and min_snr_gamma are keys of kind = "ddpm"; "flow" has none of them')
+        if self.kind == "ddpm" and (self.cosine_weight or self.contrastive_weight):
+            raise ValueError('cosine_weight and contrastive_weight are keys of kind = "flow"; "ddpm" has no velocity')
         return self
+
+
+class AlignSection(Section):
+    """Alignment of a block's tokens with an image feature of the store (REPA), of which NAME is the name."""
+
+    block: Positive = 8
+    """The block whose output is projected and compared with the feature, from 1."""
+    weight: Weight = 0.5
+    """Weight of 1 - cosine, the mean over the tokens."""
+    stop_step: Count = 0
+    """Last step that aligns (HASTE); 0: all."""
+    projector_width: Positive = 2048
+    """Hidden width of the projector, three linear maps with SiLU between."""
+    class_weight: Weight = 0.0
+    """Above 0, the model denoises the feature's class token too (REG: 0.03): weight of the error of its velocity."""
+
+
+class RoutingSection(Section):
+    """Some tokens skip the middle blocks of a DiT in training; each image has its own random ones."""
+
+    kind: Literal["none", "tread", "sprint"] = "none"
+    """"tread": they come back unchanged. "sprint": the outputs of both ways are fused, with a mask token for skipped
+    ones; a fused model keeps this layer when it draws."""
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Share of the tokens that skip; the number is the same for all images, so compiled shapes stay the same."""
+    first_block: Positive = 3
+    """The first block that they skip, from 1."""
+    last_block: Count = 0
+    """The last one; 0: the third from the end."""
+    stop_step: Count = 0
+    """Last step that routes, before steps with all tokens; 0: all."""
 
 
 class ConditioningSection(Section):
@@ -222,6 +271,8 @@ class TrainRecipe(Section):
     objective: ObjectiveSection = ObjectiveSection()
     conditioning: ConditioningSection = ConditioningSection()
     latent: LatentSection = LatentSection()
+    align: dict[Name, AlignSection] = Field(default={})
+    routing: RoutingSection = RoutingSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     ema: EmaSection = EmaSection()
@@ -259,6 +310,19 @@ class TrainRecipe(Section):
                 "no store to train on: needed --store PATH, or data.mixture or data.stages in the recipe."
             )
         return named
+
+    @model_serializer(mode="wrap")
+    def _without_empty_tables(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """As the file has it: no [align] without a feature."""
+        return {key: value for key, value in serialise(self).items() if value or key != "align"}
+
+    @model_validator(mode="after")
+    def _one_class_token(self) -> TrainRecipe:
+        if sum(section.class_weight > 0 for section in self.align.values()) > 1:
+            raise ValueError("align: two features have a class_weight; the model denoises the class token of one")
+        if self.objective.kind == "ddpm" and any(section.class_weight for section in self.align.values()):
+            raise ValueError('align: class_weight needs objective.kind = "flow"')
+        return self
 
     @model_validator(mode="after")
     def _stores_of_the_recipe_have_their_own_revisions(self) -> TrainRecipe:

@@ -119,6 +119,8 @@ def check_diffusers(snapshot: Snapshot) -> None:
         raise RunError(
             f"model '{spec.name}': it was trained with {option}, which diffusers' DiT does not support. {instead}"
         )
+    if spec.class_width or spec.fused:
+        raise RunError(f"model '{spec.name}': diffusers' DiT has no class token and no routed tokens. {instead}")
     if spec.num_classes > NULL_LABEL:
         raise RunError(
             f"model '{spec.name}': it has {spec.num_classes} classes, DiTPipeline takes {NULL_LABEL} at most, since "

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...datasets.format.schema import LatentSpec
 from ..models.build import Denoiser, build_model, patch_of
-from ..models.conditioning import Conditioning
+from ..models.conditioning import Conditioning, Extras
 from ..models.spec import ModelSpec
 
 COUNTED_TOKENS = (8, 16, 24)  # caption lengths that are counted; others are interpolated
@@ -57,7 +57,8 @@ def _counted(spec: str, latent_size: tuple[int, int], caption_tokens: int) -> in
     model, shapes = _meta_model(spec), ModelSpec.model_validate_json(spec)
     with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device("meta"):
         x = torch.empty(1, shapes.channels, *latent_size)
-        model(x, torch.empty(1), example_conditioning(shapes, 1, caption_tokens))
+        extras = [Extras(torch.empty(1, shapes.class_width))] if shapes.class_width else []
+        model(x, torch.empty(1), example_conditioning(shapes, 1, caption_tokens), *extras)
     return counter.get_total_flops()
 
 

@@ -39,7 +39,7 @@ class StepReport:
       step: last of them.
       num_images: seen since the start of the run.
       epoch: of the last batch.
-      loss, grad_norm: means over the steps; the norm is taken before clipping.
+      loss, grad_norm: means over the steps; the loss without added terms, the norm before clipping.
       learning_rate: of the last step.
       seconds_per_step, images_per_second: over the steps, of all ranks together.
       tokens_per_second: image tokens, of all ranks together.
@@ -51,6 +51,7 @@ class StepReport:
       skipped_steps: steps without an update, because gradients overflowed (float16).
       loss_scale: of the last step, or None if losses are not scaled.
       loss_by_time: mean loss in each of ``NUM_BANDS`` equal bands from data to noise; None for a band without images.
+      loss_terms: means of the weighted terms that the recipe adds to the loss.
       held_out: loss of the held-out records, if the last step ended with an evaluation.
     """
 
@@ -70,6 +71,7 @@ class StepReport:
     skipped_steps: int
     loss_scale: float | None
     loss_by_time: list[float | None]
+    loss_terms: dict[str, float]
     held_out: HeldOutLoss | None = None
 
 
@@ -77,7 +79,8 @@ class StepResult(NamedTuple):
     """Losses and gradient norm of a step, on the device until they are reported.
 
     Args:
-      loss: () this rank's share of the mean over the global batch.
+      loss: () this rank's share of the mean over the global batch, without added terms.
+      terms: () of each term that the recipe adds, likewise.
       grad_norm: () over all ranks, before clipping.
       skipped: () 1 if the update was skipped, else 0.
       num_images: of the global batch.
@@ -89,6 +92,7 @@ class StepResult(NamedTuple):
 
     step: int
     loss: Tensor
+    terms: dict[str, Tensor]
     grad_norm: Tensor
     skipped: Tensor
     num_images: int
@@ -163,9 +167,12 @@ class Window:
         losses, norms, skipped = (torch.stack(column) for column in zip(*columns, strict=True))
         shares = torch.cat([result.time_shares for result in self._results])
         bands = band_sums(shares, torch.cat([result.losses for result in self._results]))
+        names = list(self._results[0].terms)
+        terms = torch.stack([losses, *(torch.stack([one.terms[name] for one in self._results]) for name in names)])
         if self._watchdog.ranks.world_size > 1:
-            dist.all_reduce(losses)
+            dist.all_reduce(terms)
             dist.all_reduce(bands)
+        losses = terms[0]
         good = skipped == 0
         loss, num_skipped = losses.mean().item(), int(skipped.sum().item())  # waits for the device
         seconds = time.perf_counter() - self._start
@@ -194,6 +201,7 @@ class Window:
             skipped_steps=num_skipped,
             loss_scale=scale,
             loss_by_time=band_means(bands),
+            loss_terms=dict(zip(names, terms[1:].mean(1).tolist(), strict=True)),
         )
         self.reset()
         return figures
@@ -254,7 +262,8 @@ class MetricsWriter:
 
 def _scalars(values: dict[str, Any]) -> dict[str, float]:
     """The numbers of a report that can be plotted over the steps, one for each band and each time."""
-    figures = {name: value for name, value in values.items() if name not in ("step", "held_out")}
+    figures = {name: value for name, value in values.items() if name not in ("step", "held_out", "loss_terms")}
+    figures |= {f"loss_terms/{name}": value for name, value in values["loss_terms"].items()}
     figures |= {f"held_out/{name}": value for name, value in (values["held_out"] or {}).items()}
     for name in [name for name, value in figures.items() if isinstance(value, list)]:
         by_time, middle = figures.pop(name), 0.5 if name.startswith("held_out/") else 0.0

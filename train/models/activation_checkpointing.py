@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from .cpu_linear import has_onednn
+from .numerics import has_onednn
 
 Mode = Literal["none", "blocks", "selective"]
 Hooks = Callable[[], AbstractContextManager[Any]]

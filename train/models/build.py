@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ...datasets.errors import RecipeError
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.shuffle import keyed_hash
+from ..config import RoutingSection
 from .activation_checkpointing import Mode, checkpoint_blocks
-from .conditioning import Conditioning
+from .conditioning import Conditioning, Extras, ModelOutput
 from .diffusers_models import PIXART_SIZES, SANA_PATCH, SANA_SIZES, TextDenoiser, family_of, published_config
 from .dit import PATCHES, SIZES, DiT, size_of
 from .spec import ModelSpec
@@ -47,6 +48,22 @@ def patch_of(spec: ModelSpec) -> int:
     return size_of(spec.name)[-1]
 
 
+def routed_blocks(routing: RoutingSection, depth: int) -> tuple[int, int]:
+    """The first and the last block that tokens skip, from 1; (0, 0) if none does.
+
+    Raises: RecipeError: there are no such blocks.
+    """
+    if routing.kind == "none":
+        return 0, 0
+    first, last = routing.first_block, routing.last_block or depth - 2
+    if not first <= last <= depth:
+        raise RecipeError(
+            f"routing.first_block {first}, routing.last_block {last}: the model has {depth} blocks. Needed 1 <= first "
+            "<= last <= the number of blocks."
+        )
+    return first, last
+
+
 class DiTDenoiser(nn.Module):
     """Our DiT behind the common call."""
 
@@ -64,11 +81,15 @@ class DiTDenoiser(nn.Module):
             base_size=spec.base_size,
             caption_width=spec.caption_width,
             options=spec.options,
+            projectors=spec.projectors,
+            fused=spec.fused,
         )
 
-    def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
-        """(B, C, H, W), (B,) time in 0..1000, labels or captions to (B, out_channels, H, W)."""
-        return self.net(x, t, conditioning.labels, conditioning.captions, conditioning.caption_mask)
+    def forward(
+        self, x: Tensor, t: Tensor, conditioning: Conditioning, extras: Extras | None = None
+    ) -> Tensor | ModelOutput:
+        """(B, C, H, W), (B,) time in 0..1000, labels or captions to (B, out_channels, H, W), and more with extras."""
+        return self.net(x, t, conditioning.labels, conditioning.captions, conditioning.caption_mask, extras)
 
     def checkpoint_activations(self, mode: Mode = "blocks") -> None:
         """See ``checkpoint_blocks``."""

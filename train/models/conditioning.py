@@ -47,6 +47,38 @@ class Conditioning(NamedTuple):
         )
 
 
+class Extras(NamedTuple):
+    """What a forward takes and gives beside latents, times and conditioning.
+
+    Args:
+      class_token: (B, D) noisy class token, for a model that denoises one.
+      kept: (B, K) int64 image tokens, in their order, that go through the routed blocks; None: all.
+      watched: a block, from 1, whose output is wanted.
+      projected: tokens of each image that are projected, from the first; None: all.
+    """
+
+    class_token: Tensor | None = None
+    kept: Tensor | None = None
+    watched: int = 0
+    projected: int | None = 0
+
+
+class ModelOutput(NamedTuple):
+    """What a forward with ``Extras`` gives.
+
+    Args:
+      output: (B, out_channels, H, W).
+      class_velocity: (B, D) of the class token, if there is one.
+      projected: (B, T or K, D) by name of the feature; the class token, if there is one, comes first.
+      watched: (B, T or K, E) output of the watched block, without the class token.
+    """
+
+    output: Tensor
+    class_velocity: Tensor | None
+    projected: dict[str, Tensor]
+    watched: Tensor | None
+
+
 @dataclass(frozen=True)
 class Conditioner:
     """Makes the conditioning of a batch.

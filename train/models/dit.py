@@ -11,11 +11,13 @@ Source: "Scalable Diffusion Models with Transformers", arXiv 2212.09748, section
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from .conditioning import Extras, ModelOutput
 from .cross_attention import CaptionLayout, arrange_captions
 from .layers import (
     Attention,
@@ -35,10 +37,21 @@ from .layers import (
     rotation_table,
 )
 from .numerics import at_least_float32, without_autocast
+from .spec import ProjectorSpec
+from .token_paths import (
+    ClassToken,
+    Fusion,
+    projector,
+    put_tokens,
+    rows_kept,
+    take_rotation,
+    take_tokens,
+    with_class_rotation,
+)
 
 # name -> depth, width, heads (table 1)
 SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
-PATCHES = (2, 4, 8)
+PATCHES = (1, 2, 4, 8)
 PUBLISHED = DiTOptions()
 
 
@@ -88,9 +101,11 @@ class FinalLayer(nn.Module):
         self.linear = nn.Linear(width, patch * patch * out_channels)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
 
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        """Patches, and the tokens they are computed from."""
         shift, scale = at_least_float32(self.adaLN_modulation(c)).chunk(2, dim=1)
-        return self.linear(modulate(self.norm_final(x), shift, scale))
+        modulated = modulate(self.norm_final(x), shift, scale)
+        return self.linear(modulated), modulated
 
 
 class DiT(nn.Module):
@@ -104,12 +119,16 @@ class DiT(nn.Module):
       base_size: latent height and width of the position table in the checkpoint.
       caption_width: D; 0: conditioned on classes.
       options: changes to the published model.
+      projectors: of blocks' tokens to image features, by name.
+      fused: blocks, from 1, around which the tokens before and after are fused (SPRINT).
 
     Attributes:
       residual: dtype of the residual stream under autocast to bfloat16; in any other precision it is float32.
+      routed: the first and the last block that routed tokens skip.
     """
 
     residual: Literal["float32", "bf16"] = "float32"
+    routed: tuple[int, int] = (0, 0)
 
     def __init__(
         self,
@@ -124,9 +143,12 @@ class DiT(nn.Module):
         base_size: int,
         caption_width: int = 0,
         options: DiTOptions = PUBLISHED,
+        projectors: Mapping[str, ProjectorSpec] = {},
+        fused: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.patch, self.out_channels, self.num_classes = patch, out_channels, num_classes
+        self.options = options
         self.head_width, self.base_grid = width // heads, base_size // patch
         self.x_embedder = PatchEmbed(patch, channels, width)
         self.t_embedder = TimestepEmbedder(width)
@@ -134,12 +156,19 @@ class DiT(nn.Module):
         self.y_embedder = CaptionEmbedder(caption_width, width) if caption_width else LabelEmbedder(num_classes, width)
         self.pos_embed: Tensor | None
         table = None
-        if options.positions == "sincos":
+        if options.positions != "rope":
             table = position_table(self.base_grid, self.base_grid, width, self.base_grid)[None]
         self.register_buffer("pos_embed", table)
         self.blocks = nn.ModuleList(DiTBlock(width, heads, options, takes_text=self.takes_text) for _ in range(depth))
         self.final_layer = FinalLayer(width, patch, out_channels, options)
-        self._positions: dict[tuple[int, int, torch.device], Tensor | Rotation] = {}
+        self._projected = dict(projectors)
+        class_width = max((one.feature_width for one in projectors.values() if one.has_class), default=0)
+        self.class_token = ClassToken(class_width, width) if class_width else None
+        self.fusion = Fusion(width) if fused else None
+        self.routed = fused or self.routed
+        self.projectors = nn.ModuleDict({name: projector(one, width) for name, one in projectors.items()})
+        self._tables: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._rotations: dict[tuple[int, int, torch.device], Rotation] = {}
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
@@ -157,6 +186,9 @@ class DiT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
         modulated = [module for module in self.modules() if isinstance(module, (DiTBlock, FinalLayer))]
         crossing = [module.proj for module in self.modules() if isinstance(module, CrossAttention)]
+        for added in (self.class_token, self.fusion):
+            if added is not None:
+                added.reset()
         for zeroed in (*(module.adaLN_modulation for module in modulated), *crossing, self.final_layer.linear):
             for parameter in zeroed.parameters():
                 nn.init.zeros_(parameter)
@@ -168,7 +200,8 @@ class DiT(nn.Module):
         y: Tensor | None = None,
         captions: Tensor | None = None,
         caption_mask: Tensor | None = None,
-    ) -> Tensor:
+        extras: Extras | None = None,
+    ) -> Tensor | ModelOutput:
         """Predict noise (and variance), or velocity.
 
         Args:
@@ -176,13 +209,14 @@ class DiT(nn.Module):
           t: (B,) time in 0..1000.
           y: (B,) int64 class index, ``num_classes`` for null.
           captions: (B, L, D) instead of labels, with (B, L) true for real tokens.
-        Returns: (B, out_channels, H, W).
+        Returns: (B, out_channels, H, W); with extras, it and what they ask for.
+        Raises: ValueError: the model denoises a class token, and none is given.
         """
         rows, columns = x.shape[2] // self.patch, x.shape[3] // self.patch
         x, rotation = self.embed_patches(x, rows, columns)  # (B, T, E)
         layout = None
         with without_autocast(x.device):
-            c = self.t_embedder(t)  # (B, E)
+            c = self.t_embedder(self.embedded_time(t))  # (B, E)
             if not self.takes_text:
                 c = c + self.y_embedder(y)
         if self.takes_text:
@@ -190,9 +224,66 @@ class DiT(nn.Module):
             assert caption_mask is not None
             captions, layout = arrange_captions(captions, caption_mask, head_width=self.head_width)
             captions = self.y_embedder(captions)  # (B, L, E)
-        for block in self.blocks:
-            x = block(x, c, rotation, captions, layout) if self.takes_text else block(x, c, rotation)
-        return self.unpatchify(self.final_layer(x, c), rows, columns)
+        more = extras or Extras()
+        x, rotation = self.join_class_token(x, rotation, more.class_token)
+        x, projected, watched = self.run_blocks(x, c, rotation, captions, layout, more)
+        patches, tokens = self.final_layer(x, c)
+        velocity = None
+        if self.class_token is not None:
+            velocity, patches = self.class_token.velocity(tokens[:, 0]), patches[:, 1:]
+        output = self.unpatchify(patches, rows, columns)
+        if self.options.time == "to_data":
+            output, velocity = -output, None if velocity is None else -velocity
+        return output if extras is None else ModelOutput(output, velocity, projected, watched)
+
+    def join_class_token(
+        self, x: Tensor, rotation: Rotation | None, token: Tensor | None
+    ) -> tuple[Tensor, Rotation | None]:
+        """Put the noisy class token before the image tokens."""
+        if self.class_token is None:
+            return x, rotation
+        if token is None:
+            raise ValueError("the model denoises a class token, and none is given")
+        x = torch.cat([self.class_token(token).to(x.dtype), x], dim=1)
+        return x, rotation if rotation is None else with_class_rotation(rotation)
+
+    def run_blocks(
+        self,
+        x: Tensor,
+        c: Tensor,
+        rotation: Rotation | None,
+        captions: Tensor | None,
+        layout: CaptionLayout | None,
+        extras: Extras,
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        """The blocks, with only some tokens in the routed ones; projections of tokens, and the watched block's."""
+        has_class = self.class_token is not None
+        rows = None if extras.kept is None else rows_kept(extras.kept, has_class=has_class)
+        before, turned, projected, watched = x, rotation, dict[str, Tensor](), None
+        for number, block in enumerate(self.blocks, 1):
+            if number == self.routed[0]:
+                before = x
+                if rows is not None:
+                    x, turned = take_tokens(x, rows), rotation and take_rotation(rotation, rows)
+            x = block(x, c, turned, captions, layout) if self.takes_text else block(x, c, turned)
+            for name, spec in self._projected.items():
+                if extras.projected != 0 and spec.block == number:
+                    projected[name] = self.projectors[name](x[:, : extras.projected])
+            watched = x[:, has_class:] if number == extras.watched else watched
+            if number == self.routed[1]:
+                if self.fusion is not None:
+                    x = self.fusion(before, x, rows)
+                elif rows is not None:
+                    x = put_tokens(before, rows, x)
+                turned = rotation
+        return x, projected, watched
+
+    def embedded_time(self, t: Tensor) -> Tensor:
+        """(B,) time in 0..1000, from data to noise, as the time embedding takes it."""
+        if self.options.time == "steps":
+            return t
+        share = at_least_float32(t) / 1000
+        return 1 - share if self.options.time == "to_data" else share
 
     def embed_patches(self, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Rotation | None]:
         """Tokens with their positions, in the dtype of the residual stream, and the rotation of queries and keys.
@@ -203,10 +294,10 @@ class DiT(nn.Module):
         embedded = self.x_embedder(x)
         narrow = self.residual == "bf16" and embedded.dtype == torch.bfloat16
         stream = torch.bfloat16 if narrow else at_least_float32(embedded).dtype
-        place = self.positions(rows, columns)
-        if isinstance(place, tuple):
-            return embedded.to(stream), place
-        return (embedded + place).to(stream), None
+        rotation = self.rotation(rows, columns) if self.options.positions != "sincos" else None
+        if self.pos_embed is not None:
+            embedded = embedded + self.position_table(rows, columns)
+        return embedded.to(stream), rotation
 
     def unpatchify(self, x: Tensor, rows: int, columns: int) -> Tensor:
         """(B, T, p * p * out_channels) to (B, out_channels, H, W)."""
@@ -214,19 +305,25 @@ class DiT(nn.Module):
         x = x.view(-1, rows, columns, p, p, self.out_channels)
         return x.permute(0, 5, 1, 3, 2, 4).reshape(-1, self.out_channels, rows * p, columns * p)
 
-    def positions(self, rows: int, columns: int) -> Tensor | Rotation:
-        """Position table (1, T, E) or rotation of a grid of tokens; computed once for each size and device."""
-        if self.pos_embed is not None and rows == columns == self.base_grid:
+    def position_table(self, rows: int, columns: int) -> Tensor:
+        """Sine-cosine positions (1, T, E) of a grid of tokens; computed once for each size and device."""
+        assert self.pos_embed is not None
+        if rows == columns == self.base_grid:
             return self.pos_embed
+        key = (rows, columns, self.pos_embed.device)
+        if key not in self._tables:
+            with torch.inference_mode(False):  # a table made while sampling may be used in training later
+                table = position_table(rows, columns, self.pos_embed.shape[2], self.base_grid)
+                self._tables[key] = table[None].to(self.pos_embed)
+        return self._tables[key]
+
+    def rotation(self, rows: int, columns: int) -> Rotation:
+        """Rotary positions of a grid of tokens, likewise."""
         weight = self.x_embedder.proj.weight
         key = (rows, columns, weight.device)
-        if key not in self._positions:
-            with torch.inference_mode(False):  # a table made while sampling may be used in training later
-                if self.pos_embed is not None:
-                    table = position_table(rows, columns, self.pos_embed.shape[2], self.base_grid)
-                    self._positions[key] = table[None].to(self.pos_embed)
-                else:
-                    dtype = torch.promote_types(weight.dtype, torch.float32)
-                    cos, sin = rotation_table(rows, columns, self.head_width, self.base_grid)
-                    self._positions[key] = cos.to(weight.device, dtype), sin.to(weight.device, dtype)
-        return self._positions[key]
+        if key not in self._rotations:
+            with torch.inference_mode(False):
+                dtype = torch.promote_types(weight.dtype, torch.float32)
+                cos, sin = rotation_table(rows, columns, self.head_width, self.base_grid)
+                self._rotations[key] = cos.to(weight.device, dtype), sin.to(weight.device, dtype)
+        return self._rotations[key]

@@ -36,7 +36,8 @@ class DiTOptions(BaseModel):
     qk_norm: bool = False
     norm: Literal["layer", "rms"] = "layer"
     mlp: Literal["gelu", "swiglu"] = "gelu"
-    positions: Literal["sincos", "rope"] = "sincos"
+    positions: Literal["sincos", "rope", "both"] = "sincos"
+    time: Literal["steps", "share", "to_data"] = "steps"
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

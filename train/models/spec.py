@@ -9,6 +9,24 @@ from pydantic import BaseModel, ConfigDict
 from .layers import DiTOptions
 
 
+class ProjectorSpec(BaseModel):
+    """A projector of tokens to an image feature.
+
+    Args:
+      block: whose output it takes, from 1.
+      width: of its hidden layers.
+      feature_width: of a token of the feature.
+      has_class: the model denoises the feature's class token.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    block: int
+    width: int
+    feature_width: int
+    has_class: bool = False
+
+
 class ModelSpec(BaseModel):
     """Everything needed to build a model.
 
@@ -16,6 +34,8 @@ class ModelSpec(BaseModel):
       num_classes: of the label table; 0 with captions.
       caption_width: 0 with labels.
       options: of our DiT.
+      projectors: by name of the feature.
+      fused: blocks around which the outputs of routed and other tokens are fused (SPRINT), from 1.
       config: arguments of diffusers' class, if the model came from a folder or the hub.
     """
 
@@ -28,7 +48,14 @@ class ModelSpec(BaseModel):
     caption_width: int
     base_size: int
     options: DiTOptions = DiTOptions()
+    projectors: dict[str, ProjectorSpec] = {}
+    fused: tuple[int, int] | None = None
     config: dict[str, Any] = {}
+
+    @property
+    def class_width(self) -> int:
+        """Of the class token that the model denoises beside the latent (REG); 0: it denoises none."""
+        return next((one.feature_width for one in self.projectors.values() if one.has_class), 0)
 
     @property
     def takes_text(self) -> bool:

@@ -27,15 +27,19 @@ class Draws(NamedTuple):
       noise: (B, C, H, W) standard normal.
       times: (B,) as the objective draws them.
       dropped: (B,) bool, whose conditioning becomes null.
+      class_noise: (B, D) standard normal, for a model that denoises a class token.
+      token_order: (B, T) uniform, whose largest route tokens past blocks.
     """
 
     noise: Tensor
     times: Tensor
     dropped: Tensor
+    class_noise: Tensor | None = None
+    token_order: Tensor | None = None
 
     def part(self, rows: slice) -> Draws:
         """The draws of a microbatch."""
-        return Draws(self.noise[rows], self.times[rows], self.dropped[rows])
+        return Draws(*(None if drawn is None else drawn[rows] for drawn in self))  # pyright: ignore[reportArgumentType]
 
 
 def draw(
@@ -47,6 +51,8 @@ def draw(
     rows: slice,
     shape: tuple[int, ...],
     device: torch.device,
+    class_width: int = 0,
+    num_tokens: int = 0,
 ) -> Draws:
     """Draw for some images of the global batch of a step.
 
@@ -54,15 +60,32 @@ def draw(
       drop: share of the images whose conditioning becomes null.
       rows: the images, by their place in the global batch.
       shape: (C, H, W) of a latent.
+      class_width: D of a class token; 0: none is drawn for.
+      num_tokens: T of an image, if some of them skip blocks, else 0.
     """
     generator = torch.Generator(device)
     groups = range(rows.start // GROUP, max(-(-rows.stop // GROUP), rows.start // GROUP + 1))
-    noise, times, dropped = [], [], []
+    drawn: list[list[Tensor]] = []
     for group in groups:
         generator.manual_seed(keyed_hash(seed, step, group) % 2**63)
-        noise.append(torch.randn((GROUP, *shape), generator=generator, device=device))
-        times.append(draw_times(objective, GROUP, generator))
-        dropped.append(torch.rand(GROUP, generator=generator, device=device) < drop)
+        # What is drawn always comes first, so it does not depend on the rest.
+        of_group = [
+            torch.randn((GROUP, *shape), generator=generator, device=device),
+            draw_times(objective, GROUP, generator),
+            torch.rand(GROUP, generator=generator, device=device) < drop,
+        ]
+        if class_width:
+            of_group.append(torch.randn((GROUP, class_width), generator=generator, device=device))
+        if num_tokens:
+            of_group.append(torch.rand((GROUP, num_tokens), generator=generator, device=device))
+        drawn.append(of_group)
     first = groups.start * GROUP
-    part = slice(rows.start - first, rows.stop - first)
-    return Draws(torch.cat(noise)[part], torch.cat(times)[part], torch.cat(dropped)[part])
+    columns = [torch.cat(column)[rows.start - first : rows.stop - first] for column in zip(*drawn, strict=True)]
+    noise, times, dropped, *rest = columns
+    return Draws(
+        noise,
+        times,
+        dropped,
+        class_noise=rest.pop(0) if class_width else None,
+        token_order=rest.pop(0) if num_tokens else None,
+    )

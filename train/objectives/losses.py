@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from ..config import ObjectiveSection
+from .added_terms import contrast, direction_error
 
+PLAIN = "plain"
 TRAIN_STEPS = 1000
 BETA_START, BETA_END = 1e-4, 0.02  # DDPM's linear schedule (Ho et al. 2020, section 4), as DiT and PixArt use it
 
@@ -47,23 +49,42 @@ def time_share(section: ObjectiveSection, t: Tensor) -> Tensor:
 
 
 def loss_per_image(section: ObjectiveSection, predict: Predict, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    """Loss of each image.
+    """Plain loss of each image: without the terms that the recipe adds."""
+    return losses_per_image(section, predict, x, noise, t)[PLAIN]
+
+
+def losses_per_image(
+    section: ObjectiveSection, predict: Predict, x: Tensor, noise: Tensor, t: Tensor
+) -> dict[str, Tensor]:
+    """Plain loss of each image, and the weighted terms that the recipe adds to it.
 
     Args:
       predict: the model.
       x: (B, C, H, W) float32 latents.
       noise: (B, C, H, W) standard normal.
       t: (B,) from ``draw_times``.
-    Returns: (B,) float32.
+    Returns: (B,) float32 of each, the plain one by the name ``PLAIN``.
     """
-    return _ddpm_loss(section, predict, x, noise, t) if section.kind == "ddpm" else _flow_loss(predict, x, noise, t)
+    if section.kind == "ddpm":
+        return {PLAIN: _ddpm_loss(section, predict, x, noise, t)}
+    velocity, target = predict(on_path(x, noise, t), t * TRAIN_STEPS).float(), noise - x
+    losses = {PLAIN: velocity_error(velocity, target)}
+    if section.cosine_weight:
+        losses["cosine"] = section.cosine_weight * direction_error(velocity, target)
+    if section.contrastive_weight:
+        losses["contrastive"] = section.contrastive_weight * contrast(velocity, target)
+    return losses
 
 
-def _flow_loss(predict: Predict, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    """Mean squared error of the velocity along the straight path (Lipman et al. 2023, equation 23)."""
-    weight = _per_image(t)
-    velocity = predict((1 - weight) * x + weight * noise, t * TRAIN_STEPS).float()
-    return (velocity - (noise - x)).square().flatten(1).mean(1)
+def on_path(x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """What lies at the times (B,) on the straight path from data to noise, (B, ...)."""
+    share = t.view(-1, *[1] * (x.ndim - 1))
+    return (1 - share) * x + share * noise
+
+
+def velocity_error(velocity: Tensor, target: Tensor) -> Tensor:
+    """Mean squared error of velocities (B, ...), (B,) (Lipman et al. 2023, equation 23)."""
+    return (velocity.float() - target).square().flatten(1).mean(1)
 
 
 def _ddpm_loss(section: ObjectiveSection, predict: Predict, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:

@@ -6,21 +6,20 @@ sizes are saved in checkpoints, so that a resumed run sums in the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...datasets.errors import ResourceError
 from ...datasets.format.buckets import bucket_size
 from ..metrics.flops import latent_size_of
-from ..models.conditioning import Conditioning
-from ..objectives.draws import Draws, draw
+from ..objectives.draws import draw
 from ..parallel.engine import TorchEngine
 from ..parallel.watchdog import Watchdog
 from ..step.attention_kernels import attention_calls, fastest_kernels, preferred
-from ..step.train_step import image_losses
+from ..step.image_losses import Microbatch, Teacher, image_losses, num_routed_tokens, token_grid
 from ..weights.checkpoint import OPTIMIZER
 from .state import TrainState
 
@@ -119,12 +118,22 @@ def _bytes_to_come(state: TrainState) -> float:
     return gradients + whole * held / total
 
 
-def synthetic_microbatch(state: TrainState, bucket: str, images: int) -> tuple[Tensor, Draws, Conditioning]:
+def synthetic_microbatch(state: TrainState, bucket: str, images: int) -> Microbatch:
     """A microbatch of noise, with captions of full length: the largest that a bucket can have."""
     latent, text = state.stores[0].spec.latent, state.stores[0].spec.text
     shape = (latent.channels, *(side // latent.downscale for side in bucket_size(bucket)))
     recipe, rows = state.recipe, slice(0, images)
-    draws = draw(recipe.objective, 0.0, seed=0, step=0, rows=rows, shape=shape, device=state.device)
+    draws = draw(
+        recipe.objective,
+        0.0,
+        seed=0,
+        step=0,
+        rows=rows,
+        shape=shape,
+        device=state.device,
+        class_width=state.spec.class_width,
+        num_tokens=num_routed_tokens(state, bucket, state.step + 1),
+    )
     labels = torch.zeros(images, dtype=torch.int64, device=state.device)
     captions = lengths = None
     if state.spec.takes_text and text:
@@ -132,7 +141,15 @@ def synthetic_microbatch(state: TrainState, bucket: str, images: int) -> tuple[T
         captions = torch.zeros(images, text.max_tokens, text.width, dtype=dtype, device=state.device)
         lengths = torch.full((images,), text.max_tokens, device=state.device)
     conditioning = state.conditioner(labels, captions, lengths, labels, widen=state.autocast_dtype is None)
-    return draws.noise, draws, conditioning
+    tokens = math.prod(token_grid(state, bucket))
+    teachers = {
+        name: Teacher(
+            torch.zeros(images, tokens, spec.width, device=state.device),
+            torch.zeros(images, spec.width, device=state.device),
+        )
+        for name, spec in state.feature_specs.items()
+    }
+    return Microbatch(draws.noise, draws, conditioning, teachers)
 
 
 def _peak(state: TrainState, bucket: str, images: int) -> float:
@@ -140,8 +157,8 @@ def _peak(state: TrainState, bucket: str, images: int) -> float:
     for _ in range(2):  # the first compiles and tries kernels, which takes extra memory
         torch.cuda.reset_peak_memory_stats(state.device)
         with state.engine.microbatch(last=True), preferred(state.attention_kernels):
-            losses = image_losses(state, *synthetic_microbatch(state, bucket, images))
-            state.engine.backward(losses.sum() / images)
+            losses = image_losses(state, synthetic_microbatch(state, bucket, images), state.step + 1)
+            state.engine.backward(torch.stack(list(losses.values())).sum() / images)
         torch.cuda.synchronize(state.device)
         _drop_gradients(state)
     return float(torch.cuda.max_memory_allocated(state.device))

@@ -54,7 +54,7 @@ def build_loader(
         rank=ranks.rank,
         world_size=ranks.world_size,
         text="padded" if spec.takes_text else "none",
-        features=(),  # no objective reads them yet
+        features=list(recipe.align),
         pictures=(),
         pin=is_gpu(device),
         caption_odds=[caption_odds(section) for section in sections] if spec.takes_text else (),

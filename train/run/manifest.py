@@ -21,6 +21,7 @@ from ...datasets.format.schema import LatentStatistics
 from ...datasets.recipe import flatten
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
+from ..models.spec import ModelSpec
 from ..weights.folders import RUN
 
 # Keys that may change when a run resumes: they do not change what a step computes. Stores may move, and are known by
@@ -92,7 +93,7 @@ class RunManifest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     stores: Annotated[list[StoreRead], Field(min_length=1)]
-    spec: dict[str, Any]
+    spec: ModelSpec
     recipe: dict[str, Any]
     statistics: LatentStatistics | None = None
 
@@ -125,7 +126,7 @@ def revisions_read(known: Sequence[RevisionRead], store: LatentStore, step: int)
     return [*earlier, current]
 
 
-def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: dict[str, Any]) -> None:
+def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: ModelSpec) -> None:
     """Check that a resumed run computes the same.
 
     Raises: RunError: naming the settings that differ.
@@ -133,8 +134,8 @@ def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: 
     # A key that is newer than the run has its default, which keeps the old behaviour.
     defaults = TrainRecipe().model_dump()
     then = manifest.recipe | {name: keys | manifest.recipe.get(name, {}) for name, keys in defaults.items()}
-    stored = flatten({"spec": manifest.spec, "recipe": then})
-    current = flatten({"spec": spec, "recipe": recipe.model_dump()})
+    stored = flatten({"spec": manifest.spec.model_dump(), "recipe": then})
+    current = flatten({"spec": spec.model_dump(), "recipe": recipe.model_dump()})
     free = FREE_ON_RESUME
     if "cosine" in (stored.get("recipe.schedule.kind"), recipe.schedule.kind):
         free = FREE_ON_RESUME - {"run.steps"}  # the cosine ends at the last step
@@ -156,7 +157,7 @@ def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: 
 def continue_manifest(
     run: Path,
     recipe: TrainRecipe,
-    spec: dict[str, Any],
+    spec: ModelSpec,
     stores: Sequence[LatentStore],
     statistics: LatentStatistics | None,
     manifest: RunManifest | None,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.schema import LatentSpec, StoreSpec
 from ...datasets.order.alike import check_alike
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
-from ..models.build import check_model_name, pixels_per_token
+from ..models.build import check_model_name, pixels_per_token, routed_blocks
 from ..models.diffusers_models import family_of
+from ..models.dit import size_of
 from ..models.layers import DiTOptions
-from ..models.spec import ModelSpec
+from ..models.spec import ModelSpec, ProjectorSpec
 from ..objectives.losses import num_outputs
 from ..weights.init_from import read_config
 
@@ -27,6 +28,11 @@ def model_for_stores(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> tupl
     largest = max(stores, key=lambda store: store.spec.images.resolution_px)
     spec = model_spec(recipe, largest.spec, str(largest.path))
     for store in stores:
+        if (found := projectors(recipe, store.spec, str(store.path))) != spec.projectors:
+            raise RunError(
+                f"stores '{largest.path}' and '{store.path}' cannot be mixed: their image features are "
+                f"{_widths(spec.projectors)} and {_widths(found)} wide. Needed features of the same model."
+            )
         check_sizes(spec, store.spec.latent, list(store.buckets))
     return spec, largest
 
@@ -43,6 +49,10 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
     options = DiTOptions(**{key: getattr(recipe.model, key) for key in DiTOptions.model_fields})
     if family_of(name) and options != DiTOptions():
         raise RecipeError(f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options of DiT alone.")
+    added = {"align": recipe.align, "routing": recipe.routing.kind != "none"}
+    added["objective.dispersive_weight"] = recipe.objective.dispersive_weight
+    if family_of(name) and (keys := [key for key, value in added.items() if value]):
+        raise RecipeError(f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT.")
     if family_of(name) and recipe.run.residual != "float32":
         raise RecipeError(
             f"run.residual '{recipe.run.residual}': model '{name}' has a float32 stream. Only DiT has this key."
@@ -80,8 +90,52 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
         caption_width=caption_width,
         base_size=store.images.resolution_px // latent.downscale,
         options=options,
+        projectors=projectors(recipe, store, where),
     )
+    if not family_of(name):
+        depth = size_of(name)[0]
+        blocks = routed_blocks(recipe.routing, depth)
+        spec = spec.model_copy(update={"fused": blocks if recipe.routing.kind == "sprint" else None})
+        watched = {f"align.{key}.block": section.block for key, section in recipe.align.items()}
+        watched["objective.dispersive_block"] = recipe.objective.dispersive_block
+        if beyond := [key for key, block in watched.items() if block > depth]:
+            raise RecipeError(f"{beyond[0]} {watched[beyond[0]]}: model '{name}' has {depth} blocks.")
+    if options.time == "to_data" and recipe.objective.kind != "flow":
+        raise RecipeError(f"model '{name}': model.time 'to_data' is for objective.kind 'flow', which has a velocity.")
     return _with_config(spec, recipe, where)
+
+
+def projectors(recipe: TrainRecipe, store: StoreSpec, where: str) -> dict[str, ProjectorSpec]:
+    """The projectors to the image features that the recipe aligns with.
+
+    Raises: RunError: the store has no such feature, or not the tokens that are needed.
+    """
+    features, found = {one.name: one.spec for one in store.features}, dict[str, ProjectorSpec]()
+    for name, section in recipe.align.items():
+        if name not in features:
+            known = ", ".join(features) or "none"
+            raise RunError(
+                f"align.{name}: store '{where}' has no image feature '{name}'. There are: {known}. Add it: precompute "
+                f"again with a recipe that has a table [features.{name}]."
+            )
+        needed = {"patches", "cls"} if section.class_weight else {"patches"}
+        output = features[name].output
+        if needed - ({"patches", "cls"} if output == "both" else {output}):
+            raise RunError(
+                f"align.{name}: store '{where}' has only its {output}, needed {' and '.join(sorted(needed))}. "
+                f'Precompute with features.{name}.output = "both", under another name.'
+            )
+        found[name] = ProjectorSpec(
+            block=section.block,
+            width=section.projector_width,
+            feature_width=features[name].width,
+            has_class=section.class_weight > 0,
+        )
+    return found
+
+
+def _widths(specs: Mapping[str, ProjectorSpec]) -> list[int]:
+    return [one.feature_width for one in specs.values()]
 
 
 def _num_classes(recipe: TrainRecipe, store: StoreSpec, where: str) -> int:

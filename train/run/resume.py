@@ -21,6 +21,7 @@ from ...datasets.disk.hashing import canonical_json
 from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import DamageError, RunError
 from ...datasets.recipe import to_toml
+from ..models.spec import ModelSpec
 from ..optim.ema import build_rules
 from ..parallel.watchdog import Watchdog
 from ..weights import checkpoint
@@ -40,7 +41,7 @@ CODES = "/codes"  # suffix of optimizer state in 8 bits
 class _Progress(BaseModel, strict=True):
     """The part of a checkpoint's ``state.json`` that resumes a run."""
 
-    spec: dict[str, Any]
+    spec: ModelSpec
     num_images: Annotated[int, Field(ge=0)]
     loader: dict[str, Any]
     loss_scale: dict[str, Any] | None = None
@@ -78,7 +79,7 @@ def start_or_resume(
     Raises: RunError: the run has another model or recipe; DamageError: no checkpoint is valid.
     """
     if manifest:
-        check_settings(run, manifest, state.recipe, state.extra["spec"])
+        check_settings(run, manifest, state.recipe, state.spec)
     loaded = _open_run(state, run, manifest, warn) if state.ranks.is_first else None
     announced = loaded and {"step": loaded.step, "progress": loaded.progress.model_dump()}
     if watchdog is not None:
@@ -97,7 +98,7 @@ def _open_run(state: TrainState, run: Path, manifest: RunManifest | None, warn: 
     loaded = newest_valid(state, run, warn)
     step = loaded.step if loaded else 0
     statistics = state.loader.dataset.reader.statistics
-    current = continue_manifest(run, state.recipe, state.extra["spec"], state.stores, statistics, manifest, step)
+    current = continue_manifest(run, state.recipe, state.spec, state.stores, statistics, manifest, step)
     write_atomic(run / RUN, canonical_json(current.model_dump()))
     write_atomic(run / RECIPE, to_toml(state.recipe).encode())
     return loaded
@@ -153,9 +154,10 @@ def load(state: TrainState, path: Path) -> Loaded:
         problem = error.errors()[0]
         what = f"'{checkpoint.STATE}': '{problem['loc'][0]}' is not valid: {problem['msg']}"
         raise CheckpointDamage(path, what) from error
-    if progress.spec != state.extra["spec"]:
+    if progress.spec != state.spec:
         raise RunError(
-            f"checkpoint '{path}': of model {progress.spec}, this run has {state.extra['spec']}. Give another --run."
+            f"checkpoint '{path}': of model {progress.spec.model_dump()}, this run has {state.spec.model_dump()}. Give "
+            "another --run."
         )
     in_codes = progress.in_codes
     groups = {group: saved.tensors(group, state.engine.expected(group, in_codes=in_codes)) for group in GROUPS}
@@ -223,7 +225,7 @@ def capture(state: TrainState, *, averages: bool = False, resumable: bool = True
 
 def _progress(state: TrainState, groups: dict[str, dict[str, Tensor]]) -> _Progress:
     return _Progress(
-        spec=state.extra["spec"],
+        spec=state.spec,
         num_images=state.num_images,
         loader=state.loader.dataset.state_dict(),
         loss_scale=None if state.engine.loss_scale is None else state.engine.loss_scale.state_dict(),

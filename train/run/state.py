@@ -68,6 +68,7 @@ def prepare(
         null_caption=torch.from_numpy(store.null_caption).to(device).float() if spec.takes_text else None,
         source_sizes=[torch.from_numpy(each.sizes[:, :2]).to(device).float() for each in stores if spec.takes_sizes],
         ranks=ranks,
+        store=store.spec,
         compiled=recipe.run.compile and device.type == "cuda",
         pretrained=True,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...datasets.errors import RecipeError
 from ...datasets.order.shuffle import keyed_hash
-from ..models.conditioning import Conditioning
+from ..models.conditioning import Conditioning, Extras, ModelOutput
 from ..objectives.losses import TRAIN_STEPS
 from .schedulers import Sampler, build_scheduler, choose_sampler
 from .snapshot import Snapshot
@@ -85,7 +87,10 @@ def draw_latents(
     generators = [torch.Generator().manual_seed(keyed_hash(seed, number) % 2**63) for number in numbers]
     shape = (snapshot.spec.channels, *size)
     x = torch.stack([torch.randn(shape, generator=generator) for generator in generators]).to(device)
-    forward = Guided(snapshot, conditioning, solver, device)
+    if width := snapshot.spec.class_width:  # denoised together: one state of latents and class tokens, (B, CHW + D)
+        tokens = torch.stack([torch.randn(width, generator=generator) for generator in generators]).to(device)
+        x = torch.cat([x.flatten(1), tokens], dim=1)
+    forward = Guided(snapshot, conditioning, solver, device, shape)
     scheduler = build_scheduler(snapshot.objective, sampler)
     scheduler.set_timesteps(solver.steps)
     noises: dict[str, Any] = {"generator": generators} if sampler == "ddpm" else {}
@@ -96,10 +101,10 @@ def draw_latents(
     with torch.inference_mode(), float32_products(solver.tf32):
         for t, time in zip(scheduler.timesteps, times, strict=True):
             output = forward(x, time)
-            if sampler != "ddpm":  # the only one that takes a learned variance
+            if snapshot.spec.out_channels > snapshot.spec.channels and sampler != "ddpm":  # which takes the variance
                 output = output[:, : snapshot.spec.channels]
             x = scheduler.step(output, t, x, **noises).prev_sample
-    return x
+    return x if x.ndim == 4 else x[:, : math.prod(shape)].unflatten(1, shape)
 
 
 class Guided:
@@ -108,7 +113,14 @@ class Guided:
     Conditional and null are one batch at the times that need both.
     """
 
-    def __init__(self, snapshot: Snapshot, conditioning: Conditioning, solver: Solver, device: torch.device) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        conditioning: Conditioning,
+        solver: Solver,
+        device: torch.device,
+        shape: tuple[int, ...],
+    ) -> None:
         given = conditioning.labels if conditioning.labels is not None else conditioning.captions
         assert given is not None
         everywhere = torch.ones(len(given), dtype=torch.bool, device=device)
@@ -116,10 +128,17 @@ class Guided:
         pairs = zip(conditioning, null, strict=True)
         self._both = Conditioning(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs))
         self._conditioning, self._model, self._solver, self._device = conditioning, snapshot.model, solver, device
-        self._guided = min(solver.guided_channels or snapshot.spec.channels, snapshot.spec.channels)
+        self._shape, self._class_width = shape, snapshot.spec.class_width
+        if self._class_width and solver.guided_channels:
+            raise RecipeError("guided channels: this model denoises a class token too, and all of it is guided.")
+        all_guided = math.prod(shape) + self._class_width if self._class_width else snapshot.spec.channels
+        self._guided = min(solver.guided_channels or all_guided, all_guided)
 
     def __call__(self, x: Tensor, t: float) -> Tensor:
-        """(B, C, H, W) float32 and a time in 0..1000 to (B, out_channels, H, W) float32; a variance is not guided."""
+        """(B, C, H, W) float32 and a time in 0..1000 to (B, out_channels, H, W) float32; a variance is not guided.
+
+        With a class token, (B, CHW + D) to its velocity.
+        """
         if not self._solver.guides(t / TRAIN_STEPS):
             return self._forward(x, t, self._conditioning)
         output, null = self._forward(torch.cat([x, x]), t, self._both).chunk(2)
@@ -130,4 +149,10 @@ class Guided:
     def _forward(self, x: Tensor, t: float, conditioning: Conditioning) -> Tensor:
         dtype, time = self._solver.autocast, torch.full((len(x),), t, device=self._device)
         with torch.autocast(self._device.type, dtype, enabled=dtype is not None):
-            return self._model(x, time, conditioning).float()
+            if not self._class_width:
+                return self._model(x, time, conditioning).float()
+            latents, token = x.split([math.prod(self._shape), self._class_width], dim=1)
+            found = self._model(latents.unflatten(1, self._shape), time, conditioning, Extras(class_token=token))
+        assert isinstance(found, ModelOutput)
+        assert found.class_velocity is not None
+        return torch.cat([found.output.float().flatten(1), found.class_velocity.float()], dim=1)

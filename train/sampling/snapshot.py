@@ -14,7 +14,7 @@ from ...datasets.format.schema import LatentSpec, TextSpec
 from ..config import ObjectiveSection
 from ..models.build import Denoiser, build_model
 from ..models.conditioning import Conditioner
-from ..models.cpu_linear import use_onednn
+from ..models.numerics import use_onednn
 from ..models.spec import ModelSpec
 from ..parallel.build import compile_blocks
 from ..step.learner import COMPILED_CAPTION_STEP

@@ -13,8 +13,8 @@ from ..config import ObjectiveSection
 from ..objectives.draws import Draws
 from ..objectives.losses import TRAIN_STEPS
 from .attention_kernels import preferred
+from .image_losses import Microbatch, Teacher, plain_losses, teachers_of
 from .learner import Learner
-from .train_step import image_losses
 
 NUM_TIMES = 8
 SHARES = tuple((number + 0.5) / NUM_TIMES for number in range(NUM_TIMES))  # of the way from data to noise
@@ -52,12 +52,18 @@ def losses_at_fixed_times(learner: Learner, batch: Batch, noise: Tensor) -> Tens
     count, x = len(batch), batch.latents.repeat_interleave(NUM_TIMES, 0)
     inputs = batch.labels, batch.captions, batch.caption_lengths, batch.records
     conditioning = learner.conditioner(*inputs, store=batch.store, widen=learner.autocast_dtype is None)
+    keys, width = noise.flatten(), learner.spec.class_width
     draws = Draws(
-        noise=keyed_noise(noise.flatten(), tuple(x.shape[1:])),
+        noise=keyed_noise(keys, tuple(x.shape[1:])),
         times=fixed_times(learner.recipe.objective, learner.device).repeat(count),
         dropped=torch.zeros(len(x), dtype=torch.bool, device=learner.device),
+        class_noise=keyed_noise(keys + 1, (width,)) if width else None,
     )
+    teachers = {
+        name: Teacher(None, None if teacher.cls is None else teacher.cls.repeat_interleave(NUM_TIMES, 0))
+        for name, teacher in teachers_of(learner, batch.features if width else {}, batch.bucket).items()
+    }
     learner.engine.model.eval()
     with torch.compiler.set_stance("force_eager"), preferred(learner.attention_kernels):
-        losses = image_losses(learner, x, draws, conditioning.repeated(NUM_TIMES))
+        losses = plain_losses(learner, Microbatch(x, draws, conditioning.repeated(NUM_TIMES), teachers))
     return losses.view(count, NUM_TIMES)

@@ -5,16 +5,17 @@ Runs, benchmarks and the memory planner build the same learner, so that all of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ...datasets.format.schema import FeatureSpec, StoreSpec
 from ..config import TrainRecipe
-from ..models.build import DiTDenoiser, build_model
+from ..models.build import DiTDenoiser, build_model, routed_blocks
 from ..models.conditioning import Conditioner
-from ..models.cpu_linear import use_onednn
+from ..models.numerics import use_onednn
 from ..models.spec import ModelSpec
 from ..optim.loss_scale import autocast_dtype
 from ..parallel.build import build_engine
@@ -34,6 +35,9 @@ class Learner:
       step, num_images: made and seen so far.
       microbatches: measured limits of images in a forward, by bucket.
       attention_kernels: measured, the fastest first.
+      feature_specs: of the image features that the recipe aligns with, by name.
+      downscale: pixels a latent place.
+      routed: the first and the last block that tokens skip, from 1; (0, 0): none.
     """
 
     recipe: TrainRecipe
@@ -47,6 +51,9 @@ class Learner:
     num_images: int = 0
     microbatches: dict[str, int] = field(default_factory=dict)
     attention_kernels: list[str] = field(default_factory=list)
+    feature_specs: Mapping[str, FeatureSpec] = field(default_factory=dict)
+    downscale: int = 8
+    routed: tuple[int, int] = (0, 0)
 
 
 def build_learner(
@@ -57,6 +64,7 @@ def build_learner(
     null_caption: Tensor | None,
     source_sizes: Sequence[Tensor] = (),
     ranks: Ranks = ALONE,
+    store: StoreSpec | None = None,
     compiled: bool = False,
     pretrained: bool = False,
     onednn: bool = True,
@@ -67,6 +75,7 @@ def build_learner(
       null_caption: (max_tokens, D), for a model with text.
       source_sizes: (records, 2) pixels of each store, for a model conditioned on them.
       ranks: of this process; ``ranks.connected`` has connected it.
+      store: whose image features the recipe aligns with.
       compiled: the blocks go through torch.compile.
       pretrained: load the weights of ``model.init_from``.
       onednn: use oneDNN for matrix products on a CPU, if nothing is compiled.
@@ -78,6 +87,7 @@ def build_learner(
     model.checkpoint_activations(recipe.run.activation_checkpointing)
     if isinstance(model, DiTDenoiser):
         model.net.residual = recipe.run.residual
+        model.net.routed = routed_blocks(recipe.routing, len(model.blocks))
     if device.type == "cuda":
         if device.index is not None:
             torch.cuda.set_device(device)  # events and streams that name no device are of the current one
@@ -94,4 +104,7 @@ def build_learner(
         conditioner=Conditioner(spec, null_caption, source_sizes, caption_step),
         device=device,
         autocast_dtype=autocast_dtype(recipe.run.precision, device),
+        feature_specs={one.name: one.spec for one in store.features if one.name in recipe.align} if store else {},
+        downscale=store.latent.downscale if store else 8,
+        routed=routed_blocks(recipe.routing, len(model.blocks)),
     )

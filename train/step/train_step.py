@@ -9,11 +9,11 @@ from torch import Tensor
 from ...datasets.batches.batch import Batch
 from ...datasets.order.slices import rank_slice
 from ..metrics.window import StepResult
-from ..models.conditioning import Conditioning
-from ..objectives.draws import Draws, draw
-from ..objectives.losses import loss_per_image, time_share
+from ..objectives.draws import draw
+from ..objectives.losses import PLAIN, time_share
 from ..optim.build import learning_rate
 from .attention_kernels import preferred
+from .image_losses import Microbatch, image_losses, num_routed_tokens, teachers_of
 from .learner import Learner
 
 
@@ -32,32 +32,37 @@ def train_step(learner: Learner, batch: Batch) -> StepResult:
         rows=rows,
         shape=tuple(batch.latents.shape[1:]),
         device=learner.device,
+        class_width=learner.spec.class_width,
+        num_tokens=num_routed_tokens(learner, batch.bucket, step),
     )
     inputs = batch.labels, batch.captions, batch.caption_lengths, batch.records
     conditioning = learner.conditioner(*inputs, store=batch.store, widen=learner.autocast_dtype is None)
     conditioning = learner.conditioner.drop(conditioning, draws.dropped)
+    images = Microbatch(batch.latents, draws, conditioning, teachers_of(learner, batch.features, batch.bucket))
 
     engine.model.train()
     parts = microbatches(
         size, learner.ranks.world_size, recipe.run.microbatch or microbatch_limit(learner, batch.bucket)
     )
-    parts_losses = []
+    parts_losses: list[dict[str, Tensor]] = []
     for part in parts:
         with (
             engine.microbatch(last=part is parts[-1]),
             preferred(learner.attention_kernels),  # for recomputed forwards too
         ):
-            losses = image_losses(learner, batch.latents[part], draws.part(part), conditioning.part(part))
-            engine.backward(losses.sum() / size)
-        parts_losses.append(losses.detach())
+            losses = image_losses(learner, images.part(part), step)
+            engine.backward(torch.stack(list(losses.values())).sum() / size)
+        parts_losses.append({name: loss.detach() for name, loss in losses.items()})
 
     rate = learning_rate(recipe.peak_lr, recipe.schedule, step, recipe.run.steps)
     grad_norm, skipped = engine.update(step, learning_rate=rate, grad_clip=recipe.run.grad_clip)
     learner.step, learner.num_images = step, learner.num_images + size
-    losses = torch.cat(parts_losses)[: len(batch)]
+    terms = {name: torch.cat([part[name] for part in parts_losses])[: len(batch)] for name in parts_losses[0]}
+    losses = terms.pop(PLAIN)
     return StepResult(
         step=step,
         loss=losses.sum() / size,
+        terms={name: term.sum() / size for name, term in terms.items()},
         grad_norm=grad_norm,
         skipped=skipped,
         num_images=size,
@@ -66,25 +71,6 @@ def train_step(learner: Learner, batch: Batch) -> StepResult:
         records=batch.records,
         store=batch.store,
     )
-
-
-def image_losses(learner: Learner, x: Tensor, draws: Draws, conditioning: Conditioning) -> Tensor:
-    """Loss of each image of a microbatch; a rank without images computes one zero, as collectives need all ranks."""
-    if not len(x):
-        return image_losses(learner, *_dummy(x, conditioning)) * 0
-
-    def predict(noisy: Tensor, t: Tensor) -> Tensor:
-        cast = torch.autocast(learner.device.type, learner.autocast_dtype, enabled=learner.autocast_dtype is not None)
-        with cast:
-            return learner.engine.forward(noisy, t, conditioning)
-
-    return loss_per_image(learner.recipe.objective, predict, x, draws.noise, draws.times)
-
-
-def _dummy(x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Draws, Conditioning]:
-    """One image of zeros at time zero."""
-    image, time = x.new_zeros((1, *x.shape[1:])), x.new_zeros(1)
-    return image, Draws(image, time, time.bool()), conditioning.dummy()
 
 
 def microbatch_limit(learner: Learner, bucket: str) -> int:

@@ -25,6 +25,7 @@ from ...datasets.errors import DamageError, RunError
 from ..models.layers import position_table
 
 POSITIONS = "pos_embed"
+PROJECTORS = "projectors."  # to image features, which only training needs
 # diffusers' name -> the official one; the modules of a block are below
 TOP = {
     "pos_embed.proj": "x_embedder.proj",
@@ -96,8 +97,9 @@ def write_official(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def official_bytes(weights: Mapping[str, Tensor], suffix: str) -> bytes:
-    """Content of a file in the official layout, ".safetensors" or ".pt"; as ``write_official``."""
+    """Content of a file in the official layout, ".safetensors" or ".pt", without projectors; as ``write_official``."""
     flat = {name.removeprefix("net."): tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    flat = {name: tensor for name, tensor in flat.items() if not name.startswith(PROJECTORS)}
     if suffix == ".safetensors":
         return safetensors_of(flat)
     content = io.BytesIO()

@@ -23,7 +23,8 @@ from ...datasets.order.alike import raw_scale_and_shift
 from ..models.diffusers_models import Family, family_of, transformer_class
 from ..models.spec import ModelSpec
 from . import checkpoint
-from .dit_checkpoints import POSITIONS, computed_positions, from_diffusers, read_official, read_safetensors
+from .dit_checkpoints import POSITIONS, PROJECTORS, computed_positions, from_diffusers, read_official, read_safetensors
+from .sit_checkpoints import from_lightningdit, without_variance
 
 CONFIG, WEIGHTS, SUBFOLDER = "config.json", "diffusion_pytorch_model*.safetensors", "transformer"
 MAX_CONFIG_BYTES = 1 << 20
@@ -136,11 +137,13 @@ def initial_weights(source: str, model: nn.Module, spec: ModelSpec) -> dict[str,
     elif family_of(spec.name):
         weights = read_folder(model_folder(source))
     elif is_file(source):
-        weights = read_official(Path(source).expanduser())
+        weights = from_lightningdit(read_official(Path(source).expanduser()), spec, source)
     else:
         weights = from_diffusers(read_folder(model_folder(source)), source)
     if not family_of(spec.name):
-        weights = _with_positions(weights, wanted)
+        weights = _with_own_projectors(_with_positions(weights, wanted), wanted)
+    if spec.options.time == "to_data":
+        weights = without_variance(weights, spec)
     check_fit(weights, wanted, source)
     return {f"net.{name}": tensor.float() for name, tensor in weights.items()}
 
@@ -195,6 +198,14 @@ def _with_positions(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
     if needed is None or (there is not None and there.shape == needed.shape):
         return dict(found)
     return {**found, POSITIONS: computed_positions(needed.shape)}
+
+
+def _with_own_projectors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with the projectors of this model: those of the source where they are the same, else new ones."""
+    own = {name: tensor for name, tensor in wanted.items() if name.startswith(PROJECTORS)}
+    fits = all(name in found and found[name].shape == tensor.shape for name, tensor in own.items())
+    kept = {name: tensor for name, tensor in found.items() if not name.startswith(PROJECTORS)}
+    return kept | ({name: found[name] for name in own} if fits else own)
 
 
 def check_fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: str) -> None:

@@ -27,13 +27,13 @@ from leandit.train.models.diffusers_models import (
     transformer_class,
 )
 from leandit.train.models.spec import ModelSpec
-from leandit.train.objectives.draws import Draws
 from leandit.train.parallel.build import MOST_SHAPES, compile_blocks
 from leandit.train.run.model_for_store import model_spec
 from leandit.train.run.state import prepare
 from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.step import train_step as step_module
+from leandit.train.step.image_losses import Microbatch
 from leandit.train.step.learner import Learner
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -164,10 +164,10 @@ def test_a_step_hands_on_captions_in_the_dtype_that_its_precision_wants(
 ) -> None:
     seen, image_losses = list[torch.dtype](), step_module.image_losses
 
-    def look(learner: Learner, x: Tensor, draws: Draws, conditioning: Conditioning) -> Tensor:
-        assert conditioning.captions is not None
-        seen.append(conditioning.captions.dtype)
-        return image_losses(learner, x, draws, conditioning)
+    def look(learner: Learner, images: Microbatch, step: int) -> dict[str, Tensor]:
+        assert images.conditioning.captions is not None
+        seen.append(images.conditioning.captions.dtype)
+        return image_losses(learner, images, step)
 
     monkeypatch.setattr(step_module, "image_losses", look)
     state = prepare(train_recipe("sana-tiny", f"run.precision={precision}"), [caption_store], CPU, print)

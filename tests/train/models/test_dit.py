@@ -165,7 +165,7 @@ def reference(
             one, two = q[:, part], k[:, part]
             if options.qk_norm:
                 one, two = rms(one, f"{name}.q_norm"), rms(two, f"{name}.k_norm")
-            if options.positions == "rope" and other is None:
+            if options.positions != "sincos" and other is None:
                 one, two = turn(one), turn(two)
             scores = one @ two.T / math.sqrt(size)
             shares = torch.exp(scores - scores.max(1, keepdim=True).values.detach())
@@ -191,8 +191,10 @@ def reference(
                     waves += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
                 place = torch.tensor(waves, dtype=torch.float32).double()  # the table is stored in float32
                 embedded = kernel.reshape(width, -1) @ patch.reshape(-1) + weights["x_embedder.proj.bias"]
-                tokens.append(embedded + place if options.positions == "sincos" else embedded)
+                tokens.append(embedded if options.positions == "rope" else embedded + place)
         v = torch.stack(tokens)
+        if options.time != "steps":
+            time = 1 - time / 1000 if options.time == "to_data" else time / 1000
         angles = time * torch.tensor([10_000 ** (-i / 128) for i in range(128)], dtype=torch.float64)
         features = torch.cat([angles.cos(), angles.sin()])
         condition = linear("t_embedder.mlp.2", silu(linear("t_embedder.mlp.0", features)))
@@ -224,7 +226,7 @@ def reference(
             line = [patches[r * columns + c].view(p, p, -1).permute(2, 0, 1) for c in range(columns)]
             lines.append(torch.cat(line, dim=2))
         images.append(torch.cat(lines, dim=1))
-    return torch.stack(images)
+    return torch.stack(images) * (-1 if options.time == "to_data" else 1)
 
 
 def example(height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,6 +253,9 @@ OPTIONS = {
     "rms": DiTOptions(norm="rms"),
     "swiglu": DiTOptions(mlp="swiglu"),
     "rope": DiTOptions(positions="rope"),
+    "both": DiTOptions(positions="both"),
+    "share": DiTOptions(time="share"),
+    "to_data": DiTOptions(time="to_data"),
     "all": DiTOptions(qk_norm=True, norm="rms", mlp="swiglu", positions="rope"),
 }
 
@@ -299,8 +304,7 @@ def test_a_new_model_with_options_puts_out_exactly_zero_and_its_blocks_are_ident
     captions, mask = caption_example()
     assert model(x, t, None, captions, mask).abs().max() == 0
     tokens, condition = (torch.randn(3, *shape, dtype=torch.float64) for shape in ((12, 24), (24,)))
-    rotation = model.positions(2, 6)
-    rotation = rotation if isinstance(rotation, tuple) else None
+    rotation = model.rotation(2, 6) if model.options.positions != "sincos" else None
     layout, embedded = Padded(mask[:, None, None]), torch.randn(3, 6, 24, dtype=torch.float64)
     assert all(torch.equal(block(tokens, condition, rotation, embedded, layout), tokens) for block in model.blocks)
 

@@ -15,11 +15,13 @@ from making import CPU, train_recipe
 from leandit.datasets.errors import ResourceError
 from leandit.datasets.order.slices import rank_slice
 from leandit.datasets.store import LatentStore
+from leandit.train.objectives.losses import PLAIN
 from leandit.train.parallel.ranks import Ranks
 from leandit.train.run import autotune
 from leandit.train.run.autotune import TRIED, area, microbatch_sizes, most_that_fit, synthetic_microbatch
 from leandit.train.run.state import prepare
-from leandit.train.step.train_step import image_losses, microbatches
+from leandit.train.step.image_losses import image_losses
+from leandit.train.step.train_step import microbatches
 
 
 @given(size=st.integers(1, 500), world_size=st.integers(1, 9), limit=st.integers(0, 60))
@@ -103,11 +105,12 @@ def test_a_made_up_batch_is_of_the_size_of_a_real_one_and_goes_through_the_model
     store = label_store if name == "dit-s-4" else caption_store
     state = prepare(train_recipe(name), [store], CPU, print)
     bucket = max(store.buckets, key=area)
-    latents, draws, conditioning = synthetic_microbatch(state, bucket, 2)
-    assert latents.shape[1:] == next(batch for batch in state.loader if batch.bucket == bucket).latents.shape[1:]
+    images = synthetic_microbatch(state, bucket, 2)
+    conditioning = images.conditioning
+    assert images.latents.shape[1:] == next(batch for batch in state.loader if batch.bucket == bucket).latents.shape[1:]
     if conditioning.captions is not None:
         assert store.spec.text
         assert conditioning.captions.shape[1] == store.spec.text.max_tokens
-    losses = image_losses(state, latents, draws, conditioning)
+    losses = image_losses(state, images, 1)[PLAIN]
     assert losses.shape == (2,)
     assert torch.isfinite(losses).all()

@@ -13,7 +13,7 @@ from leandit.tools.plan.workload import workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_learner
 from leandit.train.config import load
 from leandit.train.models.build import build_model
-from leandit.train.models.cpu_linear import OneDnnLinear, has_onednn, use_onednn
+from leandit.train.models.numerics import OneDnnLinear, has_onednn, use_onednn
 from leandit.train.step.train_step import train_step
 
 pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")

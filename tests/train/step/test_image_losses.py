@@ -1,0 +1,214 @@
+"""Training with features of the store, routed tokens and added terms: what a step computes, resumes and reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from making import CPU, train_recipe
+from torch import Tensor
+
+from leandit.datasets.errors import LeanditError
+from leandit.datasets.format.schema import FeatureSpec
+from leandit.datasets.store import LatentStore
+from leandit.tools.synthetic.store import make_store
+from leandit.train.loop import StopRequest, train
+from leandit.train.objectives.draws import draw
+from leandit.train.objectives.losses import PLAIN
+from leandit.train.run.state import TrainState, prepare
+from leandit.train.sampling.guided import Solver, draw_latents
+from leandit.train.sampling.snapshot import load_snapshot
+from leandit.train.step import train_step as step_module
+from leandit.train.step.image_losses import Microbatch, image_losses
+from leandit.train.step.train_step import train_step
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+FLOW = ("objective.kind=flow", "model.name=DiT-S/1")
+REPA = (*FLOW, "align.dino.block=1", "align.dino.projector_width=8")
+TERMS = (
+    *REPA,
+    "align.dino.class_weight=0.03",
+    "objective.cosine_weight=1.0",
+    "objective.contrastive_weight=0.05",
+    "objective.dispersive_weight=0.5",
+)
+ROUTED = ("routing.first_block=1", "routing.last_block=1")
+ALL = (*TERMS, "routing.kind=tread", *ROUTED)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    """Records of 32 px with 2 x 2 tokens of a feature, and their class tokens, in int8."""
+    folder = tmp_path_factory.mktemp("features") / "store"
+    spec = FeatureSpec(output="both", layer=-1, width=6, patch_px=14, resolution_px=28, images_px=32, dtype="int8")
+    make_store(folder, {"32x32": 24}, num_classes=3, seed=1, features={"dino": spec})
+    return LatentStore(folder)
+
+
+def state_of(store: LatentStore, *overrides: str) -> TrainState:
+    return prepare(train_recipe("dit-s-4", *overrides), [store], CPU, print)
+
+
+def run_to(store: LatentStore, run: Path, steps: int, *overrides: str) -> list[dict[str, Any]]:
+    recipe = train_recipe("dit-s-4", *overrides, f"run.steps={steps}", "run.log_every=1", "run.checkpoint_every=2")
+    train(recipe, store_path=store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def microbatches_of(state: TrainState, monkeypatch: pytest.MonkeyPatch) -> list[Microbatch]:
+    """What a step computes the losses of."""
+    seen: list[Microbatch] = []
+
+    def look(learner: Any, images: Microbatch, step: int) -> dict[str, Tensor]:
+        seen.append(images)
+        return image_losses(learner, images, step)
+
+    monkeypatch.setattr(step_module, "image_losses", look)
+    train_step(state, next(iter(state.loader)))
+    return seen
+
+
+def test_all_terms_are_reported_by_name_and_the_loss_is_the_plain_one(store: LatentStore, tmp_path: Path) -> None:
+    reports = run_to(store, tmp_path / "run", 3, *ALL)
+    names = {"cosine", "contrastive", "dispersive", "align.dino", "class.dino"}
+    assert all(report["loss_terms"].keys() == names for report in reports)
+    plain = run_to(store, tmp_path / "plain", 3, *FLOW)
+    assert plain[0]["loss"] == pytest.approx(reports[0]["loss"], rel=1e-5)  # a new model puts out zero
+    assert plain[0]["loss_terms"] == {}
+
+
+def test_the_alignment_is_that_of_the_feature_of_the_same_records(
+    store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of(store, *REPA)
+    records = next(iter(state.loader)).records.tolist()
+    seen = microbatches_of(state_of(store, *REPA), monkeypatch)
+    patches = torch.cat([images.teachers["dino"].patches for images in seen])  # pyright: ignore
+    assert patches.shape == (len(records), 16, 6)  # on the grid of the model's 4 x 4 tokens
+    stored = store.feature("dino", "32x32")
+    for place, record in enumerate(records):
+        tokens = torch.from_numpy(stored.row(store.record_at(record).row)).mT.unflatten(1, (2, 2))[None]
+        expected = torch.nn.functional.interpolate(tokens, (4, 4), mode="bilinear", antialias=True).flatten(2).mT[0]
+        torch.testing.assert_close(patches[place], expected)
+
+
+def test_a_step_aligns_more_when_it_is_repeated(store: LatentStore) -> None:
+    state = state_of(store, *REPA, "optimizer.lr=1e-2", "align.dino.weight=1.0")
+    batch = next(iter(state.loader))
+    terms = [train_step(state, batch).terms["align.dino"].item() for _ in range(20)]
+    assert terms[-1] < 0.8 * terms[0]
+
+
+@pytest.mark.parametrize("kind", ["tread", "sprint"])
+def test_a_run_with_everything_resumes_bit_for_bit(kind: str, store: LatentStore, tmp_path: Path) -> None:
+    for run, steps in (("whole", [4]), ("parts", [2, 4])):
+        for step in steps:
+            run_to(store, tmp_path / run, step, *TERMS, f"routing.kind={kind}", *ROUTED)
+    for part in ("model", "ema", "optimizer"):
+        whole, parts = (
+            (tmp_path / run / "checkpoint-4" / f"{part}.safetensors").read_bytes() for run in ("whole", "parts")
+        )
+        assert whole == parts
+
+
+def test_alignment_and_routing_stop_after_their_last_step(store: LatentStore) -> None:
+    state = state_of(store, *ALL, "align.dino.stop_step=1", "routing.stop_step=1")
+    batches = iter(state.loader)
+    first, second = (train_step(state, next(batches)) for _ in range(2))
+    assert first.terms["align.dino"] > 0
+    assert second.terms["align.dino"] == 0
+    assert second.terms["class.dino"] > 0  # the model still denoises it
+
+
+def test_draws_that_were_there_do_not_change_with_what_a_recipe_adds() -> None:
+    recipe = train_recipe("dit-s-4", *FLOW)
+    how: dict[str, Any] = {"seed": 3, "step": 5, "shape": (4, 4, 4), "device": CPU}
+    plain = draw(recipe.objective, 0.5, rows=slice(3, 30), **how)
+    more = draw(recipe.objective, 0.5, rows=slice(3, 30), class_width=6, num_tokens=16, **how)
+    part = draw(recipe.objective, 0.5, rows=slice(20, 22), class_width=6, num_tokens=16, **how)
+    for name in ("noise", "times", "dropped"):
+        assert torch.equal(getattr(plain, name), getattr(more, name))
+    assert more.class_noise is not None
+    assert more.class_noise.shape == (27, 6)
+    for name in more._fields:
+        assert torch.equal(getattr(part, name), getattr(more, name)[17:19])
+
+
+def test_images_lose_the_same_in_microbatches_where_no_term_compares_images(store: LatentStore) -> None:
+    overrides = [one for one in ALL if "contrastive" not in one and "dispersive" not in one]
+    steps = []
+    for microbatch in (0, 3):
+        state = state_of(store, *overrides, f"run.microbatch={microbatch}")
+        steps.append(train_step(state, next(iter(state.loader))))
+    for name, term in steps[0].terms.items():
+        torch.testing.assert_close(term, steps[1].terms[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(steps[0].grad_norm, steps[1].grad_norm, rtol=1e-4, atol=1e-6)
+
+
+def test_a_rank_without_images_has_the_same_terms(store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of(store, *ALL)
+    images = microbatches_of(state, monkeypatch)[0]
+    losses, empty = (image_losses(state, part, 1) for part in (images, images.part(slice(0, 0))))
+    assert losses.keys() == empty.keys() > {PLAIN}
+    assert all(loss.sum() == 0 for loss in empty.values())
+    total = torch.stack([loss.sum() for loss in empty.values()]).sum()
+    total.backward()
+    gradients = [parameter.grad for parameter in state.engine.model.parameters()]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def test_held_out_records_lose_the_plain_loss_with_all_tokens(store: LatentStore, tmp_path: Path) -> None:
+    held_out = ("data.holdout=0.3", "run.ema_decay=0.0", "routing.share=0.9")
+    reports = run_to(store, tmp_path / "run", 4, *ALL, *held_out, "run.evaluate_every=2")
+    evaluated = [report["held_out"] for report in reports if report["held_out"]]
+    assert [report["step"] for report in reports if report["held_out"]] == [2, 4]
+    assert all(0.1 < one["loss"] < 10 and one["averaged_loss"] == pytest.approx(one["loss"]) for one in evaluated)
+    run_to(store, tmp_path / "without", 4, *ALL, *held_out, "run.evaluate_every=0")
+    weights = [(tmp_path / run / "checkpoint-4" / "model.safetensors").read_bytes() for run in ("run", "without")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("sampler", ["euler", "heun", "dpm"])
+def test_a_model_with_a_class_token_draws_latents(sampler: Any, store: LatentStore, tmp_path: Path) -> None:
+    run_to(store, tmp_path / "run", 2, *ALL)
+    snapshot = load_snapshot(tmp_path / "run", CPU)
+    conditioning = snapshot.conditioner(torch.tensor([0, 1, 2]), None, None)
+    solver = Solver(sampler=sampler, steps=4, guidance=2.0)
+    drawn = draw_latents(snapshot, conditioning, size=(4, 4), seed=0, solver=solver)
+    assert drawn.shape == (3, 4, 4, 4)
+    alone = draw_latents(snapshot, conditioning.part(slice(1, 2)), size=(4, 4), seed=0, solver=solver, numbers=[1])
+    torch.testing.assert_close(drawn[1:2], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_begins_from_one_with_projectors_and_the_other_way_round(store: LatentStore, tmp_path: Path) -> None:
+    run_to(store, tmp_path / "repa", 2, *REPA)
+    run_to(store, tmp_path / "plain", 2, *FLOW)
+    for source, overrides in (("repa", FLOW), ("plain", REPA), ("repa", REPA)):
+        state = state_of(store, *overrides, f"model.init_from={tmp_path / source}")
+        own = state.engine.model.state_dict()
+        saved = load_snapshot(tmp_path / source, CPU).model.state_dict()
+        assert all(torch.equal(own[name], saved[name]) for name in own.keys() & saved.keys())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("align.clip.block=1",), r"no image feature 'clip'.*There are: dino.*features\.clip"),
+        (("align.dino.block=3",), r"align\.dino\.block 3: model 'DiT-S/1' has 2 blocks"),
+        (("routing.kind=tread",), r"routing\.first_block 3, routing\.last_block 0: the model has 2 blocks"),
+        (("objective.dispersive_weight=0.5", "objective.dispersive_block=7"), "has 2 blocks"),
+    ],
+)
+def test_what_the_store_or_the_model_lacks_is_named(
+    overrides: tuple[str, ...], message: str, store: LatentStore
+) -> None:
+    with pytest.raises(LeanditError, match=message):
+        state_of(store, *FLOW, *overrides)
+
+
+def test_models_of_diffusers_have_no_blocks_to_look_into(caption_store: LatentStore) -> None:
+    with pytest.raises(LeanditError, match="routing look into the blocks of a DiT"):
+        prepare(train_recipe("pixart-tiny", "routing.kind=tread"), [caption_store], CPU, print)

@@ -1,0 +1,191 @@
+"""Published checkpoints of SiT and LightningDiT give the same velocities here, by independent code for theirs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from leandit.datasets.errors import RunError
+from leandit.train.models.build import build_model
+from leandit.train.models.conditioning import Conditioning
+from leandit.train.models.dit import SIZES
+from leandit.train.models.layers import DiTOptions
+from leandit.train.models.spec import ModelSpec
+from leandit.train.weights.init_from import initial_weights
+
+CLASSES, CHANNELS = 3, 4
+DEPTH, WIDTH, HEADS = 3, 96, 2  # of a small "S"; int(8 / 3 * WIDTH) is a multiple of 64, as of the published sizes
+SIT = ModelSpec(
+    name="DiT-S/2",
+    channels=CHANNELS,
+    out_channels=CHANNELS,
+    num_classes=CLASSES,
+    caption_width=0,
+    base_size=8,
+    options=DiTOptions(time="to_data"),
+)
+LIGHTNING = SIT.model_copy(
+    update={
+        "name": "DiT-S/1",
+        "base_size": 4,
+        "options": DiTOptions(time="to_data", norm="rms", mlp="swiglu", positions="both"),
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "S", (DEPTH, WIDTH, HEADS))
+
+
+def published(spec: ModelSpec, *, lightning: bool, qk_norm: bool = False) -> dict[str, Tensor]:
+    """Random weights in the published layout, of both models with 2C outputs or C."""
+    patch = int(spec.name[-1])
+    outputs = patch * patch * CHANNELS * (1 if lightning else 2)
+    shapes = {
+        "x_embedder.proj": (WIDTH, CHANNELS, patch, patch),
+        "t_embedder.mlp.0": (WIDTH, 256),
+        "t_embedder.mlp.2": (WIDTH, WIDTH),
+        "final_layer.linear": (outputs, WIDTH),
+        "final_layer.adaLN_modulation.1": (2 * WIDTH, WIDTH),
+    }
+    for i in range(DEPTH):
+        block = f"blocks.{i}"
+        shapes |= {
+            f"{block}.attn.qkv": (3 * WIDTH, WIDTH),
+            f"{block}.attn.proj": (WIDTH, WIDTH),
+            f"{block}.adaLN_modulation.1": (6 * WIDTH, WIDTH),
+        }
+        hidden = int(2 / 3 * 4 * WIDTH)
+        names = {"w12": (2 * hidden, WIDTH), "w3": (WIDTH, hidden)}
+        plain = {"fc1": (4 * WIDTH, WIDTH), "fc2": (WIDTH, 4 * WIDTH)}
+        shapes |= {f"{block}.mlp.{name}": shape for name, shape in (names if lightning else plain).items()}
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, scale: float) -> Tensor:
+        return scale * torch.randn(shape, generator=generator)
+
+    weights = {"y_embedder.embedding_table.weight": random(CLASSES + 1, WIDTH, scale=0.5)}
+    for name, shape in shapes.items():
+        weights[f"{name}.weight"] = random(*shape, scale=0.5 / math.sqrt(math.prod(shape[1:])))
+        weights[f"{name}.bias"] = random(shape[0], scale=0.2)
+    side = spec.base_size // patch
+    weights["pos_embed"] = positions(side)[None]
+    if lightning:
+        gains = [f"blocks.{i}.{norm}" for i in range(DEPTH) for norm in ("norm1", "norm2")]
+        weights |= {f"{name}.weight": 1 + random(WIDTH, scale=0.3) for name in [*gains, "final_layer.norm_final"]}
+        angles = neighbour_angles(side)
+        weights |= {"feat_rope.freqs_cos": angles.cos().float(), "feat_rope.freqs_sin": angles.sin().float()}
+    if qk_norm:
+        gains = [f"blocks.{i}.attn.{letter}_norm.weight" for i in range(DEPTH) for letter in "qk"]
+        weights |= {name: 1 + random(WIDTH // HEADS, scale=0.3) for name in gains}
+    return weights
+
+
+def positions(side: int) -> Tensor:
+    """(T, E): sines and cosines of the column, then of the row."""
+    grid = torch.cartesian_prod(torch.arange(side), torch.arange(side)).double()
+    frequencies = 10_000 ** -(torch.arange(WIDTH // 4).double() / (WIDTH // 4))
+    parts = [grid[:, axis, None] * frequencies for axis in (1, 0)]
+    return torch.cat([wave for angles in parts for wave in (angles.sin(), angles.cos())], dim=1).float()
+
+
+def neighbour_angles(side: int) -> Tensor:
+    """(T, d): angles of LightningDiT, each for two neighbours; the row's half, then the column's."""
+    pairs = WIDTH // HEADS // 4
+    frequencies = 10_000 ** -(torch.arange(pairs).double() / pairs)
+    grid = torch.cartesian_prod(torch.arange(side), torch.arange(side)).double()
+    halves = [(grid[:, axis, None] * frequencies).repeat_interleave(2, dim=1) for axis in (0, 1)]
+    return torch.cat(halves, dim=1)
+
+
+def velocity_to_data(weights: dict[str, Tensor], spec: ModelSpec, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    """What the published models compute: time 0 at the noise and 1 at the data, velocity towards the data."""
+    w = {name: tensor.double() for name, tensor in weights.items()}
+    patch, side = int(spec.name[-1]), x.shape[-1] // int(spec.name[-1])
+
+    def linear(name: str, v: Tensor) -> Tensor:
+        return v @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def norm(name: str, v: Tensor) -> Tensor:
+        if f"{name}.weight" in w:
+            return v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]
+        centred = v - v.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    def turned(v: Tensor) -> Tensor:
+        swapped = torch.stack([-v[..., 1::2], v[..., ::2]], dim=-1).flatten(-2)
+        return v * w["feat_rope.freqs_cos"] + swapped * w["feat_rope.freqs_sin"]
+
+    def attention(name: str, v: Tensor) -> Tensor:
+        q, k, value = linear(f"{name}.qkv", v).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        if f"{name}.q_norm.weight" in w:
+            q, k = norm(f"{name}.q_norm", q), norm(f"{name}.k_norm", k)
+        if "feat_rope.freqs_cos" in w:
+            q, k = turned(q), turned(k)
+        shares = (q @ k.mT / math.sqrt(WIDTH // HEADS)).softmax(-1)
+        return linear(f"{name}.proj", (shares @ value).transpose(1, 2).flatten(2))
+
+    def feed_forward(name: str, v: Tensor) -> Tensor:
+        if f"{name}.w12.weight" in w:
+            gate, value = linear(f"{name}.w12", v).chunk(2, dim=-1)
+            return linear(f"{name}.w3", gate * gate.sigmoid() * value)
+        return linear(f"{name}.fc2", torch.nn.functional.gelu(linear(f"{name}.fc1", v), approximate="tanh"))
+
+    def silu(v: Tensor) -> Tensor:
+        return v * v.sigmoid()
+
+    kernel, bias = w["x_embedder.proj.weight"], w["x_embedder.proj.bias"]
+    v = torch.nn.functional.conv2d(x.double(), kernel, bias, stride=patch).flatten(2).mT + w["pos_embed"]
+    angles = t.double()[:, None] * 10_000 ** -(torch.arange(128).double() / 128)
+    features = torch.cat([angles.cos(), angles.sin()], dim=1)
+    c = linear("t_embedder.mlp.2", silu(linear("t_embedder.mlp.0", features)))
+    c = silu(c + w["y_embedder.embedding_table.weight"][y])
+    for i in range(DEPTH):
+        name = f"blocks.{i}"
+        modulation = linear(f"{name}.adaLN_modulation.1", c)[:, None].chunk(6, dim=-1)
+        shift, scale, gate, shift2, scale2, gate2 = modulation
+        v = v + gate * attention(f"{name}.attn", norm(f"{name}.norm1", v) * (1 + scale) + shift)
+        v = v + gate2 * feed_forward(f"{name}.mlp", norm(f"{name}.norm2", v) * (1 + scale2) + shift2)
+    shift, scale = linear("final_layer.adaLN_modulation.1", c)[:, None].chunk(2, dim=-1)
+    patches = linear("final_layer.linear", norm("final_layer.norm_final", v) * (1 + scale) + shift)
+    pictures = patches.view(len(x), side, side, patch, patch, -1).permute(0, 5, 1, 3, 2, 4)
+    return pictures.reshape(len(x), -1, side * patch, side * patch)[:, :CHANNELS]
+
+
+@pytest.mark.parametrize(
+    ("spec", "lightning", "qk_norm"),
+    [(SIT, False, False), (LIGHTNING, True, False), (LIGHTNING, True, True)],
+    ids=["SiT", "LightningDiT", "LightningDiT with QK-norm"],
+)
+@torch.no_grad()
+def test_a_published_checkpoint_gives_the_published_velocity(
+    spec: ModelSpec, lightning: bool, qk_norm: bool, tmp_path: Path
+) -> None:
+    if qk_norm:
+        spec = spec.model_copy(update={"options": spec.options.model_copy(update={"qk_norm": True})})
+    weights = published(spec, lightning=lightning, qk_norm=qk_norm)
+    torch.save({"ema": {f"module.{name}": tensor for name, tensor in weights.items()}}, tmp_path / "published.pt")
+    model = build_model(spec, seed=0)
+    model.load_state_dict(initial_weights(str(tmp_path / "published.pt"), model, spec))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn((4, CHANNELS, spec.base_size, spec.base_size), generator=generator)
+    t, y = torch.tensor([0.0, 0.3, 0.8, 1.0]), torch.tensor([0, 1, 2, CLASSES])
+    theirs = velocity_to_data(weights, spec, x, t, y)
+    ours = model(x, (1 - t) * 1000, Conditioning(labels=y))  # here both run from data to noise
+    assert theirs.abs().max() > 0.5
+    torch.testing.assert_close(-ours.double(), theirs, rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize(("norm", "positions"), [("rms", "rope"), ("layer", "both")])
+def test_a_lightningdit_without_its_options_is_refused(norm: Any, positions: Any, tmp_path: Path) -> None:
+    torch.save(published(LIGHTNING, lightning=True), tmp_path / "published.pt")
+    options = DiTOptions(time="to_data", mlp="swiglu", norm=norm, positions=positions)
+    spec = LIGHTNING.model_copy(update={"options": options})
+    with pytest.raises(RunError, match=r"LightningDiT.*model\.norm=rms.*model\.positions=both"):
+        initial_weights(str(tmp_path / "published.pt"), build_model(spec, seed=0), spec)
