@@ -15,6 +15,7 @@ from .data_recipe import DataSection, StoreSection, Turn
 
 PACKAGE = "leandit.train"
 
+SELF = "self-alignment"  # a name that no image feature can have
 Weight = Annotated[float, Field(ge=0)]
 
 
@@ -100,6 +101,23 @@ class AlignSection(Section):
     """Hidden width of the projector, three linear maps with SiLU between."""
     class_weight: Weight = 0.0
     """Above 0, the model denoises the feature's class token too (REG: 0.03): weight of the error of its velocity."""
+
+
+class SelfAlignSection(Section):
+    """Alignment of a block's tokens with those of a later block of the averaged model at less noise (SRA)."""
+
+    weight: Weight = 0.0
+    """Weight of 1 - cosine, the mean over the tokens (SRA: 0.5); 0: none."""
+    block: Positive = 4
+    """The block whose output is projected, from 1."""
+    teacher_block: Positive = 8
+    """The block of the averaged model whose output is the target."""
+    less_time: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """The averaged model sees a time that is earlier by 0 to this, uniform for each image."""
+    stop_step: Count = 0
+    """Last step that aligns; 0: all."""
+    projector_width: Positive = 2048
+    """Hidden width of the projector."""
 
 
 class RoutingSection(Section):
@@ -272,6 +290,7 @@ class TrainRecipe(Section):
     conditioning: ConditioningSection = ConditioningSection()
     latent: LatentSection = LatentSection()
     align: dict[Name, AlignSection] = Field(default={})
+    self_align: SelfAlignSection = SelfAlignSection()
     routing: RoutingSection = RoutingSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -279,6 +298,13 @@ class TrainRecipe(Section):
     data: DataSection = DataSection()
     run: RunSection = RunSection()
     parallel: ParallelSection = ParallelSection()
+
+    @property
+    def alignments(self) -> dict[str, AlignSection]:
+        """All alignments by name: with features of the store, and with the model itself."""
+        own = self.self_align
+        shared = {key: getattr(own, key) for key in ("block", "weight", "stop_step", "projector_width")}
+        return self.align | ({SELF: AlignSection(**shared)} if own.weight else {})
 
     @property
     def peak_lr(self) -> float:
@@ -322,6 +348,8 @@ class TrainRecipe(Section):
             raise ValueError("align: two features have a class_weight; the model denoises the class token of one")
         if self.objective.kind == "ddpm" and any(section.class_weight for section in self.align.values()):
             raise ValueError('align: class_weight needs objective.kind = "flow"')
+        if self.objective.kind == "ddpm" and self.self_align.weight:
+            raise ValueError('self_align needs objective.kind = "flow"')
         return self
 
     @model_validator(mode="after")

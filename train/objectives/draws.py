@@ -29,6 +29,7 @@ class Draws(NamedTuple):
       dropped: (B,) bool, whose conditioning becomes null.
       class_noise: (B, D) standard normal, for a model that denoises a class token.
       token_order: (B, T) uniform, whose largest route tokens past blocks.
+      less_time: (B,) uniform, how much earlier the averaged model sees the image.
     """
 
     noise: Tensor
@@ -36,6 +37,7 @@ class Draws(NamedTuple):
     dropped: Tensor
     class_noise: Tensor | None = None
     token_order: Tensor | None = None
+    less_time: Tensor | None = None
 
     def part(self, rows: slice) -> Draws:
         """The draws of a microbatch."""
@@ -53,6 +55,7 @@ def draw(
     device: torch.device,
     class_width: int = 0,
     num_tokens: int = 0,
+    less_time: bool = False,
 ) -> Draws:
     """Draw for some images of the global batch of a step.
 
@@ -62,6 +65,7 @@ def draw(
       shape: (C, H, W) of a latent.
       class_width: D of a class token; 0: none is drawn for.
       num_tokens: T of an image, if some of them skip blocks, else 0.
+      less_time: draw it.
     """
     generator = torch.Generator(device)
     groups = range(rows.start // GROUP, max(-(-rows.stop // GROUP), rows.start // GROUP + 1))
@@ -78,6 +82,8 @@ def draw(
             of_group.append(torch.randn((GROUP, class_width), generator=generator, device=device))
         if num_tokens:
             of_group.append(torch.rand((GROUP, num_tokens), generator=generator, device=device))
+        if less_time:
+            of_group.append(torch.rand(GROUP, generator=generator, device=device))
         drawn.append(of_group)
     first = groups.start * GROUP
     columns = [torch.cat(column)[rows.start - first : rows.stop - first] for column in zip(*drawn, strict=True)]
@@ -88,4 +94,5 @@ def draw(
         dropped,
         class_noise=rest.pop(0) if class_width else None,
         token_order=rest.pop(0) if num_tokens else None,
+        less_time=rest.pop(0) if less_time else None,
     )

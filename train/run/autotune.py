@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ...datasets.errors import ResourceError
 from ...datasets.format.buckets import bucket_size
+from ..config import SELF
 from ..metrics.flops import latent_size_of
 from ..objectives.draws import draw
 from ..parallel.engine import TorchEngine
@@ -133,6 +134,7 @@ def synthetic_microbatch(state: TrainState, bucket: str, images: int) -> Microba
         device=state.device,
         class_width=state.spec.class_width,
         num_tokens=num_routed_tokens(state, bucket, state.step + 1),
+        less_time=recipe.self_align.weight > 0,
     )
     labels = torch.zeros(images, dtype=torch.int64, device=state.device)
     captions = lengths = None
@@ -149,6 +151,8 @@ def synthetic_microbatch(state: TrainState, bucket: str, images: int) -> Microba
         )
         for name, spec in state.feature_specs.items()
     }
+    if own := state.spec.projectors.get(SELF):
+        teachers[SELF] = Teacher(torch.zeros(images, tokens, own.feature_width, device=state.device), None)
     return Microbatch(draws.noise, draws, conditioning, teachers)
 
 

@@ -8,7 +8,7 @@ from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.schema import LatentSpec, StoreSpec
 from ...datasets.order.alike import check_alike
 from ...datasets.store import LatentStore
-from ..config import TrainRecipe
+from ..config import SELF, TrainRecipe
 from ..models.build import check_model_name, pixels_per_token, routed_blocks
 from ..models.diffusers_models import family_of
 from ..models.dit import size_of
@@ -49,7 +49,7 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
     options = DiTOptions(**{key: getattr(recipe.model, key) for key in DiTOptions.model_fields})
     if family_of(name) and options != DiTOptions():
         raise RecipeError(f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options of DiT alone.")
-    added = {"align": recipe.align, "routing": recipe.routing.kind != "none"}
+    added = {"align": recipe.align, "self_align": recipe.self_align.weight, "routing": recipe.routing.kind != "none"}
     added["objective.dispersive_weight"] = recipe.objective.dispersive_weight
     if family_of(name) and (keys := [key for key, value in added.items() if value]):
         raise RecipeError(f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT.")
@@ -97,6 +97,8 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
         blocks = routed_blocks(recipe.routing, depth)
         spec = spec.model_copy(update={"fused": blocks if recipe.routing.kind == "sprint" else None})
         watched = {f"align.{key}.block": section.block for key, section in recipe.align.items()}
+        if recipe.self_align.weight:
+            watched |= {f"self_align.{key}": getattr(recipe.self_align, key) for key in ("block", "teacher_block")}
         watched["objective.dispersive_block"] = recipe.objective.dispersive_block
         if beyond := [key for key, block in watched.items() if block > depth]:
             raise RecipeError(f"{beyond[0]} {watched[beyond[0]]}: model '{name}' has {depth} blocks.")
@@ -131,6 +133,10 @@ def projectors(recipe: TrainRecipe, store: StoreSpec, where: str) -> dict[str, P
             feature_width=features[name].width,
             has_class=section.class_weight > 0,
         )
+    if recipe.self_align.weight:
+        width = size_of(recipe.model.name)[1]
+        own = recipe.alignments[SELF]
+        found[SELF] = ProjectorSpec(block=own.block, width=own.projector_width, feature_width=width)
     return found
 
 

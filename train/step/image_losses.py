@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from ...datasets.batches.features import FeatureBatch
 from ...datasets.format.buckets import bucket_size
-from ..config import AlignSection
+from ..config import SELF, AlignSection
 from ..models.build import patch_of
 from ..models.conditioning import Conditioning, Extras, ModelOutput
 from ..objectives.added_terms import dispersion, misalignment, resampled
 from ..objectives.draws import Draws
-from ..objectives.losses import PLAIN, losses_per_image, on_path, velocity_error
+from ..objectives.losses import PLAIN, TRAIN_STEPS, losses_per_image, on_path, velocity_error
+from .attention_kernels import preferred
 from .learner import Learner
 
 
@@ -90,6 +91,30 @@ def num_routed_tokens(learner: Learner, bucket: str, step: int) -> int:
     return rows * columns
 
 
+@torch.no_grad()
+def with_own_teacher(learner: Learner, images: Microbatch, parts: Sequence[slice]) -> Microbatch:
+    """The images with the tokens of the averaged model as one more teacher, computed in the same microbatches.
+
+    Source: Jiang et al. 2025 (SRA), section 3.2: the same noise, at an earlier time.
+    """
+    section, tokens = learner.recipe.self_align, []
+    with learner.engine.averaged(), preferred(learner.attention_kernels):
+        for part in parts:
+            some = images.part(part)
+            some = some if len(some.latents) else some.dummy()
+            assert some.draws.less_time is not None
+            times = (some.draws.times - section.less_time * some.draws.less_time).clamp_min(0)
+            earlier = some._replace(draws=some.draws._replace(times=times))
+            extras = Extras(_noisy_class_token(learner, earlier), watched=section.teacher_block)
+            noisy = on_path(some.latents, some.draws.noise, times)
+            output = _forward(learner, noisy, times * TRAIN_STEPS, some.conditioning, extras)
+            assert isinstance(output, ModelOutput)
+            assert output.watched is not None
+            tokens.append(output.watched.float())
+    own = {SELF: Teacher(torch.cat(tokens)[: len(images.latents)], None)}
+    return images._replace(teachers={**images.teachers, **own})
+
+
 def image_losses(learner: Learner, images: Microbatch, step: int) -> dict[str, Tensor]:
     """Losses of each image of a microbatch, (B,) each: the plain one and the weighted terms that are added to it.
 
@@ -107,7 +132,7 @@ def image_losses(learner: Learner, images: Microbatch, step: int) -> dict[str, T
         losses["dispersive"] = objective.dispersive_weight * dispersion(
             output.watched, objective.dispersive_temperature
         )
-    for name, section in recipe.align.items():
+    for name, section in recipe.alignments.items():
         if is_active(section.stop_step, step):
             losses[f"align.{name}"] = section.weight * _misalignment(learner, images, output, extras, name)
         else:  # as many gradients as before, of zero
@@ -134,23 +159,29 @@ def _losses(
     draws, found = images.draws, list[ModelOutput]()
 
     def predict(noisy: Tensor, t: Tensor) -> Tensor:
-        cast = torch.autocast(learner.device.type, learner.autocast_dtype, enabled=learner.autocast_dtype is not None)
-        with cast:
-            if extras is None:
-                return learner.engine.forward(noisy, t, images.conditioning)
-            output = learner.engine.forward(noisy, t, images.conditioning, extras)
-            assert isinstance(output, ModelOutput)
-            found.append(output)
-            return output.output
+        output = _forward(learner, noisy, t, images.conditioning, extras)
+        if isinstance(output, Tensor):
+            return output
+        found.append(output)
+        return output.output
 
     losses = losses_per_image(learner.recipe.objective, predict, images.latents, draws.noise, draws.times)
     return losses, found[0] if found else None
 
 
+def _forward(
+    learner: Learner, noisy: Tensor, t: Tensor, conditioning: Conditioning, extras: Extras | None
+) -> Tensor | ModelOutput:
+    """The model, in the precision of the run."""
+    more = () if extras is None else (extras,)
+    with torch.autocast(learner.device.type, learner.autocast_dtype, enabled=learner.autocast_dtype is not None):
+        return learner.engine.forward(noisy, t, conditioning, *more)
+
+
 def _extras(learner: Learner, images: Microbatch, step: int) -> Extras | None:
     """What the recipe asks of the model beside its output; None for nothing."""
     recipe, draws = learner.recipe, images.draws
-    sections = recipe.align.values()
+    sections = recipe.alignments.values()
     if not (sections or recipe.objective.dispersive_weight or recipe.routing.kind != "none"):
         return None
     kept = None
@@ -162,7 +193,7 @@ def _extras(learner: Learner, images: Microbatch, step: int) -> Extras | None:
     if recipe.objective.dispersive_weight:
         watched = recipe.objective.dispersive_block or max(1, len(learner.engine.model.blocks) // 4)
     class_token = _noisy_class_token(learner, images)
-    return Extras(class_token, kept, watched, None if aligns else min(1, len(recipe.align)))
+    return Extras(class_token, kept, watched, None if aligns else min(1, len(sections)))
 
 
 def _noisy_class_token(learner: Learner, images: Microbatch) -> Tensor | None:
@@ -183,7 +214,7 @@ def _class_token(images: Microbatch, name: str) -> Tensor:
 
 def _misalignment(learner: Learner, images: Microbatch, output: ModelOutput, extras: Extras, name: str) -> Tensor:
     """(B,) of one feature; tokens that skip the block are left out."""
-    teacher, section, projected = images.teachers[name], learner.recipe.align[name], output.projected[name]
+    teacher, section, projected = images.teachers[name], learner.recipe.alignments[name], output.projected[name]
     tokens = teacher.patches
     assert tokens is not None
     if extras.kept is not None and _skips(learner, section):

@@ -13,7 +13,7 @@ from ..objectives.draws import draw
 from ..objectives.losses import PLAIN, time_share
 from ..optim.build import learning_rate
 from .attention_kernels import preferred
-from .image_losses import Microbatch, image_losses, num_routed_tokens, teachers_of
+from .image_losses import Microbatch, image_losses, is_active, num_routed_tokens, teachers_of, with_own_teacher
 from .learner import Learner
 
 
@@ -34,6 +34,7 @@ def train_step(learner: Learner, batch: Batch) -> StepResult:
         device=learner.device,
         class_width=learner.spec.class_width,
         num_tokens=num_routed_tokens(learner, batch.bucket, step),
+        less_time=recipe.self_align.weight > 0,
     )
     inputs = batch.labels, batch.captions, batch.caption_lengths, batch.records
     conditioning = learner.conditioner(*inputs, store=batch.store, widen=learner.autocast_dtype is None)
@@ -44,6 +45,8 @@ def train_step(learner: Learner, batch: Batch) -> StepResult:
     parts = microbatches(
         size, learner.ranks.world_size, recipe.run.microbatch or microbatch_limit(learner, batch.bucket)
     )
+    if recipe.self_align.weight and is_active(recipe.self_align.stop_step, step):
+        images = with_own_teacher(learner, images, parts)
     parts_losses: list[dict[str, Tensor]] = []
     for part in parts:
         with (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from leandit.datasets.format.schema import FeatureSpec
 from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
 from leandit.train.loop import StopRequest, train
+from leandit.train.models.conditioning import Extras
 from leandit.train.objectives.draws import draw
 from leandit.train.objectives.losses import PLAIN
 from leandit.train.run.state import TrainState, prepare
@@ -35,8 +37,9 @@ TERMS = (
     "objective.contrastive_weight=0.05",
     "objective.dispersive_weight=0.5",
 )
+OWN = ("self_align.weight=0.5", "self_align.block=1", "self_align.teacher_block=2", "self_align.projector_width=8")
 ROUTED = ("routing.first_block=1", "routing.last_block=1")
-ALL = (*TERMS, "routing.kind=tread", *ROUTED)
+ALL = (*TERMS, *OWN, "routing.kind=tread", *ROUTED)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +76,7 @@ def microbatches_of(state: TrainState, monkeypatch: pytest.MonkeyPatch) -> list[
 
 def test_all_terms_are_reported_by_name_and_the_loss_is_the_plain_one(store: LatentStore, tmp_path: Path) -> None:
     reports = run_to(store, tmp_path / "run", 3, *ALL)
-    names = {"cosine", "contrastive", "dispersive", "align.dino", "class.dino"}
+    names = {"cosine", "contrastive", "dispersive", "align.dino", "class.dino", "align.self-alignment"}
     assert all(report["loss_terms"].keys() == names for report in reports)
     plain = run_to(store, tmp_path / "plain", 3, *FLOW)
     assert plain[0]["loss"] == pytest.approx(reports[0]["loss"], rel=1e-5)  # a new model puts out zero
@@ -106,12 +109,38 @@ def test_a_step_aligns_more_when_it_is_repeated(store: LatentStore) -> None:
 def test_a_run_with_everything_resumes_bit_for_bit(kind: str, store: LatentStore, tmp_path: Path) -> None:
     for run, steps in (("whole", [4]), ("parts", [2, 4])):
         for step in steps:
-            run_to(store, tmp_path / run, step, *TERMS, f"routing.kind={kind}", *ROUTED)
+            run_to(store, tmp_path / run, step, *TERMS, *OWN, f"routing.kind={kind}", *ROUTED)
     for part in ("model", "ema", "optimizer"):
         whole, parts = (
             (tmp_path / run / "checkpoint-4" / f"{part}.safetensors").read_bytes() for run in ("whole", "parts")
         )
         assert whole == parts
+
+
+def test_the_model_aligns_with_its_average_at_an_earlier_time(
+    store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of(store, *FLOW, *OWN, "run.ema_decay=0.5", "optimizer.lr=1e-2")
+    batches = iter(state.loader)
+    for _ in range(3):
+        train_step(state, next(batches))
+    average = copy.deepcopy(state.engine.model)
+    with torch.no_grad():
+        for name, weight in state.engine.ema.weights.items():  # pyright: ignore[reportAttributeAccessIssue]
+            average.get_parameter(name).copy_(weight)
+    before = {name: tensor.clone() for name, tensor in state.engine.model.state_dict().items()}
+    images = microbatches_of(state, monkeypatch)[0]
+    draws = images.draws
+    assert draws.less_time is not None
+    times = (draws.times - 0.2 * draws.less_time).clamp_min(0)
+    assert 0.1 < draws.less_time.max() <= 1
+    noisy = (1 - times[:, None, None, None]) * images.latents + times[:, None, None, None] * draws.noise
+    expected = average(noisy, times * 1000, images.conditioning, Extras(watched=2)).watched
+    teacher = images.teachers["self-alignment"].patches
+    assert teacher is not None
+    torch.testing.assert_close(teacher, expected)
+    assert not teacher.requires_grad
+    assert any(not torch.equal(before[name], tensor) for name, tensor in state.engine.model.state_dict().items())
 
 
 def test_alignment_and_routing_stop_after_their_last_step(store: LatentStore) -> None:
@@ -127,8 +156,8 @@ def test_draws_that_were_there_do_not_change_with_what_a_recipe_adds() -> None:
     recipe = train_recipe("dit-s-4", *FLOW)
     how: dict[str, Any] = {"seed": 3, "step": 5, "shape": (4, 4, 4), "device": CPU}
     plain = draw(recipe.objective, 0.5, rows=slice(3, 30), **how)
-    more = draw(recipe.objective, 0.5, rows=slice(3, 30), class_width=6, num_tokens=16, **how)
-    part = draw(recipe.objective, 0.5, rows=slice(20, 22), class_width=6, num_tokens=16, **how)
+    more = draw(recipe.objective, 0.5, rows=slice(3, 30), class_width=6, num_tokens=16, less_time=True, **how)
+    part = draw(recipe.objective, 0.5, rows=slice(20, 22), class_width=6, num_tokens=16, less_time=True, **how)
     for name in ("noise", "times", "dropped"):
         assert torch.equal(getattr(plain, name), getattr(more, name))
     assert more.class_noise is not None
