@@ -172,6 +172,9 @@ def bench_train(
     rounds: Annotated[int, typer.Option(min=1, help="Times that everything is measured.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each, in each round.")] = 10,
     device: Device = "auto",
+    without: Annotated[
+        list[str] | None, typer.Option(metavar="SECTION", help="Compare with the recipe without a section; repeatable.")
+    ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -189,7 +192,8 @@ def bench_train(
     has_stores = store or loaded.data.turns
     workload = workload_of_stores(loaded, store) if has_stores else workload_at_resolution(loaded, resolution)
     with ProgressLine() as progress:
-        result = run(StepRequest(workload, torch_device(device), rounds, steps, data, store), progress)
+        request = StepRequest(workload, torch_device(device), rounds, steps, data, store, tuple(without or ()))
+        result = run(request, progress)
     print_result(result, render, as_json=as_json)
 
 

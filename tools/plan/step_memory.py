@@ -105,7 +105,9 @@ def trace_step(
     tokens, device = workload.tokens, torch.device("cpu")
     clear_caches()
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker(ROUNDING[device_type]) as tracker:
-        learner = synthetic_learner(recipe, workload.spec, tokens, device, onednn=device_type == "cpu")
+        learner = synthetic_learner(
+            recipe, workload.spec, tokens, device, store=workload.store, onednn=device_type == "cpu"
+        )
         learner.autocast_dtype = autocast
         if to_host:
             checkpoint_blocks(learner.engine.model.blocks, run.activation_checkpointing, to_cpu=host.hooks)

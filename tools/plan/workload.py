@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...datasets.format.schema import StoreSpec
+from ...datasets.format.buckets import bucket_size
+from ...datasets.format.schema import FeatureSpec, StoreSpec
 from ...datasets.store import LatentStore
 from ...train.config import TrainRecipe
 from ...train.metrics.flops import latent_size_of, tokens_per_image, train_flops
@@ -17,6 +19,7 @@ from ..synthetic.store import noise_spec
 
 TOKENS, TEXT_WIDTH = 300, 4096  # of a caption, without a store: PixArt-Sigma's
 CHANNELS, CLASSES = 4, 1000  # of latents and labels, if neither recipe nor store gives them: SD-VAE, ImageNet
+FEATURE_WIDTH, FEATURE_PX = 768, 16  # of DINOv2-B, with a patch for 16 px of the picture, as in REPA
 STORED_BYTES = 2  # bytes of a stored number, at most: float16
 
 
@@ -48,10 +51,13 @@ class TrainingWorkload:
         return tokens_per_image(self.spec, latent_size_of(bucket, self.store.latent))
 
     def batch_bytes(self, images: int) -> int:
-        """Bytes of a batch on the device: latents as stored and as float32, captions as stored and padded."""
+        """Bytes of a batch on the device: latents and features as stored and as float32, captions as stored, padded."""
         height, width = latent_size_of(self.largest_bucket, self.store.latent)
         latents = self.store.latent.channels * height * width * (STORED_BYTES + 4)
-        return images * (latents + self.tokens * self.spec.caption_width * STORED_BYTES)
+        size = bucket_size(self.largest_bucket)
+        features = sum((1 + math.prod(one.spec.grid(*size))) * one.spec.width for one in self.store.features)
+        captions = self.tokens * self.spec.caption_width * STORED_BYTES
+        return images * (latents + captions + features * (STORED_BYTES + 4))
 
     @property
     def flops(self) -> float:
@@ -84,7 +90,17 @@ def workload_at_resolution(recipe: TrainRecipe, resolution_px: int) -> TrainingW
     bucket = f"{resolution_px}x{resolution_px}"
     channels = recipe.model.channels or CHANNELS
     classes = recipe.model.num_classes or CLASSES
-    store = noise_spec({bucket: 1}, channels, classes, TOKENS, TEXT_WIDTH, 64, "none")
+    feature = FeatureSpec(
+        output="both",
+        layer=-1,
+        width=FEATURE_WIDTH,
+        patch_px=FEATURE_PX,
+        resolution_px=resolution_px,
+        images_px=resolution_px,
+        dtype="int8",
+    )
+    features = {str(name): feature for name in recipe.align}
+    store = noise_spec({bucket: 1}, channels, classes, TOKENS, TEXT_WIDTH, 64, "none", features=features)
     images = store.images.model_copy(update={"resolution_px": resolution_px})
     store = store.model_copy(update={"images": images})
     spec = model_spec(recipe, store, "a store of this resolution")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ...datasets.batches.batch import Batch
 from ...datasets.batches.captions import CaptionBatch
-from ...datasets.format.schema import StoreSpec
+from ...datasets.batches.features import FeatureBatch
+from ...datasets.format.buckets import bucket_size
+from ...datasets.format.schema import FeatureSpec, StoreSpec
 from ...train.config import TrainRecipe
 from ...train.models.spec import ModelSpec
 from ...train.parallel.ranks import ALONE, Ranks
@@ -20,6 +24,7 @@ def synthetic_learner(
     device: torch.device,
     *,
     ranks: Ranks = ALONE,
+    store: StoreSpec | None = None,
     compiled: bool = False,
     onednn: bool = True,
 ) -> Learner:
@@ -27,10 +32,11 @@ def synthetic_learner(
 
     Args:
       max_tokens: of the null caption, for a model with text.
-      ranks, compiled, onednn: as in ``build_learner``.
+      ranks, store, compiled, onednn: as in ``build_learner``.
     """
     null_caption = torch.zeros(max_tokens, spec.caption_width, device=device) if spec.takes_text else None
-    return build_learner(recipe, spec, device, null_caption=null_caption, ranks=ranks, compiled=compiled, onednn=onednn)
+    how = {"ranks": ranks, "store": store, "compiled": compiled, "onednn": onednn}
+    return build_learner(recipe, spec, device, null_caption=null_caption, **how)
 
 
 def synthetic_batch(
@@ -61,4 +67,16 @@ def synthetic_batch(
         global_size=count,
         epoch=0,
         texts=texts,
+        features={one.name: _feature(one.spec, bucket, count, device) for one in store.features},
     ).finish()
+
+
+def _feature(spec: FeatureSpec, bucket: str, count: int, device: torch.device) -> FeatureBatch:
+    """An image feature of noise in int8, patches and class tokens."""
+    patches, cls = (count, math.prod(spec.grid(*bucket_size(bucket)))), (count,)
+    return FeatureBatch(
+        stored_patches=torch.randint(-127, 128, (*patches, spec.width), dtype=torch.int8, device=device),
+        patch_scales=torch.rand(patches, device=device),
+        stored_cls=torch.randint(-127, 128, (*cls, spec.width), dtype=torch.int8, device=device),
+        cls_scales=torch.rand(cls, device=device),
+    )

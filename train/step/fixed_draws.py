@@ -59,9 +59,10 @@ def losses_at_fixed_times(learner: Learner, batch: Batch, noise: Tensor) -> Tens
         dropped=torch.zeros(len(x), dtype=torch.bool, device=learner.device),
         class_noise=keyed_noise(keys + 1, (width,)) if width else None,
     )
+    found = teachers_of(learner, batch.features, batch.bucket) if width else {}
     teachers = {
         name: Teacher(None, None if teacher.cls is None else teacher.cls.repeat_interleave(NUM_TIMES, 0))
-        for name, teacher in teachers_of(learner, batch.features if width else {}, batch.bucket).items()
+        for name, teacher in found.items()
     }
     learner.engine.model.eval()
     with torch.compiler.set_stance("force_eager"), preferred(learner.attention_kernels):

@@ -62,8 +62,8 @@ class Microbatch(NamedTuple):
 def teachers_of(learner: Learner, features: Mapping[str, FeatureBatch], bucket: str) -> dict[str, Teacher]:
     """The features that the recipe aligns with, patches on the grid of the model's tokens."""
     found = {}
-    for name, feature in features.items():
-        spec, patches = learner.feature_specs[name], feature.patches
+    for name, spec in learner.feature_specs.items():
+        feature, patches = features[name], features[name].patches
         if patches is not None:
             patches = resampled(patches, spec.grid(*bucket_size(bucket)), token_grid(learner, bucket))
         found[name] = Teacher(patches, feature.cls)

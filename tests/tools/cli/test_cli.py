@@ -73,7 +73,7 @@ FLAGS = {
     "plan": [],
     "plan train": ["--gpu", "--gpus", "--images", "--json", "--resolution", "--run", "--set", "--store"],
     "bench train": [
-        *("--data", "--device", "--json", "--resolution", "--rounds", "--set", "--steps", "--store"),
+        *("--data", "--device", "--json", "--resolution", "--rounds", "--set", "--steps", "--store", "--without"),
     ],
     "bench caching": [
         *("--device", "--json", "--resolution", "--rounds", "--scratch", "--set", "--steps", "--text", "--tokenizer"),

@@ -228,7 +228,7 @@ def _steps(job: dict[str, Any], device: torch.device) -> Iterator[None]:
     """Train on noise; yields after each step."""
     work, ranks = _work(job), _ranks(job)
     size = job["microbatch"] * job["count"]
-    learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, ranks=ranks)
+    learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, ranks=ranks, store=work.store)
     if isinstance(learner.engine.forward, DistributedDataParallel):
         learner.engine.forward.register_comm_hook(
             None, noop_hook

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from ....datasets.errors import RecipeError
 from ....train import loop
+from ....train.config import TrainRecipe
 from ....train.models.dit import size_of
 from ....train.models.spec import ModelSpec
 from ....train.objectives.losses import draw_times, loss_per_image
 from ....train.optim.loss_scale import autocast_dtype
+from ....train.run.model_for_store import model_spec
 from ...plan.workload import TrainingWorkload
 from ...synthetic.batches import synthetic_batch, synthetic_learner
 from ..harness.meters import hardware
@@ -31,6 +34,7 @@ class StepRequest:
       steps: of each cell in each round.
       data: "synthetic", or "store" for the real loop on a store.
       store: to train on; None makes one of noise.
+      without: sections of the recipe; the step without each is measured beside it.
     """
 
     work: TrainingWorkload
@@ -39,13 +43,27 @@ class StepRequest:
     steps: int
     data: str
     store: str | None = None
+    without: tuple[str, ...] = ()
+
+
+def without_section(request: StepRequest, name: str) -> StepRequest:
+    """The same without a section of the recipe.
+
+    Raises: RecipeError: there is no such section, or the recipe does not set it.
+    """
+    work, default = request.work, TrainRecipe()
+    if getattr(work.recipe, name, None) == getattr(default, name, None):
+        raise RecipeError(f"--without '{name}': the recipe has no section [{name}] of its own.")
+    recipe = work.recipe.model_copy(update={name: getattr(default, name)})
+    spec = model_spec(recipe, work.store, "the same store")
+    return replace(request, work=replace(work, recipe=recipe, spec=spec))
 
 
 def our_step(request: StepRequest) -> Step:
     """One step of our loop on noise; the loss is read every ``LOSS_EVERY`` steps, as in the loop."""
     work, device = request.work, request.device
     compiled = work.recipe.run.compile and device.type == "cuda"
-    learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, compiled=compiled)
+    learner = synthetic_learner(work.recipe, work.spec, work.tokens, device, store=work.store, compiled=compiled)
     size = work.recipe.run.global_batch
     batch = synthetic_batch(work.store, work.largest_bucket, size, work.tokens, device)
     losses: list[Tensor] = []

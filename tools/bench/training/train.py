@@ -2,7 +2,8 @@
 
 On the same noise, with the same objective, precision and batch: our step, and diffusers' ``DiTTransformer2DModel`` in
 the usual loop (of DiT, SiT and others): eager modules, AdamW as torch constructs it, averages parameter by parameter in
-Python, the loss read at every step. They alternate in one process.
+Python, the loss read at every step. Or our step beside itself without a section of the recipe. They alternate in one
+process.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from .steps import (
     our_step,
     timed,
     usual_step,
+    without_section,
 )
 
 OURS, DIFFUSERS = "leandit", "diffusers"
@@ -106,7 +108,9 @@ def _beside(request: StepRequest, progress: ProgressLine) -> dict[str, list[floa
     """Images a second of each cell in each round."""
     spec = request.work.spec
     cells: dict[str, Step] = {OURS: our_step(request)}
-    if not spec.takes_text:
+    for name in request.without:
+        cells[f"without {name}"] = our_step(without_section(request, name))
+    if not spec.takes_text and not request.without:
         cells[DIFFUSERS] = usual_step(request, DiffusersDiT(spec))
     rates: dict[str, list[float]] = {cell: [] for cell in cells}
     for step in cells.values():
