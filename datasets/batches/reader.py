@@ -88,12 +88,13 @@ class BatchReader(Dataset):
             raise RecipeError(f"text {text!r}: needed one of {', '.join(get_args(TextForm))}.")
         for store, plan in zip(self.stores, order.plans, strict=True):
             check_fit(store, plan)
-        check_alike([(store.path, store.spec) for store in self.stores], captions=text != "none")
+        self._features = list(self.stores[0].features if features is None else features)
+        self._pictures = list(self.stores[0].pictures if pictures is None else pictures)
+        places = [(store.path, store.spec) for store in self.stores]
+        check_alike(places, captions=text != "none", features=self._features)
         self.statistics = (statistics or pooled_statistics(self.stores)) if normalise == "store" else None
         self.latent_specs = [normalised_as(store.spec.latent, normalise, self.statistics) for store in self.stores]
         self._text: TextForm = text
-        self._features = list(self.stores[0].features if features is None else features)
-        self._pictures = list(self.stores[0].pictures if pictures is None else pictures)
         for store in self.stores:
             _check_has(store, "feature", self._features, store.features)
             _check_has(store, "picture", self._pictures, store.pictures)

@@ -15,20 +15,26 @@ from ..format.schema import UNKNOWN, EncoderIdentity, LatentSpec, StoreSpec
 Named = tuple[Path | str, StoreSpec]
 ADVICE = {
     "captions": "Or read no captions (text='none').",
+    "features": "Or leave them out (features=[]).",
     "classes": "Precompute both with the same classes, or condition the model on captions.",
 }
 
 
-def check_alike(stores: Sequence[Named], *, captions: bool, classes: bool = False) -> None:
+def check_alike(
+    stores: Sequence[Named], *, captions: bool, classes: bool = False, features: Sequence[str] = ()
+) -> None:
     """Check that one model can train on all stores.
 
     Args:
       stores: place and description of each.
       captions, classes: compare these too.
+      features: compare these too, where both stores have them.
     Raises: RecipeError: names two stores and the difference.
     """
     for (first, here), (other, there) in combinations(stores, 2):  # all: an unknown encoder is like any other
         compared = {"latents": (_latents(here), _latents(there))}
+        if features:
+            compared["features"] = _features(here, features), _features(there, features)
         if captions:
             compared["captions"] = _captions(here), _captions(there)
         if classes:
@@ -76,7 +82,23 @@ def _captions(spec: StoreSpec) -> dict[str, Any]:
             f"tokens of the longest caption{of_encoder}": one.spec.max_tokens,
             f"instruction{of_encoder}": repr(one.spec.instruction),
             f"text encoder weights{of_encoder}": _weights(one.encoder),
+            f"template{of_encoder}": UNKNOWN if one.spec.template == UNKNOWN else repr(one.spec.template),
+            f"layers{of_encoder}": UNKNOWN if one.spec.kind == "imported" else str(one.spec.layers),
+            f"output{of_encoder}": one.spec.output,
+            f"full length{of_encoder}": one.spec.full_length,
+            f"padding attended to{of_encoder}": one.spec.attend_padding,
+            f"dropped prefix tokens{of_encoder}": one.spec.drop_prefix_tokens,
         }
+    return facts
+
+
+def _features(spec: StoreSpec, names: Sequence[str]) -> dict[str, Any]:
+    """Of the features that are read, as far as the store has them; their dtypes may differ."""
+    facts: dict[str, Any] = {}
+    for one in spec.features:
+        if one.name in names:
+            values = one.spec.model_dump(exclude={"dtype"}) | {"weights": _weights(one.encoder)}
+            facts |= {f"{key} of feature '{one.name}'": value for key, value in values.items()}
     return facts
 
 

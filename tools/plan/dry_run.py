@@ -44,7 +44,7 @@ from ...train.parallel.ranks import read_ranks
 from ...train.run.model_for_store import model_for_stores
 from ..terminal.outcome import change_rows
 from ..terminal.progress import ProgressLine
-from .precompute_cost import StoreBytes, predict_lines
+from .precompute_cost import StoreBytes, completed_rows, predict_lines
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,10 @@ def describe_precompute(
         if not encoders or not (has_pictures or lineage.stack):
             return DryRun("\n".join([*lines, *shown_recipe]), refusal=refusal)
         plan = planner.plan(comparison, lineage, pictures)
+    if num_completed := completed_rows(plan):
+        lines.append(f"{'would complete':<20}{num_completed} pictures that are there")
     devices = {"num_devices": num_devices}
-    costs, new_bytes = predict_lines(recipe, plan, source, comparison.fresh, pictures, encoders, **devices)
+    costs, new_bytes = predict_lines(recipe, plan, source, comparison, pictures, encoders, **devices)
     old_bytes = sum(path.stat().st_size for path in files_below(store)) if store and lineage.stack else 0
     text = "\n".join([*lines, "", *costs, *shown_recipe])
     return DryRun(text, new_bytes, new_bytes.total + old_bytes, refusal)
@@ -129,11 +131,11 @@ def _compare_with_store(
     planner: Planner, store: Path, frozen: FrozenPlan, spec: StoreSpec, new_revision: bool, options: Options | None
 ) -> tuple[list[str], Comparison | None, Lineage]:
     """Lines on the store, the records to encode and what they build on; no comparison if nothing would be encoded."""
-    is_complete = is_sealed(store, frozen)
-    if not (new_revision and is_complete):
+    is_complete, adds = is_sealed(store, frozen), is_extension(frozen.spec, spec)
+    if not (is_complete and (new_revision or adds)):
         check_fingerprint(store, frozen.spec, spec)
     lines = ["", f"{'store':<20}'{store}', {store_state(store, frozen, spec, is_complete=is_complete)}"]
-    if not is_complete or frozen.spec.fingerprint != spec.fingerprint:
+    if not (is_complete and adds):
         return lines, all_fresh(planner.source.records), Lineage()
     changes, lineage = planner.compare(options or Options())
     lines += [f"{name:<20}{value}" for name, value in change_rows(changes)] if changes else []
@@ -158,7 +160,7 @@ def picture_lines(pictures: pa.Table) -> list[str]:
     rejects, buckets = count_reasons(pictures["reason"]), count_reasons(pictures["bucket"])
     lines = [f"{'would encode':<20}{buckets.total()} pictures"]
     lines += [f"{'would reject':<20}{count} x {reason}" for reason, count in sorted(rejects.items())]
-    lines += ["", f"{'bucket':<20}{'records':>10}"]
+    lines += ["", f"{'bucket':<20}{'records':>10}"] if buckets else []
     return lines + [f"{name:<20}{buckets[name]:>10}" for name in sorted(buckets, key=bucket_size)]
 
 

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from ...datasets.disk.hashing import canonical_json
 from ...datasets.errors import RecordRejected, ResourceError
 from ...datasets.format.buckets import bucket_size, resize_filter
 from ...datasets.format.layout import group_json, is_picture_task
-from ...datasets.format.row_layout import LATENTS
+from ...datasets.format.row_layout import LATENTS, MASK
 from ...datasets.format.schema import StoreSpec
 from ...datasets.format.table_schemas import suffixes
 from ...datasets.format.tables import parquet_file
@@ -34,6 +34,7 @@ from ...datasets.revisions.plan import FrozenPlan
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.loading import Encoders
 from ...precompute.images.decoders import Decoders
+from ...precompute.planning.compare import Comparison
 from ...precompute.planning.pictures import num_threads
 from ...precompute.shards.caption_shard import caption_batches
 from ...precompute.sources.files.record import SourceRecord
@@ -113,7 +114,7 @@ def predict_lines(
     recipe: PrecomputeRecipe,
     plan: FrozenPlan,
     source: Source,
-    fresh: Listing,
+    comparison: Comparison,
     pictures: pa.Table,
     encoders: Encoders,
     *,
@@ -122,40 +123,61 @@ def predict_lines(
     """Lines on bytes, time and memory of a revision; and the bytes.
 
     Args:
-      fresh: records that the revision encodes.
-      pictures: the plan of each of them (PICTURES_SCHEMA).
+      comparison: its new records, and those that it carries over.
+      pictures: the plan of each new one (PICTURES_SCHEMA).
       num_devices: that encode in parallel.
     """
-    spec, captions = plan.spec, plan.own_captions
-    new_bytes, counts = store_bytes(plan), _token_counts(plan)
+    spec, adds_texts = plan.spec, any(one.texts for one in plan.added)
+    new_bytes, counts, num_captions = store_bytes(plan), *_token_counts(plan)
     lines = [f"{'latents':<20}{new_bytes.latents / 2**20:>10.1f} MiB before any codec"]
     for name, num_bytes in new_bytes.beside.items():
         lines.append(f"{name:<20}{num_bytes / 2**20:>10.1f} MiB")
     for name, num_bytes in new_bytes.texts.items():
         label = f"captions {name}".strip()
-        lines.append(f"{label:<20}{num_bytes / 2**20:>10.1f} MiB, {captions.num_rows} distinct, {counts[name]} tokens")
+        lines.append(f"{label:<20}{num_bytes / 2**20:>10.1f} MiB, {num_captions[name]} distinct, {counts[name]} tokens")
     lines.append(f"{'tables':<20}{new_bytes.tables / 2**20:>10.1f} MiB at most")
-    probe = run_probe(recipe, spec, source, choose(fresh, pictures), encoders, captions)
-    device = encoders.image.device
-    if probe.pictures:
-        on_cpu, num_pictures = device.type == "cpu", sum(plan.layout.bucket_rows.values())
-        seconds = probe.seconds_for(num_pictures, counts, on_cpu=on_cpu, num_devices=num_devices)
-        rates = f"decoding {probe.pictures / probe.decode_seconds:.1f}, encoding "
-        rates += f"{probe.pictures / probe.encode_seconds:.1f} images/s, from {probe.pictures} pictures"
+    texts = {name: encoders.captions[name] for name, count in counts.items() if count}
+    captions = plan.captions if adds_texts else plan.own_captions
+    probe = run_probe(
+        recipe, spec, source, choose(comparison.fresh, pictures), replace(encoders, captions=texts), captions
+    )
+    device, on_cpu = encoders.image.device, encoders.image.device.type == "cpu"
+    speed = {"on_cpu": on_cpu, "num_devices": num_devices}
+    seconds = probe.seconds_for(sum(plan.layout.bucket_rows.values()), counts, **speed)
+    if num_completed := completed_rows(plan):
+        groups = sorted({group for one in plan.added for group in one.groups})
+        alone, kept = replace(encoders, captions={}), choose_kept(comparison)
+        added = run_probe(recipe, spec, source, kept, alone, captions, groups=groups)
+        seconds += added.seconds_for(num_completed, {}, **speed)
+        probe = probe if probe.pictures else added
+    if probe.pictures or texts:
+        rates = ""
+        if probe.pictures:
+            rates = f"; decoding {probe.pictures / probe.decode_seconds:.1f}, encoding "
+            rates += f"{probe.pictures / probe.encode_seconds:.1f} images/s, from {probe.pictures} pictures"
         devices = "" if on_cpu or num_devices == 1 else f" each of {num_devices} devices"
-        lines.append(f"{'time':<20}{seconds / 3600:>10.2f} h; {rates}{devices}")
+        lines.append(f"{'time':<20}{seconds / 3600:>10.2f} h{rates}{devices}")
         kind = "of the GPU, one batch of the largest bucket" if device.type == "cuda" else "of this machine, the probe"
         lines.append(f"{'memory':<20}{probe.memory_bytes / GIB:>10.2f} GiB {kind}")
     return lines, new_bytes
 
 
-def _token_counts(plan: FrozenPlan) -> dict[str, int]:
-    """Tokens that a plan encodes, by text encoder."""
-    counts = {one.name: 0 for one in plan.spec.text_encoders}
+def completed_rows(plan: FrozenPlan) -> int:
+    """Pictures of earlier revisions that get features or companions."""
+    parts = plan.layout.parts.values()
+    return sum(
+        int((plan.positions_of(one) >= 0).sum()) for one in parts if one.bucket and one.revision != plan.revision
+    )
+
+
+def _token_counts(plan: FrozenPlan) -> tuple[dict[str, int], dict[str, int]]:
+    """Tokens and captions that a plan encodes, by text encoder."""
+    tokens, captions = ({one.name: 0 for one in plan.spec.text_encoders} for _ in range(2))
     for part in plan.layout.parts.values():
         if part.captions and not part.is_null:
-            counts[part.captions.name] += int(part.captions.num_tokens.sum())
-    return counts
+            tokens[part.captions.name] += int(part.captions.num_tokens.sum())
+            captions[part.captions.name] += len(part.captions.num_tokens)
+    return tokens, captions
 
 
 def store_bytes(plan: FrozenPlan) -> StoreBytes:
@@ -225,6 +247,15 @@ def choose(fresh: Listing, pictures: pa.Table) -> list[Chosen]:
     return [(fresh[i], bucket_size(buckets[i].as_py())) for i in planned[::step][:PROBE_RECORDS].tolist()]
 
 
+def choose_kept(comparison: Comparison) -> list[Chosen]:
+    """The same of the records that are carried over."""
+    buckets, stored = comparison.table["bucket"], comparison.table["status"].to_numpy() == "stored"
+    planned = np.flatnonzero(stored)
+    step = max(1, len(planned) // PROBE_RECORDS)
+    taken = planned[::step][:PROBE_RECORDS].tolist()
+    return [(comparison.kept[i].record, bucket_size(buckets[i].as_py())) for i in taken]
+
+
 def run_probe(
     recipe: PrecomputeRecipe,
     spec: StoreSpec,
@@ -232,10 +263,15 @@ def run_probe(
     chosen: Sequence[Chosen],
     encoders: Encoders,
     captions: pa.Table,
+    *,
+    groups: Sequence[str] | None = None,
 ) -> Probe:
     """Decode and encode some records in batches of the run's size, and a few captions.
 
     Every step runs once before it is timed: starting decoders and compiling an encoder do not matter in a run of hours.
+
+    Args:
+      groups: features and companion pictures that are encoded; None: these and the latents.
     """
     by_bucket: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
     images, size = recipe.images, spec.latent.batch_size
@@ -268,8 +304,9 @@ def run_probe(
         if pixels is not None:
             by_bucket[bucket].append(pixels)
     batches = [np.stack(rows[i : i + size]) for rows in by_bucket.values() for i in range(0, len(rows), size)]
-    num_encoded = 1 + sum(one.kind == "picture" for one in spec.pictures)  # by the autoencoder
-    of_pictures = [*[encoders.image] * num_encoded, *encoders.features.values()]
+    masks = {one.name for one in spec.pictures if one.kind == MASK}
+    names = [LATENTS, *spec.groups] if groups is None else groups
+    of_pictures = [encoders.features.get(name, encoders.image) for name in names if name not in masks]
     for batch in {batch.shape: batch for batch in batches}.values():
         for encoder in of_pictures:
             encoder.encode(batch)

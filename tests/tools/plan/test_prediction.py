@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from companions import PICTURES, make_companion_folder
 from making import CPU, caption_recipe, label_recipe, make_caption_folder, no_progress, tree_digest
+from vision import make_dinov2
 
-from leandit.datasets.errors import ResourceError, SourceError
+from leandit.datasets.errors import FingerprintMismatch, ResourceError, SourceError
 from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.describe import describe_store
@@ -78,6 +80,26 @@ def test_the_predicted_bytes_of_labels_and_rejects_are_those_of_the_store(class_
     precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
     written = written_bytes(store, "")
     assert written <= found.total <= 1.3 * written + SLACK
+
+
+def test_an_addition_to_a_finished_store_is_predicted_and_not_refused(tmp_path: Path) -> None:
+    source, store = make_companion_folder(tmp_path / "source"), tmp_path / "store"
+    more = [f"features.dino.model={make_dinov2(tmp_path / 'dinov2')}", *PICTURES]
+    more += ["text.short.kind=t5", "text.short.model=shipped:t5", "text.short.max_tokens=5"]
+    precompute(caption_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
+    before, was = written_bytes(store, "buckets", "captions"), tree_digest(store)
+    found = describe_precompute(caption_recipe(*more), source, CPU, store=store)
+    assert tree_digest(store) == was
+    assert found.new_bytes is not None
+    assert found.refusal is None
+    for words in ("would add encoders or pictures to it", "would complete      8 pictures", "h; decoding", "MiB"):
+        assert words in found.text
+    assert found.new_bytes.latents == 0
+    precompute(caption_recipe(*more), source_path=source, store_path=store, device=CPU, progress=no_progress)
+    predicted = found.new_bytes.captions + sum(found.new_bytes.beside.values())
+    assert 0 <= written_bytes(store, "buckets", "captions") - before - predicted <= SLACK  # small files of groups
+    with pytest.raises(FingerprintMismatch, match=r"latent\.batch_size"):
+        describe_precompute(caption_recipe(*more, "vae.batch_size=5"), source, CPU, store=store)
 
 
 def test_the_text_says_bytes_hours_and_memory(caption_folder: Path) -> None:

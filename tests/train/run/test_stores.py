@@ -14,7 +14,7 @@ from making import CPU, TRAIN_RECIPE, label_recipe, no_progress
 from safetensors.torch import load_file
 
 from leandit.datasets.errors import RecipeError, RunError
-from leandit.datasets.format.schema import UNKNOWN
+from leandit.datasets.format.schema import UNKNOWN, FeatureEncoder, FeatureSpec
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.order.alike import check_alike
 from leandit.datasets.recipe import parse_recipe, to_toml
@@ -354,6 +354,10 @@ def test_stores_that_are_not_alike_are_refused(difference: dict[str, Any], messa
         ("vae", {"weights_sha256": "1" * 64}, "VAE weights 000000000000 and 111111111111"),
         ("text", {"max_tokens": 9}, "tokens of the longest caption 8 and 9"),
         ("text", {"instruction": "Say: "}, "instruction '' and 'Say: '"),
+        ("text", {"template": "[{caption}]"}, r"template '' and '\[\{caption\}\]'"),
+        ("text", {"layers": [-2]}, r"layers \[\] and \[-2\]"),
+        ("text", {"output": "pooled"}, "output tokens and pooled"),
+        ("text", {"full_length": True}, "full length False and True"),
         ("text_encoder", {"weights_sha256": "1" * 64}, "text encoder weights 0+ and 1+"),
     ],
 )
@@ -367,6 +371,21 @@ def test_stores_of_other_encoders_or_classes_are_refused(of_spec: str, values: A
     check_alike([("a", spec), ("b", spec)], captions=True, classes=True)
     if of_spec != "vae":  # a model reads captions or labels
         check_alike([("a", spec), ("b", other)], captions=of_spec == "classes", classes=of_spec != "classes")
+
+
+def test_features_of_other_models_or_layers_are_refused_where_they_are_read(here: Path) -> None:
+    spec = LatentStore("photos").spec
+    sizes = {"width": 8, "patch_px": 14, "resolution_px": 28, "images_px": 32}
+    one = FeatureSpec(output="patches", layer=8, dtype="int8", **sizes)
+    specs = [
+        spec.model_copy(update={"features": [FeatureEncoder(name="dino", spec=feature, encoder=spec.vae)]})
+        for feature in (one, one.model_copy(update={"dtype": "float16"}), one.model_copy(update={"layer": -1}))
+    ]
+    places = list(zip("abc", specs, strict=True))
+    check_alike(places[:2], captions=False, features=["dino"])
+    check_alike(places, captions=False)
+    with pytest.raises(RecipeError, match="stores 'a' and 'c' cannot be mixed: layer of feature 'dino' 8 and -1"):
+        check_alike(places, captions=False, features=["dino"])
 
 
 def test_encoders_of_which_nothing_is_known_hinder_nothing(here: Path) -> None:
