@@ -123,6 +123,10 @@ class Merge:
             columns |= sparse.over(rows, columns)
         for results in self._groups.values():
             columns |= results.over(rows, columns)
+        rejected = flags & REJECTED
+        if rejected.any():  # an addition rejects records whose features, or fallback, earlier revisions told
+            for name in ("fallback", *(name for results in self._groups.values() for name in results.columns)):
+                columns[name] = _where(~rejected.astype(bool), columns[name], pa.scalar(None, columns[name].type))
         return columns
 
     def _captions_of(self, rows: slice, planned: pa.RecordBatch) -> dict[str, pa.Array]:

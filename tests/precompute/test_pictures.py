@@ -21,6 +21,7 @@ from companions import PICTURES, SIZES, grey, make_companion_folder, read_rows, 
 from faults import small_shards
 from making import CPU, caption_recipe, make_caption_folder, make_class_folder, no_progress, picture, tree_digest
 from pydantic import ValidationError
+from vision import make_dinov2
 
 from leandit.datasets.batches.latents import normalise
 from leandit.datasets.batches.reader import BatchReader
@@ -340,6 +341,22 @@ def test_a_companion_that_is_gone_keeps_its_record_or_drops_it(folder: Path, who
     record = LatentStore(whole).record("images/3.png")
     assert (record.status, record.reason) == ("rejected", "missing_file")
     assert verify_store(whole).findings == []
+
+
+def test_a_record_that_an_addition_rejects_has_no_results_left(folder: Path, tmp_path: Path) -> None:
+    root, allowed = tmp_path / "store", "source.max_reject_share=1"
+    dino = [f"features.dino.model={make_dinov2(tmp_path / 'dinov2')}", "features.dino.output=cls"]
+    run(folder, root, caption_recipe(*dino, allowed))
+    (folder / "masks/1.png").write_bytes(b"no picture")
+    run(folder, root, caption_recipe(*dino, "pictures.mask.kind=mask", allowed))
+    table = LatentStore(root).records
+    row = next(one for one in table.to_pylist() if one["key"] == "images/1.png")
+    assert (row["revision"], row["status"], row["reason"]) == (1, "rejected", "not_an_image")
+    assert {name: value for name, value in row.items() if "checksum" in name or "_dino" in name} == dict.fromkeys(
+        name for name in table.column_names if "checksum" in name or "_dino" in name
+    )
+    assert table["checksum_dino"].null_count == 1
+    assert verify_store(root).findings == []
 
 
 def test_a_companion_that_is_missing_cannot_be_added(stores: Stores, folder: Path, tmp_path: Path) -> None:
