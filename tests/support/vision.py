@@ -9,10 +9,11 @@ import torch
 from transformers import Dinov2Config, Dinov2Model
 
 
-def make_dinov2(folder: Path, *, width: int = 8) -> Path:
-    """A random DINOv2 of two blocks with patches of 14 px."""
+def make_dinov2(folder: Path, *, width: int = 8, deviation: float = 0.02) -> Path:
+    """A random DINOv2 of two blocks with patches of 14 px; with larger weights, pictures differ more."""
     torch.manual_seed(0)
-    config = Dinov2Config(hidden_size=width, num_hidden_layers=2, num_attention_heads=2, image_size=56, patch_size=14)
+    sizes = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
+    config = Dinov2Config(**sizes, initializer_range=deviation)
     model = Dinov2Model(config)
     with torch.no_grad():
         model.embeddings.position_embeddings.normal_()

@@ -25,7 +25,7 @@ from .export import export
 from .options import Overrides, output, print_line
 from .plan import plan
 from .precompute import import_, precompute
-from .sample import sample
+from .sample import evaluate, sample
 from .store import compact, inspect, verify
 from .train import average, train
 
@@ -80,6 +80,7 @@ app.command()(inspect)
 app.command()(verify)
 app.command()(compact)
 app.command()(sample)
+app.command()(evaluate)
 app.command()(average)
 app.command()(export)
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...datasets.disk.hashing import read_json
-from ...datasets.errors import DamageError, RunError, SourceError
+from ...datasets.errors import DamageError, RecipeError, RunError, SourceError
 from ...datasets.order.alike import check_alike
 from ...datasets.revisions.catalog import check_store, read_spec, sealed_revisions
 from ...precompute.config import EncoderSection, PrecomputeRecipe
 from ...train.config import TrainRecipe
-from ...train.weights.folders import RUN, SNAPSHOT, STATE, find
+from ...train.weights.folders import RUN, SNAPSHOT, STATE, find, is_run
 from ..sample.subjects import find_labels
 from .options import is_url
 
@@ -118,3 +118,24 @@ def check_subjects(run: Path, labels: Sequence[str], captions: Sequence[str]) ->
     if snapshots := find(SNAPSHOT, run):
         with contextlib.suppress(DamageError, OSError, KeyError, TypeError):
             find_labels(read_json(snapshots[-1] / STATE), labels, captions)
+
+
+def check_evaluation(target: Path, against: Path | None, *, clip: str | None, features: str, out: Path | None) -> None:
+    """Raise if there is nothing to measure, or an input is missing.
+
+    Raises: RecipeError, RunError, SourceError; EncoderError: no such network.
+    """
+    if not (against or clip):
+        raise RecipeError("evaluate: nothing to measure. Give a reference with --against, or a CLIP with --clip.")
+    if not target.exists():
+        raise RunError(f"'{target}': there is no such run, folder or file. Check the path.")
+    if is_run(target) and not out:
+        raise RecipeError(f"evaluate: '{target}' is a run, so its pictures need a folder. Give --out.")
+    if against and not against.exists():
+        raise SourceError(f"--against '{against}': there is no such store, folder or file. Check the path.")
+    from ...precompute.encoders.model_files import CONFIG, local_folder, resolve_model
+
+    models = {"--clip": clip, "--features": None if features == "inception" else features}
+    for what, model in models.items():
+        if model and local_folder(model) and not Path(model).suffix:  # with one: a file of Inception's weights
+            resolve_model(model, "", "", files=(CONFIG,), what=what)

@@ -1,4 +1,4 @@
-"""``leandit sample``: a grid of pictures, or a set of them for an evaluation."""
+"""``leandit sample``: a grid of pictures, or a set of them; ``leandit evaluate``: its distance from a reference."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import typer
 
 from ...datasets.errors import RecipeError
 from ...datasets.revisions.catalog import check_store
-from ..terminal.text import print_result
-from .options import AsJson, Device, Run, local_input, output, print_line, rank_device
-from .preflight import check_run, check_subjects
+from ..terminal.text import print_result, print_rows
+from .options import AsJson, Device, Run, local_input, output, print_line, rank_device, read_path
+from .preflight import check_evaluation, check_run, check_subjects
 
 if TYPE_CHECKING:  # torch takes a second to import
     from ...train.parallel.ranks import Ranks
@@ -152,3 +152,104 @@ def parse_interval(text: str) -> tuple[float, float]:
     if not comma or not 0 <= interval[0] <= interval[1] <= 1:
         raise RecipeError(f"--guidance-interval '{text}': needed two times from 0 (data) to 1 (noise), as 0.1,0.8.")
     return interval
+
+
+class FeatureResize(StrEnum):
+    """Values of ``--resize``."""
+
+    antialiased = "antialiased"
+    tensorflow = "tensorflow"
+
+
+Target = typer.Argument(parser=read_path, metavar="RUN|FOLDER|NPZ", help="Run to draw from, or pictures.")
+Reference = local_input("Reference: a store, a folder of pictures, or an .npz of pictures or statistics.", "--against")
+Features = typer.Option(help='"inception", a file of its weights, or folder or hub id of a vision model.')
+ResizeOption = typer.Option(help="Of Inception: tensorflow as ADM's evaluator and the original FID.")
+Crop = typer.Option("--crop", min=0, metavar="PX", help="Crop the pictures of folders to squares, as ADM; 0: as is.")
+Most = typer.Option("--against-num", min=0, help="Pictures of the reference, spread evenly over it; 0: all.")
+Keep = output("Keep the statistics of the reference in this .npz, or read them from it.", "--keep-statistics")
+Clip = typer.Option("--clip", help="Folder or hub id of a CLIP, for the CLIP score of the captions.")
+CaptionFile = local_input("Captions of the pictures: samples.json or metadata.jsonl; else that of the folder.")
+
+
+def evaluate(
+    target: Annotated[Path, Target],
+    against: Annotated[Path | None, Reference] = None,
+    features: Annotated[str, Features] = "inception",
+    resize: Annotated[FeatureResize | None, ResizeOption] = None,
+    source: Annotated[
+        list[str] | None, typer.Option(help="Source pictures of the store, instead of decoding it; repeatable.")
+    ] = None,
+    crop_px: Annotated[int, Crop] = 0,
+    most: Annotated[int, Most] = 0,
+    keep: Annotated[Path | None, Keep] = None,
+    clip: Annotated[str | None, Clip] = None,
+    captions: Annotated[Path | None, CaptionFile] = None,
+    out: Annotated[Path | None, output("Folder for the pictures that a run draws.")] = None,
+    num: Annotated[int, typer.Option(min=6, help="Pictures that a run draws.")] = 50_000,
+    bucket: Annotated[str | None, typer.Option(help="HxW in pixels, else the most common bucket.")] = None,
+    guidance: Annotated[float, typer.Option(help="Classifier-free guidance; 1 is none.")] = 4.0,
+    sampler: Annotated[SamplerName, SamplerOption] = SamplerName.auto,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps of the solver.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, help="Of the noise.")] = 0,
+    precision: Annotated[PrecisionName, Precision] = PrecisionName.fp32,
+    vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's VAE.")] = None,
+    text: Annotated[str | None, typer.Option(help="Folder or hub id for captions not in the store.")] = None,
+    json_file: Annotated[Path | None, output("Write the numbers here, as one JSON object.", "--json")] = None,
+    device: Device = "auto",
+) -> None:
+    """Measure how far pictures are from a reference: Fréchet distance, KID, CMMD, precision, recall, CLIP score.
+
+    Example: leandit evaluate runs/xl --against imagenet-256 --source imagenet/train --out fid
+    """
+    check_evaluation(target, against, clip=clip, features=features, out=out)
+    from ...train.parallel.ranks import read_ranks
+    from ..sample.evaluation.evaluate import EvaluateRequest
+    from ..sample.evaluation.evaluate import evaluate as measure
+    from ..sample.sampler import SampleRequest
+    from ..terminal.progress import ProgressLine
+
+    ranks = read_ranks()
+    draw = SampleRequest(
+        count=num,
+        bucket=bucket,
+        guidance=guidance,
+        sampler=sampler.value,
+        steps=steps,
+        seed=seed,
+        precision=precision.value,
+    )
+    request = EvaluateRequest(
+        target=target,
+        against=against,
+        features=features,
+        resize=resize.value if resize else None,
+        source=tuple(source or ()),
+        crop_px=crop_px,
+        most=most,
+        keep=keep,
+        clip=clip,
+        captions=captions,
+        draw=draw,
+        out=out,
+        vae=vae,
+        text=text,
+    )
+    with ProgressLine() if ranks.is_first else contextlib.nullcontext() as line:
+        place = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
+        result = measure(request, device=place, ranks=ranks, progress=line or (lambda *_: None))
+    if result:
+        _report(result, json_file)
+
+
+def _report(result: dict[str, Any], json_file: Path | None) -> None:
+    """Print the numbers of an evaluation, and write them if asked."""
+    from ...datasets.disk.files import write_atomic
+    from ...datasets.disk.hashing import canonical_json
+    from ..sample.evaluation.evaluate import rows_of
+
+    if json_file:
+        write_atomic(json_file, canonical_json(result))
+    for note in result["notes"]:
+        print_line(note)
+    print_rows(rows_of(result))

@@ -20,3 +20,8 @@ def steps(kind: str, run: Path) -> Iterator[tuple[int, Path]]:
     for path in run.glob(f"{kind}-*") if run.is_dir() else ():
         if match := re.fullmatch(rf"{kind}-(0|[1-9][0-9]*)", path.name):
             yield int(match[1]), path
+
+
+def is_run(path: Path) -> bool:
+    """Whether a path is a run, or what ``leandit average`` has made."""
+    return path.is_dir() and ((path / RUN).is_file() or bool(find(SNAPSHOT, path)))

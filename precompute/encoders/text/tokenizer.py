@@ -73,7 +73,7 @@ class CaptionTokenizer:
             files=TOKENIZER_FILES,
             what="text.model",
         )
-        self._tokenizer = _load_tokenizer(folder, self.vocabulary_size)
+        self._tokenizer = load_tokenizer(folder, self.vocabulary_size)
         self._max_tokens, self._full_length = section.max_tokens, section.full_length
         own_side = self._tokenizer.padding_side if section.padding_side == "auto" else section.padding_side
         is_left = section.full_length and own_side == "left"
@@ -174,30 +174,30 @@ class CaptionTokenizer:
             )
 
 
-def _load_tokenizer(folder: Path, vocabulary_size: int) -> Any:
+def load_tokenizer(folder: Path, vocabulary_size: int, *, what: str = "text.model") -> Any:
     """The tokenizer of a folder.
 
     Raises: EncoderError: none, of code of its own, without a padding token, or of another vocabulary.
     """
     from transformers import AutoTokenizer  # takes a second to import
 
-    check_tokenizer_files(folder, what="text.model")
+    check_tokenizer_files(folder, what=what)
     try:
         # Explicit: otherwise the library asks on the terminal whether the folder's code may run.
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception for a damaged tokenizer.json
         if type(error) is not Exception and not isinstance(error, LOADING_ERRORS):
             raise
-        raise EncoderError(f"text.model '{folder}': no usable tokenizer: {shortened(error)}") from error
+        raise EncoderError(f"{what} '{folder}': no usable tokenizer: {shortened(error)}") from error
     # A folder with only spiece.model may load as a few hundred tokens that map every word to <unk>.
     if not 0.9 * vocabulary_size <= len(tokenizer) <= vocabulary_size:
         raise EncoderError(
-            f"text.model '{folder}': the tokenizer knows {len(tokenizer)} tokens, the encoder "
+            f"{what} '{folder}': the tokenizer knows {len(tokenizer)} tokens, the encoder "
             f"{vocabulary_size}, so they do not belong together. Put the model's own tokenizer.json there."
         )
     if tokenizer.pad_token_id is None:
         raise EncoderError(
-            f"text.model '{folder}': its tokenizer has no padding token, which the null caption needs. Set 'pad_token' "
+            f"{what} '{folder}': its tokenizer has no padding token, which the null caption needs. Set 'pad_token' "
             "in its tokenizer_config.json, as the model was trained."
         )
     return tokenizer

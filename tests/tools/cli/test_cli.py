@@ -61,6 +61,11 @@ FLAGS = {
         *("--guidance-channels", "--guidance-interval", "--json", "--label", "--npz", "--num", "--out", "--precision"),
         *("--recipe", "--sampler", "--seed", "--steps", "--store", "--text", "--vae"),
     ],
+    "evaluate": [
+        *("--against", "--against-num", "--bucket", "--captions", "--clip", "--crop", "--device", "--features"),
+        *("--guidance", "--json", "--keep-statistics", "--num", "--out", "--precision", "--resize", "--sampler"),
+        *("--seed", "--source", "--steps", "--text", "--vae"),
+    ],
     "average": ["--length", "--out", "--step"],
     "export": ["--encoders", "--format", "--json", "--out", "--step", "--text", "--vae"],
     "demo": ["--out", "--pictures", "--set"],
@@ -152,6 +157,7 @@ URL_AS_OUTPUT = {
     "import": ["mar", "--source", "nope", "--store"],
     "train": ["dit-s-2-256", "--store", "nope", "--run"],
     "sample": ["run", "--out"],
+    "evaluate": ["nope", "--against", "nope", "--out"],
     "export": ["run", "--out"],
     "average": ["run", "--length", "0.1", "--out"],
     "inspect": ["nope", "--sheet"],
@@ -211,6 +217,10 @@ MISTAKES = {  # the command, its exit code, and the beginning of its line
     "sample run --out o --caption cat": (2, "leandit: --caption: model 'DiT-S/4' takes class labels. Use --label."),
     "sample nope --out o --guidance-interval 3,4": (2, "leandit: --guidance-interval '3,4'"),
     "average nope --length 0.1 --out o": (3, "leandit: run 'nope': "),
+    "evaluate nope --against run": (3, "leandit: 'nope': there is no such run, folder or file"),
+    "evaluate run": (2, "leandit: evaluate: nothing to measure. Give a reference with --against"),
+    "evaluate run --against run --features ./nope": (2, "leandit: evaluate: 'run' is a run, so its pictures need a"),
+    "evaluate . --against run --features ./nope": (3, "leandit: --features './nope': there is no such folder"),
     "export nope --out o": (3, "leandit: run 'nope': "),
 }
 

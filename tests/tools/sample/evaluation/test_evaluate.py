@@ -1,0 +1,353 @@
+"""``leandit evaluate``: what it measures, of runs, stores, folders and .npz files, in any number of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from forked import ForkedPython
+from making import CPU, no_progress, picture, train_recipe
+from PIL import Image
+from tiny_clip import CLIP_TEXTS, make_clip
+from vision import make_dinov2
+
+from leandit.datasets.errors import DamageError, LeanditError, RecipeError, SourceError
+from leandit.datasets.store import LatentStore
+from leandit.precompute.images.decoders import Decoders
+from leandit.tools.sample.evaluation import gather, pictures
+from leandit.tools.sample.evaluation.distances import frechet_distance
+from leandit.tools.sample.evaluation.evaluate import EvaluateRequest, evaluate, rows_of
+from leandit.tools.sample.evaluation.networks.extractors import open_network
+from leandit.tools.sample.evaluation.pictures import FolderPictures
+from leandit.tools.sample.sampler import SampleRequest
+from leandit.train.loop import StopRequest, train
+from leandit.train.parallel.ranks import Ranks
+
+WIDTH = 256
+LEANDIT = "import torch; torch.set_num_threads(1); from leandit.tools.cli.main import main; main()"
+DISTANCES = ("frechet", "kid", "precision", "recall", "density", "coverage")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vision model, two halves of one kind of pictures, and noise."""
+    root = tmp_path_factory.mktemp("evaluation")
+    make_dinov2(root / "dinov2", width=16, deviation=0.2)
+    for half in ("one", "other"):
+        (root / half / "deep").mkdir(parents=True)
+    for seed in range(80):
+        folder = root / ("one" if seed % 2 else "other") / ("deep" if seed % 3 else "")
+        picture(seed, 64, 64 + 8 * (seed % 3)).save(folder / f"{seed:03}.png")
+    (root / "noise").mkdir()
+    random = np.random.default_rng(0)
+    for i in range(40):
+        Image.fromarray(random.integers(0, 256, (64, 64, 3), np.uint8)).save(root / f"noise/{i:03}.png")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _quick(decoders: Decoders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes that decode pictures are started once."""
+    monkeypatch.setattr(pictures, "Decoders", lambda _: contextlib.nullcontext(decoders))
+
+
+def measured(target: Path, against: Path | None, here: Path, ranks: Ranks | None = None, **options: Any) -> dict:
+    request = EvaluateRequest(target, against, **({"features": str(here / "dinov2")} | options))
+    found = evaluate(request, device=CPU, ranks=ranks or Ranks(), progress=no_progress)
+    assert found is not None
+    return found
+
+
+def pixels_of(folder: Path) -> list[np.ndarray]:
+    paths = sorted(folder.rglob("*.png"), key=lambda path: path.relative_to(folder).as_posix())
+    return [np.asarray(Image.open(path).convert("RGB")) for path in paths]
+
+
+def numbers(result: dict) -> dict:
+    return {name: result[name] for name in DISTANCES}
+
+
+def test_a_set_is_nearest_to_itself_then_to_its_other_half_then_to_noise(here: Path) -> None:
+    itself, half, noise = (measured(here / name, here / "one", here) for name in ("one", "other", "noise"))
+    assert itself["frechet"] == pytest.approx(0, abs=1e-9)
+    assert 0 < 3 * half["frechet"] < noise["frechet"]
+    assert abs(half["kid"]) < noise["kid"] / 3
+    assert (itself["precision"], itself["recall"], itself["coverage"]) == (1, 1, 1)
+    assert half["recall"] > noise["recall"]
+    assert half["coverage"] > noise["coverage"]
+    assert (half["pictures"]["kind"], half["pictures"]["count"], half["reference"]["count"]) == ("folder", 40, 40)
+    assert half["features"]["class"] == "Dinov2Model"
+    assert half["cmmd"] is None
+
+
+def test_the_fréchet_distance_is_that_of_numpys_moments(here: Path) -> None:
+    network = open_network(str(here / "dinov2"), None, CPU)
+    sets = [network.features(pixels_of(here / name)).astype(float) for name in ("other", "one")]
+    (mean, covariance), (other_mean, other) = ((rows.mean(axis=0), np.cov(rows.T)) for rows in sets)
+    roots = np.sqrt(np.linalg.eigvals(covariance @ other).real.clip(min=0))
+    expected = ((mean - other_mean) ** 2).sum() + np.trace(covariance + other) - 2 * roots.sum()
+    assert measured(here / "other", here / "one", here)["frechet"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_npz_of_pictures_is_as_their_folder(here: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "noise.npz", arr_0=np.stack(pixels_of(here / "noise")))
+    folder = measured(here / "noise", here / "one", here)
+    packed = measured(tmp_path / "noise.npz", here / "one", here)
+    assert numbers(packed) == numbers(folder)
+    assert packed["pictures"]["kind"] == "npz"
+
+
+def test_a_crop_makes_squares_as_the_encoders_do(here: Path) -> None:
+    cropped = next(FolderPictures(here / "one", crop_px=32).batches([np.arange(40)]))
+    assert {one.shape for one in cropped} == {(32, 32, 3)}
+    assert numbers(measured(here / "noise", here / "one", here, crop_px=32)) != numbers(
+        measured(here / "noise", here / "one", here)
+    )
+
+
+def test_fewer_pictures_of_the_reference_are_spread_over_it(here: Path) -> None:
+    found = measured(here / "other", here / "one", here, most=20)
+    assert (found["reference"]["count"], found["reference"]["of"]) == (20, 40)
+
+
+def test_many_batches_give_what_one_gives(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = measured(here / "other", here / "one", here)
+    monkeypatch.setattr(gather, "BATCH", 7)
+    assert numbers(measured(here / "other", here / "one", here)) == pytest.approx(numbers(whole), rel=1e-3, abs=1e-9)
+
+
+# --------------------------------------------------------------------------------------------------------- statistics
+
+
+def test_the_statistics_of_a_reference_are_computed_once(here: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.npz"
+    first = measured(here / "other", here / "one", here, keep=kept)
+    content = kept.read_bytes()
+    shutil.copytree(here / "one", tmp_path / "one")
+    for path in (tmp_path / "one").rglob("*.png"):  # of the same names and sizes: the file is not decoded again
+        path.write_bytes(bytes(path.stat().st_size))
+    again = measured(here / "other", tmp_path / "one", here, keep=kept)
+    assert numbers(again) == numbers(first)
+    assert kept.read_bytes() == content
+    by_file = measured(here / "other", kept, here)
+    assert numbers(by_file) == numbers(first)
+    assert by_file["reference"]["statistics"] == str(kept)
+    with pytest.raises(RecipeError, match=r"kept\.npz': it is of pictures .* Give another file"):
+        measured(here / "other", here / "noise", here, keep=kept)
+    make_dinov2(tmp_path / "wide", width=24)
+    with pytest.raises(RecipeError, match=r"kept\.npz': its statistics are of .* Give the same network"):
+        measured(here / "other", kept, here, features=str(tmp_path / "wide"))
+
+
+class PixelNetwork:
+    """A network that is called Inception: some numbers of a picture."""
+
+    is_clip = False
+
+    def __init__(self, resize: str = "antialiased") -> None:
+        self.description = {"network": "inception", "side_px": 32, "resize": resize}
+
+    def features(self, pictures: list[np.ndarray]) -> np.ndarray:
+        return np.stack([one[:32, :32].reshape(-1)[:WIDTH] / np.float32(255) for one in pictures])
+
+
+def test_reference_batches_of_adm_have_statistics_of_other_pictures(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "leandit.tools.sample.evaluation.evaluate.open_network"
+    monkeypatch.setattr(module, lambda *_: PixelNetwork())
+    shown = np.stack(pixels_of(here / "noise"))
+    mean, covariance = np.full(WIDTH, 0.5), np.eye(WIDTH) / 12
+    np.savez(tmp_path / "adm.npz", arr_0=shown, mu=mean, sigma=covariance)
+    found = measured(here / "noise", tmp_path / "adm.npz", here)
+    rows = PixelNetwork().features(list(shown)).astype(float)
+    expected = frechet_distance(rows.mean(axis=0), np.cov(rows.T), mean, covariance)
+    assert found["frechet"] == pytest.approx(expected, rel=1e-6)
+    assert (found["precision"], found["recall"]) == (1, 1)  # of the pictures in the file
+    assert any("use --resize tensorflow" in note for note in found["notes"])
+    assert any("40 for 256 features" in note for note in found["notes"])
+
+    np.savez(tmp_path / "mu.npz", mu=mean, sigma=covariance)
+    alone = measured(here / "noise", tmp_path / "mu.npz", here)
+    assert alone["frechet"] == found["frechet"]
+    assert "precision" not in alone
+    assert any("only the Fréchet distance" in note for note in alone["notes"])
+    np.savez(tmp_path / "small.npz", mu=mean[:9], sigma=covariance[:9, :9])
+    with pytest.raises(SourceError, match=r"256 features, the reference 9\. Needed both of the same network"):
+        measured(here / "noise", tmp_path / "small.npz", here)
+
+
+# -------------------------------------------------------------------------------------------------------------- stores
+
+
+def test_a_store_is_decoded_or_its_source_pictures_are_read(
+    label_store: LatentStore, class_folder: Path, here: Path
+) -> None:
+    source = measured(class_folder, label_store.path, here, crop_px=32, source=(str(class_folder),))
+    assert source["reference"]["kind"] == "store, source pictures"
+    assert source["frechet"] == pytest.approx(0, abs=1e-9)  # ADM's crop to 32 px is that of the store
+    assert source["precision"] == 1
+    decoded = measured(class_folder, label_store.path, here, crop_px=32)
+    assert decoded["reference"]["kind"] == "store, decoded by its VAE"
+    assert decoded["frechet"] > 1e-4  # the error of the VAE
+    assert any("the error of the VAE is not counted" in note for note in decoded["notes"])
+
+
+def test_a_store_of_several_buckets_is_read_whole(caption_store: LatentStore, caption_folder: Path, here: Path) -> None:
+    assert len(caption_store.buckets) == 3
+    decoded = measured(caption_folder, caption_store.path, here)
+    assert (decoded["reference"]["count"], decoded["pictures"]["count"]) == (14, 14)
+    source = measured(caption_folder, caption_store.path, here, source=(str(caption_folder),))
+    assert source["reference"]["count"] == 14
+
+
+def test_a_source_without_a_record_of_the_store_is_refused(
+    label_store: LatentStore, class_folder: Path, here: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(class_folder, tmp_path / "train")
+    (copy / "n001/3.png").unlink()
+    with pytest.raises(SourceError, match=r"1 of its records are not in the source, the first is 'n001/3\.png'"):
+        measured(class_folder, label_store.path, here, source=(str(copy),))
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_a_run_is_drawn_and_measured(label_store: LatentStore, here: Path, tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    recipe = train_recipe("dit-s-4", "run.steps=2")
+    train(recipe, store_path=label_store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+    draw = SampleRequest(count=8, steps=2, guidance=1.0, seed=3)
+    found = measured(run, label_store.path, here, draw=draw, out=out)
+    assert (found["pictures"]["kind"], found["pictures"]["snapshot"]) == ("run", "snapshot-2")
+    assert len(list(out.glob("0*.png"))) == 8
+    assert numbers(measured(out, label_store.path, here)) == numbers(found)
+    fewer = SampleRequest(count=6, steps=2, guidance=1.0, seed=3)
+    assert measured(run, label_store.path, here, draw=fewer, out=out)["pictures"]["count"] == 6
+
+
+# ------------------------------------------------------------------------------------------------------------ captions
+
+
+def test_the_clip_score_is_that_of_transformers(here: Path, tmp_path: Path) -> None:
+    clip, captions = make_clip(tmp_path / "clip"), [CLIP_TEXTS[i % 2] for i in range(40)]
+    (tmp_path / "captions.json").write_text(json.dumps({"samples": captions}))
+    options = {"clip": str(clip.folder), "captions": tmp_path / "captions.json"}
+    found = measured(here / "noise", None, here, **options)
+    expected = [clip.score(pixels, text) for pixels, text in zip(pixels_of(here / "noise"), captions, strict=True)]
+    assert found["clip_score"] == pytest.approx(np.mean(expected), rel=1e-3)
+    assert np.mean(expected) > 1
+    assert found["notes"] == []
+    assert [name for name, _ in rows_of(found)] == ["pictures", "clip_score"]
+
+    both = measured(here / "noise", here / "one", here, features=str(clip.folder), **options)
+    assert both["clip_score"] == found["clip_score"]
+    assert both["cmmd"] > 0
+    assert measured(here / "one", here / "one", here, features=str(clip.folder))["cmmd"] == 0
+
+
+def test_captions_are_found_by_name_and_long_ones_are_cut(here: Path, tmp_path: Path) -> None:
+    clip = make_clip(tmp_path / "clip")
+    names = FolderPictures(here / "one").names
+    lines = [{"file_name": name, "text": "a cat " * 100 if i == 5 else "a cat"} for i, name in enumerate(names)]
+    (tmp_path / "captions.jsonl").write_text("\n".join(map(json.dumps, reversed(lines))))
+    options: dict[str, Any] = {"clip": str(clip.folder), "captions": tmp_path / "captions.jsonl"}
+    found = measured(here / "one", None, here, **options)
+    assert found["notes"] == ["1 captions are longer than CLIP reads; the rest of each does not count"]
+    (tmp_path / "captions.jsonl").write_text("\n".join(map(json.dumps, lines[:-2])))
+    with pytest.raises(SourceError, match=f"none for picture '{names[-2]}', and 1 others"):
+        measured(here / "one", None, here, **options)
+    (tmp_path / "captions.jsonl").write_text('{"file_name": 3}')
+    with pytest.raises(SourceError, match="line 1: needed an object with file_name and text"):
+        measured(here / "one", None, here, **options)
+    (tmp_path / "samples.json").write_text(json.dumps({"samples": ["3"] * 40}))
+    with pytest.raises(SourceError, match=r"its 'samples' are classes\. Needed captions"):
+        measured(here / "one", None, here, clip=str(clip.folder), captions=tmp_path / "samples.json")
+    with pytest.raises(RecipeError, match=r"has neither samples\.json nor metadata\.jsonl"):
+        measured(here / "one", None, here, clip=str(clip.folder))
+
+
+# ----------------------------------------------------------------------------------------------------------- processes
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def in_processes(count: int, here: Path, *command: object) -> list[tuple[int, str, str]]:
+    """Exit code and output of each rank of ``leandit evaluate``."""
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    command = ("evaluate", *command, "--features", here / "dinov2", "--device", "cpu")
+    started = [
+        ForkedPython(
+            ["-c", LEANDIT, *command],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    said = [process.communicate(timeout=200) for process in started]
+    return [(process.returncode, *streams) for process, streams in zip(started, said, strict=True)]
+
+
+def test_four_processes_give_the_numbers_of_one(here: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "many.npz", arr_0=np.stack(pixels_of(here / "noise") * 5))  # 200 pictures: four batches
+    command = (tmp_path / "many.npz", "--against", here / "one")
+    results = []
+    for count in (1, 4):
+        ended = in_processes(count, here, *command, "--json", tmp_path / f"{count}.json")
+        assert [code for code, _, _ in ended] == [0] * count, ended
+        assert "frechet" in ended[0][1]
+        assert [out for _, out, _ in ended[1:]] == [""] * (count - 1)
+        results.append((tmp_path / f"{count}.json").read_bytes())
+    assert results[0] == results[1]
+    assert json.loads(results[0])["pictures"]["count"] == 200
+
+
+def test_a_picture_that_cannot_be_read_ends_all_processes(here: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(here / "noise", tmp_path / "noise")
+    for i in range(40, 90):
+        shutil.copy(copy / "000.png", copy / f"{i:03}.png")
+    (copy / "070.png").write_bytes(b"nothing")  # of the second batch, which the second process reads
+    ended = in_processes(2, here, copy, "--against", here / "one")
+    assert [code != 0 for code, _, _ in ended] == [True, True]
+    assert "070.png': not_an_image" in ended[1][2]
+    assert "Traceback" not in ended[0][2]
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_what_cannot_be_measured_is_named(here: Path, tmp_path: Path) -> None:
+    def said(kind: type[LeanditError], target: Path, against: Path, **options: Any) -> str:
+        with pytest.raises(kind) as raised:
+            measured(target, against, here, **options)
+        return str(raised.value)
+
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "five").mkdir()
+    for i in range(5):
+        picture(i).save(tmp_path / f"five/{i}.png")
+    assert "it holds no pictures" in said(SourceError, tmp_path / "empty", here / "one")
+    assert "there is no such file" in said(SourceError, here / "one", tmp_path / "nothing")
+    assert "needed more than 5 of each" in said(SourceError, tmp_path / "five", here / "one")
+    assert "--source: it is of a store" in said(RecipeError, here / "one", here / "other", source=("a",))
+    np.savez(tmp_path / "grey.npz", arr_0=np.zeros((4, 8, 8), np.uint8))
+    assert "arr_0 is (4, 8, 8) uint8" in said(DamageError, tmp_path / "grey.npz", here / "one")
+    np.savez(tmp_path / "other.npz", x=np.zeros(3))
+    assert "neither pictures nor statistics" in said(SourceError, tmp_path / "other.npz", here / "one")
+    np.savez(tmp_path / "mu.npz", mu=np.zeros(3), sigma=np.zeros((3, 3)))
+    assert "which are of Inception" in said(SourceError, here / "one", tmp_path / "mu.npz")

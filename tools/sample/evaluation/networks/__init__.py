@@ -1,0 +1,1 @@
+"""Networks whose features are compared, and how pictures become their input."""
