@@ -256,6 +256,14 @@ class RunSection(Section):
     """Steps between losses of the records that data.holdout keeps out; 0: none. The last step has one too."""
     evaluate_images: Positive = 64
     """Held-out records of which the loss is computed, at most: always the same ones."""
+    sample_every: Count = 0
+    """Steps between grids of pictures by the averaged weights, samples/step-N.png; 0: none. The last step has one."""
+    sample_count: Positive = 16
+    """Pictures of a grid: classes, or captions of held-out records, spread evenly; always the same ones."""
+    sample_steps: Positive = 20
+    """Steps of their sampler."""
+    sample_guidance: Annotated[float, Field(ge=0, le=100)] = 4.0
+    """Their guidance; 1: none."""
     wandb: str = ""
     """Project of Weights & Biases that is told too; empty: it is not."""
     revision: Count = 0
@@ -356,6 +364,12 @@ class TrainRecipe(Section):
     def _stores_of_the_recipe_have_their_own_revisions(self) -> TrainRecipe:
         if self.run.revision and self.data.turns:
             raise ValueError("run.revision is of --store; a store that the recipe names has a key revision of its own")
+        return self
+
+    @model_validator(mode="after")
+    def _guidance_has_its_null(self) -> TrainRecipe:
+        if self.run.sample_every and self.run.sample_guidance != 1 and not self.conditioning.drop:
+            raise ValueError("run.sample_guidance needs conditioning.drop above 0; without it set it to 1")
         return self
 
     @model_validator(mode="after")

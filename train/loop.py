@@ -22,7 +22,8 @@ from ..datasets.store import LatentStore
 from .config import TrainRecipe
 from .metrics.device import ComputeCounter, Gauges, peak_flops
 from .metrics.wandb_run import check_wandb
-from .metrics.window import MetricsWriter, StepReport, Window
+from .metrics.window import StepReport, Window
+from .metrics.writer import MetricsWriter
 from .optim.build import learning_rate
 from .parallel.deepspeed_config import read_config
 from .parallel.deepspeed_engine import apply_ds_config
@@ -31,6 +32,7 @@ from .parallel.stop import StopRequest
 from .parallel.watchdog import Watchdog
 from .run.autotune import tune
 from .run.evaluation.evaluation import Evaluation
+from .run.evaluation.pictures import Pictures
 from .run.lock import run_lock
 from .run.manifest import read_run_manifest
 from .run.resume import averages_are_due, capture, start_or_resume
@@ -132,6 +134,7 @@ class _Training:
         recipe, ranks, device, scale = state.recipe, state.ranks, state.device, state.engine.loss_scale
         evaluates = recipe.data.holdout and recipe.run.evaluate_every
         self._evaluation = Evaluation(state, warn) if evaluates else None
+        self._pictures = Pictures(state, run, warn) if recipe.run.sample_every else None
         self._state, self._recipe, self._report, self._stop = state, recipe, report, stop
         self._writer = MetricsWriter(run, step=state.step, recipe=recipe) if ranks.is_first else None
         stop.check()
@@ -150,8 +153,12 @@ class _Training:
             while state.step < steps and not stopping:
                 stopping = self._save_if_due(self._make_step(batches))
             self._saver.finish()
+            if self._pictures and state.step >= steps:
+                self._pictures.finish(self._writer)
         finally:
             self._saver.close()
+            if self._pictures:
+                self._pictures.close()
             self._stop.release()
             if self._writer:
                 self._writer.close()
@@ -177,9 +184,9 @@ class _Training:
         state, section, stop = self._state, self._recipe.run, self._stop
         due = state.step % section.checkpoint_every == 0 or state.step == section.steps
         averages_due = averages_are_due(state)
-        evaluates = self._evaluation is not None and self._evaluation.is_due(state.step)
+        shows = any(part and part.is_due(state.step) for part in (self._evaluation, self._pictures))
         # Before a checkpoint always, because a loss that is not finite must not be saved.
-        if due or averages_due or evaluates or state.step % section.log_every == 0:
+        if due or averages_due or shows or state.step % section.log_every == 0:
             self._write_report(epoch)
         # The only place that looks at the stop request, so that no run stops without saving.
         stopping = self._shared_stop.asked(bool(stop))
@@ -201,10 +208,14 @@ class _Training:
         )
         if self._evaluation and self._evaluation.is_due(state.step):
             figures = replace(figures, held_out=self._evaluation.evaluate())
-            self._window.reset()  # its time is not that of steps
+        if self._pictures and self._pictures.is_due(state.step):
+            self._pictures.draw()
+        self._window.reset()  # the time of both is not that of steps
         self._reports.append(figures)
         if self._writer:
             self._writer.write(figures)
+            if self._pictures:
+                self._pictures.show(self._writer)
             self._report(figures)
 
 

@@ -125,6 +125,17 @@ def test_training_on_labels_loads_no_encoder(label_store: LatentStore, tmp_path:
     assert [name for name in modules if name.split(".")[0] in ("transformers", "diffusers", "PIL")] == []
 
 
+def test_drawing_pictures_while_it_trains_loads_no_encoder(label_store: LatentStore, tmp_path: Path) -> None:
+    """With the real process of the decoder, which takes seconds to start."""
+    drawn = ', "run.sample_every=1", "run.sample_steps=2", "run.sample_count=2"])'
+    code = TRAIN.replace('"schedule.warmup_steps=0"])', f'"schedule.warmup_steps=0"{drawn}')
+    assert drawn in code
+    modules = loaded_after(code, "dit-s-2-256", str(label_store.path), str(tmp_path / "run"), cwd=tmp_path)
+    assert (tmp_path / "run/samples/step-1.png").is_file()
+    assert encoders_in(modules) == []
+    assert [name for name in modules if name.startswith("leandit.tools")] == []
+
+
 def test_training_on_captions_loads_no_encoder(caption_store: LatentStore, tmp_path: Path) -> None:
     modules = loaded_after(TRAIN, "demo", str(caption_store.path), str(tmp_path / "run"), cwd=tmp_path)
     assert "diffusers.models.transformers.pixart_transformer_2d" in modules

@@ -1310,9 +1310,10 @@ ALLOWED_PICKLES = {
 }
 # What writes beside datasets/disk/files.py, and why it may.
 ALLOWED_WRITES = {
-    ("train/metrics/window.py", "open"),  # metrics.jsonl grows by a line at a time
+    ("train/metrics/writer.py", "open"),  # metrics.jsonl grows by a line at a time
     ("train/weights/dit_checkpoints.py", "save"),  # into memory, from where datasets/disk/files.py writes it
     ("tools/sample/sample_set.py", "save"),  # likewise
+    ("tools/sample/decode_grids.py", "save"),
     ("tools/inspection/contact_sheet.py", "save"),  # pictures for people to look at, which nothing reads again
     ("tools/demo/demo.py", "save"),
     ("tools/sample/sampler.py", "save"),

@@ -24,6 +24,7 @@ from leandit.train.models.build import PIXART_SIZES
 from leandit.train.models.dit import SIZES
 from leandit.train.parallel import deepspeed_engine, engine, watchdog
 from leandit.train.parallel.stop import StopRequest
+from leandit.train.run.evaluation.decoding import Decoding
 from leandit.train.run.state import TrainState
 from leandit.train.step import learner
 
@@ -95,6 +96,8 @@ def main() -> None:
             compile_nothing()
         if job.get("has_fp16"):
             claim_fp16()
+        if job.get("keeps_latents"):
+            Decoding.start = lambda _: None
         if seconds := job.get("silent_seconds"):
             watchdog.SILENT_SECONDS = seconds
         if at := job.get(f"fail_{rank}"):

@@ -1,33 +1,27 @@
-"""Figures of a run: ``metrics.jsonl`` with units in its keys; the same for TensorBoard and wandb."""
+"""Figures of a run: what its steps did, summed on the device until a report reads them."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...datasets.batches.batch import Batch
-from ...datasets.disk.files import write_atomic
-from ...datasets.errors import DamageError, RunError
+from ...datasets.errors import RunError
 from ...datasets.store import LatentStore
-from ..config import TrainRecipe
 from ..optim.loss_scale import SMALLEST_SCALE
 from ..parallel.watchdog import Watchdog
 from .device import ComputeCounter, Gauges
 from .held_out import HeldOutLoss
 from .loss_bands import band_means, band_sums
-from .wandb_run import start_wandb
 
-METRICS = "metrics.jsonl"
 MOST_NAMED = 5  # records in a message
 
 
@@ -222,72 +216,3 @@ class Window:
             "checkpoint. Look at the records with 'leandit inspect STORE KEY'; train with a lower optimizer.lr or with "
             "run.grad_clip, in another --run."
         )
-
-
-class MetricsWriter:
-    """Writes the reports of a run.
-
-    Args:
-      run: its folder.
-      step: from which the run starts or resumes; lines of later steps are dropped.
-      recipe: its ``run.wandb`` turns on wandb.
-    Raises: RunError: wandb refuses.
-    """
-
-    def __init__(self, run: Path, *, step: int, recipe: TrainRecipe) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
-
-        self._path = run / METRICS
-        write_atomic(self._path, "".join(_lines_until(self._path, step)).encode())
-        self._wandb = start_wandb(run, recipe) if recipe.run.wandb else None
-        self._tensorboard = SummaryWriter(run / "tensorboard", purge_step=step + 1)
-
-    def write(self, report: StepReport) -> None:
-        """Append one report."""
-        values = asdict(report)
-        with open(self._path, "a") as file:
-            file.write(json.dumps(values) + "\n")
-        figures = _scalars(values)
-        for name, value in figures.items():
-            self._tensorboard.add_scalar(name, value, report.step)
-        if self._wandb is not None:
-            self._wandb.log(figures, step=report.step)
-
-    def close(self) -> None:
-        """Flush everything."""
-        self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-
-
-def _scalars(values: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a report that can be plotted over the steps, one for each band and each time."""
-    figures = {name: value for name, value in values.items() if name not in ("step", "held_out", "loss_terms")}
-    figures |= {f"loss_terms/{name}": value for name, value in values["loss_terms"].items()}
-    figures |= {f"held_out/{name}": value for name, value in (values["held_out"] or {}).items()}
-    for name in [name for name, value in figures.items() if isinstance(value, list)]:
-        by_time, middle = figures.pop(name), 0.5 if name.startswith("held_out/") else 0.0
-        figures |= {f"{name}/{(number + middle) / len(by_time):g}": value for number, value in enumerate(by_time)}
-    return {name: value for name, value in figures.items() if value is not None}
-
-
-def _lines_until(path: Path, step: int) -> list[str]:
-    """Lines of a metrics file up to a step, without a line that a crash cut off.
-
-    Raises: DamageError: a line is not a report.
-    """
-    if not path.is_file():
-        return []
-    kept = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            continue
-        try:
-            line_step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DamageError(
-                f"'{path}': line {number} is not a report. Remove the line, or move the file away: a run "
-                "resumes without it."
-            ) from error
-        kept += [line.decode()] if line_step <= step else []
-    return kept

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...datasets.errors import RecipeError
 from ...datasets.order.shuffle import keyed_hash
-from ..models.conditioning import Conditioning, Extras, ModelOutput
+from ..config import ObjectiveSection
+from ..models.conditioning import Conditioner, Conditioning, Extras, ModelOutput
+from ..models.spec import ModelSpec
 from ..objectives.losses import TRAIN_STEPS
 from .schedulers import Sampler, build_scheduler, choose_sampler
-from .snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,32 @@ def float32_products(tf32: bool) -> Iterator[None]:
             backend.allow_tf32 = value
 
 
+class Drawn(Protocol):
+    """A model that draws: a ``Snapshot``, or the model of a run."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of the model."""
+        ...
+
+    @property
+    def objective(self) -> ObjectiveSection:
+        """What it has learned."""
+        ...
+
+    @property
+    def conditioner(self) -> Conditioner:
+        """Makes its conditioning, and the null."""
+        ...
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """(noisy latents, time (B,) in 0..1000, conditioning) -> its output."""
+        ...
+
+
 def draw_latents(
-    snapshot: Snapshot,
+    snapshot: Drawn,
     conditioning: Conditioning,
     *,
     size: tuple[int, int],
@@ -72,6 +97,7 @@ def draw_latents(
     """Draw one latent for each conditioning.
 
     Args:
+      conditioning: on the device of the model.
       size: latent height and width.
       seed, numbers: the noise of an image depends on these alone, so images can be drawn in any batches; None
         numbers them from 0.
@@ -80,9 +106,9 @@ def draw_latents(
     Source: Ho and Salimans 2022, equation 6; Kynkaanniemi et al. 2024, section 3 (the interval).
     """
     sampler = choose_sampler(snapshot.objective, solver.sampler, steps=solver.steps)
-    device = next(snapshot.model.parameters()).device
     inputs = conditioning.labels if conditioning.labels is not None else conditioning.captions
     assert inputs is not None
+    device = inputs.device
     numbers = range(len(inputs)) if numbers is None else numbers
     generators = [torch.Generator().manual_seed(keyed_hash(seed, number) % 2**63) for number in numbers]
     shape = (snapshot.spec.channels, *size)
@@ -98,7 +124,8 @@ def draw_latents(
     if snapshot.objective.kind == "flow" and sampler == "dpm":
         times = (scheduler.sigmas[:-1] * TRAIN_STEPS).tolist()  # its timesteps are rounded to whole numbers
         scheduler.set_begin_index(0)  # two of which may be equal
-    with torch.inference_mode(), float32_products(solver.tf32):
+    # Not inference_mode: what FSDP gathers in it cannot be trained afterwards.
+    with torch.no_grad(), float32_products(solver.tf32):
         for t, time in zip(scheduler.timesteps, times, strict=True):
             output = forward(x, time)
             if snapshot.spec.out_channels > snapshot.spec.channels and sampler != "ddpm":  # which takes the variance
@@ -115,7 +142,7 @@ class Guided:
 
     def __init__(
         self,
-        snapshot: Snapshot,
+        snapshot: Drawn,
         conditioning: Conditioning,
         solver: Solver,
         device: torch.device,

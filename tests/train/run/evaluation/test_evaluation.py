@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from making import CPU, train_recipe
-from ranks import run_ranks
-from safetensors.torch import load_file
+from shown_runs import EVERY, HOLDOUT, assert_same_training, lines, losses_held_out, run_to
 
 from leandit.datasets.batches.latents import final_latents, keyed_noise
 from leandit.datasets.errors import RecipeError, RunError
@@ -21,9 +18,7 @@ from leandit.datasets.order.holdout import is_held_out, key_hashes
 from leandit.datasets.recipe import shipped_recipes
 from leandit.datasets.store import LatentStore
 from leandit.tools.synthetic.store import make_store
-from leandit.train.config import TrainRecipe, load
-from leandit.train.loop import StopRequest, train
-from leandit.train.metrics.window import StepReport
+from leandit.train.config import load
 from leandit.train.objectives.losses import loss_per_image
 from leandit.train.run.data import build_loader
 from leandit.train.run.evaluation.held_out import HeldOut
@@ -32,45 +27,6 @@ from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.step.fixed_draws import NUM_TIMES, fixed_times, noise_keys, posterior_keys
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
-
-HOLDOUT, EVERY = "data.holdout=0.4", "run.evaluate_every=2"
-
-
-def run_to(
-    recipe: TrainRecipe, store: LatentStore | None, run: Path, stop_at: int = 0, said: list[str] | None = None
-) -> list[StepReport]:
-    stop, seen = StopRequest(), list[StepReport]()
-
-    def report(figures: StepReport) -> None:
-        seen.append(figures)
-        if figures.step == stop_at:
-            stop.set()
-
-    warn = [].append if said is None else said.append
-    path = None if store is None else store.path
-    train(recipe, store_path=path, run=run, device=CPU, report=report, stop=stop, warn=warn)
-    return seen
-
-
-def lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses_held_out(run: Path) -> dict[int, list[Any]]:
-    """All that is computed, without times, by step."""
-    found = [(line["step"], line["held_out"]) for line in lines(run) if line["held_out"]]
-    return {step: [each for name, each in values.items() if "loss" in name] for step, values in found}
-
-
-def bits(run: Path, step: int) -> dict[str, bytes]:
-    folders = [run / f"{kind}-{step}" for kind in ("checkpoint", "snapshot")]
-    return {f"{path.parent.name}/{path.name}": path.read_bytes() for each in folders for path in each.glob("*.s*")}
-
-
-def assert_same_training(one: Path, other: Path, step: int) -> None:
-    assert len(bits(one, step)) > 3
-    assert bits(one, step) == bits(other, step)
-    assert [line["loss"] for line in lines(one)] == [line["loss"] for line in lines(other)]
 
 
 @pytest.fixture
@@ -218,55 +174,3 @@ def test_by_default_it_takes_less_than_a_hundredth_of_the_products_of_a_shipped_
     run = load(name, []).run
     forwards = 2 * NUM_TIMES * run.evaluate_images
     assert 0 < forwards / (3 * run.global_batch * run.evaluate_every) < 0.005
-
-
-RANKS = {
-    "ddp": ["parallel.strategy=ddp"],
-    "gradient": ["parallel.strategy=fsdp", "parallel.shard=gradient"],
-    "offload": ["parallel.strategy=fsdp", "parallel.cpu_offload=true"],
-    "zero-1": ["parallel.deepspeed_config={folder}/1.json"],
-    "zero-3": ["parallel.deepspeed_config={folder}/3.json"],
-}
-MANY = ["run.steps=4", "run.microbatch=1", "run.global_batch=4", "run.evaluate_images=5"]
-STILL = [*MANY, "optimizer.lr=1e-30", "run.steps=1", HOLDOUT, "run.evaluate_every=1"]  # weights stay as they begin
-
-
-@pytest.fixture(scope="module")
-def of_ranks(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs of two ranks, with each strategy, with and without evaluation."""
-    folder = tmp_path_factory.mktemp("ranks")
-    for stage in (1, 3):
-        (folder / f"{stage}.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    jobs = []
-    for name, settings in RANKS.items():
-        own = [entry.format(folder=folder) for entry in settings]
-        for every in (0, 2):
-            overrides = [*own, *MANY, HOLDOUT, f"run.evaluate_every={every}"]
-            jobs.append({"recipe": "dit-s-4", "set": overrides, "run": str(folder / f"{name}-{every}")})
-        jobs.append({"recipe": "dit-s-4", "set": [*own, *STILL], "run": str(folder / f"{name}-still")})
-    run_ranks([job | {"store": str(label_store.path)} for job in jobs], 2)
-    return folder
-
-
-@pytest.mark.parametrize("name", RANKS)
-def test_with_every_strategy_training_is_the_same_to_the_bit(name: str, of_ranks: Path) -> None:
-    assert_same_training(of_ranks / f"{name}-0", of_ranks / f"{name}-2", 4)
-    assert list(losses_held_out(of_ranks / f"{name}-2")) == [2, 4]
-
-
-@pytest.mark.parametrize("name", RANKS)
-def test_two_ranks_say_what_one_says(name: str, of_ranks: Path, label_store: LatentStore, tmp_path: Path) -> None:
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)  # as the ranks have
-        run_to(train_recipe("dit-s-4", *STILL), label_store, tmp_path / "still")
-        run_to(train_recipe("dit-s-4", *MANY, HOLDOUT, EVERY), label_store, tmp_path / "run")
-    finally:
-        torch.set_num_threads(threads)
-    assert losses_held_out(of_ranks / f"{name}-still") == losses_held_out(tmp_path / "still")
-    for step, losses in losses_held_out(tmp_path / "run").items():
-        for one, two in zip(losses, losses_held_out(of_ranks / f"{name}-2")[step], strict=True):
-            assert two == pytest.approx(one, rel=1e-4)
-    ema = load_file(of_ranks / f"{name}-2/checkpoint-4/ema.safetensors")
-    own = load_file(of_ranks / f"{name}-2/checkpoint-4/model.safetensors")
-    assert any(not torch.equal(ema[key], own[key]) for key in ema)

@@ -1,0 +1,90 @@
+"""Evaluating and drawing with several ranks: what one process finds, and the same training to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from making import train_recipe
+from ranks import run_ranks
+from safetensors.torch import load_file
+from shown_runs import EVERY, HOLDOUT, assert_same_training, losses_held_out, run_to
+
+from leandit.datasets.store import LatentStore
+from leandit.train.run.evaluation.decoding import Decoding
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+RANKS = {
+    "ddp": ["parallel.strategy=ddp"],
+    "gradient": ["parallel.strategy=fsdp", "parallel.shard=gradient"],
+    "offload": ["parallel.strategy=fsdp", "parallel.cpu_offload=true"],
+    "zero-1": ["parallel.deepspeed_config={folder}/1.json"],
+    "zero-3": ["parallel.deepspeed_config={folder}/3.json"],
+}
+DRAWN = ["run.sample_count=3", "run.sample_steps=2"]
+MANY = ["run.steps=4", "run.microbatch=1", "run.global_batch=4", "run.evaluate_images=5"]
+WITH_BOTH = [HOLDOUT, "run.evaluate_every=1", "run.sample_every=1", *DRAWN]
+STILL = [*MANY, *WITH_BOTH, "optimizer.lr=1e-30", "run.steps=1"]  # weights stay as they begin
+
+
+@pytest.fixture(scope="module")
+def of_ranks(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs of two ranks, with each strategy, with and without evaluation."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for stage in (1, 3):
+        (folder / f"{stage}.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    jobs = []
+    for name, settings in RANKS.items():
+        own = [entry.format(folder=folder) for entry in settings]
+        for every in (0, 2):
+            overrides = [*own, *MANY, HOLDOUT, *DRAWN, f"run.evaluate_every={every}", f"run.sample_every={every}"]
+            jobs.append({"recipe": "dit-s-4", "set": overrides, "run": str(folder / f"{name}-{every}")})
+        jobs.append({"recipe": "dit-s-4", "set": [*own, *STILL], "run": str(folder / f"{name}-still")})
+    run_ranks([job | {"store": str(label_store.path), "keeps_latents": True} for job in jobs], 2)
+    return folder
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_with_every_strategy_training_is_the_same_to_the_bit(name: str, of_ranks: Path) -> None:
+    assert_same_training(of_ranks / f"{name}-0", of_ranks / f"{name}-2", 4)
+    assert list(losses_held_out(of_ranks / f"{name}-2")) == [2, 4]
+
+
+@pytest.fixture(scope="module")
+def of_one(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs of one process, with as many threads as a rank has."""
+    folder, threads = tmp_path_factory.mktemp("one"), torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoding, "start", lambda _: None)
+        torch.set_num_threads(1)
+        try:
+            run_to(train_recipe("dit-s-4", *STILL), label_store, folder / "still")
+            settings = [*MANY, HOLDOUT, *DRAWN, EVERY, "run.sample_every=2"]
+            run_to(train_recipe("dit-s-4", *settings), label_store, folder / "run")
+        finally:
+            torch.set_num_threads(threads)
+    return folder
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks_find_the_loss_of_one(name: str, of_ranks: Path, of_one: Path) -> None:
+    assert losses_held_out(of_ranks / f"{name}-still") == losses_held_out(of_one / "still")
+    for step, losses in losses_held_out(of_one / "run").items():
+        for one, two in zip(losses, losses_held_out(of_ranks / f"{name}-2")[step], strict=True):
+            assert two == pytest.approx(one, rel=1e-4)
+    ema = load_file(of_ranks / f"{name}-2/checkpoint-4/ema.safetensors")
+    own = load_file(of_ranks / f"{name}-2/checkpoint-4/model.safetensors")
+    assert any(not torch.equal(ema[key], own[key]) for key in ema)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks_draw_what_one_draws(name: str, of_ranks: Path, of_one: Path) -> None:
+    for run, step in (("still", 1), ("run", 2), ("run", 4)):
+        found = of_ranks / (f"{name}-still" if run == "still" else f"{name}-2")
+        one, two = (load_file(each / f"samples/step-{step}.safetensors")["latents"] for each in (of_one / run, found))
+        assert len(one) == 3
+        assert one.std() > 0.1
+        assert (two - one).abs().max() < 1e-3 * one.abs().max()

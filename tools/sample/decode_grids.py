@@ -1,0 +1,96 @@
+"""Decode the grids that a run has drawn: ``samples/step-<step>.safetensors`` to ``.png``, the oldest first.
+
+The trainer starts this as a process of its own: python -m leandit.tools.sample.decode_grids RUN/samples [--vae PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ...datasets.disk.files import remove, write_atomic
+from ...datasets.errors import DamageError, EncoderError, LeanditError
+from ...precompute.encoders.vae import ImageEncoder
+from ..inspection.contact_sheet import load_decoder
+from ..inspection.grid import Cell, draw_sheet
+
+DECODED = 4  # pictures decoded at once
+NICENESS = 10  # the loader of the run comes first
+CORES_SHARE = 4  # a quarter of the cores
+
+
+def waiting(folder: Path) -> list[Path]:
+    """Grids that are not decoded, the oldest first."""
+    found = [(re.fullmatch(r"step-(\d+)\.safetensors", path.name), path) for path in folder.glob("step-*")]
+    return [path for _, path in sorted((int(name[1]), path) for name, path in found if name)]
+
+
+def decode_grids(folder: Path, vae: str | None = None) -> None:
+    """Decode all grids of a folder, also those that come meanwhile; a decoded one loses its latents.
+
+    Args:
+      vae: hub id or folder instead of the VAE that made the store.
+    Raises: EncoderError: the VAE cannot be loaded, or is another one; DamageError: a grid cannot be read.
+    """
+    decoder: ImageEncoder | None = None
+    while paths := waiting(folder):
+        latents, grid = _read(paths[0])
+        if decoder is None:
+            decoder = load_decoder(grid["vae"]["model"], vae, torch.device("cpu"))
+            _check(decoder, grid, latents, named=vae is not None)
+        parts = [latents[start : start + DECODED] for start in range(0, len(latents), DECODED)]
+        pictures = np.concatenate([decoder.decode(part, zero_to_one=grid["zero_to_one"]) for part in parts])
+        cells = [Cell(pixels, name) for pixels, name in zip(pictures, grid["names"], strict=True)]
+        png = io.BytesIO()
+        draw_sheet(cells).save(png, format="PNG")
+        write_atomic(paths[0].with_suffix(".png"), png.getvalue())
+        remove(paths[0])
+
+
+def _read(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """(B, C, H, W) float32 raw latents, and what their writer says of them."""
+    try:
+        with safe_open(path, framework="np") as file:
+            return file.get_tensor("latents"), json.loads(file.metadata()["grid"])
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise DamageError(f"grid '{path}': it cannot be read ({error}). Remove it.") from error
+
+
+def _check(decoder: ImageEncoder, grid: dict[str, Any], latents: np.ndarray, *, named: bool) -> None:
+    """Raise EncoderError if the decoder does not fit the latents."""
+    name = decoder.identity.model
+    if decoder.num_channels != latents.shape[1]:
+        raise EncoderError(
+            f"vae '{name}': its latents have {decoder.num_channels} channels, those of the run {latents.shape[1]}."
+        )
+    if not named and decoder.identity.weights_sha256 != grid["vae"]["weights_sha256"]:
+        raise EncoderError(f"vae '{name}': it is not the one that made the store. Name it with --vae to use it.")
+
+
+def main() -> None:
+    """Decode the grids of the folder in the first argument."""
+    parser = argparse.ArgumentParser(description="Decode the grids that a run has drawn.")
+    parser.add_argument("folder", type=Path, help="samples/ of a run")
+    parser.add_argument("--vae", help="hub id or folder of another VAE than that of the store")
+    arguments = parser.parse_args()
+    os.nice(NICENESS)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // CORES_SHARE))
+    try:
+        decode_grids(arguments.folder, arguments.vae)
+    except LeanditError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(error.exit_code) from error
+
+
+if __name__ == "__main__":
+    main()

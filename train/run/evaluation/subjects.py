@@ -1,0 +1,70 @@
+"""What a run draws while it trains: classes or captions, the same ones each time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....datasets.batches.reader import BatchReader
+from ....datasets.order.filters import label_indices
+from ...data_recipe import RecordsSection
+from ...models.conditioning import Conditioner, Conditioning
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """The labels or captions of a grid, one for each picture.
+
+    Args:
+      names: for people.
+      labels: class indexes, or None.
+      captions: embeddings, (L, D) float32 each, or None.
+    """
+
+    names: list[str]
+    labels: list[int] | None = None
+    captions: list[Tensor] | None = None
+
+    def conditioning(self, conditioner: Conditioner, device: torch.device) -> Conditioning:
+        """Of all pictures, on a device."""
+        if self.captions is None:
+            return conditioner(torch.tensor(self.labels, device=device), None, None)
+        padded = torch.nn.utils.rnn.pad_sequence(self.captions, batch_first=True)
+        lengths = torch.tensor([len(caption) for caption in self.captions])
+        return conditioner(None, padded.to(device), lengths)
+
+
+def choose_subjects(
+    reader: BatchReader, number: int, section: RecordsSection, *, takes_text: bool, count: int
+) -> Subjects:
+    """Spread the subjects evenly over a store.
+
+    Args:
+      number: of the store.
+      section: which of its records train.
+      takes_text: captions, of the held-out records where there are any, else of all; otherwise classes that train.
+      count: of pictures; captions and classes come again if they are fewer.
+    """
+    store = reader.stores[number]
+    if not takes_text:
+        labels = label_indices(section.labels, store) if section.labels else range(max(1, store.num_classes))
+        chosen = [int(labels[place]) for place in _spread(len(labels), count)]
+        return Subjects([f"{label}: {store.class_names.describe(label)}" for label in chosen], labels=chosen)
+    selection = reader.order.plans[number].selection
+    held_out = selection.held_out if selection else {}
+    records = [store.index(bucket).records[positions] for bucket, positions in held_out.items() if len(positions)]
+    records = np.sort(np.concatenate(records or [store.index(bucket).records for bucket in store.buckets]))
+    ids = [store.record_at(int(records[place])).caption_ids[0] for place in _spread(len(records), count)]
+    texts = store.captions["text"]
+    embeddings = [torch.from_numpy(np.array(store.caption_embedding(each))).float() for each in ids]
+    return Subjects([texts[each].as_py() for each in ids], captions=embeddings)
+
+
+def _spread(total: int, count: int) -> list[int]:
+    """So many of the first whole numbers, evenly from the first to the last; all of them again and again if too few."""
+    if total < count:
+        return [place % total for place in range(count)]
+    return np.linspace(0, total - 1, count).round().astype(int).tolist()
