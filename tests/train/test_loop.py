@@ -382,6 +382,7 @@ def test_metrics_have_their_keys_with_units_and_one_line_a_report(stores: dict[s
             "skipped_steps",
             "loss_scale",
             "loss_by_time",
+            "held_out",
         }
         for line in lines
     )
