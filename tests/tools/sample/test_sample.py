@@ -136,7 +136,7 @@ def test_a_learned_variance_is_never_guided() -> None:
         solver = Solver("ddpm", guidance=3.0, guided_channels=channels)
         labels = Conditioning(labels=torch.tensor([0, 1]))
         x = torch.randn((2, 2, 8, 8), generator=torch.Generator().manual_seed(0))
-        outputs.append(Guided(snapshot_of(OBJECTIVES[2], 0.5), labels, solver, CPU)(x, 500.0))
+        outputs.append(Guided(snapshot_of(OBJECTIVES[2], 0.5), labels, solver, CPU, (2, 8, 8))(x, 500.0))
     assert torch.equal(*outputs)
 
 
@@ -244,7 +244,7 @@ def test_the_flow_solver_draws_as_sana_does() -> None:
     shape, keys = (2, 8, 8), [torch.Generator().manual_seed(keyed_hash(3, n) % 2**63) for n in (0, 1)]
     noise, forward = (
         torch.stack([torch.randn(shape, generator=key) for key in keys]),
-        Guided(snapshot, labels, solver, CPU),
+        Guided(snapshot, labels, solver, CPU, (2, 8, 8)),
     )
     own = dpm_by_its_formula(noise, lambda x, t: forward(x.float(), t), 20, 3.0)
     torch.testing.assert_close(found, own.float(), rtol=1e-4, atol=1e-4)
