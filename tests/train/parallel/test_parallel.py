@@ -20,7 +20,9 @@ from safetensors.torch import load_file
 from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from leandit.datasets.errors import RecipeError, StoreError
+from leandit.datasets.format.schema import FeatureSpec
 from leandit.datasets.store import LatentStore
+from leandit.tools.synthetic.store import make_store
 from leandit.train.config import ParallelSection
 from leandit.train.loop import train
 from leandit.train.parallel.ranks import ALONE, SRUN, Ranks, read_ranks
@@ -89,6 +91,23 @@ ZERO: dict[str, dict[str, Any]] = {
         "optimizer": ADAMW,
     },
 }
+ALIGNED = [  # all that looks into the model; alignment stops, so that its projector has gradients of zero at last
+    "objective.kind=flow",
+    "model.name=DiT-S/1",
+    "align.dino.block=1",
+    "align.dino.projector_width=8",
+    "align.dino.class_weight=0.03",
+    "align.dino.stop_step=2",
+    "self_align.weight=0.5",
+    "self_align.block=1",
+    "self_align.teacher_block=2",
+    "self_align.projector_width=8",
+    "routing.kind=sprint",
+    "routing.first_block=2",
+    "routing.last_block=2",
+    "routing.stop_step=3",
+    "run.steps=4",
+]
 # checkpoint of -> resumed with
 CHAIN = [("one", "fsdp"), ("fsdp", "zero-3"), ("zero-3", "ddp")]
 MORE = [("ddp", "zero-1"), ("zero-2", "fsdp-offload"), ("zero-1", "zero-2")]  # in the long form
@@ -100,6 +119,15 @@ def one(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> P
     run = tmp_path_factory.mktemp("one") / "run"
     alone(label_store, run)
     return run
+
+
+@pytest.fixture(scope="module")
+def feature_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    """Records of 32 px with 2 x 2 tokens of an image feature, and their class tokens."""
+    made = tmp_path_factory.mktemp("features") / "store"
+    spec = FeatureSpec(output="both", layer=-1, width=6, patch_px=14, resolution_px=28, images_px=32, dtype="int8")
+    make_store(made, {"32x32": 24}, num_classes=3, seed=1, features={"dino": spec})
+    return LatentStore(made)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +148,9 @@ def mixture_of(store: LatentStore) -> str:
 
 
 @pytest.fixture(scope="module")
-def said(one: Path, folder: Path, label_store: LatentStore, caption_store: LatentStore) -> list[list[dict[str, Any]]]:
+def said(
+    one: Path, folder: Path, label_store: LatentStore, caption_store: LatentStore, feature_store: LatentStore
+) -> list[list[dict[str, Any]]]:
     """All that two ranks do, in one pair of processes; what each said of each job."""
 
     def settings(name: str) -> list[str]:
@@ -134,6 +164,8 @@ def said(one: Path, folder: Path, label_store: LatentStore, caption_store: Laten
     jobs.append(job(label_store, folder / "stopped"))
     jobs.append(job(label_store, folder / "other rate", set_1=["optimizer.lr=2e-3"]))
     jobs.append(job(label_store, folder / "other store", store_1=str(caption_store.path)))
+    for name in ("ddp", "fsdp", "zero-2"):
+        jobs.append(job(feature_store, folder / f"aligned {name}", *settings(name), *ALIGNED))
     jobs.append(job(label_store, folder / "mixture", mixture_of(label_store)) | {"store": None})
     fp16 = [f"parallel.deepspeed_config={folder}/fp16.json", "run.checkpoint_every=2"]  # the first before any update
     for steps in (14, 16):
@@ -172,6 +204,22 @@ def runs(said: list[Any], folder: Path, label_store: LatentStore) -> dict[str, P
 def test_the_losses_are_those_of_one_process(name: str, one: Path, runs: dict[str, Path]) -> None:
     assert len(losses(runs[name])) == STEPS
     assert losses(runs[name]) == pytest.approx(losses(one), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero-2"])
+def test_alignment_and_routing_are_those_of_one_process(
+    name: str, said: list[Any], folder: Path, feature_store: LatentStore, tmp_path: Path
+) -> None:
+    wanted = alone(feature_store, tmp_path / "run", *ALIGNED)
+    assert losses(folder / f"aligned {name}") == pytest.approx(wanted, abs=1e-5)
+    ours, theirs = (
+        [json.loads(line)["loss_terms"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (folder / f"aligned {name}", tmp_path / "run")
+    )
+    assert ours[0].keys() == {"align.dino", "class.dino", "align.self-alignment"}
+    assert [terms["align.dino"] > 0 for terms in ours] == [True, True, False, False]
+    for found, terms in zip(ours, theirs, strict=True):
+        assert found == pytest.approx(terms, abs=1e-5)
 
 
 def test_fp16_under_deepspeed_has_its_loss_scaler_which_a_checkpoint_holds(
