@@ -383,6 +383,7 @@ def test_metrics_have_their_keys_with_units_and_one_line_a_report(stores: dict[s
             "loss_scale",
             "loss_by_time",
             "held_out",
+            "loss_terms",
         }
         for line in lines
     )
@@ -398,13 +399,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_of_it_is_saved(
 
     calls = []
 
-    def spoil(*args: object) -> torch.Tensor:
+    def spoil(*args: Any) -> dict[str, torch.Tensor]:
         calls.append(1)
-        loss = loss_per_image(*args)
-        return loss * float("nan") if len(calls) >= 3 else loss
+        losses = image_losses(*args)
+        return {name: loss * float("nan") for name, loss in losses.items()} if len(calls) >= 3 else losses
 
-    loss_per_image = step_module.loss_per_image
-    monkeypatch.setattr(step_module, "loss_per_image", spoil)
+    image_losses = step_module.image_losses
+    monkeypatch.setattr(step_module, "image_losses", spoil)
     recipe = constant_steps(6, EVERY, "run.keep_checkpoints=10", f"run.log_every={log_every}")
     with pytest.raises(RunError, match="is not finite"):
         run_to(recipe, stores["dit-s-4"], tmp_path / "run")

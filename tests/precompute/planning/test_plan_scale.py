@@ -517,7 +517,8 @@ def merged_in_one_piece(plan: FrozenPlan, commits: dict[tuple[str, int], CommitR
         for fallback in commit.fallbacks:
             records[positions[fallback.row]]["fallback"] = fallback.how
         for reject in commit.rejects:
-            records[positions[reject.row]] |= {"status": "rejected", "checksum": None, "source_checksum": None}
+            records[positions[reject.row]] |= {"status": "rejected"}
+            records[positions[reject.row]] |= dict.fromkeys(("checksum", "source_checksum", "fallback"))
             records[positions[reject.row]] |= {name: getattr(reject, name) for name in ("stage", "reason", "detail")}
     return pa.Table.from_pylist(records, RECORDS_SCHEMA), pa.Table.from_pylist(captions, CAPTIONS_SCHEMA)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -427,7 +428,8 @@ def test_a_dead_rank_ends_the_others_within_a_minute_with_its_name(
 def test_a_rank_that_fails_alone_ends_the_others_with_its_message(label_store: LatentStore, tmp_path: Path) -> None:
     ranks = start_ranks([job(label_store, tmp_path / "run", "run.steps=100000", fail_1=5)], 2)
     ended = [rank.communicate(timeout=90) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [5, 1]
+    assert ranks[0].returncode == 5
+    assert ranks[1].returncode in (1, -signal.SIGABRT)  # gloo's threads may abort a process that ends with an error
     said = [[json.loads(line)["warn"] for line in out.splitlines() if "warn" in line] for out, _ in ended]
     assert [len(lines) for lines in said] == [0, 1]  # on one machine once, by the rank that failed
     assert said[1][0].startswith("rank 1 (")
