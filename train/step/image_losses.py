@@ -11,7 +11,7 @@ from torch import Tensor
 from ...datasets.batches.features import FeatureBatch
 from ...datasets.format.buckets import bucket_size
 from ..config import SELF, AlignSection
-from ..models.build import patch_of
+from ..models.build import patch_of, routed_blocks
 from ..models.conditioning import Conditioning, Extras, ModelOutput
 from ..objectives.added_terms import dispersion, misalignment, resampled
 from ..objectives.draws import Draws
@@ -225,5 +225,5 @@ def _misalignment(learner: Learner, images: Microbatch, output: ModelOutput, ext
 
 
 def _skips(learner: Learner, section: AlignSection) -> bool:
-    first, last = learner.routed
+    first, last = routed_blocks(learner.recipe.routing, len(learner.engine.model.blocks))
     return first <= section.block <= last

@@ -37,7 +37,6 @@ class Learner:
       attention_kernels: measured, the fastest first.
       feature_specs: of the image features that the recipe aligns with, by name.
       downscale: pixels a latent place.
-      routed: the first and the last block that tokens skip, from 1; (0, 0): none.
     """
 
     recipe: TrainRecipe
@@ -53,7 +52,6 @@ class Learner:
     attention_kernels: list[str] = field(default_factory=list)
     feature_specs: Mapping[str, FeatureSpec] = field(default_factory=dict)
     downscale: int = 8
-    routed: tuple[int, int] = (0, 0)
 
 
 def build_learner(
@@ -106,5 +104,4 @@ def build_learner(
         autocast_dtype=autocast_dtype(recipe.run.precision, device),
         feature_specs={one.name: one.spec for one in store.features if one.name in recipe.align} if store else {},
         downscale=store.latent.downscale if store else 8,
-        routed=routed_blocks(recipe.routing, len(model.blocks)),
     )

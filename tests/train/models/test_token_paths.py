@@ -17,19 +17,13 @@ DEPTH, WIDTH, TOKENS = 5, 24, 16
 OPTIONS = {"sincos": DiTOptions(), "rope": DiTOptions(positions="rope", qk_norm=True)}
 
 
+def new(**more: Any) -> DiT:
+    sizes = {"depth": DEPTH, "width": WIDTH, "heads": 3, "patch": 2, "channels": 4, "out_channels": 4}
+    return DiT(**sizes, num_classes=5, base_size=8, **more).double()
+
+
 def tiny(options: DiTOptions = OPTIONS["sincos"], **more: Any) -> DiT:
-    model = DiT(
-        depth=DEPTH,
-        width=WIDTH,
-        heads=3,
-        patch=2,
-        channels=4,
-        out_channels=4,
-        num_classes=5,
-        base_size=8,
-        options=options,
-        **more,
-    ).double()
+    model = new(options=options, **more)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -145,18 +139,7 @@ def test_a_class_token_goes_through_all_blocks_and_gives_its_velocity(options: D
 
 def test_a_new_model_puts_out_zero_with_everything_added() -> None:
     spec = ProjectorSpec(block=3, width=7, feature_width=6, has_class=True)
-    model = DiT(
-        depth=DEPTH,
-        width=WIDTH,
-        heads=3,
-        patch=2,
-        channels=4,
-        out_channels=4,
-        num_classes=5,
-        base_size=8,
-        projectors={"dino": spec},
-        fused=(2, 4),
-    ).double()
+    model = new(projectors={"dino": spec}, fused=(2, 4))
     found = forward(model, Extras(class_token=torch.ones(2, 6, dtype=torch.float64), kept=KEPT))
     assert found.output.abs().max() == 0
     assert found.class_velocity is not None
