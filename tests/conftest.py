@@ -28,7 +28,7 @@ from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
-from leandit.train.models.diffusers_models import PIXART_SIZES, SANA_SIZES
+from leandit.train.models.diffusers_models.families import PIXART_SIZES, SANA_SIZES
 from leandit.train.models.dit import SIZES
 
 if TYPE_CHECKING:

@@ -103,7 +103,7 @@ import torch
 from leandit.train.config import load
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.dit import SIZES
-from leandit.train.models.diffusers_models import PIXART_SIZES
+from leandit.train.models.diffusers_models.families import PIXART_SIZES
 SIZES["S"], PIXART_SIZES["pixart-tiny"] = (1, 32, 2), (1, 2, 16, 2)
 torch.set_num_threads(1)
 recipe = load(sys.argv[1], ["run.steps=1", "run.global_batch=2", "run.precision=fp32", "model.num_classes=0",

@@ -19,7 +19,8 @@ from ...datasets.disk.hashing import canonical_json, read_json
 from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import EncoderError, RunError
 from ...datasets.format.schema import UNKNOWN
-from ...train.models.diffusers_models import TextDenoiser, family_of
+from ...train.models.diffusers_models.families import family_of
+from ...train.models.diffusers_models.text_denoiser import TextDenoiser
 from ...train.models.dit import size_of
 from ...train.models.layers import DiTOptions
 from ...train.run.resume import RECIPE

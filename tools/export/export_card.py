@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ... import __version__
 from ...datasets.format.schema import IMPORTED, LatentSpec
 from ...precompute.encoders.text.instructions import instruction_text
-from ...train.models.diffusers_models import family_of
+from ...train.models.diffusers_models.families import family_of
 from ...train.sampling.snapshot import Snapshot
 
 Format = Literal["diffusers", "official"]

@@ -16,7 +16,8 @@ from ...datasets.order.shuffle import keyed_hash
 from ..config import RoutingSection
 from .activation_checkpointing import Mode, checkpoint_blocks
 from .conditioning import Conditioning, Extras, ModelOutput
-from .diffusers_models import PIXART_SIZES, SANA_PATCH, SANA_SIZES, TextDenoiser, family_of, published_config
+from .diffusers_models.families import PIXART_SIZES, SANA_PATCH, SANA_SIZES, family_of, published_config
+from .diffusers_models.text_denoiser import TextDenoiser
 from .dit import PATCHES, SIZES, DiT, size_of
 from .spec import ModelSpec
 

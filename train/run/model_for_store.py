@@ -10,7 +10,7 @@ from ...datasets.order.alike import check_alike
 from ...datasets.store import LatentStore
 from ..config import SELF, TrainRecipe
 from ..models.build import check_model_name, pixels_per_token, routed_blocks
-from ..models.diffusers_models import family_of
+from ..models.diffusers_models.families import family_of
 from ..models.dit import size_of
 from ..models.layers import DiTOptions
 from ..models.spec import ModelSpec, ProjectorSpec

@@ -20,7 +20,7 @@ from ...datasets.errors import DamageError, RunError
 from ...datasets.format.class_names import imagenet_names
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.alike import raw_scale_and_shift
-from ..models.diffusers_models import Family, family_of, transformer_class
+from ..models.diffusers_models.families import Family, family_of, transformer_class
 from ..models.spec import ModelSpec
 from . import checkpoint
 from .dit_checkpoints import POSITIONS, PROJECTORS, computed_positions, from_diffusers, read_official, read_safetensors

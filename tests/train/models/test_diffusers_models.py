@@ -18,14 +18,11 @@ from leandit.train.loop import StopRequest, train
 from leandit.train.models import cross_attention
 from leandit.train.models.build import Denoiser, build_model
 from leandit.train.models.conditioning import Conditioner, Conditioning
-from leandit.train.models.cross_attention import LinearProcessor, Padded, pack_captions
-from leandit.train.models.diffusers_models import (
-    CachedPatchEmbed,
-    Family,
-    TextDenoiser,
-    published_config,
-    transformer_class,
-)
+from leandit.train.models.cross_attention import Padded, pack_captions
+from leandit.train.models.diffusers_models.families import Family, published_config, transformer_class
+from leandit.train.models.diffusers_models.patch_embed import CachedPatchEmbed
+from leandit.train.models.diffusers_models.processors import LinearProcessor
+from leandit.train.models.diffusers_models.text_denoiser import TextDenoiser
 from leandit.train.models.spec import ModelSpec
 from leandit.train.parallel.build import MOST_SHAPES, compile_blocks
 from leandit.train.run.model_for_store import model_spec

@@ -22,7 +22,7 @@ from leandit.datasets.store import LatentStore
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioning
-from leandit.train.models.diffusers_models import Family, published_config, transformer_class
+from leandit.train.models.diffusers_models.families import Family, published_config, transformer_class
 from leandit.train.models.layers import DiTOptions, position_table
 from leandit.train.models.spec import ModelSpec
 from leandit.train.run.model_for_store import model_spec

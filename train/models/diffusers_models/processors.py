@@ -1,0 +1,72 @@
+"""Attention of diffusers' blocks, computed our way. Shapes as in ``cross_attention.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..cross_attention import CaptionLayout
+from ..numerics import at_least_float32, without_autocast
+
+LINEAR_EPS = 1e-15  # of the sums of linear attention, as diffusers has it
+
+
+def _project(attn: Any, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of x, keys and values of the source, normed over all heads where the model does so (Sana 1.5)."""
+    q, k, v = attn.to_q(x), attn.to_k(source), attn.to_v(source)
+    q = q if attn.norm_q is None else attn.norm_q(q)
+    return q, k if attn.norm_k is None else attn.norm_k(k), v
+
+
+class CaptionProcessor:
+    """Cross-attention of diffusers' PixArt and Sana in these layouts.
+
+    diffusers turns the mask into a bias of -10000 for each head, which rules out flash attention.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: CaptionLayout | None = None,
+    ) -> Tensor:
+        """(B, T, E) and (B, L, E) to (B, T, E)."""
+        assert encoder_hidden_states is not None
+        assert attention_mask is not None
+        q, k, v = _project(attn, hidden_states, encoder_hidden_states)
+        q, k, v = (x.to(v.dtype).unflatten(-1, (attn.heads, -1)) for x in (q, k, v))
+        attended = attention_mask.attend(q, k, v).flatten(2)
+        return attn.to_out[1](attn.to_out[0](attended)) / attn.rescale_output_factor
+
+
+class LinearProcessor:
+    """Sana's linear self-attention (Xie et al. 2024, equation 2), with sums in float32 under autocast too.
+
+    diffusers casts to float32 as well, but autocast casts the products back to 16 bits: a sum over all tokens
+    overflows float16.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """(B, T, E) to (B, T, E)."""
+        q, k, v = _project(attn, hidden_states, hidden_states)
+        dtype = v.dtype
+        q, k, v = (
+            at_least_float32(x).transpose(1, 2).unflatten(1, (attn.heads, -1)) for x in (q, k, v)
+        )  # (B, h, d, T)
+        q, k = F.relu(q), F.relu(k)
+        with without_autocast(q.device):
+            weighted = F.pad(v, (0, 0, 0, 1), value=1.0) @ k.transpose(2, 3)  # (B, h, d + 1, d), the last row the sums
+            attended = weighted @ q  # (B, h, d + 1, T)
+        attended = attended[:, :, :-1] / (attended[:, :, -1:] + LINEAR_EPS)
+        attended = attn.to_out[1](attn.to_out[0](attended.flatten(1, 2).transpose(1, 2).to(dtype)))
+        return attended.clip(-65504, 65504) if attended.dtype == torch.float16 else attended
