@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...datasets.errors import RecipeError
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.shuffle import keyed_hash
-from ..config import RoutingSection
+from ..objective_recipe import RoutingSection
 from .activation_checkpointing import Mode, checkpoint_blocks
 from .conditioning import Conditioning, Extras, ModelOutput
 from .diffusers_models.families import PIXART_SIZES, SANA_PATCH, SANA_SIZES, family_of, published_config

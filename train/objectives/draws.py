@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...datasets.order.shuffle import keyed_hash
-from ..config import ObjectiveSection
+from ..objective_recipe import ObjectiveSection
 from .losses import draw_times
 
 GROUP = (

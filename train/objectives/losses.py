@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..config import ObjectiveSection
+from ..objective_recipe import ObjectiveSection
 from .added_terms import contrast, direction_error
 
 PLAIN = "plain"

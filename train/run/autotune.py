@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from ...datasets.errors import ResourceError
 from ...datasets.format.buckets import bucket_size
-from ..config import SELF
 from ..metrics.flops import latent_size_of
+from ..objective_recipe import SELF
 from ..objectives.draws import draw
 from ..parallel.engine import TorchEngine
 from ..parallel.watchdog import Watchdog
@@ -133,7 +133,7 @@ def synthetic_microbatch(state: TrainState, bucket: str, images: int) -> Microba
         shape=shape,
         device=state.device,
         class_width=state.spec.class_width,
-        num_tokens=num_routed_tokens(state, bucket, state.step + 1),
+        num_tokens=num_routed_tokens(state, shape, state.step + 1),
         less_time=recipe.self_align.weight > 0,
     )
     labels = torch.zeros(images, dtype=torch.int64, device=state.device)
@@ -143,7 +143,7 @@ def synthetic_microbatch(state: TrainState, bucket: str, images: int) -> Microba
         captions = torch.zeros(images, text.max_tokens, text.width, dtype=dtype, device=state.device)
         lengths = torch.full((images,), text.max_tokens, device=state.device)
     conditioning = state.conditioner(labels, captions, lengths, labels, widen=state.autocast_dtype is None)
-    tokens = math.prod(token_grid(state, bucket))
+    tokens = math.prod(token_grid(state, shape))
     teachers = {
         name: Teacher(
             torch.zeros(images, tokens, spec.width, device=state.device),

@@ -8,12 +8,13 @@ from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.schema import LatentSpec, StoreSpec
 from ...datasets.order.alike import check_alike
 from ...datasets.store import LatentStore
-from ..config import SELF, TrainRecipe
+from ..config import TrainRecipe
 from ..models.build import check_model_name, pixels_per_token, routed_blocks
 from ..models.diffusers_models.families import family_of
 from ..models.dit import size_of
 from ..models.layers import DiTOptions
 from ..models.spec import ModelSpec, ProjectorSpec
+from ..objective_recipe import SELF
 from ..objectives.losses import num_outputs
 from ..weights.init_from import read_config
 

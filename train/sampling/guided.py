@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ...datasets.errors import RecipeError
 from ...datasets.order.shuffle import keyed_hash
-from ..config import ObjectiveSection
 from ..models.conditioning import Conditioner, Conditioning, Extras, ModelOutput
 from ..models.spec import ModelSpec
+from ..objective_recipe import ObjectiveSection
 from ..objectives.losses import TRAIN_STEPS
 from .schedulers import Sampler, build_scheduler, choose_sampler
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ...datasets.errors import RecipeError
-from ..config import ObjectiveSection
+from ..objective_recipe import ObjectiveSection
 from ..objectives.losses import BETA_END, BETA_START, TRAIN_STEPS
 
 Sampler = Literal["auto", "euler", "heun", "ddim", "dpm", "ddpm"]

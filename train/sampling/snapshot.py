@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from ...datasets.errors import RunError
 from ...datasets.format.class_names import ClassNames
 from ...datasets.format.schema import LatentSpec, TextSpec
-from ..config import ObjectiveSection
 from ..models.build import Denoiser, build_model
 from ..models.conditioning import Conditioner
 from ..models.numerics import use_onednn
 from ..models.spec import ModelSpec
+from ..objective_recipe import ObjectiveSection
 from ..parallel.build import compile_blocks
 from ..step.learner import COMPILED_CAPTION_STEP
 from ..weights import checkpoint

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...datasets.batches.batch import Batch
 from ...datasets.batches.latents import keyed_noise
 from ...datasets.order.shuffle import mix
-from ..config import ObjectiveSection
+from ..objective_recipe import ObjectiveSection
 from ..objectives.draws import Draws
 from ..objectives.losses import TRAIN_STEPS
 from .attention_kernels import preferred
@@ -59,7 +59,7 @@ def losses_at_fixed_times(learner: Learner, batch: Batch, noise: Tensor) -> Tens
         dropped=torch.zeros(len(x), dtype=torch.bool, device=learner.device),
         class_noise=keyed_noise(keys + 1, (width,)) if width else None,
     )
-    found = teachers_of(learner, batch.features, batch.bucket) if width else {}
+    found = teachers_of(learner, batch) if width else {}
     teachers = {
         name: Teacher(None, None if teacher.cls is None else teacher.cls.repeat_interleave(NUM_TIMES, 0))
         for name, teacher in found.items()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...datasets.batches.features import FeatureBatch
+from ...datasets.batches.batch import Batch
 from ...datasets.format.buckets import bucket_size
-from ..config import SELF, AlignSection
 from ..models.build import patch_of, routed_blocks
 from ..models.conditioning import Conditioning, Extras, ModelOutput
+from ..objective_recipe import SELF, AlignSection
 from ..objectives.added_terms import dispersion, misalignment, resampled
 from ..objectives.draws import Draws
 from ..objectives.losses import PLAIN, TRAIN_STEPS, losses_per_image, on_path, velocity_error
@@ -59,22 +60,22 @@ class Microbatch(NamedTuple):
         return Microbatch(image, Draws(*zeros), self.conditioning.dummy(), teachers)  # pyright: ignore
 
 
-def teachers_of(learner: Learner, features: Mapping[str, FeatureBatch], bucket: str) -> dict[str, Teacher]:
+def teachers_of(learner: Learner, batch: Batch) -> dict[str, Teacher]:
     """The features that the recipe aligns with, patches on the grid of the model's tokens."""
     found = {}
     for name, spec in learner.feature_specs.items():
-        feature, patches = features[name], features[name].patches
+        feature, patches = batch.features[name], batch.features[name].patches
         if patches is not None:
-            patches = resampled(patches, spec.grid(*bucket_size(bucket)), token_grid(learner, bucket))
+            grid = spec.grid(*bucket_size(batch.bucket))
+            patches = resampled(patches, grid, token_grid(learner, batch.latents.shape))
         found[name] = Teacher(patches, feature.cls)
     return found
 
 
-def token_grid(learner: Learner, bucket: str) -> tuple[int, int]:
-    """Rows and columns of the model's tokens for pictures of a bucket."""
-    height_px, width_px = bucket_size(bucket)
-    step_px = patch_of(learner.spec) * learner.downscale
-    return height_px // step_px, width_px // step_px
+def token_grid(learner: Learner, shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of the model's tokens for latents of a shape (..., H, W)."""
+    patch = patch_of(learner.spec)
+    return shape[-2] // patch, shape[-1] // patch
 
 
 def is_active(stop_step: int, step: int) -> bool:
@@ -82,13 +83,12 @@ def is_active(stop_step: int, step: int) -> bool:
     return not stop_step or step <= stop_step
 
 
-def num_routed_tokens(learner: Learner, bucket: str, step: int) -> int:
-    """Tokens of an image if some of them skip blocks at a step, else 0."""
+def num_routed_tokens(learner: Learner, shape: Sequence[int], step: int) -> int:
+    """Tokens of an image, of latents of a shape (..., H, W), if some of them skip blocks at a step, else 0."""
     routing = learner.recipe.routing
     if routing.kind == "none" or not is_active(routing.stop_step, step):
         return 0
-    rows, columns = token_grid(learner, bucket)
-    return rows * columns
+    return math.prod(token_grid(learner, shape))
 
 
 @torch.no_grad()

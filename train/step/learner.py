@@ -36,7 +36,6 @@ class Learner:
       microbatches: measured limits of images in a forward, by bucket.
       attention_kernels: measured, the fastest first.
       feature_specs: of the image features that the recipe aligns with, by name.
-      downscale: pixels a latent place.
     """
 
     recipe: TrainRecipe
@@ -51,7 +50,6 @@ class Learner:
     microbatches: dict[str, int] = field(default_factory=dict)
     attention_kernels: list[str] = field(default_factory=list)
     feature_specs: Mapping[str, FeatureSpec] = field(default_factory=dict)
-    downscale: int = 8
 
 
 def build_learner(
@@ -103,5 +101,4 @@ def build_learner(
         device=device,
         autocast_dtype=autocast_dtype(recipe.run.precision, device),
         feature_specs={one.name: one.spec for one in store.features if one.name in recipe.align} if store else {},
-        downscale=store.latent.downscale if store else 8,
     )

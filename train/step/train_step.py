@@ -33,13 +33,13 @@ def train_step(learner: Learner, batch: Batch) -> StepResult:
         shape=tuple(batch.latents.shape[1:]),
         device=learner.device,
         class_width=learner.spec.class_width,
-        num_tokens=num_routed_tokens(learner, batch.bucket, step),
+        num_tokens=num_routed_tokens(learner, batch.latents.shape, step),
         less_time=recipe.self_align.weight > 0,
     )
     inputs = batch.labels, batch.captions, batch.caption_lengths, batch.records
     conditioning = learner.conditioner(*inputs, store=batch.store, widen=learner.autocast_dtype is None)
     conditioning = learner.conditioner.drop(conditioning, draws.dropped)
-    images = Microbatch(batch.latents, draws, conditioning, teachers_of(learner, batch.features, batch.bucket))
+    images = Microbatch(batch.latents, draws, conditioning, teachers_of(learner, batch))
 
     engine.model.train()
     parts = microbatches(

@@ -33,10 +33,10 @@ from leandit.tools.sample.sampler import (
     sample,
     subject_by_subject,
 )
-from leandit.train.config import ObjectiveSection
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.spec import ModelSpec
+from leandit.train.objective_recipe import ObjectiveSection
 from leandit.train.objectives.losses import ddpm_schedule
 from leandit.train.sampling.guided import Guided, Solver, draw_latents, float32_products
 from leandit.train.sampling.schedulers import SAMPLERS, Sampler

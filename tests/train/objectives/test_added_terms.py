@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from leandit.train.config import ObjectiveSection
+from leandit.train.objective_recipe import ObjectiveSection
 from leandit.train.objectives.added_terms import contrast, direction_error, dispersion, misalignment, resampled
 from leandit.train.objectives.losses import PLAIN, loss_per_image, losses_per_image
 

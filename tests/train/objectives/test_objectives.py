@@ -13,8 +13,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from leandit.train.config import ObjectiveSection
 from leandit.train.metrics.loss_bands import NUM_BANDS, band_means, band_sums
+from leandit.train.objective_recipe import ObjectiveSection
 from leandit.train.objectives.losses import (
     ddpm_schedule,
     draw_times,
