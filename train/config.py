@@ -26,7 +26,7 @@ class ModelSection(Section):
     """The diffusion transformer."""
 
     name: str = "DiT-XL/2"
-    """"DiT-{S,B,L,XL}/{1,2,4,8}", "pixart-sigma", "pixart-tiny", "sana-600m", "sana-1600m", "sana-tiny"."""
+    """"DiT-{Ti,S,B,L,XL}/{1,2,4,8}", "pixart-sigma", "pixart-tiny", "sana-600m", "sana-1600m", "sana-tiny"."""
     init_from: str = ""
     """Weights to begin from: a run, a hub id or folder in diffusers' layout, of DiT also an official file."""
     channels: Count = 0

@@ -197,6 +197,29 @@ def bench_train(
     print_result(result, render, as_json=as_json)
 
 
+@bench.command("learning")
+def bench_learning(
+    out: Annotated[Path, output("Folder for pictures, store, runs and results; the same command resumes.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each recipe.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 800,
+    pictures: Annotated[int, typer.Option(min=12, help="To draw.")] = 3000,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare what REPA, routing and contrastive flow bring a small DiT on the demo's pictures, on a CPU.
+
+    Example: leandit bench learning --out learning
+    """
+    from ..bench.training.learning import LearningRequest, render, run
+    from ..bench.training.learning_chart import draw
+    from ..terminal.progress import ProgressLine
+
+    with ProgressLine() as progress:
+        result = run(LearningRequest(out.resolve(), seeds, steps, pictures, tuple(overrides or ())), progress)
+    draw(result, out / "learning.png")
+    print_result(result, render, as_json=as_json)
+
+
 @bench.command("caching")
 def bench_caching(
     recipe: Recipe,

@@ -115,18 +115,21 @@ def read_main_object(picture: np.ndarray) -> tuple[str, str] | None:
       picture: (height, width, 3) uint8.
     Returns: (colour, shape), or None if under 1 % of the pixels are coloured.
     """
+    nearest = nearest_colours(picture)
+    if (nearest >= 0).mean() < 0.01:
+        return None
+    main = int(np.bincount(nearest[nearest >= 0], minlength=len(COLOURS)).argmax())
+    return list(COLOURS)[main], _read_shape(nearest == main)
+
+
+def nearest_colours(picture: np.ndarray) -> np.ndarray:
+    """The colour of each pixel, (height, width) positions in ``COLOURS``; -1 for the grey background."""
     rgb = picture.astype(np.float32) / 255
     chroma = rgb.max(axis=2) - rgb.min(axis=2)
-    coloured = chroma > MIN_CHROMA
-    if coloured.mean() < 0.01:
-        return None
-    names = list(COLOURS)
-    hues = np.array([colorsys.rgb_to_hsv(*(c / 255 for c in COLOURS[name]))[0] for name in names])
+    hues = np.array([colorsys.rgb_to_hsv(*(c / 255 for c in colour))[0] for colour in COLOURS.values()])
     distance = np.abs(_hue(rgb, chroma)[..., None] - hues)
     nearest = np.minimum(distance, 1 - distance).argmin(axis=2)
-    counts = np.bincount(nearest[coloured], minlength=len(names))
-    main = int(counts.argmax())
-    return names[main], _read_shape(coloured & (nearest == main))
+    return np.where(chroma > MIN_CHROMA, nearest, -1)
 
 
 def main_object_of(caption: str) -> tuple[str, str]:

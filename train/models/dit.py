@@ -49,8 +49,8 @@ from .token_paths import (
     with_class_rotation,
 )
 
-# name -> depth, width, heads (table 1)
-SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
+# name -> depth, width, heads (table 1); the first is not published: for small pictures, and to compare recipes on a CPU
+SIZES = {"Ti": (8, 128, 4), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
 PATCHES = (1, 2, 4, 8)
 PUBLISHED = DiTOptions()
 

@@ -16,7 +16,7 @@ from ..models.layers import DiTOptions
 from ..models.spec import ModelSpec, ProjectorSpec
 from ..objective_recipe import SELF
 from ..objectives.losses import num_outputs
-from ..weights.init_from import read_config
+from ..weights.init_from import position_grid, read_config
 
 
 def model_for_stores(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> tuple[ModelSpec, LatentStore]:
@@ -83,13 +83,16 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
         caption_width = store.text.width
     else:
         num_classes = _num_classes(recipe, store, where)
+    base_size = store.images.resolution_px // latent.downscale
+    if recipe.model.init_from and not family_of(name) and (grid := position_grid(recipe.model.init_from)):
+        base_size = grid * size_of(name)[-1]  # positions keep the span that the weights have learned
     spec = ModelSpec(
         name=name,
         channels=latent.channels,
         out_channels=num_outputs(recipe.objective, latent.channels),
         num_classes=num_classes,
         caption_width=caption_width,
-        base_size=store.images.resolution_px // latent.downscale,
+        base_size=base_size,
         options=options,
         projectors=projectors(recipe, store, where),
     )

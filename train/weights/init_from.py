@@ -1,7 +1,7 @@
 """Weights to fine-tune from: a run, a hub id or folder in diffusers' layout, or a file of a DiT in the official layout.
 
 Only safetensors are read from folders. A folder may be a pipeline, or its transformer. Of a run the newest snapshot is
-used, with its averaged weights, so that training can continue at another resolution.
+used, with its averaged weights. Training can continue at another resolution, that of a DiT with another patch size too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from ...datasets.format.class_names import imagenet_names
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.alike import raw_scale_and_shift
 from ..models.diffusers_models.families import Family, family_of, transformer_class
+from ..models.dit import size_of
 from ..models.spec import ModelSpec
 from . import checkpoint
 from .dit_checkpoints import POSITIONS, PROJECTORS, computed_positions, from_diffusers, read_official, read_safetensors
+from .patch_size import grid_of, with_patches
 from .sit_checkpoints import from_lightningdit, without_variance
 
 CONFIG, WEIGHTS, SUBFOLDER = "config.json", "diffusion_pytorch_model*.safetensors", "transformer"
@@ -131,7 +133,7 @@ def initial_weights(source: str, model: nn.Module, spec: ModelSpec) -> dict[str,
     """
     wanted = {name.removeprefix("net."): tensor for name, tensor in model.state_dict().items()}
     if snapshot := read_snapshot(source):
-        if (name := _spec_of(snapshot).name) != spec.name:
+        if not _differs_in_patch_at_most(name := _spec_of(snapshot).name, spec.name):
             raise RunError(f"model.init_from '{source}': it is of model '{name}', the recipe of '{spec.name}'.")
         weights = {name.removeprefix("net."): tensor for name, tensor in snapshot.read(checkpoint.MODEL).items()}
     elif family_of(spec.name):
@@ -141,11 +143,27 @@ def initial_weights(source: str, model: nn.Module, spec: ModelSpec) -> dict[str,
     else:
         weights = from_diffusers(read_folder(model_folder(source)), source)
     if not family_of(spec.name):
-        weights = _with_own_projectors(_with_positions(weights, wanted), wanted)
+        weights = _with_own_projectors(with_patches(_with_positions(weights, wanted), wanted), wanted)
     if spec.options.time == "to_data":
         weights = without_variance(weights, spec)
     check_fit(weights, wanted, source)
     return {f"net.{name}": tensor.float() for name, tensor in weights.items()}
+
+
+def position_grid(source: str) -> int:
+    """Side, in tokens, of the grid whose positions the weights of a DiT have learned; 0: they do not say.
+
+    Raises: as ``initial_weights``.
+    """
+    if snapshot := read_snapshot(source):
+        spec = _spec_of(snapshot)
+        return 0 if family_of(spec.name) else spec.base_size // size_of(spec.name)[-1]
+    if is_file(source):
+        positions = read_official(Path(source).expanduser()).get(POSITIONS)
+        return 0 if positions is None else grid_of(positions)
+    config = _json_object(model_folder(source, files=(CONFIG,)) / CONFIG)
+    sides = config.get("sample_size"), config.get("patch_size")
+    return sides[0] // sides[1] if all(isinstance(side, int) and side > 0 for side in sides) else 0
 
 
 def _spec_of(snapshot: checkpoint.Saved) -> ModelSpec:
@@ -153,6 +171,11 @@ def _spec_of(snapshot: checkpoint.Saved) -> ModelSpec:
         return ModelSpec.model_validate(snapshot.state["spec"])
     except (KeyError, ValidationError) as error:
         raise checkpoint.CheckpointDamage(snapshot.path, f"its spec is not valid ({error})") from error
+
+
+def _differs_in_patch_at_most(one: str, other: str) -> bool:
+    both_dit = not (family_of(one) or family_of(other))
+    return one == other or (both_dit and size_of(one)[:-1] == size_of(other)[:-1])
 
 
 def class_map_warning(source: str, num_classes: int, classes: Sequence[str]) -> str | None:

@@ -324,8 +324,8 @@ def test_a_run_begins_with_the_averages_of_another_run_at_any_resolution(
     learned = load_file(second / "checkpoint-1/model.safetensors")
     assert 0 < max(float((learned[key] - tensor).abs().max()) for key, tensor in averages.items()) < 1e-5
     assert rates == [1e-3, pytest.approx(2e-7)]  # 8 images an update: twice the rate of 2
-    with pytest.raises(RunError, match="'DiT-S/4'"):
-        initial_weights(str(first), build_model(SPEC, seed=0), SPEC.model_copy(update={"name": "DiT-S/4"}))
+    with pytest.raises(RunError, match="'DiT-B/2'"):
+        initial_weights(str(first), build_model(SPEC, seed=0), SPEC.model_copy(update={"name": "DiT-B/2"}))
 
 
 def test_a_run_from_before_a_key_goes_on_without_it(label_store: LatentStore, tmp_path: Path) -> None:
