@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Dinov2Config, Dinov2Model
@@ -61,7 +62,8 @@ def train_vision(out: Path, *, seed: int, steps: int, num_pictures: int, progres
             schedule.step()
             known.append((patches.argmax(1) == wanted.argmax(1)).float().mean().item())
             progress(step + 1, steps)
-    model.eval().save_pretrained(out)
+    config.save_pretrained(out)
+    save_file(model.state_dict(), out / "model.safetensors", {"format": "pt"})
     preprocessor = NORMALISATION | {"size": {"height": SIDE_PX, "width": SIDE_PX}}
     (out / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     return float(np.mean(known[-len(known) // 10 :]))

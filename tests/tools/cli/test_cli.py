@@ -85,6 +85,7 @@ FLAGS = {
         "--vae",
     ],
     "bench planner": ["--device", "--json", "--set"],
+    "bench learning": ["--json", "--out", "--pictures", "--seeds", "--set", "--steps"],
     "bench open": ["--json", "--records", "--rounds", "--scratch"],
     "bench bytes": ["--json", "--tokens"],
     "bench loader": [

@@ -354,9 +354,9 @@ def test_labels_that_are_not_imagenets_are_warned_of_with_official_weights(tmp_p
 
 
 def test_a_run_warns_of_other_labels_than_its_official_weights_have(label_store: LatentStore, tmp_path: Path) -> None:
-    recipe = train_recipe("dit-s-4", "model.num_classes=1000", f"model.init_from={tmp_path / 'first.pt'}")
-    spec = model_spec(recipe, label_store.spec, "store")
+    spec = model_spec(train_recipe("dit-s-4", "model.num_classes=1000"), label_store.spec, "store")
     write_official(tmp_path / "first.pt", shaken(spec).state_dict())
+    recipe = train_recipe("dit-s-4", "model.num_classes=1000", f"model.init_from={tmp_path / 'first.pt'}")
     warnings: list[str] = []
     prepare(recipe, [label_store], CPU, warnings.append)
     assert any("label 0 is 'n000'" in warning for warning in warnings)

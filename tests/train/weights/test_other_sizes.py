@@ -9,7 +9,6 @@ import torch
 from making import CPU, train_recipe
 
 from leandit.datasets.store import LatentStore
-from leandit.tools.synthetic.store import make_store
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.build import Denoiser, build_model
 from leandit.train.models.conditioning import Conditioning
@@ -76,10 +75,11 @@ def test_positions_keep_the_span_that_they_were_trained_with(
     recipe = train_recipe("dit-s-4", "run.steps=1", *rope)
     train(recipe, store_path=label_store.path, run=first, device=CPU, report=lambda _: None, stop=StopRequest())
     learned = model_spec(recipe, label_store.spec, "store")
-    make_store(tmp_path / "large", {"64x64": 4}, num_classes=len(label_store.spec.classes or ()))
-    large = LatentStore(tmp_path / "large")
-    spec = model_spec(train_recipe("dit-s-4", f"model.init_from={first}", *rope), large.spec, "large")
-    assert large.spec.images.resolution_px == 2 * label_store.spec.images.resolution_px
+    images = label_store.spec.images
+    large = label_store.spec.model_copy(
+        update={"images": images.model_copy(update={"resolution_px": 2 * images.resolution_px})}
+    )
+    spec = model_spec(train_recipe("dit-s-4", f"model.init_from={first}", *rope), large, "large")
     assert (position_grid(str(first)), spec.base_size) == (learned.base_size // 4, learned.base_size)
     one, other = build_model(learned, seed=0), build_model(spec, seed=1)
     for model, its in ((one, learned), (other, spec)):

@@ -108,8 +108,9 @@ def run(request: LearningRequest, progress: ProgressLine) -> dict[str, Any]:
         "hardware": hardware(),
         "torch": torch.__version__,
     }
-    write_atomic(out / "learning.json", canonical_json(result))
-    return json.loads(canonical_json(result))
+    text = json.dumps(result, indent=1)
+    write_atomic(out / "learning.json", text.encode())
+    return json.loads(text)
 
 
 def render(result: dict[str, Any]) -> str:
