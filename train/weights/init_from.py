@@ -162,8 +162,8 @@ def position_grid(source: str) -> int:
         positions = read_official(Path(source).expanduser()).get(POSITIONS)
         return 0 if positions is None else grid_of(positions)
     config = _json_object(model_folder(source, files=(CONFIG,)) / CONFIG)
-    sides = config.get("sample_size"), config.get("patch_size")
-    return sides[0] // sides[1] if all(isinstance(side, int) and side > 0 for side in sides) else 0
+    side, patch = config.get("sample_size"), config.get("patch_size")
+    return side // patch if isinstance(side, int) and isinstance(patch, int) and patch > 0 else 0
 
 
 def _spec_of(snapshot: checkpoint.Saved) -> ModelSpec:

@@ -123,10 +123,11 @@ def render(result: dict[str, Any]) -> str:
         relative = seconds[name] / seconds[PLAIN]
         share = "never" if reached is None else f"{reached / result['steps']:.0%}"
         in_time = "never" if reached is None else f"{reached * relative / result['steps']:.0%}"
-        ends = [
-            f"{mean(v):.4f} ({min(v):.4f} to {max(v):.4f})" for v in (last(runs, "held_out"), last(runs, "frechet"))
-        ]
-        rows.append((name, f"{seconds[name]:.3f} ({relative:.2f}x)", *ends, share, in_time))
+        loss, distance = (
+            f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+            for values in (last(runs, "held_out"), last(runs, "frechet"))
+        )
+        rows.append((name, f"{seconds[name]:.3f} ({relative:.2f}x)", loss, distance, share, in_time))
     return "\n".join(aligned(rows))
 
 
