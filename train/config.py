@@ -46,6 +46,23 @@ class ModelSection(Section):
     the noise, and it gives the velocity towards the data (SiT, LightningDiT); objective and sampler stay the same."""
 
 
+class LoraSection(Section):
+    """Low-rank adapters (LoRA) of PixArt and Sana: they train, the weights of model.init_from are frozen."""
+
+    rank: Count = 0
+    """Rank of the product that is added to a weight; 0: no adapters, all weights train."""
+    alpha: Annotated[float, Field(ge=0)] = 0.0
+    """The product is multiplied by alpha / rank; 0: as rank, by one."""
+    targets: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
+    """Ends of the names of the linear layers that get adapters; empty: queries, keys, values, outputs of attention."""
+
+    @model_validator(mode="after")
+    def _keys_of_adapters_have_a_rank(self) -> LoraSection:
+        if not self.rank and (self.alpha or self.targets):
+            raise ValueError("alpha and targets are keys of adapters; set rank above 0")
+        return self
+
+
 class ConditioningSection(Section):
     """What the model is conditioned on, and classifier-free guidance."""
 
@@ -204,6 +221,7 @@ class TrainRecipe(Section):
     """A training run, fully described; only where the store and the run lie is said elsewhere."""
 
     model: ModelSection = ModelSection()
+    lora: LoraSection = LoraSection()
     objective: ObjectiveSection = ObjectiveSection()
     conditioning: ConditioningSection = ConditioningSection()
     latent: LatentSection = LatentSection()

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..terminal.text import print_result
-from .options import AsJson, Run, output, print_line
+from .options import AsJson, Base, Run, output, print_line
 from .preflight import check_run
 
 
@@ -32,6 +32,10 @@ def export(
     ] = False,
     vae: Annotated[str | None, typer.Option(help="Where the VAE lies now: folder or hub id.")] = None,
     text: Annotated[str | None, typer.Option(help="Where the text encoder lies now: folder or hub id.")] = None,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Of a run with adapters: the model with them, not the adapters alone.")
+    ] = False,
+    base: Base = "",
     as_json: AsJson = False,
 ) -> None:
     """Write the averaged weights of a run as a folder that diffusers' pipelines load.
@@ -41,7 +45,9 @@ def export(
     check_run(run)
     from ..export.export import export as write
 
-    result = write(run, out, layout=layout.value, step=step, encoders=encoders, vae=vae, text=text)
+    result = write(
+        run, out, layout=layout.value, step=step, encoders=encoders, vae=vae, text=text, merged=merged, base=base
+    )
     for note in result["notes"]:
         print_line(note)
     names = ("snapshot", "format", "pipeline", "out")

@@ -85,6 +85,7 @@ def local_input(help: str, *names: str) -> Any:
 Run = Annotated[Path, typer.Argument(parser=read_path, metavar="RUN", help="Run, or what 'leandit average' has made.")]
 LocalStore = Annotated[Path, typer.Argument(parser=written_path, metavar="STORE", help="Folder of the store.")]
 AnyStore = Annotated[str, typer.Argument(parser=path_or_url, metavar="STORE", help="Store: a folder, or a URL.")]
+Base = Annotated[str, typer.Option(help="Where the weights lie now that the adapters of a run were trained on.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

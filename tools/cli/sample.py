@@ -13,7 +13,7 @@ import typer
 from ...datasets.errors import RecipeError
 from ...datasets.revisions.catalog import check_store
 from ..terminal.text import print_result, print_rows
-from .options import AsJson, Device, Run, local_input, output, print_line, rank_device, read_path
+from .options import AsJson, Base, Device, Run, local_input, output, print_line, rank_device, read_path
 from .preflight import check_evaluation, check_run, check_subjects
 
 if TYPE_CHECKING:  # torch takes a second to import
@@ -71,6 +71,7 @@ def sample(
     store: Annotated[Path | None, local_input("Store of the captions, else the run's own.")] = None,
     vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's VAE.")] = None,
     text: Annotated[str | None, typer.Option(help="Folder or hub id for captions not in the store.")] = None,
+    base: Base = "",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -102,6 +103,7 @@ def sample(
         recipe=recipe,
         encoders=encoders,
         compiled=compiled,
+        base=base,
     )
     places = {"out": out, "store": store, "vae": vae, "text": text}
     _draw(run, request, read_rank(), device, places, as_set=npz, as_json=as_json)
@@ -195,6 +197,7 @@ def evaluate(
     precision: Annotated[PrecisionName, Precision] = PrecisionName.fp32,
     vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's VAE.")] = None,
     text: Annotated[str | None, typer.Option(help="Folder or hub id for captions not in the store.")] = None,
+    base: Base = "",
     json_file: Annotated[Path | None, output("Write the numbers here, as one JSON object.", "--json")] = None,
     device: Device = "auto",
 ) -> None:
@@ -218,6 +221,7 @@ def evaluate(
         steps=steps,
         seed=seed,
         precision=precision.value,
+        base=base,
     )
     request = EvaluateRequest(
         target=target,

@@ -27,6 +27,7 @@ from ...train.run.resume import RECIPE
 from ...train.sampling.schedulers import pipeline_scheduler
 from ...train.sampling.snapshot import Snapshot, load_snapshot
 from ...train.weights.dit_checkpoints import official_bytes, to_diffusers
+from .adapters import adapter_files, adapter_notes, check_adapters
 from .export_card import NULL_LABEL, Files, Format, departures, pipeline_class, vae_class, with_card
 
 INDEX = "model_index.json"
@@ -46,6 +47,8 @@ def export(
     encoders: bool = False,
     vae: str | None = None,
     text: str | None = None,
+    merged: bool = False,
+    base: str = "",
 ) -> dict:
     """Write the averaged weights of a run for other programs; the folder appears complete or not at all.
 
@@ -55,15 +58,21 @@ def export(
       step: of the snapshot; 0: the newest.
       encoders: also copy the VAE, text encoder and tokenizer of the store.
       vae, text: their current location: folder or hub id.
+      merged: of a run with adapters: its model with the adapters merged into the weights, instead of the adapters.
+      base: current location of the weights that the adapters were trained on.
     Returns: what was written, as plain values.
     Raises: RunError: the layout cannot hold the model, or the folder exists; EncoderError: an encoder cannot be found.
     """
     if out.exists():
         raise RunError(f"folder '{out}': it already exists. Give another --out.")
-    snapshot = load_snapshot(run, torch.device("cpu"), step)
+    snapshot = load_snapshot(run, torch.device("cpu"), step, frozen=base)
+    kind: str = layout
     if layout == "official":
         check_official(snapshot, encoders=encoders)
         files, notes = official_files(snapshot), []
+    elif check_adapters(snapshot, merged=merged, encoders=encoders):
+        kind = "adapters"
+        files, notes = adapter_files(snapshot), [*adapter_notes(snapshot), *departures(snapshot)]
     else:
         check_diffusers(snapshot)
         copies = encoder_folders(snapshot, vae, text) if encoders else {}
@@ -76,7 +85,7 @@ def export(
     return {
         "snapshot": snapshot.path.name,
         "step": snapshot.step,
-        "format": layout,
+        "format": kind,
         "pipeline": pipeline_class(snapshot) if layout == "diffusers" else None,
         "files": sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()),
         "notes": notes,

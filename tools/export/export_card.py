@@ -112,6 +112,11 @@ def card(snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | Non
         "root hash of the store": ", ".join(map(str, state.get("root_hashes") or [None])),
         "VAE": f"{state['vae']['model'].get('model')}, weights {state['vae']['weights_sha256']}",
     }
+    if spec.adapter:
+        frozen = state["frozen"]
+        rows_of_card["adapters of"] = (
+            f"{frozen['source']}, weights {frozen['xxh3_128']}, rank {spec.adapter.rank}, alpha {spec.adapter.alpha:g}"
+        )
     if average := state.get("average"):
         rows_of_card["length of the average"] = f"{average['length']:g} of the run"
     if spec.takes_text:

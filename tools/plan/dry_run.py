@@ -35,6 +35,7 @@ from ...precompute.sources.source import Source
 from ...train.config import TrainRecipe
 from ...train.data_recipe import Turn
 from ...train.models.build import build_model, check_model_name
+from ...train.models.diffusers_models.adapters import trained_parameters
 from ...train.optim.ema import build_rules
 from ...train.optim.loss_scale import autocast_dtype
 from ...train.optim.named_state import expected_tensors
@@ -235,8 +236,10 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
     with torch.device("meta"):
         model = build_model(spec, seed=0)
     parameters, state_bytes = sum(p.numel() for p in model.parameters()), held_bytes(recipe, model)
+    trained = sum(p.numel() for p in trained_parameters(model).values())
+    frozen = f" of which {trained / 1e6:.1f} M train" if trained < parameters else ""
     lines += [
-        f"{'model':<20}{spec.name}, {parameters / 1e6:.1f} M parameters, {spec.channels} latent channels",
+        f"{'model':<20}{spec.name}, {parameters / 1e6:.1f} M parameters{frozen}, {spec.channels} latent channels",
         f"{'memory':<20}{state_bytes / 2**30:.2f} GiB of weights, gradients, {recipe.optimizer.name} and averages; "
         "activations: 'leandit plan train'",
         f"{'run':<20}{recipe.run.steps} steps of {recipe.run.global_batch} images",
@@ -278,5 +281,6 @@ def held_bytes(recipe: TrainRecipe, model: nn.Module) -> int:
       model: on any device, also the meta device.
     """
     weights = sum(p.nbytes for p in model.parameters())
+    trained = sum(p.nbytes for p in trained_parameters(model).values())
     optimizer = sum(tensor.nbytes for tensor in expected_tensors(recipe.optimizer, model).values())
-    return weights * (2 + len(build_rules(recipe))) + optimizer
+    return weights + trained * (1 + len(build_rules(recipe))) + optimizer

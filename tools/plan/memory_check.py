@@ -13,7 +13,7 @@ import torch
 from ...train.config import TrainRecipe
 from ...train.metrics.flops import meta_model
 from ...train.optim.loss_scale import autocast_dtype
-from .memory_tracker import GRADIENTS
+from .memory_tracker import EMA, GRADIENTS, OPTIMIZER
 from .step_memory import StepMemory, step_memory
 from .workload import TrainingWorkload, workload_of_stores
 
@@ -87,7 +87,8 @@ def memory_warning(
 
     def outside_step(states: Mapping[str, int]) -> float:
         """Bytes of batches read ahead, and of the copy that is written as a checkpoint."""
-        copied = sum(states.values()) - states[GRADIENTS] if recipe.run.async_checkpoint else 0
+        saved = states[GRADIENTS] + states[OPTIMIZER] + states[EMA]  # a gradient is as large as a weight that trains
+        copied = saved if recipe.run.async_checkpoint else 0
         return copied + recipe.run.prefetch * workload.batch_bytes(images)
 
     traced = memory(accumulates=microbatch < images)

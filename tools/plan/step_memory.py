@@ -25,6 +25,7 @@ from ...datasets.errors import LeanditError
 from ...train.config import ParallelSection
 from ...train.metrics.flops import latent_size_of
 from ...train.models.activation_checkpointing import checkpoint_blocks
+from ...train.models.diffusers_models.adapters import trained_parameters
 from ...train.objectives.draws import GROUP
 from ...train.parallel.engine import TorchEngine
 from ...train.step.learner import Learner
@@ -113,7 +114,7 @@ def trace_step(
             checkpoint_blocks(learner.engine.model.blocks, run.activation_checkpointing, to_cpu=host.hooks)
         tracker.assign(PARAMETERS, (*learner.engine.model.parameters(), *learner.engine.model.buffers()))
         tracker.assign(EMA, _engine_of(learner).ema.state_dict().values())
-        for parameter in learner.engine.model.parameters():
+        for parameter in trained_parameters(learner.engine.model).values():
             parameter.register_post_accumulate_grad_hook(functools.partial(_assign_gradient, tracker))
         batch = synthetic_batch(workload.store, bucket, microbatch * count, tokens, device)
         states = _step_with_zeros(learner, tracker)
@@ -130,7 +131,7 @@ def _step_with_zeros(learner: Learner, tracker: MemoryTracker) -> dict[str, int]
 
     Returns: bytes of each of ``STATES``, with gradients.
     """
-    for parameter in learner.engine.model.parameters():
+    for parameter in trained_parameters(learner.engine.model).values():
         parameter.grad = torch.zeros_like(parameter)
         tracker.assign(GRADIENTS, [parameter.grad])
     _engine_of(learner).optimizer.step()

@@ -84,19 +84,19 @@ def _zero_strategies(
 ) -> list[Strategy]:
     bucket, ahead, max_live = (4 * _elements(zero, key) for key in DEEPSPEED_ELEMENTS)  # float32
     states, block, other = memory.states, memory.block_bytes, memory.other_bytes
-    params = states[PARAMETERS]
-    adam = 1 / n * (1 + params / max(1, states[OPTIMIZER]))  # and a float32 copy of this rank's part of the weights
+    params, trained = states[PARAMETERS], states[GRADIENTS]  # a gradient is as large as its parameter
+    adam = 1 / n * (1 + trained / max(1, states[OPTIMIZER]))  # and a float32 copy of this rank's part of the weights
     zero1 = WHOLE | {OPTIMIZER: adam, EMA: 1 / n, AT_UPDATE: 3 / n}
     in_bucket = {MOST_GRADIENTS: min(1.0, bucket / max(1, states[GRADIENTS])), REDUCED: 1 / n}
     zero2 = zero1 | in_bucket | {AT_UPDATE: (1 if accumulates else 2) / n}
     zero3 = zero2 | {PARAMETERS: 1 / n, GRADIENTS: 0.0, AT_UPDATE: 0.0}
     live = min(params, max(max_live, 2 * block + other))
     last = params % ahead if live == params else ahead  # the parameters gathered last exist twice
-    buffers3 = bucket + params / n + live + last  # the gradients of its part stay
+    buffers3 = bucket + trained / n + live + last  # the gradients of its part stay
     bucket *= 1 + bool(zero.get("overlap_comm"))
     earlier = states[GRADIENTS] / n * accumulates  # its part of the gradients of earlier microbatches
     off = {OPTIMIZER: 0.0, EMA: 0.0, AT_UPDATE: 0.0, REDUCED: 0.0}
-    moved = (states[OPTIMIZER] + params + states[EMA]) / n
+    moved = (states[OPTIMIZER] + trained + states[EMA]) / n
     return [
         Strategy("zero-1", zero1, bucket),
         Strategy("zero-1, offloaded", zero1 | off, bucket, moved),

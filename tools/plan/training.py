@@ -53,6 +53,9 @@ def plan(
         "bucket": workload.largest_bucket,
         "caption_tokens": workload.tokens,
         "parameters": planner.whole.states[PARAMETERS] // 4,
+        "lora_rank": recipe.lora.rank,
+        "trained_parameters": planner.whole.states[GRADIENTS] // 4,
+        "checkpoint_bytes": sum(planner.whole.states[name] for name in (GRADIENTS, OPTIMIZER, EMA)),
         "flops_per_image": workload.flops,
         "precision": precision,
         "compiled": recipe.run.compile,
@@ -210,13 +213,16 @@ def render(result: dict[str, Any]) -> str:
 def _render_workload(result: dict[str, Any]) -> list[str]:
     kind = "measured" if result["mfu_is_measured"] else "an estimate, not measured; --run gives a measured one"
     text = f", {result['caption_tokens']} caption tokens" if result["caption_tokens"] else ""
+    size = f"{result['parameters'] / 1e6:.1f} M parameters"
+    size += f" of which {result['trained_parameters'] / 1e6:.1f} M train" if result["lora_rank"] else ""
     return [
-        f"model       {result['model']}, {result['parameters'] / 1e6:.1f} M parameters, {result['bucket']} px{text}",
+        f"model       {result['model']}, {size}, {result['bucket']} px{text}",
         f"arithmetic  {result['flops_per_image'] / 1e12:.3f} TFLOP an image, {result['precision']}",
         f"batch       {result['global_batch']} images on {result['gpus']} GPUs",
         f"strategy    {result['asked']} by the recipe; below are all",
         *(f"{'':<12}{line}" for line in result["changes"]),
         f"MFU         {result['mfu']:.0%}, {kind}",
+        f"checkpoint  {result['checkpoint_bytes'] / GIB:.2f} GiB of weights that train, optimizer and averages",
         f"memory      traced, not compiled{'; torch.compile takes less' if result['compiled'] else ''}",
     ]
 

@@ -56,7 +56,7 @@ def load_published(
     if not (takes_text or num_classes):
         raise RecipeError("--recipe: its model.num_classes is 0. Needed the number of classes, as of 'dit-xl-2-256'.")
     model_section = recipe.model.model_copy(update={"init_from": source})
-    spec = model_spec(recipe.model_copy(update={"model": model_section}), store, f"--encoders of {source}")
+    spec = model_spec(recipe.model_copy(update={"model": model_section}), store, f"--encoders of {source}").plain
 
     model = build_model(spec, seed=0)
     weights = initial_weights(source, model, spec)

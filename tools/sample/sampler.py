@@ -53,6 +53,7 @@ class SampleRequest:
       batch: pictures drawn at once.
       recipe, encoders: names or paths of a train and a precompute recipe, for a published checkpoint instead of a run.
       compiled: torch.compile the model's blocks.
+      base: where the weights lie that the adapters of a run were trained on; empty: where they were.
     """
 
     labels: Sequence[int | str] = ()
@@ -70,6 +71,7 @@ class SampleRequest:
     recipe: str = ""
     encoders: str = ""
     compiled: bool = False
+    base: str = ""
 
     @property
     def num_subjects(self) -> int:
@@ -170,7 +172,7 @@ def sample(
 
 def _load_model(run: Path, request: SampleRequest, device: torch.device, vae: str | None, text: str | None) -> Snapshot:
     if not (request.recipe or request.encoders):
-        return load_snapshot(run, device, compiled=request.compiled)
+        return load_snapshot(run, device, compiled=request.compiled, frozen=request.base)
     if not (request.recipe and request.encoders):
         raise RecipeError(
             "a published checkpoint needs --recipe (of its model, as 'dit-xl-2-256') and --encoders (of its VAE and "

@@ -16,6 +16,7 @@ from ...datasets.order.shuffle import keyed_hash
 from ..objective_recipe import RoutingSection
 from .activation_checkpointing import Mode, checkpoint_blocks
 from .conditioning import Conditioning, Extras, ModelOutput
+from .diffusers_models.adapters import add_adapters
 from .diffusers_models.families import PIXART_SIZES, SANA_PATCH, SANA_SIZES, family_of, published_config
 from .diffusers_models.text_denoiser import TextDenoiser
 from .dit import PATCHES, SIZES, DiT, size_of
@@ -112,7 +113,10 @@ def build_model(spec: ModelSpec, *, seed: int) -> Denoiser:
         family = family_of(spec.name)
         if family is None:
             return DiTDenoiser(spec)
-        return TextDenoiser(family, spec.config or _config(spec))
+        model = TextDenoiser(family, spec.config or _config(spec))
+    if spec.adapter:
+        add_adapters(model, spec.adapter, seed=seed)
+    return model
 
 
 def _config(spec: ModelSpec) -> dict[str, Any]:

@@ -27,6 +27,27 @@ class ProjectorSpec(BaseModel):
     has_class: bool = False
 
 
+class AdapterSpec(BaseModel):
+    """Low-rank adapters of a model whose other weights are frozen.
+
+    Args:
+      rank: of the product that is added to a weight.
+      alpha: the product is multiplied by alpha / rank.
+      targets: ends of the names of the linear layers that have one.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """Of the product."""
+        return self.alpha / self.rank
+
+
 class ModelSpec(BaseModel):
     """Everything needed to build a model.
 
@@ -37,6 +58,7 @@ class ModelSpec(BaseModel):
       projectors: by name of the feature.
       fused: blocks around which the outputs of routed and other tokens are fused (SPRINT), from 1.
       config: arguments of diffusers' class, if the model came from a folder or the hub.
+      adapter: low-rank adapters, which train alone.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -51,6 +73,12 @@ class ModelSpec(BaseModel):
     projectors: dict[str, ProjectorSpec] = {}
     fused: tuple[int, int] | None = None
     config: dict[str, Any] = {}
+    adapter: AdapterSpec | None = None
+
+    @property
+    def plain(self) -> ModelSpec:
+        """The model without adapters."""
+        return self.model_copy(update={"adapter": None})
 
     @property
     def class_width(self) -> int:

@@ -24,6 +24,7 @@ from ...datasets.errors import RecipeError, RunError
 from ..config import TrainRecipe
 from ..models.activation_checkpointing import checkpoint_blocks
 from ..models.build import Denoiser
+from ..models.diffusers_models.adapters import saved_tensors, trained_parameters
 from ..optim.build import build_optimizer, parameter_groups
 from ..optim.ema import Ema, build_rules
 from ..optim.loss_scale import autocast_dtype
@@ -217,7 +218,7 @@ class DeepSpeedEngine:
         """See ``Engine``."""
         if group == MODEL:
             names = {name for name, _ in self.model.named_parameters()}
-            yield from ((name, buffer) for name, buffer in self.model.state_dict().items() if name not in names)
+            yield from ((name, buffer) for name, buffer in saved_tensors(self.model).items() if name not in names)
             yield from self._state.weights()
         elif group == EMA:
             for rule, average in zip(self.ema.rules, self.ema.averages, strict=True):
@@ -230,10 +231,10 @@ class DeepSpeedEngine:
 
     def expected(self, group: str, *, in_codes: bool = False) -> dict[str, Tensor]:
         """See ``Engine``; moments are never 8-bit codes."""
-        shapes = {name: whole_shape(parameter) for name, parameter in self.model.named_parameters()}
+        shapes = {name: whole_shape(parameter) for name, parameter in trained_parameters(self.model).items()}
         weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         if group == MODEL:
-            buffers = self.model.state_dict().items()
+            buffers = saved_tensors(self.model).items()
             return weights | {n: torch.empty_like(t, device="meta") for n, t in buffers if n not in shapes}
         if group == EMA:
             return {f"{rule.prefix}{name}": weight for rule in self.ema.rules for name, weight in weights.items()}
@@ -242,7 +243,7 @@ class DeepSpeedEngine:
 
     def load(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine``."""
-        parameters = dict(self.model.named_parameters())
+        parameters = trained_parameters(self.model)
         if group == EMA:
             self._load_averages(tensors, parameters)
         elif group == MODEL:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.diffusers_models.adapters import trained_parameters
 from .ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -27,7 +28,8 @@ class ZeroState:
     """
 
     def __init__(self, zero: Any, stage: int, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
-        self._zero, self._stage, self._model, self._ranks, self._device = zero, stage, model, ranks, device
+        self._zero, self._stage, self._ranks, self._device = zero, stage, ranks, device
+        self._trained = trained_parameters(model)
         self._masters = list(getattr(zero, SHARDED_MODEL if stage == 3 else SHARED_MODEL))
         self._partitions = [partition.detach() for partition in self._masters]
 
@@ -43,7 +45,7 @@ class ZeroState:
         """Whole float32 weights by name."""
         from deepspeed.utils import safe_get_full_fp32_param
 
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._trained.items():
             yield name, _needed(safe_get_full_fp32_param(parameter), name).view(whole_shape(parameter))
 
     def optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -52,7 +54,7 @@ class ZeroState:
 
         if not self._zero.optimizer.state:  # all updates so far were skipped
             self.initialize_optimizer()
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._trained.items():
             for field in MOMENTS:
                 tensor = _needed(safe_get_full_optimizer_state(parameter, field), name)
                 yield f"{name}/{field}", tensor.view(whole_shape(parameter))
@@ -65,7 +67,7 @@ class ZeroState:
 
     def show_weights(self) -> None:
         """Copy the float32 partitions into the model."""
-        for (_, tensor), parameter in zip(self.weights(), self._model.parameters(), strict=True):
+        for (_, tensor), parameter in zip(self.weights(), self._trained.values(), strict=True):
             self._show(parameter, tensor)
 
     def _show(self, parameter: Tensor, tensor: Tensor) -> None:

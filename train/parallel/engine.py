@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config import TrainRecipe
 from ..models.build import Denoiser
+from ..models.diffusers_models.adapters import saved_tensors, trained_parameters
 from ..optim.build import build_optimizer
 from ..optim.ema import Ema, build_rules, local
 from ..optim.loss_scale import LossScale, Scale
@@ -108,9 +109,9 @@ class TorchEngine:
     ) -> None:
         self.model, self.forward, self.loss_scale = model, forward, loss_scale
         self._world_size, self._section = ranks.world_size, recipe.optimizer
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._trained = Trained(model)
         self.optimizer = build_optimizer(recipe.optimizer, model)
-        self.ema = Ema(model, build_rules(recipe))
+        self.ema = Ema(self._trained, build_rules(recipe))
         # torch's fused optimizers read the scale and the skip flag on the device.
         self._skips_on_device = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
 
@@ -132,7 +133,7 @@ class TorchEngine:
 
     def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
         """See ``Engine``."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [p.grad for p in self._trained.parameters() if p.grad is not None]
         scale = self.loss_scale.scale if self.loss_scale else None
         norm = whole(torch.nn.utils.get_total_norm(gradients, foreach=True))
         norm = norm if scale is None else norm / scale
@@ -151,7 +152,7 @@ class TorchEngine:
         if self.loss_scale:
             self.loss_scale.update(skipped)
         self.optimizer.zero_grad(set_to_none=True)
-        self.ema.update(self.model, step, skipped)
+        self.ema.update(self._trained, step, skipped)
         return norm, skipped
 
     @contextlib.contextmanager
@@ -167,7 +168,7 @@ class TorchEngine:
     def _exchange(self) -> None:
         if _is_sharded(self.model):
             _reshard(self.model)
-        for parameter, average in zip(self.model.parameters(), self.ema.weights.values(), strict=True):
+        for parameter, average in zip(self._trained.parameters(), self.ema.weights.values(), strict=True):
             weight, mean = local(parameter.detach()), local(average)
             kept = weight.clone()
             weight.copy_(mean)
@@ -199,8 +200,27 @@ class TorchEngine:
 
     def _tensors(self, group: str) -> dict[str, Tensor]:
         if group == MODEL:
-            return self.model.state_dict()
+            return saved_tensors(self.model)
         return self.ema.state_dict() if group == EMA else optimizer_tensors(self.optimizer, self.model)
+
+
+class Trained:
+    """The parameters of a model that train; others are frozen, and have no gradient, average or place in a checkpoint.
+
+    Args:
+      model: on its device, sharded or not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = trained_parameters(model)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All of them, in the order of the model."""
+        yield from self._parameters.values()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same, with their names in the model."""
+        yield from self._parameters.items()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ...datasets.errors import ResourceError
 from ...datasets.format.buckets import bucket_size
 from ..metrics.flops import latent_size_of
+from ..models.diffusers_models.adapters import trained_parameters
 from ..objective_recipe import SELF
 from ..objectives.draws import draw
 from ..parallel.engine import TorchEngine
@@ -107,7 +108,7 @@ def area(bucket: str) -> int:
 
 def _bytes_to_come(state: TrainState) -> float:
     """Bytes of this rank's GPU that the first step will allocate: gradients, and the optimizer state."""
-    parameters = list(state.engine.model.parameters())
+    parameters = list(trained_parameters(state.engine.model).values())
     shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     if shards[0].device.type == "cpu":  # offloaded
         return 0.0

@@ -141,8 +141,10 @@ def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: 
     stored = flatten({"spec": manifest.spec.model_dump(), "recipe": then})
     current = flatten({"spec": spec.model_dump(), "recipe": recipe.model_dump()})
     free = FREE_ON_RESUME
+    if spec.adapter:
+        free = free | {"model.init_from"}  # checkpoints know the frozen weights by their hash
     if "cosine" in (stored.get("recipe.schedule.kind"), recipe.schedule.kind):
-        free = FREE_ON_RESUME - {"run.steps"}  # the cosine ends at the last step
+        free = free - {"run.steps"}  # the cosine ends at the last step
     differing = [
         key
         for key in sorted(stored.keys() | current.keys())

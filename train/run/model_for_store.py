@@ -10,10 +10,10 @@ from ...datasets.order.alike import check_alike
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..models.build import check_model_name, pixels_per_token, routed_blocks
-from ..models.diffusers_models.families import family_of
+from ..models.diffusers_models.families import ADAPTED, PIXART_SIZES, SANA_SIZES, family_of
 from ..models.dit import size_of
 from ..models.layers import DiTOptions
-from ..models.spec import ModelSpec, ProjectorSpec
+from ..models.spec import AdapterSpec, ModelSpec, ProjectorSpec
 from ..objective_recipe import SELF
 from ..objectives.losses import num_outputs
 from ..weights.init_from import position_grid, read_config
@@ -58,6 +58,7 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
         raise RecipeError(
             f"run.residual '{recipe.run.residual}': model '{name}' has a float32 stream. Only DiT has this key."
         )
+    adapter = _adapter(recipe)
     if recipe.model.channels not in (0, latent.channels):
         raise RunError(
             f"model '{name}': made for {recipe.model.channels} latent channels (model.channels), store '{where}' holds "
@@ -95,6 +96,7 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
         base_size=base_size,
         options=options,
         projectors=projectors(recipe, store, where),
+        adapter=adapter,
     )
     if not family_of(name):
         depth = size_of(name)[0]
@@ -109,6 +111,21 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
     if options.time == "to_data" and recipe.objective.kind != "flow":
         raise RecipeError(f"model '{name}': model.time 'to_data' is for objective.kind 'flow', which has a velocity.")
     return _with_config(spec, recipe, where)
+
+
+def _adapter(recipe: TrainRecipe) -> AdapterSpec | None:
+    """The low-rank adapters of the recipe.
+
+    Raises: RecipeError: its model takes none.
+    """
+    section, family = recipe.lora, family_of(recipe.model.name)
+    if not section.rank:
+        return None
+    if family is None:
+        known = ", ".join((*PIXART_SIZES, *SANA_SIZES))
+        raise RecipeError(f"lora.rank {section.rank}: model '{recipe.model.name}' takes no adapters. Use {known}.")
+    targets = tuple(section.targets) or ADAPTED[family]
+    return AdapterSpec(rank=section.rank, alpha=section.alpha or section.rank, targets=targets)
 
 
 def projectors(recipe: TrainRecipe, store: StoreSpec, where: str) -> dict[str, ProjectorSpec]:

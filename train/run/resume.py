@@ -27,6 +27,7 @@ from ..parallel.watchdog import Watchdog
 from ..weights import checkpoint
 from ..weights.checkpoint import AVERAGE, CHECKPOINT, EMA, MODEL, NULL_CAPTION, OPTIMIZER, SNAPSHOT, CheckpointDamage
 from ..weights.folders import RUN
+from ..weights.merging import FrozenWeights
 from .data import buckets_at
 from .manifest import RunManifest, check_settings, continue_manifest
 from .saver import Captured, Folder, buffers_of, gather
@@ -49,6 +50,7 @@ class _Progress(BaseModel, strict=True):
     microbatches: dict[str, int] = {}
     attention_kernels: list[str] = []
     in_codes: bool = False
+    frozen: FrozenWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -159,9 +161,20 @@ def load(state: TrainState, path: Path) -> Loaded:
             f"checkpoint '{path}': of model {progress.spec.model_dump()}, this run has {state.spec.model_dump()}. Give "
             "another --run."
         )
+    _check_frozen(path, progress.frozen, state.frozen)
     in_codes = progress.in_codes
     groups = {group: saved.tensors(group, state.engine.expected(group, in_codes=in_codes)) for group in GROUPS}
     return Loaded(path, saved.state["step"], progress, groups)
+
+
+def _check_frozen(path: Path, then: FrozenWeights | None, now: FrozenWeights | None) -> None:
+    """Raise RunError if adapters would continue on other weights than they were trained on."""
+    if then and now and then.xxh3_128 != now.xxh3_128:
+        raise RunError(
+            f"checkpoint '{path}': its adapters were trained on the weights of '{then.source}' with hash "
+            f"{then.xxh3_128}, model.init_from is '{now.source}' with {now.xxh3_128}. Name the former with "
+            "model.init_from, or give another --run."
+        )
 
 
 def restore(state: TrainState, loaded: Loaded, *, earlier: Collection[str] = ()) -> None:
@@ -233,6 +246,7 @@ def _progress(state: TrainState, groups: dict[str, dict[str, Tensor]]) -> _Progr
         microbatches=state.microbatches,
         attention_kernels=state.attention_kernels,
         in_codes=any(name.endswith(CODES) for name in groups[OPTIMIZER]),
+        frozen=state.frozen,
     )
 
 

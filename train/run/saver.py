@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..config import RunSection
+from ..models.diffusers_models.adapters import saved_tensors
 from ..parallel.engine import Engine
 from ..weights import checkpoint
 from ..weights.checkpoint import Groups
@@ -58,8 +59,8 @@ def gather(engine: Engine, groups: Sequence[str], *, keep: bool) -> dict[str, Te
 
 
 def buffers_of(model: nn.Module) -> Tensors:
-    """Persistent buffers of a model, on the CPU."""
-    state = model.state_dict()
+    """Persistent buffers of a model, on the CPU; none of a model with frozen weights."""
+    state = saved_tensors(model)
     return {name: state[name].cpu().clone() for name, _ in model.named_buffers() if name in state}
 
 

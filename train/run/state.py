@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...datasets.errors import RecipeError
 from ...datasets.format.schema import LatentStatistics, StoreSpec
 from ...datasets.loader import BatchLoader
 from ...datasets.revisions.encoder_paths import encoder_section
@@ -53,6 +54,11 @@ def prepare(
       statistics: of the latents, as the run began; None for a new run.
     Raises: RecipeError, StoreError, RunError: recipe and stores do not fit.
     """
+    if recipe.lora.rank and not recipe.model.init_from:
+        raise RecipeError(
+            f"lora.rank {recipe.lora.rank}: adapters need weights that they adapt. Name them with model.init_from: a "
+            "run, or a hub id or folder in diffusers' layout."
+        )
     spec, store = model_for_stores(recipe, stores)
     source, classes = recipe.model.init_from, store.spec.classes or []
     if source and not spec.takes_text and (warning := class_map_warning(source, spec.num_classes, classes)):
@@ -75,6 +81,8 @@ def prepare(
     buckets, hashes = buckets_at(recipe.data, stores, 1), [each.root_hash for each in stores]
     read = store.spec.model_copy(update={"latent": latent})
     extra = snapshot_state(recipe, read, spec, place=store.path, buckets=buckets, root_hashes=hashes)
+    if learner.frozen:
+        extra["frozen"] = learner.frozen.model_dump()
     return TrainState(**vars(learner), stores=list(stores), loader=loader, extra=extra)
 
 

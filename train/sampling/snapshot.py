@@ -20,6 +20,7 @@ from ..parallel.build import compile_blocks
 from ..step.learner import COMPILED_CAPTION_STEP
 from ..weights import checkpoint
 from ..weights.checkpoint import MODEL, NULL_CAPTION
+from ..weights.init_from import merged_weights
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Snapshot:
     """Averaged weights, ready to sample.
 
     Args:
-      model: in evaluation mode, on its device.
+      model: in evaluation mode, on its device; adapters are merged into its weights.
       state: the rest of what was saved (encoders, classes, buckets).
       weights_hash: XXH3-128 of the file that the weights were read from.
     """
@@ -49,12 +50,15 @@ class Snapshot:
         return ClassNames(self.state["classes"], self.state.get("class_names"))
 
 
-def load_snapshot(run: Path, device: torch.device, step: int = 0, *, compiled: bool = False) -> Snapshot:
+def load_snapshot(
+    run: Path, device: torch.device, step: int = 0, *, compiled: bool = False, frozen: str = ""
+) -> Snapshot:
     """Load a snapshot of a run.
 
     Args:
       step: of the snapshot; 0: the newest.
       compiled: the blocks go through torch.compile.
+      frozen: where the weights lie that the adapters of the run were trained on; empty: where they were.
     Raises: RunError: there is none, or its state is not valid; DamageError.
     """
     paths = checkpoint.find(checkpoint.SNAPSHOT, run)
@@ -71,8 +75,11 @@ def load_snapshot(run: Path, device: torch.device, step: int = 0, *, compiled: b
         text = saved.state["text"] and TextSpec.model_validate(saved.state["text"])
     except (KeyError, ValidationError) as error:
         raise RunError(f"snapshot '{saved.path}': its state is not valid ({error}).") from error
-    model = build_model(spec, seed=0)
-    model.load_state_dict(saved.tensors(MODEL, model.state_dict()))
+    model = build_model(spec.plain, seed=0)
+    if spec.adapter:
+        model.load_state_dict(merged_weights(saved, model, spec, frozen))
+    else:
+        model.load_state_dict(saved.tensors(MODEL, model.state_dict()))
     null = None
     if spec.takes_text and text:
         wanted = torch.empty(text.max_tokens, text.width, device="meta")

@@ -15,13 +15,16 @@ from ...datasets.format.schema import FeatureSpec, StoreSpec
 from ..config import TrainRecipe
 from ..models.build import DiTDenoiser, build_model, routed_blocks
 from ..models.conditioning import Conditioner
+from ..models.diffusers_models.adapters import add_adapters
+from ..models.diffusers_models.text_denoiser import TextDenoiser
 from ..models.numerics import use_onednn
 from ..models.spec import ModelSpec
 from ..optim.loss_scale import autocast_dtype
 from ..parallel.build import build_engine
 from ..parallel.engine import Engine
 from ..parallel.ranks import ALONE, Ranks
-from ..weights.init_from import initial_weights
+from ..weights.init_from import initial_weights, lasting_source
+from ..weights.merging import FrozenWeights, hash_of
 
 COMPILED_CAPTION_STEP = 64  # tokens, so that captions of 300 have five lengths
 
@@ -36,6 +39,7 @@ class Learner:
       microbatches: measured limits of images in a forward, by bucket.
       attention_kernels: measured, the fastest first.
       feature_specs: of the image features that the recipe aligns with, by name.
+      frozen: the weights that adapters belong to.
     """
 
     recipe: TrainRecipe
@@ -50,6 +54,7 @@ class Learner:
     microbatches: dict[str, int] = field(default_factory=dict)
     attention_kernels: list[str] = field(default_factory=list)
     feature_specs: Mapping[str, FeatureSpec] = field(default_factory=dict)
+    frozen: FrozenWeights | None = None
 
 
 def build_learner(
@@ -77,9 +82,13 @@ def build_learner(
       onednn: use oneDNN for matrix products on a CPU, if nothing is compiled.
     Raises: RecipeError, RunError: something does not fit.
     """
-    model = build_model(spec, seed=recipe.run.seed)
-    if pretrained and recipe.model.init_from:
-        model.load_state_dict(initial_weights(recipe.model.init_from, model, spec))
+    model, frozen = build_model(spec.plain, seed=recipe.run.seed), None
+    if pretrained and (source := recipe.model.init_from):
+        weights = initial_weights(source, model, spec)
+        model.load_state_dict(weights)
+        frozen = FrozenWeights(source=lasting_source(source), xxh3_128=hash_of(weights)) if spec.adapter else None
+    if spec.adapter and isinstance(model, TextDenoiser):
+        add_adapters(model, spec.adapter, seed=recipe.run.seed)
     model.checkpoint_activations(recipe.run.activation_checkpointing)
     if isinstance(model, DiTDenoiser):
         model.net.residual = recipe.run.residual
@@ -101,4 +110,5 @@ def build_learner(
         device=device,
         autocast_dtype=autocast_dtype(recipe.run.precision, device),
         feature_specs={one.name: one.spec for one in store.features if one.name in recipe.align} if store else {},
+        frozen=frozen,
     )

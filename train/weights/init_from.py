@@ -13,18 +13,22 @@ from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...datasets.disk.hashing import read_json
 from ...datasets.errors import DamageError, RunError
 from ...datasets.format.class_names import imagenet_names
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.alike import raw_scale_and_shift
+from ..models.build import Denoiser
+from ..models.diffusers_models.adapters import adapter_shapes
 from ..models.diffusers_models.families import Family, family_of, transformer_class
+from ..models.diffusers_models.text_denoiser import TextDenoiser
 from ..models.dit import size_of
 from ..models.spec import ModelSpec
 from . import checkpoint
 from .dit_checkpoints import POSITIONS, PROJECTORS, computed_positions, from_diffusers, read_official, read_safetensors
+from .merging import FrozenWeights, hash_of, merge
 from .patch_size import grid_of, with_patches
 from .sit_checkpoints import from_lightningdit, without_variance
 
@@ -124,18 +128,20 @@ def read_config(source: str, family: Family) -> dict[str, Any]:
     return config
 
 
-def initial_weights(source: str, model: nn.Module, spec: ModelSpec) -> dict[str, Tensor]:
+def initial_weights(source: str, model: Denoiser, spec: ModelSpec) -> dict[str, Tensor]:
     """The weights of ``model.init_from`` under the names of a model's state dict, float32 on the CPU.
 
     Args:
-      model: built from the spec, on any device; only its names and shapes are used.
+      model: built from the spec without adapters, on any device; only its names and shapes are used.
     Raises: RunError: they are of another model; the message names the difference.
     """
     wanted = {name.removeprefix("net."): tensor for name, tensor in model.state_dict().items()}
     if snapshot := read_snapshot(source):
-        if not _differs_in_patch_at_most(name := _spec_of(snapshot).name, spec.name):
-            raise RunError(f"model.init_from '{source}': it is of model '{name}', the recipe of '{spec.name}'.")
-        weights = {name.removeprefix("net."): tensor for name, tensor in snapshot.read(checkpoint.MODEL).items()}
+        learned = _spec_of(snapshot)
+        if not _differs_in_patch_at_most(learned.name, spec.name):
+            raise RunError(f"model.init_from '{source}': it is of model '{learned.name}', the recipe of '{spec.name}'.")
+        read = merged_weights(snapshot, model, learned) if learned.adapter else snapshot.read(checkpoint.MODEL)
+        weights = {name.removeprefix("net."): tensor for name, tensor in read.items()}
     elif family_of(spec.name):
         weights = read_folder(model_folder(source))
     elif is_file(source):
@@ -164,6 +170,40 @@ def position_grid(source: str) -> int:
     config = _json_object(model_folder(source, files=(CONFIG,)) / CONFIG)
     side, patch = config.get("sample_size"), config.get("patch_size")
     return side // patch if isinstance(side, int) and isinstance(patch, int) and patch > 0 else 0
+
+
+def merged_weights(snapshot: checkpoint.Saved, model: Denoiser, spec: ModelSpec, frozen: str = "") -> dict[str, Tensor]:
+    """The weights of a run with adapters: those that the adapters were trained on, with the adapters merged into them.
+
+    Args:
+      model: built from the spec without adapters, on any device; only its names and shapes are used.
+      spec: of the snapshot.
+      frozen: where the weights lie that the adapters were trained on; empty: where they were.
+    Raises: RunError: there are other weights; DamageError.
+    """
+    assert spec.adapter is not None
+    assert isinstance(model, TextDenoiser)
+    adapters = snapshot.tensors(checkpoint.MODEL, adapter_shapes(model, spec.adapter))
+    try:
+        trained_on = FrozenWeights.model_validate(snapshot.state.get("frozen"))
+    except ValidationError as error:
+        raise checkpoint.CheckpointDamage(snapshot.path, f"its frozen weights are not valid ({error})") from error
+    source = frozen or trained_on.source
+    weights = initial_weights(source, model, spec.plain)
+    if (found := hash_of(weights)) != trained_on.xxh3_128:
+        raise RunError(
+            f"snapshot '{snapshot.path}': its adapters were trained on the weights of '{trained_on.source}' with hash "
+            f"{trained_on.xxh3_128}, those of '{source}' have {found}. Give the former with --base."
+        )
+    return merge(weights, adapters, spec.adapter.scale)
+
+
+def lasting_source(source: str) -> str:
+    """A source by a path that does not depend on the working folder; of a run its newest snapshot."""
+    if snapshot := read_snapshot(source):
+        return str(snapshot.path.resolve())
+    folder = Path(source).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else source
 
 
 def _spec_of(snapshot: checkpoint.Saved) -> ModelSpec:

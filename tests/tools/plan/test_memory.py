@@ -96,6 +96,7 @@ def test_no_table_of_fake_numbers_stays_with_the_optimizer_of_8_bits() -> None:
         ("demo", 4, 2, "run.activation_checkpointing=true"),
         ("demo", 2, 1, "objective.kind=ddpm"),
         ("dit-s-2-256", 2, 1, "optimizer.name=adamw8bit"),
+        ("demo", 4, 1, "lora.rank=4"),
     ],
 )
 def test_the_peak_is_the_one_of_real_steps(
@@ -139,6 +140,24 @@ def test_the_states_are_those_of_the_model() -> None:
     assert found.states[PARAMETERS] - parameters == sum(b.nbytes for b in learner.engine.model.buffers())
     assert found.states[OPTIMIZER] == 2 * parameters + 4 * len(list(learner.engine.model.parameters()))
     assert found.block_bytes * SIZE[0] + found.other_bytes == found.states[PARAMETERS]
+
+
+def test_frozen_weights_have_no_other_states() -> None:
+    it = work("demo", "lora.rank=4")
+    with torch.device("meta"):
+        model = build_model(it.spec, seed=0)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    found = trace_step(it, "64x64", microbatch=2, autocast=None, device_type="cpu")
+    assert found.states[GRADIENTS] == found.states[EMA] == trained
+    assert found.states[OPTIMIZER] == pytest.approx(2 * trained, rel=0.01)
+    assert found.states[PARAMETERS] > 5 * trained
+    assert held_bytes(it.recipe, model) == pytest.approx(sum(found.states.values()), rel=2e-3)
+    made = {one.name: one for one in strategies(found, 4)}
+    assert made["ddp"].buffers == trained
+    assert made["zero-3, offloaded"].host == (found.states[OPTIMIZER] + 2 * trained) / 4
+    planned = plan(it, gpu="H100", num_gpus=1, images=1, run=None)
+    assert planned["checkpoint_bytes"] == pytest.approx(4 * trained, rel=0.05)
+    assert f"of which {trained / 4e6:.1f} M train" in render(planned)
 
 
 @pytest.mark.parametrize("change", ["run.seed=0", "optimizer.name=came", "optimizer.name=adamw8bit", "ema.kind=power"])

@@ -7,7 +7,7 @@ import torch
 
 from leandit.train.metrics.flops import forward_flops, meta_model, tokens_per_image, train_flops
 from leandit.train.metrics.gpus import GPUS, gpu_by_name
-from leandit.train.models.spec import ModelSpec
+from leandit.train.models.spec import AdapterSpec, ModelSpec
 
 
 def dit(name: str) -> ModelSpec:
@@ -42,6 +42,17 @@ def test_a_training_step_is_three_forwards_and_tokens_are_patches() -> None:
     spec = dit("DiT-B/4")
     assert train_flops(spec, (32, 64)) == 3 * forward_flops(spec, (32, 64))
     assert tokens_per_image(spec, (32, 64)) == 128
+
+
+def test_frozen_weights_cost_two_forwards_and_adapters_three() -> None:
+    adapter = AdapterSpec(rank=16, alpha=16, targets=("attn2.to_k", "attn2.to_v"))
+    adapted, tokens, width, rank, depth = PIXART.model_copy(update={"adapter": adapter}), 120, 1152, 16, 28
+    products = 2 * depth * 2 * tokens * rank * (width + width)  # of A and B, for keys and values
+    assert forward_flops(adapted, (64, 64), tokens) - forward_flops(PIXART, (64, 64), tokens) == products
+    image_tokens = 32 * 32
+    attention = 2 * depth * 2 * width * image_tokens * (image_tokens + tokens)  # to image tokens and to the caption
+    frozen = forward_flops(PIXART, (64, 64), tokens) - attention
+    assert train_flops(adapted, (64, 64), tokens) == 3 * (attention + products) + 2 * frozen
 
 
 def test_counting_takes_no_memory_for_weights() -> None:

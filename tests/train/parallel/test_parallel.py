@@ -109,6 +109,7 @@ ALIGNED = [  # all that looks into the model; alignment stops, so that its proje
     "routing.stop_step=3",
     "run.steps=4",
 ]
+ADAPTED = ("ddp", "fsdp", "fsdp-gradient", "fsdp-offload", "zero-2")
 # checkpoint of -> resumed with
 CHAIN = [("one", "fsdp"), ("fsdp", "zero-3"), ("zero-3", "ddp")]
 MORE = [("ddp", "zero-1"), ("zero-2", "fsdp-offload"), ("zero-1", "zero-2")]  # in the long form
@@ -140,6 +141,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def adapters(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings of a run with adapters, and the weights that they are for."""
+    frozen = tmp_path_factory.mktemp("frozen") / "run"
+    alone(caption_store, frozen, "run.steps=1", "optimizer.lr=3e-2", "run.ema_decay=0", recipe="pixart-tiny")
+    return ["lora.rank=4", f"model.init_from={frozen}", "run.steps=4", "run.checkpoint_every=2"]
+
+
 def mixture_of(store: LatentStore) -> str:
     """Two parts of a store, as an override."""
     parts = [
@@ -150,7 +159,12 @@ def mixture_of(store: LatentStore) -> str:
 
 @pytest.fixture(scope="module")
 def said(
-    one: Path, folder: Path, label_store: LatentStore, caption_store: LatentStore, feature_store: LatentStore
+    one: Path,
+    folder: Path,
+    label_store: LatentStore,
+    caption_store: LatentStore,
+    feature_store: LatentStore,
+    adapters: list[str],
 ) -> list[list[dict[str, Any]]]:
     """All that two ranks do, in one pair of processes; what each said of each job."""
 
@@ -167,6 +181,8 @@ def said(
     jobs.append(job(label_store, folder / "other store", store_1=str(caption_store.path)))
     for name in ("ddp", "fsdp", "zero-2"):
         jobs.append(job(feature_store, folder / f"aligned {name}", *settings(name), *ALIGNED))
+    for name in ADAPTED:
+        jobs.append(job(caption_store, folder / f"lora {name}", *settings(name), *adapters, recipe="pixart-tiny"))
     jobs.append(job(label_store, folder / "mixture", mixture_of(label_store)) | {"store": None})
     fp16 = [f"parallel.deepspeed_config={folder}/fp16.json", "run.checkpoint_every=2"]  # the first before any update
     for steps in (14, 16):
@@ -221,6 +237,22 @@ def test_alignment_and_routing_are_those_of_one_process(
     assert [terms["align.dino"] > 0 for terms in ours] == [True, True, False, False]
     for found, terms in zip(ours, theirs, strict=True):
         assert found == pytest.approx(terms, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_are_those_of_one_process(
+    name: str, said: list[Any], adapters: list[str], folder: Path, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    wanted = alone(caption_store, tmp_path / "run", *adapters, recipe="pixart-tiny")
+    found = folder / f"lora {name}"
+    assert losses(found) == pytest.approx(wanted, abs=1e-5)
+    for path in ("checkpoint-4/model", "checkpoint-4/ema", "checkpoint-4/optimizer", "snapshot-4/model"):
+        ours, theirs = (load_file(run / f"{path}.safetensors") for run in (found, tmp_path / "run"))
+        assert ours.keys() == theirs.keys()
+        for key, tensor in theirs.items():
+            torch.testing.assert_close(ours[key], tensor, atol=2e-4, rtol=0)
+    copy = at(2, found, tmp_path / "copy")
+    assert alone(caption_store, copy, *adapters, recipe="pixart-tiny") == pytest.approx(wanted[2:], abs=1e-5)
 
 
 def test_fp16_under_deepspeed_has_its_loss_scaler_which_a_checkpoint_holds(
@@ -298,7 +330,7 @@ def test_more_checkpoints_resume_in_another_strategy(
 def test_a_sharded_checkpoint_resumes_in_one_process_bit_for_bit_as_often_as_one_likes(
     was: str, one: Path, runs: dict[str, Path], label_store: LatentStore, tmp_path: Path
 ) -> None:
-    found = [alone(label_store, at_ten(runs[was], tmp_path / str(i))) for i in range(2)]
+    found = [alone(label_store, at(10, runs[was], tmp_path / str(i))) for i in range(2)]
     assert found[0] == found[1]
     assert found[0] == pytest.approx(losses(one)[10:], abs=1e-5)
 
@@ -399,11 +431,11 @@ def test_an_environment_that_says_nonsense_is_refused(changes: dict[str, str | N
         read_ranks(environment)
 
 
-def at_ten(run: Path, copy: Path) -> Path:
-    """A run as it was after ten steps."""
+def at(step: int, run: Path, copy: Path) -> Path:
+    """A run as it was after some steps."""
     copy.mkdir()
     shutil.copy(run / "run.json", copy)
-    shutil.copytree(run / "checkpoint-10", copy / "checkpoint-10")
+    shutil.copytree(run / f"checkpoint-{step}", copy / f"checkpoint-{step}")
     return copy
 
 

@@ -25,6 +25,10 @@ SANA_PATCH, SANA_MLP_RATIO = 1, 2.5
 SANA_POSITIONS = {64: 1.0, 128: 2.0}
 SIGMA_BASE = 64  # side in latent pixels whose positions PixArt-Sigma does not scale: 512 px
 
+# Ends of the names of the linear layers that get adapters by default.
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+ADAPTED: dict[Family, tuple[str, ...]] = {"pixart": ATTENTION, "sana": ATTENTION}
+
 
 def family_of(name: str) -> Family | None:
     """Family of diffusers' models, or None for a DiT."""
@@ -35,7 +39,7 @@ def family_of(name: str) -> Family | None:
 
 def transformer_class(family: Family) -> Any:
     """The class of diffusers."""
-    with _without_warnings():
+    with without_warnings():
         if family == "pixart":
             from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 
@@ -46,7 +50,7 @@ def transformer_class(family: Family) -> Any:
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Silence what diffusers' optional libraries log during their import."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

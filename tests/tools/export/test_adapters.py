@@ -1,0 +1,154 @@
+"""Exported adapters: diffusers and peft load them, and compute what the run does; merged ones are a whole pipeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from making import CPU, train_recipe, tree_digest
+from safetensors import safe_open
+from shown_runs import run_to
+from torch import Tensor
+
+from leandit.datasets.errors import RunError
+from leandit.datasets.store import LatentStore
+from leandit.tools.export.export import export
+from leandit.train.sampling.snapshot import Snapshot, load_snapshot
+
+MODELS = ("pixart-tiny", "sana-tiny")
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+
+@pytest.fixture(scope="module")
+def bases(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of all weights, and its export, of each model."""
+    root = tmp_path_factory.mktemp("bases")
+    for name in MODELS:
+        recipe = train_recipe(name, "run.steps=2", "optimizer.lr=3e-2", "schedule.warmup_steps=0", "run.ema_decay=0.0")
+        run_to(recipe, caption_store, root / f"{name} run")
+        export(root / f"{name} run", root / name)
+    return {name: root / name for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def runs(
+    bases: dict[str, Path], caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Adapters of each model, trained on its export, with an alpha that is not the rank."""
+    root = tmp_path_factory.mktemp("runs")
+    for name in MODELS:
+        settings = [f"model.init_from={bases[name]}", "lora.rank=4", "lora.alpha=6", "optimizer.lr=1e-2"]
+        recipe = train_recipe(name, *settings, "schedule.warmup_steps=0", "run.ema_decay=0.0")
+        run_to(recipe, caption_store, root / name)
+    return {name: root / name for name in MODELS}
+
+
+def transformer(name: str, folder: Path) -> Any:
+    import diffusers
+
+    cls = diffusers.SanaTransformer2DModel if "sana" in name else diffusers.PixArtTransformer2DModel
+    return cls.from_pretrained(folder, subfolder="transformer", low_cpu_mem_usage=False).eval()
+
+
+def outputs(model: Any, snapshot: Snapshot, name: str) -> Tensor:
+    """Of a transformer of diffusers."""
+    generator = torch.Generator().manual_seed(0)
+    captions = torch.randn((2, 5, snapshot.spec.caption_width), generator=generator)
+    x = torch.randn((2, snapshot.spec.channels, 8, 8), generator=generator)
+    more = {} if "sana" in name else {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
+    with torch.no_grad():
+        return model(
+            hidden_states=x,
+            encoder_hidden_states=captions,
+            encoder_attention_mask=torch.ones(2, 5),
+            timestep=torch.tensor([10.0, 700.0]),
+            **more,
+        ).sample
+
+
+def of_run(snapshot: Snapshot) -> Tensor:
+    from leandit.train.models.conditioning import Conditioning
+
+    generator = torch.Generator().manual_seed(0)
+    captions = torch.randn((2, 5, snapshot.spec.caption_width), generator=generator)
+    x = torch.randn((2, snapshot.spec.channels, 8, 8), generator=generator)
+    with torch.no_grad():
+        given = Conditioning(captions=captions, caption_mask=torch.ones(2, 5))
+        return snapshot.model(x, torch.tensor([10.0, 700.0]), given)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loaded_adapters_compute_what_the_run_does(
+    name: str, bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    made = export(runs[name], tmp_path / "out")
+    snapshot, theirs = load_snapshot(runs[name], CPU), transformer(name, bases[name])
+    plain, wanted = outputs(theirs, snapshot, name), of_run(snapshot)
+    if "sana" in name:
+        from diffusers import SanaPipeline
+
+        assert made["files"] == ["README.md", "pytorch_lora_weights.safetensors"]
+        parts = dict.fromkeys(("scheduler", "tokenizer", "text_encoder", "vae"))
+        pipeline: Any = SanaPipeline(transformer=theirs, **parts)  # pyright: ignore
+        pipeline.load_lora_weights(tmp_path / "out")
+    else:
+        from peft import PeftModel
+
+        assert made["files"] == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+        theirs = PeftModel.from_pretrained(theirs, tmp_path / "out").merge_and_unload()
+    assert (made["format"], made["pipeline"]) == (
+        "adapters",
+        "SanaPipeline" if "sana" in name else "PixArtSigmaPipeline",
+    )
+    torch.testing.assert_close(outputs(theirs, snapshot, name), wanted, rtol=1e-5, atol=1e-5)
+    assert (wanted - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_merged_export_is_a_whole_model(name: str, runs: dict[str, Path], tmp_path: Path) -> None:
+    made = export(runs[name], tmp_path / "out", merged=True)
+    assert made["format"] == "diffusers"
+    assert "model_index.json" in made["files"]
+    snapshot = load_snapshot(runs[name], CPU)
+    found = outputs(transformer(name, tmp_path / "out"), snapshot, name)
+    torch.testing.assert_close(found, of_run(snapshot), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_files_say_rank_alpha_and_the_frozen_weights(
+    name: str, bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    export(runs[name], tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"'{bases[name]}'" in card
+    assert "rank 4, alpha 6" in card
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    if "sana" in name:
+        with safe_open(tmp_path / "out/pytorch_lora_weights.safetensors", "pt") as file:
+            config = json.loads(file.metadata()["lora_adapter_metadata"])
+        assert config == {"transformer.r": 4, "transformer.lora_alpha": 6.0, "transformer.target_modules": targets}
+    else:
+        config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+        assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 6.0, targets)
+        assert config["base_model_name_or_path"] == str(bases[name])
+
+
+@pytest.mark.parametrize(
+    ("of_base", "options", "words"),
+    [
+        (False, {"encoders": True}, "--encoders: adapters are a file beside a pipeline. Use --merged"),
+        (False, {"layout": "official"}, "--format diffusers"),
+        (True, {"merged": True}, "--merged: run .* has no adapters"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    of_base: bool, options: dict[str, Any], words: str, bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    run = bases["sana-tiny"].with_name("sana-tiny run") if of_base else runs["sana-tiny"]
+    with pytest.raises(RunError, match=words):
+        export(run, tmp_path / "out", **options)
+    assert tree_digest(tmp_path) == {}

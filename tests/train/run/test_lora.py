@@ -1,0 +1,251 @@
+"""Runs with adapters: what trains, what checkpoints hold, and that the frozen weights are the ones of before."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from making import CPU, train_recipe
+from safetensors.torch import load_file
+from shown_runs import HOLDOUT, assert_same_training, bits, lines, run_to
+from torch import Tensor
+
+from leandit.datasets.errors import LeanditError, RecipeError, RunError
+from leandit.datasets.store import LatentStore
+from leandit.train.config import TrainRecipe
+from leandit.train.models.build import build_model
+from leandit.train.models.conditioning import Conditioning
+from leandit.train.models.diffusers_models.adapters import DOWN, UP, trained_parameters
+from leandit.train.models.spec import ModelSpec
+from leandit.train.optim.posthoc_ema import combine
+from leandit.train.run.evaluation.decoding import Decoding
+from leandit.train.run.manifest import read_run_manifest
+from leandit.train.run.resume import start_or_resume
+from leandit.train.run.state import TrainState, prepare
+from leandit.train.sampling.snapshot import Snapshot, load_snapshot
+from leandit.train.weights.init_from import initial_weights
+
+MODELS = ("pixart-tiny", "sana-tiny")
+BASE = [
+    "run.steps=2",
+    "optimizer.lr=3e-2",
+    "schedule.warmup_steps=0",
+    "run.ema_decay=0.0",
+]  # a rate that moves all weights
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+
+@pytest.fixture(scope="module")
+def bases(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of all weights of each model, and another of the first."""
+    root = tmp_path_factory.mktemp("bases")
+    for name in MODELS:
+        run_to(train_recipe(name, *BASE), caption_store, root / name)
+    run_to(train_recipe(MODELS[0], *BASE, "run.seed=1"), caption_store, root / "other")
+    return {name: root / name for name in (*MODELS, "other")}
+
+
+def lora(base: Path, *overrides: str, model: str = "pixart-tiny") -> TrainRecipe:
+    settings = ["lora.rank=4", "lora.alpha=8", f"model.init_from={base}", "run.ema_decay=0.5"]
+    rate = ["optimizer.lr=1e-2", "schedule.warmup_steps=0", "optimizer.betas=[0.9, 0.99, 0.999]"]
+    return train_recipe(model, *settings, *rate, *overrides)
+
+
+@pytest.fixture(scope="module")
+def tuned(
+    bases: dict[str, Path], caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Six steps of adapters of each model."""
+    root = tmp_path_factory.mktemp("tuned")
+    for name in MODELS:
+        run_to(lora(bases[name], model=name), caption_store, root / name)
+    return {name: root / name for name in MODELS}
+
+
+def resumed(recipe: TrainRecipe, store: LatentStore, run: Path) -> TrainState:
+    """The state of a run as its newest checkpoint has it."""
+    state = prepare(recipe, [store], CPU, print)
+    start_or_resume(state, run, read_run_manifest(run), print)
+    return state
+
+
+def as_at_three(run: Path, copy: Path) -> Path:
+    """A run that was killed after its third step."""
+    copy.mkdir()
+    shutil.copy(run / "run.json", copy)
+    shutil.copytree(run / "checkpoint-3", copy / "checkpoint-3")
+    return copy
+
+
+def output_of(model: torch.nn.Module, spec: ModelSpec) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    captions = torch.randn((2, 5, spec.caption_width), generator=generator)
+    x = torch.randn((2, spec.channels, 8, 8), generator=generator)
+    given = Conditioning(captions=captions, caption_mask=torch.ones(2, 5))
+    with torch.no_grad():
+        return model.eval()(x, torch.tensor([10.0, 700.0]), given)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_first_step_has_the_loss_of_the_frozen_weights_and_later_ones_learn(
+    name: str, bases: dict[str, Path], tuned: dict[str, Path], caption_store: LatentStore, tmp_path: Path
+) -> None:
+    whole = train_recipe(name, f"model.init_from={bases[name]}", "run.steps=2")
+    run_to(whole, caption_store, tmp_path / "run")
+    first, theirs = lines(tuned[name])[0]["loss"], lines(tmp_path / "run")[0]["loss"]
+    assert first == pytest.approx(theirs, rel=1e-5)
+    adapters = load_file(tuned[name] / "checkpoint-6/model.safetensors")
+    assert all(tensor.abs().max() > 1e-6 for key, tensor in adapters.items() if key.endswith(UP))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoints_and_snapshots_hold_adapters_alone_and_the_rest_is_frozen(
+    name: str, bases: dict[str, Path], tuned: dict[str, Path], caption_store: LatentStore
+) -> None:
+    state = resumed(lora(bases[name], model=name), caption_store, tuned[name])
+    trained = trained_parameters(state.engine.model)
+    assert len(trained) == 2 * 4 * 2 * len(state.engine.model.blocks)  # A and B; q, k, v, out; self and cross
+    assert all(key.endswith((DOWN, UP)) for key in trained)
+    for file in ("checkpoint-6/model", "checkpoint-6/ema", "snapshot-6/model"):
+        assert load_file(tuned[name] / f"{file}.safetensors").keys() == trained.keys()
+    moments = load_file(tuned[name] / "checkpoint-6/optimizer.safetensors")
+    assert {key.split("/")[0] for key in moments} == trained.keys()
+    frozen = load_file(bases[name] / "snapshot-2/model.safetensors")
+    found = {key.replace(".base_layer.", "."): t for key, t in state.engine.model.state_dict().items()}
+    assert all(torch.equal(found[key], tensor) for key, tensor in frozen.items())
+    assert len(frozen) > len(trained) / 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_snapshot_with_merged_adapters_computes_what_the_run_does(
+    name: str, bases: dict[str, Path], tuned: dict[str, Path], caption_store: LatentStore
+) -> None:
+    state = resumed(lora(bases[name], model=name), caption_store, tuned[name])
+    with state.engine.averaged():
+        wanted = output_of(state.engine.model, state.spec)
+    snapshot = load_snapshot(tuned[name], CPU)
+    torch.testing.assert_close(output_of(snapshot.model, snapshot.spec), wanted, rtol=1e-5, atol=1e-5)
+    before = output_of(load_snapshot(bases[name], CPU).model, snapshot.spec)
+    assert (wanted - before).abs().max() > 1e-3
+    assert not any("lora" in key for key in snapshot.model.state_dict())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "came", "muon"])
+def test_a_killed_run_resumes_bit_for_bit(
+    optimizer: str, bases: dict[str, Path], caption_store: LatentStore, tmp_path: Path
+) -> None:
+    recipe = lora(bases["pixart-tiny"], f"optimizer.name={optimizer}")
+    run_to(recipe, caption_store, tmp_path / "whole")
+    killed = as_at_three(tmp_path / "whole", tmp_path / "killed")
+    run_to(recipe, caption_store, killed)
+    assert bits(killed, 6) == bits(tmp_path / "whole", 6)
+    assert len(bits(killed, 6)) > 3
+
+
+@pytest.mark.parametrize("mode", ["blocks", "selective"])
+def test_recomputed_activations_change_nothing(
+    mode: str, bases: dict[str, Path], tuned: dict[str, Path], caption_store: LatentStore, tmp_path: Path
+) -> None:
+    recipe = lora(bases["pixart-tiny"], f"run.activation_checkpointing={mode}")
+    run_to(recipe, caption_store, tmp_path / "run")
+    assert [line["loss"] for line in lines(tmp_path / "run")] == [line["loss"] for line in lines(tuned["pixart-tiny"])]
+
+
+def test_held_out_losses_and_pictures_change_nothing(
+    bases: dict[str, Path], caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Decoding, "start", lambda _: None)
+    shown = ["run.evaluate_every=2", "run.sample_every=3", "run.sample_count=2", "run.sample_steps=2"]
+    run_to(lora(bases["pixart-tiny"], HOLDOUT, *shown), caption_store, tmp_path / "shown")
+    run_to(lora(bases["pixart-tiny"], HOLDOUT, "run.evaluate_every=0"), caption_store, tmp_path / "plain")
+    assert_same_training(tmp_path / "shown", tmp_path / "plain", 6)
+    assert len([line for line in lines(tmp_path / "shown") if line["held_out"]]) == 3
+    assert (tmp_path / "shown/samples/step-6.safetensors").is_file()
+
+
+def test_averages_of_any_length_are_of_adapters_alone(
+    bases: dict[str, Path], caption_store: LatentStore, tmp_path: Path
+) -> None:
+    run_to(lora(bases["pixart-tiny"], "ema.kind=power", "ema.keep_every=2"), caption_store, tmp_path / "run")
+    made = combine(tmp_path / "run", 0.07, tmp_path / "average").path
+    assert (
+        load_file(made / "model.safetensors").keys() == load_file(tmp_path / "run/snapshot-6/model.safetensors").keys()
+    )
+    snapshot = load_snapshot(tmp_path / "average", CPU)
+    assert output_of(snapshot.model, snapshot.spec).isfinite().all()
+
+
+def test_other_frozen_weights_are_refused_by_the_names_of_both(
+    bases: dict[str, Path], tuned: dict[str, Path], caption_store: LatentStore, tmp_path: Path
+) -> None:
+    run = as_at_three(tuned["pixart-tiny"], tmp_path / "run")
+    with pytest.raises(RunError, match=rf"{bases['pixart-tiny']}/snapshot-2'.*{bases['other']}/snapshot-2'"):
+        run_to(lora(bases["other"]), caption_store, run)
+    with pytest.raises(RunError, match=rf"{bases['pixart-tiny']}/snapshot-2'.*{bases['other']}'.*--base"):
+        load_snapshot(tuned["pixart-tiny"], CPU, frozen=str(bases["other"]))
+
+
+def test_frozen_weights_may_move(
+    bases: dict[str, Path], tuned: dict[str, Path], caption_store: LatentStore, tmp_path: Path
+) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(bases["pixart-tiny"] / "snapshot-2", moved / "snapshot-2")
+    run = as_at_three(tuned["pixart-tiny"], tmp_path / "run")
+    run_to(lora(moved), caption_store, run)
+    assert lines(run)[-1]["loss"] == lines(tuned["pixart-tiny"])[-1]["loss"]
+    shutil.move(moved, tmp_path / "again")
+    with pytest.raises(RunError, match="no such folder"):
+        load_snapshot(run, CPU)
+    snapshot = load_snapshot(run, CPU, frozen=str(tmp_path / "again"))
+    wanted = load_snapshot(tuned["pixart-tiny"], CPU)
+    assert torch.equal(output_of(snapshot.model, snapshot.spec), output_of(wanted.model, wanted.spec))
+
+
+def test_adapters_can_be_trained_on_a_run_with_adapters(
+    bases: dict[str, Path], tuned: dict[str, Path], caption_store: LatentStore, tmp_path: Path
+) -> None:
+    wanted = load_snapshot(tuned["pixart-tiny"], CPU)
+    found = initial_weights(str(tuned["pixart-tiny"]), build_model(wanted.spec.plain, seed=0), wanted.spec.plain)
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.model.state_dict().items())
+    second = tmp_path / "second"
+    run_to(lora(tuned["pixart-tiny"], "run.steps=1", "lora.rank=2"), caption_store, second)
+    first: Snapshot = load_snapshot(second, CPU)
+    assert first.spec.adapter
+    assert first.spec.adapter.rank == 2
+    assert (output_of(first.model, first.spec) - output_of(wanted.model, wanted.spec)).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "words"),
+    [
+        ("pixart-tiny", ["lora.rank=4"], "lora.rank 4: adapters need weights.*model.init_from"),
+        ("dit-s-2-text", ["lora.rank=4", "model.init_from=x"], "'DiT-S/2' takes no adapters"),
+        ("pixart-tiny", ["lora.rank=4", "lora.targets=['to_z']"], "lora.targets 'to_z': the model has no such layer"),
+        ("pixart-tiny", ["lora.rank=4", "lora.targets=['attn1']"], "'net.transformer_blocks.0.attn1' is a Attention"),
+        ("pixart-tiny", ["lora.alpha=4"], "set rank above 0"),
+    ],
+)
+def test_what_cannot_have_adapters_is_refused(
+    model: str,
+    settings: list[str],
+    words: str,
+    bases: dict[str, Path],
+    caption_store: LatentStore,
+    tmp_path: Path,
+) -> None:
+    base = [f"model.init_from={bases['pixart-tiny']}"] if "targets" in settings[-1] else []
+    with pytest.raises(LeanditError, match=words):
+        run_to(train_recipe(model, *settings, *base), caption_store, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_peft_the_error_names_the_extra(
+    bases: dict[str, Path], caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(RecipeError, match=r"'peft', which is not installed. Install leandit with its extra 'lora'"):
+        run_to(lora(bases["pixart-tiny"]), caption_store, tmp_path / "run")
