@@ -10,7 +10,7 @@ from ...datasets.order.alike import check_alike
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..models.build import check_model_name, pixels_per_token, routed_blocks
-from ..models.diffusers_models.families import ADAPTED, PIXART_SIZES, SANA_SIZES, family_of
+from ..models.diffusers_models.families import ADAPTED, family_of
 from ..models.dit import size_of
 from ..models.layers import DiTOptions
 from ..models.spec import AdapterSpec, ModelSpec, ProjectorSpec
@@ -122,8 +122,9 @@ def _adapter(recipe: TrainRecipe) -> AdapterSpec | None:
     if not section.rank:
         return None
     if family is None:
-        known = ", ".join((*PIXART_SIZES, *SANA_SIZES))
-        raise RecipeError(f"lora.rank {section.rank}: model '{recipe.model.name}' takes no adapters. Use {known}.")
+        raise RecipeError(
+            f"lora.rank {section.rank}: model '{recipe.model.name}' takes no adapters. Use one of {', '.join(ADAPTED)}."
+        )
     targets = tuple(section.targets) or ADAPTED[family]
     return AdapterSpec(rank=section.rank, alpha=section.alpha or section.rank, targets=targets)
 

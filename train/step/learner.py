@@ -16,7 +16,6 @@ from ..config import TrainRecipe
 from ..models.build import DiTDenoiser, build_model, routed_blocks
 from ..models.conditioning import Conditioner
 from ..models.diffusers_models.adapters import add_adapters
-from ..models.diffusers_models.text_denoiser import TextDenoiser
 from ..models.numerics import use_onednn
 from ..models.spec import ModelSpec
 from ..optim.loss_scale import autocast_dtype
@@ -87,7 +86,7 @@ def build_learner(
         weights = initial_weights(source, model, spec)
         model.load_state_dict(weights)
         frozen = FrozenWeights(source=lasting_source(source), xxh3_128=hash_of(weights)) if spec.adapter else None
-    if spec.adapter and isinstance(model, TextDenoiser):
+    if spec.adapter:
         add_adapters(model, spec.adapter, seed=recipe.run.seed)
     model.checkpoint_activations(recipe.run.activation_checkpointing)
     if isinstance(model, DiTDenoiser):

@@ -23,7 +23,6 @@ from ...datasets.order.alike import raw_scale_and_shift
 from ..models.build import Denoiser
 from ..models.diffusers_models.adapters import adapter_shapes
 from ..models.diffusers_models.families import Family, family_of, transformer_class
-from ..models.diffusers_models.text_denoiser import TextDenoiser
 from ..models.dit import size_of
 from ..models.spec import ModelSpec
 from . import checkpoint
@@ -182,7 +181,6 @@ def merged_weights(snapshot: checkpoint.Saved, model: Denoiser, spec: ModelSpec,
     Raises: RunError: there are other weights; DamageError.
     """
     assert spec.adapter is not None
-    assert isinstance(model, TextDenoiser)
     adapters = snapshot.tensors(checkpoint.MODEL, adapter_shapes(model, spec.adapter))
     try:
         trained_on = FrozenWeights.model_validate(snapshot.state.get("frozen"))

@@ -17,15 +17,16 @@ from ....datasets.errors import RecipeError
 from ....datasets.order.shuffle import keyed_hash
 from ..spec import AdapterSpec
 from .families import without_warnings
-from .text_denoiser import TextDenoiser
 
 ADAPTER = "default"  # peft's name of the adapters of a model
 DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"  # A and B behind the name of their layer
 DRAW = 0x10AA  # key of the random numbers of A, apart from those of the model
 
 
-def add_adapters(model: TextDenoiser, spec: AdapterSpec, *, seed: int) -> None:
-    """Add adapters to a model, and freeze the rest; a weight "X.weight" is called "X.base_layer.weight" afterwards.
+def add_adapters(model: nn.Module, spec: AdapterSpec, *, seed: int) -> None:
+    """Add adapters to a model of diffusers, and freeze the rest.
+
+    An adapted weight "X.weight" is called "X.base_layer.weight" afterwards.
 
     Raises: RecipeError: peft is not installed, or the model has no such layers.
     """
@@ -41,7 +42,7 @@ def add_adapters(model: TextDenoiser, spec: AdapterSpec, *, seed: int) -> None:
     config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=list(spec.targets))  # pyright: ignore
     device = next(model.parameters()).device
     with torch.device("meta"):  # else peft would move its matrices, which fake tensors cannot be
-        inject_adapter_in_model(config, model.net, ADAPTER)
+        inject_adapter_in_model(config, model.get_submodule("net"), ADAPTER)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(keyed_hash(seed, DRAW) % 2**63)
         for name, parameter in trained_parameters(model).items():
@@ -51,7 +52,7 @@ def add_adapters(model: TextDenoiser, spec: AdapterSpec, *, seed: int) -> None:
             model.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(matrix)
 
 
-def adapted_layers(model: TextDenoiser, targets: Sequence[str]) -> dict[str, nn.Linear]:
+def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
     """The layers of a model without adapters that targets name, by their names in the model.
 
     Raises: RecipeError: a target names none, or another kind of layer.
@@ -73,7 +74,7 @@ def adapted_layers(model: TextDenoiser, targets: Sequence[str]) -> dict[str, nn.
     return found
 
 
-def adapter_shapes(model: TextDenoiser, spec: AdapterSpec) -> dict[str, Tensor]:
+def adapter_shapes(model: nn.Module, spec: AdapterSpec) -> dict[str, Tensor]:
     """Meta tensors with the names, shapes and dtypes that the adapters of a model have, from the model without them."""
     shapes: dict[str, Tensor] = {}
     for name, layer in adapted_layers(model, spec.targets).items():

@@ -1,0 +1,85 @@
+"""Adapters in a model: where it starts, what trains, and how many graphs its blocks compile to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from leandit.train.models.build import build_model
+from leandit.train.models.conditioning import Conditioning
+from leandit.train.models.diffusers_models.adapters import DOWN, UP, adapter_shapes, trained_parameters
+from leandit.train.models.diffusers_models.families import ADAPTED, PIXART_SIZES, SANA_SIZES
+from leandit.train.models.spec import AdapterSpec, ModelSpec
+from leandit.train.parallel.build import compile_blocks
+
+SPECS = {
+    family: ModelSpec(
+        name=f"{family}-tiny",
+        channels=4,
+        out_channels=4,
+        num_classes=0,
+        caption_width=6,
+        base_size=8,
+        adapter=AdapterSpec(rank=2, alpha=2, targets=ADAPTED[family]),
+    )
+    for family in ("pixart", "sana")
+}
+
+
+@pytest.fixture(autouse=True)
+def _three_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PIXART_SIZES, "pixart-tiny", (3, 2, 16, 2))
+    monkeypatch.setitem(SANA_SIZES, "sana-tiny", (3, 2, 16, 2, 16))
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, Conditioning]:
+    generator = torch.Generator().manual_seed(0)
+    captions = torch.randn((2, 5, 6), generator=generator)
+    x = torch.randn((2, 4, 8, 8), generator=generator)
+    return x, torch.tensor([3.0, 900.0]), Conditioning(captions=captions, caption_mask=torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_a_model_with_new_adapters_computes_what_it_does_without(family: str) -> None:
+    spec = SPECS[family]
+    plain, model = build_model(spec.plain, seed=0), build_model(spec, seed=0)
+    assert torch.equal(model(*inputs()), plain(*inputs()))
+    found = trained_parameters(model)
+    assert spec.adapter
+    expected = adapter_shapes(plain, spec.adapter)
+    assert {name: p.shape for name, p in found.items()} == {name: t.shape for name, t in expected.items()}
+    assert all(p.eq(0).all() for name, p in found.items() if name.endswith(UP))
+    down = {name: p for name, p in found.items() if name.endswith(DOWN)}
+    assert all(0.5 < p.std() * (3 * p.shape[1]) ** 0.5 < 1.5 for p in down.values())  # uniform to 1 / sqrt(inputs)
+    other = trained_parameters(build_model(spec, seed=1))
+    assert not any(torch.equal(p, other[name]) for name, p in down.items())
+    assert all(torch.equal(p, trained_parameters(build_model(spec, seed=0))[name]) for name, p in down.items())
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_blocks_with_adapters_compile_whole_and_to_two_graphs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, compile_by = [], torch.compile
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled(forward: Any, *, dynamic: bool) -> Any:
+        return compile_by(forward, dynamic=dynamic, fullgraph=True, backend=keep)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    torch._dynamo.reset()
+    plain, model = build_model(SPECS[family], seed=0), build_model(SPECS[family], seed=0)
+    with torch._dynamo.config.patch({"recompile_limit": 8, "accumulated_recompile_limit": 256, "optimize_ddp": True}):
+        compile_blocks(model)
+        found = model(*inputs())
+    assert len(graphs) == 2  # of the first block, whose input has no gradient, and of all others
+    wanted = plain(*inputs())
+    torch.testing.assert_close(found, wanted)
+    for output in (found, wanted):
+        output.square().mean().backward()
+    for (name, one), other in zip(trained_parameters(model).items(), trained_parameters(plain).values(), strict=True):
+        assert one.grad is not None, name
+        torch.testing.assert_close(one.grad, other.grad)
