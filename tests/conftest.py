@@ -15,6 +15,7 @@ from forked import start_server, stop_server
 from hypothesis import HealthCheck, settings
 from making import (
     CPU,
+    TINY_SD3,
     caption_recipe,
     label_recipe,
     loaded_encoders,
@@ -22,13 +23,14 @@ from making import (
     make_class_folder,
     no_progress,
 )
+from three_texts import noise_store
 
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
-from leandit.train.models.diffusers_models.families import PIXART_SIZES, SANA_SIZES
+from leandit.train.models.diffusers_models.families import PIXART_SIZES, SANA_SIZES, SD3_SIZES
 from leandit.train.models.dit import SIZES
 
 if TYPE_CHECKING:
@@ -89,11 +91,12 @@ def _own_signals() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tiny_models() -> Iterator[None]:
-    """DiT-S, pixart-tiny and sana-tiny shrunk to milliseconds a step."""
+    """DiT-S, pixart-tiny, sana-tiny and sd3-tiny shrunk to milliseconds a step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SIZES, "S", (2, 32, 2))
         patch.setitem(PIXART_SIZES, "pixart-tiny", (2, 2, 16, 2))
         patch.setitem(SANA_SIZES, "sana-tiny", (2, 2, 16, 2, 16))
+        patch.setitem(SD3_SIZES, "sd3-tiny", TINY_SD3)
         yield
 
 
@@ -150,6 +153,12 @@ def caption_store(caption_folder: Path, tmp_path_factory: pytest.TempPathFactory
     path = tmp_path_factory.mktemp("caption-store") / "store"
     precompute(caption_recipe(), source_path=caption_folder, store_path=path, device=CPU, progress=no_progress)
     return LatentStore(path)
+
+
+@pytest.fixture(scope="session")
+def three_text_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    """A store of noise, 15 records in two buckets, with the captions that SD3 reads; do not change it."""
+    return noise_store(tmp_path_factory.mktemp("three-texts") / "store")
 
 
 @pytest.fixture(scope="session")

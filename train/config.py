@@ -26,7 +26,8 @@ class ModelSection(Section):
     """The diffusion transformer."""
 
     name: str = "DiT-XL/2"
-    """"DiT-{Ti,S,B,L,XL}/{1,2,4,8}", "pixart-sigma", "pixart-tiny", "sana-600m", "sana-1600m", "sana-tiny"."""
+    """"DiT-{Ti,S,B,L,XL}/{1,2,4,8}", "pixart-sigma", "pixart-tiny", "sana-600m", "sana-1600m", "sana-tiny",
+    "sd3-medium", "sd3.5-medium", "sd3.5-large", "sd3-tiny"."""
     init_from: str = ""
     """Weights to begin from: a run, a hub id or folder in diffusers' layout, of DiT also an official file."""
     channels: Count = 0
@@ -67,9 +68,12 @@ class ConditioningSection(Section):
     """What the model is conditioned on, and classifier-free guidance."""
 
     kind: Literal["auto", "label", "caption"] = "auto"
-    """What a DiT is conditioned on; "auto": labels. PixArt and Sana always take captions."""
+    """What a DiT is conditioned on; "auto": labels. Other models always take captions."""
+    texts: list[str] = Field(default=[])
+    """SD3: the store's text encoders that are CLIP-L, CLIP-G and T5, by name; "" is [text]. Empty: all, in the order of
+    the store's recipe."""
     drop: Share = 0.1
-    """Share of labels or captions replaced by null."""
+    """Share of labels or captions replaced by null; a caption of several text encoders is replaced in all of them."""
 
 
 class LatentSection(Section):

@@ -5,7 +5,8 @@ So the stored bytes are copied to the device: of int8 half those of float16, plu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -43,6 +44,11 @@ class CaptionBatch:
             return self.tokens
         return self.tokens * self.scales[..., None]
 
+    def to(self, device: torch.device) -> CaptionBatch:
+        """The same captions on a device."""
+        tensors = {one.name: getattr(self, one.name) for one in fields(self)}
+        return CaptionBatch(**{name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()})
+
     @cached_property
     def offsets(self) -> torch.Tensor:
         """(B + 1,) int32 where each packed caption begins, then the end: cu_seqlens of variable-length attention."""
@@ -73,6 +79,24 @@ def read_captions(tokens: CaptionTokens, caption_ids: np.ndarray, form: TextForm
         lengths=torch.from_numpy(lengths),
         scales=torch.from_numpy(gathered[1]) if len(gathered) == 2 else None,
         pooled=pooled,
+    )
+
+
+def captions_of(tokens: CaptionTokens, caption_ids: Sequence[int]) -> CaptionBatch:
+    """Some captions of a text encoder in float32, padded to the longest."""
+    pooled = (
+        [torch.from_numpy(np.array(tokens.pooled_vector(i))) for i in caption_ids] if tokens.spec.pooled_width else []
+    )
+    rows = [torch.from_numpy(np.array(tokens[i])) for i in caption_ids] if tokens.spec.has_tokens else []
+    return padded_captions([row.float() for row in rows], [vector.float() for vector in pooled])
+
+
+def padded_captions(rows: Sequence[torch.Tensor], pooled: Sequence[torch.Tensor]) -> CaptionBatch:
+    """A batch of tokens (L, D) each, padded to the longest, and of pooled vectors (P,) each; there may be none."""
+    return CaptionBatch(
+        tokens=torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True) if rows else None,
+        lengths=torch.tensor([len(row) for row in rows]) if rows else None,
+        pooled=torch.stack(list(pooled)) if pooled else None,
     )
 
 

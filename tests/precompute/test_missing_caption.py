@@ -49,7 +49,7 @@ def test_a_batch_holds_the_null_caption_and_a_model_trains_on_it(source: Path, t
     null = torch.from_numpy(store.null_caption).float()
     conditioner, seen = Conditioner(spec, null), set()
     for batch in make_loader(store, global_batch=4, seed=0):
-        given = conditioner(batch.labels, batch.captions, batch.caption_lengths)
+        given = conditioner(batch.labels, batch.texts)
         dropped = conditioner.drop(given, torch.ones(len(batch), dtype=torch.bool))
         assert given.captions is not None
         assert given.caption_mask is not None

@@ -22,6 +22,7 @@ from leandit.precompute.config import load as load_precompute
 from leandit.precompute.encoders.loading import Encoders, load_encoders
 from leandit.train.config import TrainRecipe
 from leandit.train.config import load as load_train
+from leandit.train.models.diffusers_models.families import Sd3Size
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
@@ -30,6 +31,7 @@ NO_CHECK = "vae.min_psnr=0"  # random pictures, and random VAEs
 SHIPPED = ["vae.model=shipped:vae", "vae.dtype=float32", "vae.batch_size=8", NO_CHECK]
 LABEL_RECIPE = ["images.resolution=32", *SHIPPED]
 CAPTION_RECIPE = ['images.buckets=["48x80", "64x64", "80x48"]', "vae.batch_size=8", "text.batch_size=8", NO_CHECK]
+TINY_SD3 = Sd3Size(3, 2, 16, positions=16, dual=1, qk_norm=True)  # a block of each shape
 TRAIN_RECIPE = [
     "run.steps=6",
     "run.global_batch=8",
@@ -101,6 +103,7 @@ def train_recipe(name: str = "dit-s-4", *overrides: str) -> TrainRecipe:
         "dit-s-4": ("dit-s-2-256", ["model.name=DiT-S/4", "model.num_classes=0", "run.compile=false"]),
         "pixart-tiny": ("demo", []),
         "sana-tiny": ("demo", ["model.name=sana-tiny"]),
+        "sd3-tiny": ("demo", ["model.name=sd3-tiny"]),
         "dit-s-2-text": ("demo", ["model.name=DiT-S/2", "conditioning.kind=caption"]),
     }[name]
     return load_train(base[0], [*base[1], *TRAIN_RECIPE, *overrides])

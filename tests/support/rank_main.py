@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from leandit.datasets.errors import LeanditError
 from leandit.train import loop
 from leandit.train.loop import train
 from leandit.train.metrics.window import StepReport, StepResult
-from leandit.train.models.build import PIXART_SIZES
+from leandit.train.models.build import PIXART_SIZES, SD3_SIZES
 from leandit.train.models.dit import SIZES
 from leandit.train.parallel import deepspeed_engine, engine, watchdog
 from leandit.train.parallel.stop import StopRequest
@@ -73,10 +74,10 @@ def begin_with(run: Path, copy: Path, rank: str) -> None:
 
 def main() -> None:
     """Train all that the first argument says; what is refused goes to stdout as JSON lines."""
-    from making import train_recipe
+    from making import TINY_SD3, train_recipe
 
     torch.set_num_threads(1)
-    SIZES["S"], PIXART_SIZES["pixart-tiny"] = (2, 32, 2), (2, 2, 16, 2)
+    SIZES["S"], PIXART_SIZES["pixart-tiny"], SD3_SIZES["sd3-tiny"] = (2, 32, 2), (2, 2, 16, 2), TINY_SD3
     if os.environ.get("WORLD_SIZE", "1") != "1":
         dist.init_process_group("gloo")
     rank = os.environ.get("RANK", "0")
@@ -84,9 +85,15 @@ def main() -> None:
         overrides = job["set"] + job.get(f"set_{rank}", [])
         stop = StopRequest()
 
-        def report(figures: StepReport, stop: StopRequest = stop, stop_at: int | None = job.get("stop_at")) -> None:
+        stop_at, kill_at = job.get("stop_at"), job.get("kill_at")
+
+        def report(
+            figures: StepReport, stop: StopRequest = stop, stop_at: int | None = stop_at, kill_at: int | None = kill_at
+        ) -> None:
             if figures.step == stop_at:
                 stop.set()
+            if figures.step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
 
         if earlier := job.get("begin_with"):
             begin_with(Path(earlier), Path(job["run"]), rank)

@@ -6,7 +6,7 @@ and only if they are the ones that made the store.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,16 @@ from ...datasets.disk.hashing import canonical_json, read_json
 from ...datasets.disk.strays import sweep_strays
 from ...datasets.errors import EncoderError, RunError
 from ...datasets.format.schema import UNKNOWN
+from ...train.models.build import DiTDenoiser
 from ...train.models.diffusers_models.families import family_of
-from ...train.models.diffusers_models.text_denoiser import TextDenoiser
 from ...train.models.dit import size_of
 from ...train.models.layers import DiTOptions
 from ...train.run.resume import RECIPE
 from ...train.sampling.schedulers import pipeline_scheduler
-from ...train.sampling.snapshot import Snapshot, load_snapshot
+from ...train.sampling.snapshot import Snapshot, load_snapshot, text_encoders
 from ...train.weights.dit_checkpoints import official_bytes, to_diffusers
 from .adapters import adapter_files, adapter_notes, check_adapters
-from .export_card import NULL_LABEL, Files, Format, departures, pipeline_class, vae_class, with_card
+from .export_card import FLOW_PIPELINES, NULL_LABEL, Files, Format, departures, pipeline_class, vae_class, with_card
 
 INDEX = "model_index.json"
 TRANSFORMER = ("transformer/config.json", "transformer/diffusion_pytorch_model.safetensors")
@@ -36,6 +36,8 @@ PART_BYTES = 1 << 24
 NO_TOKENIZER = ("*.safetensors", "config.json", "*.index.json")
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
 TEXT_CLASSES = {"t5": ("T5EncoderModel", "T5Tokenizer"), "gemma2": ("Gemma2Model", "GemmaTokenizer")}
+SEVERAL_CLASSES = TEXT_CLASSES | {"clip": ("CLIPTextModelWithProjection", "CLIPTokenizer")}
+SD3_KINDS = ["clip", "clip", "t5"]
 
 
 def export(
@@ -113,6 +115,9 @@ def check_diffusers(snapshot: Snapshot) -> None:
     Raises: RunError.
     """
     spec, instead = snapshot.spec, "Use --format official, which holds every DiT exactly."
+    if family_of(spec.name) == "sd3":
+        check_sd3(snapshot)
+        return
     if family_of(spec.name):
         kind = snapshot.state["text_encoder"]["model"]["kind"]
         if kind not in TEXT_CLASSES:
@@ -138,6 +143,25 @@ def check_diffusers(snapshot: Snapshot) -> None:
         )
 
 
+def check_sd3(snapshot: Snapshot) -> None:
+    """Raise if ``StableDiffusion3Pipeline`` cannot draw with the model.
+
+    Raises: RunError.
+    """
+    spec, encoders = snapshot.spec, text_encoders(snapshot.state)
+    kinds = [encoders[one.name]["model"].get("kind") for one in spec.texts]
+    if kinds != SD3_KINDS or spec.texts[-1].width != spec.caption_width:
+        raise RunError(
+            f"model '{spec.name}': it reads captions of {', '.join(map(str, kinds))}, StableDiffusion3Pipeline of two "
+            "clips and a t5 at least as wide as both. Load its weights from the snapshot."
+        )
+    if snapshot.objective.kind != "flow":
+        raise RunError(
+            f"model '{spec.name}': it was trained with objective.kind = '{snapshot.objective.kind}', "
+            "StableDiffusion3Pipeline draws flows alone. Load its weights from the snapshot."
+        )
+
+
 # -------------------------------------------------------------------------------------------------------------- files
 
 
@@ -150,14 +174,14 @@ def official_files(snapshot: Snapshot) -> Files:
 
 def diffusers_files(snapshot: Snapshot, copies: dict[str, Path]) -> Files:
     """The files of a pipeline's folder."""
-    scheduler = pipeline_scheduler(snapshot.objective, takes_flow_match=family_of(snapshot.spec.name) == "sana")
+    scheduler = pipeline_scheduler(snapshot.objective, takes_flow_match=family_of(snapshot.spec.name) in FLOW_PIPELINES)
     config, weights = transformer_of(snapshot)
     yield TRANSFORMER[0], canonical_json(config)
     yield TRANSFORMER[1], safetensors_of({name: t.contiguous() for name, t in weights.items()}, {"format": "pt"})
     yield "scheduler/scheduler_config.json", scheduler.to_json_string().encode()
-    yield INDEX, canonical_json(index_of(snapshot, type(scheduler).__name__, copies.get("tokenizer")))
+    yield INDEX, canonical_json(index_of(snapshot, type(scheduler).__name__, copies))
     for name, folder in copies.items():
-        yield from copied(folder, name, but=NO_TOKENIZER if name == "tokenizer" else ())
+        yield from copied(folder, name, but=NO_TOKENIZER if name.startswith("tokenizer") else ())
 
 
 def tokenizer_class(folder: Path) -> str | None:
@@ -174,7 +198,7 @@ def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.
 
     model, spec = snapshot.model, snapshot.spec
     weights = {name.removeprefix("net."): t.detach().cpu() for name, t in model.state_dict().items()}
-    if isinstance(model, TextDenoiser):
+    if not isinstance(model, DiTDenoiser):
         config = {key: value for key, value in model.net.config.items() if not key.startswith("_")}
     else:
         depth, width, heads, patch = size_of(spec.name)
@@ -197,20 +221,27 @@ def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.
     return {"_class_name": transformer_name(snapshot), "_diffusers_version": diffusers_version, **config}, weights
 
 
-def index_of(snapshot: Snapshot, scheduler: str, tokenizer_folder: Path | None) -> dict[str, Any]:
-    """``model_index.json``: the pipeline, and the class of each part."""
+def index_of(snapshot: Snapshot, scheduler: str, copies: Mapping[str, Path]) -> dict[str, Any]:
+    """``model_index.json``: the pipeline, and the class of each part.
+
+    Args:
+      copies: folders of encoders by their names in the index.
+    """
     from diffusers import __version__ as diffusers_version
 
-    spec, state = snapshot.spec, snapshot.state
+    spec = snapshot.spec
     parts: dict[str, Any] = {
         "transformer": ["diffusers", transformer_name(snapshot)],
         "scheduler": ["diffusers", scheduler],
     }
     parts["vae"] = ["diffusers", vae_class(snapshot)]
     if spec.takes_text:
-        encoder, tokenizer = TEXT_CLASSES[state["text_encoder"]["model"]["kind"]]
-        tokenizer = (tokenizer_folder and tokenizer_class(tokenizer_folder)) or tokenizer
-        parts |= {"text_encoder": ["transformers", encoder], "tokenizer": ["transformers", tokenizer]}
+        for suffix, made in text_parts(snapshot).items():
+            encoder, tokenizer = (SEVERAL_CLASSES if spec.texts else TEXT_CLASSES)[made["model"]["kind"]]
+            folder = copies.get(f"tokenizer{suffix}")
+            tokenizer = (folder and tokenizer_class(folder)) or tokenizer
+            parts[f"text_encoder{suffix}"] = ["transformers", encoder]
+            parts[f"tokenizer{suffix}"] = ["transformers", tokenizer]
     else:
         parts["id2label"] = {str(number): name for number, name in enumerate(snapshot.class_names.names)}
     return {"_class_name": pipeline_class(snapshot), "_diffusers_version": diffusers_version, **parts}
@@ -219,7 +250,14 @@ def index_of(snapshot: Snapshot, scheduler: str, tokenizer_folder: Path | None) 
 def transformer_name(snapshot: Snapshot) -> str:
     """diffusers' class of the transformer."""
     model = snapshot.model
-    return type(model.net).__name__ if isinstance(model, TextDenoiser) else "DiTTransformer2DModel"
+    return "DiTTransformer2DModel" if isinstance(model, DiTDenoiser) else type(model.net).__name__
+
+
+def text_parts(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+    """The text encoders by the ends of their names in a pipeline's folder: "", then "_2", "_3"."""
+    encoders = text_encoders(snapshot.state)
+    ordered = [encoders[one.name] for one in snapshot.spec.texts] or list(encoders.values())[:1]
+    return {f"_{number}" if number > 1 else "": one for number, one in enumerate(ordered, start=1)}
 
 
 def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str | None) -> dict[str, Path]:
@@ -244,14 +282,15 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
     state = snapshot.state
     try:
         vae = VaeSection.model_validate(state["vae"]["model"] | ({"model": vae_place} if vae_place else {}))
-        takes_text, moved = snapshot.spec.takes_text, {"model": text_place} if text_place else {}
-        text = TextSection.model_validate(state["text_encoder"]["model"] | moved) if takes_text else None
+        moved, parts = {"model": text_place} if text_place else {}, text_parts(snapshot)
+        parts = parts if snapshot.spec.takes_text else {}
+        texts = {suffix: TextSection.model_validate(one["model"] | moved) for suffix, one in parts.items()}
     except (ValidationError, TypeError) as error:
         raise EncoderError(f"snapshot '{snapshot.path}': it does not name its encoders ({error}).") from error
     wanted: list[tuple[str, str, VaeSection | TextSection, str]] = []
     wanted.append(("vae", VAE_WEIGHTS, vae, state["vae"]["weights_sha256"]))
-    if text:
-        wanted.append(("text_encoder", TEXT_WEIGHTS, text, state["text_encoder"]["weights_sha256"]))
+    for suffix, text in texts.items():
+        wanted.append((f"text_encoder{suffix}", TEXT_WEIGHTS, text, parts[suffix]["weights_sha256"]))
     folders: dict[str, Path] = {}
     for name, stem, section, made_with in wanted:
         what, flag = f"--encoders: {name}", "--vae" if name == "vae" else "--text"
@@ -263,9 +302,9 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
             raise EncoderError(f"{error} If it is in another folder, give it with {flag}.") from error
         if made_with not in (UNKNOWN, weights_sha256):
             raise EncoderError(f"{what} '{folders[name]}': not the one that made the store. Check {flag}.")
-    if text:
-        what = "--encoders: tokenizer"
-        folders["tokenizer"], _ = resolve_model(
+    for suffix, text in texts.items():
+        what = f"--encoders: tokenizer{suffix}"
+        folders[f"tokenizer{suffix}"], _ = resolve_model(
             text.model, text.tokenizer_subfolder, text.revision, files=TOKENIZER_FILES, what=what
         )
     return folders

@@ -10,13 +10,15 @@ from ... import __version__
 from ...datasets.format.schema import IMPORTED, LatentSpec
 from ...precompute.encoders.text.instructions import instruction_text
 from ...train.models.diffusers_models.families import family_of
-from ...train.sampling.snapshot import Snapshot
+from ...train.sampling.snapshot import Snapshot, text_encoders
 
 Format = Literal["diffusers", "official"]
 Files = Iterator[tuple[str, Any]]
 
 CARD = "README.md"
 SANA_VAE = "AutoencoderDC"
+FLOW_PIPELINES = ("sana", "sd3")  # families whose pipelines take schedulers of flows
+SD3_TOKENS = (77, 77, 256)  # of each caption, in StableDiffusion3Pipeline
 NULL_LABEL = 1000  # DiTPipeline gives its models this label for null, however many classes they have
 
 
@@ -27,6 +29,8 @@ def pipeline_class(snapshot: Snapshot) -> str:
         return "DiTPipeline"
     if family == "sana":
         return "SanaPipeline"
+    if family == "sd3":
+        return "StableDiffusion3Pipeline"
     return "PixArtAlphaPipeline" if snapshot.spec.takes_sizes else "PixArtSigmaPipeline"
 
 
@@ -50,7 +54,7 @@ def departures(snapshot: Snapshot) -> list[str]:
                 f"The label table has {NULL_LABEL} rows before null's, as DiTPipeline needs; those from "
                 f"{spec.num_classes} on are copies of null's."
             )
-    if snapshot.objective.kind == "flow" and family_of(spec.name) != "sana":
+    if snapshot.objective.kind == "flow" and family_of(spec.name) not in FLOW_PIPELINES:
         notes.append(
             "It samples with DPM-Solver++ over the flow's noise levels, rounded to whole times, where leandit takes "
             "Euler's steps: the same noise gives another picture."
@@ -59,14 +63,16 @@ def departures(snapshot: Snapshot) -> list[str]:
         if vae_class(snapshot) != SANA_VAE:
             notes.append(f"SanaPipeline takes an {SANA_VAE}, the store was made with an {vae_class(snapshot)}.")
         notes.append(instruction_note(snapshot))
-    if not is_plainly_scaled(snapshot.latent):
+    if spec.texts:
+        notes += sd3_notes(snapshot)
+    elif not is_plainly_scaled(snapshot.latent):
         notes.append(
             "The latents are shifted, or scaled by channel; the pipeline divides by scaling_factor alone. Take its "
             'latents (output_type="latent"), and decode scale and shift yourself.'
         )
     if snapshot.latent.decoding and snapshot.latent.decoding.zero_to_one:
         notes.append("The VAE gives pictures from 0 to 1, where the pipeline takes them from -1 to 1. Decode yourself.")
-    if snapshot.text is not None and spec.takes_text:
+    if snapshot.text is not None and spec.takes_text and not spec.texts:
         notes.append(
             f"Trained with {snapshot.text.max_tokens} caption tokens at most: give max_sequence_length="
             f"{snapshot.text.max_tokens}. In training, null has the mask of the caption that it replaces; the "
@@ -76,6 +82,25 @@ def departures(snapshot: Snapshot) -> list[str]:
             "The pipeline makes prompts lower case, and PixArt's cleans them unless clean_caption=False; captions were "
             "encoded as they are. For theirs give prompt_embeds and prompt_attention_mask."
         )
+    return notes
+
+
+def sd3_notes(snapshot: Snapshot) -> list[str]:
+    """Differences between StableDiffusion3Pipeline and leandit."""
+    notes, tokens = list[str](), tuple(one.tokens for one in snapshot.spec.texts)
+    both = [snapshot.latent] if snapshot.latent.decoding is None else [snapshot.latent, snapshot.latent.decoding]
+    if any(len(set(each.shift)) > 1 or len(set(each.scale)) > 1 for each in both):
+        notes.append(
+            "The latents are shifted or scaled by channel; the pipeline has one shift_factor and one scaling_factor. "
+            'Take its latents (output_type="latent"), and decode scale and shift yourself.'
+        )
+    if tokens[:2] != SD3_TOKENS[:2]:
+        notes.append(
+            f"Trained with {tokens[0]} and {tokens[1]} CLIP tokens; the pipeline has the model_max_length of its "
+            "tokenizer for both. For others give prompt_embeds and pooled_prompt_embeds."
+        )
+    if tokens[2] != SD3_TOKENS[2]:
+        notes.append(f"Trained with {tokens[2]} T5 tokens: give max_sequence_length={tokens[2]}.")
     return notes
 
 
@@ -120,8 +145,10 @@ def card(snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | Non
     if average := state.get("average"):
         rows_of_card["length of the average"] = f"{average['length']:g} of the run"
     if spec.takes_text:
-        text = state["text_encoder"]
-        rows_of_card["text encoder"] = f"{text['model'].get('model')}, weights {text['weights_sha256']}"
+        for name, text in text_encoders(state).items():
+            rows_of_card[f"text encoder {name}".strip()] = (
+                f"{text['model'].get('model')}, weights {text['weights_sha256']}"
+            )
     else:
         rows_of_card["classes"] = len(state["classes"])
     head = "---\nlibrary_name: diffusers\n---\n\n" if layout == "diffusers" else ""

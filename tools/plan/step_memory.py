@@ -112,7 +112,9 @@ def trace_step(
         learner.autocast_dtype = autocast
         if to_host:
             checkpoint_blocks(learner.engine.model.blocks, run.activation_checkpointing, to_cpu=host.hooks)
-        tracker.assign(PARAMETERS, (*learner.engine.model.parameters(), *learner.engine.model.buffers()))
+        tracker.assign(
+            PARAMETERS, learner.engine.model.parameters()
+        )  # buffers are whole on each device, as activations
         tracker.assign(EMA, _engine_of(learner).ema.state_dict().values())
         for parameter in trained_parameters(learner.engine.model).values():
             parameter.register_post_accumulate_grad_hook(functools.partial(_assign_gradient, tracker))

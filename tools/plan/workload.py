@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...datasets.format.buckets import bucket_size
-from ...datasets.format.schema import FeatureSpec, StoreSpec
+from ...datasets.format.schema import FeatureSpec, StoreSpec, TextSpec
 from ...datasets.store import LatentStore
 from ...train.config import TrainRecipe
 from ...train.metrics.flops import latent_size_of, tokens_per_image, train_flops
+from ...train.models.diffusers_models.families import TEXT_ROLES, family_of
 from ...train.models.spec import ModelSpec
 from ...train.run.model_for_store import check_sizes, model_for_stores, model_spec
+from ...train.run.texts_for_store import longest_caption
 from ..synthetic.store import noise_spec
 
 TOKENS, TEXT_WIDTH = 300, 4096  # of a caption, without a store: PixArt-Sigma's
@@ -57,6 +59,8 @@ class TrainingWorkload:
         size = bucket_size(self.largest_bucket)
         features = sum((1 + math.prod(one.spec.grid(*size))) * one.spec.width for one in self.store.features)
         captions = self.tokens * self.spec.caption_width * STORED_BYTES
+        if self.spec.texts:
+            captions = sum(one.tokens * one.width + one.pooled_width for one in self.spec.texts) * STORED_BYTES
         return images * (latents + captions + features * (STORED_BYTES + 4))
 
     @property
@@ -81,7 +85,7 @@ def workload_of_stores(recipe: TrainRecipe, path: Path | str | None) -> Training
         weight = turn.batches(recipe.run.steps) / max(1, len(store))
         shares.update({bucket: weight * count for bucket, count in store.buckets.items()})  # pyright: ignore
     spec, largest = model_for_stores(recipe, stores)
-    tokens = largest.spec.text.max_tokens if largest.spec.text and spec.takes_text else 0
+    tokens = longest_caption(spec, largest.spec)
     return TrainingWorkload(recipe, largest.spec, spec, dict(buckets), dict(shares), tokens)
 
 
@@ -100,9 +104,30 @@ def workload_at_resolution(recipe: TrainRecipe, resolution_px: int) -> TrainingW
         dtype="int8",
     )
     features = {str(name): feature for name in recipe.align}
-    store = noise_spec({bucket: 1}, channels, classes, TOKENS, TEXT_WIDTH, 64, "none", features=features)
+    texts = published_texts(recipe.model.name)
+    width = 0 if texts else TEXT_WIDTH
+    store = noise_spec({bucket: 1}, channels, classes, TOKENS, width, 64, "none", texts=texts, features=features)
     images = store.images.model_copy(update={"resolution_px": resolution_px})
     store = store.model_copy(update={"images": images})
     spec = model_spec(recipe, store, "a store of this resolution")
     check_sizes(spec, store.latent, [bucket])
-    return TrainingWorkload(recipe, store, spec, {bucket: 1}, {bucket: 1.0}, TOKENS if spec.takes_text else 0)
+    return TrainingWorkload(recipe, store, spec, {bucket: 1}, {bucket: 1.0}, longest_caption(spec, store))
+
+
+def published_texts(model: str) -> dict[str, TextSpec]:
+    """The text encoders of a model that reads several, with their published sizes."""
+    family = family_of(model)
+    return {
+        role.encoder.lower().replace("-", "_"): TextSpec(
+            kind="clip" if role.pooled_width else "t5",
+            width=role.width,
+            max_tokens=role.tokens,
+            dtype="float16",
+            template="",
+            batch_size=1,
+            output="both" if role.pooled_width else "tokens",
+            full_length=True,
+            pooled_width=role.pooled_width,
+        )
+        for role in (TEXT_ROLES.get(family, ()) if family else ())
+    }

@@ -5,10 +5,12 @@ The train recipe names the model and its objective; the precompute recipe names 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ...datasets.disk.hashing import xxh3_parts
 from ...datasets.errors import RecipeError
@@ -17,11 +19,14 @@ from ...datasets.format.schema import StoreSpec
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.describe import describe_store
 from ...precompute.encoders.loading import load_encoders
+from ...precompute.encoders.text.encoder import CaptionEncoder
 from ...train.config import TrainRecipe
 from ...train.models.build import build_model
 from ...train.models.conditioning import Conditioner
+from ...train.models.spec import ModelSpec
 from ...train.run.model_for_store import model_spec
 from ...train.run.state import snapshot_state
+from ...train.run.texts_for_store import joined_null, null_batch
 from ...train.sampling.snapshot import Snapshot, caption_step, prepare_model
 from ...train.weights.init_from import initial_weights
 
@@ -46,7 +51,7 @@ def load_published(
       compiled: torch.compile the blocks.
     Raises: RecipeError, RunError: the weights are of another model; EncoderError: an encoder cannot be loaded.
     """
-    takes_text, num_classes = encoders.text.kind != "none", recipe.model.num_classes
+    takes_text, num_classes = bool(encoders.text_sections), recipe.model.num_classes
     encoders = _with_models(encoders, vae, text if takes_text else None)
     loaded = load_encoders(encoders, device)
     wnids = list(imagenet_names())
@@ -61,9 +66,7 @@ def load_published(
     model = build_model(spec, seed=0)
     weights = initial_weights(source, model, spec)
     model.load_state_dict(weights)
-    null = None
-    if encoder := loaded.captions.get(""):
-        null = torch.from_numpy(encoder.encode_null().token_rows()[0]).float().to(device)
+    null, null_pooled = encoded_null(spec, loaded.captions)
     return Snapshot(
         path=Path(source),
         step=0,
@@ -72,15 +75,43 @@ def load_published(
         objective=recipe.objective,
         latent=store.latent,
         text=store.text,
-        conditioner=Conditioner(spec, null, caption_step=caption_step(compiled)),
+        conditioner=Conditioner(
+            spec,
+            null if null is None else null.to(device),
+            caption_step=caption_step(compiled),
+            null_pooled=null_pooled if null_pooled is None else null_pooled.to(device),
+        ),
         state=snapshot_state(recipe, store, spec, place=Path(), buckets=_squarest_first(store), root_hashes=()),
         weights_hash=xxh3_parts([np.ascontiguousarray(weights[name].numpy()) for name in sorted(weights)])[1],
     )
 
 
+def encoded_null(spec: ModelSpec, encoders: Mapping[str, CaptionEncoder]) -> tuple[Tensor | None, Tensor | None]:
+    """The empty caption as the model sees it, (max_tokens, D) and (P,) float32; None for what it does not read.
+
+    Args:
+      encoders: by name.
+    """
+    if not spec.takes_text:
+        return None, None
+    if not spec.texts:
+        return torch.from_numpy(encoders[""].encode_null().token_rows()[0]).float(), None
+    nulls = {}
+    for one in spec.texts:
+        null = encoders[one.name].encode_null().row(0)
+        encoders[one.name].release()
+        nulls[one.name] = null_batch(*(None if part is None else torch.from_numpy(part) for part in null))
+    return joined_null(spec, nulls)
+
+
 def _with_models(encoders: PrecomputeRecipe, vae: str | None, text: str | None) -> PrecomputeRecipe:
-    """The recipe with other encoders, each in a folder of its own."""
+    """The recipe with other encoders, each in a folder of its own.
+
+    Raises: RecipeError: there are several text encoders.
+    """
     changes = {}
+    if text and encoders.texts:
+        raise RecipeError(f"--text '{text}': the recipe has several text encoders. Name their folders in it.")
     if vae:
         changes["vae"] = encoders.vae.model_copy(update={"model": vae, "subfolder": "", "revision": ""})
     if text:

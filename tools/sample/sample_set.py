@@ -125,7 +125,7 @@ class Subjects:
         """The conditioning of some pictures."""
         if not self._captions:
             labels = torch.tensor([self.label(number) for number in numbers], device=self._device)
-            return self._snapshot.conditioner(labels, None, None)
+            return self._snapshot.conditioner(labels, {})
         if self._embeddings:
             return self._captions.conditioning([self._embeddings[self._choose(number)] for number in numbers])
         return self._captions.conditioning(self._captions.embed([self.name(number) for number in numbers]))

@@ -19,7 +19,7 @@ from ...datasets.format.buckets import bucket_size
 from ...precompute import config as precompute_config
 from ...precompute.encoders.vae import ImageEncoder
 from ...train import config as train_config
-from ...train.models.build import patch_of
+from ...train.models.build import most_tokens_a_side, patch_of
 from ...train.models.conditioning import Conditioning
 from ...train.optim.loss_scale import autocast_dtype
 from ...train.sampling.guided import Solver, draw_latents
@@ -237,7 +237,7 @@ def make_conditioning(
     labels = [int(label) for label in request.labels for _ in range(max(1, request.count))]
     labels = labels or [round(i) for i in np.linspace(0, len(classes) - 1, request.total)]
     names = [f"{label}: {classes.describe(label)}" for label in labels]
-    return names, snapshot.conditioner(torch.tensor(labels, device=device), None, None)
+    return names, snapshot.conditioner(torch.tensor(labels, device=device), {})
 
 
 def _caption_conditioning(request: SampleRequest, captions: Captions) -> tuple[list[str], Conditioning]:
@@ -283,6 +283,9 @@ def choose_bucket(snapshot: Snapshot, request: SampleRequest) -> str:
     step = snapshot.latent.downscale * patch_of(snapshot.spec)
     if any(side % step for side in bucket_size(bucket)):
         raise RecipeError(f"--bucket {bucket}: both sides must be multiples of {step} px for this model and VAE.")
+    most = most_tokens_a_side(snapshot.spec)
+    if most and max(bucket_size(bucket)) > most * step:
+        raise RecipeError(f"--bucket {bucket}: the model's table of positions ends at {most * step} px.")
     return bucket
 
 

@@ -31,12 +31,13 @@ def synthetic_learner(
     """The learner of a run, with random weights and without data.
 
     Args:
-      max_tokens: of the null caption, for a model with text.
+      max_tokens: of the null caption as the model sees it, for a model with text.
       ranks, store, compiled, onednn: as in ``build_learner``.
     """
     null_caption = torch.zeros(max_tokens, spec.caption_width, device=device) if spec.takes_text else None
+    null_pooled = torch.zeros(spec.pooled_width, device=device) if spec.pooled_width else None
     how = {"ranks": ranks, "store": store, "compiled": compiled, "onednn": onednn}
-    return build_learner(recipe, spec, device, null_caption=null_caption, **how)
+    return build_learner(recipe, spec, device, null_caption=null_caption, null_pooled=null_pooled, **how)
 
 
 def synthetic_batch(
@@ -46,14 +47,18 @@ def synthetic_batch(
 
     Args:
       bucket: "HxW" in pixels.
-      tokens: of each caption, for a store with text; 0 for none.
+      tokens: of each caption of ``[text]``, for a store with text; those of others are of full length. 0: no captions.
     """
     latent = store.latent
     height, width = (int(side) // latent.downscale for side in bucket.split("x"))
     texts = {}
-    if store.text is not None and tokens > 0:
-        captions = torch.randn(count, tokens, store.text.width, device=device).half()
-        texts[""] = CaptionBatch(captions, torch.full((count,), tokens, device=device))
+    for one in store.text_encoders if tokens > 0 else ():
+        length = one.spec.max_tokens if one.name else tokens
+        texts[one.name] = CaptionBatch(
+            tokens=torch.randn(count, length, one.spec.width, device=device).half(),
+            lengths=torch.full((count,), length, device=device),
+            pooled=torch.randn(count, one.spec.pooled_width, device=device).half() if one.spec.pooled_width else None,
+        )
     classes = len(store.classes or ())
     labels = torch.arange(number * count, (number + 1) * count, device=device)
     return Batch(

@@ -61,7 +61,7 @@ def make_store(
       root: of the store; the same arguments resume an unfinished one.
       buckets: number of records by "HxW" in pixels; latents are 8 times smaller.
       token_counts: of the captions, which records take in turn; empty: no captions.
-      text_width, text_dtype: of ``[text]``; "float16" or "int8".
+      text_width, text_dtype: of ``[text]``; "float16" or "int8". A width of 0: there is no ``[text]``.
       texts: further text encoders, by name, of the same captions; float16, float32 or int8.
       features: image features, by name.
     """
@@ -172,8 +172,12 @@ def _plan(
     columns |= dict.fromkeys(schema.names[len(columns) :], nothing)  # of features
     records = pa.table({name: pa.array(v) for name, v in columns.items()}).cast(schema)
     texts, lengths = [f"noise {caption}" for caption in range(num_captions)], sorted(token_counts)
-    further = {one.name: [min(n, one.spec.max_tokens) for n in lengths] for one in spec.text_encoders[1:]}
-    return first_plan(spec, "synthetic", records, texts=texts, num_tokens=lengths, further=further)
+    counts = {
+        one.name: [one.spec.max_tokens if one.spec.full_length else min(n, one.spec.max_tokens) for n in lengths]
+        for one in spec.text_encoders
+    }
+    of_first = counts.pop(next(iter(counts))) if counts else lengths
+    return first_plan(spec, "synthetic", records, texts=texts, num_tokens=of_first, further=counts)
 
 
 def noise_spec(
@@ -201,7 +205,7 @@ def noise_spec(
         libraries={},
     )
     text = None
-    if max_tokens:
+    if max_tokens and text_width:
         text = TextSpec(
             kind="t5", width=text_width, max_tokens=max_tokens, dtype=text_dtype, template="", batch_size=64
         )

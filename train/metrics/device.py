@@ -44,7 +44,7 @@ class ComputeCounter:
         self._tokens += batch.global_size * tokens_per_image(self._spec, size)
         if self._peak:
             captions = batch.captions if self._spec.takes_text else None
-            length = 0 if captions is None else captions.shape[1]
+            length = self._spec.joined_tokens or (0 if captions is None else captions.shape[1])
             self._flops += batch.global_size * train_flops(self._spec, size, length)
 
     def tokens_per_second(self, seconds: float) -> float:

@@ -92,5 +92,8 @@ def example_conditioning(spec: ModelSpec, count: int, caption_tokens: int) -> Co
     """Conditioning of ``count`` images on the default device; every token of a caption is real."""
     if not spec.takes_text:
         return Conditioning(labels=torch.zeros(count, dtype=torch.long))
-    captions = torch.zeros(count, caption_tokens, spec.caption_width)
-    return Conditioning(captions=captions, caption_mask=torch.ones(count, caption_tokens))
+    return Conditioning(
+        captions=torch.zeros(count, caption_tokens, spec.caption_width),
+        caption_mask=None if spec.texts else torch.ones(count, caption_tokens),
+        pooled=torch.zeros(count, spec.pooled_width) if spec.pooled_width else None,
+    )

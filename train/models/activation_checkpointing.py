@@ -49,10 +49,16 @@ def checkpointed_class(plain: type[nn.Module], mode: Mode, to_cpu: bool | Hooks 
         plain_forward = super(subclass, self).forward  # pyright: ignore[reportAttributeAccessIssue]
         if not to_cpu:
             return checkpoint(plain_forward, *args, **options, **kwargs)
+        num_args, names = len(args), tuple(kwargs)
+
+        def of_places(*values: Any) -> Any:  # a checkpoint saves inputs through hooks only if they have no name
+            return plain_forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+
         # Hooks around a checkpoint see the inputs of the block; the hooks within it drop the rest.
-        on_gpu = any(isinstance(arg, Tensor) and arg.is_cuda for arg in args)
+        values = (*args, *kwargs.values())
+        on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in values)
         with to_cpu() if callable(to_cpu) else save_on_cpu(pin_memory=on_gpu):
-            return checkpoint(plain_forward, *args, **options, **kwargs)
+            return checkpoint(of_places, *values, **options)
 
     subclass = type(plain.__name__, (plain,), {"forward": forward, "plain_class": plain})
     return subclass

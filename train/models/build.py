@@ -1,6 +1,6 @@
 """Build the models behind one call: ``denoiser(x, t, conditioning)``.
 
-Our DiT takes class labels, or captions of any encoder; diffusers' PixArt and Sana take captions.
+Our DiT takes class labels, or captions of any encoder; diffusers' PixArt, Sana and Stable Diffusion 3 take captions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from ..objective_recipe import RoutingSection
 from .activation_checkpointing import Mode, checkpoint_blocks
 from .conditioning import Conditioning, Extras, ModelOutput
 from .diffusers_models.adapters import add_adapters
-from .diffusers_models.families import PIXART_SIZES, SANA_PATCH, SANA_SIZES, family_of, published_config
+from .diffusers_models.families import (
+    PIXART_SIZES,
+    SANA_PATCH,
+    SANA_SIZES,
+    SD3_PATCH,
+    SD3_SIZES,
+    family_of,
+    published_config,
+)
+from .diffusers_models.joint_denoiser import JointDenoiser
 from .diffusers_models.text_denoiser import TextDenoiser
 from .dit import PATCHES, SIZES, DiT, size_of
 from .spec import ModelSpec
@@ -30,7 +39,7 @@ def dit_names() -> list[str]:
 
 def check_model_name(name: str) -> None:
     """Raise RecipeError if the model name is unknown."""
-    known = [*dit_names(), *PIXART_SIZES, *SANA_SIZES]
+    known = [*dit_names(), *PIXART_SIZES, *SANA_SIZES, *SD3_SIZES]
     if name not in known:
         raise RecipeError(f"model.name '{name}': needed one of {', '.join(known)}.")
 
@@ -45,9 +54,16 @@ def patch_of(spec: ModelSpec) -> int:
     if spec.config:
         return spec.config["patch_size"]
     family = family_of(spec.name)
-    if family:
-        return PIXART_SIZES[spec.name][3] if family == "pixart" else SANA_PATCH
-    return size_of(spec.name)[-1]
+    if family == "pixart":
+        return PIXART_SIZES[spec.name][3]
+    return {"sana": SANA_PATCH, "sd3": SD3_PATCH}[family] if family else size_of(spec.name)[-1]
+
+
+def most_tokens_a_side(spec: ModelSpec) -> int | None:
+    """Side of the largest grid of tokens that the model has positions for; None: any."""
+    if family_of(spec.name) != "sd3":
+        return None
+    return spec.config["pos_embed_max_size"] if spec.config else SD3_SIZES[spec.name].positions
 
 
 def routed_blocks(routing: RoutingSection, depth: int) -> tuple[int, int]:
@@ -103,7 +119,7 @@ class DiTDenoiser(nn.Module):
         return self.net.blocks
 
 
-Denoiser = DiTDenoiser | TextDenoiser
+Denoiser = DiTDenoiser | TextDenoiser | JointDenoiser
 
 
 def build_model(spec: ModelSpec, *, seed: int) -> Denoiser:
@@ -113,7 +129,8 @@ def build_model(spec: ModelSpec, *, seed: int) -> Denoiser:
         family = family_of(spec.name)
         if family is None:
             return DiTDenoiser(spec)
-        model = TextDenoiser(family, spec.config or _config(spec))
+        config = spec.config or _config(spec)
+        model = JointDenoiser(config) if family == "sd3" else TextDenoiser(family, config)
     if spec.adapter:
         add_adapters(model, spec.adapter, seed=seed)
     return model
@@ -126,4 +143,5 @@ def _config(spec: ModelSpec) -> dict[str, Any]:
         out_channels=spec.out_channels,
         caption_width=spec.caption_width,
         base_size=spec.base_size,
+        pooled_width=spec.pooled_width,
     )

@@ -48,12 +48,34 @@ class AdapterSpec(BaseModel):
         return self.alpha / self.rank
 
 
+class TextInput(BaseModel):
+    """What a model reads of one text encoder of the store.
+
+    Args:
+      name: of the text encoder; empty: that of ``[text]``.
+      tokens: of each caption, padding included; 0: the pooled vector alone is read.
+      width: of a token.
+      pooled_width: 0: the pooled vector is not read.
+      beside: its tokens are joined to those of the input before by their features, not after them.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    tokens: int
+    width: int
+    pooled_width: int = 0
+    beside: bool = False
+
+
 class ModelSpec(BaseModel):
     """Everything needed to build a model.
 
     Args:
       num_classes: of the label table; 0 with captions.
-      caption_width: 0 with labels.
+      caption_width: of a token as the model sees it; 0 with labels.
+      texts: of a model that reads several text encoders, each at full length; empty: the valid tokens of the store's
+        first one.
       options: of our DiT.
       projectors: by name of the feature.
       fused: blocks around which the outputs of routed and other tokens are fused (SPRINT), from 1.
@@ -74,6 +96,7 @@ class ModelSpec(BaseModel):
     fused: tuple[int, int] | None = None
     config: dict[str, Any] = {}
     adapter: AdapterSpec | None = None
+    texts: tuple[TextInput, ...] = ()
 
     @property
     def plain(self) -> ModelSpec:
@@ -89,6 +112,16 @@ class ModelSpec(BaseModel):
     def takes_text(self) -> bool:
         """Conditioned on captions, not on labels."""
         return self.caption_width > 0
+
+    @property
+    def joined_tokens(self) -> int:
+        """Caption tokens of an image for a model that reads several text encoders, else 0."""
+        return sum(one.tokens for one in self.texts if not one.beside)
+
+    @property
+    def pooled_width(self) -> int:
+        """Of the joined pooled vectors; 0: the model reads none."""
+        return sum(one.pooled_width for one in self.texts)
 
     @property
     def takes_sizes(self) -> bool:

@@ -24,6 +24,7 @@ from ..step.attention_kernels import attention_calls, fastest_kernels, preferred
 from ..step.image_losses import Microbatch, Teacher, image_losses, num_routed_tokens, token_grid
 from ..weights.checkpoint import OPTIMIZER
 from .state import TrainState
+from .texts_for_store import longest_caption, zero_texts
 
 TRIED = ((2, 4), (1, 2))  # images; fewer if those do not fit
 TRIED_IMAGES = 32  # for attention: enough to fill a GPU
@@ -49,9 +50,8 @@ def tune(state: TrainState, watchdog: Watchdog) -> None:
 
 
 def _fastest_attention(state: TrainState, bucket: str) -> list[str]:
-    text = state.stores[0].spec.text
     size = latent_size_of(bucket, state.stores[0].spec.latent)
-    calls = attention_calls(state.spec, size, text.max_tokens if text and state.spec.takes_text else 0)
+    calls = attention_calls(state.spec, size, longest_caption(state.spec, state.stores[0].spec))
     dtype = state.autocast_dtype or torch.float32
     return fastest_kernels(calls, min(state.recipe.run.global_batch, TRIED_IMAGES), dtype, state.device)
 
@@ -122,7 +122,8 @@ def _bytes_to_come(state: TrainState) -> float:
 
 def synthetic_microbatch(state: TrainState, bucket: str, images: int) -> Microbatch:
     """A microbatch of noise, with captions of full length: the largest that a bucket can have."""
-    latent, text = state.stores[0].spec.latent, state.stores[0].spec.text
+    store = state.stores[0].spec
+    latent = store.latent
     shape = (latent.channels, *(side // latent.downscale for side in bucket_size(bucket)))
     recipe, rows = state.recipe, slice(0, images)
     draws = draw(
@@ -138,12 +139,9 @@ def synthetic_microbatch(state: TrainState, bucket: str, images: int) -> Microba
         less_time=recipe.self_align.weight > 0,
     )
     labels = torch.zeros(images, dtype=torch.int64, device=state.device)
-    captions = lengths = None
-    if state.spec.takes_text and text:
-        dtype = torch.float32 if state.autocast_dtype is None else torch.float16
-        captions = torch.zeros(images, text.max_tokens, text.width, dtype=dtype, device=state.device)
-        lengths = torch.full((images,), text.max_tokens, device=state.device)
-    conditioning = state.conditioner(labels, captions, lengths, labels, widen=state.autocast_dtype is None)
+    dtype = torch.float32 if state.autocast_dtype is None else torch.float16
+    texts = zero_texts(state.spec, store, images, dtype, state.device)
+    conditioning = state.conditioner(labels, texts, labels, widen=state.autocast_dtype is None)
     tokens = math.prod(token_grid(state, shape))
     teachers = {
         name: Teacher(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...datasets.errors import RecipeError, RunError
+from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import LatentSpec, StoreSpec
 from ...datasets.order.alike import check_alike
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
-from ..models.build import check_model_name, pixels_per_token, routed_blocks
+from ..models.build import check_model_name, most_tokens_a_side, pixels_per_token, routed_blocks
 from ..models.diffusers_models.families import ADAPTED, family_of
 from ..models.dit import size_of
 from ..models.layers import DiTOptions
@@ -17,6 +18,7 @@ from ..models.spec import AdapterSpec, ModelSpec, ProjectorSpec
 from ..objective_recipe import SELF
 from ..objectives.losses import num_outputs
 from ..weights.init_from import position_grid, read_config
+from .texts_for_store import caption_inputs
 
 
 def model_for_stores(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> tuple[ModelSpec, LatentStore]:
@@ -64,24 +66,11 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
             f"model '{name}': made for {recipe.model.channels} latent channels (model.channels), store '{where}' holds "
             f"{latent.channels}. Use a store of that VAE, or --set model.channels=0 to build the model for the store."
         )
-    num_classes = caption_width = 0
+    num_classes, caption_width, texts = 0, 0, ()
     if family_of(name) and recipe.conditioning.kind == "label":
         raise RecipeError(f"conditioning.kind 'label': model '{name}' takes captions. Use a DiT, or 'auto'.")
     if recipe.takes_captions:
-        if store.text is None and store.texts:
-            names = ", ".join(f"[text.{one.name}]" for one in store.texts)
-            raise RunError(
-                f"model '{name}': it takes the captions of [text], store '{where}' has those of {names} alone. "
-                "Precompute with its text encoder as [text]."
-            )
-        if store.text is None:
-            raise RunError(f"model '{name}': it needs captions, store '{where}' has none. Precompute with text.kind.")
-        if not store.text.has_tokens:
-            raise RunError(
-                f"model '{name}': it takes the tokens of captions, [text] of store '{where}' has pooled vectors alone. "
-                "Precompute with a text encoder that gives tokens as [text]."
-            )
-        caption_width = store.text.width
+        caption_width, texts = caption_inputs(recipe, store, where)
     else:
         num_classes = _num_classes(recipe, store, where)
     base_size = store.images.resolution_px // latent.downscale
@@ -97,6 +86,7 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
         options=options,
         projectors=projectors(recipe, store, where),
         adapter=adapter,
+        texts=texts,
     )
     if not family_of(name):
         depth = size_of(name)[0]
@@ -190,7 +180,11 @@ def _with_config(spec: ModelSpec, recipe: TrainRecipe, where: str) -> ModelSpec:
     config = read_config(source, family)
     if not config:  # a run of ours from scratch
         return spec
-    needed = {"in_channels": spec.channels, "out_channels": spec.out_channels, "caption_channels": spec.caption_width}
+    needed = {"in_channels": spec.channels, "out_channels": spec.out_channels}
+    if family == "sd3":
+        needed |= {"joint_attention_dim": spec.caption_width, "pooled_projection_dim": spec.pooled_width}
+    else:
+        needed["caption_channels"] = spec.caption_width
     for key, value in needed.items():
         actual = config.get(key) or (config.get("in_channels") if key == "out_channels" else None)
         if actual != value:
@@ -202,9 +196,14 @@ def _with_config(spec: ModelSpec, recipe: TrainRecipe, where: str) -> ModelSpec:
 
 
 def check_sizes(spec: ModelSpec, latent: LatentSpec, buckets: list[str]) -> None:
-    """Raise RunError if the sides of a bucket are not divisible by the patch size."""
-    step = pixels_per_token(spec, latent)
+    """Raise RunError if the sides of a bucket are not divisible by the patch size, or beyond the model's positions."""
+    step, most = pixels_per_token(spec, latent), most_tokens_a_side(spec)
     for bucket in buckets:
+        if most and max(bucket_size(bucket)) > most * step:
+            raise RunError(
+                f"model '{spec.name}': bucket '{bucket}' is larger than its table of positions, which ends at "
+                f"{most * step} px. Use smaller buckets."
+            )
         if any(int(side) % step for side in bucket.split("x")):
             raise RunError(
                 f"model '{spec.name}': bucket '{bucket}' is not divisible by the patch size of {step} px. "

@@ -223,8 +223,9 @@ def capture(state: TrainState, *, averages: bool = False, resumable: bool = True
     groups = gather(state.engine, GROUPS if resumable else (EMA,), keep=state.ranks.is_first)
     if not groups:
         return Captured(state.step, [])
-    null = state.conditioner.null_caption
-    rest = {MODEL: buffers_of(state.engine.model)} | ({} if null is None else {NULL_CAPTION: {"embedding": null.cpu()}})
+    null = {"embedding": state.conditioner.null_caption, "pooled": state.conditioner.null_pooled}
+    kept = {name: tensor.cpu() for name, tensor in null.items() if tensor is not None}
+    rest = {MODEL: buffers_of(state.engine.model)} | ({NULL_CAPTION: kept} if kept else {})
     folders = []
     if averages or (resumable and recipe.ema.kind == "power" and not recipe.ema.keep_every):
         folders.append(Folder(AVERAGE, rest | {EMA: groups[EMA]}, extra | {"lengths": recipe.ema.lengths}))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...datasets.errors import RecipeError
-from ...datasets.format.schema import LatentStatistics, StoreSpec
+from ...datasets.format.schema import EncoderIdentity, LatentStatistics, StoreSpec
 from ...datasets.loader import BatchLoader
 from ...datasets.revisions.encoder_paths import encoder_section
 from ...datasets.store import LatentStore
@@ -21,6 +21,7 @@ from ..step.learner import Learner, build_learner
 from ..weights.init_from import class_map_warning, scale_warning
 from .data import buckets_at, build_loader
 from .model_for_store import model_for_stores
+from .texts_for_store import null_captions
 
 
 @dataclass(kw_only=True)
@@ -67,11 +68,13 @@ def prepare(
     latent = loader.dataset.reader.latent_specs[0]
     if source and (warning := scale_warning(source, latent)):
         warn(warning)
+    null, null_pooled = null_captions(spec, store)
     learner = build_learner(
         recipe,
         spec,
         device,
-        null_caption=torch.from_numpy(store.null_caption).to(device).float() if spec.takes_text else None,
+        null_caption=None if null is None else null.to(device),
+        null_pooled=None if null_pooled is None else null_pooled.to(device),
         source_sizes=[torch.from_numpy(each.sizes[:, :2]).to(device).float() for each in stores if spec.takes_sizes],
         ranks=ranks,
         store=store.spec,
@@ -104,6 +107,12 @@ def snapshot_state(
       root_hashes: of all stores.
     """
     vae, encoder = store.vae, store.text_encoder
+
+    def text_encoder(name: str, identity: EncoderIdentity) -> dict[str, Any]:
+        section = encoder_section(store, f"text.{name}" if name else "text", place)
+        return {"model": section, "weights_sha256": identity.weights_sha256}
+
+    read = {one.name: text_encoder(one.name, store.text_encoder_of(one.name).encoder) for one in spec.texts}
     return {
         "spec": spec.model_dump(),
         "objective": recipe.objective.model_dump(),
@@ -115,8 +124,8 @@ def snapshot_state(
             "class_name": vae.class_name,
             "weights_sha256": vae.weights_sha256,
         },
-        "text_encoder": encoder
-        and {"model": encoder_section(store, "text", place), "weights_sha256": encoder.weights_sha256},
+        "text_encoder": encoder and text_encoder("", encoder),
+        "texts": read,
         "classes": store.classes,
         "class_names": store.class_names,
         "buckets": dict(buckets),

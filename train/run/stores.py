@@ -103,8 +103,10 @@ def _check_store(run: Path, known: list[RevisionRead], store: LatentStore) -> No
         hashes.append((pinned.revision, pinned.root_hash, read_manifest(store.path, pinned.revision).root_hash))
         before, now = read_spec(store.path, pinned.revision), store.spec
         classes = before.classes or []
+        texts = {one.name for one in before.text_encoders}
         encoders = [
-            (spec.vae.weights_sha256, spec.text_encoder and spec.text_encoder.weights_sha256) for spec in (before, now)
+            (spec.vae.weights_sha256, [t.encoder.weights_sha256 for t in spec.text_encoders if t.name in texts])
+            for spec in (before, now)
         ]
         if (now.classes or [])[: len(classes)] != classes or encoders[0] != encoders[1]:
             what = "other encoders" if encoders[0] != encoders[1] else "other class names"

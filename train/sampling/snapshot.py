@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from ...datasets.errors import RunError
 from ...datasets.format.class_names import ClassNames
@@ -80,10 +83,7 @@ def load_snapshot(
         model.load_state_dict(merged_weights(saved, model, spec, frozen))
     else:
         model.load_state_dict(saved.tensors(MODEL, model.state_dict()))
-    null = None
-    if spec.takes_text and text:
-        wanted = torch.empty(text.max_tokens, text.width, device="meta")
-        null = saved.tensors(NULL_CAPTION, {"embedding": wanted})["embedding"].to(device)
+    null = _null_caption(saved, spec, text)
     return Snapshot(
         path=saved.path,
         step=saved.state["step"],
@@ -92,10 +92,34 @@ def load_snapshot(
         objective=objective,
         latent=latent,
         text=text,
-        conditioner=Conditioner(spec, null, caption_step=caption_step(compiled)),
+        conditioner=Conditioner(
+            spec,
+            null["embedding"].to(device) if null else None,
+            caption_step=caption_step(compiled),
+            null_pooled=null["pooled"].to(device) if "pooled" in null else None,
+        ),
         state=saved.state,
         weights_hash=saved.files[f"{MODEL}.safetensors"].xxh3_128,
     )
+
+
+def _null_caption(saved: checkpoint.Saved, spec: ModelSpec, text: TextSpec | None) -> dict[str, Tensor]:
+    """The tensors of the empty caption by name, for a model with text."""
+    tokens = spec.joined_tokens or (text.max_tokens if spec.takes_text and text else 0)
+    shapes = {"embedding": (tokens, spec.caption_width)} if tokens else {}
+    shapes |= {"pooled": (spec.pooled_width,)} if spec.pooled_width else {}
+    wanted = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return saved.tensors(NULL_CAPTION, wanted) if wanted else {}
+
+
+def text_encoders(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The text encoders that the model of a snapshot reads, by name.
+
+    Returns: of each its section of the precompute recipe, "model", and "weights_sha256".
+    """
+    if several := state.get("texts"):
+        return several
+    return {"": state["text_encoder"]} if state["text_encoder"] else {}
 
 
 def prepare_model(model: Denoiser, device: torch.device, *, compiled: bool) -> Denoiser:

@@ -50,7 +50,7 @@ def losses_at_fixed_times(learner: Learner, batch: Batch, noise: Tensor) -> Tens
     Returns: (B, 8) float32.
     """
     count, x = len(batch), batch.latents.repeat_interleave(NUM_TIMES, 0)
-    inputs = batch.labels, batch.captions, batch.caption_lengths, batch.records
+    inputs = batch.labels, batch.texts, batch.records
     conditioning = learner.conditioner(*inputs, store=batch.store, widen=learner.autocast_dtype is None)
     keys, width = noise.flatten(), learner.spec.class_width
     draws = Draws(

@@ -62,6 +62,7 @@ def build_learner(
     device: torch.device,
     *,
     null_caption: Tensor | None,
+    null_pooled: Tensor | None = None,
     source_sizes: Sequence[Tensor] = (),
     ranks: Ranks = ALONE,
     store: StoreSpec | None = None,
@@ -72,7 +73,7 @@ def build_learner(
     """Build model, optimizer and averages.
 
     Args:
-      null_caption: (max_tokens, D), for a model with text.
+      null_caption, null_pooled: (max_tokens, D) and (P,), for a model with text.
       source_sizes: (records, 2) pixels of each store, for a model conditioned on them.
       ranks: of this process; ``ranks.connected`` has connected it.
       store: whose image features the recipe aligns with.
@@ -105,7 +106,7 @@ def build_learner(
         spec=spec,
         engine=build_engine(recipe, model, ranks, device, compiled=compiled),
         ranks=ranks,
-        conditioner=Conditioner(spec, null_caption, source_sizes, caption_step),
+        conditioner=Conditioner(spec, null_caption, source_sizes, caption_step, null_pooled),
         device=device,
         autocast_dtype=autocast_dtype(recipe.run.precision, device),
         feature_specs={one.name: one.spec for one in store.features if one.name in recipe.align} if store else {},

@@ -36,7 +36,7 @@ def train_step(learner: Learner, batch: Batch) -> StepResult:
         num_tokens=num_routed_tokens(learner, batch.latents.shape, step),
         less_time=recipe.self_align.weight > 0,
     )
-    inputs = batch.labels, batch.captions, batch.caption_lengths, batch.records
+    inputs = batch.labels, batch.texts, batch.records
     conditioning = learner.conditioner(*inputs, store=batch.store, widen=learner.autocast_dtype is None)
     conditioning = learner.conditioner.drop(conditioning, draws.dropped)
     images = Microbatch(batch.latents, draws, conditioning, teachers_of(learner, batch))

@@ -115,7 +115,7 @@ def read_config(source: str, family: Family) -> dict[str, Any]:
         raise RunError(
             f"model.init_from '{source}': its config has '{unknown[0]}', which {cls.__name__} does not know."
         )
-    config = known | loaded
+    config = {key: list(value) if isinstance(value, tuple) else value for key, value in (known | loaded).items()}
     numbers = {key: value for key, value in config.items() if isinstance(value, int | float)}
     for key, value in numbers.items():
         if abs(value) > (MAX_DEPTH if key == "num_layers" else MAX_NUMBER):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from loaded import load_pipeline, load_transformer
 from making import CPU, train_recipe, tree_digest
 from torch import Tensor
 
@@ -50,25 +51,6 @@ def runs(
         recipe = train_recipe(model, *more, *settings)
         train(recipe, store_path=store.path, run=root / name, device=CPU, report=lambda _: None, stop=StopRequest())
     return {name: root / name for name in RUNS}
-
-
-def load_pipeline(name: str, folder: Path, **parts: Any) -> Any:
-    import diffusers
-
-    pipeline = getattr(diffusers, name).from_pretrained(folder, low_cpu_mem_usage=False, **parts)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def load_transformer(name: str, folder: Path) -> Any:
-    """The class of diffusers, loaded fresh; no key is missing and none too many."""
-    import diffusers
-
-    model, loading = getattr(diffusers, name).from_pretrained(
-        folder, subfolder="transformer", low_cpu_mem_usage=False, output_loading_info=True
-    )
-    assert {key: value for key, value in loading.items() if value} == {}
-    return model.eval()
 
 
 def captions_of(snapshot: Snapshot) -> Conditioning:
@@ -245,7 +227,7 @@ def test_an_imported_store_names_the_vae_of_the_pipeline_and_the_card_its_shift(
             latent=plain.model_copy(update={"decoding": decoding}),
             state=snapshot.state | {"vae": snapshot.state["vae"] | {"class_name": "imported:pixart"}},
         )
-        assert index_of(imported, "DDIMScheduler", None)["vae"] == ["diffusers", "AutoencoderKL"]
+        assert index_of(imported, "DDIMScheduler", {})["vae"] == ["diffusers", "AutoencoderKL"]
         assert any("shifted" in note for note in departures(imported))
         assert any("from 0 to 1" in note for note in departures(imported))
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from leandit.datasets.batches.captions import CaptionBatch
 from leandit.datasets.store import LatentStore
 from leandit.train.loop import StopRequest, train
 from leandit.train.models import cross_attention
@@ -127,7 +128,7 @@ def test_the_conditioner_looks_up_the_sizes_of_the_records() -> None:
     assert spec.takes_sizes
     conditioner = Conditioner(spec, torch.zeros(9, 6), [torch.arange(20.0).view(10, 2)])
     records = torch.tensor([7, 0, 3])
-    given = conditioner(None, torch.zeros(3, 7, 6), MASK.sum(1), records)
+    given = conditioner(None, {"": CaptionBatch(torch.zeros(3, 7, 6), MASK.sum(1))}, records)
     assert given.source_sizes is not None
     assert given.source_sizes.tolist() == [[14, 15], [0, 1], [6, 7]]
     dropped = conditioner.drop(given, torch.tensor([True, False, True]))
@@ -138,7 +139,8 @@ def test_the_conditioner_looks_up_the_sizes_of_the_records() -> None:
 def test_captions_of_16_bits_stay_so_for_a_forward_under_autocast(dtype: torch.dtype) -> None:
     conditioner, lengths = Conditioner(PIXART, torch.randn(9, 6)), MASK.sum(1)
     stored = torch.randn(3, 7, 6).to(dtype)
-    wide, narrow = conditioner(None, stored, lengths), conditioner(None, stored, lengths, widen=False)
+    texts = {"": CaptionBatch(stored, lengths)}
+    wide, narrow = conditioner(None, texts), conditioner(None, texts, widen=False)
     dropped = torch.tensor([True, False, True])
     wide, narrow = conditioner.drop(wide, dropped), conditioner.drop(narrow, dropped)
     assert wide.captions is not None
@@ -176,7 +178,7 @@ def test_a_step_hands_on_captions_in_the_dtype_that_its_precision_wants(
 def test_captions_are_padded_to_a_multiple_but_never_beyond_null(step: int, length: int) -> None:
     captions = torch.randn(3, 7, 6)
     conditioner = Conditioner(PIXART, torch.ones(11, 6), caption_step=step)
-    given = conditioner(None, captions, MASK.sum(1))
+    given = conditioner(None, {"": CaptionBatch(captions, MASK.sum(1))})
     assert given.captions is not None
     assert given.caption_mask is not None
     assert given.captions.shape == (3, length, 6)
@@ -524,9 +526,8 @@ def test_a_model_of_captions_trains_resumes_to_the_bit_and_samples(
     spec = json.loads((tmp_path / "whole/run.json").read_text())["spec"]
     assert ModelSpec.model_validate(spec) == model_spec(train_recipe(name), caption_store.spec, "store")
     snapshot = load_snapshot(tmp_path / "whole", CPU)
-    given = snapshot.conditioner(
-        None, torch.from_numpy(caption_store.caption_embedding(0))[None].float(), torch.tensor([3])
-    )
+    caption = torch.from_numpy(caption_store.caption_embedding(0))[None].float()
+    given = snapshot.conditioner(None, {"": CaptionBatch(caption, torch.tensor([3]))})
     latents = draw_latents(snapshot, given, size=(8, 8), seed=0, solver=Solver(steps=2, guidance=2.0))
     assert latents.shape == (1, 4, 8, 8)
     assert latents.isfinite().all()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from making import train_recipe
 
+from leandit.datasets.batches.captions import CaptionBatch
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
 from leandit.datasets.format.schema import TextEncoder
 from leandit.datasets.store import LatentStore
@@ -44,7 +45,7 @@ def captions(seed: int, *lengths: int, width: int = 6) -> tuple[torch.Tensor, to
 
 def test_missing_and_dropped_labels_become_the_null_class() -> None:
     conditioner = Conditioner(LABELS, None)
-    given = conditioner(torch.tensor([0, 2, -1, 1]), None, None)
+    given = conditioner(torch.tensor([0, 2, -1, 1]), {})
     assert given.labels is not None
     assert given.labels.tolist() == [0, 2, 3, 1]
     dropped = conditioner.drop(given, torch.tensor([True, False, False, True]))
@@ -56,7 +57,7 @@ def test_a_dropped_caption_becomes_the_first_rows_of_null_and_keeps_its_mask() -
     null = torch.randn(16, 6)
     embeddings, lengths = captions(0, 2, 5, 3)
     conditioner = Conditioner(TEXT, null)
-    given = conditioner(None, embeddings, lengths)
+    given = conditioner(None, {"": CaptionBatch(embeddings, lengths)})
     assert given.caption_mask is not None
     assert given.caption_mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
     dropped = conditioner.drop(given, torch.tensor([True, False, True]))
@@ -71,7 +72,7 @@ def test_a_dropped_caption_becomes_the_first_rows_of_null_and_keeps_its_mask() -
 def text_inputs(padding: int) -> Conditioning:
     embeddings, lengths = captions(3, 4, 7)
     padded = torch.nn.functional.pad(embeddings, (0, 0, 0, padding), value=9.0)  # a value that would be noticed
-    return Conditioner(TEXT, torch.zeros(32, 6))(None, padded, lengths)
+    return Conditioner(TEXT, torch.zeros(32, 6))(None, {"": CaptionBatch(padded, lengths)})
 
 
 @pytest.mark.parametrize("spec", SPECS[1:], ids=IDS[1:])

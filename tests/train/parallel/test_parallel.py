@@ -86,6 +86,12 @@ ZERO: dict[str, dict[str, Any]] = {
         "gradient_clipping": "auto",
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": "auto"}},
     },
+    "offloaded": {
+        "train_batch_size": "auto",
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "optimizer": ADAMW,
+    },
     "fp16": {
         "zero_optimization": {"stage": 2},
         "fp16": {"enabled": True, "initial_scale_power": 28, "hysteresis": 1},
@@ -110,6 +116,8 @@ ALIGNED = [  # all that looks into the model; alignment stops, so that its proje
     "run.steps=4",
 ]
 ADAPTED = ("ddp", "fsdp", "fsdp-gradient", "fsdp-offload", "zero-2")
+# Of SD3: two streams, blocks of three shapes, and a table of positions that is no parameter.
+JOINT = {"ddp": TWO["ddp"], "fsdp": TWO["fsdp"], "zero-2": ["parallel.deepspeed_config={folder}/offloaded.json"]}
 # checkpoint of -> resumed with
 CHAIN = [("one", "fsdp"), ("fsdp", "zero-3"), ("zero-3", "ddp")]
 MORE = [("ddp", "zero-1"), ("zero-2", "fsdp-offload"), ("zero-1", "zero-2")]  # in the long form
@@ -165,6 +173,7 @@ def said(
     caption_store: LatentStore,
     feature_store: LatentStore,
     adapters: list[str],
+    three_text_store: LatentStore,
 ) -> list[list[dict[str, Any]]]:
     """All that two ranks do, in one pair of processes; what each said of each job."""
 
@@ -183,6 +192,9 @@ def said(
         jobs.append(job(feature_store, folder / f"aligned {name}", *settings(name), *ALIGNED))
     for name in ADAPTED:
         jobs.append(job(caption_store, folder / f"lora {name}", *settings(name), *adapters, recipe="pixart-tiny"))
+    for name, own in JOINT.items():
+        settings_of = [*(entry.format(folder=folder) for entry in own), "run.steps=6"]
+        jobs.append(job(three_text_store, folder / f"joint {name}", *settings_of, recipe="sd3-tiny"))
     jobs.append(job(label_store, folder / "mixture", mixture_of(label_store)) | {"store": None})
     fp16 = [f"parallel.deepspeed_config={folder}/fp16.json", "run.checkpoint_every=2"]  # the first before any update
     for steps in (14, 16):
@@ -253,6 +265,20 @@ def test_adapters_are_those_of_one_process(
             torch.testing.assert_close(ours[key], tensor, atol=2e-4, rtol=0)
     copy = at(2, found, tmp_path / "copy")
     assert alone(caption_store, copy, *adapters, recipe="pixart-tiny") == pytest.approx(wanted[2:], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_a_model_of_two_streams_is_that_of_one_process(
+    name: str, said: list[Any], folder: Path, three_text_store: LatentStore, tmp_path: Path
+) -> None:
+    wanted = alone(three_text_store, tmp_path / "run", "run.steps=6", recipe="sd3-tiny")
+    assert losses(folder / f"joint {name}") == pytest.approx(wanted, abs=1e-5)
+    for kind in ("checkpoint-6", "snapshot-6"):
+        for path in sorted((tmp_path / "run" / kind).glob("*.safetensors")):
+            expected, found = load_file(path), load_file(folder / f"joint {name}" / kind / path.name)
+            assert found.keys() == expected.keys()
+            for key, tensor in expected.items():
+                torch.testing.assert_close(found[key], tensor, atol=2e-4, rtol=0)
 
 
 def test_fp16_under_deepspeed_has_its_loss_scaler_which_a_checkpoint_holds(

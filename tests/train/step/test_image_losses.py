@@ -204,7 +204,7 @@ def test_held_out_records_lose_the_plain_loss_with_all_tokens(store: LatentStore
 def test_a_model_with_a_class_token_draws_latents(sampler: Any, store: LatentStore, tmp_path: Path) -> None:
     run_to(store, tmp_path / "run", 2, *ALL)
     snapshot = load_snapshot(tmp_path / "run", CPU)
-    conditioning = snapshot.conditioner(torch.tensor([0, 1, 2]), None, None)
+    conditioning = snapshot.conditioner(torch.tensor([0, 1, 2]), {})
     solver = Solver(sampler=sampler, steps=4, guidance=2.0)
     drawn = draw_latents(snapshot, conditioning, size=(4, 4), seed=0, solver=solver)
     assert drawn.shape == (3, 4, 4, 4)

@@ -195,9 +195,11 @@ def test_a_dit_that_was_trained_in_diffusers_is_refused(tmp_path: Path) -> None:
 
 
 def saved_text_model(folder: Path, name: str, family: Family, *, channels: int = 4, **more: Any) -> Any:
-    """A transformer of diffusers that fits the caption store."""
+    """A transformer of diffusers that fits the caption store, or that of three texts."""
     torch.manual_seed(1)
-    config = published_config(name, channels=channels, out_channels=channels, caption_width=64, base_size=8) | more
+    width, sizes = (32, {"pooled_width": 16}) if family == "sd3" else (64, {})
+    sizes |= {"channels": channels, "out_channels": channels, "base_size": 8}
+    config = published_config(name, caption_width=width, **sizes) | more
     model = transformer_class(family)(**config).eval()
     model.save_pretrained(folder, max_shard_size="100KB")
     return model
@@ -207,21 +209,28 @@ TEXT_MODELS: list[tuple[str, Family, dict[str, Any]]] = [
     ("pixart-tiny", "pixart", {"num_layers": 3}),
     ("pixart-tiny", "pixart", {"use_additional_conditions": True, "attention_head_dim": 24, "cross_attention_dim": 48}),
     ("sana-tiny", "sana", {"num_layers": 3, "qk_norm": "rms_norm_across_heads"}),
+    ("sd3-tiny", "sd3", {"num_layers": 2, "qk_norm": None, "dual_attention_layers": []}),
 ]
 
 
 @pytest.mark.parametrize(("name", "family", "more"), TEXT_MODELS)
 def test_a_run_begins_with_the_weights_of_a_folder_and_learns_from_them(
-    name: str, family: Family, more: dict[str, Any], caption_store: LatentStore, tmp_path: Path
+    name: str,
+    family: Family,
+    more: dict[str, Any],
+    caption_store: LatentStore,
+    three_text_store: LatentStore,
+    tmp_path: Path,
 ) -> None:
     theirs = saved_text_model(tmp_path / "pipeline/transformer", name, family, **more)
     recipe = train_recipe(name, f"model.init_from={tmp_path / 'pipeline'}", "optimizer.lr=1e-6", "run.steps=2")
-    spec = model_spec(recipe, caption_store.spec, "store")
+    store = three_text_store if family == "sd3" else caption_store
+    spec = model_spec(recipe, store.spec, "store")
     assert spec.config["num_layers"] == theirs.config.num_layers
     assert ModelSpec.model_validate_json(spec.model_dump_json()) == spec
     assert spec.takes_sizes == bool(more.get("use_additional_conditions"))
     run = tmp_path / "run"
-    train(recipe, store_path=caption_store.path, run=run, device=CPU, report=lambda figures: None, stop=StopRequest())
+    train(recipe, store_path=store.path, run=run, device=CPU, report=lambda figures: None, stop=StopRequest())
     learned, begun = load_file(run / "checkpoint-2/model.safetensors"), theirs.state_dict()
     assert {name.removeprefix("net.") for name in learned} == begun.keys()
     moved = [float((learned[f"net.{key}"] - tensor).abs().max()) for key, tensor in begun.items()]

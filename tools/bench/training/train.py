@@ -182,7 +182,8 @@ def _noise_store(request: StepRequest, path: Path) -> Path:
         channels=work.spec.channels,
         num_classes=work.spec.num_classes,
         token_counts=[work.tokens] * 8 if work.tokens else (),
-        text_width=work.spec.caption_width or 1,
+        text_width=0 if work.spec.texts else work.spec.caption_width or 1,
+        texts={one.name: one.spec for one in work.store.texts},
     )
     return path
 

@@ -1,1 +1,1 @@
-"""The PixArt and Sana of diffusers behind the common call, initialised for training from scratch."""
+"""The PixArt, Sana and Stable Diffusion 3 of diffusers behind the common call."""

@@ -1,4 +1,4 @@
-"""The patch embedding of diffusers, with positions that are computed once, and where the stream of tokens starts."""
+"""The patch embeddings of diffusers, without rounded positions, and where a stream of tokens starts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....datasets.errors import RecipeError
 from ..numerics import at_least_float32
 
 
@@ -45,6 +46,40 @@ class CachedPatchEmbed(nn.Module):
                 )
                 self._tables[key] = table.float().unsqueeze(0).to(device)
         return self._tables[key]
+
+
+class CroppedPatchEmbed(nn.Module):
+    """diffusers' patch embedding with the centre of a table of positions, of which all sizes take their part (SD3).
+
+    diffusers rounds the sum to the dtype of the convolution.
+
+    Args:
+      plain: the original, whose weights and table it shares under the same names.
+    """
+
+    pos_embed: Tensor
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.proj, self.side = plain.proj, plain.pos_embed_max_size
+        self.register_buffer("pos_embed", plain.pos_embed)
+
+    def forward(self, latent: Tensor) -> Tensor:
+        """(B, C, H, W) to (B, T, E)."""
+        tokens = self.proj(latent)
+        rows, columns = tokens.shape[2:]
+        return tokens.flatten(2).transpose(1, 2) + self.table(rows, columns)
+
+    def table(self, rows: int, columns: int) -> Tensor:
+        """Positions of a grid, (1, T, E) float32.
+
+        Raises: RecipeError: the grid is larger than the table.
+        """
+        if max(rows, columns) > self.side:
+            raise RecipeError(f"{rows} x {columns} tokens: the model's table has positions for {self.side} a side.")
+        top, left = (self.side - rows) // 2, (self.side - columns) // 2
+        whole = self.pos_embed.view(1, self.side, self.side, -1)
+        return whole[:, top : top + rows, left : left + columns].flatten(1, 2)
 
 
 def start_stream(embed: nn.Module, inputs: Any, tokens: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from ....datasets.batches.captions import CaptionBatch, captions_of
 from ....datasets.batches.reader import BatchReader
 from ....datasets.order.filters import label_indices
 from ...data_recipe import RecordsSection
@@ -21,20 +22,18 @@ class Subjects:
     Args:
       names: for people.
       labels: class indexes, or None.
-      captions: embeddings, (L, D) float32 each, or None.
+      captions: of each text encoder, by name, or None.
     """
 
     names: list[str]
     labels: list[int] | None = None
-    captions: list[Tensor] | None = None
+    captions: Mapping[str, CaptionBatch] | None = None
 
     def conditioning(self, conditioner: Conditioner, device: torch.device) -> Conditioning:
         """Of all pictures, on a device."""
         if self.captions is None:
-            return conditioner(torch.tensor(self.labels, device=device), None, None)
-        padded = torch.nn.utils.rnn.pad_sequence(self.captions, batch_first=True)
-        lengths = torch.tensor([len(caption) for caption in self.captions])
-        return conditioner(None, padded.to(device), lengths)
+            return conditioner(torch.tensor(self.labels, device=device), {})
+        return conditioner(None, {name: text.to(device) for name, text in self.captions.items()})
 
 
 def choose_subjects(
@@ -59,8 +58,8 @@ def choose_subjects(
     records = np.sort(np.concatenate(records or [store.index(bucket).records for bucket in store.buckets]))
     ids = [store.record_at(int(records[place])).caption_ids[0] for place in _spread(len(records), count)]
     texts = store.captions["text"]
-    embeddings = [torch.from_numpy(np.array(store.caption_embedding(each))).float() for each in ids]
-    return Subjects([texts[each].as_py() for each in ids], captions=embeddings)
+    captions = {name: captions_of(store.text(name), ids) for name in store.texts}
+    return Subjects([texts[each].as_py() for each in ids], captions=captions)
 
 
 def _spread(total: int, count: int) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from making import CPU, train_recipe
 from shown_runs import EVERY, HOLDOUT, assert_same_training, lines, losses_held_out, run_to
 
+from leandit.datasets.batches.captions import captions_of
 from leandit.datasets.batches.latents import final_latents, keyed_noise
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.order.holdout import is_held_out, key_hashes
@@ -30,11 +31,13 @@ pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
 @pytest.fixture
-def store_of(label_store: LatentStore, caption_store: LatentStore) -> dict[str, LatentStore]:
-    return {"dit-s-4": label_store, "pixart-tiny": caption_store}
+def store_of(
+    label_store: LatentStore, caption_store: LatentStore, three_text_store: LatentStore
+) -> dict[str, LatentStore]:
+    return {"dit-s-4": label_store, "pixart-tiny": caption_store, "sd3-tiny": three_text_store}
 
 
-@pytest.mark.parametrize("name", ["dit-s-4", "pixart-tiny"])
+@pytest.mark.parametrize("name", ["dit-s-4", "pixart-tiny", "sd3-tiny"])
 def test_training_is_the_same_to_the_bit_with_and_without_it_and_after_a_resume(
     name: str, store_of: dict[str, LatentStore], tmp_path: Path
 ) -> None:
@@ -50,7 +53,7 @@ def test_training_is_the_same_to_the_bit_with_and_without_it_and_after_a_resume(
     assert losses_held_out(tmp_path / "stopped") == losses_held_out(tmp_path / "with")
 
 
-@pytest.mark.parametrize("name", ["dit-s-4", "pixart-tiny"])
+@pytest.mark.parametrize("name", ["dit-s-4", "pixart-tiny", "sd3-tiny"])
 def test_the_loss_of_the_average_is_that_of_the_snapshot_record_by_record(
     name: str, store_of: dict[str, LatentStore], tmp_path: Path
 ) -> None:
@@ -65,11 +68,11 @@ def test_the_loss_of_the_average_is_that_of_the_snapshot_record_by_record(
             own = hashes[index.records[position]][None]
             stored = torch.from_numpy(store.latents(bucket).take(index.rows[[position]]))
             x = final_latents(stored, store.spec.latent, torch.from_numpy(posterior_keys(own)))
-            caption = length = None
+            texts = {}
             if snapshot.spec.takes_text:
-                caption = torch.from_numpy(np.array(store.caption(int(index.records[position]))))[None].float()
-                length = torch.tensor([caption.shape[1]])
-            given = snapshot.conditioner(torch.tensor(index.labels[[position]]).long(), caption, length)
+                first = store.record_at(int(index.records[position])).caption_ids[0]
+                texts = {text: captions_of(store.text(text), [first]) for text in store.texts}
+            given = snapshot.conditioner(torch.tensor(index.labels[[position]]).long(), texts)
             times, keys = fixed_times(snapshot.objective, CPU), torch.from_numpy(noise_keys(own)[0])
             for time, key in zip(times, keys, strict=True):
                 noise = keyed_noise(key[None], tuple(x.shape[1:]))

@@ -49,8 +49,10 @@ def keeps_latents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def store_of(label_store: LatentStore, caption_store: LatentStore) -> dict[str, LatentStore]:
-    return {"dit-s-4": label_store, "pixart-tiny": caption_store}
+def store_of(
+    label_store: LatentStore, caption_store: LatentStore, three_text_store: LatentStore
+) -> dict[str, LatentStore]:
+    return {"dit-s-4": label_store, "pixart-tiny": caption_store, "sd3-tiny": three_text_store}
 
 
 def names_in(run: Path) -> list[str]:
@@ -75,7 +77,7 @@ def test_training_is_the_same_to_the_bit_with_and_without_pictures_and_after_a_r
 
 
 @pytest.mark.usefixtures("keeps_latents")
-@pytest.mark.parametrize("name", ["dit-s-4", "pixart-tiny"])
+@pytest.mark.parametrize("name", ["dit-s-4", "pixart-tiny", "sd3-tiny"])
 def test_the_latents_are_those_of_the_snapshot(name: str, store_of: dict[str, LatentStore], tmp_path: Path) -> None:
     run_to(train_recipe(name, HOLDOUT, *DRAWN), store_of[name], tmp_path / "run")
     snapshot, subjects = load_snapshot(tmp_path / "run", CPU), subjects_of(store_of[name], name)
