@@ -45,6 +45,7 @@ def dispersion(tokens: Tensor, temperature: float) -> Tensor:
     Source: Wang and He 2025 (dispersive loss), equation 6.
     """
     flat = tokens.float().flatten(1)
+    flat = flat - flat.mean(0)  # no distance changes, but what all images share no longer rounds them away
     squares = flat.square().sum(1)
     distance = (squares[:, None] + squares[None] - 2 * flat @ flat.T).clamp_min(0) / flat.shape[1]
     similarity = (-distance / temperature).exp().mean()

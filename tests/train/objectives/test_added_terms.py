@@ -47,6 +47,11 @@ def test_dispersion_is_the_log_of_the_mean_similarity_of_all_pairs(count: int) -
     torch.testing.assert_close(dispersion(tokens, 0.5), torch.full((count,), expected), rtol=1e-4, atol=1e-5)
 
 
+def test_what_all_images_share_does_not_round_their_distances_away() -> None:
+    tokens = random(5, 3, 4).float()
+    torch.testing.assert_close(dispersion(tokens + 10_000, 0.5), dispersion(tokens, 0.5), rtol=1e-2, atol=0)
+
+
 def test_images_that_are_alike_have_no_dispersion_and_a_gradient_that_drives_them_apart() -> None:
     tokens = random(1, 3, 4).repeat(4, 1, 1)
     assert dispersion(tokens, 0.5).abs().max() < 1e-5
