@@ -1,6 +1,7 @@
 """CLIP score: how well pictures show what their captions say.
 
-Source: Hessel et al. 2021, "CLIPScore"; as in torchmetrics: 100 * max(cosine, 0), averaged over the pictures.
+Source: Hessel et al. 2021, "CLIPScore", with the factor 100 of torchmetrics in place of 2.5: 100 * max(cosine, 0),
+averaged over the pictures. torchmetrics takes the maximum after the average.
 """
 
 from __future__ import annotations

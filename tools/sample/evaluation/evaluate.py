@@ -78,6 +78,7 @@ def evaluate(
     Returns: the numbers and what they are of, as plain values; None for others than the first process.
     Raises: RecipeError, SourceError, StoreError, RunError, EncoderError, DamageError.
     """
+    _check_options(request)
     with connected(ranks, device):
         team = Team(ranks)
         network = open_network(request.features, request.resize, device) if request.against else None
@@ -86,18 +87,20 @@ def evaluate(
         target = _open_target(request, network, team, device=device, ranks=ranks, progress=progress)
         result: dict[str, Any] = {"pictures": target.description}
         notes: list[str] = []
+        moments = other = None
         if network and reference:
             other = kept_moments(reference, network, team, request.keep, progress)
             moments = moments_of(target, network, team, "pictures", progress)
             result |= {"reference": reference.description, "features": network.description}
-            if moments and other:
-                result |= measure(moments, other, network, device)
-                notes += find_notes(moments, other, reference, network)
         if clip:
             score, num_cut = _clip_score(request, clip, target, team, progress)
             result |= {"clip": clip.description, "clip_score": score}
             if num_cut:
                 notes.append(f"{num_cut} captions are longer than CLIP reads; the rest of each does not count")
+        # Last, since only the first process does it: no other waits for it in vain after an error.
+        if moments and other and network and reference and team.is_first:
+            result |= measure(moments, other, network, device)
+            notes += find_notes(moments, other, reference, network)
         return result | {"notes": notes} if team.is_first else None
 
 
@@ -164,6 +167,17 @@ def find_notes(pictures: Moments, reference: Moments, opened: MeasuredSet, netwo
     if reference.features is None or pictures.features is None:
         notes.append("mean and covariance alone are known of one side, so only the Fréchet distance is measured")
     return notes
+
+
+def _check_options(request: EvaluateRequest) -> None:
+    """Raise RecipeError for an option that would change nothing."""
+    for_others = {"--source": request.source, "--against-num": request.most, "--keep-statistics": request.keep}
+    if not request.against and (unused := [name for name, value in for_others.items() if value]):
+        raise RecipeError(f"{unused[0]}: it is of a reference. Give one with --against, or leave it out.")
+    if request.captions and not request.clip:
+        raise RecipeError("--captions: they are for the CLIP score. Give a CLIP with --clip, or leave them out.")
+    if request.crop_px and not any(is_folder(path) for path in (request.target, request.against) if path):
+        raise RecipeError("--crop: it is of folders of pictures, and neither side is one. Leave it out.")
 
 
 def _open_reference(request: EvaluateRequest, network: Network, device: torch.device) -> MeasuredSet:

@@ -77,7 +77,7 @@ def keep(path: Path, moments: Moments, described: dict[str, Any]) -> None:
 def read_moments(file: Npz) -> Moments:
     """Statistics of a file, of this program or another.
 
-    Raises: DamageError: mean and covariance do not belong together, or are not finite.
+    Raises: DamageError: mean, covariance and features do not belong together, or are not finite.
     """
     described = file.text() or {}
     mean, covariance = (file.read(name).astype(np.float64) for name in (MEAN, COVARIANCE))
@@ -90,8 +90,9 @@ def _check_shapes(path: Path, mean: np.ndarray, covariance: np.ndarray, features
     width: Sequence[int] = mean.shape
     fits = len(width) == 1 and covariance.shape == (*width, *width)
     fits = fits and (features is None or features.shape[1:] == tuple(width))
-    if not fits or not all(np.isfinite(array).all() for array in (mean, covariance)):
+    finite = all(np.isfinite(array).all() for array in (mean, covariance, features) if array is not None)
+    if not fits or not finite:
         raise DamageError(
-            f"'{path}': its mu {mean.shape} and sigma {covariance.shape} are not mean and covariance of features. "
-            "Make the file again."
+            f"'{path}': its mu {mean.shape} and sigma {covariance.shape} are not mean and covariance of features"
+            f"{'' if finite else ', or not finite'}. Make the file again."
         )

@@ -97,6 +97,8 @@ class Npz:
         return found if isinstance(found, dict) else None
 
     def _open(self, name: str) -> _Member:
+        if name not in self:
+            raise DamageError(f"'{self.path}': it has no array '{name}'. Make the file again.")
         return _Member(self.path, name, self._members[name])
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from ....datasets.errors import RecipeError, SourceError
+from ....datasets.errors import DamageError, EncoderError, RecipeError, SourceError
 from ....datasets.format.layout import GROUP
 from ....datasets.store import LatentStore
 from ....precompute.progress.clock import Progress
@@ -72,6 +75,8 @@ def open_set(
     else:
         pictures = FolderPictures(path, crop_px=crop_px)
         opened = MeasuredSet(pictures, None, pictures.description)
+    if most and opened.pictures is None:
+        raise RecipeError(f"--against-num {most}: '{path}' holds statistics, not pictures. Leave it out.")
     if most and opened.pictures and most < len(opened.pictures):
         fewer = SpreadPictures(opened.pictures, spread(len(opened.pictures), most))
         opened = dataclasses.replace(opened, pictures=fewer, description=fewer.description)
@@ -81,7 +86,9 @@ def open_set(
 def _open_npz(file: Npz, network: Network) -> MeasuredSet:
     """Pictures, kept statistics, or ``mu`` and ``sigma`` of another program, which are of Inception."""
     if described := file.text():
-        if lasting(described.get("network", {})) != lasting(network.description):
+        if not all(isinstance(described.get(what), dict) for what in ("network", "pictures")):
+            raise DamageError(f"'{file.path}': it does not say of what its statistics are. Make it again.")
+        if lasting(described["network"]) != lasting(network.description):
             raise RecipeError(
                 f"'{file.path}': its statistics are of {described.get('network')}, --features is "
                 f"{network.description}. Give the same network, or other statistics."
@@ -105,14 +112,15 @@ def moments_of(opened: MeasuredSet, network: Network, team: Team, stage: str, pr
     """Statistics of a set; a collective call.
 
     Returns: for the first process; None for others.
-    Raises: SourceError, DamageError: a picture cannot be read; RecipeError: a set of one picture.
+    Raises: SourceError: a picture cannot be read, or there is only one; DamageError; EncoderError: a feature is not
+      finite.
     """
     if opened.pictures is None:
         return opened.statistics
     count = len(opened.pictures)
     if count < 2:
         raise SourceError(f"'{opened.description['path']}': it holds 1 picture. Needed at least 2 for a covariance.")
-    batches = team.run(opened.pictures, lambda pictures, _: network.features(pictures), stage, progress)
+    batches = team.run(opened.pictures, functools.partial(_features, network), stage, progress)
     if not team.is_first:
         for _ in batches:
             pass
@@ -132,8 +140,10 @@ def kept_moments(
     Raises: RecipeError: the file holds other statistics.
     """
     described = {"network": network.description, "pictures": opened.description}
-    if file is None or (opened.pictures is None):
+    if file is None:
         return moments_of(opened, network, team, "reference", progress)
+    if opened.pictures is None:
+        raise RecipeError(f"--keep-statistics '{file}': the reference holds statistics already. Leave it out.")
     if file.exists():
         kept = Npz(file)
         found = kept.text() or {}
@@ -154,6 +164,16 @@ def kept_moments(
 def lasting(description: dict[str, Any]) -> dict[str, Any]:
     """A description without places."""
     return {key: value for key, value in description.items() if key not in PLACES}
+
+
+def _features(network: Network, pictures: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
+    found = network.features(pictures)
+    if not (finite := np.isfinite(found).all(axis=1)).all():
+        raise EncoderError(
+            f"--features: network '{network.description['network']}' gives numbers that are not finite for picture "
+            f"{numbers[~finite][0]} of the set. Check its weights."
+        )
+    return found
 
 
 def _check_width(opened: MeasuredSet, statistics: Moments, found: Moments) -> None:

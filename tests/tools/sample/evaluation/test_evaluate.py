@@ -19,7 +19,7 @@ from PIL import Image
 from tiny_clip import CLIP_TEXTS, make_clip
 from vision import make_dinov2
 
-from leandit.datasets.errors import DamageError, LeanditError, RecipeError, SourceError
+from leandit.datasets.errors import DamageError, EncoderError, LeanditError, RecipeError, SourceError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.images.decoders import Decoders
 from leandit.tools.sample.evaluation import gather, pictures
@@ -140,6 +140,9 @@ def test_the_statistics_of_a_reference_are_computed_once(here: Path, tmp_path: P
     by_file = measured(here / "other", kept, here)
     assert numbers(by_file) == numbers(first)
     assert by_file["reference"]["statistics"] == str(kept)
+    for options, words in (({"most": 5}, "--against-num 5"), ({"keep": tmp_path / "k.npz"}, "--keep-statistics")):
+        with pytest.raises(RecipeError, match=f"{words}.* statistics.*Leave it out"):
+            measured(here / "other", kept, here, **options)
     with pytest.raises(RecipeError, match=r"kept\.npz': it is of pictures .* Give another file"):
         measured(here / "other", here / "noise", here, keep=kept)
     make_dinov2(tmp_path / "wide", width=24)
@@ -331,6 +334,39 @@ def test_a_picture_that_cannot_be_read_ends_all_processes(here: Path, tmp_path: 
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
+@pytest.mark.parametrize(
+    ("against", "options", "words"),
+    [
+        (None, {"source": ("a",)}, "--source: it is of a reference"),
+        (None, {"most": 3}, "--against-num: it is of a reference"),
+        (None, {"keep": Path("k.npz")}, "--keep-statistics: it is of a reference"),
+        ("one", {"captions": Path("c.json")}, "--captions: they are for the CLIP score"),
+        ("noise.npz", {"crop_px": 8}, "--crop: it is of folders"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    against: str | None, options: dict[str, Any], words: str, here: Path, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "noise.npz", arr_0=np.zeros((8, 8, 8, 3), np.uint8))
+    reference = against and (here if against == "one" else tmp_path) / against
+    with pytest.raises(RecipeError, match=words):
+        measured(tmp_path / "noise.npz", reference, here, **options)
+
+
+def test_features_that_are_not_finite_are_an_error_in_all_processes(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(PixelNetwork):
+        def features(self, pictures: list[np.ndarray]) -> np.ndarray:
+            rows = super().features(pictures)
+            rows[3, 0] = np.nan
+            return rows
+
+    monkeypatch.setattr("leandit.tools.sample.evaluation.evaluate.open_network", lambda *_: Broken())
+    with pytest.raises(EncoderError, match="not finite for picture 3 of the set"):
+        measured(here / "noise", here / "one", here)
+
+
 def test_what_cannot_be_measured_is_named(here: Path, tmp_path: Path) -> None:
     def said(kind: type[LeanditError], target: Path, against: Path, **options: Any) -> str:
         with pytest.raises(kind) as raised:
@@ -349,5 +385,7 @@ def test_what_cannot_be_measured_is_named(here: Path, tmp_path: Path) -> None:
     assert "arr_0 is (4, 8, 8) uint8" in said(DamageError, tmp_path / "grey.npz", here / "one")
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
     assert "neither pictures nor statistics" in said(SourceError, tmp_path / "other.npz", here / "one")
+    np.savez(tmp_path / "told.npz", leandit=np.frombuffer(b'{"network": 3}', np.uint8))
+    assert "does not say of what" in said(DamageError, here / "one", tmp_path / "told.npz")
     np.savez(tmp_path / "mu.npz", mu=np.zeros(3), sigma=np.zeros((3, 3)))
     assert "which are of Inception" in said(SourceError, here / "one", tmp_path / "mu.npz")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from leandit.datasets.errors import DamageError
-from leandit.tools.sample.evaluation.moments import collect, keep, read_moments, spread
+from leandit.tools.sample.evaluation.moments import Moments, collect, keep, read_moments, spread
 from leandit.tools.sample.evaluation.npz import Npz
 
 
@@ -115,5 +115,11 @@ def test_moments_that_do_not_belong_together_are_refused(tmp_path: Path) -> None
     with pytest.raises(DamageError, match=r"mu \(3,\) and sigma \(4, 4\)"):
         read_moments(Npz(tmp_path / "a.npz"))
     np.savez(tmp_path / "b.npz", mu=np.array([np.nan]), sigma=np.zeros((1, 1)))
-    with pytest.raises(DamageError, match="not mean and covariance"):
+    with pytest.raises(DamageError, match="not mean and covariance of features, or not finite"):
         read_moments(Npz(tmp_path / "b.npz"))
+    keep(tmp_path / "c.npz", Moments(2, np.zeros(1), np.zeros((1, 1)), np.full((2, 1), np.nan, np.float32)), {"a": 1})
+    with pytest.raises(DamageError, match="or not finite"):
+        read_moments(Npz(tmp_path / "c.npz"))
+    np.savez(tmp_path / "d.npz", mu=np.zeros(3))
+    with pytest.raises(DamageError, match="it has no array 'sigma'"):
+        read_moments(Npz(tmp_path / "d.npz"))
