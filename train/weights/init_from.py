@@ -7,6 +7,7 @@ used, with its averaged weights. Training can continue at another resolution, th
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from ..models.spec import ModelSpec
 from . import checkpoint
 from .dit_checkpoints import POSITIONS, PROJECTORS, computed_positions, from_diffusers, read_official, read_safetensors
 from .merging import FrozenWeights, hash_of, merge
-from .patch_size import grid_of, with_patches
+from .patch_size import with_patches
 from .sit_checkpoints import from_lightningdit, without_variance
 
 CONFIG, WEIGHTS, SUBFOLDER = "config.json", "diffusion_pytorch_model*.safetensors", "transformer"
@@ -131,14 +132,13 @@ def initial_weights(source: str, model: Denoiser, spec: ModelSpec) -> dict[str, 
     """The weights of ``model.init_from`` under the names of a model's state dict, float32 on the CPU.
 
     Args:
-      model: built from the spec without adapters, on any device; only its names and shapes are used.
+      model: built from the spec without adapters, on any device; only names and shapes are used, and new projectors.
     Raises: RunError: they are of another model; the message names the difference.
     """
     wanted = {name.removeprefix("net."): tensor for name, tensor in model.state_dict().items()}
     if snapshot := read_snapshot(source):
         learned = _spec_of(snapshot)
-        if not _differs_in_patch_at_most(learned.name, spec.name):
-            raise RunError(f"model.init_from '{source}': it is of model '{learned.name}', the recipe of '{spec.name}'.")
+        _check_model(learned, spec, source)
         read = merged_weights(snapshot, model, learned) if learned.adapter else snapshot.read(checkpoint.MODEL)
         weights = {name.removeprefix("net."): tensor for name, tensor in read.items()}
     elif family_of(spec.name):
@@ -165,7 +165,7 @@ def position_grid(source: str) -> int:
         return 0 if family_of(spec.name) else spec.base_size // size_of(spec.name)[-1]
     if is_file(source):
         positions = read_official(Path(source).expanduser()).get(POSITIONS)
-        return 0 if positions is None else grid_of(positions)
+        return 0 if positions is None else math.isqrt(positions.shape[1])
     config = _json_object(model_folder(source, files=(CONFIG,)) / CONFIG)
     side, patch = config.get("sample_size"), config.get("patch_size")
     return side // patch if isinstance(side, int) and isinstance(patch, int) and patch > 0 else 0
@@ -211,9 +211,20 @@ def _spec_of(snapshot: checkpoint.Saved) -> ModelSpec:
         raise checkpoint.CheckpointDamage(snapshot.path, f"its spec is not valid ({error})") from error
 
 
-def _differs_in_patch_at_most(one: str, other: str) -> bool:
-    both_dit = not (family_of(one) or family_of(other))
-    return one == other or (both_dit and size_of(one)[:-1] == size_of(other)[:-1])
+def _check_model(saved: ModelSpec, spec: ModelSpec, source: str) -> None:
+    """Raise RunError if a run is of another model, by more than the patch, or of other options.
+
+    Most options change no tensor, so the weights would load and compute something else.
+    """
+    both_dit = not (family_of(saved.name) or family_of(spec.name))
+    if saved.name != spec.name and not (both_dit and size_of(saved.name)[:-1] == size_of(spec.name)[:-1]):
+        raise RunError(f"model.init_from '{source}': it is of model '{saved.name}', the recipe of '{spec.name}'.")
+    theirs, ours = saved.options.model_dump(), spec.options.model_dump()
+    if differing := [f"model.{key}={theirs[key]}".lower() for key in theirs if theirs[key] != ours[key]]:
+        raise RunError(
+            f"model.init_from '{source}': it has learned {', '.join(differing)}, the recipe has other values. "
+            f"Use {' '.join(f'--set {one}' for one in differing)}."
+        )
 
 
 def class_map_warning(source: str, num_classes: int, classes: Sequence[str]) -> str | None:

@@ -6,7 +6,6 @@ patch to the new one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -44,8 +43,3 @@ def bilinear_map(old: int, new: int) -> Tensor:
     pixels = torch.eye(old * old, dtype=torch.float64).view(1, old * old, old, old)
     resized = F.interpolate(pixels, (new, new), mode="bilinear", antialias=new < old, align_corners=False)
     return resized[0].flatten(1).T
-
-
-def grid_of(positions: Tensor) -> int:
-    """Side of the square grid of tokens of a position table (1, T, E)."""
-    return math.isqrt(positions.shape[1])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from making import CPU, train_recipe
 
+from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.build import Denoiser, build_model
@@ -89,3 +90,21 @@ def test_positions_keep_the_span_that_they_were_trained_with(
         for size in (learned.base_size, 2 * learned.base_size):
             x = torch.randn(1, learned.channels, size, size)
             assert torch.equal(one.eval()(x, t, conditioning), other.eval()(x, t, conditioning))
+
+
+@pytest.mark.parametrize("option", ["time=share", "norm=rms", "positions=both"])
+def test_weights_of_a_run_with_other_options_are_refused(option: str, label_store: LatentStore, tmp_path: Path) -> None:
+    """None of these changes a tensor, so the weights would load and compute something else."""
+    recipe = train_recipe("dit-s-4", "run.steps=1", f"model.{option}", "objective.kind=flow")
+    first = tmp_path / "first"
+    train(recipe, store_path=label_store.path, run=first, device=CPU, report=lambda _: None, stop=StopRequest())
+    other = train_recipe("dit-s-4", f"model.init_from={first}", "objective.kind=flow")
+    with pytest.raises(RunError, match=f"have learned model.{option}, .* Use --set model.{option}"):
+        train(
+            other,
+            store_path=label_store.path,
+            run=tmp_path / "second",
+            device=CPU,
+            report=lambda _: None,
+            stop=StopRequest(),
+        )
