@@ -9,7 +9,6 @@ import argparse
 import io
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,13 @@ from safetensors import SafetensorError, safe_open
 from ...datasets.disk.files import remove, write_atomic
 from ...datasets.errors import DamageError, EncoderError, LeanditError
 from ...precompute.encoders.vae import ImageEncoder
+from ...train.run.evaluation.decoding import PICTURE, waiting
 from ..inspection.contact_sheet import load_decoder
 from ..inspection.grid import Cell, draw_sheet
 
 DECODED = 4  # pictures decoded at once
 NICENESS = 10  # the loader of the run comes first
 CORES_SHARE = 4  # a quarter of the cores
-
-
-def waiting(folder: Path) -> list[Path]:
-    """Grids that are not decoded, the oldest first."""
-    found = [(re.fullmatch(r"step-(\d+)\.safetensors", path.name), path) for path in folder.glob("step-*")]
-    return [path for _, path in sorted((int(name[1]), path) for name, path in found if name)]
 
 
 def decode_grids(folder: Path, vae: str | None = None) -> None:
@@ -43,8 +37,8 @@ def decode_grids(folder: Path, vae: str | None = None) -> None:
     Raises: EncoderError: the VAE cannot be loaded, or is another one; DamageError: a grid cannot be read.
     """
     decoder: ImageEncoder | None = None
-    while paths := waiting(folder):
-        latents, grid = _read(paths[0])
+    while path := next(iter(waiting(folder).values()), None):
+        latents, grid = _read(path)
         if decoder is None:
             decoder = load_decoder(grid["vae"]["model"], vae, torch.device("cpu"))
             _check(decoder, grid, latents, named=vae is not None)
@@ -53,8 +47,8 @@ def decode_grids(folder: Path, vae: str | None = None) -> None:
         cells = [Cell(pixels, name) for pixels, name in zip(pictures, grid["names"], strict=True)]
         png = io.BytesIO()
         draw_sheet(cells).save(png, format="PNG")
-        write_atomic(paths[0].with_suffix(".png"), png.getvalue())
-        remove(paths[0])
+        write_atomic(path.with_suffix(f".{PICTURE}"), png.getvalue())
+        remove(path)
 
 
 def _read(path: Path) -> tuple[np.ndarray, dict[str, Any]]:

@@ -24,7 +24,7 @@ from leandit.train.run.state import TrainState, prepare
 from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.step import train_step as step_module
-from leandit.train.step.image_losses import Microbatch, image_losses
+from leandit.train.step.image_losses import Microbatch, image_losses, plain_losses
 from leandit.train.step.train_step import train_step
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -189,7 +189,31 @@ def test_a_rank_without_images_has_the_same_terms(store: LatentStore, monkeypatc
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
-def test_held_out_records_lose_the_plain_loss_with_all_tokens(store: LatentStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tread", "sprint"])
+def test_the_plain_loss_is_that_of_all_tokens_without_any_term(
+    kind: str, store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of(store, *TERMS, *OWN, f"routing.kind={kind}", *ROUTED, "routing.share=0.9", "optimizer.lr=1e-2")
+    batches = iter(state.loader)
+    for _ in range(3):  # so that the model puts out more than zero
+        train_step(state, next(batches))
+    images = microbatches_of(state, monkeypatch)[0]
+    (latents, draws, conditioning, _), cls = images, images.teachers["dino"].cls
+    assert cls is not None
+    assert draws.class_noise is not None
+    share = draws.times[:, None, None, None]
+    tokens = (1 - draws.times[:, None]) * cls + draws.times[:, None] * draws.class_noise
+    noisy = (1 - share) * latents + share * draws.noise
+    with torch.no_grad():
+        model = state.engine.model
+        velocity = model(noisy, draws.times * 1000, conditioning, Extras(class_token=tokens)).output
+        expected = (velocity - (draws.noise - latents)).square().mean((1, 2, 3))
+        routed = image_losses(state, images, 5)[PLAIN]
+        torch.testing.assert_close(plain_losses(state, images), expected)
+    assert not torch.allclose(routed, expected, rtol=1e-4)
+
+
+def test_held_out_records_lose_the_plain_loss_and_training_does_not_notice(store: LatentStore, tmp_path: Path) -> None:
     held_out = ("data.holdout=0.3", "run.ema_decay=0.0", "routing.share=0.9")
     reports = run_to(store, tmp_path / "run", 4, *ALL, *held_out, "run.evaluate_every=2")
     evaluated = [report["held_out"] for report in reports if report["held_out"]]

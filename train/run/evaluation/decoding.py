@@ -15,6 +15,12 @@ MODULE = "leandit.tools.sample.decode_grids"
 LATENTS, PICTURE = "safetensors", "png"
 
 
+def waiting(folder: Path) -> dict[int, Path]:
+    """Latents of the grids that are not decoded, by step, the oldest first."""
+    found = [(re.fullmatch(rf"step-(\d+)\.{LATENTS}", path.name), path) for path in folder.glob("step-*")]
+    return dict(sorted((int(name[1]), path) for name, path in found if name))
+
+
 class Decoding:
     """Decodes all grids of a folder, one after the other, in one process at a time.
 
@@ -28,7 +34,7 @@ class Decoding:
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._failed = False
-        self._pending = set(self._waiting())  # steps that have not been handed on
+        self._pending = set(waiting(self._folder))  # steps that have not been handed on
         if self._pending:
             self.start()
 
@@ -36,11 +42,6 @@ class Decoding:
         """Where the latents of a step belong."""
         self._pending.add(step)
         return self._folder / f"step-{step}.{LATENTS}"
-
-    def _waiting(self) -> list[int]:
-        """Steps whose grids are not decoded."""
-        names = (re.fullmatch(rf"step-(\d+)\.{LATENTS}", path.name) for path in self._folder.glob("step-*"))
-        return sorted(int(name[1]) for name in names if name)
 
     def start(self) -> None:
         """Start the process, unless it runs or has failed; it decodes what is there until nothing is left."""
@@ -60,7 +61,7 @@ class Decoding:
         """Steps and pictures of the grids that are new since the last call."""
         if self._process is not None and self._process.poll() is not None:
             self._settle()
-        done = sorted(step for step in self._pending - set(self._waiting()) if self._picture(step).is_file())
+        done = sorted(step for step in self._pending - set(waiting(self._folder)) if self._picture(step).is_file())
         self._pending -= set(done)
         return [(step, self._picture(step)) for step in done]
 
@@ -95,5 +96,5 @@ class Decoding:
                 f"the pictures of run.sample_every are not decoded: {why}. The latents stay in '{self._folder}'; "
                 f"'python -m {MODULE} {self._folder} --vae PATH' decodes them"
             )
-        elif self._waiting():
+        elif waiting(self._folder):
             self.start()
