@@ -187,6 +187,11 @@ def merged_weights(snapshot: checkpoint.Saved, model: Denoiser, spec: ModelSpec,
     except ValidationError as error:
         raise checkpoint.CheckpointDamage(snapshot.path, f"its frozen weights are not valid ({error})") from error
     source = frozen or trained_on.source
+    if not frozen and Path(source).is_absolute() and not Path(source).is_dir():
+        raise RunError(
+            f"snapshot '{snapshot.path}': its adapters were trained on the weights of '{source}', which is not there. "
+            "If they have moved, name their place with --base, or to train with model.init_from."
+        )
     weights = initial_weights(source, model, spec.plain)
     if (found := hash_of(weights)) != trained_on.xxh3_128:
         raise RunError(

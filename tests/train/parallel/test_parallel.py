@@ -115,7 +115,7 @@ ALIGNED = [  # all that looks into the model; alignment stops, so that its proje
     "routing.stop_step=3",
     "run.steps=4",
 ]
-ADAPTED = ("ddp", "fsdp", "fsdp-gradient", "fsdp-offload", "zero-2")
+ADAPTED = ("ddp", "fsdp", "fsdp-gradient", "fsdp-offload", "zero-2", "zero-3")
 # Of SD3: two streams, blocks of three shapes, and a table of positions that is no parameter.
 JOINT = {"ddp": TWO["ddp"], "fsdp": TWO["fsdp"], "zero-2": ["parallel.deepspeed_config={folder}/offloaded.json"]}
 # checkpoint of -> resumed with
@@ -154,7 +154,8 @@ def adapters(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactor
     """Settings of a run with adapters, and the weights that they are for."""
     frozen = tmp_path_factory.mktemp("frozen") / "run"
     alone(caption_store, frozen, "run.steps=1", "optimizer.lr=3e-2", "run.ema_decay=0", recipe="pixart-tiny")
-    return ["lora.rank=4", f"model.init_from={frozen}", "run.steps=4", "run.checkpoint_every=2"]
+    steps = ["run.steps=4", "run.checkpoint_every=2", "schedule.warmup_steps=0"]
+    return ["lora.rank=4", f"model.init_from={frozen}", *steps]
 
 
 def mixture_of(store: LatentStore) -> str:
@@ -221,11 +222,15 @@ def long_form(said: list[Any], folder: Path, label_store: LatentStore) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(said: list[Any], folder: Path, label_store: LatentStore) -> dict[str, Path]:
+def runs(
+    said: list[Any], folder: Path, label_store: LatentStore, caption_store: LatentStore, adapters: list[str]
+) -> dict[str, Path]:
     """20 steps with each strategy."""
     made = {name: folder / name for name in (*TWO, *FOUR)}
-    for of_rank in run_ranks([job(label_store, made[name], *overrides) for name, overrides in FOUR.items()], 4):
-        assert [line["step"] for line in of_rank] == [STEPS]
+    jobs = [job(label_store, made[name], *overrides) for name, overrides in FOUR.items()]
+    jobs.append(job(caption_store, folder / "lora hsdp", *FOUR["hsdp"], *adapters, recipe="pixart-tiny"))
+    for of_rank in run_ranks(jobs, 4):
+        assert [line["step"] for line in of_rank] == [STEPS, 4]
     return made
 
 
@@ -251,9 +256,9 @@ def test_alignment_and_routing_are_those_of_one_process(
         assert found == pytest.approx(terms, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("name", [*ADAPTED, "hsdp"])
 def test_adapters_are_those_of_one_process(
-    name: str, said: list[Any], adapters: list[str], folder: Path, caption_store: LatentStore, tmp_path: Path
+    name: str, runs: dict[str, Path], adapters: list[str], folder: Path, caption_store: LatentStore, tmp_path: Path
 ) -> None:
     wanted = alone(caption_store, tmp_path / "run", *adapters, recipe="pixart-tiny")
     found = folder / f"lora {name}"

@@ -28,7 +28,8 @@ from leandit.train.run.state import TrainState, prepare
 from leandit.train.sampling.snapshot import Snapshot, load_snapshot
 from leandit.train.weights.init_from import initial_weights
 
-MODELS = ("pixart-tiny", "sana-tiny")
+MODELS = ("pixart-tiny", "sana-tiny", "sd3-tiny")
+LAYERS = {"pixart-tiny": 8, "sana-tiny": 8, "sd3-tiny": 8}  # of a block: queries, keys, values, outputs, of both streams
 BASE = [
     "run.steps=2",
     "optimizer.lr=3e-2",
@@ -198,7 +199,7 @@ def test_frozen_weights_may_move(
     run_to(lora(moved), caption_store, run)
     assert lines(run)[-1]["loss"] == lines(tuned["pixart-tiny"])[-1]["loss"]
     shutil.move(moved, tmp_path / "again")
-    with pytest.raises(RunError, match="no such folder"):
+    with pytest.raises(RunError, match=r"moved/snapshot-2', which is not there.*--base"):
         load_snapshot(run, CPU)
     snapshot = load_snapshot(run, CPU, frozen=str(tmp_path / "again"))
     wanted = load_snapshot(tuned["pixart-tiny"], CPU)
