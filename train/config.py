@@ -48,7 +48,7 @@ class ModelSection(Section):
 
 
 class LoraSection(Section):
-    """Low-rank adapters (LoRA) of PixArt and Sana: they train, the weights of model.init_from are frozen."""
+    """Low-rank adapters (LoRA) of a model of diffusers: they train, the weights of model.init_from are frozen."""
 
     rank: Count = 0
     """Rank of the product that is added to a weight; 0: no adapters, all weights train."""

@@ -3,82 +3,97 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loaded import load_transformer
 from making import CPU, train_recipe, tree_digest
 from safetensors import safe_open
+from safetensors.torch import save_file
 from shown_runs import run_to
 from torch import Tensor
 
 from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore
-from leandit.tools.export.export import export
+from leandit.tools.export.export import export, transformer_of
+from leandit.train.models.conditioning import Conditioning
 from leandit.train.sampling.snapshot import Snapshot, load_snapshot
 
-MODELS = ("pixart-tiny", "sana-tiny")
+MODELS = ("pixart-tiny", "sana-tiny", "sd3-tiny")
+WHOLE = ("pixart-tiny", "sana-tiny")  # SD3's store of noise names no encoders of a pipeline
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
 @pytest.fixture(scope="module")
-def bases(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run of all weights, and its export, of each model."""
+def stores(caption_store: LatentStore, three_text_store: LatentStore) -> dict[str, LatentStore]:
+    """What each model trains on."""
+    return dict.fromkeys(MODELS, caption_store) | {"sd3-tiny": three_text_store}
+
+
+@pytest.fixture(scope="module")
+def bases(stores: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of all weights, and its transformer as diffusers has it, of each model."""
     root = tmp_path_factory.mktemp("bases")
     for name in MODELS:
-        recipe = train_recipe(name, "run.steps=2", "optimizer.lr=3e-2", "schedule.warmup_steps=0", "run.ema_decay=0.0")
-        run_to(recipe, caption_store, root / f"{name} run")
-        export(root / f"{name} run", root / name)
+        constant = ["schedule.kind=constant", "schedule.warmup_steps=0", "run.ema_decay=0.0"]
+        recipe = train_recipe(name, "run.steps=2", "optimizer.lr=3e-2", *constant)
+        run_to(recipe, stores[name], root / f"{name} run")
+        config, weights = transformer_of(load_snapshot(root / f"{name} run", CPU))
+        (root / name / "transformer").mkdir(parents=True)
+        (root / name / "transformer/config.json").write_text(json.dumps(config))
+        save_file(weights, root / name / "transformer/diffusion_pytorch_model.safetensors")
     return {name: root / name for name in MODELS}
 
 
 @pytest.fixture(scope="module")
 def runs(
-    bases: dict[str, Path], caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory
+    bases: dict[str, Path], stores: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     """Adapters of each model, trained on its export, with an alpha that is not the rank."""
     root = tmp_path_factory.mktemp("runs")
     for name in MODELS:
         settings = [f"model.init_from={bases[name]}", "lora.rank=4", "lora.alpha=6", "optimizer.lr=1e-2"]
         recipe = train_recipe(name, *settings, "schedule.warmup_steps=0", "run.ema_decay=0.0")
-        run_to(recipe, caption_store, root / name)
+        run_to(recipe, stores[name], root / name)
     return {name: root / name for name in MODELS}
 
 
-def transformer(name: str, folder: Path) -> Any:
-    import diffusers
+CLASSES = {"pixart-tiny": "PixArtTransformer2DModel", "sana-tiny": "SanaTransformer2DModel"}
+CLASSES |= {"sd3-tiny": "SD3Transformer2DModel"}
+PIPELINES = {"pixart-tiny": "PixArtSigmaPipeline", "sana-tiny": "SanaPipeline", "sd3-tiny": "StableDiffusion3Pipeline"}
+TIMES = torch.tensor([10.0, 700.0])
 
-    cls = diffusers.SanaTransformer2DModel if "sana" in name else diffusers.PixArtTransformer2DModel
-    return cls.from_pretrained(folder, subfolder="transformer", low_cpu_mem_usage=False).eval()
+
+def drawn(snapshot: Snapshot) -> tuple[Tensor, Conditioning]:
+    """Noise and captions."""
+    spec, generator = snapshot.spec, torch.Generator().manual_seed(0)
+    captions = torch.randn((2, 5, spec.caption_width), generator=generator)
+    x = torch.randn((2, spec.channels, 8, 8), generator=generator)
+    if spec.pooled_width:
+        return x, Conditioning(captions=captions, pooled=torch.randn((2, spec.pooled_width), generator=generator))
+    return x, Conditioning(captions=captions, caption_mask=torch.ones(2, 5))
 
 
 def outputs(model: Any, snapshot: Snapshot, name: str) -> Tensor:
     """Of a transformer of diffusers."""
-    generator = torch.Generator().manual_seed(0)
-    captions = torch.randn((2, 5, snapshot.spec.caption_width), generator=generator)
-    x = torch.randn((2, snapshot.spec.channels, 8, 8), generator=generator)
-    more = {} if "sana" in name else {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
+    x, given = drawn(snapshot)
+    more: dict[str, Any] = {"encoder_attention_mask": given.caption_mask}
+    if "sd3" in name:
+        more = {"pooled_projections": given.pooled}
+    elif "pixart" in name:
+        more["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
     with torch.no_grad():
-        return model(
-            hidden_states=x,
-            encoder_hidden_states=captions,
-            encoder_attention_mask=torch.ones(2, 5),
-            timestep=torch.tensor([10.0, 700.0]),
-            **more,
-        ).sample
+        return model(hidden_states=x, encoder_hidden_states=given.captions, timestep=TIMES, **more).sample
 
 
 def of_run(snapshot: Snapshot) -> Tensor:
-    from leandit.train.models.conditioning import Conditioning
-
-    generator = torch.Generator().manual_seed(0)
-    captions = torch.randn((2, 5, snapshot.spec.caption_width), generator=generator)
-    x = torch.randn((2, snapshot.spec.channels, 8, 8), generator=generator)
+    x, given = drawn(snapshot)
     with torch.no_grad():
-        given = Conditioning(captions=captions, caption_mask=torch.ones(2, 5))
-        return snapshot.model(x, torch.tensor([10.0, 700.0]), given)
+        return snapshot.model(x, TIMES, given)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -86,39 +101,36 @@ def test_loaded_adapters_compute_what_the_run_does(
     name: str, bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path
 ) -> None:
     made = export(runs[name], tmp_path / "out")
-    snapshot, theirs = load_snapshot(runs[name], CPU), transformer(name, bases[name])
+    snapshot, theirs = load_snapshot(runs[name], CPU), load_transformer(CLASSES[name], bases[name])
     plain, wanted = outputs(theirs, snapshot, name), of_run(snapshot)
-    if "sana" in name:
-        from diffusers import SanaPipeline
-
-        assert made["files"] == ["README.md", "pytorch_lora_weights.safetensors"]
-        parts = dict.fromkeys(("scheduler", "tokenizer", "text_encoder", "vae"))
-        pipeline: Any = SanaPipeline(transformer=theirs, **parts)  # pyright: ignore
-        pipeline.load_lora_weights(tmp_path / "out")
-    else:
+    assert (made["format"], made["pipeline"]) == ("adapters", PIPELINES[name])
+    if "pixart" in name:
         from peft import PeftModel
 
         assert made["files"] == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
         theirs = PeftModel.from_pretrained(theirs, tmp_path / "out").merge_and_unload()
-    assert (made["format"], made["pipeline"]) == (
-        "adapters",
-        "SanaPipeline" if "sana" in name else "PixArtSigmaPipeline",
-    )
+    else:
+        import diffusers
+
+        assert made["files"] == ["README.md", "pytorch_lora_weights.safetensors"]
+        cls = getattr(diffusers, PIPELINES[name])
+        parts = dict.fromkeys(signature(cls.__init__).parameters.keys() - {"self", "transformer"})
+        cls(transformer=theirs, **parts).load_lora_weights(tmp_path / "out")
     torch.testing.assert_close(outputs(theirs, snapshot, name), wanted, rtol=1e-5, atol=1e-5)
     assert (wanted - plain).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WHOLE)
 def test_a_merged_export_is_a_whole_model(name: str, runs: dict[str, Path], tmp_path: Path) -> None:
     made = export(runs[name], tmp_path / "out", merged=True)
     assert made["format"] == "diffusers"
     assert "model_index.json" in made["files"]
     snapshot = load_snapshot(runs[name], CPU)
-    found = outputs(transformer(name, tmp_path / "out"), snapshot, name)
+    found = outputs(load_transformer(CLASSES[name], tmp_path / "out"), snapshot, name)
     torch.testing.assert_close(found, of_run(snapshot), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WHOLE)
 def test_the_files_say_rank_alpha_and_the_frozen_weights(
     name: str, bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -29,24 +29,25 @@ from leandit.train.sampling.snapshot import Snapshot, load_snapshot
 from leandit.train.weights.init_from import initial_weights
 
 MODELS = ("pixart-tiny", "sana-tiny", "sd3-tiny")
-LAYERS = {"pixart-tiny": 8, "sana-tiny": 8, "sd3-tiny": 8}  # of a block: queries, keys, values, outputs, of both streams
-BASE = [
-    "run.steps=2",
-    "optimizer.lr=3e-2",
-    "schedule.warmup_steps=0",
-    "run.ema_decay=0.0",
-]  # a rate that moves all weights
+BASE = ["run.steps=2", "optimizer.lr=3e-2", "run.ema_decay=0.0"]  # a rate that moves all weights
+BASE += ["schedule.kind=constant", "schedule.warmup_steps=0"]
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
 
 @pytest.fixture(scope="module")
-def bases(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def stores(caption_store: LatentStore, three_text_store: LatentStore) -> dict[str, LatentStore]:
+    """What each model trains on."""
+    return dict.fromkeys(MODELS, caption_store) | {"sd3-tiny": three_text_store}
+
+
+@pytest.fixture(scope="module")
+def bases(stores: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run of all weights of each model, and another of the first."""
     root = tmp_path_factory.mktemp("bases")
     for name in MODELS:
-        run_to(train_recipe(name, *BASE), caption_store, root / name)
-    run_to(train_recipe(MODELS[0], *BASE, "run.seed=1"), caption_store, root / "other")
+        run_to(train_recipe(name, *BASE), stores[name], root / name)
+    run_to(train_recipe(MODELS[0], *BASE, "run.seed=1"), stores[MODELS[0]], root / "other")
     return {name: root / name for name in (*MODELS, "other")}
 
 
@@ -58,12 +59,12 @@ def lora(base: Path, *overrides: str, model: str = "pixart-tiny") -> TrainRecipe
 
 @pytest.fixture(scope="module")
 def tuned(
-    bases: dict[str, Path], caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory
+    bases: dict[str, Path], stores: dict[str, LatentStore], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     """Six steps of adapters of each model."""
     root = tmp_path_factory.mktemp("tuned")
     for name in MODELS:
-        run_to(lora(bases[name], model=name), caption_store, root / name)
+        run_to(lora(bases[name], model=name), stores[name], root / name)
     return {name: root / name for name in MODELS}
 
 
@@ -86,30 +87,34 @@ def output_of(model: torch.nn.Module, spec: ModelSpec) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     captions = torch.randn((2, 5, spec.caption_width), generator=generator)
     x = torch.randn((2, spec.channels, 8, 8), generator=generator)
-    given = Conditioning(captions=captions, caption_mask=torch.ones(2, 5))
+    pooled = torch.randn((2, spec.pooled_width), generator=generator) if spec.pooled_width else None
+    given = Conditioning(captions=captions, caption_mask=None if spec.pooled_width else torch.ones(2, 5), pooled=pooled)
     with torch.no_grad():
         return model.eval()(x, torch.tensor([10.0, 700.0]), given)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_step_has_the_loss_of_the_frozen_weights_and_later_ones_learn(
-    name: str, bases: dict[str, Path], tuned: dict[str, Path], caption_store: LatentStore, tmp_path: Path
+    name: str, bases: dict[str, Path], tuned: dict[str, Path], stores: dict[str, LatentStore], tmp_path: Path
 ) -> None:
     whole = train_recipe(name, f"model.init_from={bases[name]}", "run.steps=2")
-    run_to(whole, caption_store, tmp_path / "run")
+    run_to(whole, stores[name], tmp_path / "run")
     first, theirs = lines(tuned[name])[0]["loss"], lines(tmp_path / "run")[0]["loss"]
     assert first == pytest.approx(theirs, rel=1e-5)
     adapters = load_file(tuned[name] / "checkpoint-6/model.safetensors")
-    assert all(tensor.abs().max() > 1e-6 for key, tensor in adapters.items() if key.endswith(UP))
+    still = [key.removesuffix(UP) for key, t in adapters.items() if key.endswith(UP) and t.abs().max() < 1e-6]
+    # The gates of SD3's captions were zero at first; its last block never uses what they ask.
+    assert [key for key in still if ".add_" not in key and ".to_add_" not in key] == []
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpoints_and_snapshots_hold_adapters_alone_and_the_rest_is_frozen(
-    name: str, bases: dict[str, Path], tuned: dict[str, Path], caption_store: LatentStore
+    name: str, bases: dict[str, Path], tuned: dict[str, Path], stores: dict[str, LatentStore]
 ) -> None:
-    state = resumed(lora(bases[name], model=name), caption_store, tuned[name])
+    state = resumed(lora(bases[name], model=name), stores[name], tuned[name])
     trained = trained_parameters(state.engine.model)
-    assert len(trained) == 2 * 4 * 2 * len(state.engine.model.blocks)  # A and B; q, k, v, out; self and cross
+    layers = 3 * 8 - 1 if name == "sd3-tiny" else 2 * 8  # queries, keys, values, outputs, twice; but for SD3's last one
+    assert len(trained) == 2 * layers
     assert all(key.endswith((DOWN, UP)) for key in trained)
     for file in ("checkpoint-6/model", "checkpoint-6/ema", "snapshot-6/model"):
         assert load_file(tuned[name] / f"{file}.safetensors").keys() == trained.keys()
@@ -123,9 +128,9 @@ def test_checkpoints_and_snapshots_hold_adapters_alone_and_the_rest_is_frozen(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_snapshot_with_merged_adapters_computes_what_the_run_does(
-    name: str, bases: dict[str, Path], tuned: dict[str, Path], caption_store: LatentStore
+    name: str, bases: dict[str, Path], tuned: dict[str, Path], stores: dict[str, LatentStore]
 ) -> None:
-    state = resumed(lora(bases[name], model=name), caption_store, tuned[name])
+    state = resumed(lora(bases[name], model=name), stores[name], tuned[name])
     with state.engine.averaged():
         wanted = output_of(state.engine.model, state.spec)
     snapshot = load_snapshot(tuned[name], CPU)
