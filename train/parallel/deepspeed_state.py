@@ -52,8 +52,9 @@ class ZeroState:
         """Whole optimizer state as "<parameter>/<field>"."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        if not self._zero.optimizer.state:  # all updates so far were skipped
-            self.initialize_optimizer()
+        # All updates so far may have been skipped; and DeepSpeed links the state of parameters to it after the step of
+        # the first group, when that of others is not there yet.
+        self.initialize_optimizer()
         for name, parameter in self._trained.items():
             for field in MOMENTS:
                 tensor = _needed(safe_get_full_optimizer_state(parameter, field), name)

@@ -118,6 +118,7 @@ ALIGNED = [  # all that looks into the model; alignment stops, so that its proje
 ADAPTED = ("ddp", "fsdp", "fsdp-gradient", "fsdp-offload", "zero-2", "zero-3")
 # Of SD3: two streams, blocks of three shapes, and a table of positions that is no parameter.
 JOINT = {"ddp": TWO["ddp"], "fsdp": TWO["fsdp"], "zero-2": ["parallel.deepspeed_config={folder}/offloaded.json"]}
+JOINT_SETTINGS = ["run.steps=6", "optimizer.weight_decay=0.1", "optimizer.decay_all=false"]  # two groups of parameters
 # checkpoint of -> resumed with
 CHAIN = [("one", "fsdp"), ("fsdp", "zero-3"), ("zero-3", "ddp")]
 MORE = [("ddp", "zero-1"), ("zero-2", "fsdp-offload"), ("zero-1", "zero-2")]  # in the long form
@@ -194,7 +195,7 @@ def said(
     for name in ADAPTED:
         jobs.append(job(caption_store, folder / f"lora {name}", *settings(name), *adapters, recipe="pixart-tiny"))
     for name, own in JOINT.items():
-        settings_of = [*(entry.format(folder=folder) for entry in own), "run.steps=6"]
+        settings_of = [*(entry.format(folder=folder) for entry in own), *JOINT_SETTINGS]
         jobs.append(job(three_text_store, folder / f"joint {name}", *settings_of, recipe="sd3-tiny"))
     jobs.append(job(label_store, folder / "mixture", mixture_of(label_store)) | {"store": None})
     fp16 = [f"parallel.deepspeed_config={folder}/fp16.json", "run.checkpoint_every=2"]  # the first before any update
@@ -276,7 +277,7 @@ def test_adapters_are_those_of_one_process(
 def test_a_model_of_two_streams_is_that_of_one_process(
     name: str, said: list[Any], folder: Path, three_text_store: LatentStore, tmp_path: Path
 ) -> None:
-    wanted = alone(three_text_store, tmp_path / "run", "run.steps=6", recipe="sd3-tiny")
+    wanted = alone(three_text_store, tmp_path / "run", *JOINT_SETTINGS, recipe="sd3-tiny")
     assert losses(folder / f"joint {name}") == pytest.approx(wanted, abs=1e-5)
     for kind in ("checkpoint-6", "snapshot-6"):
         for path in sorted((tmp_path / "run" / kind).glob("*.safetensors")):
