@@ -120,7 +120,9 @@ def check_subjects(run: Path, labels: Sequence[str], captions: Sequence[str]) ->
             find_labels(read_json(snapshots[-1] / STATE), labels, captions)
 
 
-def check_evaluation(target: Path, against: Path | None, *, clip: str | None, features: str, out: Path | None) -> None:
+def check_evaluation(
+    target: Path, against: Path | None, *, clip: str | None, captions: Path | None, features: str, out: Path | None
+) -> None:
     """Raise if there is nothing to measure, or an input is missing.
 
     Raises: RecipeError, RunError, SourceError; EncoderError: no such network.
@@ -131,6 +133,12 @@ def check_evaluation(target: Path, against: Path | None, *, clip: str | None, fe
         raise RunError(f"'{target}': there is no such run, folder or file. Check the path.")
     if is_run(target) and not out:
         raise RecipeError(f"evaluate: '{target}' is a run, so its pictures need a folder. Give --out.")
+    if clip and not captions and is_run(target) and (snapshots := find(SNAPSHOT, target)):
+        with contextlib.suppress(DamageError, OSError, KeyError, TypeError):
+            if not read_json(snapshots[-1] / STATE)["spec"]["caption_width"]:
+                raise RecipeError(
+                    f"--clip: run '{target}' draws classes. Give captions with --captions, or leave it out."
+                )
     if against and not against.exists():
         raise SourceError(f"--against '{against}': there is no such store, folder or file. Check the path.")
     from ...precompute.encoders.model_files import CONFIG, local_folder, resolve_model

@@ -205,7 +205,7 @@ def evaluate(
 
     Example: leandit evaluate runs/xl --against imagenet-256 --source imagenet/train --out fid
     """
-    check_evaluation(target, against, clip=clip, features=features, out=out)
+    check_evaluation(target, against, clip=clip, captions=captions, features=features, out=out)
     from ...train.parallel.ranks import read_ranks
     from ..sample.evaluation.evaluate import EvaluateRequest
     from ..sample.evaluation.evaluate import evaluate as measure

@@ -14,7 +14,7 @@ import torch
 from ...datasets.batches.latents import denormalise
 from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json
-from ...datasets.errors import EncoderError, RecipeError
+from ...datasets.errors import EncoderError, RecipeError, RunError
 from ...datasets.format.buckets import bucket_size
 from ...precompute import config as precompute_config
 from ...precompute.encoders.vae import ImageEncoder
@@ -196,6 +196,7 @@ def draw_pictures(
 
     Args:
       numbers: of the pictures; each number and the seed give the noise. None: 0, 1, 2, ...
+    Raises: RunError: latents are not finite.
     """
     height_px, width_px = bucket_size(bucket)
     size = (height_px // snapshot.latent.downscale, width_px // snapshot.latent.downscale)
@@ -207,6 +208,13 @@ def draw_pictures(
         rows = slice(start, start + request.batch)
         noise = {"seed": request.seed, "numbers": numbers[rows]}
         latents = draw_latents(snapshot, conditioning.part(rows), size=size, solver=solver, **noise)
+        finite = latents.flatten(1).isfinite().all(1).tolist()
+        if not all(finite):  # which would become black pictures, and numbers about them
+            number = numbers[rows][finite.index(False)]
+            raise RunError(
+                f"snapshot '{snapshot.path}': the latents of picture {number} are not finite. Use an earlier "
+                "snapshot, or --precision fp32."
+            )
         raw = denormalise(latents.cpu(), snapshot.latent).numpy()
         for first in range(0, len(raw), DECODED):
             part = raw[first : first + DECODED]

@@ -22,7 +22,7 @@ from leandit.datasets.order.shuffle import keyed_hash
 from leandit.datasets.recipe import to_toml
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.model_files import local_folder
-from leandit.tools.cli.preflight import check_subjects
+from leandit.tools.cli.preflight import check_evaluation, check_subjects
 from leandit.tools.inspection.contact_sheet import load_decoder
 from leandit.tools.sample.sample_set import sample_set
 from leandit.tools.sample.sampler import (
@@ -474,6 +474,25 @@ def test_pictures_of_one_label_differ_and_are_those_of_a_set(runs: Runs, tmp_pat
     for pixels, number in zip(drawn, numbers, strict=True):
         assert np.abs(pixels - np.asarray(Image.open(tmp_path / f"{number:06d}.png")).astype(int)).max() <= 1
     assert np.abs(drawn[0] - drawn[1]).max() > 8
+
+
+def test_latents_that_are_not_finite_are_no_picture(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot, request = load_snapshot(runs.labels, CPU), SampleRequest(labels=(2, 0), count=2, steps=2, guidance=1.0)
+    conditioning = make_conditioning(snapshot, request, runs.labels, None, None, CPU)[1]
+    decoder = load_decoder(snapshot.state["vae"]["model"], None, CPU)
+    drawn = torch.zeros(4, snapshot.spec.channels, 4, 4)
+    drawn[1, 0, 2, 3] = torch.nan
+    monkeypatch.setattr("leandit.tools.sample.sampler.draw_latents", lambda *_, **__: drawn)
+    with pytest.raises(RunError, match=r"snapshot-\d+': the latents of picture 2 are not finite"):
+        draw_pictures(snapshot, conditioning, decoder, bucket="32x32", request=request, numbers=[0, 2, 1, 3])
+
+
+def test_a_clip_score_of_classes_is_refused_before_they_are_drawn(runs: Runs, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"against": None, "clip": "clip.file", "features": "inception", "out": tmp_path}
+    with pytest.raises(RecipeError, match=r"--clip: run .* draws classes"):
+        check_evaluation(runs.labels, captions=None, **how)
+    check_evaluation(runs.labels, captions=tmp_path, **how)
+    check_evaluation(runs.captions, captions=None, **how)
 
 
 def test_guidance_of_a_model_that_never_saw_null_is_refused(go: Draw, runs: Runs) -> None:
