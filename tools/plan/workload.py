@@ -20,7 +20,9 @@ from ...train.run.texts_for_store import longest_caption
 from ..synthetic.store import noise_spec
 
 TOKENS, TEXT_WIDTH = 300, 4096  # of a caption, without a store: PixArt-Sigma's
+SANA_TEXT_WIDTH = 2304  # of Gemma-2
 CHANNELS, CLASSES = 4, 1000  # of latents and labels, if neither recipe nor store gives them: SD-VAE, ImageNet
+VA_VAE_CHANNELS = 32  # of latents at 1/16 of the pixels, with which LightningDiT is trained
 FEATURE_WIDTH, FEATURE_PX = 768, 16  # of DINOv2-B, with a patch for 16 px of the picture, as in REPA
 STORED_BYTES = 2  # bytes of a stored number, at most: float16
 
@@ -105,13 +107,22 @@ def workload_at_resolution(recipe: TrainRecipe, resolution_px: int) -> TrainingW
     )
     features = {str(name): feature for name in recipe.align}
     texts = published_texts(recipe.model.name)
-    width = 0 if texts else TEXT_WIDTH
+    is_sana = family_of(recipe.model.name) == "sana"
+    width = 0 if texts else SANA_TEXT_WIDTH if is_sana else TEXT_WIDTH
     store = noise_spec({bucket: 1}, channels, classes, TOKENS, width, 64, "none", texts=texts, features=features)
     images = store.images.model_copy(update={"resolution_px": resolution_px})
-    store = store.model_copy(update={"images": images})
+    latent = store.latent.model_copy(update={"downscale": published_downscale(recipe.model.name, channels)})
+    store = store.model_copy(update={"images": images, "latent": latent})
     spec = model_spec(recipe, store, "a store of this resolution")
     check_sizes(spec, store.latent, [bucket])
     return TrainingWorkload(recipe, store, spec, {bucket: 1}, {bucket: 1.0}, longest_caption(spec, store))
+
+
+def published_downscale(model: str, channels: int) -> int:
+    """Pixels a latent place, of the autoencoder that a model is trained with: DC-AE for Sana, else by its channels."""
+    if family_of(model) == "sana":
+        return 32
+    return 16 if channels >= VA_VAE_CHANNELS else 8
 
 
 def published_texts(model: str) -> dict[str, TextSpec]:

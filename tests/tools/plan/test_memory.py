@@ -380,3 +380,18 @@ def test_a_plan_is_refused_where_it_could_only_guess(tmp_path: Path) -> None:
         plan(work(), gpu="GTX 1080", num_gpus=1, images=0, run=None)
     with pytest.raises(RecipeError, match="has no MFU"):
         measured_mfu(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "side_px", "tokens"),
+    [("dit-xl-2-256", 256, 256), ("lightningdit-xl-1-256", 256, 256), ("sana-1600m-1024", 1024, 1024)],
+)
+def test_without_a_store_latents_are_those_that_the_model_is_trained_with(
+    recipe: str, side_px: int, tokens: int
+) -> None:
+    found = workload_at_resolution(load(recipe, []), side_px)
+    assert found.image_tokens(found.largest_bucket) == tokens
+
+
+def test_without_a_store_sana_reads_captions_of_gemma() -> None:
+    assert workload_at_resolution(load("sana-600m-512", []), 512).spec.caption_width == 2304
