@@ -18,7 +18,8 @@ from torch import Tensor
 SUBSETS, SUBSET_SIZE = 100, 1000  # of KID, as in torch-fidelity
 NEIGHBOURS_PRECISION, NEIGHBOURS_DENSITY = 3, 5  # as in the papers
 CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
-ROWS = 1024  # of a matrix of distances that is in memory at once
+ROWS = 512  # of a matrix of distances that is in memory at once
+SAME = 1e-10  # squared distance of equal pictures at most, as a share of the squared lengths: features are float32
 CPU = torch.device("cpu")
 
 
@@ -146,12 +147,17 @@ def _matrix(rows: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _distances(one: Tensor, other: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Euclidean distances, some rows of ``one`` at a time: the rows, and (rows, M)."""
+    """Euclidean distances, some rows of ``one`` at a time: the rows, and (rows, M).
+
+    Those of equal pictures are 0. Otherwise rounding would say which copy is inside the ball around another, whose
+    radius is rounding too.
+    """
     squares = other.square().sum(1)
     for start in range(0, len(one), ROWS):
         rows = slice(start, min(start + ROWS, len(one)))
-        part = one[rows].square().sum(1)[:, None] + squares - 2 * one[rows] @ other.T
-        yield rows, part.clamp_(min=0).sqrt_()
+        lengths = one[rows].square().sum(1)[:, None] + squares
+        part = lengths - 2 * one[rows] @ other.T
+        yield rows, part.masked_fill_(part <= SAME * lengths, 0).sqrt_()
 
 
 def _cubic(one: Tensor, other: Tensor) -> Tensor:

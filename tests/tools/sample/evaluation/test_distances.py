@@ -130,3 +130,16 @@ def test_precision_recall_density_and_coverage_are_those_of_their_definitions(
     coverage = sum(map(any, zip(*inside, strict=True))) / len(real)
     assert density_coverage(np.array(made), np.array(real)) == pytest.approx((density, coverage))
     assert 0.1 < coverage < 1
+
+
+@pytest.mark.parametrize("count", [7, 31, 100])
+def test_copies_are_inside_the_balls_of_each_other(count: int) -> None:
+    """Six copies of each picture have balls without a radius; what is in them does not depend on rounding."""
+    random = np.random.default_rng(0)
+    real = np.repeat(np.abs(random.normal(size=(37, 2048))).astype(np.float32), 6, axis=0)
+    chosen = random.permutation(len(real))[:count]
+    made = real[chosen]
+    made[::2] *= np.float32(1 + 2**-22)  # as a network rounds in another batch
+    shown = len(np.unique(chosen // 6)) / 37
+    assert precision_recall(made, real)[0] == 1
+    assert density_coverage(made, real) == pytest.approx((6 / 5, shown))
