@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...datasets.errors import RecipeError, RunError
+from ...datasets.errors import RunError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import LatentSpec, StoreSpec
 from ...datasets.order.alike import check_alike
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
-from ..models.build import check_model_name, most_tokens_a_side, pixels_per_token, routed_blocks
+from ..models.build import most_tokens_a_side, pixels_per_token, routed_blocks
 from ..models.diffusers_models.families import ADAPTED, family_of
 from ..models.dit import size_of
-from ..models.layers import DiTOptions
+from ..models.model_keys import check_model_keys, options_of
 from ..models.spec import AdapterSpec, ModelSpec, ProjectorSpec
 from ..objective_recipe import SELF
 from ..objectives.losses import num_outputs
@@ -24,7 +24,7 @@ from .texts_for_store import caption_inputs
 def model_for_stores(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> tuple[ModelSpec, LatentStore]:
     """The model that trains on all stores, and the store of the largest pictures, for whose resolution it is made.
 
-    Raises: RecipeError, RunError: recipe and stores do not fit.
+    Raises: RunError: recipe and stores do not fit.
     """
     specs = [(store.path, store.spec) for store in stores]
     check_alike(specs, captions=recipe.takes_captions, classes=not recipe.takes_captions)
@@ -45,76 +45,48 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
 
     Args:
       where: path of the store, for the messages.
-    Raises: RecipeError: unknown model, or options that it does not have; RunError: the model does not fit the store.
+    Raises: RecipeError: as ``check_model_keys``; RunError: the model does not fit the store.
     """
+    check_model_keys(recipe)
     name, latent = recipe.model.name, store.latent
-    check_model_name(name)
-    options = DiTOptions(**{key: getattr(recipe.model, key) for key in DiTOptions.model_fields})
-    if family_of(name) and options != DiTOptions():
-        raise RecipeError(f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options of DiT alone.")
-    added = {"align": recipe.align, "self_align": recipe.self_align.weight, "routing": recipe.routing.kind != "none"}
-    added["objective.dispersive_weight"] = recipe.objective.dispersive_weight
-    if family_of(name) and (keys := [key for key, value in added.items() if value]):
-        raise RecipeError(f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT.")
-    if family_of(name) and recipe.run.residual != "float32":
-        raise RecipeError(
-            f"run.residual '{recipe.run.residual}': model '{name}' has a float32 stream. Only DiT has this key."
-        )
-    adapter = _adapter(recipe)
     if recipe.model.channels not in (0, latent.channels):
         raise RunError(
             f"model '{name}': made for {recipe.model.channels} latent channels (model.channels), store '{where}' holds "
             f"{latent.channels}. Use a store of that VAE, or --set model.channels=0 to build the model for the store."
         )
     num_classes, caption_width, texts = 0, 0, ()
-    if family_of(name) and recipe.conditioning.kind == "label":
-        raise RecipeError(f"conditioning.kind 'label': model '{name}' takes captions. Use a DiT, or 'auto'.")
     if recipe.takes_captions:
         caption_width, texts = caption_inputs(recipe, store, where)
     else:
         num_classes = _num_classes(recipe, store, where)
-    base_size = store.images.resolution_px // latent.downscale
-    if recipe.model.init_from and not family_of(name) and (grid := position_grid(recipe.model.init_from)):
-        base_size = grid * size_of(name)[-1]  # positions keep the span that the weights have learned
     spec = ModelSpec(
         name=name,
         channels=latent.channels,
         out_channels=num_outputs(recipe.objective, latent.channels),
         num_classes=num_classes,
         caption_width=caption_width,
-        base_size=base_size,
-        options=options,
+        base_size=_base_size(recipe, store),
+        options=options_of(recipe),
         projectors=projectors(recipe, store, where),
-        adapter=adapter,
+        fused=routed_blocks(recipe.routing, size_of(name)[0]) if recipe.routing.kind == "sprint" else None,
+        adapter=_adapter(recipe),
         texts=texts,
     )
-    if not family_of(name):
-        depth = size_of(name)[0]
-        blocks = routed_blocks(recipe.routing, depth)
-        spec = spec.model_copy(update={"fused": blocks if recipe.routing.kind == "sprint" else None})
-        watched = {f"align.{key}.block": section.block for key, section in recipe.align.items()}
-        if recipe.self_align.weight:
-            watched |= {f"self_align.{key}": getattr(recipe.self_align, key) for key in ("block", "teacher_block")}
-        watched["objective.dispersive_block"] = recipe.objective.dispersive_block
-        if beyond := [key for key, block in watched.items() if block > depth]:
-            raise RecipeError(f"{beyond[0]} {watched[beyond[0]]}: model '{name}' has {depth} blocks.")
-    if options.time == "to_data" and recipe.objective.kind != "flow":
-        raise RecipeError(f"model '{name}': model.time 'to_data' is for objective.kind 'flow', which has a velocity.")
     return _with_config(spec, recipe, where)
 
 
-def _adapter(recipe: TrainRecipe) -> AdapterSpec | None:
-    """The low-rank adapters of the recipe.
+def _base_size(recipe: TrainRecipe, store: StoreSpec) -> int:
+    """Latent side whose tokens are one position apart: the store's, or that which a DiT's weights have learned."""
+    name, source = recipe.model.name, recipe.model.init_from
+    if source and not family_of(name) and (grid := position_grid(source)):
+        return grid * size_of(name)[-1]
+    return store.images.resolution_px // store.latent.downscale
 
-    Raises: RecipeError: its model takes none.
-    """
+
+def _adapter(recipe: TrainRecipe) -> AdapterSpec | None:
     section, family = recipe.lora, family_of(recipe.model.name)
-    if not section.rank:
+    if not section.rank or family is None:
         return None
-    if family is None:
-        raise RecipeError(
-            f"lora.rank {section.rank}: model '{recipe.model.name}' takes no adapters. Use one of {', '.join(ADAPTED)}."
-        )
     targets = tuple(section.targets) or ADAPTED[family]
     return AdapterSpec(rank=section.rank, alpha=section.alpha or section.rank, targets=targets)
 

@@ -29,8 +29,6 @@ def caption_inputs(recipe: TrainRecipe, store: StoreSpec, where: str) -> tuple[i
     if roles:
         inputs = _inputs(recipe, roles, store, where)
         return _joined_width(inputs), inputs
-    if recipe.conditioning.texts:
-        raise RecipeError(f"conditioning.texts: model '{recipe.model.name}' reads one text encoder, that of [text].")
     return _width_of_first(recipe.model.name, store, where), ()
 
 
