@@ -299,6 +299,15 @@ class TrainRecipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _images_are_compared_in_pairs(self) -> TrainRecipe:
+        compares = self.objective.contrastive_weight or self.objective.dispersive_weight
+        if compares and 1 in (self.run.microbatch, self.run.global_batch):
+            raise ValueError(
+                "objective.contrastive_weight and dispersive_weight compare the images of a microbatch, which needs two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _guidance_has_its_null(self) -> TrainRecipe:
         if self.run.sample_every and self.run.sample_guidance != 1 and not self.conditioning.drop:
             raise ValueError("run.sample_guidance needs conditioning.drop above 0; without it set it to 1")

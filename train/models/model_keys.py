@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...datasets.errors import RecipeError
 from ..config import TrainRecipe
+from ..objective_recipe import ObjectiveSection
 from .build import check_model_name, routed_blocks
 from .diffusers_models.families import ADAPTED, TEXT_ROLES, family_of
 from .dit import size_of
@@ -21,11 +22,18 @@ def check_model_keys(recipe: TrainRecipe) -> None:
     else:
         _check_keys_of_dit(recipe)
     if recipe.conditioning.texts and family_of(recipe.model.name) not in TEXT_ROLES:
-        raise RecipeError(f"conditioning.texts: model '{recipe.model.name}' reads one text encoder at most, that of [text].")
+        raise RecipeError(
+            f"conditioning.texts: model '{recipe.model.name}' reads one text encoder at most, that of [text]."
+        )
     if recipe.model.time == "to_data" and recipe.objective.kind != "flow":
         raise RecipeError(
             f"model '{recipe.model.name}': model.time 'to_data' is for objective.kind 'flow', which has a velocity."
         )
+
+
+def dispersed_block(objective: ObjectiveSection, depth: int) -> int:
+    """The block whose output disperses, from 1; 0: none does."""
+    return (objective.dispersive_block or max(1, depth // 4)) if objective.dispersive_weight else 0
 
 
 def options_of(recipe: TrainRecipe) -> DiTOptions:
@@ -55,7 +63,13 @@ def _check_keys_of_dit(recipe: TrainRecipe) -> None:
         raise RecipeError(
             f"lora.rank {recipe.lora.rank}: model '{name}' takes no adapters. Use one of {', '.join(ADAPTED)}."
         )
-    routed_blocks(recipe.routing, depth)
+    first, last = routed_blocks(recipe.routing, depth)
+    dispersed = dispersed_block(recipe.objective, depth)
+    if dispersed and first <= dispersed <= last:
+        raise RecipeError(
+            f"objective.dispersive_block {dispersed}: its tokens are of other places in each image, since some skip "
+            f"the blocks {first} to {last} (routing). Needed a block before or after them."
+        )
     watched = {f"align.{key}.block": section.block for key, section in recipe.align.items()}
     if recipe.self_align.weight:
         watched |= {f"self_align.{key}": getattr(recipe.self_align, key) for key in ("block", "teacher_block")}

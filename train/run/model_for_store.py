@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch import nn
+
 from ...datasets.errors import RunError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import LatentSpec, StoreSpec
@@ -103,6 +105,10 @@ def projectors(recipe: TrainRecipe, store: StoreSpec, where: str) -> dict[str, P
             raise RunError(
                 f"align.{name}: store '{where}' has no image feature '{name}'. There are: {known}. Add it: precompute "
                 f"again with a recipe that has a table [features.{name}]."
+            )
+        if hasattr(nn.ModuleDict, name):
+            raise RunError(
+                f"align.{name}: a model has an attribute of this name. Precompute the feature under another."
             )
         needed = {"patches", "cls"} if section.class_weight else {"patches"}
         output = features[name].output

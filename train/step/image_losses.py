@@ -13,6 +13,7 @@ from ...datasets.batches.batch import Batch
 from ...datasets.format.buckets import bucket_size
 from ..models.build import patch_of, routed_blocks
 from ..models.conditioning import Conditioning, Extras, ModelOutput
+from ..models.model_keys import dispersed_block
 from ..objective_recipe import SELF, AlignSection
 from ..objectives.added_terms import dispersion, misalignment, resampled
 from ..objectives.draws import Draws
@@ -189,9 +190,7 @@ def _extras(learner: Learner, images: Microbatch, step: int) -> Extras | None:
         count = max(1, round(draws.token_order.shape[1] * (1 - recipe.routing.share)))
         kept = draws.token_order.argsort(1)[:, :count].sort(1).values
     aligns = any(is_active(section.stop_step, step) for section in sections)
-    watched = 0
-    if recipe.objective.dispersive_weight:
-        watched = recipe.objective.dispersive_block or max(1, len(learner.engine.model.blocks) // 4)
+    watched = dispersed_block(recipe.objective, len(learner.engine.model.blocks))
     class_token = _noisy_class_token(learner, images)
     return Extras(class_token, kept, watched, None if aligns else min(1, len(sections)))
 

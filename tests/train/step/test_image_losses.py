@@ -36,6 +36,7 @@ TERMS = (
     "objective.cosine_weight=1.0",
     "objective.contrastive_weight=0.05",
     "objective.dispersive_weight=0.5",
+    "objective.dispersive_block=2",
 )
 OWN = ("self_align.weight=0.5", "self_align.block=1", "self_align.teacher_block=2", "self_align.projector_width=8")
 ROUTED = ("routing.first_block=1", "routing.last_block=1")
@@ -253,6 +254,10 @@ def test_a_run_begins_from_one_with_projectors_and_the_other_way_round(store: La
         (("align.dino.block=3",), r"align\.dino\.block 3: model 'DiT-S/1' has 2 blocks"),
         (("routing.kind=tread",), r"routing\.first_block 3, routing\.last_block 0: the model has 2 blocks"),
         (("objective.dispersive_weight=0.5", "objective.dispersive_block=7"), "has 2 blocks"),
+        (
+            ("objective.dispersive_weight=0.5", "routing.kind=tread", "routing.first_block=1", "routing.last_block=1"),
+            r"objective\.dispersive_block 1: .*some skip the blocks 1 to 1",
+        ),
     ],
 )
 def test_what_the_store_or_the_model_lacks_is_named(
