@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save as safetensors_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Dinov2Config, Dinov2Model
 
+from ...datasets.disk.files import write_atomic
 from .pictures import COLOURS, SHAPES, Scene, draw_scene, make_scenes, nearest_colours
 
 SIDE_PX, PATCH_PX = 64, 16
@@ -62,10 +63,11 @@ def train_vision(out: Path, *, seed: int, steps: int, num_pictures: int, progres
             schedule.step()
             known.append((patches.argmax(1) == wanted.argmax(1)).float().mean().item())
             progress(step + 1, steps)
-    config.save_pretrained(out)
-    save_file(model.state_dict(), out / "model.safetensors", {"format": "pt"})
+    out.mkdir(exist_ok=True)
+    write_atomic(out / "config.json", config.to_json_string().encode())
+    write_atomic(out / "model.safetensors", safetensors_of(model.state_dict(), {"format": "pt"}))
     preprocessor = NORMALISATION | {"size": {"height": SIDE_PX, "width": SIDE_PX}}
-    (out / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    write_atomic(out / "preprocessor_config.json", json.dumps(preprocessor).encode())
     return float(np.mean(known[-len(known) // 10 :]))
 
 

@@ -99,7 +99,7 @@ def test_weights_of_a_run_with_other_options_are_refused(option: str, label_stor
     first = tmp_path / "first"
     train(recipe, store_path=label_store.path, run=first, device=CPU, report=lambda _: None, stop=StopRequest())
     other = train_recipe("dit-s-4", f"model.init_from={first}", "objective.kind=flow")
-    with pytest.raises(RunError, match=f"have learned model.{option}, .* Use --set model.{option}"):
+    with pytest.raises(RunError, match=f"has learned model.{option}, .* Use --set model.{option}"):
         train(
             other,
             store_path=label_store.path,
