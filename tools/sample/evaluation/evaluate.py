@@ -111,6 +111,9 @@ def rows_of(result: dict[str, Any]) -> list[tuple[str, str]]:
         if of_side := result.get(side):
             count = of_side.get("count", "an unknown number")
             rows.append((side, f"{of_side['kind']} '{of_side['path']}', {count} pictures"))
+            if "guidance" in of_side:
+                how = f"{of_side['sampler']}, {of_side['steps']} steps, guidance {of_side['guidance']:g}"
+                rows.append(("drawn with", how))
     if network := result.get("features"):
         rows.append(("features", f"{network['network']}, {network['side_px']} px, {network['resize']}"))
     return rows + [(name, f"{result[name]:.6g}") for name in SCORES if result.get(name) is not None]

@@ -232,6 +232,7 @@ def test_a_run_is_drawn_and_measured(label_store: LatentStore, here: Path, tmp_p
     draw = SampleRequest(count=8, steps=2, guidance=1.0, seed=3)
     found = measured(run, label_store.path, here, draw=draw, out=out)
     assert (found["pictures"]["kind"], found["pictures"]["snapshot"]) == ("run", "snapshot-2")
+    assert dict(rows_of(found))["drawn with"].endswith("2 steps, guidance 1")
     assert len(list(out.glob("0*.png"))) == 8
     assert numbers(measured(out, label_store.path, here)) == numbers(found)
     fewer = SampleRequest(count=6, steps=2, guidance=1.0, seed=3)
