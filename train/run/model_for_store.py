@@ -19,7 +19,7 @@ from ..models.model_keys import check_model_keys, options_of
 from ..models.spec import AdapterSpec, ModelSpec, ProjectorSpec
 from ..objective_recipe import SELF
 from ..objectives.losses import num_outputs
-from ..weights.init_from import position_grid, read_config
+from ..weights.sources import position_grid, read_config
 from .texts_for_store import caption_inputs
 
 

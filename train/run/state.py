@@ -18,7 +18,7 @@ from ..config import TrainRecipe
 from ..models.spec import ModelSpec
 from ..parallel.ranks import ALONE, Ranks
 from ..step.learner import Learner, build_learner
-from ..weights.init_from import class_map_warning, scale_warning
+from ..weights.sources import class_map_warning, scale_warning
 from .data import buckets_at, build_loader
 from .model_for_store import model_for_stores
 from .texts_for_store import null_captions

@@ -22,8 +22,9 @@ from ..optim.loss_scale import autocast_dtype
 from ..parallel.build import build_engine
 from ..parallel.engine import Engine
 from ..parallel.ranks import ALONE, Ranks
-from ..weights.init_from import initial_weights, lasting_source
+from ..weights.init_from import initial_weights
 from ..weights.merging import FrozenWeights, hash_of
+from ..weights.sources import lasting_source
 
 COMPILED_CAPTION_STEP = 64  # tokens, so that captions of 300 have five lengths
 

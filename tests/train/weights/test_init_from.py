@@ -28,7 +28,8 @@ from leandit.train.models.spec import ModelSpec
 from leandit.train.run.model_for_store import model_spec
 from leandit.train.run.state import prepare
 from leandit.train.weights.dit_checkpoints import read_official, write_official
-from leandit.train.weights.init_from import class_map_warning, initial_weights, read_config
+from leandit.train.weights.init_from import initial_weights
+from leandit.train.weights.sources import class_map_warning, read_config
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 SPEC = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)

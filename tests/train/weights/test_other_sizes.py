@@ -16,8 +16,9 @@ from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.spec import ModelSpec
 from leandit.train.run.model_for_store import model_spec
 from leandit.train.weights.dit_checkpoints import write_official
-from leandit.train.weights.init_from import initial_weights, position_grid
+from leandit.train.weights.init_from import initial_weights
 from leandit.train.weights.patch_size import bilinear_map
+from leandit.train.weights.sources import position_grid
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 SPEC = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)

@@ -1,0 +1,215 @@
+"""What ``model.init_from`` can name: a run, a hub id or folder in diffusers' layout, or a file of a DiT in the official
+layout; and what it says of itself.
+
+Only safetensors are read from folders. A folder may be a pipeline, or its transformer. Of a run the newest snapshot is
+used.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+from torch import Tensor
+
+from ...datasets.disk.hashing import read_json
+from ...datasets.errors import DamageError, RunError
+from ...datasets.format.class_names import imagenet_names
+from ...datasets.format.schema import LatentSpec
+from ...datasets.order.alike import raw_scale_and_shift
+from ..models.diffusers_models.families import Family, family_of, transformer_class
+from ..models.dit import size_of
+from ..models.spec import ModelSpec
+from . import checkpoint
+from .dit_checkpoints import POSITIONS, read_official, read_safetensors
+
+CONFIG, WEIGHTS, SUBFOLDER = "config.json", "diffusion_pytorch_model*.safetensors", "transformer"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_DEPTH = 256  # blocks in a config: the largest models have 60
+MAX_NUMBER = 1 << 16  # of anything else in it: the largest is 18432
+
+
+def is_file(source: str) -> bool:
+    """Whether a source is a file of weights, not a folder or a hub id."""
+    return source.endswith((".pt", ".pth", ".safetensors"))
+
+
+def read_snapshot(source: str) -> checkpoint.Saved | None:
+    """The newest snapshot of a run, or the snapshot of a folder; None if the source is neither.
+
+    Raises: DamageError.
+    """
+    folder = Path(source).expanduser()
+    snapshots = checkpoint.find(checkpoint.SNAPSHOT, folder) if folder.is_dir() else []
+    if not snapshots and folder in checkpoint.find(checkpoint.SNAPSHOT, folder.parent):
+        snapshots = [folder]
+    return checkpoint.read(snapshots[-1]) if snapshots else None
+
+
+def spec_of(snapshot: checkpoint.Saved) -> ModelSpec:
+    """The model of a snapshot.
+
+    Raises: CheckpointDamage.
+    """
+    try:
+        return ModelSpec.model_validate(snapshot.state["spec"])
+    except (KeyError, ValidationError) as error:
+        raise checkpoint.CheckpointDamage(snapshot.path, f"its spec is not valid ({error})") from error
+
+
+def model_folder(source: str, *, files: tuple[str, ...] = (CONFIG, WEIGHTS)) -> Path:
+    """Folder of a transformer: local, else fetched from the hub.
+
+    Args:
+      files: to fetch from the hub.
+    Raises: RunError: it does not exist.
+    """
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        if source.startswith((".", "/", "~")) or source.count("/") != 1:
+            raise RunError(f"model.init_from '{source}': no such folder, and not a hub id.")
+        folder = _fetched(source, files)
+    if not (folder / CONFIG).is_file():
+        folder = folder / SUBFOLDER
+    if not (folder / CONFIG).is_file():
+        raise RunError(
+            f"model.init_from '{source}': there is no '{CONFIG}' and no '{SUBFOLDER}/{CONFIG}'. Needed a folder or "
+            "hub id of a diffusers pipeline, or of its transformer."
+        )
+    return folder
+
+
+def _fetched(hub_id: str, files: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    names = [f"{place}{name}" for place in ("", f"{SUBFOLDER}/") for name in files]
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=names, ignore_patterns=["*.fp16.*"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RunError(
+            f"model.init_from '{hub_id}': not a local folder, and not available from the hub ({reason}). Check the "
+            "name, log in with 'hf auth login', or give a folder."
+        ) from error
+
+
+def read_config(source: str, family: Family) -> dict[str, Any]:
+    """All arguments of diffusers' class, with the class's defaults for those that the config lacks.
+
+    Empty for a run that was trained from scratch: the recipe names its model.
+
+    Raises: RunError: the config is of another class, has unknown arguments, or is of a distilled model.
+    """
+    if snapshot := read_snapshot(source):
+        return spec_of(snapshot).config
+    folder, cls = model_folder(source, files=(CONFIG,)), transformer_class(family)
+    loaded = _json_object(folder / CONFIG)
+    if loaded.get("_class_name") != cls.__name__:
+        raise RunError(
+            f"model.init_from '{source}': its config is of {str(loaded.get('_class_name'))[:80]!r}, the model needs "
+            f"{cls.__name__}. Check model.name."
+        )
+    loaded = {key: value for key, value in loaded.items() if not key.startswith("_")}
+    known = {p.name: p.default for p in inspect.signature(cls.__init__).parameters.values() if p.name != "self"}
+    if unknown := sorted(loaded.keys() - known.keys()):
+        raise RunError(
+            f"model.init_from '{source}': its config has '{unknown[0]}', which {cls.__name__} does not know."
+        )
+    config = {key: list(value) if isinstance(value, tuple) else value for key, value in (known | loaded).items()}
+    numbers = {key: value for key, value in config.items() if isinstance(value, int | float)}
+    for key, value in numbers.items():
+        if abs(value) > (MAX_DEPTH if key == "num_layers" else MAX_NUMBER):
+            raise RunError(f"model.init_from '{source}': its config has {key} = {value}, which no model has.")
+    if config.get("guidance_embeds"):
+        raise RunError(f"model.init_from '{source}': it is distilled and takes the guidance as an input. Use its base.")
+    if family == "pixart" and config["use_additional_conditions"] is None:
+        config["use_additional_conditions"] = config["sample_size"] == 128  # as the class decides it
+    return config
+
+
+def read_folder(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors.
+
+    Raises: RunError: no such files; DamageError: a file cannot be read.
+    """
+    files = sorted(path for path in folder.glob(WEIGHTS) if ".fp16." not in path.name)
+    if not files:
+        raise RunError(
+            f"model.init_from '{folder}': there are no weights '{WEIGHTS}'. Only safetensors are read; convert other "
+            "weights with save_pretrained(..., safe_serialization=True)."
+        )
+    return {name: tensor for path in files for name, tensor in read_safetensors(path).items()}
+
+
+def position_grid(source: str) -> int:
+    """Side, in tokens, of the grid whose positions the weights of a DiT have learned; 0: they do not say.
+
+    Raises: as ``initial_weights``.
+    """
+    if snapshot := read_snapshot(source):
+        spec = spec_of(snapshot)
+        return 0 if family_of(spec.name) else spec.base_size // size_of(spec.name)[-1]
+    if is_file(source):
+        positions = read_official(Path(source).expanduser()).get(POSITIONS)
+        return 0 if positions is None else math.isqrt(positions.shape[1])
+    config = _json_object(model_folder(source, files=(CONFIG,)) / CONFIG)
+    side, patch = config.get("sample_size"), config.get("patch_size")
+    return side // patch if isinstance(side, int) and isinstance(patch, int) and patch > 0 else 0
+
+
+def lasting_source(source: str) -> str:
+    """A source by a path that does not depend on the working folder; of a run its newest snapshot."""
+    if snapshot := read_snapshot(source):
+        return str(snapshot.path.resolve())
+    folder = Path(source).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else source
+
+
+def class_map_warning(source: str, num_classes: int, classes: Sequence[str]) -> str | None:
+    """A warning if published weights have ImageNet's labels and the store has other labels, else None.
+
+    Args:
+      num_classes: of the model.
+      classes: of the store, in order of its labels.
+    """
+    wnids = list(imagenet_names())
+    if num_classes != len(wnids) or read_snapshot(source):
+        return None
+    differing = [i for i, name in enumerate(classes) if name not in (wnids[i], str(i))]
+    if not differing:
+        return None
+    label, name = differing[0], classes[differing[0]]
+    known_label = f", ImageNet's label {wnids.index(name)}" if name in wnids else ""
+    return (
+        f"model.init_from '{source}' has learned ImageNet's 1000 labels, {len(differing)} of the store's "
+        f"{len(classes)} differ: labels are positions of sorted class names, so label {label} is '{name}'{known_label}"
+        ". For ImageNet's own labels use a store of all classes; data.labels chooses which of them train."
+    )
+
+
+def scale_warning(source: str, latent: LatentSpec) -> str | None:
+    """A warning if a run has learned latents of another shift or scale than these, else None."""
+    snapshot = read_snapshot(source)
+    learned = LatentSpec.model_validate(snapshot.state["latent"]) if snapshot else latent
+    if latent.channels != learned.channels:
+        return None  # the weights do not fit either
+    pairs = zip(raw_scale_and_shift(learned), raw_scale_and_shift(latent), strict=True)
+    if all(np.allclose(theirs, ours, rtol=1e-3, atol=1e-3) for theirs, ours in pairs):
+        return None
+    return (
+        f"model.init_from '{source}' has learned latents of another shift or scale than those of this run. Its first "
+        'steps adapt to them. latent.normalise = "encoder" and the same VAE give the same ones.'
+    )
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    content = read_json(path, max_bytes=MAX_CONFIG_BYTES)
+    if not isinstance(content, dict):
+        raise DamageError(f"model.init_from '{path}': needed a JSON object. Fetch it again.")
+    return content
