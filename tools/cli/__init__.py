@@ -1,1 +1,1 @@
-"""The commands and their options."""
+"""The command, its options, and what is checked before torch is loaded."""

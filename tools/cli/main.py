@@ -20,14 +20,14 @@ import typer
 from ... import __version__
 from ...datasets.errors import LeanditError
 from ...train.parallel.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest, Terminated
-from .bench import bench
-from .export import export
 from .options import Overrides, output, print_line
-from .plan import plan
-from .precompute import import_, precompute
-from .sample import evaluate, sample
-from .store import compact, inspect, verify
-from .train import average, train
+from .verbs.bench import bench
+from .verbs.export import export
+from .verbs.plan import plan
+from .verbs.precompute import import_, precompute
+from .verbs.sample import evaluate, sample
+from .verbs.store import compact, inspect, verify
+from .verbs.train import average, train
 
 NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES = 1, 2, 5

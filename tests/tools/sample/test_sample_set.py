@@ -19,7 +19,7 @@ from leandit.datasets.disk.files import EXIT_DIED, FAILPOINT_VARIABLE, TEMPORARY
 from leandit.datasets.disk.hashing import read_json
 from leandit.datasets.errors import DamageError, LeanditError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
-from leandit.tools.cli.sample import parse_interval, read_rank
+from leandit.tools.cli.verbs.sample import parse_interval, read_rank
 from leandit.tools.sample import sample_set as module
 from leandit.tools.sample.sample_set import npz_parts, sample_set
 from leandit.tools.sample.sampler import SampleRequest

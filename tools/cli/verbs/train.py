@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...datasets.errors import LeanditError, RecipeError
-from ...train.parallel.stop import StopRequest
-from ..terminal.text import print_rows
-from .options import (
+from ....datasets.errors import LeanditError, RecipeError
+from ....train.parallel.stop import StopRequest
+from ...terminal.text import print_rows
+from ..options import (
     Device,
     DryRun,
     Overrides,
@@ -24,14 +24,14 @@ from .options import (
     read_path,
     torch_device,
 )
-from .preflight import check_run, check_trainable
+from ..preflight import check_run, check_trainable
 
 if TYPE_CHECKING:  # torch takes a second to import
     import torch
 
-    from ...train.config import TrainRecipe
-    from ...train.metrics.window import StepReport
-    from ...train.parallel.ranks import Ranks
+    from ....train.config import TrainRecipe
+    from ....train.metrics.window import StepReport
+    from ....train.parallel.ranks import Ranks
 
 
 def train(
@@ -54,18 +54,18 @@ def train(
 
     Example: leandit train dit-s-2-256 --store imagenet-256 --run runs/dit-s --set run.steps=1000
     """
-    from ...train.config import load
+    from ....train.config import load
 
     loaded = load(recipe, overrides or [])
     if dry_run:
-        from ..plan.dry_run import describe_train
+        from ...plan.dry_run import describe_train
 
         print(describe_train(loaded, store, torch_device(device)))
         return
     if run is None or not (store or loaded.data.turns):
         raise RecipeError("train: needed --store PATH and --run PATH (or --dry-run).")
     check_trainable(loaded, store, run)
-    from ...train.parallel.ranks import read_ranks
+    from ....train.parallel.ranks import read_ranks
 
     stop: StopRequest = context.obj
     stop.catch(signal.SIGINT)
@@ -82,11 +82,11 @@ def _train(
     recipe: TrainRecipe, store: str | None, run: Path, device: torch.device, stop: StopRequest, ranks: Ranks
 ) -> tuple[list[tuple[str, str]], bool]:
     """Train; returns rows for the user, and whether the run is finished."""
-    from ...train.loop import train as train_run
-    from ...train.optim.loss_scale import autocast_dtype
-    from ...train.parallel.strategy import choose_strategy
-    from ..terminal.cpu_memory import keep_freed_memory
-    from ..terminal.progress import ProgressLine, train_note
+    from ....train.loop import train as train_run
+    from ....train.optim.loss_scale import autocast_dtype
+    from ....train.parallel.strategy import choose_strategy
+    from ...terminal.cpu_memory import keep_freed_memory
+    from ...terminal.progress import ProgressLine, train_note
 
     if device.type == "cpu":
         keep_freed_memory()
@@ -118,8 +118,8 @@ def _train(
 
 def _warn_of_memory(recipe: TrainRecipe, store: str | None, ranks: Ranks) -> None:
     """Warn on stderr if a step exceeds this machine's memory; other errors are left to the training."""
-    from ...train.parallel.strategy import choose_strategy
-    from ..plan.memory_check import available_bytes, memory_warning
+    from ....train.parallel.strategy import choose_strategy
+    from ...plan.memory_check import available_bytes, memory_warning
 
     available = available_bytes()
     if available is None or not ranks.is_first or any("://" in t.section.store for t in recipe.turns(store)):
@@ -148,7 +148,7 @@ def average(
     Example: leandit average runs/dit-s --length 0.075 --out runs/dit-s-0.075
     """
     check_run(run)
-    from ...train.optim.posthoc_ema import combine
+    from ....train.optim.posthoc_ema import combine
 
     combined = combine(run, length, out, step=step)
     rows = [("snapshot", str(combined.path)), ("made of", f"{combined.used} stored averages")]

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..terminal.text import print_result
-from .options import AsJson, Device, Overrides, Recipe, local_input, output, path_or_url, torch_device
+from ...terminal.text import print_result
+from ..options import AsJson, Device, Overrides, Recipe, local_input, output, path_or_url, torch_device
 
 bench = typer.Typer(no_args_is_help=True)
 
@@ -41,9 +41,9 @@ def bench_loader(
 
     Example: leandit bench loader --scratch bench --workload latents
     """
-    from ..bench.loader.bench import make_request, run
-    from ..bench.loader.report import render
-    from ..terminal.progress import ProgressLine
+    from ...bench.loader.bench import make_request, run
+    from ...bench.loader.report import render
+    from ...terminal.progress import ProgressLine
 
     request = make_request(scratch, workload, records, peers, pythons or [], rounds=rounds, seconds=seconds)
     with ProgressLine() as progress:
@@ -63,7 +63,7 @@ def bench_plan(
 
     Example: leandit bench plan --scratch bench --records 100000
     """
-    from ..bench.encode.plan import render, run
+    from ...bench.encode.plan import render, run
 
     result = run(scratch, records, sizes, captions=captions)
     print_result(result, render, as_json=as_json)
@@ -78,7 +78,7 @@ def bench_bytes(
 
     Example: leandit bench bytes --tokens 120
     """
-    from ..bench.encode.cache_bytes import render, run
+    from ...bench.encode.cache_bytes import render, run
 
     print_result(run(tokens), render, as_json=as_json)
 
@@ -94,7 +94,7 @@ def bench_open(
 
     Example: leandit bench open --scratch bench
     """
-    from ..bench.loader.open import render, run
+    from ...bench.loader.open import render, run
 
     result = run(scratch, records, rounds)
     print_result(result, render, as_json=as_json)
@@ -118,10 +118,10 @@ def bench_precompute(
 
     Example: leandit bench precompute --source coco --scratch bench
     """
-    from ..bench.encode.precompute import run
-    from ..bench.encode.rates import PrecomputeRequest
-    from ..bench.encode.ratios import render
-    from ..terminal.progress import ProgressLine
+    from ...bench.encode.precompute import run
+    from ...bench.encode.rates import PrecomputeRequest
+    from ...bench.encode.ratios import render
+    from ...terminal.progress import ProgressLine
 
     request = PrecomputeRequest(
         source,
@@ -150,8 +150,8 @@ def bench_planner(
 
     Example: leandit bench planner --device cpu
     """
-    from ..bench.training.planner import ON_CPU, ON_GPU, render, run
-    from ..terminal.progress import ProgressLine
+    from ...bench.training.planner import ON_CPU, ON_GPU, render, run
+    from ...terminal.progress import ProgressLine
 
     where = torch_device(device)
     with ProgressLine() as progress:
@@ -182,11 +182,11 @@ def bench_train(
 
     Example: leandit bench train dit-b-2-256 --set run.global_batch=8
     """
-    from ...train.config import load
-    from ..bench.training.steps import StepRequest
-    from ..bench.training.train import render, run
-    from ..plan.workload import workload_at_resolution, workload_of_stores
-    from ..terminal.progress import ProgressLine
+    from ....train.config import load
+    from ...bench.training.steps import StepRequest
+    from ...bench.training.train import render, run
+    from ...plan.workload import workload_at_resolution, workload_of_stores
+    from ...terminal.progress import ProgressLine
 
     loaded = load(recipe, overrides or [])
     has_stores = store or loaded.data.turns
@@ -210,9 +210,9 @@ def bench_learning(
 
     Example: leandit bench learning --out learning
     """
-    from ..bench.training.learning import LearningRequest, render, run
-    from ..bench.training.learning_chart import draw
-    from ..terminal.progress import ProgressLine
+    from ...bench.training.learning import LearningRequest, render, run
+    from ...bench.training.learning_chart import draw
+    from ...terminal.progress import ProgressLine
 
     with ProgressLine() as progress:
         result = run(LearningRequest(out.resolve(), seeds, steps, pictures, tuple(overrides or ())), progress)
@@ -238,9 +238,9 @@ def bench_caching(
 
     Example: leandit bench caching dit-b-2-256 --scratch bench
     """
-    from ...train.config import load
-    from ..bench.encode.caching import CachingRequest, render, run
-    from ..terminal.progress import ProgressLine
+    from ....train.config import load
+    from ...bench.encode.caching import CachingRequest, render, run
+    from ...terminal.progress import ProgressLine
 
     loaded = load(recipe, overrides or [])
     where = torch_device(device)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...datasets.errors import RecipeError
-from ...datasets.revisions.catalog import check_store
-from ..terminal.text import print_result, print_rows
-from .options import AsJson, Base, Device, Run, local_input, output, print_line, rank_device, read_path
-from .preflight import check_evaluation, check_run, check_subjects
+from ....datasets.errors import RecipeError
+from ....datasets.revisions.catalog import check_store
+from ...terminal.text import print_result, print_rows
+from ..options import AsJson, Base, Device, Run, local_input, output, print_line, rank_device, read_path
+from ..preflight import check_evaluation, check_run, check_subjects
 
 if TYPE_CHECKING:  # torch takes a second to import
-    from ...train.parallel.ranks import Ranks
-    from ..sample.sampler import SampleRequest
+    from ....train.parallel.ranks import Ranks
+    from ...sample.sampler import SampleRequest
 
 LARGEST_GRID = 256  # pictures; a larger number becomes a set of files
 
@@ -85,7 +85,7 @@ def sample(
         check_subjects(run, label or (), caption or ())
     if store:
         check_store(store)
-    from ..sample.sampler import SampleRequest
+    from ...sample.sampler import SampleRequest
 
     request = SampleRequest(
         labels=label or (),
@@ -115,14 +115,14 @@ def _draw(
     """Draw a grid or a set; the first rank reports, and any rank that completes a set."""
     places["device"] = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
     if as_set or request.total > LARGEST_GRID or ranks.world_size > 1:
-        from ..sample.sample_set import sample_set
-        from ..terminal.progress import ProgressLine
+        from ...sample.sample_set import sample_set
+        from ...terminal.progress import ProgressLine
 
         with ProgressLine() if ranks.is_first else contextlib.nullcontext() as line:
             result = sample_set(run, request, **places, ranks=ranks, progress=line or (lambda *_: None))
         file, drawn = "npz", f"{result['there']} of {result['of']}, {result['drawn']} drawn by this process"
     else:
-        from ..sample.sampler import sample as draw_grid
+        from ...sample.sampler import sample as draw_grid
 
         result = draw_grid(run, request, **places)
         file, drawn = "grid", str(len(result["samples"]))
@@ -136,7 +136,7 @@ def _draw(
 
 def read_rank() -> Ranks:
     """Which process this is. Processes do not communicate, so the address of the first is not needed."""
-    from ...train.parallel.ranks import read_ranks
+    from ....train.parallel.ranks import read_ranks
 
     return read_ranks({"MASTER_ADDR": "", "MASTER_PORT": "", **os.environ})
 
@@ -206,11 +206,11 @@ def evaluate(
     Example: leandit evaluate runs/xl --against imagenet-256 --source imagenet/train --out fid
     """
     check_evaluation(target, against, clip=clip, captions=captions, features=features, out=out)
-    from ...train.parallel.ranks import read_ranks
-    from ..sample.evaluation.evaluate import EvaluateRequest
-    from ..sample.evaluation.evaluate import evaluate as measure
-    from ..sample.sampler import SampleRequest
-    from ..terminal.progress import ProgressLine
+    from ....train.parallel.ranks import read_ranks
+    from ...sample.evaluation.evaluate import EvaluateRequest
+    from ...sample.evaluation.evaluate import evaluate as measure
+    from ...sample.sampler import SampleRequest
+    from ...terminal.progress import ProgressLine
 
     ranks = read_ranks()
     draw = SampleRequest(
@@ -248,9 +248,9 @@ def evaluate(
 
 def _report(result: dict[str, Any], json_file: Path | None) -> None:
     """Print the numbers of an evaluation, and write them if asked."""
-    from ...datasets.disk.files import write_atomic
-    from ...datasets.disk.hashing import canonical_json
-    from ..sample.evaluation.evaluate import rows_of
+    from ....datasets.disk.files import write_atomic
+    from ....datasets.disk.hashing import canonical_json
+    from ...sample.evaluation.evaluate import rows_of
 
     if json_file:
         write_atomic(json_file, canonical_json(result))

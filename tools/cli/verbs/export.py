@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ..terminal.text import print_result
-from .options import AsJson, Base, Run, output, print_line
-from .preflight import check_run
+from ...terminal.text import print_result
+from ..options import AsJson, Base, Run, output, print_line
+from ..preflight import check_run
 
 
 class Layout(StrEnum):
@@ -43,7 +43,7 @@ def export(
     Example: leandit export runs/dit-s --out dit-s-diffusers
     """
     check_run(run)
-    from ..export.export import export as write
+    from ...export.export import export as write
 
     result = write(
         run, out, layout=layout.value, step=step, encoders=encoders, vae=vae, text=text, merged=merged, base=base

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...datasets.errors import RecipeError
-from ...precompute.sharing.part import Part, part_of
-from ...train.parallel.stop import StopRequest
-from ..terminal.text import print_rows
-from .options import Devices, DryRun, Overrides, Recipe, local_input, output, print_line, torch_devices
-from .preflight import check_import, check_precompute, check_source
+from ....datasets.errors import RecipeError
+from ....precompute.sharing.part import Part, part_of
+from ....train.parallel.stop import StopRequest
+from ...terminal.text import print_rows
+from ..options import Devices, DryRun, Overrides, Recipe, local_input, output, print_line, torch_devices
+from ..preflight import check_import, check_precompute, check_source
 
 if TYPE_CHECKING:  # they load torch, which most commands do without
-    from ...precompute.config import PrecomputeRecipe
-    from ...precompute.planning.compare import Options
-    from ...precompute.progress.clock import Progress
+    from ....precompute.config import PrecomputeRecipe
+    from ....precompute.planning.compare import Options
+    from ....precompute.progress.clock import Progress
 
 LOCAL, RAY = "local", "ray"
 
@@ -65,8 +65,8 @@ def precompute(
 
     Example: leandit precompute imagenet-256 --source imagenet/train --store imagenet-256
     """
-    from ...precompute.config import load
-    from ...precompute.planning.compare import Options
+    from ....precompute.config import load
+    from ....precompute.planning.compare import Options
 
     loaded = load(recipe, overrides or [])
     options = Options(drop_gone=drop_gone, retry_rejected=retry_rejected)
@@ -75,33 +75,33 @@ def precompute(
         return
     if not source or store is None:
         raise RecipeError("precompute: needed --source PATH and --store PATH (or --dry-run).")
-    from ...precompute.unchanged import Unchanged, unchanged
+    from ....precompute.unchanged import Unchanged, unchanged
 
     check_precompute(loaded, source)
     is_plain = options == Options() and not (new_revision or part) and engine == LOCAL
     listed = unchanged(loaded, source, store, device=device) if is_plain else None
     if isinstance(listed, Unchanged):
-        from ..terminal.outcome import unchanged_rows
+        from ...terminal.outcome import unchanged_rows
 
         for note in listed.notes:
             print_line(note)
         print_rows(unchanged_rows(listed, store))
         return
-    from ..terminal.outcome import precompute_rows
+    from ...terminal.outcome import precompute_rows
 
     devices = [] if engine == RAY else [str(one) for one in torch_devices(device)]
-    from ...precompute.engines.job import Job
+    from ....precompute.engines.job import Job
 
     if len(devices) != 1:
         listed = None  # the process that leads lists again
     job = Job(loaded, tuple(source), store, options, new_revision, part, device=devices[0] if devices else device)
     with _stoppable_progress(context.obj) as progress:
         if engine == RAY:
-            from ...precompute.engines.cluster import run_on_cluster
+            from ....precompute.engines.cluster import run_on_cluster
 
             report = run_on_cluster(job, address, progress=progress, say=print_line)
         elif len(devices) > 1:
-            from ...precompute.engines.processes import run_on_devices
+            from ....precompute.engines.processes import run_on_devices
 
             report = run_on_devices(job, devices, progress=progress, say=print_line)
         else:
@@ -119,8 +119,8 @@ def _dry_run(
     new_revision: bool,
 ) -> None:
     check_source(recipe, source)
-    from ..plan.dry_run import describe_precompute
-    from ..plan.precompute_cost import check_room
+    from ...plan.dry_run import describe_precompute
+    from ...plan.precompute_cost import check_room
 
     devices = torch_devices(device)
     planned = describe_precompute(
@@ -142,7 +142,7 @@ def _dry_run(
 @contextmanager
 def _stoppable_progress(stop: StopRequest) -> Iterator[Progress]:
     """Progress on stderr; each report is a point where a stop request takes effect."""
-    from ..terminal.progress import ProgressLine
+    from ...terminal.progress import ProgressLine
 
     with ProgressLine() as line:
 
@@ -167,12 +167,12 @@ def import_(
 
     Example: leandit import mar --source cached-imagenet --store imagenet-256
     """
-    from ...precompute.importing.formats.recipe import load
+    from ....precompute.importing.formats.recipe import load
 
     settings = load(overrides or [])
     check_import(source)
-    from ...precompute.importing.pipeline import import_features
-    from ..terminal.outcome import import_rows
+    from ....precompute.importing.pipeline import import_features
+    from ...terminal.outcome import import_rows
 
     with _stoppable_progress(context.obj) as progress:
         report = import_features(kind, settings, source_path=source, store_path=store, progress=progress, null=null)

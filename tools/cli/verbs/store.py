@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ...datasets.errors import DamageError, RecipeError, StoreIncomplete
-from ..terminal.text import print_result, print_rows
-from .options import AnyStore, AsJson, Device, LocalStore, Overrides, is_url, output, print_line, torch_device
+from ....datasets.errors import DamageError, RecipeError, StoreIncomplete
+from ...terminal.text import print_result, print_rows
+from ..options import AnyStore, AsJson, Device, LocalStore, Overrides, is_url, output, print_line, torch_device
 
 
 def inspect(
@@ -38,13 +38,13 @@ def inspect(
     Example: leandit inspect imagenet-256 --sheet sheet.png
     """
     _check_inspect(key, rejects, bool(sheet), bucket or class_, originals, source)
-    from ...datasets.store import LatentStore
-    from ..inspection.render import render, render_ledger, render_record
-    from ..inspection.summary import describe_record, ledger, summarise
+    from ....datasets.store import LatentStore
+    from ...inspection.render import render, render_ledger, render_record
+    from ...inspection.summary import describe_record, ledger, summarise
 
     opened = LatentStore(store, revision=revision, allow_incomplete=True)
     if sheet:
-        from ..inspection.contact_sheet import SheetOptions, write_sheet
+        from ...inspection.contact_sheet import SheetOptions, write_sheet
 
         options = SheetOptions(key, rejects, count, bucket, class_, source, originals, vae)
         print_line(f"contact sheet of {write_sheet(opened, sheet, options)} written to {sheet}")
@@ -96,8 +96,8 @@ def verify(
 
     Example: leandit verify imagenet-256 --repair --source imagenet/train
     """
-    from ..inspection.verify import check, check_url, render
-    from ..terminal.progress import ProgressLine
+    from ...inspection.verify import check, check_url, render
+    from ...terminal.progress import ProgressLine
 
     if is_url(store):
         verification, done = check_url(store, quick=quick, deep=deep, repair=repair)
@@ -132,8 +132,8 @@ def compact(
 
     Example: leandit compact imagenet-256 --out imagenet-256-compact
     """
-    from ...datasets.maintenance.compact import compact as run
-    from ..terminal.progress import ProgressLine
+    from ....datasets.maintenance.compact import compact as run
+    from ...terminal.progress import ProgressLine
 
     with ProgressLine() as progress:
         manifest = run(store, out, progress=progress, without=without or ())

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ...datasets.errors import RecipeError
-from ..terminal.text import print_result
-from .options import AsJson, Overrides, Recipe, local_input, path_or_url
+from ....datasets.errors import RecipeError
+from ...terminal.text import print_result
+from ..options import AsJson, Overrides, Recipe, local_input, path_or_url
 
 plan = typer.Typer(no_args_is_help=True)
 
@@ -47,11 +47,11 @@ def plan_train(
 
     Example: leandit plan train dit-xl-2-256 --resolution 256 --gpus 8 --gpu A100-40
     """
-    from ...train.config import load
-    from ..plan.strategies import with_ds_config
-    from ..plan.training import plan as make_plan
-    from ..plan.training import render
-    from ..plan.workload import workload_at_resolution, workload_of_stores
+    from ....train.config import load
+    from ...plan.strategies import with_ds_config
+    from ...plan.training import plan as make_plan
+    from ...plan.training import render
+    from ...plan.workload import workload_at_resolution, workload_of_stores
 
     loaded = load(recipe, overrides or [])
     if store and resolution:
