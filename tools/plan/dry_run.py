@@ -34,6 +34,7 @@ from ...precompute.sources.several import SourcePaths, list_sources
 from ...precompute.sources.source import Source
 from ...train.config import TrainRecipe
 from ...train.data_recipe import Turn
+from ...train.metrics.flops import shortened
 from ...train.models.build import build_model, check_model_name
 from ...train.models.diffusers_models.adapters import trained_parameters
 from ...train.optim.ema import build_rules
@@ -237,9 +238,9 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
         model = build_model(spec, seed=0)
     parameters, state_bytes = sum(p.numel() for p in model.parameters()), held_bytes(recipe, model)
     trained = sum(p.numel() for p in trained_parameters(model).values())
-    frozen = f" of which {trained / 1e6:.1f} M train" if trained < parameters else ""
+    frozen = f" of which {shortened(trained)} train" if trained < parameters else ""
     lines += [
-        f"{'model':<20}{spec.name}, {parameters / 1e6:.1f} M parameters{frozen}, {spec.channels} latent channels",
+        f"{'model':<20}{spec.name}, {shortened(parameters)} parameters{frozen}, {spec.channels} latent channels",
         f"{'memory':<20}{state_bytes / 2**30:.2f} GiB of weights, gradients, {recipe.optimizer.name} and averages; "
         "activations: 'leandit plan train'",
         f"{'run':<20}{recipe.run.steps} steps of {recipe.run.global_batch} images",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...datasets.errors import RecipeError
+from ...train.metrics.flops import shortened
 from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
 from ...train.metrics.writer import METRICS
 from .memory_tracker import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS
@@ -213,8 +214,8 @@ def render(result: dict[str, Any]) -> str:
 def _render_workload(result: dict[str, Any]) -> list[str]:
     kind = "measured" if result["mfu_is_measured"] else "an estimate, not measured; --run gives a measured one"
     text = f", {result['caption_tokens']} caption tokens" if result["caption_tokens"] else ""
-    size = f"{result['parameters'] / 1e6:.1f} M parameters"
-    size += f" of which {result['trained_parameters'] / 1e6:.1f} M train" if result["lora_rank"] else ""
+    size = f"{shortened(result['parameters'])} parameters"
+    size += f" of which {shortened(result['trained_parameters'])} train" if result["lora_rank"] else ""
     return [
         f"model       {result['model']}, {size}, {result['bucket']} px{text}",
         f"arithmetic  {result['flops_per_image'] / 1e12:.3f} TFLOP an image, {result['precision']}",

@@ -23,6 +23,13 @@ TRAIN_FORWARDS = 3  # forward, and the gradients of inputs and of weights
 OF_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution)
 
 
+def shortened(count: int) -> str:
+    """A number of parameters in the unit that fits: 592, 18.4 k, 8.3 M."""
+    if count < 1000:
+        return str(count)
+    return f"{count / 1e3:.1f} k" if count < 999_950 else f"{count / 1e6:.1f} M"
+
+
 def meta_model(spec: ModelSpec) -> Denoiser:
     """A model on the meta device, without memory."""
     return _meta_model(spec.model_dump_json())

@@ -20,9 +20,9 @@ from .diffusers_models.adapters import add_adapters
 from .diffusers_models.families import (
     PIXART_SIZES,
     SANA_PATCH,
-    SANA_SIZES,
     SD3_PATCH,
     SD3_SIZES,
+    diffusers_names,
     family_of,
     published_config,
 )
@@ -39,7 +39,7 @@ def dit_names() -> list[str]:
 
 def check_model_name(name: str) -> None:
     """Raise RecipeError if the model name is unknown."""
-    known = [*dit_names(), *PIXART_SIZES, *SANA_SIZES, *SD3_SIZES]
+    known = [*dit_names(), *diffusers_names()]
     if name not in known:
         raise RecipeError(f"model.name '{name}': needed one of {', '.join(known)}.")
 

@@ -6,7 +6,7 @@ from ...datasets.errors import RecipeError
 from ..config import TrainRecipe
 from ..objective_recipe import ObjectiveSection
 from .build import check_model_name, routed_blocks
-from .diffusers_models.families import ADAPTED, TEXT_ROLES, family_of
+from .diffusers_models.families import TEXT_ROLES, diffusers_names, family_of
 from .dit import size_of
 from .layers import DiTOptions
 
@@ -61,7 +61,8 @@ def _check_keys_of_dit(recipe: TrainRecipe) -> None:
     name, depth = recipe.model.name, size_of(recipe.model.name)[0]
     if recipe.lora.rank:
         raise RecipeError(
-            f"lora.rank {recipe.lora.rank}: model '{name}' takes no adapters. Use one of {', '.join(ADAPTED)}."
+            f"lora.rank {recipe.lora.rank}: model '{name}' takes no adapters. Use one of "
+            f"{', '.join(diffusers_names())}, or lora.rank 0."
         )
     first, last = routed_blocks(recipe.routing, depth)
     dispersed = dispersed_block(recipe.objective, depth)

@@ -13,14 +13,14 @@ from ...datasets.order.alike import check_alike
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..models.build import most_tokens_a_side, pixels_per_token, routed_blocks
-from ..models.diffusers_models.families import ADAPTED, family_of
+from ..models.diffusers_models.families import ADAPTED, PRECOMPUTED, family_of
 from ..models.dit import size_of
 from ..models.model_keys import check_model_keys, options_of
 from ..models.spec import AdapterSpec, ModelSpec, ProjectorSpec
 from ..objective_recipe import SELF
 from ..objectives.losses import num_outputs
 from ..weights.sources import position_grid, read_config
-from .texts_for_store import caption_inputs
+from .texts_for_store import caption_inputs, caption_lacks
 
 
 def model_for_stores(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> tuple[ModelSpec, LatentStore]:
@@ -50,17 +50,13 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
     Raises: RecipeError: as ``check_model_keys``; RunError: the model does not fit the store.
     """
     check_model_keys(recipe)
+    _check_fits(recipe, store, where)
     name, latent = recipe.model.name, store.latent
-    if recipe.model.channels not in (0, latent.channels):
-        raise RunError(
-            f"model '{name}': made for {recipe.model.channels} latent channels (model.channels), store '{where}' holds "
-            f"{latent.channels}. Use a store of that VAE, or --set model.channels=0 to build the model for the store."
-        )
     num_classes, caption_width, texts = 0, 0, ()
     if recipe.takes_captions:
-        caption_width, texts = caption_inputs(recipe, store, where)
+        caption_width, texts = caption_inputs(recipe, store)
     else:
-        num_classes = _num_classes(recipe, store, where)
+        num_classes = recipe.model.num_classes or len(store.classes or ())
     spec = ModelSpec(
         name=name,
         channels=latent.channels,
@@ -75,6 +71,35 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str) -> ModelSpec:
         texts=texts,
     )
     return _with_config(spec, recipe, where)
+
+
+def _check_fits(recipe: TrainRecipe, store: StoreSpec, where: str) -> None:
+    """Raise RunError with all that a store lacks for a model."""
+    lacks = caption_lacks(recipe, store, where) if recipe.takes_captions else _class_lacks(recipe, store)
+    if recipe.model.channels not in (0, store.latent.channels):
+        lacks.append(
+            f"it is made for {recipe.model.channels} latent channels (model.channels), and there are "
+            f"{store.latent.channels}: precompute with its VAE, or --set model.channels=0 for those of the store"
+        )
+    if lacks:
+        family = family_of(recipe.model.name)
+        fits = f". 'leandit precompute {PRECOMPUTED[family]}' makes a store that fits" if family else ""
+        raise RunError(f"model '{recipe.model.name}', store '{where}': {'; '.join(lacks)}{fits}.")
+
+
+def _class_lacks(recipe: TrainRecipe, store: StoreSpec) -> list[str]:
+    """What a store lacks of the labels that a model reads."""
+    num_stored, num_classes = len(store.classes or ()), recipe.model.num_classes
+    if not num_stored:
+        return [
+            "it needs class labels, and there are none: use a model with captions, or --set conditioning.kind=caption"
+        ]
+    if 0 < num_classes < num_stored:
+        return [
+            f"it is made for {num_classes} classes (model.num_classes), and there are {num_stored}: use "
+            "--set model.num_classes=0 for those of the store"
+        ]
+    return []
 
 
 def _base_size(recipe: TrainRecipe, store: StoreSpec) -> int:
@@ -134,22 +159,6 @@ def _widths(specs: Mapping[str, ProjectorSpec]) -> list[int]:
     return [one.feature_width for one in specs.values()]
 
 
-def _num_classes(recipe: TrainRecipe, store: StoreSpec, where: str) -> int:
-    name, num_stored = recipe.model.name, len(store.classes or ())
-    if not num_stored:
-        raise RunError(
-            f"model '{name}': it needs class labels, store '{where}' has none. Use a model with captions, or "
-            "--set conditioning.kind=caption."
-        )
-    num_classes = recipe.model.num_classes or num_stored
-    if num_classes < num_stored:
-        raise RunError(
-            f"model '{name}': made for {num_classes} classes (model.num_classes), store '{where}' has {num_stored}. "
-            "Use --set model.num_classes=0 to build the model for the store."
-        )
-    return num_classes
-
-
 def _with_config(spec: ModelSpec, recipe: TrainRecipe, where: str) -> ModelSpec:
     """The spec with the config of the model to fine-tune, which must fit store and objective."""
     family, source = family_of(spec.name), recipe.model.init_from
@@ -163,13 +172,14 @@ def _with_config(spec: ModelSpec, recipe: TrainRecipe, where: str) -> ModelSpec:
         needed |= {"joint_attention_dim": spec.caption_width, "pooled_projection_dim": spec.pooled_width}
     else:
         needed["caption_channels"] = spec.caption_width
-    for key, value in needed.items():
-        actual = config.get(key) or (config.get("in_channels") if key == "out_channels" else None)
-        if actual != value:
-            raise RunError(
-                f"model '{source}': its {key} is {actual}, store '{where}' and objective '{recipe.objective.kind}' "
-                f"need {value}. Use the kind of store and objective it was trained with."
-            )
+    actual = {key: config.get(key) for key in needed}
+    actual["out_channels"] = actual["out_channels"] or actual["in_channels"]
+    if differing := [f"{key} is {actual[key]}, not {value}" for key, value in needed.items() if actual[key] != value]:
+        raise RunError(
+            f"model '{source}', store '{where}', objective '{recipe.objective.kind}': its {', its '.join(differing)}. "
+            f"Use the kind of store and objective it was trained with; 'leandit precompute {PRECOMPUTED[family]}' "
+            "makes a store for published weights."
+        )
     return spec.model_copy(update={"config": config})
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from ...datasets.batches.captions import CaptionBatch
-from ...datasets.errors import RecipeError, RunError
+from ...datasets.errors import RecipeError
 from ...datasets.format.schema import StoreSpec, TextEncoder
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
@@ -17,71 +18,89 @@ from ..models.diffusers_models.families import TEXT_ROLES, TextRole, family_of
 from ..models.spec import ModelSpec, TextInput
 
 
-def caption_inputs(recipe: TrainRecipe, store: StoreSpec, where: str) -> tuple[int, tuple[TextInput, ...]]:
+def caption_inputs(recipe: TrainRecipe, store: StoreSpec) -> tuple[int, tuple[TextInput, ...]]:
     """Width of a caption token as the model sees it, and the text encoders that it reads, if it reads several.
 
     Args:
-      where: path of the store, for the messages.
-    Raises: RecipeError: ``conditioning.texts`` names others; RunError: the store lacks one, or what is read of it.
+      store: which lacks nothing by ``caption_lacks``.
     """
-    family = family_of(recipe.model.name)
-    roles = TEXT_ROLES.get(family, ()) if family else ()
-    if roles:
-        inputs = _inputs(recipe, roles, store, where)
+    if roles := _roles(recipe):
+        inputs = tuple(_input(role, encoder) for role, encoder in _pairs(recipe, roles, store))
         return _joined_width(inputs), inputs
-    return _width_of_first(recipe.model.name, store, where), ()
+    assert store.text is not None
+    return store.text.width, ()
 
 
-def _width_of_first(model: str, store: StoreSpec, where: str) -> int:
-    if store.text is None and store.texts:
-        names = ", ".join(f"[text.{one.name}]" for one in store.texts)
-        raise RunError(
-            f"model '{model}': it takes the captions of [text], store '{where}' has those of {names} alone. "
-            "Precompute with its text encoder as [text]."
-        )
-    if store.text is None:
-        raise RunError(f"model '{model}': it needs captions, store '{where}' has none. Precompute with text.kind.")
-    if not store.text.has_tokens:
-        raise RunError(
-            f"model '{model}': it takes the tokens of captions, [text] of store '{where}' has pooled vectors alone. "
-            "Precompute with a text encoder that gives tokens as [text]."
-        )
-    return store.text.width
+def caption_lacks(recipe: TrainRecipe, store: StoreSpec, where: str) -> list[str]:
+    """What a store lacks of the captions that a model reads, a phrase with what to do for each.
 
-
-def _inputs(recipe: TrainRecipe, roles: tuple[TextRole, ...], store: StoreSpec, where: str) -> tuple[TextInput, ...]:
-    model, encoders = recipe.model.name, {one.name: one for one in store.text_encoders}
-    names, needed = recipe.conditioning.texts or list(encoders), [role.encoder for role in roles]
-    if len(names) != len(roles) or len(set(names)) != len(names):
-        there = ", ".join(map(_table, encoders)) or "none"
-        raise RunError(
-            f"model '{model}': it reads {len(roles)} text encoders, {', '.join(needed)}, store '{where}' has: {there}. "
-            "Precompute with all of them, or name those to read, in this order, in conditioning.texts."
-        )
-    if missing := [name for name in names if name not in encoders]:
-        raise RecipeError(
-            f"conditioning.texts: store '{where}' has no text encoder '{missing[0]}'. There are: "
-            f"{', '.join(map(repr, encoders)) or 'none'}."
-        )
-    return tuple(_input(role, encoders[name], model, where) for role, name in zip(roles, names, strict=True))
-
-
-def _input(role: TextRole, encoder: TextEncoder, model: str, where: str) -> TextInput:
-    """What a role reads of an encoder, which must give it.
-
-    Raises: RunError.
+    Args:
+      where: path of the store, for the messages.
+    Raises: RecipeError: ``conditioning.texts`` is not valid for model and store.
     """
-    spec, table = encoder.spec, _table(encoder.name)
-    of_store = f"model '{model}': it reads {role.encoder} from {table} of store '{where}', which"
+    if not (roles := _roles(recipe)):
+        return _lacks_of_first(store)
+    needed, there = [role.encoder for role in roles], [one.name for one in store.text_encoders]
+    if names := recipe.conditioning.texts:
+        _check_texts(names, needed, there, where)
+    elif len(there) != len(roles):
+        known = ", ".join(map(_table, there)) or "none"
+        do = ": name those to read, in this order, in conditioning.texts" if len(there) > len(roles) else ""
+        return [f"it reads {len(roles)} text encoders, {', '.join(needed)}, and there are {known}{do}"]
+    return [lack for role, encoder in _pairs(recipe, roles, store) for lack in _lacks_of(role, encoder)]
+
+
+def _roles(recipe: TrainRecipe) -> tuple[TextRole, ...]:
+    """Of a model that reads several text encoders; otherwise none."""
+    family = family_of(recipe.model.name)
+    return TEXT_ROLES.get(family, ()) if family else ()
+
+
+def _pairs(
+    recipe: TrainRecipe, roles: tuple[TextRole, ...], store: StoreSpec
+) -> Iterator[tuple[TextRole, TextEncoder]]:
+    encoders = {one.name: one for one in store.text_encoders}
+    return zip(roles, (encoders[name] for name in recipe.conditioning.texts or encoders), strict=True)
+
+
+def _lacks_of_first(store: StoreSpec) -> list[str]:
+    if store.text is None and store.texts:
+        names = ", ".join(_table(one.name) for one in store.texts)
+        return [f"it takes the captions of [text], and there are {names} alone: precompute with its encoder as [text]"]
+    if store.text is None:
+        return ["it needs captions, and there are none: precompute with text.kind"]
+    if not store.text.has_tokens:
+        return [
+            "it takes the tokens of captions, and [text] has pooled vectors alone: precompute with a text encoder that "
+            "gives tokens as [text]"
+        ]
+    return []
+
+
+def _check_texts(names: list[str], needed: list[str], there: list[str], where: str) -> None:
+    said = f"conditioning.texts {json.dumps(names)}:"
+    if repeated := [name for place, name in enumerate(names) if name in names[:place]]:
+        raise RecipeError(f"{said} {_said(repeated[0])} is named twice. Needed {', '.join(needed)}, in this order.")
+    if missing := [name for name in names if name not in there]:
+        known = ", ".join(map(_said, there)) or "none"
+        raise RecipeError(f"{said} store '{where}' has no {_table(missing[0])}. Its text encoders: {known}.")
+    if len(names) != len(needed):
+        raise RecipeError(f"{said} {len(names)} names. Needed {len(needed)}: {', '.join(needed)}, in this order.")
+
+
+def _lacks_of(role: TextRole, encoder: TextEncoder) -> Iterator[str]:
+    """What an encoder does not give of what a role reads."""
+    spec, reads = encoder.spec, f"it reads {role.encoder} from {_table(encoder.name)}, which has"
     if role.tokens and not spec.has_tokens:
-        raise RunError(f'{of_store} has pooled vectors alone. Precompute with output = "both".')
+        yield f'{reads} pooled vectors alone: precompute with output = "both"'
     if role.pooled_width and not spec.pooled_width:
-        raise RunError(f'{of_store} has no pooled vectors. Precompute with output = "both".')
-    if role.tokens and not spec.full_length:
-        raise RunError(
-            f"{of_store} has the valid tokens alone. The model has no mask and reads padding too: precompute with "
-            "full_length = true."
-        )
+        yield f'{reads} no pooled vectors: precompute with output = "both", or set the order in conditioning.texts'
+    if role.tokens and spec.has_tokens and not spec.full_length:
+        yield f"{reads} the valid tokens alone, and the model reads padding too: precompute with full_length = true"
+
+
+def _input(role: TextRole, encoder: TextEncoder) -> TextInput:
+    spec = encoder.spec
     return TextInput(
         name=encoder.name,
         tokens=spec.max_tokens if role.tokens else 0,
@@ -93,6 +112,11 @@ def _input(role: TextRole, encoder: TextEncoder, model: str, where: str) -> Text
 
 def _table(name: str) -> str:
     return f"[text.{name}]" if name else "[text]"
+
+
+def _said(name: str) -> str:
+    """As a recipe says it."""
+    return f'"{name}"' if name else '"" ([text])'
 
 
 def _joined_width(inputs: tuple[TextInput, ...]) -> int:

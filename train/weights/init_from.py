@@ -72,7 +72,8 @@ def merged_weights(snapshot: checkpoint.Saved, model: Denoiser, spec: ModelSpec,
     if not frozen and Path(source).is_absolute() and not Path(source).is_dir():
         raise RunError(
             f"snapshot '{snapshot.path}': its adapters were trained on the weights of '{source}', which is not there. "
-            "If they have moved, name their place with --base, or to train with model.init_from."
+            "If they have moved, say where with --base PATH. To train further, begin from merged weights: 'leandit "
+            f"export {snapshot.path.parent} --out FOLDER --merged --base PATH', then --set model.init_from=FOLDER."
         )
     weights = initial_weights(source, model, spec.plain)
     if (found := hash_of(weights)) != trained_on.xxh3_128:

@@ -72,7 +72,11 @@ def model_folder(source: str, *, files: tuple[str, ...] = (CONFIG, WEIGHTS)) -> 
     folder = Path(source).expanduser()
     if not folder.is_dir():
         if source.startswith((".", "/", "~")) or source.count("/") != 1:
-            raise RunError(f"model.init_from '{source}': no such folder, and not a hub id.")
+            raise RunError(
+                f"model.init_from '{source}': no such folder, and not a hub id. Check the path. If weights "
+                "that adapters were trained on have moved, --set model.init_from=PATH tells it to their run, "
+                "--base PATH to other commands."
+            )
         folder = _fetched(source, files)
     if not (folder / CONFIG).is_file():
         folder = folder / SUBFOLDER

@@ -156,7 +156,7 @@ def test_frozen_weights_have_no_other_states() -> None:
     assert made["zero-3, offloaded"].host == (found.states[OPTIMIZER] + 2 * trained) / 4
     planned = plan(it, gpu="H100", num_gpus=1, images=1, run=None)
     assert planned["checkpoint_bytes"] == pytest.approx(4 * trained, rel=0.05)
-    assert f"of which {trained / 4e6:.1f} M train" in render(planned)
+    assert f"of which {trained / 4e3:.1f} k train" in render(planned)
 
 
 @pytest.mark.parametrize("change", ["run.seed=0", "optimizer.name=came", "optimizer.name=adamw8bit", "ema.kind=power"])

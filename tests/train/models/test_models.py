@@ -152,7 +152,7 @@ def test_a_store_without_tokens_of_its_text_encoder_is_refused_as_what_it_is(cap
         model_spec(recipe, spec.model_copy(update={"text": pooled}), "store")
     named = [TextEncoder(name="t5", spec=spec.text, encoder=spec.text_encoder)]
     other = spec.model_copy(update={"text": None, "text_encoder": None, "texts": named})
-    with pytest.raises(RunError, match=r"the captions of \[text\], store 'store' has those of \[text\.t5\] alone"):
+    with pytest.raises(RunError, match=r"the captions of \[text\], and there are \[text\.t5\] alone"):
         model_spec(recipe, other, "store")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from making import TINY_SD3, train_recipe
+from making import ROOT, TINY_SD3, train_recipe
 from three_texts import TEXTS, noise_store, text_spec
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -21,7 +21,12 @@ from leandit.train.metrics.flops import forward_flops
 from leandit.train.models.activation_checkpointing import checkpoint_blocks
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioner, Conditioning
-from leandit.train.models.diffusers_models.families import SD3_SIZES, published_config, transformer_class
+from leandit.train.models.diffusers_models.families import (
+    PRECOMPUTED,
+    SD3_SIZES,
+    published_config,
+    transformer_class,
+)
 from leandit.train.models.diffusers_models.joint_denoiser import JointDenoiser
 from leandit.train.models.spec import ModelSpec, TextInput
 from leandit.train.run.model_for_store import check_sizes, model_spec
@@ -119,20 +124,27 @@ def test_the_store_of_three_texts_fits_in_its_own_order_or_in_the_one_that_is_sa
 
 
 CLIP, T5 = text_spec("clip", 7, 8, 6), text_spec("t5", 9, 32)
+L_G_T5 = {"l": CLIP, "g": CLIP, "t5": T5}
 
 
 @pytest.mark.parametrize(
     ("texts", "overrides", "words"),
     [
-        ({"clip_l": CLIP, "t5": T5}, [], r"reads 3 text encoders, CLIP-L, CLIP-G, T5.*has: \[text.clip_l\], \[text.t5"),
+        (
+            {"clip_l": CLIP, "t5": T5},
+            [],
+            r"reads 3 text encoders, CLIP-L, CLIP-G, T5, and there are \[text.clip_l\], \[text.t5\]\. 'leandit",
+        ),
         ({"l": CLIP, "g": CLIP, "t5": text_spec("t5", 9, 32, full_length=False)}, [], r"\[text.t5\].*full_length"),
         (
             {"l": CLIP, "g": CLIP.model_copy(update={"output": "tokens", "pooled_width": 0}), "t5": T5},
             [],
             "CLIP-G.*both",
         ),
-        ({"l": CLIP, "g": CLIP, "t5": T5}, ['conditioning.texts=["l", "g", "t6"]'], "no text encoder 't6'.*'l', 'g'"),
-        ({"l": CLIP, "g": CLIP, "t5": T5}, ['conditioning.texts=["l", "l", "t5"]'], "reads 3 text encoders"),
+        (L_G_T5, ['conditioning.texts=["l", "g", "t6"]'], r'store .* has no \[text.t6\].*: "l", "g", "t5"'),
+        (L_G_T5, ['conditioning.texts=["l", "l", "t5"]'], r'"l" is named twice.*CLIP-L, CLIP-G, T5, in this order'),
+        (L_G_T5, ['conditioning.texts=["l", "g"]'], r"2 names. Needed 3: CLIP-L, CLIP-G, T5"),
+        (L_G_T5 | {"more": T5}, [], r"\[text.more\]: name those to read, in this order, in conditioning.texts"),
     ],
 )
 def test_a_store_without_what_is_read_is_refused_with_what_to_do(
@@ -146,13 +158,29 @@ def test_a_store_without_what_is_read_is_refused_with_what_to_do(
 def test_other_models_refuse_stores_and_keys_of_several_texts(
     three_text_store: LatentStore, caption_store: LatentStore
 ) -> None:
-    with pytest.raises(RunError, match=r"\[text\], store 'store' has those of \[text.clip_l\]"):
+    with pytest.raises(RunError, match=r"\[text\], and there are \[text.clip_l\]"):
         model_spec(train_recipe("pixart-tiny"), three_text_store.spec, "store")
     for model in ("pixart-tiny", "dit-s-4"):
         with pytest.raises(RecipeError, match="reads one text encoder at most"):
             model_spec(train_recipe(model, 'conditioning.texts=["a"]'), caption_store.spec, "store")
-    with pytest.raises(RunError, match=r"has: \[text\]"):
-        model_spec(train_recipe("sd3-tiny"), caption_store.spec, "store")
+    with pytest.raises(RecipeError, match=r'has no \[text.a\]. Its text encoders: "" \(\[text\]\)\.'):
+        model_spec(train_recipe("sd3-tiny", 'conditioning.texts=["a"]'), caption_store.spec, "store")
+
+
+def test_all_that_a_store_lacks_is_said_at_once_with_the_recipe_of_one_that_fits(
+    three_text_store: LatentStore, caption_store: LatentStore
+) -> None:
+    needed = train_recipe("sd3-tiny", "model.channels=16")
+    with pytest.raises(
+        RunError, match=r"and there are \[text\]; .*16 latent channels.*'leandit precompute sd3-512'"
+    ) as e:
+        model_spec(needed, caption_store.spec, "store")
+    assert "conditioning.texts" not in str(e.value)  # one encoder cannot be three
+    t5_first = list(reversed(three_text_store.spec.texts))
+    store = three_text_store.spec.model_copy(update={"texts": t5_first})
+    with pytest.raises(RunError, match=r"CLIP-L from \[text.t5\].*no pooled.*order in conditioning.texts; .*16 latent"):
+        model_spec(needed, store, "store")
+    assert all((ROOT / f"precompute/recipes/{recipe}.toml").is_file() for recipe in PRECOMPUTED.values())
 
 
 def test_pictures_beyond_the_table_of_positions_are_refused(three_text_store: LatentStore) -> None:
@@ -166,7 +194,7 @@ def test_pictures_beyond_the_table_of_positions_are_refused(three_text_store: La
 def test_a_folder_of_other_widths_is_refused(three_text_store: LatentStore, tmp_path: Path) -> None:
     config = published_config("sd3-tiny", **CONFIG | {"pooled_width": 24})
     transformer_class("sd3")(**config).save_pretrained(tmp_path / "model")
-    with pytest.raises(RunError, match=r"pooled_projection_dim is 24.*need 16"):
+    with pytest.raises(RunError, match=r"pooled_projection_dim is 24, not 16"):
         model_spec(train_recipe("sd3-tiny", f"model.init_from={tmp_path / 'model'}"), three_text_store.spec, "store")
 
 

@@ -8,6 +8,7 @@ Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", ar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,7 @@ from .families import without_warnings
 
 ADAPTER = "default"  # peft's name of the adapters of a model
 DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"  # A and B behind the name of their layer
+IN_A_BLOCK = re.compile(r"[a-z_.]*blocks\.\d+\.(.+)")
 DRAW = 0x10AA  # key of the random numbers of A, apart from those of the model
 
 
@@ -63,15 +65,18 @@ def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Lin
         others = [name for name, module in named.items() if not isinstance(module, nn.Linear)]
         if others or not named:
             kind = f"'{others[0]}' is a {type(named[others[0]]).__name__}" if others else "the model has no such layer"
-            linear = {
-                name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
-            }
-            known = sorted(name for name in linear if not name.isdecimal())
             raise RecipeError(
-                f"lora.targets '{target}': {kind}. Needed ends of names of linear layers, such as {', '.join(known)}."
+                f"lora.targets '{target}': {kind}. Needed ends of names of linear layers; those of the blocks are "
+                f"{', '.join(_linear_layers(model))}."
             )
         found |= {name: module for name, module in named.items() if isinstance(module, nn.Linear)}
     return found
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    """Names of the linear layers within a block, in the order of the model."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return list(dict.fromkeys(found[1] for name in names if (found := IN_A_BLOCK.fullmatch(name))))
 
 
 def adapter_shapes(model: nn.Module, spec: AdapterSpec) -> dict[str, Tensor]:

@@ -81,6 +81,14 @@ ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 JOINT_ATTENTION = tuple(f"attn.{name}" for name in (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"))
 ADAPTED: dict[Family, tuple[str, ...]] = {"pixart": ATTENTION, "sana": ATTENTION, "sd3": JOINT_ATTENTION}
 
+# Precompute recipes whose stores fit the published sizes; for another resolution there is a recipe beside it.
+PRECOMPUTED: dict[Family, str] = {"pixart": "pixart-512", "sana": "sana-512", "sd3": "sd3-512"}
+
+
+def diffusers_names() -> list[str]:
+    """Names of all models of diffusers."""
+    return [*PIXART_SIZES, *SANA_SIZES, *SD3_SIZES]
+
 
 def family_of(name: str) -> Family | None:
     """Family of diffusers' models, or None for a DiT."""
