@@ -37,7 +37,7 @@ from .planning.planner import Planner
 from .planning.self_check import NUM_PICTURES, check_autoencoder
 from .progress.clock import Progress, StageClock
 from .progress.rejects import ledger_of
-from .progress.verdict import Power, StageTime, stage_times
+from .progress.verdict import CHECK, LOAD, PLAN, Power, StageTime, stage_times
 from .shards.worker import Worker
 from .sharing.leases import Leases, alone, seal_alone
 from .sharing.part import Part
@@ -110,15 +110,16 @@ class Stage1:
         encoder, min_psnr_db = self.worker.encoders.image, self.recipe.vae.min_psnr
         if not min_psnr_db or not encoder.has_decoder:
             return None
-        return check_autoencoder(
-            plan,
-            encoder,
-            self.decoders,
-            self.source,
-            min_psnr_db=min_psnr_db,
-            say=self.say,
-            progress=lambda done: self.progress("self-check", done, NUM_PICTURES),
-        )
+        with self.worker.clock.measure(CHECK):
+            return check_autoencoder(
+                plan,
+                encoder,
+                self.decoders,
+                self.source,
+                min_psnr_db=min_psnr_db,
+                say=self.say,
+                progress=lambda done: self.progress("self-check", done, NUM_PICTURES),
+            )
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def precompute(
 def load_worker(recipe: PrecomputeRecipe, device: torch.device, num_decoders: int) -> Worker:
     """Load the encoders. Raises: as ``load_encoders``."""
     clock = StageClock()
-    with clock.measure("load"):
+    with clock.measure(LOAD):
         encoders = load_encoders(recipe, device)
     return Worker(encoders, num_decoders, clock)
 
@@ -226,7 +227,7 @@ def open_store(stage: Stage1, source: Source, *, new_revision: bool) -> OpenedSt
     Raises: FingerprintMismatch: encoders or settings differ from the store's, and no new revision was requested.
     """
     root, worker = stage.root, stage.worker
-    with worker.clock.measure("plan"), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
+    with worker.clock.measure(PLAN), alone(root, "plan", lambda: stage.progress("others plan", 0, 1)):
         found = newest_plan(root)
         spec = stage.describe(source, found and found.spec)
         if found and new_revision and spec.fingerprint != found.spec.fingerprint:
@@ -250,7 +251,7 @@ def plan_next(stage: Stage1, opened: OpenedStore, options: Options) -> tuple[Fro
 
     Returns: as ``Planner.plan_next``.
     """
-    with stage.worker.clock.measure("plan"), alone(stage.root, "plan", lambda: stage.progress("others plan", 0, 1)):
+    with stage.worker.clock.measure(PLAN), alone(stage.root, "plan", lambda: stage.progress("others plan", 0, 1)):
         following, changes = opened.planner.plan_next(options)
     if following:
         check_fingerprint(stage.root, following.spec, stage.describe(None, following.spec))

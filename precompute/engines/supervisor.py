@@ -21,7 +21,7 @@ from ...datasets.revisions.plan import planned_revisions
 from ..encoders.text.encoder import TokenCount
 from ..pipeline import Report
 from ..progress.clock import Progress, StageClock
-from ..progress.tally import Work
+from ..progress.tally import CAPTIONS, PICTURES, Work
 from ..progress.verdict import Power
 from .child import END_SECONDS
 from .job import Broken, Failed, Job, outcome
@@ -31,7 +31,7 @@ MAX_LOSSES = 3  # of one device, without a commit in between
 LOOK_SECONDS = 0.5  # between two points where a signal is noticed
 SILENCE_SECONDS = 60.0
 START_SECONDS = 300.0  # to the first message of a process that leads; on a cluster its machine may be gone
-OF_SHARDS = ("captions", "pictures")  # stages that all processes report: the oldest one speaks
+OF_SHARDS = (CAPTIONS, PICTURES)  # stages that all processes report: the oldest one speaks
 
 
 class Process(Protocol):

@@ -17,6 +17,7 @@ from ..encoders.text.encoder import TokenCount
 from .clock import Progress
 from .rejects import NOT_COUNTED, RejectLedger
 
+CAPTIONS, PICTURES = "caption shards", "pictures"  # stages, by what they count
 LOOK_SHARE = 0.05  # of the time at most, for looking what others have committed
 
 
@@ -104,7 +105,7 @@ class Tally:
                     self._ledger.forget(reason)  # its record is counted
             if is_own:
                 self._work.num_commits += 1
-                self._work.num_encoded += size if stage == "pictures" else 0
+                self._work.num_encoded += size if stage == PICTURES else 0
             self._settle([task])
             self._look()
             self._show(stage)
@@ -142,4 +143,4 @@ class Tally:
 
 
 def _stage(task: Task) -> str:
-    return "pictures" if is_picture_task(task) else "captions"
+    return PICTURES if is_picture_task(task) else CAPTIONS

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 READ, DECODE, ENCODE, TEXT, WRITE = "read", "decode", "encode", "text", "write"
+LOAD, PLAN, CHECK = "load", "plan", "check"  # before the stages; a plan includes its self-check
+
+LEAST_SECONDS = 0.05  # that are told
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,19 @@ def stage_times(seconds: Mapping[str, float], num_pictures: int, power: Power) -
         rate = num_pictures * threads / taken if taken and name != TEXT else None
         found.append(StageTime(name, taken, threads, rate))
     return found
+
+
+def before_stages(seconds: Mapping[str, float], power: Power) -> str:
+    """What took time before the stages, in words; of several processes that load at once, the mean.
+
+    Args:
+      seconds: as of ``stage_times``.
+    """
+    check = seconds.get(CHECK, 0.0)
+    plan = max(0.0, seconds.get(PLAN, 0.0) / power.num_encoders - check)
+    load = seconds.get(LOAD, 0.0) / power.num_encoders
+    took = {"to load the encoders": load, "to plan": plan, "for the self-check": check}
+    return ", ".join(f"{value:.1f} s {what}" for what, value in took.items() if value >= LEAST_SECONDS)
 
 
 def bound_by(times: list[StageTime]) -> str:

@@ -17,7 +17,7 @@ from ..encoders.text.encoder import TokenCount
 from ..images.decoders import Decoders
 from ..progress.clock import Progress, StageClock
 from ..progress.rejects import RejectLimit, ledger_of
-from ..progress.tally import Tally, Work
+from ..progress.tally import CAPTIONS, PICTURES, Tally, Work
 from ..sharing.leases import Leases
 from ..sources.source import OpenedSource
 from .latent_shard import PackedShard
@@ -75,7 +75,7 @@ class Worker:
                 with Background(writer, leases, self.clock, on_commit=committed) as background:
                     texts = [task for task in missing if not is_picture_task(task)]
                     for shard in encode_captions(plan, leases.take(texts), self.encoders.captions, self.clock):
-                        tally.encode("captions", 1)
+                        tally.encode(CAPTIONS, 1)
                         background.commit(shard)
                     for shard in encode_pictures(
                         plan,
@@ -85,7 +85,7 @@ class Worker:
                         source,
                         limit=limit,
                         clock=self.clock,
-                        progress=lambda count: tally.encode("pictures", count),
+                        progress=lambda count: tally.encode(PICTURES, count),
                         num_at_once=self.num_decoders,
                     ):
                         background.commit(shard)

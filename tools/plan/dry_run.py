@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,7 @@ from ...train.parallel.ranks import read_ranks
 from ...train.run.model_for_store import model_for_stores
 from ..terminal.outcome import change_rows
 from ..terminal.progress import ProgressLine
-from .precompute_cost import StoreBytes, completed_rows, predict_lines
+from .precompute_cost import PROBE_RECORDS, StoreBytes, completed_rows, predict_lines
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def describe_precompute(
     store: Path | None = None,
     new_revision: bool = False,
     options: Options | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> DryRun:
     """Describe what a precompute would do; writes nothing.
 
@@ -85,6 +87,7 @@ def describe_precompute(
       store: existing or future store; its state is part of the description.
       new_revision: other encoders or settings would make the next revision.
       options: how a grown store treats changes.
+      say: called before records are encoded to measure them.
     Raises: StoreError, FingerprintMismatch: as a precompute.
     """
     frozen = look_for_plan(store) if store else None
@@ -122,6 +125,8 @@ def describe_precompute(
         plan = planner.plan(comparison, lineage, pictures)
     if num_completed := completed_rows(plan):
         lines.append(f"{'would complete':<20}{num_completed} pictures that are there")
+    total = pictures.num_rows - pictures["bucket"].null_count
+    say(f"encoding {min(PROBE_RECORDS, total)} of {total} pictures, and captions, to measure time and memory")
     devices = {"num_devices": num_devices}
     costs, new_bytes = predict_lines(recipe, plan, source, comparison, pictures, encoders, **devices)
     old_bytes = sum(path.stat().st_size for path in files_below(store)) if store and lineage.stack else 0

@@ -9,7 +9,7 @@ from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import ClassNames
 from ...datasets.format.schema import Manifest
 from ...precompute.planning.compare import Comparison
-from ...precompute.progress.verdict import DECODE, ENCODE, advice, bound_by
+from ...precompute.progress.verdict import DECODE, ENCODE, advice, before_stages, bound_by
 
 if TYPE_CHECKING:  # they load torch
     from ...precompute.importing.pipeline import ImportReport
@@ -53,6 +53,8 @@ def _run_rows(report: Report) -> list[tuple[str, str]]:
     if report.num_encoded:
         rate = report.num_encoded / report.total_seconds
         rows.append(("this run", f"{report.num_encoded} pictures in {report.total_seconds:.1f} s, {rate:.1f} images/s"))
+        if before := before_stages(report.seconds, report.power):
+            rows.append(("before", f"{before}; the stages overlap"))
         rows += stage_rows(report)
     elif report.manifest is None:
         rows.append(("this run", "no picture to encode, those of this part are there"))

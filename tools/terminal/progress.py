@@ -29,7 +29,7 @@ class ProgressLine:
     def __enter__(self) -> ProgressLine:
         if self._console.is_terminal:
             columns = (
-                TextColumn("{task.description:>10}"),
+                TextColumn("{task.description:>14}"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),

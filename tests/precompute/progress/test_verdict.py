@@ -9,7 +9,8 @@ import pytest
 from making import CPU, caption_recipe, no_progress
 
 from leandit.precompute.pipeline import precompute
-from leandit.precompute.progress.verdict import Power, advice, bound_by, stage_times
+from leandit.precompute.progress import verdict
+from leandit.precompute.progress.verdict import Power, advice, before_stages, bound_by, stage_times
 from leandit.tools.terminal.outcome import NOTHING_TO_DO, precompute_rows
 
 POWER = Power("cpu", 1, 4)
@@ -31,6 +32,14 @@ def test_the_stage_that_is_busy_longest_bounds_the_run(seconds: dict[str, float]
     for on_cpu in (True, False):
         said = advice(times, on_cpu=on_cpu, codec="zstd")
         assert [word for word in words if word not in said] == []
+
+
+def test_what_comes_before_the_stages_is_told_apart_and_for_several_processes_once() -> None:
+    seconds = {"load": 4.0, "plan": 9.0, "check": 2.0, "encode": 5.0}
+    assert before_stages(seconds, POWER) == "4.0 s to load the encoders, 7.0 s to plan, 2.0 s for the self-check"
+    two = Power("cpu", 2, 4)
+    assert before_stages(seconds, two) == "2.0 s to load the encoders, 2.5 s to plan, 2.0 s for the self-check"
+    assert before_stages({"encode": 5.0}, POWER) == ""
 
 
 def test_a_codec_that_is_none_is_not_advised() -> None:
@@ -68,15 +77,21 @@ def test_a_stage_that_took_no_time_has_no_rate() -> None:
     assert [time.images_per_second for time in stage_times({"read": 0.0, "write": 2.0}, 10, POWER)] == [None, 5.0]
 
 
-def test_a_run_tells_reading_from_decoding_and_what_to_change(caption_folder: Path, tmp_path: Path) -> None:
-    report = precompute(
-        caption_recipe(), source_path=caption_folder, store_path=tmp_path / "store", device=CPU, progress=no_progress
-    )
+def test_a_run_tells_reading_from_decoding_and_what_to_change(
+    caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdict, "LEAST_SECONDS", 0.0)
+    stages = set[str]()
+    where = {"source_path": caption_folder, "store_path": tmp_path / "store"}
+    report = precompute(caption_recipe(), **where, device=CPU, progress=lambda stage, *_: stages.add(stage))
     times = {time.name: time for time in report.times}
     assert list(times) == ["read", "decode", "text", "encode", "write"]
     assert 0 < times["read"].seconds < times["decode"].seconds
     assert times["decode"].threads == report.power.num_decoders
     rows = precompute_rows(report, tmp_path / "store")
     assert [row[1].split()[0] for row in rows if not row[0]] == list(times)
+    said = dict(rows)["before"]
+    assert [words in said for words in ("s to load the encoders", "s to plan", "overlap")] == [True] * 3
+    assert {"caption shards", "pictures"} <= stages
     assert rows[-1][0] == "bound by"
     assert rows[-1][1].startswith(bound_by(report.times))

@@ -177,7 +177,9 @@ def test_a_store_that_grows_says_what_would_be_encoded(
         lines.write(json.dumps({"file_name": "images/more.png", "caption": "a new caption"}) + "\n")
     shutil.copy(source / "images/5.png", source / "images/more.png")
     before = tree_digest(store)
-    said = describe_precompute(caption_recipe(), source, CPU, store=store)
+    heard: list[str] = []
+    said = describe_precompute(caption_recipe(), source, CPU, store=store, say=heard.append)
+    assert heard == ["encoding 2 of 2 pictures, and captions, to measure time and memory"]
     assert tree_digest(store) == before
     words = [" ".join(line.split()) for line in said.text.splitlines()]
     for line in (

@@ -131,6 +131,7 @@ def _dry_run(
         store=store,
         new_revision=new_revision,
         options=options,
+        say=print_line,
     )
     print(planned.text)
     if store:
