@@ -37,7 +37,7 @@ from .run.lock import run_lock
 from .run.manifest import read_run_manifest
 from .run.resume import averages_are_due, capture, start_or_resume
 from .run.saver import Saver
-from .run.state import TrainState, prepare
+from .run.state import TrainState, origin_lines, prepare
 from .run.stores import open_stores
 from .step.train_step import train_step
 
@@ -56,7 +56,7 @@ class Outcome:
       first_step: of this call, or None if the run had finished before.
       finished: all steps of the recipe are done.
       num_images: seen by this call.
-      losses: of the first and the last report of this call, or None.
+      losses: step and loss of the first and the last report of this call, or None.
       images_per_second: the highest of all reports.
       recipe: as used, with the values of a ds_config.json.
     """
@@ -65,7 +65,7 @@ class Outcome:
     first_step: int | None
     finished: bool
     num_images: int
-    losses: tuple[float, float] | None
+    losses: tuple[tuple[int, float], tuple[int, float]] | None
     images_per_second: float
     recipe: TrainRecipe
 
@@ -79,6 +79,7 @@ def train(
     report: Callable[[StepReport], None],
     stop: StopRequest,
     warn: Callable[[str], None] = print_warning,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Train a model on one store or several; the same call again resumes from the newest valid checkpoint.
 
@@ -88,6 +89,7 @@ def train(
       stop: set it to save a checkpoint after the current step and return.
       warn: called with one line for a damaged checkpoint, a newer revision of a store than the run reads, or records
         that do not train.
+      say: called with a line for each thing that the run begins from; by the first rank.
     Raises: LeanditError: before the first step, if recipe, stores and run are incompatible.
     """
     ranks = read_ranks()
@@ -98,14 +100,18 @@ def train(
         recipe = apply_ds_config(recipe, ranks, device, warn)
         watchdog.agree(_inputs(recipe, stores))
         state = prepare(recipe, stores, device, warn, ranks, manifest and manifest.statistics)
+        evaluates = recipe.data.holdout and recipe.run.evaluate_every
+        evaluation = Evaluation(state, warn) if evaluates else None  # may refuse: nothing has been written
         stop.check()
         if ranks.is_first:
             stack.enter_context(run_lock(run))
         start_or_resume(state, run, manifest, warn, watchdog)
         if state.step >= recipe.run.steps:
             return Outcome(state.step, None, True, 0, None, 0.0, recipe)
+        for line in origin_lines(state, run) if ranks.is_first else ():
+            say(line)
         tune(state, watchdog)
-        return _Training(state, run, watchdog, report, stop, warn).run()
+        return _Training(state, run, evaluation, watchdog, report, stop, warn).run()
 
 
 def _inputs(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> dict[str, object]:
@@ -126,14 +132,14 @@ class _Training:
         self,
         state: TrainState,
         run: Path,
+        evaluation: Evaluation | None,
         watchdog: Watchdog,
         report: Callable[[StepReport], None],
         stop: StopRequest,
         warn: Callable[[str], None],
     ) -> None:
         recipe, ranks, device, scale = state.recipe, state.ranks, state.device, state.engine.loss_scale
-        evaluates = recipe.data.holdout and recipe.run.evaluate_every
-        self._evaluation = Evaluation(state, warn) if evaluates else None
+        self._evaluation = evaluation
         self._pictures = Pictures(state, run, warn) if recipe.run.sample_every else None
         self._state, self._recipe, self._report, self._stop = state, recipe, report, stop
         self._writer = MetricsWriter(run, step=state.step, recipe=recipe) if ranks.is_first else None
@@ -163,7 +169,8 @@ class _Training:
             if self._writer:
                 self._writer.close()
         reports = self._reports
-        losses = (reports[0].loss, reports[-1].loss) if reports else None
+        first, last = ((one.step, one.loss) for one in (reports[0], reports[-1])) if reports else (None, None)
+        losses = (first, last) if first and last else None
         fastest = max((report.images_per_second for report in reports), default=0.0)
         return Outcome(
             state.step, first_step, state.step >= steps, state.num_images - images_before, losses, fastest, self._recipe

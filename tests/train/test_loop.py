@@ -224,7 +224,7 @@ def test_the_loss_falls(name: str, stores: dict[str, Path], tmp_path: Path) -> N
     )
     outcome, _ = run_to(recipe, stores[name], tmp_path / "run")
     assert outcome.losses is not None
-    assert outcome.losses[1] < 0.9 * outcome.losses[0]
+    assert outcome.losses[1][1] < 0.9 * outcome.losses[0][1]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,10 @@ from ...datasets.loader import BatchLoader
 from ...datasets.revisions.encoder_paths import encoder_section
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
+from ..metrics.flops import meta_model, shortened
+from ..models.build import patch_of
+from ..models.diffusers_models.adapters import trained_parameters
+from ..models.diffusers_models.families import family_of
 from ..models.spec import ModelSpec
 from ..parallel.ranks import ALONE, Ranks
 from ..step.learner import Learner, build_learner
@@ -131,3 +135,35 @@ def snapshot_state(
         "buckets": dict(buckets),
         "root_hashes": list(root_hashes),
     }
+
+
+def origin_lines(state: TrainState, run: Path) -> Iterator[str]:
+    """Lines on the first weights, what was converted of them, what trains, and a warm-up that the run does not end."""
+    recipe, steps = state.recipe, state.recipe.run.steps
+    if state.step:
+        yield f"run '{run}' resumes after step {state.step}"
+    else:
+        yield f"run '{run}' begins from {', '.join([state.origin, *_positions(state)])}"
+    model = meta_model(state.spec)
+    total = shortened(sum(parameter.numel() for parameter in model.parameters()))
+    if adapter := state.spec.adapter:
+        trained = shortened(sum(parameter.numel() for parameter in trained_parameters(model).values()))
+        scale = f"rank {adapter.rank}, alpha {adapter.alpha:g}"
+        frozen = state.frozen.source if state.frozen else recipe.model.init_from
+        yield f"{state.spec.name}: adapters of {scale} train, {trained} of {total} parameters; '{frozen}' is frozen"
+    else:
+        yield f"{state.spec.name}: all {total} parameters train"
+    if (warmup := recipe.schedule.warmup_steps) >= steps:
+        yield (
+            f"schedule.warmup_steps {warmup}: the run ends at step {steps}, before its learning rate is "
+            f"{recipe.peak_lr:g}, so it may seem not to learn. For a short test --set schedule.warmup_steps=0"
+        )
+
+
+def _positions(state: TrainState) -> Iterator[str]:
+    """The span of a DiT's positions, where it is that of other pictures than those of the store."""
+    spec = state.spec
+    of_store = max(store.spec.images.resolution_px // store.spec.latent.downscale for store in state.stores)
+    if not family_of(spec.name) and spec.base_size != of_store:
+        learned, new = spec.base_size // patch_of(spec), of_store // patch_of(spec)
+        yield f"positions over {learned} tokens a side as it has learned, not {new}"

@@ -22,7 +22,7 @@ from ..optim.loss_scale import autocast_dtype
 from ..parallel.build import build_engine
 from ..parallel.engine import Engine
 from ..parallel.ranks import ALONE, Ranks
-from ..weights.init_from import initial_weights
+from ..weights.init_from import first_weights
 from ..weights.merging import FrozenWeights, hash_of
 from ..weights.sources import lasting_source
 
@@ -40,6 +40,7 @@ class Learner:
       attention_kernels: measured, the fastest first.
       feature_specs: of the image features that the recipe aligns with, by name.
       frozen: the weights that adapters belong to.
+      origin: of the first weights, in words.
     """
 
     recipe: TrainRecipe
@@ -55,6 +56,7 @@ class Learner:
     attention_kernels: list[str] = field(default_factory=list)
     feature_specs: Mapping[str, FeatureSpec] = field(default_factory=dict)
     frozen: FrozenWeights | None = None
+    origin: str = ""
 
 
 def build_learner(
@@ -83,9 +85,9 @@ def build_learner(
       onednn: use oneDNN for matrix products on a CPU, if nothing is compiled.
     Raises: RecipeError, RunError: something does not fit.
     """
-    model, frozen = build_model(spec.plain, seed=recipe.run.seed), None
+    model, frozen, origin = build_model(spec.plain, seed=recipe.run.seed), None, "new weights"
     if pretrained and (source := recipe.model.init_from):
-        weights = initial_weights(source, model, spec)
+        weights, origin = first_weights(source, model, spec)
         model.load_state_dict(weights)
         frozen = FrozenWeights(source=lasting_source(source), xxh3_128=hash_of(weights)) if spec.adapter else None
     if spec.adapter:
@@ -112,4 +114,5 @@ def build_learner(
         autocast_dtype=autocast_dtype(recipe.run.precision, device),
         feature_specs={one.name: one.spec for one in store.features if one.name in recipe.align} if store else {},
         frozen=frozen,
+        origin=origin,
     )

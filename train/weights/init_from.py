@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ValidationError
 from torch import Tensor
@@ -21,36 +22,76 @@ from ..models.spec import ModelSpec
 from . import checkpoint
 from .dit_checkpoints import POSITIONS, PROJECTORS, computed_positions, from_diffusers, read_official
 from .merging import FrozenWeights, hash_of, merge
-from .patch_size import with_patches
+from .patch_size import INPUT, OUTPUT, with_patches
 from .sit_checkpoints import from_lightningdit, without_variance
 from .sources import is_file, model_folder, read_folder, read_snapshot, spec_of
 
 
+class FirstWeights(NamedTuple):
+    """What a run begins with.
+
+    Args:
+      weights: under the names of a model's state dict, float32 on the CPU.
+      origin: where they come from, and what was converted, in words.
+    """
+
+    weights: dict[str, Tensor]
+    origin: str
+
+
 def initial_weights(source: str, model: Denoiser, spec: ModelSpec) -> dict[str, Tensor]:
-    """The weights of ``model.init_from`` under the names of a model's state dict, float32 on the CPU.
+    """The weights of ``first_weights``.
+
+    Raises: as ``first_weights``.
+    """
+    return first_weights(source, model, spec).weights
+
+
+def first_weights(source: str, model: Denoiser, spec: ModelSpec) -> FirstWeights:
+    """The weights of ``model.init_from`` for a model.
 
     Args:
       model: built from the spec without adapters, on any device; only names and shapes are used, and new projectors.
     Raises: RunError: they are of another model; the message names the difference.
     """
+    origin = [f"the weights of '{source}'"]
     wanted = {name.removeprefix("net."): tensor for name, tensor in model.state_dict().items()}
     if snapshot := read_snapshot(source):
         learned = spec_of(snapshot)
         _check_model(learned, spec, source)
         read = merged_weights(snapshot, model, learned) if learned.adapter else snapshot.read(checkpoint.MODEL)
         weights = {name.removeprefix("net."): tensor for name, tensor in read.items()}
+        adapted = ", its adapters merged" if learned.adapter else ""
+        origin = [f"the averaged weights of '{snapshot.path}', step {snapshot.state['step']}{adapted}"]
     elif family_of(spec.name):
         weights = read_folder(model_folder(source))
     elif is_file(source):
-        weights = from_lightningdit(read_official(Path(source).expanduser()), spec, source)
+        read = read_official(Path(source).expanduser())
+        weights = from_lightningdit(read, spec, source)
+        origin += ["norms and rotation converted from LightningDiT"] if weights.keys() != read.keys() else []
     else:
         weights = from_diffusers(read_folder(model_folder(source)), source)
     if not family_of(spec.name):
+        before = weights
         weights = _with_own_projectors(with_patches(_with_positions(weights, wanted), wanted), wanted)
+        origin += _converted(before, weights)
     if spec.options.time == "to_data":
+        rows = len(weights.get(f"{OUTPUT}.bias", ()))
         weights = without_variance(weights, spec)
+        origin += ["without outputs for a variance"] if len(weights.get(f"{OUTPUT}.bias", ())) != rows else []
     check_fit(weights, wanted, source)
-    return {f"net.{name}": tensor.float() for name, tensor in weights.items()}
+    return FirstWeights({f"net.{name}": tensor.float() for name, tensor in weights.items()}, ", ".join(origin))
+
+
+def _converted(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
+    """What a DiT's weights for another patch and other features have become."""
+    said = []
+    if INPUT in before and (old := before[INPUT].shape[-1]) != (new := after[INPUT].shape[-1]):
+        said.append(f"patch embedding and output layer resized from patch {old} to {new}")
+    names = [name for name in after if name.startswith(PROJECTORS)]
+    if names and any(after[name] is not before.get(name) for name in names):
+        said.append("with new projectors")
+    return said
 
 
 def merged_weights(snapshot: checkpoint.Saved, model: Denoiser, spec: ModelSpec, frozen: str = "") -> dict[str, Tensor]:

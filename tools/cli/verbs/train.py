@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # torch takes a second to import
     import torch
 
     from ....train.config import TrainRecipe
+    from ....train.loop import Outcome
     from ....train.metrics.window import StepReport
     from ....train.parallel.ranks import Ranks
 
@@ -97,7 +98,9 @@ def _train(
             if progress:
                 progress("train", figures.step, recipe.run.steps, train_note(figures))
 
-        outcome = train_run(recipe, store_path=store, run=run, device=device, report=show, stop=stop, warn=print_line)
+        outcome = train_run(
+            recipe, store_path=store, run=run, device=device, report=show, stop=stop, warn=print_line, say=print_line
+        )
     precision = outcome.recipe.run.precision
     if precision == "bf16" and autocast_dtype("bf16", device) is None:
         precision = f"fp32 (bf16 was asked for, {device} has no fast bf16)"
@@ -109,11 +112,21 @@ def _train(
     if outcome.first_step is None:
         rows.append(("this run", "nothing to do, the run was finished"))
     elif outcome.losses:
-        rows.append(("this run", f"from step {outcome.first_step}, at best {outcome.images_per_second:.1f} images/s"))
-        rows.append(("loss", f"{outcome.losses[0]:.4f} at first, {outcome.losses[1]:.4f} at last"))
+        seen = f"{outcome.num_images} images{_if_short(outcome)}"
+        rate = f"at best {outcome.images_per_second:.1f} images/s"
+        rows.append(("this run", f"from step {outcome.first_step}, {seen}, {rate}"))
+        rows.append(("loss", ", ".join(f"{loss:.4f} at step {step}" for step, loss in dict.fromkeys(outcome.losses))))
     if not outcome.finished:
         rows.append(("state", "interrupted and saved; run the same command again to resume"))
     return rows, outcome.finished
+
+
+def _if_short(outcome: Outcome) -> str:
+    """Why a run has seen fewer images than its steps have room for."""
+    recipe, first = outcome.recipe, outcome.first_step or 0
+    whole = (outcome.step - first + 1) * recipe.run.global_batch
+    is_short = outcome.num_images < whole and not recipe.data.batch_tokens
+    return " (short batches: data.leftovers)" if is_short else ""
 
 
 def _warn_of_memory(recipe: TrainRecipe, store: str | None, ranks: Ranks) -> None:

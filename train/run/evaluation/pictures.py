@@ -48,11 +48,11 @@ class Pictures:
     Args:
       state: of the run.
       run: its folder.
-      warn: called once if the grids cannot be decoded.
+      warn: called if the grids cannot be decoded, and if they have fewer pictures than the recipe asks for.
     """
 
     def __init__(self, state: TrainState, run: Path, warn: Callable[[str], None]) -> None:
-        self._state, self._section = state, state.recipe.run
+        self._state, self._section, self._warn = state, state.recipe.run, warn
         self._decoding = Decoding(run / "samples", warn) if state.ranks.is_first else None
         self._solver = Solver(
             steps=self._section.sample_steps,
@@ -105,6 +105,12 @@ class Pictures:
             reader = state.loader.dataset.reader
             takes_text, count = state.spec.takes_text, self._section.sample_count
             subjects = choose_subjects(reader, number, section or data, takes_text=takes_text, count=count)
+            if len(subjects.names) < count and state.ranks.is_first:
+                kept = "held-out records" if data.holdout else "records"
+                self._warn(
+                    f"run.sample_count {count}: the {kept} have {len(subjects.names)} different first captions, so "
+                    "a grid has as many pictures"
+                )
             buckets = buckets_at(data, state.stores, state.step)
             self._grids[number] = _Grid(subjects, max(buckets, key=lambda b: buckets[b]), reader.latent_specs[number])
         return self._grids[number]

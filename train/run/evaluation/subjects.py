@@ -11,6 +11,7 @@ import torch
 from ....datasets.batches.captions import CaptionBatch, captions_of
 from ....datasets.batches.reader import BatchReader
 from ....datasets.order.filters import label_indices
+from ....datasets.store import LatentStore
 from ...data_recipe import RecordsSection
 from ...models.conditioning import Conditioner, Conditioning
 
@@ -45,7 +46,7 @@ def choose_subjects(
       number: of the store.
       section: which of its records train.
       takes_text: captions, of the held-out records where there are any, else of all; otherwise classes that train.
-      count: of pictures; captions and classes come again if they are fewer.
+      count: of pictures; classes come again if they are fewer, captions do not.
     """
     store = reader.stores[number]
     if not takes_text:
@@ -54,12 +55,25 @@ def choose_subjects(
         return Subjects([f"{label}: {store.class_names.describe(label)}" for label in chosen], labels=chosen)
     selection = reader.order.plans[number].selection
     held_out = selection.held_out if selection else {}
-    records = [store.index(bucket).records[positions] for bucket, positions in held_out.items() if len(positions)]
-    records = np.sort(np.concatenate(records or [store.index(bucket).records for bucket in store.buckets]))
-    ids = [store.record_at(int(records[place])).caption_ids[0] for place in _spread(len(records), count)]
+    places = {bucket: positions for bucket, positions in held_out.items() if len(positions)}
+    known = _first_captions(store, places or dict.fromkeys(store.buckets, slice(None)))
+    ids = [int(known[place]) for place in _spread(len(known), min(count, len(known)))]
     texts = store.captions["text"]
     captions = {name: captions_of(store.text(name), ids) for name in store.texts}
     return Subjects([texts[each].as_py() for each in ids], captions=captions)
+
+
+def _first_captions(store: LatentStore, places: Mapping[str, np.ndarray | slice]) -> np.ndarray:
+    """Ids of the first captions of records, each once, in the order of the records.
+
+    Args:
+      places: positions in each bucket.
+    """
+    indexes = [(store.index(bucket), positions) for bucket, positions in places.items()]
+    records = np.concatenate([index.records[positions] for index, positions in indexes])
+    ids = np.concatenate([index.caption_ids[index.caption_starts[:-1][positions]] for index, positions in indexes])
+    ids = ids[np.argsort(records)]
+    return ids[np.sort(np.unique(ids, return_index=True)[1])]
 
 
 def _spread(total: int, count: int) -> list[int]:

@@ -154,6 +154,7 @@ def test_a_holdout_without_records_and_another_share_on_resume_are_refused(
 ) -> None:
     with pytest.raises(RecipeError, match=r"data.holdout 0.0001: it holds out no record of .*store.*Raise it"):
         run_to(train_recipe("dit-s-4", "data.holdout=0.0001"), label_store, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
     run_to(train_recipe("dit-s-4", HOLDOUT, "run.steps=1"), label_store, tmp_path / "run")
     with pytest.raises(RunError, match=r"recipe.data.holdout was 0.4, is 0.3"):
         run_to(train_recipe("dit-s-4", "data.holdout=0.3"), label_store, tmp_path / "run")
