@@ -34,6 +34,7 @@ from .pictures import PICTURES, FolderPictures, NpzPictures, PictureSet, SpreadP
 from .sets import MeasuredSet, kept_moments, moments_of, open_set
 
 METADATA = "metadata.jsonl"
+FEW_PICTURES = 1000  # of a side, below which a share of them is rough: its standard error is above 0.01
 SCORES = ("frechet", "kid", "cmmd", "precision", "recall", "density", "coverage", "clip_score")
 
 
@@ -154,12 +155,18 @@ def measure(pictures: Moments, reference: Moments, network: Network, device: tor
 def find_notes(pictures: Moments, reference: Moments, opened: MeasuredSet, network: Network) -> list[str]:
     """What a reader of the numbers should know."""
     notes, width = [], len(reference.mean)
-    for name, moments in (("pictures", pictures), ("reference", reference)):
-        if 0 < moments.count <= width:
-            notes.append(
-                f"{name}: {moments.count} for {width} features, so the Fréchet distance is too large; compare it "
-                "only at equal numbers"
-            )
+    sides = {"pictures": pictures, "of the reference": reference}
+    if few := [f"{side.count} {name}" for name, side in sides.items() if 0 < side.count <= width]:
+        notes.append(
+            f"{' and '.join(few)} for {width} features, so the Fréchet distance is too large; compare it only at equal "
+            "numbers"
+        )
+    kept = [side.features for side in sides.values() if side.features is not None]
+    if len(kept) == len(sides) and (fewest := min(map(len, kept))) < FEW_PICTURES:
+        notes.append(
+            f"precision, recall, density and coverage are rough with fewer than {FEW_PICTURES:,} pictures a side: a "
+            f"share of {fewest} has a standard error of up to {0.5 / fewest**0.5:.2f}"
+        )
     if "decoder_sha256" in opened.description:
         notes.append("the reference is decoded, so the error of the VAE is not counted; --source counts it")
     if opened.statistics and not reference.count and network.description["resize"] != "tensorflow":

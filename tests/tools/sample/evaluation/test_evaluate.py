@@ -176,7 +176,12 @@ def test_reference_batches_of_adm_have_statistics_of_other_pictures(
     assert found["frechet"] == pytest.approx(expected, rel=1e-6)
     assert (found["precision"], found["recall"]) == (1, 1)  # of the pictures in the file
     assert any("use --resize tensorflow" in note for note in found["notes"])
-    assert any("40 for 256 features" in note for note in found["notes"])
+    assert any("40 pictures for 256 features" in note for note in found["notes"])
+    of_two_sides = measured(here / "noise", here / "noise", here)["notes"]
+    assert [note.partition(" for ")[0] for note in of_two_sides if "too large" in note] == [
+        "40 pictures and 40 of the reference"
+    ]
+    assert [note[-4:] for note in of_two_sides if "precision, recall" in note] == ["0.08"]
 
     np.savez(tmp_path / "mu.npz", mu=mean, sigma=covariance)
     alone = measured(here / "noise", tmp_path / "mu.npz", here)
