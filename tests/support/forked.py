@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import fcntl
 import gc
 import importlib
 import json
@@ -41,6 +42,7 @@ IMPORTED = (
     "leandit.train.loop",
 )
 MAX_REQUEST_BYTES = 1 << 17
+MAX_FDS = 8  # its three files, its status, and those that it is passed
 _server: tuple[socket.socket, int] | None = None  # and its process
 
 
@@ -74,7 +76,7 @@ class ForkedPython(subprocess.Popen[str]):
 
     Args:
       command: without the interpreter.
-      how: as of ``Popen``: the three files, env, cwd and text.
+      how: as of ``Popen``: the three files, pass_fds, process_group, env, cwd and text. PYTHONPATH is searched first.
     """
 
     def __init__(self, command: Sequence[object], **how: Any) -> None:
@@ -83,12 +85,13 @@ class ForkedPython(subprocess.Popen[str]):
     def _execute_child(self, args: Any, *how: Any) -> None:
         """Ask the server for a child with these files; its status comes through a pipe."""
         assert _server is not None
-        cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_ = how[4:]
+        passed, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_, group = how[3:]
         self._status, status = os.pipe()
-        request = json.dumps([args, dict(os.environ if env is None else env), str(cwd or os.getcwd())]).encode()
+        environment = dict(os.environ if env is None else env)
+        request = json.dumps([args, environment, str(cwd or os.getcwd()), passed, group]).encode()
         assert len(request) < MAX_REQUEST_BYTES, "more than a message of the server may hold"
         theirs = [at if fd == -1 else fd for at, fd in enumerate((p2cread, c2pwrite, errwrite))]
-        socket.send_fds(_server[0], [request], [*theirs, status])
+        socket.send_fds(_server[0], [request], [*theirs, status, *passed])
         os.close(status)
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
         self.pid = int.from_bytes(os.read(self._status, 4), "little")
@@ -129,7 +132,7 @@ def _serve(requests: socket.socket) -> None:
         while True:
             for key, _ in ready.select():
                 if key.fileobj is requests:
-                    message, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 4)
+                    message, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, MAX_FDS)
                     if not message:  # the tests have ended
                         for pid, _ in running.values():
                             os.kill(pid, signal.SIGKILL)
@@ -141,7 +144,7 @@ def _serve(requests: socket.socket) -> None:
                     pidfd = os.pidfd_open(pid)
                     running[pidfd] = pid, fds[3]
                     ready.register(pidfd, selectors.EVENT_READ)
-                    for fd in fds[:3]:
+                    for fd in (*fds[:3], *fds[4:]):
                         os.close(fd)
                 else:
                     pid, pipe = running.pop(key.fd)
@@ -151,16 +154,19 @@ def _serve(requests: socket.socket) -> None:
                     os.close(pipe)
 
 
-def _become(fds: list[int], command: list[str], environment: dict[str, str], folder: str) -> NoReturn:
+def _become(
+    fds: list[int], command: list[str], environment: dict[str, str], folder: str, passed: list[int], group: int
+) -> NoReturn:
     """Be the process that was asked for, to its end."""
-    for fd, file in enumerate(fds[:3]):
-        os.dup2(file, fd)
     faulthandler.disable()  # it holds a file of the parent
-    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    _hold_only(dict(zip((0, 1, 2, *passed), fds[:3] + fds[4:], strict=True)))
+    if group >= 0:
+        os.setpgid(0, group)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    sys.path[:0] = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry not in sys.path]
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         errors = "backslashreplace" if name == "stderr" else "strict"
         file = open(fd, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115 - as long as the process
@@ -175,6 +181,16 @@ def _become(fds: list[int], command: list[str], environment: dict[str, str], fol
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
+
+
+def _hold_only(files: dict[int, int]) -> None:
+    """Have no files but these, each under the number that it shall have."""
+    above = max(files) + 1
+    copies = {number: fcntl.fcntl(file, fcntl.F_DUPFD, above) for number, file in files.items()}
+    os.closerange(0, above)
+    for number, copy in copies.items():
+        os.dup2(copy, number)
+    os.closerange(above, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def _exit_code(command: list[str]) -> int:

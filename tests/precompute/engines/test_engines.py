@@ -12,9 +12,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from forked import ForkedPython
 from harness import start
 from making import CAPTION_RECIPE, CPU, caption_recipe, make_caption_folder, no_progress, tree_digest
 
@@ -66,6 +69,19 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
     store = tmp_path_factory.mktemp("whole") / "store"
     precompute(caption_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
     return tree_digest(store)
+
+
+def forked(command: list[str], **how: Any) -> ForkedPython:
+    """As ``subprocess.Popen`` of an interpreter, which would import torch and the encoders' libraries for seconds."""
+    assert command[:2] == [sys.executable, "-P"]
+    return ForkedPython(command[2:], **how)
+
+
+@pytest.fixture
+def quick(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of all tests; and the processes are forked with all imports."""
+    like = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired")}
+    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(Popen=forked, **like))
 
 
 def with_processes(
