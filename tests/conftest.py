@@ -13,6 +13,7 @@ import pytest
 import torch
 from forked import start_server, stop_server
 from hypothesis import HealthCheck, settings
+from kept_decoders import keep_decoders
 from making import (
     CPU,
     TINY_SD3,
@@ -87,6 +88,12 @@ def _own_signals() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kept_decoders() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield from keep_decoders(patch)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ TWO = {
     "zero-2": ["parallel.deepspeed_config={folder}/zero-2.json"],
     "zero-3": ["parallel.deepspeed_config={folder}/zero-3.json"],
 }
+QUICK = ("ddp", "fsdp", "zero-2")  # all others, and more of each promise, in the long form
 FOUR = {"hsdp": ["parallel.strategy=hsdp", "parallel.replicas=2"]}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 ZERO: dict[str, dict[str, Any]] = {
@@ -120,8 +122,20 @@ ADAPTED = ("ddp", "fsdp", "fsdp-gradient", "fsdp-offload", "zero-2", "zero-3")
 JOINT = {"ddp": TWO["ddp"], "fsdp": TWO["fsdp"], "zero-2": ["parallel.deepspeed_config={folder}/offloaded.json"]}
 JOINT_SETTINGS = ["run.steps=6", "optimizer.weight_decay=0.1", "optimizer.decay_all=false"]  # two groups of parameters
 # checkpoint of -> resumed with
-CHAIN = [("one", "fsdp"), ("fsdp", "zero-3"), ("zero-3", "ddp")]
-MORE = [("ddp", "zero-1"), ("zero-2", "fsdp-offload"), ("zero-1", "zero-2")]  # in the long form
+CHAIN = [("one", "fsdp"), ("fsdp", "zero-2"), ("zero-2", "ddp")]
+MORE = [
+    ("fsdp", "zero-3"),
+    ("zero-3", "ddp"),
+    ("ddp", "zero-1"),
+    ("zero-2", "fsdp-offload"),
+    ("zero-1", "zero-2"),
+]
+
+
+def strategies(names: Iterable[str], *quick: str) -> Any:
+    """A test of each strategy, of which only some are quick."""
+    marks = {False: [pytest.mark.slow], True: []}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name in quick]) for name in names])
 
 
 @pytest.fixture(scope="module")
@@ -167,36 +181,59 @@ def mixture_of(store: LatentStore) -> str:
     return f"data.mixture=[{', '.join(parts)}]"
 
 
+class Trainings:
+    """Jobs of two ranks, with each of the strategies."""
+
+    def __init__(self, folder: Path, stores: dict[str, LatentStore], adapters: list[str]) -> None:
+        self.folder, self.stores, self.adapters = folder, stores, adapters
+
+    def settings(self, name: str) -> list[str]:
+        return [entry.format(folder=self.folder) for entry in TWO[name]]
+
+    def plain(self, name: str) -> Job:
+        return job(self.stores["labels"], self.folder / name, *self.settings(name))
+
+    def resumed(self, was: str, now: str, run: Path | None = None) -> Job:
+        earlier = {"begin_with": str(run or self.folder / was)}
+        return job(self.stores["labels"], self.folder / f"{was} to {now}", *self.settings(now), **earlier)
+
+    def aligned(self, name: str) -> Job:
+        return job(self.stores["features"], self.folder / f"aligned {name}", *self.settings(name), *ALIGNED)
+
+    def adapted(self, name: str) -> Job:
+        settings = [*self.settings(name), *self.adapters]
+        return job(self.stores["captions"], self.folder / f"lora {name}", *settings, recipe="pixart-tiny")
+
+    def joint(self, name: str) -> Job:
+        settings = [*(entry.format(folder=self.folder) for entry in JOINT[name]), *JOINT_SETTINGS]
+        return job(self.stores["three texts"], self.folder / f"joint {name}", *settings, recipe="sd3-tiny")
+
+
 @pytest.fixture(scope="module")
-def said(
-    one: Path,
+def trainings(
     folder: Path,
     label_store: LatentStore,
     caption_store: LatentStore,
     feature_store: LatentStore,
-    adapters: list[str],
     three_text_store: LatentStore,
+    adapters: list[str],
+) -> Trainings:
+    kinds = {"labels": label_store, "captions": caption_store, "features": feature_store}
+    return Trainings(folder, kinds | {"three texts": three_text_store}, adapters)
+
+
+@pytest.fixture(scope="module")
+def said(
+    one: Path, trainings: Trainings, folder: Path, label_store: LatentStore, caption_store: LatentStore
 ) -> list[list[dict[str, Any]]]:
-    """All that two ranks do, in one pair of processes; what each said of each job."""
-
-    def settings(name: str) -> list[str]:
-        return [entry.format(folder=folder) for entry in TWO[name]]
-
-    jobs = [job(label_store, folder / name, *settings(name)) for name in TWO]
-    for was, now in CHAIN:
-        earlier = {"begin_with": str(one if was == "one" else folder / was)}
-        jobs.append(job(label_store, folder / f"{was} to {now}", *settings(now), **earlier))
+    """What two ranks do for the quick tests, in one pair of processes; what each said of each job."""
+    jobs = [trainings.plain(name) for name in QUICK]
+    jobs += [trainings.resumed(was, now, one if was == "one" else None) for was, now in CHAIN]
     jobs.append(job(label_store, folder / "stopped", stop_at=5))
     jobs.append(job(label_store, folder / "stopped"))
     jobs.append(job(label_store, folder / "other rate", set_1=["optimizer.lr=2e-3"]))
     jobs.append(job(label_store, folder / "other store", store_1=str(caption_store.path)))
-    for name in ("ddp", "fsdp", "zero-2"):
-        jobs.append(job(feature_store, folder / f"aligned {name}", *settings(name), *ALIGNED))
-    for name in ADAPTED:
-        jobs.append(job(caption_store, folder / f"lora {name}", *settings(name), *adapters, recipe="pixart-tiny"))
-    for name, own in JOINT.items():
-        settings_of = [*(entry.format(folder=folder) for entry in own), *JOINT_SETTINGS]
-        jobs.append(job(three_text_store, folder / f"joint {name}", *settings_of, recipe="sd3-tiny"))
+    jobs += [trainings.aligned("fsdp"), trainings.adapted("zero-2"), trainings.joint("fsdp")]
     jobs.append(job(label_store, folder / "mixture", mixture_of(label_store)) | {"store": None})
     fp16 = [f"parallel.deepspeed_config={folder}/fp16.json", "run.checkpoint_every=2"]  # the first before any update
     for steps in (14, 16):
@@ -205,45 +242,42 @@ def said(
 
 
 @pytest.fixture(scope="module")
-def long_form(said: list[Any], folder: Path, label_store: LatentStore) -> None:
-    """What two ranks do in the long form."""
-
-    def settings(name: str) -> list[str]:
-        return [entry.format(folder=folder) for entry in TWO[name]]
-
-    jobs = []
-    for was, now in MORE:
-        more = {"begin_with": str(folder / was)}
-        jobs.append(job(label_store, folder / f"{was} to {now}", *settings(now), **more))
+def long_form(said: list[Any], trainings: Trainings, folder: Path, label_store: LatentStore) -> None:
+    """What two ranks do in the long form, and four."""
+    jobs = [trainings.plain(name) for name in TWO if name not in QUICK]
+    jobs += [trainings.resumed(was, now) for was, now in MORE]
+    jobs += [trainings.aligned(name) for name in ("ddp", "zero-2")]
+    jobs += [trainings.adapted(name) for name in ADAPTED if name != "zero-2"]
+    jobs += [trainings.joint(name) for name in JOINT if name != "fsdp"]
     for name in ("ddp", "fsdp"):
-        jobs.append(job(label_store, folder / f"fp16 {name}", *settings(name), "run.precision=fp16", "run.steps=6"))
+        settings = [*trainings.settings(name), "run.precision=fp16", "run.steps=6"]
+        jobs.append(job(label_store, folder / f"fp16 {name}", *settings))
     for name in ("ddp", "fsdp", "zero-1", "zero-3"):  # the last ones: all that follows is bf16
-        jobs.append(job(label_store, folder / f"bf16 {name}", *settings(name), "run.steps=6", bf16=True))
+        settings = [*trainings.settings(name), "run.steps=6"]
+        jobs.append(job(label_store, folder / f"bf16 {name}", *settings, bf16=True))
     run_ranks(jobs, 2)
-
-
-@pytest.fixture(scope="module")
-def runs(
-    said: list[Any], folder: Path, label_store: LatentStore, caption_store: LatentStore, adapters: list[str]
-) -> dict[str, Path]:
-    """20 steps with each strategy."""
-    made = {name: folder / name for name in (*TWO, *FOUR)}
-    jobs = [job(label_store, made[name], *overrides) for name, overrides in FOUR.items()]
-    jobs.append(job(caption_store, folder / "lora hsdp", *FOUR["hsdp"], *adapters, recipe="pixart-tiny"))
+    jobs = [job(label_store, folder / name, *overrides) for name, overrides in FOUR.items()]
+    adapted = [*FOUR["hsdp"], *trainings.adapters]
+    jobs.append(job(trainings.stores["captions"], folder / "lora hsdp", *adapted, recipe="pixart-tiny"))
     for of_rank in run_ranks(jobs, 4):
         assert [line["step"] for line in of_rank] == [STEPS, 4]
-    return made
 
 
-@pytest.mark.parametrize("name", [*TWO, *FOUR])
-def test_the_losses_are_those_of_one_process(name: str, one: Path, runs: dict[str, Path]) -> None:
-    assert len(losses(runs[name])) == STEPS
-    assert losses(runs[name]) == pytest.approx(losses(one), abs=1e-5)
+@pytest.fixture
+def trained(request: pytest.FixtureRequest) -> None:
+    """The trainings that a test looks at: those of the long form are made for slow tests only."""
+    request.getfixturevalue("long_form" if request.node.get_closest_marker("slow") else "said")
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero-2"])
+@strategies([*TWO, *FOUR], *QUICK)
+def test_the_losses_are_those_of_one_process(name: str, one: Path, trained: None, folder: Path) -> None:
+    assert len(losses(folder / name)) == STEPS
+    assert losses(folder / name) == pytest.approx(losses(one), abs=1e-5)
+
+
+@strategies(["ddp", "fsdp", "zero-2"], "fsdp")
 def test_alignment_and_routing_are_those_of_one_process(
-    name: str, said: list[Any], folder: Path, feature_store: LatentStore, tmp_path: Path
+    name: str, trained: None, folder: Path, feature_store: LatentStore, tmp_path: Path
 ) -> None:
     wanted = alone(feature_store, tmp_path / "run", *ALIGNED)
     assert losses(folder / f"aligned {name}") == pytest.approx(wanted, abs=1e-5)
@@ -257,9 +291,9 @@ def test_alignment_and_routing_are_those_of_one_process(
         assert found == pytest.approx(terms, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [*ADAPTED, "hsdp"])
+@strategies([*ADAPTED, "hsdp"], "zero-2")
 def test_adapters_are_those_of_one_process(
-    name: str, runs: dict[str, Path], adapters: list[str], folder: Path, caption_store: LatentStore, tmp_path: Path
+    name: str, trained: None, adapters: list[str], folder: Path, caption_store: LatentStore, tmp_path: Path
 ) -> None:
     wanted = alone(caption_store, tmp_path / "run", *adapters, recipe="pixart-tiny")
     found = folder / f"lora {name}"
@@ -273,9 +307,9 @@ def test_adapters_are_those_of_one_process(
     assert alone(caption_store, copy, *adapters, recipe="pixart-tiny") == pytest.approx(wanted[2:], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", JOINT)
+@strategies(JOINT, "fsdp")
 def test_a_model_of_two_streams_is_that_of_one_process(
-    name: str, said: list[Any], folder: Path, three_text_store: LatentStore, tmp_path: Path
+    name: str, trained: None, folder: Path, three_text_store: LatentStore, tmp_path: Path
 ) -> None:
     wanted = alone(three_text_store, tmp_path / "run", *JOINT_SETTINGS, recipe="sd3-tiny")
     assert losses(folder / f"joint {name}") == pytest.approx(wanted, abs=1e-5)
@@ -320,11 +354,13 @@ def test_deepspeed_starts_without_what_its_launcher_sets(
     assert losses(tmp_path / "run") == pytest.approx(losses(one)[:4], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [*TWO, *FOUR])
-def test_a_checkpoint_has_the_names_and_shapes_of_one_process(name: str, one: Path, runs: dict[str, Path]) -> None:
+@strategies([*TWO, *FOUR], *QUICK)
+def test_a_checkpoint_has_the_names_and_shapes_of_one_process(
+    name: str, one: Path, trained: None, folder: Path
+) -> None:
     for kind in ("checkpoint-20", "snapshot-20"):
         for path in sorted((one / kind).glob("*.safetensors")):
-            expected, found = load_file(path), load_file(runs[name] / kind / path.name)
+            expected, found = load_file(path), load_file(folder / name / kind / path.name)
             assert found.keys() == expected.keys()
             for key, tensor in expected.items():
                 torch.testing.assert_close(found[key], tensor, atol=2e-4, rtol=0)
@@ -358,11 +394,11 @@ def test_more_checkpoints_resume_in_another_strategy(
     assert losses(folder / f"{was} to {now}") == pytest.approx(losses(one)[10:], abs=1e-5)
 
 
-@pytest.mark.parametrize("was", ["fsdp", "hsdp", "zero-3"])
+@strategies(["fsdp", "hsdp", "zero-3"], "fsdp")
 def test_a_sharded_checkpoint_resumes_in_one_process_bit_for_bit_as_often_as_one_likes(
-    was: str, one: Path, runs: dict[str, Path], label_store: LatentStore, tmp_path: Path
+    name: str, one: Path, trained: None, folder: Path, label_store: LatentStore, tmp_path: Path
 ) -> None:
-    found = [alone(label_store, at(10, runs[was], tmp_path / str(i))) for i in range(2)]
+    found = [alone(label_store, at(10, folder / name, tmp_path / str(i))) for i in range(2)]
     assert found[0] == found[1]
     assert found[0] == pytest.approx(losses(one)[10:], abs=1e-5)
 
@@ -391,7 +427,7 @@ def test_a_mixture_of_stores_is_the_same_with_two_ranks(
 def test_a_stop_on_one_rank_stops_all_after_the_same_step_and_the_run_goes_on(
     one: Path, said: list[Any], folder: Path
 ) -> None:
-    jobs = len(TWO) + len(CHAIN)
+    jobs = len(QUICK) + len(CHAIN)
     for of_rank in said:
         steps = [line["step"] for line in of_rank if "step" in line]
         assert steps[jobs : jobs + 2] == [6, STEPS]  # known to all a step later
@@ -500,7 +536,8 @@ def test_a_rank_that_fails_alone_ends_the_others_with_its_message(label_store: L
     assert said[1][0].endswith("): a disk that is full")
 
 
-@pytest.mark.parametrize("recipe", ["dit-s-2-256", pytest.param("no-such-recipe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["dit-s-2-256", "no-such-recipe"])
 def test_under_torchrun_an_error_of_all_ranks_is_printed_once(recipe: str, tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     train = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -24,30 +25,51 @@ RANKS = {
     "zero-1": ["parallel.deepspeed_config={folder}/1.json"],
     "zero-3": ["parallel.deepspeed_config={folder}/3.json"],
 }
+QUICK = ("ddp", "gradient")  # the others in the long form
+STRATEGIES = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in RANKS]
+)
 DRAWN = ["run.sample_count=3", "run.sample_steps=2"]
 MANY = ["run.steps=4", "run.microbatch=1", "run.global_batch=4", "run.evaluate_images=5"]
 WITH_BOTH = [HOLDOUT, "run.evaluate_every=1", "run.sample_every=1", *DRAWN]
 STILL = [*MANY, *WITH_BOTH, "optimizer.lr=1e-30", "run.steps=1"]  # weights stay as they begin
 
 
-@pytest.fixture(scope="module")
-def of_ranks(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs of two ranks, with each strategy, with and without evaluation."""
-    folder = tmp_path_factory.mktemp("ranks")
-    for stage in (1, 3):
-        (folder / f"{stage}.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+def run_with(names: Iterable[str], store: LatentStore, folder: Path) -> None:
+    """The runs of two ranks, with some strategies, with and without evaluation."""
     jobs = []
-    for name, settings in RANKS.items():
-        own = [entry.format(folder=folder) for entry in settings]
+    for name in names:
+        own = [entry.format(folder=folder) for entry in RANKS[name]]
         for every in (0, 2):
             overrides = [*own, *MANY, HOLDOUT, *DRAWN, f"run.evaluate_every={every}", f"run.sample_every={every}"]
             jobs.append({"recipe": "dit-s-4", "set": overrides, "run": str(folder / f"{name}-{every}")})
         jobs.append({"recipe": "dit-s-4", "set": [*own, *STILL], "run": str(folder / f"{name}-still")})
-    run_ranks([job | {"store": str(label_store.path), "keeps_latents": True} for job in jobs], 2)
+    run_ranks([job | {"store": str(store.path), "keeps_latents": True} for job in jobs], 2)
+
+
+@pytest.fixture(scope="module")
+def quick_runs(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quick")
+    run_with(QUICK, label_store, folder)
     return folder
 
 
-@pytest.mark.parametrize("name", RANKS)
+@pytest.fixture(scope="module")
+def slow_runs(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slow")
+    for stage in (1, 3):
+        (folder / f"{stage}.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    run_with((name for name in RANKS if name not in QUICK), label_store, folder)
+    return folder
+
+
+@pytest.fixture
+def of_ranks(name: str, request: pytest.FixtureRequest) -> Path:
+    """Where the runs with a strategy are."""
+    return request.getfixturevalue("quick_runs" if name in QUICK else "slow_runs")
+
+
+@STRATEGIES
 def test_with_every_strategy_training_is_the_same_to_the_bit(name: str, of_ranks: Path) -> None:
     assert_same_training(of_ranks / f"{name}-0", of_ranks / f"{name}-2", 4)
     assert list(losses_held_out(of_ranks / f"{name}-2")) == [2, 4]
@@ -69,7 +91,7 @@ def of_one(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-@pytest.mark.parametrize("name", RANKS)
+@STRATEGIES
 def test_two_ranks_find_the_loss_of_one(name: str, of_ranks: Path, of_one: Path) -> None:
     assert losses_held_out(of_ranks / f"{name}-still") == losses_held_out(of_one / "still")
     for step, losses in losses_held_out(of_one / "run").items():
@@ -80,7 +102,7 @@ def test_two_ranks_find_the_loss_of_one(name: str, of_ranks: Path, of_one: Path)
     assert any(not torch.equal(ema[key], own[key]) for key in ema)
 
 
-@pytest.mark.parametrize("name", RANKS)
+@STRATEGIES
 def test_two_ranks_draw_what_one_draws(name: str, of_ranks: Path, of_one: Path) -> None:
     for run, step in (("still", 1), ("run", 2), ("run", 4)):
         found = of_ranks / (f"{name}-still" if run == "still" else f"{name}-2")
