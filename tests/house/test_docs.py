@@ -20,6 +20,7 @@ from leandit.tools.cli.main import app
 from leandit.train.config import TrainRecipe, load
 from leandit.train.data_recipe import RecordsSection
 from leandit.train.loop import StopRequest, train
+from leandit.train.run.model_for_store import model_for_stores
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (ROOT / "docs/commands.md").read_text()
@@ -97,6 +98,16 @@ def test_the_code_about_batches_runs(
         exec(block.replace("global_batch=16", "global_batch=4"), names)
     assert names["batch"].number == 5
     assert names["again"].dataset.number == 2
+
+
+def test_the_code_about_stable_diffusion_3_makes_a_store_that_its_small_model_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/models.md").read_text(), re.DOTALL)
+    exec(block, {})
+    spec, _ = model_for_stores(load("sd3.5-medium-512", ["model.name=sd3-tiny"]), [LatentStore("sd3-noise")])
+    assert (spec.joined_tokens, spec.caption_width, spec.pooled_width) == (333, 4096, 2048)
 
 
 def test_the_recipes_about_batches_train(

@@ -61,10 +61,18 @@ def adapter_notes(snapshot: Snapshot) -> list[str]:
     load = 'pipeline.load_lora_weights("FOLDER")'
     if not pipeline_loads(snapshot):
         load = 'pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, "FOLDER").merge_and_unload()'
-    return [
-        f"Adapters for {pipeline_class(snapshot)} with the weights of '{source_of(snapshot)}' (hash "
+    source = source_of(snapshot)
+    notes = [
+        f"Adapters for {pipeline_class(snapshot)} with the weights of '{source}' (hash "
         f"{snapshot.state['frozen']['xxh3_128']}), in float32: {load}"
     ]
+    run, _, step = source.rpartition(f"/{checkpoint.SNAPSHOT}-")
+    if run and step.isdecimal():
+        notes.append(
+            f"These weights are a run's, which diffusers and peft do not read: 'leandit export {run} --step {step} "
+            "--out FOLDER' makes the pipeline that the adapters are loaded into"
+        )
+    return notes
 
 
 def pipeline_loads(snapshot: Snapshot) -> bool:

@@ -155,8 +155,8 @@ def origin_lines(state: TrainState, run: Path) -> Iterator[str]:
         yield f"{state.spec.name}: all {total} parameters train"
     if (warmup := recipe.schedule.warmup_steps) >= steps:
         yield (
-            f"schedule.warmup_steps {warmup}: the run ends at step {steps}, before its learning rate is "
-            f"{recipe.peak_lr:g}, so it may seem not to learn. For a short test --set schedule.warmup_steps=0"
+            f"schedule.warmup_steps {warmup}: the learning rate rises until then, the run ends at step {steps}, so it "
+            "may seem not to learn. For a short test --set schedule.warmup_steps=0"
         )
 
 

@@ -120,6 +120,17 @@ def test_loaded_adapters_compute_what_the_run_does(
     assert (wanted - plain).abs().max() > 1e-3
 
 
+def test_adapters_of_a_run_say_that_it_is_exported_too(
+    bases: dict[str, Path], runs: dict[str, Path], stores: dict[str, LatentStore], tmp_path: Path
+) -> None:
+    base = bases["pixart-tiny"].parent / "pixart-tiny run"
+    settings = [f"model.init_from={base}", "lora.rank=2", "run.steps=1", "schedule.warmup_steps=0"]
+    run_to(train_recipe("pixart-tiny", *settings), stores["pixart-tiny"], tmp_path / "run")
+    said = [export(run, tmp_path / f"{n}")["notes"] for n, run in enumerate((tmp_path / "run", runs["pixart-tiny"]))]
+    wanted = f"'leandit export {base} --step 2 --out FOLDER'"
+    assert [any(wanted in note for note in notes) for notes in said] == [True, False]
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_merged_export_is_a_whole_model(name: str, runs: dict[str, Path], tmp_path: Path) -> None:
     made = export(runs[name], tmp_path / "out", merged=True)
