@@ -21,9 +21,10 @@ from ..datasets.recipe import flatten
 from ..datasets.store import LatentStore
 from .config import TrainRecipe
 from .metrics.device import ComputeCounter, Gauges, peak_flops
+from .metrics.starts import start_of, write_start
 from .metrics.wandb_run import check_wandb
 from .metrics.window import StepReport, Window
-from .metrics.writer import MetricsWriter
+from .metrics.writer import MetricsWriter, last_step
 from .optim.build import learning_rate
 from .parallel.deepspeed_config import read_config
 from .parallel.deepspeed_engine import apply_ds_config
@@ -80,6 +81,7 @@ def train(
     stop: StopRequest,
     warn: Callable[[str], None] = print_warning,
     say: Callable[[str], None] = lambda _: None,
+    recipe_name: str = "",
 ) -> Outcome:
     """Train a model on one store or several; the same call again resumes from the newest valid checkpoint.
 
@@ -90,6 +92,7 @@ def train(
       warn: called with one line for a damaged checkpoint, a newer revision of a store than the run reads, or records
         that do not train.
       say: called with a line for each thing that the run begins from; by the first rank.
+      recipe_name: of the recipe, for ``starts.jsonl``.
     Raises: LeanditError: before the first step, if recipe, stores and run are incompatible.
     """
     ranks = read_ranks()
@@ -111,7 +114,15 @@ def train(
         for line in origin_lines(state, run) if ranks.is_first else ():
             say(line)
         tune(state, watchdog)
+        if ranks.is_first:
+            _note_start(state, run, recipe_name)
         return _Training(state, run, evaluation, watchdog, report, stop, warn).run()
+
+
+def _note_start(state: TrainState, run: Path, name: str) -> None:
+    """Write when, where and with what this call trains."""
+    steps = {"from_step": state.step, "reached_step": last_step(run)}
+    write_start(run, start_of(state.recipe, state.device, state.ranks, name=name, release=__version__, **steps))
 
 
 def _inputs(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ...train.metrics.writer import METRICS
+from ...train.weights.folders import METRICS
 from ..inspection.grid import FRAME, KEY_COLOUR
 
 SCALE = 3

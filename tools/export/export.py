@@ -23,10 +23,10 @@ from ...train.models.build import DiTDenoiser
 from ...train.models.diffusers_models.families import family_of
 from ...train.models.dit import size_of
 from ...train.models.layers import DiTOptions
-from ...train.run.resume import RECIPE
 from ...train.sampling.schedulers import pipeline_scheduler
 from ...train.sampling.snapshot import Snapshot, load_snapshot, text_encoders
 from ...train.weights.dit_checkpoints import official_bytes, to_diffusers
+from ...train.weights.folders import RECIPE
 from .adapters import adapter_files, adapter_notes, check_adapters
 from .export_card import FLOW_PIPELINES, NULL_LABEL, Files, Format, departures, pipeline_class, vae_class, with_card
 

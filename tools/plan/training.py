@@ -17,7 +17,7 @@ import torch
 from ...datasets.errors import RecipeError
 from ...train.metrics.flops import shortened
 from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
-from ...train.metrics.writer import METRICS
+from ...train.weights.folders import METRICS
 from .memory_tracker import ACTIVATIONS, EMA, GRADIENTS, OPTIMIZER, PARAMETERS
 from .step_memory import StepMemory, step_memory
 from .strategies import Strategy, keeps_on_host, strategies, zero_section

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,9 @@ from typing import Any
 from ...datasets.disk.files import write_atomic
 from ...datasets.errors import DamageError
 from ..config import TrainRecipe
+from ..weights.folders import METRICS
 from .wandb_run import start_wandb
 from .window import StepReport
-
-METRICS = "metrics.jsonl"
 
 
 class MetricsWriter:
@@ -71,6 +71,15 @@ class MetricsWriter:
         self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def last_step(run: Path) -> int:
+    """The last step that a run has reported; 0 of a new one.
+
+    Raises: DamageError: a line is not a report.
+    """
+    lines = _lines_until(run / METRICS, sys.maxsize)
+    return json.loads(lines[-1])["step"] if lines else 0
 
 
 def _scalars(values: dict[str, Any]) -> dict[str, float]:

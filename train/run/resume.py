@@ -26,7 +26,7 @@ from ..optim.ema import build_rules
 from ..parallel.watchdog import Watchdog
 from ..weights import checkpoint
 from ..weights.checkpoint import AVERAGE, CHECKPOINT, EMA, MODEL, NULL_CAPTION, OPTIMIZER, SNAPSHOT, CheckpointDamage
-from ..weights.folders import RUN
+from ..weights.folders import RECIPE, RUN
 from ..weights.merging import FrozenWeights
 from .data import buckets_at
 from .manifest import RunManifest, check_settings, continue_manifest
@@ -34,7 +34,6 @@ from .saver import Captured, Folder, buffers_of, gather
 from .state import TrainState
 from .stores import contents_read
 
-RECIPE = "recipe.toml"
 GROUPS = (MODEL, EMA, OPTIMIZER)
 CODES = "/codes"  # suffix of optimizer state in 8 bits
 

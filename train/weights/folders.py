@@ -1,4 +1,4 @@
-"""Find the checkpoints, snapshots and averages of a run, without torch."""
+"""What lies in the folder of a run: find its files, checkpoints, snapshots and averages, without torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RUN, STATE = "run.json", "state.json"
+RECIPE, METRICS, STARTS, SAMPLES = "recipe.toml", "metrics.jsonl", "starts.jsonl", "samples"
 CHECKPOINT, SNAPSHOT, AVERAGE = "checkpoint", "snapshot", "average"
 
 

@@ -16,7 +16,7 @@ from leandit.tools.demo.charts import MEAN_COLOUR, draw_loss, loss_ticks, step_t
 from leandit.tools.inspection.grid import CELL_PX, MARGIN_PX
 from leandit.train.config import load
 from leandit.train.loop import StopRequest, train
-from leandit.train.metrics.writer import METRICS
+from leandit.train.weights.folders import METRICS
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 

@@ -25,8 +25,8 @@ from ....precompute import config as precompute_config
 from ....precompute.pipeline import precompute
 from ....train import config as train_config
 from ....train.loop import StopRequest, train
-from ....train.metrics.writer import METRICS
 from ....train.parallel.ranks import ALONE
+from ....train.weights.folders import METRICS
 from ...demo.demo import CPU, draw_pictures_folder, sample_captions
 from ...demo.vision import train_vision
 from ...plan.workload import workload_of_stores

@@ -72,7 +72,7 @@ def train(
     stop.catch(signal.SIGINT)
     ranks = read_ranks()
     device_of_rank = rank_device(device, ranks.local_rank if ranks.world_size > 1 else None)
-    rows, finished = _train(loaded, store, run, device_of_rank, stop, ranks)
+    rows, finished = _train(loaded, store, run, device_of_rank, stop, ranks, recipe_name=recipe)
     if ranks.is_first:
         print_rows(rows)
     if not finished:
@@ -80,7 +80,14 @@ def train(
 
 
 def _train(
-    recipe: TrainRecipe, store: str | None, run: Path, device: torch.device, stop: StopRequest, ranks: Ranks
+    recipe: TrainRecipe,
+    store: str | None,
+    run: Path,
+    device: torch.device,
+    stop: StopRequest,
+    ranks: Ranks,
+    *,
+    recipe_name: str,
 ) -> tuple[list[tuple[str, str]], bool]:
     """Train; returns rows for the user, and whether the run is finished."""
     from ....train.loop import train as train_run
@@ -98,9 +105,8 @@ def _train(
             if progress:
                 progress("train", figures.step, recipe.run.steps, train_note(figures))
 
-        outcome = train_run(
-            recipe, store_path=store, run=run, device=device, report=show, stop=stop, warn=print_line, say=print_line
-        )
+        places = {"store_path": store, "run": run, "device": device, "recipe_name": recipe_name}
+        outcome = train_run(recipe, **places, report=show, stop=stop, warn=print_line, say=print_line)
     precision = outcome.recipe.run.precision
     if precision == "bf16" and autocast_dtype("bf16", device) is None:
         precision = f"fp32 (bf16 was asked for, {device} has no fast bf16)"

@@ -25,6 +25,7 @@ from ...metrics.writer import MetricsWriter
 from ...models.conditioning import Conditioning
 from ...sampling.guided import Solver, draw_latents
 from ...step.attention_kernels import preferred
+from ...weights.folders import SAMPLES
 from ..data import buckets_at
 from ..state import TrainState
 from .decoding import Decoding
@@ -53,7 +54,7 @@ class Pictures:
 
     def __init__(self, state: TrainState, run: Path, warn: Callable[[str], None]) -> None:
         self._state, self._section, self._warn = state, state.recipe.run, warn
-        self._decoding = Decoding(run / "samples", warn) if state.ranks.is_first else None
+        self._decoding = Decoding(run / SAMPLES, warn) if state.ranks.is_first else None
         self._solver = Solver(
             steps=self._section.sample_steps,
             guidance=self._section.sample_guidance,
