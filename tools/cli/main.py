@@ -23,6 +23,7 @@ from ...train.parallel.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest, Ter
 from .options import Overrides, output, print_line
 from .verbs.bench import bench
 from .verbs.export import export
+from .verbs.look import report
 from .verbs.plan import plan
 from .verbs.precompute import import_, precompute
 from .verbs.sample import evaluate, sample
@@ -32,6 +33,7 @@ from .verbs.train import average, train
 NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES = 1, 2, 5
 TRACEBACK = "--traceback"
+EXTRAS = {"jinja2": "report", "markupsafe": "report", "matplotlib": "report"}  # of modules that "all" does not install
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
 
 # diffusers imports torchao if it is installed; both log warnings about parts that leandit does not use.
@@ -79,6 +81,7 @@ app.command()(train)
 app.command()(inspect)
 app.command()(verify)
 app.command()(compact)
+app.command()(report)
 app.command()(sample)
 app.command()(evaluate)
 app.command()(average)
@@ -138,7 +141,8 @@ def _run_command(stop: StopRequest) -> int:
 def _unexpected(error: Exception) -> int:
     if isinstance(error, ModuleNotFoundError):
         problem = f"{error.name} is not installed" if error.name else str(error)  # some libraries raise it unnamed
-        return _fail(f"{problem}. Install leandit with its extra 'all'", EXIT_RESOURCES)
+        extra = EXTRAS.get((error.name or "").split(".")[0], "all")
+        return _fail(f"{problem}. Install it with: pip install 'leandit[{extra}]'", EXIT_RESOURCES)
     if isinstance(error, OSError) and error.errno in NOT_PERMITTED:
         problem = f"'{error.filename or 'a file'}': {error.strerror}"
         return _fail(

@@ -27,8 +27,12 @@ MEAN_LIMIT, STD_LIMITS = 0.5, (0.5, 2.0)
 PERCENTILES = (0, 50, 95, 100)
 
 
-def summarise(store: LatentStore) -> dict[str, Any]:
-    """Contents and statistics of a store, as plain values."""
+def summarise(store: LatentStore, *, scan_bytes: int = SCAN_BYTES) -> dict[str, Any]:
+    """Contents and statistics of a store, as plain values.
+
+    Args:
+      scan_bytes: latents that are read for the statistics; of a larger store an even sample.
+    """
     records, spec = store.records, store.spec
     statuses = _counts(records["status"])
     rejected = records.filter(pc.equal(records["status"], "rejected"))
@@ -69,7 +73,7 @@ def summarise(store: LatentStore) -> dict[str, Any]:
         "codec": spec.codec,
         "self_check": self_check(store),
     }
-    return summary | {"latent_statistics": latent_statistics(store)}
+    return summary | {"latent_statistics": latent_statistics(store, scan_bytes)}
 
 
 def self_check(store: LatentStore) -> dict[str, Any] | None:
@@ -209,10 +213,10 @@ def _part_of(path: str) -> str:
     return "captions" if names[-2] == CAPTION_PART else f"captions {names[-2]}"
 
 
-def latent_statistics(store: LatentStore) -> dict[str, Any]:
+def latent_statistics(store: LatentStore, scan_bytes: int = SCAN_BYTES) -> dict[str, Any]:
     """Mean and standard deviation of each channel as the model sees it, and rows that are not finite, read now."""
     spec, num_rows, nonfinite, parts = store.spec.latent, 0, [], []
-    for bucket, rows in _rows_to_scan(store).items():
+    for bucket, rows in _rows_to_scan(store, scan_bytes).items():
         array = store.latents(bucket)
         for start in range(0, len(rows), SCAN_ROWS):
             chunk = rows[start : start + SCAN_ROWS]
@@ -234,15 +238,15 @@ def latent_statistics(store: LatentStore) -> dict[str, Any]:
     }
 
 
-def _rows_to_scan(store: LatentStore) -> dict[str, np.ndarray]:
-    """Rows to read of each bucket: all up to SCAN_BYTES, else an even sample."""
+def _rows_to_scan(store: LatentStore, scan_bytes: int) -> dict[str, np.ndarray]:
+    """Rows to read of each bucket: all up to ``scan_bytes``, else an even sample."""
     rows = {bucket: store.index(bucket).rows for bucket in store.buckets}
     sizes = {bucket: store.latents(bucket).row_bytes for bucket in rows}
     total = sum(len(rows[bucket]) * sizes[bucket] for bucket in rows)
     if store.remote is None:
-        step = max(1, -(-total // SCAN_BYTES))
+        step = max(1, -(-total // scan_bytes))
         return {bucket: bucket_rows[::step] for bucket, bucket_rows in rows.items()}
-    step = max(1, -(-total // SCAN_BYTES_AT_URL))
+    step = max(1, -(-total // min(scan_bytes, SCAN_BYTES_AT_URL)))
     chosen, num_shards = {}, 0
     for bucket, bucket_rows in rows.items():
         shard_rows = store.latents(bucket).shard_rows

@@ -56,6 +56,7 @@ FLAGS = {
     ],
     "verify": ["--deep", "--device", "--json", "--quick", "--repair", "--set", "--source"],
     "compact": ["--out", "--without"],
+    "report": ["--count", "--out", "--source", "--vae"],
     "sample": [
         *("--base", "--batch", "--bucket", "--caption", "--compile", "--device", "--encoders", "--guidance"),
         *("--guidance-channels", "--guidance-interval", "--json", "--label", "--npz", "--num", "--out", "--precision"),
@@ -164,6 +165,7 @@ URL_AS_OUTPUT = {
     "average": ["run", "--length", "0.1", "--out"],
     "inspect": ["nope", "--sheet"],
     "compact": ["nope", "--out"],
+    "report": ["nope", "--out"],
     "demo": ["--out"],
     "bench plan": ["--scratch"],
     "bench loader": ["--scratch"],

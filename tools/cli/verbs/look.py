@@ -1,0 +1,39 @@
+"""``leandit report``: what a store or a run is like, to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ....datasets.errors import RecipeError
+from ....train.weights.folders import is_run
+from ...terminal.text import print_rows
+from ..options import is_url, output, path_or_url
+
+
+def report(
+    targets: Annotated[
+        list[str], typer.Argument(parser=path_or_url, metavar="STORE|RUN...", help="Stores, or runs, side by side.")
+    ],
+    out: Annotated[Path, output("HTML file to write.")],
+    source: Annotated[
+        list[str] | None, typer.Option(help="Pictures that a store was made from, to show rejects; repeatable.")
+    ] = None,
+    vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's own VAE.")] = None,
+    count: Annotated[int, typer.Option(min=0, max=60, help="Pictures of each bucket of a store.")] = 12,
+) -> None:
+    """Write a report of a store or a run: one HTML file with everything in it, warnings first.
+
+    Example: leandit report imagenet-256 --out imagenet-256.html
+    """
+    runs = [not is_url(target) and is_run(Path(target)) for target in targets]
+    if any(runs):
+        raise RecipeError(f"report '{targets[runs.index(True)]}': it is a run. Give stores.")
+    from ...inspection.report.store_report import StoreOptions, report_stores
+    from ...terminal.progress import ProgressLine
+
+    with ProgressLine() as progress:
+        done = report_stores(targets, out, StoreOptions(source, vae, count), progress=progress)
+    print_rows([("report", str(out)), *done])

@@ -1,0 +1,1 @@
+"""Reports of stores and runs, each one HTML file."""
