@@ -34,11 +34,17 @@ def decode_grids(folder: Path, vae: str | None = None) -> None:
 
     Args:
       vae: hub id or folder instead of the VAE that made the store.
-    Raises: EncoderError: the VAE cannot be loaded, or is another one; DamageError: a grid cannot be read.
+    Raises: EncoderError: the VAE cannot be loaded, or is another one; DamageError: a grid cannot be read; the others
+      are decoded before.
     """
     decoder: ImageEncoder | None = None
-    while path := next(iter(waiting(folder).values()), None):
-        latents, grid = _read(path)
+    unreadable: dict[Path, DamageError] = {}
+    while path := next((path for path in waiting(folder).values() if path not in unreadable), None):
+        try:
+            latents, grid = _read(path)
+        except DamageError as error:
+            unreadable[path] = error
+            continue
         if decoder is None:
             decoder = load_decoder(grid["vae"]["model"], vae, torch.device("cpu"))
             _check(decoder, grid, latents, named=vae is not None)
@@ -49,6 +55,8 @@ def decode_grids(folder: Path, vae: str | None = None) -> None:
         draw_sheet(cells).save(png, format="PNG")
         write_atomic(path.with_suffix(f".{PICTURE}"), png.getvalue())
         remove(path)
+    if unreadable:
+        raise next(iter(unreadable.values()))
 
 
 def _read(path: Path) -> tuple[np.ndarray, dict[str, Any]]:

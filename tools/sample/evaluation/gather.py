@@ -40,7 +40,7 @@ class Team:
         """Whether this process gets the results."""
         return self._ranks.is_first
 
-    def check(self, failure: LeanditError | None) -> None:
+    def check(self, failure: Exception | None) -> None:
         """Raise in all processes if one has failed; a collective call.
 
         Raises: the failure; elsewhere LeanditError, which is not printed again.
@@ -70,7 +70,7 @@ class Team:
             try:
                 with float32_products(tf32=False):  # torch allows it for convolutions
                     result = compute(next(read), own[index]) if index < len(own) else None
-            except LeanditError as error:
+            except Exception as error:  # noqa: BLE001 any: the others wait for this process
                 failure = error
             self.check(failure)
             yield from self._collected(result)

@@ -33,6 +33,22 @@ from leandit.train.parallel.ranks import Ranks
 
 WIDTH = 256
 LEANDIT = "import torch; torch.set_num_threads(1); from leandit.tools.cli.main import main; main()"
+LEANDIT_ON_A_BROKEN_DEVICE = f"""
+import os
+from leandit.tools.sample.evaluation import evaluate
+from leandit.tools.sample.evaluation.networks.extractors import open_network
+
+class Broken:
+    def __init__(self, network):
+        self.network = network
+    def __getattr__(self, name):
+        return getattr(self.network, name)
+    def features(self, pictures):
+        raise RuntimeError("CUDA error: no kernel image")
+
+if os.environ["RANK"] == "0":
+    evaluate.open_network = lambda *asked: Broken(open_network(*asked))
+{LEANDIT}"""
 DISTANCES = ("frechet", "kid", "precision", "recall", "density", "coverage")
 
 
@@ -294,13 +310,13 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def in_processes(count: int, here: Path, *command: object) -> list[tuple[int, str, str]]:
+def in_processes(count: int, here: Path, *command: object, code: str = LEANDIT) -> list[tuple[int, str, str]]:
     """Exit code and output of each rank of ``leandit evaluate``."""
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
     command = ("evaluate", *command, "--features", here / "dinov2", "--device", "cpu")
     started = [
         ForkedPython(
-            ["-c", LEANDIT, *command],
+            ["-c", code, *command],
             env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -335,6 +351,13 @@ def test_a_picture_that_cannot_be_read_ends_all_processes(here: Path, tmp_path: 
     assert [code != 0 for code, _, _ in ended] == [True, True]
     assert "070.png': not_an_image" in ended[1][2]
     assert "Traceback" not in ended[0][2]
+
+
+def test_an_error_of_one_device_ends_all_processes(here: Path) -> None:
+    ended = in_processes(2, here, here / "noise", "--against", here / "one", code=LEANDIT_ON_A_BROKEN_DEVICE)
+    assert [code != 0 for code, _, _ in ended] == [True, True]
+    assert "CUDA error: no kernel image" in ended[0][2]
+    assert ended[1][2] == ""
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from shown_runs import HOLDOUT, assert_same_training, run_to
 
 from leandit.datasets.batches.latents import denormalise
-from leandit.datasets.errors import RecipeError
+from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.order.holdout import is_held_out, key_hashes
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
@@ -150,6 +150,12 @@ def test_without_the_vae_one_warning_says_so_and_the_latents_stay(class_folder: 
     assert names_in(tmp_path / "run") == [f"step-{step}.safetensors" for step in (2, 4, 6)]
     command = ["-m", decoding.MODULE, tmp_path / "run/samples", "--vae", tmp_path / "elsewhere"]
     assert f"-m {decoding.MODULE} {command[2]} --vae" in warning
+    grid = tmp_path / "run/samples/step-2.safetensors"
+    whole = grid.read_bytes()
+    grid.write_bytes(whole[:-1])
+    assert ForkedPython(command).wait(60) == DamageError.exit_code
+    assert names_in(tmp_path / "run") == ["step-2.safetensors", "step-4.png", "step-6.png"]
+    grid.write_bytes(whole)
     assert ForkedPython(command).wait(60) == 0
     assert names_in(tmp_path / "run") == [f"step-{step}.png" for step in (2, 4, 6)]
 
