@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder  # a file in one process, the longest first
 
-.PHONY: demo test test-long check format clean
+.PHONY: demo test test-long check docs format clean
 
 # The exact versions that were tested; torch's CPU build where the index offers one.
 $(READY): pyproject.toml constraints.txt
@@ -28,6 +28,11 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	$(MAKE) docs
+
+# The documentation with search and a reference of the public names, in build/site. A broken link is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -82,9 +82,11 @@ def make_loader(
       leftovers: what happens to records of a bucket that do not fill a batch (``BatchPlan``).
       window: a shuffle for slow disks (``ShardWindow``).
       selection: the records to train on (``RecordFilter.select``); None for all.
-      rank, world_size: this process reads its slice of every global batch.
+      rank: this process reads its slice of every global batch.
+      world_size: number of slices.
       text: captions "padded" to the longest of the batch, "packed" one after the other, or "none".
-      features, pictures: names of the image features and companion pictures to read; None for all of the store.
+      features: names of the image features to read; None for all of the store.
+      pictures: names of the companion pictures, likewise.
       prefetch: batches read ahead.
       device: as of ``BatchStream``.
       caption_odds: how often each caption of a record is drawn; None for uniform draws.

@@ -50,9 +50,11 @@ class BatchReader(Dataset):
     Args:
       stores: one for each of the order's plans.
       order: of the batches.
-      rank, world_size: this reader reads its slice of every global batch.
+      rank: this reader reads its slice of every global batch.
+      world_size: number of slices.
       text: form of the captions, or "none".
-      features, pictures: names of the image features and companion pictures to read; None for all of the store.
+      features: names of the image features to read; None for all of the store.
+      pictures: names of the companion pictures, likewise.
       pin: use page-locked memory.
       seed: of the posterior draw and the choice of caption and flip; None: that of each plan.
       caption_odds: how often each caption of a record is drawn, of each store; None for uniform draws.

@@ -1,0 +1,53 @@
+"""Pages of the site that are made when it is built: the format, and the reference of the public names."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+
+import leandit
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("datasets", "precompute", "train", "tools")
+LINK_TO_FORMAT = "../datasets/FORMAT.md"
+SOURCES = Path(mkdtemp(prefix="leandit-site-"))
+
+
+@event_priority(100)  # before mkdocstrings reads it
+def on_config(config: Any) -> Any:
+    """Show mkdocstrings a copy of the sources whose rooms are packages: it does not look into folders that are not."""
+    package = SOURCES / "leandit"
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, package / room, ignore=shutil.ignore_patterns("__pycache__", "demo_encoders"))
+        (package / room / "__init__.py").touch()
+    shutil.copy(ROOT / "__init__.py", package)
+    config.plugins["mkdocstrings"].config["handlers"]["python"]["paths"] = [str(SOURCES)]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add both pages."""
+    files.append(File.generated(config, "format.md", content=(ROOT / "datasets/FORMAT.md").read_text()))
+    files.append(File.generated(config, "api.md", content=_reference()))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Markdown whose links to the format lead to its page."""
+    return markdown.replace(f"({LINK_TO_FORMAT}", "(format.md")
+
+
+def on_post_build(**_: Any) -> None:
+    """Remove the copy of the sources."""
+    shutil.rmtree(SOURCES)
+
+
+def _reference() -> str:
+    """Each public name with its docstring, from the module that defines it."""
+    entries = [f"::: leandit.{leandit._HOMES[name]}.{name}\n" for name in leandit.__all__]
+    return "\n".join(["# Python\n", "What `import leandit` offers.\n", *entries])
