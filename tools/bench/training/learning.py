@@ -61,7 +61,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
 }
 NUM_EVALUATIONS, NUM_SNAPSHOTS = 16, 4  # held-out losses and Fréchet distances of a run
 BATCH = 64  # pictures of a forward of the network that measures
-ROUNDS, STEPS = 5, 10  # of the measurement of a step
+ROUNDS, STEPS = 20, 4  # of the measurement of a step: short rounds, as other work on the machine comes and goes
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import matplotlib
@@ -10,28 +11,28 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
-from .learning import mean_curve
-
 INCHES, DPI = (11, 7.5), 110
 MEASURES = (("held_out", "held-out loss, averaged weights"), ("frechet", "Fréchet distance of samples"))
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write the chart as PNG: a line is the mean over the seeds, its band their range."""
+    """Write the chart as PNG: a line is the mean over the seeds, its band their range.
+
+    It begins at the first Fréchet distance: before it all losses fall alike, and would hide what comes later.
+    """
     figure, axes = plt.subplots(2, 2, figsize=INCHES, layout="constrained")
     for row, (key, label) in zip(axes, MEASURES, strict=True):
         for name, runs in result["runs"].items():
-            curve = mean_curve(runs, key)
-            values = [[run[key][step] for run in runs] for step in runs[0][key]]
-            low, high = [min(each) for each in values], [max(each) for each in values]
+            first = min(map(int, runs[0]["frechet"]))
+            curve = {int(step): [run[key][step] for run in runs] for step in runs[0][key] if int(step) >= first}
+            middle, low, high = ([pick(values) for values in curve.values()] for pick in (mean, min, max))
             for axis, unit in zip(row, (1.0, result["seconds_per_step"][name]), strict=True):
                 x = [step * unit for step in curve]
-                (line,) = axis.plot(x, list(curve.values()), label=name, marker="o", markersize=3)
+                (line,) = axis.plot(x, middle, label=name, marker="o", markersize=3)
                 axis.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
         row[0].set_ylabel(label)
         for axis in row:
-            axis.set_yscale("log")
-            axis.grid(visible=True, which="both", alpha=0.3)
+            axis.grid(visible=True, alpha=0.3)
     axes[0, 0].legend()
     axes[1, 0].set_xlabel("steps")
     axes[1, 1].set_xlabel("seconds of training")
