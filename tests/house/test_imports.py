@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from made_runs import make_run
 
 import leandit
 from leandit.datasets.store import LatentStore
@@ -154,6 +155,21 @@ except SystemExit as end:
 """
     modules = loaded_after(code, str(label_store.path), cwd=tmp_path)
     assert "leandit.tools.inspection.summary" in modules
+    assert [name for name in modules if name.split(".")[0] in ("torch", "diffusers", "transformers")] == []
+
+
+def test_a_report_of_a_run_is_made_without_torch(tmp_path: Path) -> None:
+    code = """
+import sys
+from leandit.tools.cli.main import main
+sys.argv = ["leandit", "report", sys.argv[1], "--out", "page.html"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+    modules = loaded_after(code, str(make_run(tmp_path / "run")), cwd=tmp_path)
+    assert (tmp_path / "page.html").is_file()
     assert [name for name in modules if name.split(".")[0] in ("torch", "diffusers", "transformers")] == []
 
 

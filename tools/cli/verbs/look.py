@@ -28,12 +28,28 @@ def report(
 
     Example: leandit report imagenet-256 --out imagenet-256.html
     """
-    runs = [not is_url(target) and is_run(Path(target)) for target in targets]
-    if any(runs):
-        raise RecipeError(f"report '{targets[runs.index(True)]}': it is a run. Give stores.")
+    are_runs = _are_runs(targets)
+    if are_runs and (source or vae):
+        raise RecipeError(f"report '{targets[0]}': --source and --vae are of stores, and it is a run. Leave them out.")
+    from ...inspection.report.runs.report import report_runs
     from ...inspection.report.store_report import StoreOptions, report_stores
     from ...terminal.progress import ProgressLine
 
     with ProgressLine() as progress:
-        done = report_stores(targets, out, StoreOptions(source, vae, count), progress=progress)
+        if are_runs:
+            done = report_runs(targets, out, progress=progress)
+        else:
+            done = report_stores(targets, out, StoreOptions(source, vae, count), progress=progress)
     print_rows([("report", str(out)), *done])
+
+
+def _are_runs(targets: list[str]) -> bool:
+    """Whether the targets are runs, not stores.
+
+    Raises: RecipeError: some are and some are not.
+    """
+    are_runs = [not is_url(target) and is_run(Path(target)) for target in targets]
+    if len(set(are_runs)) > 1:
+        run, store = targets[are_runs.index(True)], targets[are_runs.index(False)]
+        raise RecipeError(f"report: '{run}' is a run, '{store}' is not. Give stores alone, or runs alone.")
+    return are_runs[0]

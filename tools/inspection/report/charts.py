@@ -9,7 +9,7 @@ import hashlib
 import io
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from markupsafe import Markup, escape
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from ...terminal.text import printable
 
@@ -47,6 +47,8 @@ STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": 9,
 }
+NARROW = 30  # highest over lowest value of a logarithmic axis that has numbers between powers of ten
+CHARS_PER_INCH, KEY_CHARS = 14, 7  # of a legend; what stands before each name
 MAX_NAME_CHARS = 28  # of a bar or a curve
 MAX_LABEL_CHARS = 90  # of an axis
 
@@ -84,6 +86,7 @@ def line_chart(
     marks: Mapping[str, Sequence[float]] | None = None,
     expected: Sequence[float] = (),
     y_range: tuple[float | None, float | None] | None = None,
+    x_notes: Callable[[float], str] | None = None,
     wide: bool = False,
 ) -> Markup:
     """Curves over one axis.
@@ -93,6 +96,7 @@ def line_chart(
       x_label, y_label: of the axes, with their units.
       marks: positions on the x axis of vertical dotted lines, by name.
       expected: values on the y axis of horizontal dotted lines.
+      x_notes: lines of text below a number of the x axis.
       wide: over the whole width of the page, not half.
     """
     with rc_context(STYLE):
@@ -107,12 +111,14 @@ def line_chart(
         for name, places in (marks or {}).items():
             for i, place in enumerate(places):
                 label = _name(name) if i == 0 else None
-                axes.axvline(place, color=INK, linewidth=0.8, linestyle=(0, (1, 2)), alpha=0.7, label=label)
+                axes.axvline(place, color=INK, linewidth=1.1, linestyle=(0, (3, 2)), alpha=0.7, label=label)
         axes.set_xscale("log" if log_x else "linear")
         axes.set_yscale("log" if log_y else "linear")
         if y_range:
             axes.set_ylim(*y_range)
         _finish(axes, log_x=log_x, log_y=log_y)
+        if x_notes:
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)}\n{x_notes(value)}"))
         return _svg(figure, title)
 
 
@@ -215,10 +221,13 @@ def _finish(axes: Any, *, log_x: bool | None, log_y: bool) -> None:
         axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         if is_log:
             low, high = axis.get_view_interval()
-            minor = short if 0 < low < high < 30 * low else lambda _: ""
-            axis.set_minor_formatter(FuncFormatter(lambda value, _, minor=minor: minor(value)))
+            is_narrow = 0 < low < high < NARROW * low
+            axis.set_minor_locator(LogLocator(subs=(2, 3, 5) if high > 3 * low else (2, 3, 4, 5, 6, 7, 8, 9)))
+            axis.set_minor_formatter(FuncFormatter(lambda value, _, named=is_narrow: short(value) if named else ""))
     if handles := axes.get_legend_handles_labels()[0]:
-        axes.figure.legend(loc="outside upper left", ncols=min(4, len(handles)), handlelength=1.4)
+        longest = max(len(handle.get_label()) for handle in handles)
+        columns = int(axes.figure.get_figwidth() * CHARS_PER_INCH / (longest + KEY_CHARS))
+        axes.figure.legend(loc="outside upper left", ncols=max(1, min(columns, len(handles))), handlelength=1.4)
 
 
 def short(value: float) -> str:

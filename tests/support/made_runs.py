@@ -1,0 +1,85 @@
+"""Folders of runs, written by hand: what a report reads, with any figures, in a millisecond."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from leandit.train.config import load
+
+LINES, LOG_EVERY = 40, 10
+Change = Callable[[int, dict[str, Any]], Any]
+
+
+def report_line(number: int, num_lines: int = LINES) -> dict[str, Any]:
+    """A healthy line, of which there are ``num_lines``; the first is of number 1."""
+    share, step = number / num_lines, number * LOG_EVERY
+    loss = 2.0 - share
+    held_out = {"loss": loss + 0.1, "averaged_loss": loss + 0.05, "num_images": 8, "seconds": 1.0, "share": 0.005}
+    held_out |= {"loss_by_time": [loss] * 8, "averaged_loss_by_time": [loss - 0.1] * 8}
+    return {
+        "step": step,
+        "num_images": step * 8,
+        "epoch": 0,
+        "loss": loss,
+        "grad_norm": 0.5,
+        "learning_rate": 1e-4,
+        "seconds_per_step": 0.5,
+        "images_per_second": 16.0,
+        "tokens_per_second": 256.0,
+        "mfu": 0.4,
+        "data_wait_share": 0.001,
+        "gpu_busy_share": 0.99,
+        "memory_gib": 3.0,
+        "skipped_steps": 0,
+        "loss_scale": None,
+        "loss_by_time": [loss] * 10,
+        "loss_terms": {},
+        "held_out": held_out if number % 4 == 0 else None,
+    }
+
+
+def make_run(
+    run: Path,
+    *overrides: str,
+    recipe: str = "dit-s-2-256",
+    lines: int = LINES,
+    change: Change = lambda number, line: None,
+    starts: list[Mapping[str, Any]] | None = None,
+    tail: str = "",
+) -> Path:
+    """Write a finished run.
+
+    Args:
+      change: called with the number of each line, from 1, and the line.
+      starts: changes to a start, one for each; None: one.
+      tail: of ``metrics.jsonl``, after the lines.
+    """
+    (run / "samples").mkdir(parents=True)
+    steps = f"run.steps={lines * LOG_EVERY}"
+    values = load(recipe, [steps, "data.holdout=0.1", *overrides]).model_dump()
+    stores = [{"path": "../store", "revisions": [{"revision": 1, "root_hash": "f" * 64, "from_step": 0}]}]
+    (run / "run.json").write_text(json.dumps({"recipe": values, "stores": stores, "spec": {}}))
+    (run / "recipe.toml").write_text("[run]\n")
+    written = []
+    for number in range(1, lines + 1):
+        change(number, line := report_line(number, lines))
+        written.append(json.dumps(line) + "\n")
+    (run / "metrics.jsonl").write_text("".join(written) + tail)
+    start = {"time": "2026-01-02T03:04:05+00:00", "from_step": 0, "reached_step": 0, "recipe": recipe}
+    start |= {"machine": "node-1", "device": "NVIDIA H100", "world_size": 8, "num_machines": 1, "strategy": "ddp"}
+    start |= {"precision": "bf16", "versions": {"leandit": "0.1.0", "torch": "2.10.0"}}
+    told = [start | dict(one) for one in ([{}] if starts is None else starts)]
+    (run / "starts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in told))
+    return run
+
+
+def make_grid(run: Path, step: int, *, side_px: int = 40) -> None:
+    """A decoded grid, of one colour for each step."""
+    pixels = np.full((side_px, side_px, 3), step % 256, np.uint8)
+    Image.fromarray(pixels).save(run / f"samples/step-{step}.png")

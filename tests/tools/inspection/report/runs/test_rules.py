@@ -1,0 +1,133 @@
+"""Each rule warns of the run that breaks it, and of no healthy one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import LINES, LOG_EVERY, Change, make_run, report_line
+
+from leandit.tools.inspection.report.runs.facts import read_run
+from leandit.tools.inspection.report.runs.rules import RULES, warnings_of, weighted_mean
+
+NOW = 2e9  # long after any run of the tests has written
+
+
+def found(run: Path) -> list[str]:
+    return [warned.text for warned in warnings_of(read_run(run, "run", now=NOW))]
+
+
+def every(**values: Any) -> Change:
+    return lambda number, line: line.update(values)
+
+
+def at(places: set[int], **values: Any) -> Change:
+    return lambda number, line: line.update(values) if number in places else None
+
+
+def held_out(losses: dict[int, float], **values: Any) -> Change:
+    def change(number: int, line: dict[str, Any]) -> None:
+        if line["held_out"]:
+            line["held_out"] |= {"loss": losses.get(number, 1.0), "averaged_loss": losses.get(number, 1.0)} | values
+
+    return change
+
+
+def test_a_healthy_run_breaks_no_rule(tmp_path: Path) -> None:
+    assert found(make_run(tmp_path / "run")) == []
+
+
+def test_a_loss_that_falls_fast_is_no_spike(tmp_path: Path) -> None:
+    falls = lambda number, line: line.update(loss=3.0 / number)  # noqa: E731
+    assert found(make_run(tmp_path / "run", change=falls)) == []
+
+
+BROKEN: dict[str, tuple[Change, str]] = {
+    "loss": (at({3, 5}, loss=float("nan")), "a loss is not finite at steps 30, 50"),
+    "term": (at({7}, loss_terms={"align.a": float("inf")}), "a loss is not finite at step 70"),
+    "held-out": (
+        held_out({}, loss=None, averaged_loss=None),
+        "a loss is not finite at steps 40, 80, 120, 160, 200 and",
+    ),
+    "skipped": (at({2}, skipped_steps=4), "4 updates were skipped, 1.00% of the steps"),
+    "diverged": (lambda n, line: line.update(loss=1.0 + (n > 30) * (n - 30) / 10), "the smoothed loss is 1."),
+    "spike": (at({20}, loss=9.0), "the loss is over 2 times the median around it at step 200; the highest is 9"),
+    "norm": (at({20, 21}, grad_norm=6.0), "the gradient norm is over 5 times the median around it at steps 200, 210"),
+    "overfitting": (
+        held_out({8: 0.5, 32: 1.1, 36: 1.2, 40: 1.3}),
+        "the held-out loss has risen from 0.5 at step 80 to 1.3",
+    ),
+    "average": (
+        held_out({}, averaged_loss=1.2),
+        "the averaged weights have a held-out loss of 1.2, the weights themselves 1",
+    ),
+    "waiting": (every(data_wait_share=0.02), "2.0% of the time was spent waiting for batches"),
+    "idle": (every(gpu_busy_share=0.8), "the GPU was busy for 80.0% of the time only"),
+    "slower": (
+        lambda n, line: line.update(images_per_second=16.0 if n < 35 else 8.0),
+        "the last lines have 8 images/s",
+    ),
+    "clipped": (every(grad_norm=1.5), "100% of the lines have a gradient norm above run.grad_clip 1"),
+    "evaluating": (held_out({}, share=0.1), "evaluations take 10.0% of the time"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_rule_warns_of_the_run_that_breaks_it(name: str, tmp_path: Path) -> None:
+    change, text = BROKEN[name]
+    overrides = ("schedule.warmup_steps=0",) if name == "clipped" else ()
+    (warned,) = found(make_run(tmp_path / "run", *overrides, change=change))
+    assert warned.startswith(text)
+
+
+def test_restarts_and_what_they_made_again_are_told(tmp_path: Path) -> None:
+    starts = [{}, {"from_step": 100, "reached_step": 130}, {"from_step": 200, "reached_step": 200}]
+    (warned,) = found(make_run(tmp_path / "run", starts=starts))
+    assert warned == "it was resumed 2 times, from steps 100, 200; 30 steps were lost and made again"
+
+
+def test_a_run_that_stopped_says_where(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "run.steps=1000")
+    assert found(run) == ["it has stopped at step 400 of 1,000 before its end; no checkpoint"]
+    (run / "checkpoint-300").mkdir()
+    (run / "damaged-checkpoint-350").mkdir()
+    first, second = found(run)
+    assert first.endswith("; the newest checkpoint is of step 300")
+    assert second == "checkpoints were damaged and set aside: damaged-checkpoint-350"
+
+
+def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "run.steps=1000", tail='{"step"')
+    (run / "samples/step-400.safetensors").touch()
+    facts = read_run(run, "run", now=(run / "metrics.jsonl").stat().st_mtime)
+    assert [one.text for one in warnings_of(facts)] == ["it is still running, at step 400 of 1,000"]
+
+
+def test_lines_that_do_not_count_and_grids_that_wait_are_told(tmp_path: Path) -> None:
+    import json
+
+    run = make_run(tmp_path / "run", tail=json.dumps(report_line(LINES)) + '\n{"step"')
+    (run / "samples/step-400.safetensors").touch()
+    grids, file = found(run)
+    assert grids.startswith("1 grids of pictures are not decoded")
+    assert "last line is cut off" in file
+    assert "1 lines are of steps that a later line reports again" in file
+
+
+def test_a_run_without_a_step_breaks_one_rule(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text("")
+    assert found(run) == ["it has not reported a step yet"]
+
+
+def test_the_first_line_of_each_start_does_not_count_as_waiting(tmp_path: Path) -> None:
+    waits = at({1, 21}, data_wait_share=0.9)
+    run = make_run(tmp_path / "run", change=waits, starts=[{}, {"from_step": 20 * LOG_EVERY, "reached_step": 0}])
+    assert weighted_mean(read_run(run, "run", now=NOW), "data_wait_share") == pytest.approx(0.001)
+
+
+def test_every_rule_has_a_test() -> None:
+    assert (
+        len(RULES) == len(BROKEN) - 2 + 5
+    )  # three kinds of loss are of one rule; restarts, state, damage, grids, file
