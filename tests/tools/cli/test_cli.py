@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -481,6 +482,9 @@ def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_pat
     assert ended.code == 0
     assert "6 of 6" in ended.out
     assert "train: 6 of 6" in ended.err
+    assert f"leandit: run '{run}' begins from new weights\n" in ended.err
+    assert re.search(r"from step 1, 45 images \(short batches: data.leftovers\), at best", ended.out)
+    assert re.search(r"loss +\d\.\d+ at step 1, \d\.\d+ at step 6\n", ended.out)
     assert "train: " not in ended.out
     assert "finished" in leandit(*command).out
     assert "6 of 4; the recipe asks for fewer" in leandit(*command, "--set", "run.steps=4").out
