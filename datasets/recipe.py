@@ -10,7 +10,7 @@ import copy
 import difflib
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -190,9 +190,12 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def to_toml(recipe: BaseModel) -> str:
     """Write a resolved recipe as TOML, one table per section (what ``load_recipe`` reads back)."""
-    return "\n".join(
-        line for section, values in recipe.model_dump().items() for line in _table(f"[{section}]", section, values, {})
-    )
+    return values_to_toml(recipe.model_dump())
+
+
+def values_to_toml(values: Mapping[str, Any]) -> str:
+    """Write the plain values of a recipe, by section, as TOML."""
+    return "\n".join(line for section, keys in values.items() for line in _table(f"[{section}]", section, keys, {}))
 
 
 def _table(head: str, name: str, values: dict[str, Any], outer: dict[str, Any]) -> list[str]:

@@ -31,6 +31,9 @@ REVISIONS = "revisions"
 LEASES = "leases"
 ADDED = "added"  # first folder of the parts that complete earlier revisions
 REMOTE_ABOUT = "about.json"  # next to the local part of a store at a URL
+# What a repository of a hub holds beside a store, and where a download of it keeps its own notes; not of the store.
+HUB_FILES = frozenset(["README.md", "contact-sheet.png", ".gitattributes"])
+HUB_CACHE = ".cache/huggingface/"
 
 
 def revision_prefix(revision: int) -> str:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..disk.owners import is_temporary
-from ..format.layout import LEASES, RECORDS, revision_prefix
+from ..format.layout import HUB_CACHE, HUB_FILES, LEASES, RECORDS, revision_prefix
 from ..format.schema import FileEntry, Manifest
 from ..revisions.catalog import check_store, sealed_revisions
 from ..revisions.plan import planned_revisions
@@ -148,10 +148,12 @@ def _check_counts(root: Path, manifest: Manifest) -> list[Finding]:
 
 
 def _strays(paths: Iterable[str], known: set[str]) -> Iterator[Finding]:
-    """Files that belong to no revision; temporaries are reported as such."""
+    """Files that belong to no revision, nor to a repository of a hub; temporaries are reported as such."""
     for path in paths:
         *folders, name = path.split("/")
         is_litter = any(is_temporary(part, is_folder=True) for part in folders) or is_temporary(name, is_folder=False)
+        if path in HUB_FILES or path.startswith(HUB_CACHE):
+            continue
         if path in known and not is_litter:
             continue
         cause = "temporary" if is_litter else "stray"

@@ -1,7 +1,6 @@
 """Reading files of a store at a URL, through fsspec, with retries and errors that say what to do.
 
-The libraries behind fsspec have no common base exception. Their errors are looked up by name among the loaded modules
-and divided into three kinds: file missing, access denied, and all others, which are retried.
+``failures.py`` tells errors apart: file missing, access denied, and all others, which are retried.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import errno
 import os
 import random
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -19,38 +17,11 @@ import xxhash
 
 from ..errors import DamageError, RecipeError, StoreError
 from ..format.schema import FileEntry
+from .failures import is_not_allowed, lasts, library_errors, one_line, status_code
 
 ATTEMPTS = 6  # per request; botocore and others retry internally as well
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 20.0
 PIECE_BYTES = 16 << 20  # per request: lost if a connection breaks, held in memory by each thread
-
-_ERRORS = {
-    "aiohttp": ("ClientError",),
-    "botocore.exceptions": ("BotoCoreError", "ClientError"),
-    "gcsfs.retry": ("HttpError",),
-    "google.auth.exceptions": ("GoogleAuthError",),
-    "http.client": ("HTTPException",),
-    "httpx": ("HTTPError",),
-    "httpx2": ("HTTPError",),
-    "requests": ("RequestException",),
-    "urllib3.exceptions": ("HTTPError",),
-}
-_NOT_ALLOWED = {
-    "CredentialRetrievalError",
-    "GatedRepoError",
-    "GoogleAuthError",
-    "NoAuthTokenError",
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "PermissionError",
-    "ProfileNotFound",
-    "RefreshError",
-    "DefaultCredentialsError",
-}
-# Errors that a retry does not fix.
-_LASTING_NUMBERS = {errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
-_LASTING_NUMBERS |= {getattr(errno, "EREMCHG", errno.EINVAL)}  # s3fs: the bucket is in another region
-_PASSING_STATUS = {408, 409, 425, 429}
 
 Answer = TypeVar("Answer")
 
@@ -76,11 +47,11 @@ class RemoteReader:
             self._connection, root = self._connect()
         except ImportError as error:
             raise RecipeError(
-                f"{what} '{self.url}': {_one_line(error)}. To read from a URL, install leandit with its extra "
+                f"{what} '{self.url}': {one_line(error)}. To read from a URL, install leandit with its extra "
                 "'remote' (s3), or the package of the file system."
             ) from error
-        except (ValueError, OSError, *_library_errors()) as error:
-            raise RecipeError(f"{what} '{self.url}': {_one_line(error)}. Check the URL.") from error
+        except (ValueError, OSError, *library_errors()) as error:
+            raise RecipeError(f"{what} '{self.url}': {one_line(error)}. Check the URL.") from error
         self._root, self._process = str(root).rstrip("/"), os.getpid()
         self._fs.invalidate_cache()  # earlier listings of this process may be outdated
 
@@ -196,8 +167,8 @@ class RemoteReader:
     def _request(self, path: str, start: int, end: int) -> bytes:
         try:
             return self._fs.cat_file(path, start=start, end=end)
-        except (OSError, *_library_errors()) as error:
-            is_range = _status(error) == 416 or (isinstance(error, OSError) and error.errno == errno.EINVAL)
+        except (OSError, *library_errors()) as error:
+            is_range = status_code(error) == 416 or (isinstance(error, OSError) and error.errno == errno.EINVAL)
             if is_range and self._fs.info(path)["size"] <= start:  # s3 refuses ranges that start at the end or later
                 return b""
             raise
@@ -213,17 +184,17 @@ class RemoteReader:
                 return request()
             except FileNotFoundError:
                 raise
-            except (OSError, *_library_errors()) as error:
-                if _is_not_allowed(error):
+            except (OSError, *library_errors()) as error:
+                if is_not_allowed(error):
                     raise StoreError(
-                        f"{where} may not be read ({_one_line(error)}). Give credentials that may, in the way of "
-                        "the file system: for s3 the AWS_* variables or ~/.aws."
+                        f"{where} may not be read ({one_line(error)}). Give credentials that may, in the way of "
+                        "the file system: for s3 the AWS_* variables or ~/.aws, for hf HF_TOKEN."
                     ) from error
-                if _lasts(error):
-                    raise StoreError(f"{where} cannot be read ({_one_line(error)}). Check the URL.") from error
+                if lasts(error):
+                    raise StoreError(f"{where} cannot be read ({one_line(error)}). Check the URL.") from error
                 if attempt == ATTEMPTS - 1:
                     raise StoreError(
-                        f"{where} could not be read in {ATTEMPTS} attempts, the last gave: {_one_line(error)}. Check "
+                        f"{where} could not be read in {ATTEMPTS} attempts, the last gave: {one_line(error)}. Check "
                         "the network and the service, then run the same command again."
                     ) from error
             # Jitter, so that readers that failed together do not retry together.
@@ -241,36 +212,3 @@ def _connect(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 def redact_url(url: str) -> str:
     """A URL without user, password and query, for messages and files."""
     return re.sub(r"://[^/@]*@", "://", url).partition("?")[0].rstrip("/")
-
-
-def _library_errors() -> tuple[type[BaseException], ...]:
-    """Base exceptions of the loaded libraries; not all of them are OSErrors."""
-    found = [getattr(sys.modules.get(name), kind, None) for name, kinds in _ERRORS.items() for kind in kinds]
-    return tuple(kind for kind in found if kind is not None)
-
-
-def _is_not_allowed(error: BaseException) -> bool:
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(names & _NOT_ALLOWED) or _status(error) in (401, 403)
-
-
-def _lasts(error: BaseException) -> bool:
-    status = _status(error)
-    if status is not None:
-        return 400 <= status < 500 and status not in _PASSING_STATUS
-    return isinstance(error, OSError) and error.errno in _LASTING_NUMBERS
-
-
-def _status(error: BaseException) -> int | None:
-    """HTTP status of an error; each library stores it elsewhere."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):  # botocore
-        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    else:
-        found = getattr(response, "status_code", getattr(error, "status", getattr(error, "code", None)))
-    return found if isinstance(found, int) else None
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(f"{error}".split()) or type(error).__name__
-    return "".join(c if c.isprintable() else "?" for c in text)[:300].rstrip(".")

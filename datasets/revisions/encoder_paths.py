@@ -8,6 +8,7 @@ fingerprint does not cover paths.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from ..format.schema import EncoderIdentity, StoreSpec
 
 PATHS = ("model", "config")  # keys of a section; the config is that of a single file of weights
+_ABSOLUTE = re.compile(r"(/|~|[A-Za-z]:[\\/]|file:/)[^\n]*")
 
 
 def with_stored_encoder_paths(spec: StoreSpec, store: Path) -> StoreSpec:
@@ -106,3 +108,32 @@ def _stored_path(model: str, store: Path) -> str:
 def _is_there(path: Path) -> bool:
     """A folder, or a single file of weights."""
     return path.is_dir() or (path.suffix == ".safetensors" and path.is_file())
+
+
+def without_local_folders(value: Any) -> Any:
+    """Plain values in which every absolute path of a machine is its last name alone, as in ``sd-vae``."""
+    if isinstance(value, dict):
+        return {key: without_local_folders(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_local_folders(inner) for inner in value]
+    if isinstance(value, str) and _ABSOLUTE.fullmatch(value):
+        return re.split(r"[\\/]", value.rstrip("\\/"))[-1]
+    return value
+
+
+def portable_spec(spec: dict[str, Any]) -> dict[str, Any]:
+    """A spec, as plain values, whose recipe and encoders name no folder of this machine; its fingerprint stays.
+
+    Args:
+      spec: as ``StoreSpec`` dumps it.
+    """
+
+    def identity(encoder: dict[str, Any]) -> dict[str, Any]:
+        return encoder | {"model": without_local_folders(encoder["model"])}
+
+    changed = spec | {"recipe": without_local_folders(spec["recipe"])}
+    changed |= {role: identity(spec[role]) for role in ("vae", "text_encoder") if spec[role]}
+    for kind in ("texts", "features"):
+        if kind in spec:
+            changed[kind] = [one | {"encoder": identity(one["encoder"])} for one in spec[kind]]
+    return changed

@@ -22,7 +22,7 @@ from ...datasets.errors import LeanditError
 from ...train.parallel.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest, Terminated
 from .options import Overrides, output, print_line
 from .verbs.bench import bench
-from .verbs.export import export
+from .verbs.export import export, publish
 from .verbs.look import report
 from .verbs.plan import plan
 from .verbs.precompute import import_, precompute
@@ -86,6 +86,7 @@ app.command()(sample)
 app.command()(evaluate)
 app.command()(average)
 app.command()(export)
+app.command()(publish)
 
 
 @app.command()

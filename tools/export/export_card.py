@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from ... import __version__
 from ...datasets.format.schema import IMPORTED, LatentSpec
 from ...precompute.encoders.text.instructions import instruction_text
 from ...train.models.diffusers_models.families import family_of
+from ...train.models.spec import ModelSpec
 from ...train.sampling.snapshot import Snapshot, text_encoders
 
 Format = Literal["diffusers", "official"]
@@ -127,35 +128,49 @@ def with_card(files: Files, snapshot: Snapshot, layout: Format, notes: list[str]
 
 def card(snapshot: Snapshot, layout: Format, notes: list[str], recipe: str | None) -> str:
     """The model card."""
-    state, spec = snapshot.state, snapshot.spec
-    rows_of_card = {
+    described = {"layout": layout if layout == "official" else f"diffusers, for {pipeline_class(snapshot)}"}
+    described |= model_rows(snapshot.state, snapshot.spec, snapshot.path.name)
+    head = "---\nlibrary_name: diffusers\n---\n\n" if layout == "diffusers" else ""
+    note_lines = "".join(f"\n- {note}" for note in notes)
+    trained = f"\n## Recipe\n\n```toml\n{recipe.strip()}\n```\n" if recipe else ""
+    return (
+        f"{head}# {snapshot.spec.name}\n\nTrained and exported with leandit {__version__}.\n\n{table(described)}"
+        f"{note_lines + chr(10) if note_lines else ''}{trained}"
+    )
+
+
+def model_rows(state: Mapping[str, Any], spec: ModelSpec, snapshot: str) -> dict[str, Any]:
+    """Rows of a card: the model, its training and its encoders.
+
+    Args:
+      state: of the snapshot.
+      snapshot: name of its folder.
+    """
+    described = {
         "model": spec.name,
-        "layout": layout if layout == "official" else f"diffusers, for {pipeline_class(snapshot)}",
-        "weights": f"averaged, {snapshot.path.name}",
-        "steps": snapshot.step,
-        "objective": json.dumps(snapshot.objective.model_dump()),
+        "weights": f"averaged, {snapshot}",
+        "steps": state["step"],
+        "objective": json.dumps(state["objective"]),
         "root hash of the store": ", ".join(map(str, state.get("root_hashes") or [None])),
         "VAE": f"{state['vae']['model'].get('model')}, weights {state['vae']['weights_sha256']}",
     }
     if spec.adapter:
         frozen = state["frozen"]
-        rows_of_card["adapters of"] = (
+        described["adapters of"] = (
             f"{frozen['source']}, weights {frozen['xxh3_128']}, rank {spec.adapter.rank}, alpha {spec.adapter.alpha:g}"
         )
     if average := state.get("average"):
-        rows_of_card["length of the average"] = f"{average['length']:g} of the run"
+        described["length of the average"] = f"{average['length']:g} of the run"
     if spec.takes_text:
         for name, text in text_encoders(state).items():
-            rows_of_card[f"text encoder {name}".strip()] = (
+            described[f"text encoder {name}".strip()] = (
                 f"{text['model'].get('model')}, weights {text['weights_sha256']}"
             )
     else:
-        rows_of_card["classes"] = len(state["classes"])
-    head = "---\nlibrary_name: diffusers\n---\n\n" if layout == "diffusers" else ""
-    rows = "".join(f"| {name} | {value} |\n" for name, value in rows_of_card.items())
-    note_lines = "".join(f"\n- {note}" for note in notes)
-    trained = f"\n## Recipe\n\n```toml\n{recipe.strip()}\n```\n" if recipe else ""
-    return (
-        f"{head}# {spec.name}\n\nTrained and exported with leandit {__version__}.\n\n| | |\n|---|---|\n{rows}"
-        f"{note_lines + chr(10) if note_lines else ''}{trained}"
-    )
+        described["classes"] = len(state["classes"])
+    return described
+
+
+def table(described: Mapping[str, Any]) -> str:
+    """A table of two columns in Markdown."""
+    return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in described.items())

@@ -49,7 +49,7 @@ from leandit.datasets.format.schema import FileEntry, Manifest
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.remote_verify import verify_remote
 from leandit.datasets.maintenance.verify import Verification, verify_store
-from leandit.datasets.remote import cache, mirror
+from leandit.datasets.remote import cache, failures, mirror
 from leandit.datasets.remote import reader as remote_reader
 from leandit.datasets.remote.cache import RemoteFolder, open_remote
 from leandit.datasets.remote.reader import RemoteReader
@@ -562,8 +562,8 @@ def test_what_lasts_is_named_at_once(fault: Exception, error: type[Exception], w
 def test_errors_of_libraries_are_told_apart_by_their_status(
     status: int, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(remote_reader._ERRORS, __name__, ("Throttled",))
-    monkeypatch.setitem(remote_reader.sys.modules, __name__, type("Module", (), {"Throttled": Throttled}))
+    monkeypatch.setitem(failures._ERRORS, __name__, ("Throttled",))
+    monkeypatch.setitem(failures.sys.modules, __name__, type("Module", (), {"Throttled": Throttled}))
     FaultyFileSystem.faults = {PATHS[0]: [Throttled(status)] * 2}
     folder = made_up(tmp_path / "local")
     if passes:

@@ -71,6 +71,10 @@ FLAGS = {
     ],
     "average": ["--length", "--out", "--step"],
     "export": ["--base", "--encoders", "--format", "--json", "--merged", "--out", "--step", "--text", "--vae"],
+    "publish": [
+        *("--dry-run", "--encoder-license", "--export", "--json", "--license", "--pictures", "--private"),
+        *("--revision", "--to", "--vae"),
+    ],
     "demo": ["--out", "--pictures", "--set"],
     "bench": [],
     "bench plan": ["--captions", "--json", "--records", "--scratch", "--sizes"],

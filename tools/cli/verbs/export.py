@@ -1,4 +1,4 @@
-"""``leandit export``: a model for other programs."""
+"""``leandit export``: a model for other programs; ``leandit publish``: a store or a run for others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ...terminal.text import print_result
-from ..options import AsJson, Base, Run, output, print_line
+from ..options import AsJson, Base, DryRun, Run, output, print_line, read_path
 from ..preflight import check_run
 
 
@@ -53,3 +53,42 @@ def export(
     names = ("snapshot", "format", "pipeline", "out")
     rows = [(name, str(result[name])) for name in names if result[name] is not None]
     print_result(result, lambda _: rows, as_json=as_json)
+
+
+def publish(
+    target: Annotated[Path, typer.Argument(parser=read_path, metavar="STORE|RUN", help="Folder of a store or a run.")],
+    to: Annotated[str, typer.Option(help="hf://datasets/OWNER/NAME for a store, hf://OWNER/NAME for a run.")],
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="Who may read it; there is no default.")
+    ] = None,
+    licence: Annotated[
+        str, typer.Option("--license", help="Of the pictures of a store, of the weights of a run; there is no default.")
+    ] = "",
+    encoder_licence: Annotated[
+        str, typer.Option("--encoder-license", help="Of the encoders; there is no default.")
+    ] = "",
+    pictures: Annotated[
+        bool, typer.Option("--pictures", help="Of a store: publish a contact sheet of decoded records too.")
+    ] = False,
+    vae: Annotated[str | None, typer.Option(help="Folder or hub id of the VAE that decodes them.")] = None,
+    as_pipeline: Annotated[
+        bool, typer.Option("--export", help="Of a run: as a pipeline of diffusers, not as a snapshot.")
+    ] = False,
+    branch: Annotated[str, typer.Option("--revision", help="Branch of the repository.")] = "main",
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Publish a store or a run on the Hugging Face hub, with a card; the same command resumes.
+
+    Example: leandit publish imagenet-256 --to hf://datasets/OWNER/NAME --private --license NAME --encoder-license mit
+    """
+    from ...export.publish import PublishRequest, render
+    from ...export.publish import publish as send
+    from ...terminal.progress import ProgressLine
+
+    request = PublishRequest(target, to, private, licence, encoder_licence, pictures, vae, as_pipeline, branch, dry_run)
+    with ProgressLine() as progress:
+        result = send(request, progress)
+    for note in result["notes"]:
+        print_line(note)
+    print_result(result, render, as_json=as_json)

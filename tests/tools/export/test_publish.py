@@ -1,0 +1,448 @@
+"""Published stores and runs: whole or not readable, sent once, resumed, without secrets and local paths."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked import ForkedPython
+from hub_server import TOKEN, Hub, Repository, Stored, hub_server
+from making import CPU, caption_recipe, make_caption_folder, no_progress, train_recipe, tree_digest
+
+from leandit.datasets.errors import DamageError, LeanditError, RecipeError, StoreError, StoreIncomplete
+from leandit.datasets.loader import make_loader
+from leandit.datasets.maintenance.remote_verify import verify_remote
+from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.store import LatentStore
+from leandit.precompute.pipeline import precompute
+from leandit.tools.cli.main import main
+from leandit.tools.export import publish as publishing
+from leandit.tools.export.card import fenced, front_matter, table
+from leandit.tools.export.publish import PublishRequest, publish
+from leandit.train.loop import StopRequest, train
+from leandit.train.sampling.snapshot import load_snapshot
+
+ROOT = Path(__file__).parents[3]
+NAME = "somebody/pictures-64"
+URL = f"hf://datasets/{NAME}"
+SAID = {"private": True, "licence": "cc-by-4.0", "encoder_licence": "mit"}
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with hub_server() as server:
+        yield server
+
+
+def send(store: Path, url: str = URL, **changes: object) -> dict:
+    return publish(PublishRequest(store, url, **SAID | changes), no_progress)  # type: ignore[arg-type]
+
+
+def published(hub: Hub, name: str = NAME, branch: str = "main") -> dict[str, Stored]:
+    return hub.dataset(name).files(branch)
+
+
+def test_a_published_store_is_read_where_it_lies(hub: Hub, caption_store: LatentStore) -> None:
+    sent = send(caption_store.path)
+    assert sent["files_sent"] == sent["files"]
+    assert hub.dataset(NAME).private
+    files = published(hub)
+    assert sum(len(one.content) for one in files.values()) == sent["bytes"]
+    for path in tree_digest(caption_store.path):
+        assert files[path].content == (caption_store.path / path).read_bytes()
+
+    there = LatentStore(URL)
+    assert there.root_hash == caption_store.root_hash
+    for bucket in caption_store.buckets:
+        rows = caption_store.index(bucket).rows
+        np.testing.assert_array_equal(there.latents(bucket).take(rows), caption_store.latents(bucket).take(rows))
+    here = [batch.latents for batch in make_loader(caption_store, global_batch=4, seed=0)]
+    for batch, latents in zip(make_loader(there, global_batch=4, seed=0), here, strict=True):
+        np.testing.assert_array_equal(batch.latents, latents)
+    verified = verify_remote(URL)
+    assert (verified.findings, verified.complete) == ([], True)
+    assert len(hub.dataset(NAME).branches["main"]) > 2
+
+
+def test_the_same_command_sends_nothing_again(hub: Hub, caption_store: LatentStore) -> None:
+    send(caption_store.path)
+    before = len(hub.dataset(NAME).branches["main"])
+    again = send(caption_store.path)
+    assert (again["files_sent"], again["bytes_sent"]) == (0, 0)
+    assert len(hub.dataset(NAME).branches["main"]) == before
+    assert max(hub.uploads.values()) == 1
+
+
+def test_nobody_reads_half_of_a_store(hub: Hub, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "COMMIT_FILES", 5)
+    send(caption_store.path)
+    commits = hub.dataset(NAME).branches["main"]
+    assert len(commits) > 6
+    wanted = tree_digest(caption_store.path)
+    for files in commits[:-1]:
+        assert "manifest.json" not in files
+    assert {path: one.content for path, one in commits[-1].items() if path in wanted} == wanted
+    assert commits[-1].keys() - wanted.keys() == {"README.md"}
+    hub.dataset(NAME).branches["main"].pop()
+    with pytest.raises(StoreIncomplete):
+        LatentStore(URL)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_faults_of_the_network_pass(
+    seed: int, hub: Hub, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "COMMIT_FILES", 9)
+    chance = random.Random(seed)
+    hub.fault = lambda number, request: chance.choice(["500", "cut", "lost", "", "", "", "", "", ""])
+    send(caption_store.path)
+    hub.fault = lambda number, request: ""
+    wanted = tree_digest(caption_store.path)
+    assert {path: one.content for path, one in published(hub).items() if path in wanted} == wanted
+    assert verify_remote(URL).findings == []
+
+
+def test_a_hub_that_fails_is_one_error_and_the_next_call_sends_the_rest(
+    hub: Hub, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "COMMIT_FILES", 5)
+    hub.fault = lambda number, request: "500" if number > 40 else ""
+    with pytest.raises(StoreError, match=rf"'{URL}' could not be .* 6 attempts.*resumes"):
+        send(caption_store.path)
+    assert "manifest.json" not in published(hub)
+    hub.fault = lambda number, request: ""
+    sent = send(caption_store.path)
+    assert 0 < sent["files_sent"] < sent["files"]
+    assert set(hub.uploads.values()) == {1}
+    assert LatentStore(URL).root_hash == caption_store.root_hash
+
+
+CHILD = """
+import sys
+import pytest
+from pathlib import Path
+from hub_server import use_hub
+from leandit.tools.export import publish as publishing
+publishing.COMMIT_FILES = 5
+use_hub(sys.argv[1], pytest.MonkeyPatch())
+said = {"private": True, "licence": "cc-by-4.0", "encoder_licence": "mit"}
+publishing.publish(publishing.PublishRequest(Path(sys.argv[2]), sys.argv[3], **said), lambda *_: None)
+"""
+
+
+def kill_at(hub: Hub, number: int, store: Path) -> int:
+    """Publish in a process that is killed as the hub gets a request; its exit code."""
+    hub.requests.clear()
+    process = ForkedPython(["-c", CHILD, hub.url, store, URL], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def fault(seen: int, request: str) -> str:
+        if seen == number:
+            process.kill()
+        return ""
+
+    hub.fault = fault
+    process.communicate(timeout=60)
+    hub.fault = lambda number, request: ""
+    return process.returncode
+
+
+@pytest.mark.parametrize(
+    "number", [1, 3, 8, 17, 26, 38, 51, *(pytest.param(n, marks=pytest.mark.slow) for n in range(60))]
+)
+def test_a_killed_publication_goes_on(number: int, hub: Hub, caption_store: LatentStore) -> None:
+    code = kill_at(hub, number, caption_store.path)
+    assert code in (-signal.SIGKILL, 0)
+    for repository in hub.repositories.values():
+        assert "manifest.json" not in repository.files() or len(repository.files()) > 25
+    send(caption_store.path)
+    assert set(hub.uploads.values()) == {1}
+    assert verify_remote(URL).findings == []
+
+
+def test_a_dry_run_lists_what_would_be_sent_and_sends_nothing(hub: Hub, caption_store: LatentStore) -> None:
+    told = send(caption_store.path, dry_run=True)
+    assert {file["path"] for file in told["sent"]} == {*tree_digest(caption_store.path), "README.md"}
+    assert told["bytes_sent"] == sum(file["bytes"] for file in told["sent"])
+    assert hub.repositories == {}
+    send(caption_store.path)
+    assert send(caption_store.path, dry_run=True)["sent"] == []
+
+
+def test_a_branch_is_a_place_of_its_own(hub: Hub, caption_store: LatentStore) -> None:
+    assert send(caption_store.path, branch="second")["url"] == f"{URL}@second"
+    assert published(hub) == {}
+    assert "manifest.json" in published(hub, branch="second")
+    there = LatentStore(f"{URL}@second")
+    assert there.root_hash == caption_store.root_hash
+    np.testing.assert_array_equal(there.caption(3), caption_store.caption(3))
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"private": None}, "--private or --public: who may read it. Give"),
+        ({"licence": " "}, "--license: that of the pictures"),
+        ({"private": None, "licence": "", "encoder_licence": ""}, "who may read it; --license.*; --encoder-license"),
+        ({"url": "hf://datasets/one-name"}, "needed hf://datasets/OWNER/NAME"),
+        ({"url": f"hf://{NAME}"}, "is a store. Give hf://datasets/OWNER/NAME"),
+        ({"url": "s3://bucket/pictures"}, "needed hf://"),
+        ({"as_pipeline": True}, "--export: it is for a run"),
+    ],
+)
+def test_nothing_is_guessed(changes: dict, words: str, hub: Hub, caption_store: LatentStore) -> None:
+    with pytest.raises(RecipeError, match=words):
+        send(caption_store.path, **changes)
+    assert hub.requests == []
+
+
+def damaged_metadata(store: Path) -> None:
+    (store / "zarr.json").write_bytes((store / "zarr.json").read_bytes()[:-1] + b" ")
+
+
+def damaged_shard(store: Path) -> None:
+    shard = store / "buckets/64x64/moments/c/0/0/0/0"
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "words"),
+    [
+        (damaged_metadata, DamageError, "zarr.json"),
+        (damaged_shard, DamageError, "its bytes are not those of the manifest"),
+        (lambda store: (store / "buckets/64x64/moments/c/0/0/0/0").unlink(), DamageError, "verify --repair"),
+        (lambda store: (store / "manifest.json").unlink(), StoreIncomplete, "not complete"),
+    ],
+    ids=["metadata", "shard", "missing", "unsealed"],
+)
+def test_a_damaged_or_incomplete_store_is_not_published(
+    damage: Callable[[Path], None],
+    error: type[LeanditError],
+    words: str,
+    hub: Hub,
+    caption_store: LatentStore,
+    tmp_path: Path,
+) -> None:
+    store = Path(shutil.copytree(caption_store.path, tmp_path / "copy"))
+    damage(store)
+    with pytest.raises(error, match=words):
+        send(store)
+    assert all("manifest.json" not in repository.files() for repository in hub.repositories.values())
+
+
+def test_what_is_there_is_respected(hub: Hub, caption_store: LatentStore, label_store: LatentStore) -> None:
+    hub.repositories[f"datasets/{NAME}"] = Repository(private=False)
+    with pytest.raises(RecipeError, match="is public already"):
+        send(caption_store.path)
+    hub.dataset(NAME).branches["main"] = [{"README.md": Stored(b"# By hand", "")}]
+    assert "was not written by this command" in send(caption_store.path, private=False)["notes"][0]
+    assert published(hub)["README.md"].content == b"# By hand"
+    before = dict(published(hub))
+    with pytest.raises(StoreError, match=r"holds another store: its 'manifest\.json' differs"):
+        send(label_store.path, private=False)
+    assert published(hub) == before
+
+
+def test_strays_stay_at_home_and_a_download_is_a_store(hub: Hub, caption_store: LatentStore, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(caption_store.path, tmp_path / "copy"))
+    (store / "notes.txt").write_text("my password")
+    assert "'notes.txt'" in send(store)["notes"][0]
+    assert "notes.txt" not in published(hub)
+    down = download(hub, tmp_path / "down")
+    (down / ".gitattributes").write_text("*.parquet filter=lfs")
+    assert verify_store(down).findings == []
+    assert LatentStore(down).root_hash == caption_store.root_hash
+
+
+def download(hub: Hub, folder: Path, name: str = f"datasets/{NAME}") -> Path:
+    for path, stored in hub.repositories[name].files().items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(stored.content)
+    return folder
+
+
+# -------------------------------------------------------------------------------------------------------- local paths
+
+
+def assert_anonymous(hub: Hub, tmp_path: Path) -> None:
+    """No stored byte names a folder of this machine, or the token."""
+    for repository in hub.repositories.values():
+        for path, stored in repository.files().items():
+            for secret in (str(tmp_path), str(Path.home()) + "/", TOKEN):
+                assert secret.encode() not in stored.content, path
+
+
+@pytest.fixture
+def placed_store(tmp_path: Path) -> Path:
+    """A store of two revisions whose VAE lies elsewhere, so that its recipe names a folder of this machine."""
+    vae = Path(shutil.copytree(ROOT / "precompute/demo_encoders/vae", tmp_path / "models/my-vae"))
+    source, store = make_caption_folder(tmp_path / "pictures"), tmp_path / "stores/store"
+    recipe = caption_recipe(f"vae.model={vae}")
+    for lines in (10, 14):
+        table = (source / "metadata.jsonl").read_text().splitlines(keepends=True)
+        part = tmp_path / f"part-{lines}"
+        shutil.copytree(source, part)
+        (part / "metadata.jsonl").write_text("".join(table[:lines]))
+        precompute(recipe, source_path=part, store_path=store, device=CPU, progress=no_progress)
+    return store
+
+
+def test_local_folders_are_not_published_and_all_revisions_stay_whole(
+    placed_store: Path, hub: Hub, tmp_path: Path
+) -> None:
+    here = LatentStore(placed_store)
+    assert str(tmp_path).encode() in (placed_store / "zarr.json").read_bytes()
+    assert here.revision == 2
+    note = send(placed_store)["notes"][0]
+    assert_anonymous(hub, tmp_path)
+    there = LatentStore(URL)
+    assert there.spec.vae.model == "my-vae"
+    assert there.spec.fingerprint == here.spec.fingerprint
+    assert str(there.root_hash) in note
+    assert str(here.root_hash) in note
+    down = download(hub, tmp_path / "down")
+    verified = verify_store(down)
+    assert (verified.findings, verified.revisions, verified.complete) == ([], [1, 2], True)
+    for bucket in here.buckets:
+        rows = here.index(bucket).rows
+        np.testing.assert_array_equal(LatentStore(down).latents(bucket).take(rows), here.latents(bucket).take(rows))
+    assert send(placed_store)["files_sent"] == 0
+
+
+def test_a_grown_store_is_published_again_by_what_is_new(hub: Hub, placed_store: Path, tmp_path: Path) -> None:
+    first = Path(shutil.copytree(placed_store, tmp_path / "first"))
+    shutil.rmtree(first / "revisions")
+    send(first)
+    sent = send(placed_store)
+    assert 0 < sent["files_sent"] < sent["files"] / 1.5
+    assert (LatentStore(URL).revision, LatentStore(URL, revision=1).revision) == (2, 1)
+
+
+# --------------------------------------------------------------------------------------------------------------- cards
+
+
+def test_the_card_says_what_it_is_and_how_it_is_read(hub: Hub, caption_store: LatentStore) -> None:
+    send(caption_store.path, licence="My own licence", encoder_licence="mit")
+    card = published(hub)["README.md"].content.decode()
+    head = yaml_of(card)
+    assert (head["license"], head["license_name"]) == ("other", "My own licence")
+    assert head["configs"][0] == {"config_name": "records", "data_files": "records.parquet"}
+    assert f'LatentStore("{URL}")' in card
+    assert caption_store.spec.vae.weights_sha256 in card
+    assert "14 planned = 14 stored" in card
+    assert str(caption_store.root_hash) in card
+    assert "Of the encoders: mit" in card
+    blocks = re.findall(r"```toml\n(.*?)```", card, re.DOTALL)
+    assert tomllib.loads(blocks[0])["images"]["buckets"] == ["48x80", "64x64", "80x48"]
+    assert "contact-sheet" not in card
+
+
+def yaml_of(card: str) -> dict:
+    """The front matter."""
+    import yaml
+
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_text_of_a_store_is_no_markup() -> None:
+    evil = "x |<img src=x onerror=y>`[a](javascript:b)\x1b[31m\u202e"
+    shown = table({evil: evil})
+    for mark in ("<", "`", "[a]", "\x1b", "\u202e"):
+        assert mark not in re.sub(r"\\.", "", shown), mark
+    assert shown.count("\n") == 3
+    assert fenced("toml", "a = '```'\n").startswith("````toml\n")
+    assert yaml_of(front_matter("a: b\n- c", {"x": evil}))["license_name"] == "a: b\n- c"
+
+
+def test_pictures_are_published_only_when_asked_for(hub: Hub, caption_store: LatentStore) -> None:
+    send(caption_store.path, pictures=True)
+    files = published(hub)
+    assert files["contact-sheet.png"].content.startswith(b"\x89PNG")
+    assert "![Decoded records](contact-sheet.png)" in files["README.md"].content.decode()
+    assert verify_remote(URL).findings == []
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def run(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a model of captions, whose recipe names a local folder."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    recipe = train_recipe("pixart-tiny", f"run.remote_folder={folder.parent}")
+    train(recipe, store_path=caption_store.path, run=folder, device=CPU, report=lambda _: None, stop=StopRequest())
+    return folder
+
+
+def test_a_published_run_is_a_run(run: Path, hub: Hub, tmp_path: Path) -> None:
+    assert str(run.parent) in (run / "recipe.toml").read_text()
+    send(run, url="hf://somebody/tiny", private=False)
+    assert not hub.repositories["somebody/tiny"].private
+    down = download(hub, tmp_path / "down", "somebody/tiny")
+    assert {path.name for path in down.iterdir()} == {"snapshot-6", "recipe.toml", "metrics.jsonl", "README.md"}
+    assert_anonymous(hub, run.parent)
+    here, there = load_snapshot(run, CPU), load_snapshot(down, CPU)
+    assert there.weights_hash == here.weights_hash
+    assert tomllib.loads((down / "recipe.toml").read_text())["run"]["remote_folder"] == run.parent.name
+    assert len((down / "metrics.jsonl").read_text().splitlines()) == 6
+    head = yaml_of((down / "README.md").read_text())
+    assert (head["license"], head["library_name"]) == ("cc-by-4.0", "leandit")
+    assert len(hub.repositories["somebody/tiny"].branches["main"]) == 2  # all in one commit
+
+
+def test_a_run_is_published_as_a_pipeline(run: Path, hub: Hub, tmp_path: Path) -> None:
+    send(run, url="hf://somebody/tiny", as_pipeline=True)
+    files = hub.repositories["somebody/tiny"].files()
+    assert {"model_index.json", "transformer/config.json", "recipe.toml", "metrics.jsonl"} <= files.keys()
+    card = files["README.md"].content.decode()
+    assert yaml_of(card)["library_name"] == "diffusers"
+    assert 'PixArtSigmaPipeline.from_pretrained("somebody/tiny")' in card
+    assert_anonymous(hub, run.parent)
+    assert send(run, url="hf://somebody/tiny", as_pipeline=True)["files_sent"] == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+
+def test_the_command_says_what_it_sent_and_never_its_token(
+    hub: Hub, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def leandit(*words: object) -> tuple[int, str, str]:
+        command = ["leandit", "publish", caption_store.path, "--to", URL, "--private", "--license", "mit", *words]
+        monkeypatch.setattr(sys, "argv", list(map(str, command)))
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capfd.readouterr()
+        assert TOKEN not in out + err
+        assert "X-Amz-Signature" not in out + err
+        return int(end.value.code or 0), out, err
+
+    assert "--encoder-license" in leandit()[2]
+    said = ("--encoder-license", "mit")
+    code, out, _ = leandit(*said, "--dry-run", "--json")
+    assert (code, json.loads(out)["dry_run"]) == (0, True)
+    hub.fault = lambda number, request: "500" if number % 7 == 0 else ""
+    code, out, _ = leandit(*said)
+    assert code == 0
+    assert "sizes and hashes there are those of here" in out
+    hub.repositories.clear()
+    hub.objects.clear()
+    monkeypatch.setenv("HF_TOKEN", f"{TOKEN}_that_is_wrong")
+    code, _, err = leandit(*said)
+    assert (code, "HF_TOKEN" in err) == (3, True)
