@@ -10,8 +10,8 @@ The tour, in the order the data travels:
    Read ``train/loop.py``.
 4. ``leandit.tools`` is what you type: the ``leandit`` command, the inspector, the demo.
 
-``LatentStore``, ``make_loader``, ``BatchReader``, ``Batch`` and ``load_snapshot`` can be imported from here; each is
-loaded when it is first asked for, so that ``import leandit`` costs nothing.
+``LatentStore``, ``make_loader``, ``BatchReader``, ``Batch``, ``load_snapshot`` and ``adapters`` can be imported from
+here; each is loaded when it is first asked for, so that ``import leandit`` costs nothing.
 
 The four rooms have no ``__init__.py``: with one, ``datasets/`` would hide Hugging Face's library of the same name from
 anyone who stands in the repository root.
@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .datasets.adapters import trainers as adapters
     from .datasets.batches.batch import Batch
     from .datasets.batches.reader import BatchReader
     from .datasets.loader import make_loader
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from .train.sampling.snapshot import load_snapshot
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "BatchReader", "LatentStore", "load_snapshot", "make_loader"]
+__all__ = ["Batch", "BatchReader", "LatentStore", "adapters", "load_snapshot", "make_loader"]
 _HOMES = {
     "Batch": "datasets.batches.batch",
     "BatchReader": "datasets.batches.reader",
@@ -36,16 +37,20 @@ _HOMES = {
     "load_snapshot": "train.sampling.snapshot",
     "make_loader": "datasets.loader",
 }
+_MODULES = {"adapters": "datasets.adapters.trainers"}
 
 
 def __getattr__(name: str) -> Any:
     """A public name, imported from its home when it is first used (PEP 562)."""
-    if name not in _HOMES:
+    if name in _MODULES:
+        value = import_module(f".{_MODULES[name]}", __name__)
+    elif name in _HOMES:
+        value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    else:
         raise AttributeError(f"module 'leandit' has no attribute '{name}'")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_HOMES, *_MODULES])

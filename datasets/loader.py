@@ -12,7 +12,7 @@ ten times slower. To use them all the same, read batches by number, in any order
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,8 @@ class BatchLoader(StatefulDataLoader):
 
     dataset: BatchStream
 
-    def __iter__(self) -> Iterator[Batch]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return iter(self.dataset)
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return iter(self.dataset) if self.collate_fn is _unchanged else map(self.collate_fn, self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
         """See ``BatchStream``."""
@@ -72,6 +72,7 @@ def make_loader(
     device: torch.device | str | None = None,
     caption_odds: CaptionOdds | None = None,
     normalise: Normalise = "encoder",
+    collate_fn: Callable[[Batch], Any] | None = None,
 ) -> BatchLoader:
     """Loader over a store: each pass is one epoch, ``state_dict()`` resumes at any batch.
 
@@ -91,6 +92,7 @@ def make_loader(
       device: as of ``BatchStream``.
       caption_odds: how often each caption of a record is drawn; None for uniform draws.
       normalise: of the latents: that of the "encoder", by the statistics of the "store", or "none": raw.
+      collate_fn: makes of each batch what the loop reads, for example one of ``leandit.adapters``; None for the batch.
     Raises: RunError: the store has no records; RecipeError: the selection is of another store, or an argument is wrong.
     """
     device = None if device is None else torch.device(device)
@@ -108,7 +110,7 @@ def make_loader(
         caption_odds=[caption_odds],
         normalise=normalise,
     )
-    return loader_of(BatchStream(reader, prefetch=prefetch, device=device))
+    return loader_of(BatchStream(reader, prefetch=prefetch, device=device), collate_fn)
 
 
 def shard_window(store: LatentStore, shards: int, selection: Selection | None = None) -> ShardWindow:
@@ -120,8 +122,8 @@ def shard_window(store: LatentStore, shards: int, selection: Selection | None = 
     return ShardWindow(shards, rows)
 
 
-def loader_of(stream: BatchStream) -> BatchLoader:
-    """A ``torchdata`` loader over a stream, for example of a mixture of stores.
+def loader_of(stream: BatchStream, collate_fn: Callable[[Batch], Any] | None = None) -> BatchLoader:
+    """A ``torchdata`` loader over a stream, for example of a mixture of stores; ``collate_fn`` as of ``make_loader``.
 
     Raises: RunError: a store has no records.
     """
@@ -129,7 +131,8 @@ def loader_of(stream: BatchStream) -> BatchLoader:
         check_not_empty(store, plan)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it, torch 2.13 warns
-        return BatchLoader(stream, batch_size=None, num_workers=0, collate_fn=_unchanged)
+        collate: Any = collate_fn or _unchanged
+        return BatchLoader(stream, batch_size=None, num_workers=0, collate_fn=collate)
 
 
 def check_not_empty(store: LatentStore, plan: BatchPlan) -> None:

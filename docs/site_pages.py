@@ -49,5 +49,6 @@ def on_post_build(**_: Any) -> None:
 
 def _reference() -> str:
     """Each public name with its docstring, from the module that defines it."""
-    entries = [f"::: leandit.{leandit._HOMES[name]}.{name}\n" for name in leandit.__all__]
+    homes = {name: f"{home}.{name}" for name, home in leandit._HOMES.items()} | leandit._MODULES
+    entries = [f"::: leandit.{homes[name]}\n" for name in leandit.__all__]
     return "\n".join(["# Python\n", "What `import leandit` offers.\n", *entries])

@@ -1,0 +1,1 @@
+"""Batches in the form that other trainers expect."""

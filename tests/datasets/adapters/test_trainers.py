@@ -1,0 +1,284 @@
+"""Batches for other trainers: their values against the store's, and each trainer's own code for a few steps."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from three_texts import TEXTS, noise_store
+
+from leandit import LatentStore, adapters, make_loader
+from leandit.datasets.errors import RecipeError
+
+PAGE = (Path(__file__).parents[3] / "docs/other-trainers.md").read_text()
+SECTIONS = dict(re.findall(r"^(?:#+) (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+POOLED = TEXTS["clip_l"].model_copy(update={"output": "pooled"})
+
+
+@pytest.fixture(scope="module")
+def sd3_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    return noise_store(tmp_path_factory.mktemp("sd3") / "store")
+
+
+@pytest.fixture(scope="module")
+def flux_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    texts = {"clip_l": POOLED, "t5": TEXTS["t5"]}
+    return noise_store(tmp_path_factory.mktemp("flux") / "store", texts=texts)
+
+
+@pytest.fixture(scope="module")
+def short_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    """Captions without their padding."""
+    texts = {"clip_l": POOLED, "t5": TEXTS["t5"].model_copy(update={"full_length": False})}
+    return noise_store(tmp_path_factory.mktemp("short") / "store", texts=texts)
+
+
+@pytest.fixture
+def page(sd3_store: LatentStore, flux_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the code of a section, and gives the names that it has."""
+    (tmp_path / "S3").symlink_to(sd3_store.path)
+    (tmp_path / "flux-store").symlink_to(flux_store.path)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"transformer": small_sd3()}
+
+    def run(*sections: str, **more: Any) -> dict[str, Any]:
+        names.update(more)
+        for section in ("Stores in other trainers", *sections):
+            for block in re.findall(r"```python\n(.*?)```", SECTIONS[section], re.DOTALL):
+                exec(block, names)
+        return names
+
+    return run
+
+
+def small_sd3() -> Any:
+    from diffusers import SD3Transformer2DModel
+
+    return SD3Transformer2DModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        caption_projection_dim=16,
+        pooled_projection_dim=16,
+        pos_embed_max_size=16,
+    )
+
+
+def small_flux() -> Any:
+    from diffusers import FluxTransformer2DModel
+
+    return FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=6,
+        axes_dims_rope=(2, 2, 4),
+        guidance_embeds=True,
+    )
+
+
+def captions_of(store: LatentStore, records: torch.Tensor, name: str) -> np.ndarray:
+    """(B, L, D) float32, read one by one."""
+    return np.stack([store.caption(int(record), text=name) for record in records]).astype(np.float32)
+
+
+def pooled_of(store: LatentStore, records: torch.Tensor, name: str) -> np.ndarray:
+    """(B, P) float32, read one by one."""
+    ids = [store.record_at(int(record)).caption_ids[0] for record in records]
+    return np.stack([store.text(name).pooled_vector(i) for i in ids]).astype(np.float32)
+
+
+def test_a_batch_of_diffusers_joins_the_text_encoders_as_stable_diffusion_3_does(sd3_store: LatentStore) -> None:
+    of_store = make_loader(sd3_store, global_batch=4, seed=1)
+    of_trainer = make_loader(sd3_store, global_batch=4, seed=1, collate_fn=adapters.diffusers_sd3(sd3_store))
+    for batch, named in zip(of_store, of_trainer, strict=True):
+        clip_l, clip_g, t5 = (captions_of(sd3_store, batch.records, name) for name in ("clip_l", "clip_g", "t5"))
+        wanted = np.zeros((len(batch), 7 + 9, 32), np.float32)
+        wanted[:, :7, :8], wanted[:, :7, 8:20], wanted[:, 7:] = clip_l, clip_g, t5
+        np.testing.assert_array_equal(named["prompt_embeds"], wanted)
+        pooled = [pooled_of(sd3_store, batch.records, name) for name in ("clip_l", "clip_g")]
+        np.testing.assert_array_equal(named["pooled_prompt_embeds"], np.concatenate(pooled, axis=1))
+        np.testing.assert_array_equal(named["model_input"], batch.latents)
+        assert {tensor.dtype for tensor in named.values()} == {torch.float32}
+
+
+def test_a_batch_of_nemo_has_its_padding_and_mask(short_store: LatentStore, flux_store: LatentStore) -> None:
+    for store, reads_mask in ((short_store, True), (flux_store, False)):
+        named = adapters.nemo_automodel(store, reads_mask=reads_mask, dtype=torch.bfloat16)
+        for batch in make_loader(store, global_batch=4, seed=1):
+            values = named(batch)
+            tokens, mask = values["text_embeddings"].float(), values["text_attention_mask"]
+            assert tokens.shape == (len(batch), 16, 32)  # nine tokens, filled up to a multiple of eight
+            for row, valid, record in zip(tokens, mask, batch.records, strict=True):
+                caption = torch.tensor(store.caption(int(record), text="t5")).bfloat16().float()
+                assert valid.tolist() == [True] * len(caption) + [False] * (16 - len(caption))
+                torch.testing.assert_close(row[valid], caption, rtol=0, atol=0)
+                assert not row[~valid].any()
+            assert values["pooled_prompt_embeds"].dtype == values["image_latents"].dtype == torch.bfloat16
+            assert values["data_type"] == "image"
+
+
+def test_a_batch_of_torchtitan_is_what_its_encoders_would_have_given(flux_store: LatentStore) -> None:
+    named = adapters.torchtitan_flux(flux_store)
+    for batch in make_loader(flux_store, global_batch=4, seed=1):
+        encodings, labels = named(batch)
+        np.testing.assert_array_equal(encodings["t5_encodings"], captions_of(flux_store, batch.records, "t5"))
+        np.testing.assert_array_equal(encodings["clip_encodings"], pooled_of(flux_store, batch.records, "clip_l"))
+        np.testing.assert_array_equal(labels, batch.latents)
+        assert encodings["img_encodings"] is labels
+
+
+def test_a_store_without_what_the_trainer_reads_is_an_error_at_the_start(
+    sd3_store: LatentStore, flux_store: LatentStore, short_store: LatentStore, label_store: LatentStore
+) -> None:
+    with pytest.raises(RecipeError, match=r"\['clip_l', 't5'\], needed CLIP-L, CLIP-G and T5"):
+        adapters.diffusers_sd3(flux_store)
+    with pytest.raises(RecipeError, match="the first two must be CLIP-L and CLIP-G"):
+        adapters.diffusers_sd3(sd3_store, ["t5", "clip_l", "clip_g"])
+    with pytest.raises(RecipeError, match=r"'t5' has captions without their padding.*text.t5.full_length = true"):
+        adapters.torchtitan_flux(short_store)
+    with pytest.raises(RecipeError, match="reads no mask"):
+        adapters.nemo_automodel(short_store)
+    with pytest.raises(RecipeError, match=r"those with tokens are \['clip_l', 'clip_g', 't5'\].*Give 'tokens'"):
+        adapters.nemo_automodel(sd3_store)
+    with pytest.raises(RecipeError, match="none has tokens"):
+        adapters.torchtitan_flux(label_store)
+    with pytest.raises(RecipeError, match=r"those with pooled are \['clip_l'\], got pooled='t5'"):
+        adapters.torchtitan_flux(flux_store, pooled="t5")
+    packed = make_loader(sd3_store, global_batch=4, text="packed", collate_fn=adapters.diffusers_sd3(sd3_store))
+    with pytest.raises(RecipeError, match="text='padded'"):
+        next(iter(packed))
+
+
+def test_a_loader_of_another_trainer_resumes_with_the_next_batch(sd3_store: LatentStore) -> None:
+    named = adapters.diffusers_sd3(sd3_store)
+    loader = make_loader(sd3_store, global_batch=4, seed=1, collate_fn=named)
+    batches = iter(loader)
+    next(batches)
+    again = make_loader(sd3_store, global_batch=4, seed=1, collate_fn=named)
+    again.load_state_dict(loader.state_dict())
+    torch.testing.assert_close(next(iter(again)), next(batches), rtol=0, atol=0)
+
+
+def test_the_step_of_diffusers_scripts_trains_on_a_store(page: Any) -> None:
+    assert_losses(page("diffusers' training scripts")["losses"], 5)
+
+
+def test_an_accelerate_loop_trains_and_resumes_with_the_next_batch(page: Any) -> None:
+    names = page("diffusers' training scripts", "accelerate")
+    assert_losses(names["losses"], 3)
+    names["accelerator"].load_state("state")
+    assert next(iter(names["loader"].dataset)).number == 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of Lightning: few workers, no logger
+def test_lightning_trains_and_resumes_with_the_next_batch(page: Any) -> None:
+    pytest.importorskip("lightning")
+    names = page("diffusers' training scripts", "Lightning")
+    assert_losses(names["losses"], 2)
+
+    numbers: list[int] = []
+    named = names["data"].options["collate_fn"]
+
+    def numbered(batch: Any) -> Any:
+        numbers.append(batch.number)
+        return named(batch)
+
+    data = names["StoreData"](names["store"], batch_size=4, seed=0, collate_fn=numbered)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = names["Trainer"](max_steps=4, accelerator="cpu", **options)
+    trainer.fit(names["Sd3Module"](), data, ckpt_path="two.ckpt", weights_only=False)
+    assert trainer.global_step == 4
+    assert numbers == [2, 3]  # three batches an epoch
+
+
+def test_nemo_automodel_trains_on_a_store(page: Any) -> None:
+    pytest.importorskip("nemo_automodel", reason="needs nemo-automodel: pip install --no-deps nemo-automodel")
+    from nemo_automodel.components.config.loader import ConfigNode
+    from nemo_automodel.recipes._typed_config import RecipeConfig
+
+    assert_losses(page("NeMo AutoModel", flux=small_flux())["losses"], 3)
+    target = "leandit.datasets.adapters.nemo.StoreDataloaderConfig"
+    config = RecipeConfig.resolve_diffusion_dataloader(ConfigNode({"_target_": target, "store": "flux-store"}))
+    built = config.build(dp_rank=1, dp_world_size=2, batch_size=2)
+    assert len(next(iter(built.dataloader))["image_latents"]) == 2
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan: pip install torchtitan")
+def test_torchtitan_trains_on_a_store(page: Any) -> None:
+    assert_losses(page("torchtitan", titan=small_titan())["losses"], 5)
+
+
+def small_titan() -> Any:
+    """torchtitan's FLUX trainer with a small model: without its encoders, its job config and several ranks."""
+    from contextlib import nullcontext
+
+    from torchtitan.components.loss import MSELoss
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models import flux
+    from torchtitan.models.flux.trainer import FluxTrainer
+
+    set_spmd_backend("partial_dtensor")
+    model = small_titan_config(flux).build()
+    model.init_weights()
+    titan: Any = FluxTrainer.__new__(FluxTrainer)
+    titan.device, titan._dtype, titan.model_parts = torch.device("cpu"), torch.float32, [model]
+    titan.autoencoder = titan.clip_encoder = titan.t5_encoder = None
+    titan.parallel_dims = SimpleNamespace(dp_enabled=False, cp_enabled=False, cp=1)
+    titan.config = SimpleNamespace(training=SimpleNamespace(seq_len=25))
+    titan.ntokens_seen, titan.train_context, titan.loss_fn = 0, nullcontext, MSELoss(MSELoss.Config())
+    titan.optimizers = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return titan
+
+
+def small_titan_config(flux: Any) -> Any:
+    """Its debug model with two heads of 16, for latents of 4 channels and the captions of the store."""
+    hidden, patch, axes = 32, 4 * 2 * 2, (4, 6, 6)
+    config = flux.flux_configs["flux-debug"]()
+    sizes = {"hidden_size": hidden, "num_heads": 2, "mlp_ratio": 4.0}
+    config.hidden_size, config.num_heads, config.axes_dim = hidden, 2, axes
+    config.in_channels = config.out_channels = patch
+    config.img_in.in_features, config.img_in.out_features = patch, hidden
+    config.txt_in.in_features, config.txt_in.out_features = 32, hidden
+    config.pe_config.dim, config.pe_config.axes_dim = sum(axes), axes
+    for part, width in ((config.time_in_config, 256), (config.vector_in_config, 6)):
+        part.in_dim = part.in_layer.in_features = width
+        part.hidden_dim = part.in_layer.out_features = hidden
+        part.out_layer.in_features = part.out_layer.out_features = hidden
+    config.double_blocks = [flux._make_double_block_config(**sizes, qkv_bias=True)]
+    config.single_blocks = [flux._make_single_block_config(**sizes)]
+    last = config.final_layer_config
+    last.hidden_size, last.out_channels = hidden, patch
+    last.linear.in_features, last.linear.out_features = hidden, patch
+    last.adaln_linear.in_features, last.adaln_linear.out_features = hidden, 2 * hidden
+    return config
+
+
+def test_zarr_alone_reads_what_the_store_gives(page: Any, flux_store: LatentStore) -> None:
+    names = page("zarr-python alone")
+    record = flux_store.record_at(3)
+    assert record.key == names["record"]["key"]
+    batches = make_loader(flux_store, global_batch=1)
+    (latents,) = [batch.latents[0] for batch in batches if batch.records.tolist() == [3]]
+    np.testing.assert_array_equal(names["latent"], latents)
+    np.testing.assert_array_equal(names["embeddings"], flux_store.caption(3, text="t5"))
+
+
+def assert_losses(losses: list[float], count: int) -> None:
+    assert len(losses) == count
+    assert np.isfinite(losses).all()
+    assert all(loss > 0 for loss in losses)
