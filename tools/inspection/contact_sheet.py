@@ -132,11 +132,15 @@ def rejects_sheet(rejects: Sequence[Mapping[str, Any]], originals: Originals) ->
     Args:
       rejects: at least one entry of ``summary.ledger``.
     """
+    cells = [
+        Cell(reject_picture(one, originals), f"{one['reason']}: {one['detail'] or ''}", one["key"]) for one in rejects
+    ]
+    return draw_sheet(cells)
 
-    def picture(reject: Mapping[str, Any]) -> np.ndarray | None:
-        return None if reject["reason"] == DUPLICATE else originals.get(reject["key"])
 
-    return draw_sheet([Cell(picture(one), f"{one['reason']}: {one['detail'] or ''}", one["key"]) for one in rejects])
+def reject_picture(reject: Mapping[str, Any], originals: Originals) -> np.ndarray | None:
+    """The source picture of a rejected record; None if it cannot be read or has the key of another record."""
+    return None if reject["reason"] == DUPLICATE else originals.get(reject["key"])
 
 
 def read_originals(store: LatentStore, source: SourcePaths, keys: Sequence[str]) -> Originals:

@@ -33,7 +33,7 @@ def summarise(store: LatentStore, *, scan_bytes: int = SCAN_BYTES) -> dict[str, 
     Args:
       scan_bytes: latents that are read for the statistics; of a larger store an even sample.
     """
-    records, spec = store.records, store.spec
+    records, spec = store.record_columns(("status", "reason", "fallback")), store.spec
     statuses = _counts(records["status"])
     rejected = records.filter(pc.equal(records["status"], "rejected"))
     tokens = store.captions["num_tokens"].to_numpy()
@@ -258,8 +258,9 @@ def _rows_to_scan(store: LatentStore, scan_bytes: int) -> dict[str, np.ndarray]:
 
 def ledger(store: LatentStore) -> list[dict[str, Any]]:
     """Every rejected record: key, stage, reason, detail, attempts and revision."""
-    rejected = store.records.filter(pc.equal(store.records["status"], "rejected"))
-    return rejected.select(["key", "stage", "reason", "detail", "attempts", "revision"]).to_pylist()
+    columns = ("key", "stage", "reason", "detail", "attempts", "revision")
+    records = store.record_columns((*columns, "status"))
+    return records.filter(pc.equal(records["status"], "rejected")).select(columns).to_pylist()
 
 
 def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:

@@ -57,7 +57,7 @@ FLAGS = {
     ],
     "verify": ["--deep", "--device", "--json", "--quick", "--repair", "--set", "--source"],
     "compact": ["--out", "--without"],
-    "report": ["--count", "--out", "--source", "--vae"],
+    "report": ["--count", "--out", "--score", "--scores", "--seed", "--source", "--vae"],
     "sample": [
         *("--base", "--batch", "--bucket", "--caption", "--compile", "--device", "--encoders", "--guidance"),
         *("--guidance-channels", "--guidance-interval", "--json", "--label", "--npz", "--num", "--out", "--precision"),

@@ -10,7 +10,7 @@ import typer
 from ....datasets.errors import RecipeError
 from ....train.weights.folders import is_run
 from ...terminal.text import print_rows
-from ..options import is_url, output, path_or_url
+from ..options import is_url, local_input, output, path_or_url
 
 
 def report(
@@ -22,24 +22,33 @@ def report(
         list[str] | None, typer.Option(help="Pictures that a store was made from, to show rejects; repeatable.")
     ] = None,
     vae: Annotated[str | None, typer.Option(help="Folder or hub id to decode with, else the store's own VAE.")] = None,
-    count: Annotated[int, typer.Option(min=0, max=60, help="Pictures of each bucket of a store.")] = 12,
+    count: Annotated[int, typer.Option(min=0, max=60, help="Pictures of each bucket of a store.")] = 8,
+    scores: Annotated[
+        Path | None, local_input("Parquet file with a score for each key: pictures are spread over its range.")
+    ] = None,
+    score: Annotated[str, typer.Option(metavar="COLUMN", help="Its column.")] = "score",
+    seed: Annotated[int, typer.Option(min=0, help="Of the pictures that are shown without scores.")] = 0,
 ) -> None:
     """Write a report of a store or a run: one HTML file with everything in it, warnings first.
 
     Example: leandit report imagenet-256 --out imagenet-256.html
     """
     are_runs = _are_runs(targets)
-    if are_runs and (source or vae):
-        raise RecipeError(f"report '{targets[0]}': --source and --vae are of stores, and it is a run. Leave them out.")
+    if are_runs and (source or vae or scores):
+        raise RecipeError(
+            f"report '{targets[0]}': --source, --vae and --scores are of stores, and it is a run. Leave them out."
+        )
     from ...inspection.report.runs.report import report_runs
-    from ...inspection.report.store_report import StoreOptions, report_stores
+    from ...inspection.report.stores.report import report_stores
+    from ...inspection.report.stores.sheets import SheetOptions
     from ...terminal.progress import ProgressLine
 
     with ProgressLine() as progress:
         if are_runs:
             done = report_runs(targets, out, progress=progress)
         else:
-            done = report_stores(targets, out, StoreOptions(source, vae, count), progress=progress)
+            options = SheetOptions(source, vae, count, scores and str(scores), score, seed)
+            done = report_stores(targets, out, options, progress=progress)
     print_rows([("report", str(out)), *done])
 
 

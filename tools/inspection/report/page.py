@@ -100,6 +100,11 @@ def count(value: int) -> str:
     return f"{value:,}"
 
 
+def several(number: int, thing: str) -> str:
+    """A count of things: "1 record", "1,281,167 records"."""
+    return f"{count(number)} {thing}{'' if number == 1 else 's'}"
+
+
 def mib(num_bytes: float) -> str:
     """Bytes in the unit that reads best: "812 B", "3.4 KiB", "62.9 MiB", "9.8 GiB"."""
     power = min(4, int(math.log(max(1, abs(num_bytes)), 1024)))

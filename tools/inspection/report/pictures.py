@@ -10,7 +10,8 @@ import numpy as np
 from PIL import Image
 
 SIDE_PX = 192  # of a thumbnail, at most
-QUALITY = 80  # of WebP
+QUALITIES = (80, 60, 40, 20)  # of WebP: the first that fits
+MOST_BYTES = 400_000  # of a picture
 STRETCH = (2.0, 98.0)  # percentiles of a latent that become black and white
 RGB = 3
 
@@ -34,32 +35,38 @@ class Thumbnail:
     is_coarse: bool = False
 
 
-def thumbnail(pixels: np.ndarray | None, *, key: str = "", text: str = "", side_px: int = SIDE_PX) -> Thumbnail:
+def thumbnail(
+    pixels: np.ndarray | None, *, key: str = "", text: str = "", side_px: int = SIDE_PX, most_bytes: int = MOST_BYTES
+) -> Thumbnail:
     """A picture at its size or smaller.
 
     Args:
       pixels: (height, width, 3) uint8, or None.
-      side_px: longest side.
+      side_px, most_bytes: as for ``webp_uri``.
     """
     if pixels is None:
         return Thumbnail(None, side_px, side_px, key, text)
     height_px, width_px = pixels.shape[:2]
-    return Thumbnail(
-        webp_uri(pixels, side_px=side_px), width_px, height_px, key, text, max(pixels.shape[:2]) < side_px // 2
-    )
+    uri = webp_uri(pixels, side_px=side_px, most_bytes=most_bytes)
+    return Thumbnail(uri, width_px, height_px, key, text, max(height_px, width_px) < side_px // 2)
 
 
-def webp_uri(pixels: np.ndarray, *, side_px: int = SIDE_PX, quality: int = QUALITY) -> str:
+def webp_uri(pixels: np.ndarray, *, side_px: int = SIDE_PX, most_bytes: int = MOST_BYTES) -> str:
     """A picture as a ``data:`` URI.
 
     Args:
       pixels: (height, width, 3) uint8; made smaller if its longest side is longer than ``side_px``.
+      most_bytes: of the URI; a picture that needs more is stored with a lower quality, down to the lowest.
     """
-    image = Image.fromarray(pixels)
+    image, uri = Image.fromarray(pixels), ""
     image.thumbnail((side_px, side_px), Image.Resampling.LANCZOS)
-    stream = io.BytesIO()
-    image.save(stream, "WEBP", quality=quality, method=4)
-    return f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode()}"
+    for quality in QUALITIES:
+        stream = io.BytesIO()
+        image.save(stream, "WEBP", quality=quality, method=4)
+        uri = f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode()}"
+        if len(uri) <= most_bytes:
+            break
+    return uri
 
 
 def latent_pixels(latent: np.ndarray) -> np.ndarray:

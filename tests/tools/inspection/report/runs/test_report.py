@@ -239,5 +239,5 @@ def test_runs_and_stores_are_not_mixed_and_options_of_stores_are_refused(tmp_pat
     run, store = str(make_run(tmp_path / "run")), str(tmp_path / "store")
     with pytest.raises(RecipeError, match=r"is a run, .* is not"):
         report_command([run, store], tmp_path / "page.html")
-    with pytest.raises(RecipeError, match="--source and --vae are of stores"):
+    with pytest.raises(RecipeError, match="--source, --vae and --scores are of stores"):
         report_command([run], tmp_path / "page.html", vae="taesd")
