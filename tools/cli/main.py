@@ -26,6 +26,7 @@ from .verbs.export import export, publish
 from .verbs.look import report
 from .verbs.plan import plan
 from .verbs.precompute import import_, precompute
+from .verbs.recipes import recipes
 from .verbs.sample import evaluate, sample
 from .verbs.store import compact, inspect, verify
 from .verbs.train import average, train
@@ -33,7 +34,12 @@ from .verbs.train import average, train
 NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RESOURCES = 1, 2, 5
 TRACEBACK = "--traceback"
-EXTRAS = {"jinja2": "report", "markupsafe": "report", "matplotlib": "report"}  # of modules that "all" does not install
+EXTRAS = {
+    "huggingface_hub": "publish",
+    "jinja2": "report",
+    "markupsafe": "report",
+    "matplotlib": "report",
+}  # of modules that "all" does not install
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
 
 # diffusers imports torchao if it is installed; both log warnings about parts that leandit does not use.
@@ -49,7 +55,7 @@ then leandit sample RUN --out SAMPLES.
 A recipe is a name or a TOML file; --set section.key=value changes a setting, and --dry-run shows what would be done.
 The same command again resumes.
 """
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
 app.add_typer(bench, name="bench")
 app.add_typer(plan, name="plan")
 
@@ -87,6 +93,7 @@ app.command()(evaluate)
 app.command()(average)
 app.command()(export)
 app.command()(publish)
+app.command()(recipes)
 
 
 @app.command()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import xxhash
 
 from ...datasets.disk.hashing import BLOCK_BYTES
-from ...datasets.errors import DamageError, RecipeError, ResourceError, StoreError
+from ...datasets.errors import DamageError, RecipeError, StoreError
 from ...datasets.remote.failures import is_not_allowed, lasts, library_errors, one_line, status_code
 
 ATTEMPTS = 6  # of a request; huggingface_hub also repeats some of its own
@@ -106,7 +106,7 @@ class HubRepository:
     Args:
       url: ``hf://datasets/OWNER/NAME`` or ``hf://OWNER/NAME``.
       branch: that is read and written.
-    Raises: RecipeError: the URL names no repository; ResourceError: huggingface_hub is not installed.
+    Raises: RecipeError: the URL names no repository.
     """
 
     def __init__(self, url: str, branch: str = "main") -> None:
@@ -118,13 +118,9 @@ class HubRepository:
             )
         self.url, self.name, self.branch = url.rstrip("/"), match["name"], branch
         self.kind = "dataset" if match["datasets"] else "model"
-        try:
-            from huggingface_hub import HfApi
-            from huggingface_hub.utils import disable_progress_bars
-        except ImportError as error:
-            raise ResourceError(
-                "publish: huggingface_hub is not installed. Run pip install 'leandit[publish]'."
-            ) from error
+        from huggingface_hub import HfApi
+        from huggingface_hub.utils import disable_progress_bars
+
         disable_progress_bars()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings print URLs that are signed
         self._api: Any = HfApi()

@@ -64,7 +64,7 @@ def publish(request: PublishRequest, progress: Callable[[str, int, int], None]) 
       progress: called with (stage, files done, files).
     Returns: what was sent, as plain values.
     Raises: RecipeError: an answer is missing; StoreError, RunError: it cannot be published, or the hub refuses it;
-      DamageError: bytes here or there are not those of the manifest; ResourceError: huggingface_hub is not installed.
+      DamageError: bytes here or there are not those of the manifest.
     """
     terms = _terms(request)
     hub = HubRepository(request.url, request.branch)

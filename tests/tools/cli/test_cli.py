@@ -75,6 +75,7 @@ FLAGS = {
         *("--dry-run", "--encoder-license", "--export", "--json", "--license", "--pictures", "--private"),
         *("--revision", "--to", "--vae"),
     ],
+    "recipes": ["--json"],
     "demo": ["--out", "--pictures", "--set"],
     "bench": [],
     "bench plan": ["--captions", "--json", "--records", "--scratch", "--sizes"],
@@ -99,6 +100,7 @@ FLAGS = {
         *("--json", "--peers", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),
     ],
 }
+EVERYWHERE = {"--install-completion", "--show-completion", "--traceback", "--version"}
 
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -145,7 +147,7 @@ def test_the_flags_of_every_command_are_frozen() -> None:
     }
     assert found == FLAGS
     everywhere = typer.main.get_command(app).params
-    assert {flag for param in everywhere for flag in param.opts} == {"--traceback", "--version"}
+    assert {flag for param in everywhere for flag in param.opts} == EVERYWHERE
 
 
 def test_every_option_for_a_path_says_what_becomes_of_a_url() -> None:
@@ -644,6 +646,29 @@ def last_step(run: Path) -> int:
         [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
     )
     return json.loads(lines[-1])["step"] if lines else 0
+
+
+def test_shipped_recipes_are_listed_and_printed_to_start_from(leandit: Leandit) -> None:
+    listed = leandit("recipes").out.splitlines()
+    assert listed[0] == "leandit precompute RECIPE"
+    assert len(listed) == len(PRECOMPUTE) + len(TRAIN) + 2
+    assert "Captioned pictures for PixArt-Sigma at 256 px" in next(line for line in listed if "pixart-256" in line)
+    one_line = json.loads(leandit("recipes", "--json").out)
+    assert all(10 < len(one["what"]) < 160 for one in one_line), one_line
+    assert leandit("recipes", "pixart-256").out.rstrip() == shipped_recipes("leandit.precompute")["pixart-256"].rstrip()
+    assert [one["stage"] for one in json.loads(leandit("recipes", "demo", "--json").out)] == ["precompute", "train"]
+    ended = leandit("recipes", "pixart-265")
+    assert (ended.code, "Did you mean 'pixart-256'?" in ended.err) == (2, True)
+
+
+def test_a_shell_completes_commands_without_torch() -> None:
+    code = (
+        "import sys; from leandit.tools.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    )
+    env = os.environ | {"_LEANDIT_COMPLETE": "complete_bash", "COMP_WORDS": "leandit pu", "COMP_CWORD": "1"}
+    script = f"import sys; sys.argv = ['leandit']\n{code}"
+    ended = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert (ended.stdout.split(), ended.stderr) == (["publish"], "")
 
 
 def test_the_device_is_named_or_found(leandit: Leandit) -> None:
