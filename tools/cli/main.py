@@ -20,7 +20,8 @@ import typer
 from ... import __version__
 from ...datasets.errors import LeanditError
 from ...train.parallel.stop import EXIT_CTRL_C, EXIT_RESUMABLE, StopRequest, Terminated
-from .options import Overrides, output, print_line
+from ..terminal.text import QUIET
+from .options import Overrides, output, print_error
 from .verbs.bench import bench
 from .verbs.export import export, publish
 from .verbs.look import report
@@ -72,11 +73,15 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     traceback: Annotated[bool, typer.Option(TRACEBACK, help="Show the traceback of an error.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print results and errors alone: no progress, no notes.", envvar=QUIET)
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Encode once, train lean: latent stores for training diffusion transformers."""
+    os.environ[QUIET] = "1" if quiet else ""
 
 
 app.command()(precompute)
@@ -171,14 +176,14 @@ def _fail_once(error: LeanditError) -> int:
 
     if TRACEBACK in sys.argv:
         traceback_module.print_exc()
-    print_for_all(error, print_line)
+    print_for_all(error, print_error)
     return error.exit_code
 
 
 def _fail(message: str, code: int) -> int:
     if TRACEBACK in sys.argv:
         traceback_module.print_exc()
-    print_line(message)
+    print_error(message)
     return code
 
 

@@ -12,6 +12,7 @@ from urllib.request import url2pathname
 import typer
 
 from ...datasets.errors import RecipeError, ResourceError
+from ..terminal.text import is_quiet, printable
 
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")]
 Devices = Annotated[
@@ -141,9 +142,13 @@ def torch_devices(names: str) -> list[Any]:
 
 
 def print_line(message: str) -> None:
+    """Print a note on stderr, unless the command is quiet."""
+    if not is_quiet():
+        print_error(message)
+
+
+def print_error(message: str) -> None:
     """Print a message on stderr and flush; lines that begin with two spaces are items of a list."""
     if not message.isprintable():  # keys of records may contain control characters
-        from ..terminal.text import printable
-
         message = "\n  ".join(map(printable, message.split("\n  ")))
     print(f"leandit: {message}", file=sys.stderr, flush=True)

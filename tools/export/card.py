@@ -93,7 +93,9 @@ def store_card(
             "## Licence\n",
             _licence_lines("pictures, and with them the latents and captions", terms),
             "## How it was made\n",
-            "`leandit precompute recipe.toml --source PICTURES --store STORE`, with this recipe:\n",
+            "Another program encoded it, and `leandit import` has copied that, with this recipe:\n"
+            if spec.is_imported
+            else "`leandit precompute recipe.toml --source PICTURES --store STORE`, with this recipe:\n",
             fenced("toml", values_to_toml(spec.recipe)),
             *_reject_lines(rejects),
         ]
@@ -184,7 +186,7 @@ def _store_rows(spec: StoreSpec, manifest: Manifest, num_bytes: int) -> dict[str
     if spec.classes:
         described["classes"] = len(spec.classes)
     return described | {
-        "bytes": f"{num_bytes} ({num_bytes / 2**30:.2f} GiB)",
+        "size": f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:.1f} MiB",
         "revision": manifest.revision,
         "fingerprint": spec.fingerprint,
         "root hash": manifest.root_hash,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from .text import is_quiet
+
 if TYPE_CHECKING:  # torch takes a second to import
     from ...train.metrics.window import StepReport
 
@@ -19,7 +21,7 @@ class ProgressLine:
     """Shows the progress of each stage; call it with (stage, done, total) and an optional note."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+        self._console = console or Console(stderr=True, quiet=is_quiet())
         self._live: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._started: dict[str, tuple[float, int]] = {}

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 Rows = list[tuple[str, str]]
+QUIET = "LEANDIT_QUIET"  # set in the environment, so that the processes of a command are as quiet as it is
+
+
+def is_quiet() -> bool:
+    """Whether a command prints results and errors alone, no progress and no notes."""
+    return os.environ.get(QUIET, "") not in ("", "0")
 
 
 def printable(text: str) -> str:

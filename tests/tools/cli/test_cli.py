@@ -100,7 +100,7 @@ FLAGS = {
         *("--json", "--peers", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),
     ],
 }
-EVERYWHERE = {"--install-completion", "--show-completion", "--traceback", "--version"}
+EVERYWHERE = {"--install-completion", "--quiet", "--show-completion", "--traceback", "--version"}
 
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -646,6 +646,19 @@ def last_step(run: Path) -> int:
         [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
     )
     return json.loads(lines[-1])["step"] if lines else 0
+
+
+def test_a_quiet_command_prints_results_and_errors_alone(
+    class_folder: Path, tmp_path: Path, leandit: Leandit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEANDIT_QUIET", "")
+    command = ["precompute", "imagenet-256", "--source", class_folder, *settings(LABEL_RECIPE), "--store"]
+    loud, quiet = leandit(*command, tmp_path / "a"), leandit("--quiet", *command, tmp_path / "b")
+    assert "pictures: 15 of 15" in loud.err
+    assert (quiet.code, quiet.err) == (0, "")
+    assert "15 planned = 15 stored + 0 rejected" in quiet.out
+    failed = leandit("--quiet", "inspect", "no-store")
+    assert (failed.code, failed.err.startswith("leandit: store 'no-store'")) == (3, True)
 
 
 def test_shipped_recipes_are_listed_and_printed_to_start_from(leandit: Leandit) -> None:
