@@ -58,6 +58,7 @@ class Curve:
     """A line of a chart.
 
     Args:
+      name: in the legend; "" leaves it out.
       x, y: as many numbers each; NaN interrupts the line.
       low, high: of the band around it, or None.
       colour: number of ``COLOURS``; None: the next one.
@@ -116,7 +117,7 @@ def line_chart(
         axes.set_yscale("log" if log_y else "linear")
         if y_range:
             axes.set_ylim(*y_range)
-        _finish(axes, log_x=log_x, log_y=log_y)
+        _finish(axes, log_x=log_x, log_y=log_y, is_whole=all(_is_whole(curve.x) for curve in curves))
         if x_notes:
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)}\n{x_notes(value)}"))
         return _svg(figure, title)
@@ -207,17 +208,19 @@ def _draw_curve(axes: Any, curve: Curve, colour: str) -> None:
         axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
 
 
-def _finish(axes: Any, *, log_x: bool | None, log_y: bool) -> None:
+def _finish(axes: Any, *, log_x: bool | None, log_y: bool, is_whole: bool = False) -> None:
     """Short numbers on the axes, and a legend above the chart where anything has a name.
 
     Args:
       log_x: None: the axis has names, not numbers.
+      is_whole: the x axis has whole numbers alone.
     """
     for axis, is_log in ((axes.xaxis, log_x), (axes.yaxis, log_y)):
         if is_log is None:
             continue
         if not is_log:
-            axis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
+            steps = [1, 2, 2.5, 5, 10]
+            axis.set_major_locator(MaxNLocator(nbins=7, steps=steps, integer=is_whole and axis is axes.xaxis))
         axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         if is_log:
             low, high = axis.get_view_interval()
@@ -228,6 +231,10 @@ def _finish(axes: Any, *, log_x: bool | None, log_y: bool) -> None:
         longest = max(len(handle.get_label()) for handle in handles)
         columns = int(axes.figure.get_figwidth() * CHARS_PER_INCH / (longest + KEY_CHARS))
         axes.figure.legend(loc="outside upper left", ncols=max(1, min(columns, len(handles))), handlelength=1.4)
+
+
+def _is_whole(numbers: Sequence[float] | np.ndarray) -> bool:
+    return bool(np.all(np.mod(numbers, 1) == 0))
 
 
 def short(value: float) -> str:
@@ -269,7 +276,7 @@ def _svg(figure: Figure, title: str) -> Markup:
     text = text[text.index(">") + 1 :]
     text = re.sub(r"font-family: '[^;\"]*; ?", "", text.replace(INK, "currentColor"))  # the page's own
     text = re.sub(r"\n\s*", " ", text).replace("> <", "><")
-    referenced = set(re.findall(r"#([A-Za-z][A-Za-z0-9_]*)", text))
+    referenced = set(re.findall(r'(?:url\(#|href="#)([^")]+)', text))
     text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in referenced else "", text)
     text = re.sub(r' (?:d|x|y|transform|width|height)="[^"]*"', _rounded, text)
     # Ids are unique in a page, so each chart has its own.

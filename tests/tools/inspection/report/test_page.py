@@ -14,7 +14,7 @@ from html_elements import Elements
 from markupsafe import Markup
 from PIL import Image
 
-from leandit.tools.inspection.report.charts import Curve, bar_chart, histogram, line_chart, short
+from leandit.tools.inspection.report.charts import COLOURS, Curve, bar_chart, histogram, line_chart, short
 from leandit.tools.inspection.report.page import Alert, Section, environment, mib, number, render_page, write_page
 from leandit.tools.inspection.report.pictures import latent_pixels, thumbnail, webp_uri
 
@@ -130,6 +130,11 @@ def test_a_chart_is_an_element_with_the_names_of_its_axes_in_the_colour_of_the_p
         used = set(re.findall(r"#([A-Za-z][\w-]*-[0-9a-f]{8})", chart))
         assert ids == used
         assert len(chart) < 40_000
+
+
+def test_the_colours_of_a_chart_are_those_of_the_list() -> None:
+    chart = bar_chart(["a"], {str(i): [i] for i in range(len(COLOURS))}, title="t", x_label="x", y_label="y")
+    assert set(re.findall(r"fill: (#[^;\"]*)", chart)) == {colour.lower() for colour in COLOURS}
 
 
 @pytest.mark.parametrize(

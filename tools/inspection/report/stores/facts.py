@@ -23,7 +23,7 @@ from ...summary import PERCENTILES, file_sizes, summarise
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
-SCAN_BYTES = 256 << 20  # of latents that are read for a report
+SCAN_BYTES = 128 << 20  # of latents that are read for a report
 NUM_EXTREMES = 10  # classes, captions that are listed
 MAX_REJECTS = 200  # that are listed
 ASPECT_EDGES = np.geomspace(1 / 4, 4, 33)  # of height / width; rounder pictures fall into the outer ones
@@ -138,7 +138,7 @@ def read_facts(store: LatentStore, name: str) -> StoreFacts:
         captions=caption_facts(store),
         tokens=[token_facts(store, one) for one in store.spec.text_encoders] if store.captions.num_rows else [],
         classes=class_counts(store),
-        rejects=first_rejects(store),
+        rejects=first_rejects(store) if summary["num_rejected"] else [],
         revisions=revision_facts(store),
         written=written_at(store),
         separate_bytes=bytes_as_separate_files(store),

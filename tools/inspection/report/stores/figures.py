@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from .....datasets.format.buckets import bucket_size
 from ..charts import Curve, bar_chart, histogram, line_chart
-from .alerts import min_psnr
+from .alerts import MEAN_LIMIT, STD_LIMITS, min_psnr
 from .facts import ASPECT_EDGES, StoreFacts, TokenFacts
 
 MAX_BARS = 40
@@ -119,7 +119,9 @@ def class_figures(stores: Sequence[StoreFacts]) -> list[Figure]:
         chart = bar_chart(names, series, title=title, x_label="class", y_label="records", wide=wide)
         return [Figure(title, chart, wide)]
     title = "Records of each class, the largest first"
-    curves = [Curve(name, np.arange(1, len(n) + 1), np.sort(n)[::-1]) for name, n in counts.items()]
+    curves = [
+        Curve(name if len(counts) > 1 else "", np.arange(1, len(n) + 1), np.sort(n)[::-1]) for name, n in counts.items()
+    ]
     labels: Any = {"x_label": "classes, by their records", "y_label": "records of a class"}
     return [Figure(title, line_chart(curves, title=title, y_range=(0, None), wide=True, **labels), True)]
 
@@ -127,22 +129,29 @@ def class_figures(stores: Sequence[StoreFacts]) -> list[Figure]:
 def latent_figures(stores: Sequence[StoreFacts]) -> list[Figure]:
     """Mean and standard deviation of each channel as the model sees it, and the PSNR of the self-check."""
     figures = []
-    for key, title, expected in (
-        ("channel_mean", "Mean of each latent channel", 0.0),
-        ("channel_std", "Standard deviation of each latent channel", 1.0),
+    for key, title, expected, usual in (
+        ("channel_mean", "Mean of each latent channel", 0.0, (-MEAN_LIMIT, MEAN_LIMIT)),
+        ("channel_std", "Standard deviation of each latent channel", 1.0, (0, STD_LIMITS[1])),
     ):
-        values = {facts.name: getattr(facts.channels, key) for facts in stores if facts.channels.count}
+        values = {_name(facts, stores): getattr(facts.channels, key) for facts in stores if facts.channels.count}
         curves = [Curve(name, np.arange(len(of_store)), of_store, dots=True) for name, of_store in values.items()]
+        every = np.concatenate([*values.values(), usual])
+        room = 0.05 * np.ptp(every)
         if curves:
             chart = line_chart(
-                curves, title=title, x_label="latent channel", y_label="in the model's units", expected=[expected]
+                curves,
+                title=title,
+                x_label="latent channel",
+                y_label="in the model's units",
+                expected=[expected],
+                y_range=(float(every.min() - room * (every.min() < 0)), float(every.max() + room)),
             )
             figures.append(Figure(f"{title}; the dotted line is expected", chart))
     checks = [(facts, facts.summary["self_check"]) for facts in stores if facts.summary["self_check"]]
     if checks:
         title = "PSNR of pictures that were encoded and decoded again"
         curves = [
-            Curve(facts.name, range(1, len(check["pictures"]) + 1), sorted(_decibels(check)), dots=True)
+            Curve(_name(facts, stores), range(1, len(check["pictures"]) + 1), sorted(_decibels(check)), dots=True)
             for facts, check in checks
         ]
         limits = sorted({limit for facts, _ in checks if (limit := min_psnr(facts)) is not None})
@@ -158,6 +167,11 @@ def latent_figures(stores: Sequence[StoreFacts]) -> list[Figure]:
 
 def _decibels(check: Mapping[str, Any]) -> list[float]:
     return [picture["psnr_db"] for picture in check["pictures"]]
+
+
+def _name(facts: StoreFacts, stores: Sequence[StoreFacts]) -> str:
+    """The name of a curve; none where there is one store."""
+    return facts.name if len(stores) > 1 else ""
 
 
 def byte_figures(stores: Sequence[StoreFacts]) -> list[Figure]:

@@ -48,7 +48,7 @@ def report_stores(
     stores = []
     for done, (target, name) in enumerate(zip(targets, short_names(targets), strict=True)):
         progress("read", done, len(targets))
-        stores.append(read_facts(LatentStore(target, allow_incomplete=True), name))
+        stores.append(read_facts(LatentStore(target, allow_incomplete=True, access="pread"), name))
     progress("read", len(targets), len(targets))
     alerts = [
         Alert(f"{facts.name}: {alert.text}" if len(stores) > 1 else alert.text, alert.section)
@@ -138,6 +138,11 @@ def _identity(facts: StoreFacts) -> dict[str, str]:
     return rows
 
 
+def counted(part: int, whole: int) -> str:
+    """A count with its share: "12 (0.4 %)"."""
+    return f"{count(part)} ({share(part, whole)})" if part else "0"
+
+
 def duration(seconds: float) -> str:
     """Seconds in the units that read best: "3.2 s", "14 min", "5 h 20 min"."""
     if seconds < 120:
@@ -213,13 +218,13 @@ def _records(facts: StoreFacts) -> dict[str, str]:
     rows = {
         "planned": count(planned),
         "stored": count(stored),
-        "rejected": f"{count(rejected)}, {share(rejected, planned)}",
+        "rejected": counted(rejected, planned),
     }
     if missing := planned - stored - rejected:
         rows["missing"] = count(missing)
     rows["copies of an earlier picture"] = count(facts.num_copies)
     if facts.aspects is not None:
-        rows["enlarged pictures"] = f"{count(facts.num_enlarged)}, {share(facts.num_enlarged, stored)}"
+        rows["enlarged pictures"] = counted(facts.num_enlarged, stored)
     for how, num in summary["fallbacks"].items():
         rows[f"encoded again, as {how}"] = count(num)
     return rows
@@ -240,15 +245,14 @@ def _captions(facts: StoreFacts) -> dict[str, str]:
     captions, spread = facts.captions, ("fewest", "median", "95 %", "most")
     rows = {
         "captions of records": count(captions.num_uses),
-        "distinct": f"{count(len(captions.characters))}, {share(len(captions.characters), captions.num_uses)}",
+        "distinct": counted(len(captions.characters), captions.num_uses),
         "empty": count(captions.num_empty),
         "uses of the most repeated": count(captions.most_records),
     }
     for one in facts.tokens:
         of = f", {one.name}" if one.name else ""
         rows[f"tokens{of}"] = ", ".join(f"{name} {n}" for name, n in zip(spread, one.spread, strict=True))
-        cut = f"{count(one.num_truncated)}, {share(one.num_truncated, len(one.tokens))}"
-        rows[f"cut{of}"] = f"{cut} at {one.max_tokens} tokens"
+        rows[f"cut at {one.max_tokens} tokens{of}"] = counted(one.num_truncated, len(one.tokens))
         quality = facts.summary["texts"][one.name]["caption_quality"] if one.name else facts.summary["caption_quality"]
         rows[f"bytes a caption{of}"] = (
             f"{quality['bytes_per_caption']:,.0f}, {quality['fewer_than_padded_float16']:g} times fewer than padded"
@@ -320,7 +324,7 @@ def _latents(facts: StoreFacts) -> dict[str, str]:
 
 def _bytes(facts: StoreFacts) -> dict[str, str]:
     sizes = facts.summary["bytes"]
-    rows = {name: f"{mib(size)}, {share(size, sizes['total'])}" for name, size in sizes.items() if name != "total"}
+    rows = {name: f"{mib(size)} ({share(size, sizes['total'])})" for name, size in sizes.items() if name != "total"}
     rows["in all"] = mib(sizes["total"])
     rows["a record"] = mib(sizes["total"] / max(1, facts.summary["num_stored"]))
     separate = facts.separate_bytes["total"]
