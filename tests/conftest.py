@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -88,6 +89,13 @@ def _own_signals() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_imported_is_no_garbage() -> None:
+    """A precompute that drops an encoder collects garbage, and would look at every object of torch, for a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

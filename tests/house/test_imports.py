@@ -88,18 +88,22 @@ def test_a_room_has_no_init_and_nothing_in_it_hides_the_standard_library(folder:
     assert (names | folders) & set(sys.stdlib_module_names) == set()
 
 
+def loaded_in_turn(code: str, *arguments: str, cwd: Path) -> list[set[str]]:
+    """Names of all modules that a fresh interpreter said it had, a JSON line each time."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [set(json.loads(line)) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
 def loaded_after(code: str, *arguments: str, cwd: Path) -> set[str]:
     """Names of all modules in a fresh interpreter after some code."""
     tail = "\nimport json, sys\nprint('\\n' + json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code + tail, *arguments], cwd=cwd, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return loaded_in_turn(code + tail, *arguments, cwd=cwd)[-1]
 
 
 TRAIN = """
-import sys
+import json, sys
 from pathlib import Path
 import torch
 from leandit.train.config import load
@@ -108,11 +112,13 @@ from leandit.train.models.dit import SIZES
 from leandit.train.models.diffusers_models.families import PIXART_SIZES
 SIZES["S"], PIXART_SIZES["pixart-tiny"] = (1, 32, 2), (1, 2, 16, 2)
 torch.set_num_threads(1)
-recipe = load(sys.argv[1], ["run.steps=1", "run.global_batch=2", "run.precision=fp32", "model.num_classes=0",
-                            "run.compile=false", "schedule.warmup_steps=0"])
-outcome = train(recipe, store_path=Path(sys.argv[2]), run=Path(sys.argv[3]), device=torch.device("cpu"),
-                report=lambda figures: None, stop=StopRequest())
-assert outcome.finished
+for name, store, run, *more in json.loads(sys.argv[1]):
+    recipe = load(name, ["run.steps=1", "run.global_batch=2", "run.precision=fp32", "model.num_classes=0",
+                         "run.compile=false", "schedule.warmup_steps=0", *more])
+    outcome = train(recipe, store_path=Path(store), run=Path(run), device=torch.device("cpu"),
+                    report=lambda figures: None, stop=StopRequest())
+    assert outcome.finished
+    print(json.dumps(sorted(sys.modules)))
 """
 
 
@@ -120,28 +126,23 @@ def encoders_in(modules: set[str]) -> list[str]:
     return sorted(name for name in modules if "autoencoder" in name or name.startswith("leandit.precompute"))
 
 
-def test_training_on_labels_loads_no_encoder(label_store: LatentStore, tmp_path: Path) -> None:
-    modules = loaded_after(TRAIN, "dit-s-2-256", str(label_store.path), str(tmp_path / "run"), cwd=tmp_path)
-    assert "leandit.train.loop" in modules
-    assert encoders_in(modules) == []
-    assert [name for name in modules if name.split(".")[0] in ("transformers", "diffusers", "PIL")] == []
-
-
-def test_drawing_pictures_while_it_trains_loads_no_encoder(label_store: LatentStore, tmp_path: Path) -> None:
-    """With the real process of the decoder, which takes seconds to start."""
-    drawn = ', "run.sample_every=1", "run.sample_steps=2", "run.sample_count=2"])'
-    code = TRAIN.replace('"schedule.warmup_steps=0"])', f'"schedule.warmup_steps=0"{drawn}')
-    assert drawn in code
-    modules = loaded_after(code, "dit-s-2-256", str(label_store.path), str(tmp_path / "run"), cwd=tmp_path)
-    assert (tmp_path / "run/samples/step-1.png").is_file()
-    assert encoders_in(modules) == []
-    assert [name for name in modules if name.startswith("leandit.tools")] == []
-
-
-def test_training_on_captions_loads_no_encoder(caption_store: LatentStore, tmp_path: Path) -> None:
-    modules = loaded_after(TRAIN, "demo", str(caption_store.path), str(tmp_path / "run"), cwd=tmp_path)
-    assert "diffusers.models.transformers.pixart_transformer_2d" in modules
-    assert encoders_in(modules) == []
+def test_training_and_drawing_pictures_meanwhile_load_no_encoder(
+    label_store: LatentStore, caption_store: LatentStore, tmp_path: Path
+) -> None:
+    """In one interpreter, which keeps what it has loaded; with the real process that decodes what is drawn."""
+    drawn = ["run.sample_every=1", "run.sample_steps=2", "run.sample_count=2"]
+    jobs = [
+        ("dit-s-2-256", str(label_store.path), "plain"),
+        ("dit-s-2-256", str(label_store.path), "drawing", *drawn),
+        ("demo", str(caption_store.path), "captions"),
+    ]
+    plain, drawing, captions = loaded_in_turn(TRAIN, json.dumps(jobs), cwd=tmp_path)
+    assert "leandit.train.loop" in plain
+    assert [name for name in plain if name.split(".")[0] in ("transformers", "diffusers", "PIL")] == []
+    assert (tmp_path / "drawing/samples/step-1.png").is_file()
+    assert [name for name in drawing if name.startswith("leandit.tools")] == []
+    assert "diffusers.models.transformers.pixart_transformer_2d" in captions
+    assert [encoders_in(modules) for modules in (plain, drawing, captions)] == [[], [], []]
 
 
 def test_inspect_runs_without_torch(label_store: LatentStore, tmp_path: Path) -> None:

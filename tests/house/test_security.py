@@ -31,6 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from everything import Everything
+from forked import run_forked
 from making import CPU, NO_CHECK, make_class_folder, picture, train_recipe, tree_digest
 from tiny_text_models import save_qwen3
 from vision import make_dinov2
@@ -1282,13 +1283,10 @@ def test_a_token_of_the_environment_is_in_no_file_and_no_output(tmp_path: Path) 
     small = ["--set", "images.resolution=32", "--set", "vae.model=shipped:vae", "--set", "vae.batch_size=4"]
     small += ["--set", NO_CHECK]
     command = ["precompute", "imagenet-256", "--source", str(source), "--store", store, "--device", "cpu", *small]
-    done = subprocess.run(
-        [sys.executable, "-c", "from leandit.tools.cli.main import main; main()", *command],
+    done = run_forked(
+        ["-c", "from leandit.tools.cli.main import main; main()", *command],
         env=os.environ | secrets | {"HF_HUB_OFFLINE": "1"},
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert canary not in done.stdout + done.stderr

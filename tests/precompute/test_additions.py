@@ -93,7 +93,7 @@ def records_at(stores: dict[int, LatentStore], path: str, bit: int) -> list[str]
     return [record["key"] for record in rows if first <= record["row"] < first + num_rows]
 
 
-@pytest.mark.parametrize("flips", [pytest.param(100, id="100"), pytest.param(2000, id="2000", marks=LONG)])
+@pytest.mark.parametrize("flips", [pytest.param(60, id="60"), pytest.param(2000, id="2000", marks=LONG)])
 def test_every_flipped_bit_is_found_and_its_record_is_named(flips: int, everything: Everything, tmp_path: Path) -> None:
     root, rng, named = copy_of(everything.grown, tmp_path / "store"), random.Random(START), collections.Counter()
     stores = {n: LatentStore(everything.grown, revision=n) for n in (1, 2, 3, 4)}
@@ -120,7 +120,7 @@ def mended(root: Path, source: Path, **how: bool) -> tuple[Verification, dict[st
     return check(root, source=source, device=lambda: CPU, overrides=[], progress=no_progress, **options)
 
 
-@pytest.mark.parametrize("damages", [pytest.param(9, id="9"), pytest.param(400, id="400", marks=LONG)])
+@pytest.mark.parametrize("damages", [pytest.param(5, id="5"), pytest.param(400, id="400", marks=LONG)])
 def test_a_repair_brings_every_byte_back(damages: int, everything: Everything, tmp_path: Path) -> None:
     """Of a plan, what says where pictures lie is unknown then, and a picture that was replaced is gone."""
     replaced = LatentStore(everything.added, revision=1).record("images/1.png")
@@ -325,7 +325,7 @@ def assert_old_files_are_as_they_were(store: Path, everything: Everything) -> No
         assert (store / path).read_bytes() == content, path
 
 
-@pytest.mark.parametrize("kills", [pytest.param(3, id="3 kills"), pytest.param(20, id="20 kills", marks=LONG)])
+@pytest.mark.parametrize("kills", [pytest.param(2, id="2 kills"), pytest.param(20, id="20 kills", marks=LONG)])
 def test_an_addition_killed_at_any_time_ends_in_the_same_root_hash(
     kills: int, addition: Scenario, everything: Everything
 ) -> None:

@@ -241,7 +241,7 @@ def test_tables_that_only_a_store_or_a_recipe_has_are_named_with_what_to_do(
     assert run(source, root, more).manifest
 
 
-@pytest.mark.parametrize("at", range(7))
+@pytest.mark.parametrize("at", [0, 3, 6, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 2, 4, 5))])
 def test_a_failure_anywhere_in_an_addition_resumes_to_the_same_bytes(
     at: int, stores: Stores, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 
 from leandit.datasets.disk import files
@@ -121,6 +122,17 @@ def run_forked(command: Sequence[object], timeout: float | None = None, **how: A
             process.kill()
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def fork_interpreters(module: types.ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Let a module that starts interpreters by ``subprocess.Popen`` get forked ones."""
+
+    def forked(command: list[str], **how: Any) -> ForkedPython:
+        assert command[:2] == [sys.executable, "-P"]
+        return ForkedPython(command[2:], **how)
+
+    like = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired")}
+    patch.setattr(module, "subprocess", types.SimpleNamespace(Popen=forked, **like))
 
 
 def _serve(requests: socket.socket) -> None:

@@ -81,7 +81,12 @@ def whole(request: pytest.FixtureRequest) -> Whole:
     return request.getfixturevalue(request.param)
 
 
+SLOW = pytest.mark.slow
 STORES = pytest.mark.parametrize("whole", ["plain", "grown", "packed"], indirect=True)
+GROWN_FIRST = pytest.mark.parametrize(
+    "whole", ["grown", pytest.param("plain", marks=SLOW), pytest.param("packed", marks=SLOW)], indirect=True
+)
+SMALL_FIRST = pytest.mark.parametrize("whole", ["plain", "packed", pytest.param("grown", marks=SLOW)], indirect=True)
 
 
 def names_of_shard(root: Path, path: str) -> tuple[str | None, int | None, list[str]]:
@@ -166,9 +171,9 @@ def check_place(root: Path, finding: Finding, bit: int) -> bool:
     return True
 
 
-@STORES
+@SMALL_FIRST
 def test_every_flipped_bit_is_found_and_named(whole: Whole) -> None:
-    check_flips(whole, 100)
+    check_flips(whole, 60)
 
 
 @pytest.mark.slow
@@ -193,7 +198,7 @@ def equal_sizes(root: Path, paths: list[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-@STORES
+@SMALL_FIRST
 def test_a_file_of_any_other_length_is_found_and_never_read_as_if_it_were_whole(whole: Whole) -> None:
     rng, root = random.Random(2), whole.again()
     lengths = 0
@@ -257,7 +262,7 @@ def undo(file: Path, content: bytes) -> None:
     file.write_bytes(content)
 
 
-@STORES
+@GROWN_FIRST
 def test_each_fault_of_a_file_is_found_and_its_reader_is_never_misled(whole: Whole) -> None:
     root, faults = whole.again(), []
     newest = max((path for path in whole.files if path.endswith("manifest.json")), key=revision_of)

@@ -12,12 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from forked import ForkedPython
+from forked import fork_interpreters
 from harness import start
 from making import CAPTION_RECIPE, CPU, caption_recipe, make_caption_folder, no_progress, tree_digest
 
@@ -71,17 +69,10 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
     return tree_digest(store)
 
 
-def forked(command: list[str], **how: Any) -> ForkedPython:
-    """As ``subprocess.Popen`` of an interpreter, which would import torch and the encoders' libraries for seconds."""
-    assert command[:2] == [sys.executable, "-P"]
-    return ForkedPython(command[2:], **how)
-
-
 @pytest.fixture
 def quick(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of all tests; and the processes are forked with all imports."""
-    like = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired")}
-    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(Popen=forked, **like))
+    fork_interpreters(processes, monkeypatch)
 
 
 def with_processes(

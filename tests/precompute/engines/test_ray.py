@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import ForkedPython
 from making import CPU, NO_CHECK, caption_recipe, make_caption_folder, no_progress, picture, tree_digest
 
 from leandit.datasets.errors import RecipeError, ResourceError
@@ -28,7 +29,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 cluster_utils: Any = pytest.importorskip("ray.cluster_utils")
 
 pytestmark = pytest.mark.timeout(900)
-LEANDIT = [sys.executable, "-c", "from leandit.tools.cli.main import main; main()"]
+LEANDIT = ["-c", "from leandit.tools.cli.main import main; main()"]
 SIDES = range(32, 96, 8)
 BUCKETS = [f"{height}x{width}" for height in SIDES for width in SIDES if height == 64 or width == 64]
 # A bucket is a shard at least, so many buckets make many shards of few pictures.
@@ -93,16 +94,15 @@ def whole_tree(source: Path, store: Path) -> dict[str, bytes]:
     return tree_digest(store)
 
 
-def start(address: str, source: Path, store: Path) -> subprocess.Popen[str]:
+def start(address: str, source: Path, store: Path) -> ForkedPython:
     settings = [word for setting in SETTINGS for word in ("--set", setting)]
     where = ["--source", str(source), "--store", str(store)]
     engine = ["--engine", "ray", "--address", address, "--device", "cpu,cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as the tests' own process, for the same bits on a CPU
-    return subprocess.Popen(
+    return ForkedPython(
         [*LEANDIT, "precompute", "demo", *where, *engine, *settings],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         env=environment,
     )
 
@@ -135,7 +135,7 @@ def num_commits(store: Path) -> int:
     return len(list((store / "commits").rglob("*.json")))
 
 
-def wait_for_progress(command: subprocess.Popen[str], store: Path, more_than: int) -> bool:
+def wait_for_progress(command: ForkedPython, store: Path, more_than: int) -> bool:
     """Wait until more shards are committed and actors work on; False where the command ends first."""
     while command.poll() is None:
         if num_commits(store) > more_than and busy_actors():

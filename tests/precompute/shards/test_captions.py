@@ -28,7 +28,6 @@ from leandit.tools.inspection.verify import check, loaded_tools
 from leandit.train.loop import StopRequest, train
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
-DTYPES = ("float32", "bfloat16", "int8")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +37,7 @@ def _several_shards_of_captions() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=DTYPES)
+@pytest.fixture(scope="module", params=["bfloat16", "int8", pytest.param("float32", marks=pytest.mark.slow)])
 def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, str]:
     """Three revisions."""
     return *make_grown(tmp_path_factory.mktemp("grown"), f"store.text_dtype={request.param}"), request.param

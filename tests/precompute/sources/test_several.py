@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import fork_interpreters
 from making import CPU, NO_CHECK, label_recipe, make_class_folder, no_progress, picture
 from source_files import write_tar
 from typer.testing import CliRunner, Result
@@ -18,6 +19,7 @@ from leandit.datasets.maintenance.verify import Verification
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import SourceSection
+from leandit.precompute.engines import processes
 from leandit.precompute.engines.job import Job
 from leandit.precompute.engines.processes import run_on_devices
 from leandit.precompute.pipeline import Report
@@ -166,7 +168,8 @@ def test_a_key_that_both_have_is_a_reject(tmp_path: Path) -> None:
     ]
 
 
-def test_processes_read_all_sources(folders: list[Path], tmp_path: Path) -> None:
+def test_processes_read_all_sources(folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_interpreters(processes, monkeypatch)
     store, sources = tmp_path / "store", [str(folder) for folder in folders]
     job = Job(label_recipe(), tuple(sources), store, Options())
     run_on_devices(job, ["cpu", "cpu"], progress=no_progress, say=print)

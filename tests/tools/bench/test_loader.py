@@ -223,7 +223,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_run_writes_checks_times_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_writes_checks_times_and_reports(rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lossy(workload: Workload, folder: Path, seed: int, workers: int) -> Any:
         epochs = PEERS[LIMIT].open(workload, folder, seed, workers)
         return lambda number: itertools.islice(epochs(number), 1, None)
@@ -247,7 +248,7 @@ def test_a_run_writes_checks_times_and_reports(tmp_path: Path, monkeypatch: pyte
         tmp_path,
         [LATENTS, CAPTIONS],
         ["leandit", "leandit gather", *made],
-        2,
+        rounds,
         0.01,
         {"broken": "breaks"},
         "the command",
@@ -265,7 +266,7 @@ def test_a_run_writes_checks_times_and_reports(tmp_path: Path, monkeypatch: pyte
     figures = peers["leandit"]["modes"]["w0"]
     assert figures["ratio"]["min"] <= figures["ratio"]["median"] <= figures["ratio"]["max"]
     assert {"records_per_second", "limit_records_per_second", "cpu_us_per_record", "first_batch_ms"} <= figures.keys()
-    assert len(peers["leandit"]["cells"]["w2"]) == 2
+    assert len(peers["leandit"]["cells"]["w2"]) == rounds
     assert peers["leandit gather"]["modes"].keys() == {"w0"}
     assert peers["absent"]["missing"] == ["no-such-thing"]
     assert peers["lossy"]["checks"]["w0"]["problems"] == ["8 of 37 records lost"]
@@ -375,7 +376,7 @@ def test_meters_read_this_machine() -> None:
 
 
 def test_opening_is_measured_in_separate_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Forked: that a process may be fresh is shown by the memory that "bench precompute" measures.
+    # Forked: that a process may be fresh is shown by the slow form of the memory that "bench precompute" measures.
     monkeypatch.setattr("subprocess.run", lambda command, **_: run_forked(command[1:]))
     monkeypatch.setattr(open, "PLANNED_BATCHES", 64)
     result = open.run(tmp_path, 1000, rounds=2)

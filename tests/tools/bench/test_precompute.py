@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import run_forked
 from making import CPU, label_recipe, no_progress, picture, tree_digest
 from PIL import Image
 from transformers import AutoTokenizer, T5EncoderModel
@@ -312,7 +313,11 @@ def test_the_size_of_a_batch_must_be_said(class_folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is known on Linux")
-def test_the_memory_of_a_fresh_process_is_measured() -> None:
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_memory_of_a_process_of_its_own_is_measured(fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default it is forked, which saves the import of all libraries."""
+    if not fresh:
+        monkeypatch.setattr("subprocess.run", lambda command, **_: run_forked(command[1:]))
     recipe = label_recipe().model_dump()
     peak = peak_mb({"recipe": recipe, "device": "cpu", "batch": [8, 64, 64]})
     assert 50 < peak < 4000  # of Python with torch, of MB

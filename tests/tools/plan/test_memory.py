@@ -91,10 +91,10 @@ def test_no_table_of_fake_numbers_stays_with_the_optimizer_of_8_bits() -> None:
 @pytest.mark.parametrize(
     ("recipe", "microbatch", "count", "change"),
     [
-        ("dit-s-2-256", 4, 1, "run.seed=0"),
+        pytest.param("dit-s-2-256", 4, 1, "run.seed=0", marks=pytest.mark.slow),
         ("dit-s-2-256", 8, 1, "run.activation_checkpointing=true"),
         ("demo", 4, 2, "run.activation_checkpointing=true"),
-        ("demo", 2, 1, "objective.kind=ddpm"),
+        pytest.param("demo", 2, 1, "objective.kind=ddpm", marks=pytest.mark.slow),
         ("dit-s-2-256", 2, 1, "optimizer.name=adamw8bit"),
         ("demo", 4, 1, "lora.rank=4"),
     ],
@@ -159,7 +159,14 @@ def test_frozen_weights_have_no_other_states() -> None:
     assert f"of which {trained / 4e3:.1f} k train" in render(planned)
 
 
-@pytest.mark.parametrize("change", ["run.seed=0", "optimizer.name=came", "optimizer.name=adamw8bit", "ema.kind=power"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "run.seed=0",
+        "ema.kind=power",
+        *(pytest.param(f"optimizer.name={name}", marks=pytest.mark.slow) for name in ("came", "adamw8bit")),
+    ],
+)
 def test_a_dry_run_tells_the_bytes_that_the_trace_finds(change: str) -> None:
     it, found = work("dit-s-2-256", change), memory(change, device_type="cpu")
     with torch.device("meta"):
@@ -198,6 +205,7 @@ def test_what_waits_on_the_host_is_what_a_real_step_sends_there(monkeypatch: pyt
     assert sum(sent) > 0
 
 
+@pytest.mark.slow  # what waits on the host is traced above by default
 def test_a_plan_counts_the_activations_of_zero_on_the_host_where_the_file_says_so(tmp_path: Path) -> None:
     def rows(**file: Any) -> dict[str, dict[str, Any]]:
         path = tmp_path / "ds.json"

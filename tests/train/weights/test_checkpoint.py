@@ -495,8 +495,9 @@ def test_a_second_damaged_checkpoint_of_a_step_is_kept_too(run: Path, label_stor
     ]
 
 
+@pytest.mark.parametrize("every", [pytest.param(3, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 def test_a_crash_while_a_damaged_checkpoint_is_set_aside_loses_nothing(
-    run: Path, wholes: dict[str, Path], label_store: LatentStore, tmp_path: Path
+    every: int, run: Path, wholes: dict[str, Path], label_store: LatentStore, tmp_path: Path
 ) -> None:
     HARMS["half"](run / "checkpoint-2/ema.safetensors")
     harmed = tree_digest(run / "checkpoint-2")
@@ -509,7 +510,7 @@ def test_a_crash_while_a_damaged_checkpoint_is_set_aside_loses_nothing(
         assert find_strays(here) == []
         assert tree_digest(here / "damaged-checkpoint-2") == harmed
         assert saved_bytes(here, 4) == saved_bytes(wholes["dit-s-4"], 4)
-        at += 1
+        at += every
     assert at > 8  # a rename and two files, each with its syncs
 
 
@@ -618,7 +619,7 @@ def check_failing_saves(
     return len(operations)
 
 
-@pytest.mark.parametrize("kind", ["die", pytest.param("eio", marks=pytest.mark.slow), "enospc"])
+@pytest.mark.parametrize("kind", ["die", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eio", "enospc"))])
 def test_a_save_that_fails_at_any_operation_leaves_a_checkpoint_that_loads(
     kind: str, at_three: dict[str, Any], label_store: LatentStore, wholes: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -640,7 +641,7 @@ def test_a_save_that_fails_at_any_operation_costs_no_bit(
     check_failing_saves(name, kind, at_three, both[name], wholes[name], tmp_path, goes_on_every=1)
 
 
-@pytest.mark.parametrize("every", [pytest.param(3, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [pytest.param(7, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 def test_a_crash_while_a_step_is_saved_again_keeps_what_was_there(
     every: int, at_three: dict[str, Any], label_store: LatentStore, tmp_path: Path
 ) -> None:
