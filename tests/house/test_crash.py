@@ -119,13 +119,13 @@ def test_a_first_precompute_that_dies_at_any_operation_comes_out_the_same(first:
     assert check_dies(first, points(first, step)) == len(points(first, step))
 
 
-@every(220)
+@every(150)
 def test_a_resume_that_dies_too_comes_out_the_same(first: Scenario, step: int) -> None:
     """The second death comes soon after the start of the resume, at another place each time."""
     check_dies(first, points(first, step), again_at=lambda at: at * 7 % 40)
 
 
-@every(220)
+@every(150)
 @pytest.mark.parametrize("kind", ["eio", "enospc"])
 def test_an_io_error_at_any_operation_ends_cleanly_and_the_next_run_comes_out_the_same(
     first: Scenario, kind: str, step: int
@@ -147,7 +147,7 @@ def test_a_growth_that_dies_at_any_operation_comes_out_the_same(growth: Scenario
     check_dies(growth, points(growth, step))
 
 
-@every(260)
+@every(100)
 @pytest.mark.parametrize("kind", ["eio", "enospc"])
 def test_a_growth_with_an_io_error_at_any_operation_comes_out_the_same(growth: Scenario, kind: str, step: int) -> None:
     assert check_fails(growth, kind, points(growth, step)) > 0
@@ -158,7 +158,7 @@ def test_a_compaction_that_dies_at_any_operation_comes_out_the_same(compaction: 
     check_dies(compaction, points(compaction, step))
 
 
-@every(260)
+@every(100)
 @pytest.mark.parametrize("kind", ["eio", "enospc"])
 def test_a_compaction_with_an_io_error_at_any_operation_comes_out_the_same(
     compaction: Scenario, kind: str, step: int
