@@ -53,18 +53,20 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Seconds of the files that take longest: they begin first, so that no process ends alone with one of them.
 LONGEST = {
-    "precompute/engines/test_ray.py": 90,
-    "tools/plan/test_memory.py": 45,
-    "train/parallel/test_parallel.py": 40,
-    "precompute/engines/test_engines.py": 40,
-    "house/test_mutants.py": 35,
-    "house/test_crash.py": 30,
-    "datasets/maintenance/test_verify.py": 30,
-    "precompute/test_repair.py": 30,
-    "train/test_signals.py": 25,
-    "precompute/images/test_decoders.py": 25,
-    "train/weights/test_checkpoint.py": 20,
+    "precompute/test_additions.py": 35,
+    "precompute/engines/test_ray.py": 30,
+    "train/parallel/test_parallel.py": 30,
+    "tools/plan/test_memory.py": 25,
+    "precompute/images/test_decoders.py": 20,
     "house/test_imports.py": 20,
+    "house/test_store_machine.py": 15,
+    "tools/plan/test_prediction.py": 15,
+    "tools/cli/test_cli.py": 15,
+    "house/test_crash.py": 15,
+    "tools/bench/test_loader.py": 15,
+    "tools/bench/test_precompute.py": 15,
+    "train/weights/test_checkpoint.py": 15,
+    "precompute/engines/test_engines.py": 15,
 }
 
 
