@@ -63,12 +63,12 @@ def compile_nothing() -> None:
     deepspeed.ops.__compatible_ops__ = {}
 
 
-def begin_with(run: Path, copy: Path, rank: str) -> None:
-    """Go on from step ten of another run."""
+def begin_with(run: Path, copy: Path, rank: str, step: int) -> None:
+    """Go on from a step of another run."""
     if rank == "0":
         copy.mkdir()
         shutil.copy(run / "run.json", copy)
-        shutil.copytree(run / "checkpoint-10", copy / "checkpoint-10")
+        shutil.copytree(run / f"checkpoint-{step}", copy / f"checkpoint-{step}")
     dist.barrier()
 
 
@@ -96,7 +96,7 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         if earlier := job.get("begin_with"):
-            begin_with(Path(earlier), Path(job["run"]), rank)
+            begin_with(Path(earlier), Path(job["run"]), rank, job["begin_at"])
         if job.get("bf16"):
             compute_in_bf16()
         if any("deepspeed_config" in entry for entry in overrides):

@@ -32,14 +32,14 @@ from leandit.train.parallel.stop import StopRequest, Terminated
 from leandit.train.parallel.strategy import choose_strategy
 from leandit.train.parallel.watchdog import SILENT_SECONDS, Watchdog
 
-STEPS = 20
+STEPS, HALF = 12, 6  # three epochs of four batches
 # 15 records in batches of 4, the last of 3: unequal slices, and microbatches of which one rank has fewer.
 SETTINGS = [
     f"run.steps={STEPS}",
     "run.global_batch=4",
     "run.microbatch=1",
     "optimizer.lr=1e-3",
-    "run.checkpoint_every=10",
+    f"run.checkpoint_every={HALF}",
     "run.keep_checkpoints=3",
     "run.log_every=1",
     "schedule.kind=constant",
@@ -142,7 +142,7 @@ def strategies(names: Iterable[str], *quick: str) -> Any:
 
 @pytest.fixture(scope="module")
 def one(label_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """20 steps in one process."""
+    """All steps in one process."""
     run = tmp_path_factory.mktemp("one") / "run"
     alone(label_store, run)
     return run
@@ -196,7 +196,7 @@ class Trainings:
         return job(self.stores["labels"], self.folder / name, *self.settings(name))
 
     def resumed(self, was: str, now: str, run: Path | None = None) -> Job:
-        earlier = {"begin_with": str(run or self.folder / was)}
+        earlier = {"begin_with": str(run or self.folder / was), "begin_at": HALF}
         return job(self.stores["labels"], self.folder / f"{was} to {now}", *self.settings(now), **earlier)
 
     def aligned(self, name: str) -> Job:
@@ -236,7 +236,7 @@ def said(
     jobs.append(job(label_store, folder / "other rate", set_1=["optimizer.lr=2e-3"]))
     jobs.append(job(label_store, folder / "other store", store_1=str(caption_store.path)))
     jobs += [trainings.aligned("fsdp"), trainings.adapted("fsdp"), trainings.joint("fsdp")]
-    jobs.append(job(label_store, folder / "mixture", mixture_of(label_store), "run.steps=10") | {"store": None})
+    jobs.append(job(label_store, folder / "mixture", mixture_of(label_store)) | {"store": None})
     fp16 = [f"parallel.deepspeed_config={folder}/fp16.json", "run.checkpoint_every=2"]  # the first before any update
     for steps in (14, 16):
         jobs.append(job(label_store, folder / "fp16", *fp16, f"run.steps={steps}", has_fp16=True))
@@ -335,9 +335,9 @@ def test_fp16_under_deepspeed_has_its_loss_scaler_which_a_checkpoint_holds(
     assert [line["step"] for line in lines] == list(range(1, 17))
     assert scales[14] == scales[13] / 2 ** skipped[14], "resumed with the scale of before"
     assert np.isfinite([line["loss"] for line in lines]).all()
-    assert lines[-1]["loss"] != pytest.approx(losses(one)[15], abs=1e-7)
+    assert lines[STEPS - 1]["loss"] != pytest.approx(losses(one)[-1], abs=1e-7)
     ema = load_file(folder / "fp16/checkpoint-16/ema.safetensors")
-    assert ema.keys() == load_file(one / "checkpoint-20/ema.safetensors").keys()
+    assert ema.keys() == load_file(one / f"checkpoint-{STEPS}/ema.safetensors").keys()
 
 
 def test_what_of_the_file_holds_or_is_passed_over_is_said_by_one_rank(said: list[Any]) -> None:
@@ -360,7 +360,7 @@ def test_deepspeed_starts_without_what_its_launcher_sets(
 def test_a_checkpoint_has_the_names_and_shapes_of_one_process(
     name: str, one: Path, trained: None, folder: Path
 ) -> None:
-    for kind in ("checkpoint-20", "snapshot-20"):
+    for kind in (f"checkpoint-{STEPS}", f"snapshot-{STEPS}"):
         for path in sorted((one / kind).glob("*.safetensors")):
             expected, found = load_file(path), load_file(folder / name / kind / path.name)
             assert found.keys() == expected.keys()
@@ -385,7 +385,7 @@ def test_16_bits_compute_the_same_with_every_strategy_but_for_rounding(
 def test_a_checkpoint_of_one_strategy_resumes_in_another(
     was: str, now: str, one: Path, said: list[Any], folder: Path
 ) -> None:
-    assert losses(folder / f"{was} to {now}") == pytest.approx(losses(one)[10:], abs=1e-5)
+    assert losses(folder / f"{was} to {now}") == pytest.approx(losses(one)[HALF:], abs=1e-5)
 
 
 @pytest.mark.slow
@@ -393,16 +393,16 @@ def test_a_checkpoint_of_one_strategy_resumes_in_another(
 def test_more_checkpoints_resume_in_another_strategy(
     was: str, now: str, one: Path, long_form: None, folder: Path
 ) -> None:
-    assert losses(folder / f"{was} to {now}") == pytest.approx(losses(one)[10:], abs=1e-5)
+    assert losses(folder / f"{was} to {now}") == pytest.approx(losses(one)[HALF:], abs=1e-5)
 
 
 @strategies(["fsdp", "hsdp", "zero-3"], "fsdp")
 def test_a_sharded_checkpoint_resumes_in_one_process_bit_for_bit_as_often_as_one_likes(
     name: str, one: Path, trained: None, folder: Path, label_store: LatentStore, tmp_path: Path
 ) -> None:
-    found = [alone(label_store, at(10, folder / name, tmp_path / str(i))) for i in range(2)]
+    found = [alone(label_store, at(HALF, folder / name, tmp_path / str(i))) for i in range(2)]
     assert found[0] == found[1]
-    assert found[0] == pytest.approx(losses(one)[10:], abs=1e-5)
+    assert found[0] == pytest.approx(losses(one)[HALF:], abs=1e-5)
 
 
 def test_ranks_with_other_settings_or_another_store_are_refused_at_start(said: list[Any], folder: Path) -> None:
@@ -417,11 +417,12 @@ def test_ranks_with_other_settings_or_another_store_are_refused_at_start(said: l
 def test_a_mixture_of_stores_is_the_same_with_two_ranks(
     said: list[Any], folder: Path, label_store: LatentStore, tmp_path: Path
 ) -> None:
-    recipe = train_recipe("dit-s-4", *SETTINGS, mixture_of(label_store), "run.steps=10")
+    recipe = train_recipe("dit-s-4", *SETTINGS, mixture_of(label_store))
     train(recipe, run=tmp_path / "run", device=CPU, report=lambda _: None, stop=StopRequest(), warn=print)
     assert losses(folder / "mixture") == pytest.approx(losses(tmp_path / "run"), abs=1e-5)
     states = [
-        json.loads((run / "checkpoint-10/state.json").read_text()) for run in (folder / "mixture", tmp_path / "run")
+        json.loads((run / f"checkpoint-{STEPS}/state.json").read_text())
+        for run in (folder / "mixture", tmp_path / "run")
     ]
     assert states[0]["loader"] == states[1]["loader"]
 
