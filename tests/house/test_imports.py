@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ FOLDERS = ("datasets", "precompute", "train", "tools")
 MODULES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+@functools.cache
 def imported(path: Path) -> list[tuple[int, str]]:
     """(level, dotted name) of every import of a module, inside functions too."""
     names = []

@@ -149,17 +149,23 @@ def test_many_threads_share_the_children(tmp_path: Path) -> None:
 # -- a picture that takes its child with it --
 
 
+DEATHS = [
+    ("kill", "decoder_crash", "signal 9"),
+    ("segfault", "decoder_crash", "signal 11"),
+    ("exit", "decoder_crash", "status 3"),
+    ("nonsense", "decoder_crash", "is not valid"),
+    ("memory", "too_large", "memory"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "reason", "detail"),
+    ("stage", "name", "reason", "detail"),
     [
-        ("kill", "decoder_crash", "signal 9"),
-        ("segfault", "decoder_crash", "signal 11"),
-        ("exit", "decoder_crash", "status 3"),
-        ("nonsense", "decoder_crash", "is not valid"),
-        ("memory", "too_large", "memory"),
+        *(("decode", *death) for death in DEATHS),
+        ("scan", *DEATHS[0]),
+        *(pytest.param("scan", *death, marks=pytest.mark.slow) for death in DEATHS[1:]),
     ],
 )
-@pytest.mark.parametrize("stage", ["scan", "decode"])
 def test_a_child_that_dies_costs_one_picture(
     shared: Decoders, tmp_path: Path, photo: Path, name: str, reason: str, detail: str, stage: str
 ) -> None:
