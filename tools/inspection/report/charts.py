@@ -187,7 +187,7 @@ def histogram(
                 axes.axvline(place, color=INK, linewidth=0.8, linestyle=(0, (1, 2)), alpha=0.7, label=label)
         axes.set_xscale("log" if log_x else "linear")
         axes.set_ylim(bottom=0)
-        _finish(axes, log_x=log_x, log_y=False)
+        _finish(axes, log_x=log_x, log_y=False, is_whole=_is_whole(np.multiply(edges, 2)))
         return _svg(figure, title)
 
 

@@ -7,6 +7,7 @@ import io
 from dataclasses import dataclass
 
 import numpy as np
+from markupsafe import Markup
 from PIL import Image
 
 SIDE_PX = 192  # of a thumbnail, at most
@@ -27,7 +28,7 @@ class Thumbnail:
       is_coarse: few pixels, which are shown as squares.
     """
 
-    uri: str | None
+    uri: Markup | None
     width_px: int
     height_px: int
     key: str = ""
@@ -51,19 +52,19 @@ def thumbnail(
     return Thumbnail(uri, width_px, height_px, key, text, max(height_px, width_px) < side_px // 2)
 
 
-def webp_uri(pixels: np.ndarray, *, side_px: int = SIDE_PX, most_bytes: int = MOST_BYTES) -> str:
-    """A picture as a ``data:`` URI.
+def webp_uri(pixels: np.ndarray, *, side_px: int = SIDE_PX, most_bytes: int = MOST_BYTES) -> Markup:
+    """A picture as a ``data:`` URI, which a template prints as it is.
 
     Args:
       pixels: (height, width, 3) uint8; made smaller if its longest side is longer than ``side_px``.
       most_bytes: of the URI; a picture that needs more is stored with a lower quality, down to the lowest.
     """
-    image, uri = Image.fromarray(pixels), ""
+    image, uri = Image.fromarray(pixels), Markup()
     image.thumbnail((side_px, side_px), Image.Resampling.LANCZOS)
     for quality in QUALITIES:
         stream = io.BytesIO()
         image.save(stream, "WEBP", quality=quality, method=4)
-        uri = f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode()}"
+        uri = Markup(f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode()}")
         if len(uri) <= most_bytes:
             break
     return uri

@@ -21,6 +21,7 @@ from leandit.tools.inspection.report.pictures import latent_pixels, thumbnail, w
 MARKUP = "<script>alert(1)</script><img src=x onerror=alert(2)>\" onload='alert(3)"
 MARKS = "abc\u202edef\x1b[31m\u2066\x00\u05d0\u05d1"
 ATTACKS = [MARKUP, MARKS, "]]></style><script>", "$\\frac{1}{$", "_underscore", "{{ 7 * 7 }}", "\ud7ff&amp;"]
+NOISE = np.random.default_rng(0).integers(0, 256, (150, 150, 3), np.uint8)
 TEMPLATE = """
 {% extends "page.html" %}
 {% import "parts.html" as parts %}
@@ -40,7 +41,7 @@ def page_of(text: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("leandit.tools.inspection.report.page.environment", lambda: with_template)
     chart = line_chart([Curve(text, [0, 1], [1, 2])], title=text, x_label=text, y_label=text, marks={text: [0.5]})
     chart += bar_chart([text, "b"], {text: [1, 2], "other": [2, 1]}, title=text, x_label=text, y_label=text)
-    pictures = [thumbnail(np.zeros((8, 8, 3), np.uint8), key=text, text=text), thumbnail(None, key=text, text=text)]
+    pictures = [thumbnail(NOISE, key=text, text=text), thumbnail(None, key=text, text=text)]
     alerts = [Alert(text, "a")]
     return render_page(
         "test.html", title=text, sections=[Section("a", text)], alerts=alerts, text=text, pictures=pictures, chart=chart
@@ -74,6 +75,14 @@ def test_a_page_asks_for_nothing_and_may_not(monkeypatch: pytest.MonkeyPatch) ->
     assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in policy
     ids = [value for name, value in elements.attributes if name == "id"]
     assert sorted(set(ids)) == sorted(ids)
+
+
+def test_a_picture_of_a_page_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    elements = Elements(page_of("harmless", monkeypatch))
+    (source,) = [value for name, value in elements.attributes if name == "src"]
+    image = Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2], validate=True)))
+    assert image.size == (150, 150)
+    assert np.abs(np.asarray(image).astype(float) - NOISE).mean() < 60
 
 
 def test_warnings_come_before_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,8 +122,9 @@ def class_figures(stores: Sequence[StoreFacts]) -> list[Figure]:
     curves = [
         Curve(name if len(counts) > 1 else "", np.arange(1, len(n) + 1), np.sort(n)[::-1]) for name, n in counts.items()
     ]
+    top = 1.08 * max(1, *(int(numbers.max()) for numbers in counts.values()))
     labels: Any = {"x_label": "classes, by their records", "y_label": "records of a class"}
-    return [Figure(title, line_chart(curves, title=title, y_range=(0, None), wide=True, **labels), True)]
+    return [Figure(title, line_chart(curves, title=title, y_range=(0, top), wide=True, **labels), True)]
 
 
 def latent_figures(stores: Sequence[StoreFacts]) -> list[Figure]:

@@ -135,7 +135,7 @@ def _identity(facts: StoreFacts) -> dict[str, str]:
         rows["sealed"] = utc(written["sealed"])
         steps = zip(list(written.items()), list(written.items())[1:], strict=False)
         rows["time by step"] = ", ".join(f"{duration(end - start)} to {name}" for (_, start), (name, end) in steps)
-    return rows
+    return rows | _encoders(facts)
 
 
 def counted(part: int, whole: int) -> str:
@@ -158,7 +158,6 @@ def _of_one(facts: StoreFacts, options: SheetOptions, sheets: list[Any], note: s
         thumbnails = reject_thumbnails(facts.store, facts.rejects, options.source)
     return {
         "name": facts.name,
-        "encoders": _encoders(facts),
         "revisions": _revisions(facts),
         "recipe": [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in flatten(spec.recipe).items()],
         "rejects": [[one["key"], one["reason"], one["stage"], one["detail"] or ""] for one in facts.rejects],
@@ -187,13 +186,18 @@ def _latent_shape(facts: StoreFacts, bucket: str) -> list[str]:
     return [" x ".join(map(str, array.row_shape)), mib(array.row_bytes)]
 
 
-def _encoders(facts: StoreFacts) -> list[list[str]]:
-    rows = []
+def _encoders(facts: StoreFacts) -> dict[str, str]:
+    """What encoded a store: of each encoder its class, origin and libraries, and the hashes of its files."""
+    rows = {}
     for role, identity in facts.summary["encoders"].items():
         if identity:
             libraries = ", ".join(f"{name} {version}" for name, version in identity["libraries"].items())
-            model = identity["model"] + (f" at {identity['revision']}" if identity["revision"] else "")
-            rows.append([role, identity["class_name"], model, identity["weights_sha256"], identity["dtype"], libraries])
+            revision = f" at {identity['revision']}" if identity["revision"] else ""
+            computed = f"computed in {identity['dtype']}" + (f" with {libraries}" if libraries else "")
+            rows[f"encoder {role}"] = f"{identity['class_name']} from {identity['model']}{revision}, {computed}"
+            rows[f"weights of {role}, SHA-256"] = identity["weights_sha256"]
+            if identity["tokenizer_sha256"]:
+                rows[f"tokenizer of {role}, SHA-256"] = identity["tokenizer_sha256"]
     return rows
 
 
