@@ -92,6 +92,19 @@ class ShardFile:
         else:
             self._read_chunks(rows, out, where)
 
+    def place(self, row: int) -> tuple[int, int]:
+        """Where a row of this shard lies in the file: its first byte and its bytes; if compressed, those of its chunk.
+
+        Both are 0 of a chunk that is absent.
+        """
+        chunk, within = divmod(row, self._layout.chunk_rows)
+        offset, length = int(self._offsets[chunk]), int(self._lengths[chunk])
+        if offset == ABSENT:
+            return 0, 0
+        if self._layout.codec != "none":
+            return offset, length
+        return offset + within * self._layout.row_bytes, self._layout.row_bytes
+
     def damage(self, what: str) -> DamageError:
         """An error about this shard."""
         return DamageError(f"shard '{self.path}': {what}. {self._remedy}")

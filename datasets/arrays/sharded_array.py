@@ -65,6 +65,12 @@ class ShardedArray:
         """The Zarr array of a row, and its shard number."""
         return self._places[self._shard_of(row)]
 
+    def place(self, row: int) -> tuple[str, int, int]:
+        """Path within the store of the shard of a row, and first byte and bytes there, as ``ShardFile.place``."""
+        shard = self._shard_of(row)
+        opened = self._folder.open(*self._places[shard], mapped=False)
+        return self._name(shard), *opened.place(row - int(self._starts[shard]))
+
     def shard_paths(self, rows: np.ndarray) -> list[str]:
         """Paths within the store of the shards that hold these rows."""
         shards = np.unique(np.searchsorted(self._starts, rows, side="right") - 1)

@@ -24,7 +24,7 @@ from ..terminal.text import QUIET
 from .options import Overrides, output, print_error
 from .verbs.bench import bench
 from .verbs.export import export, publish
-from .verbs.look import report
+from .verbs.look import report, view
 from .verbs.plan import plan
 from .verbs.precompute import import_, precompute
 from .verbs.recipes import recipes
@@ -93,6 +93,7 @@ app.command()(inspect)
 app.command()(verify)
 app.command()(compact)
 app.command()(report)
+app.command()(view)
 app.command()(sample)
 app.command()(evaluate)
 app.command()(average)

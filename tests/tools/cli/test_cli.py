@@ -58,6 +58,7 @@ FLAGS = {
     "verify": ["--deep", "--device", "--json", "--quick", "--repair", "--set", "--source"],
     "compact": ["--out", "--without"],
     "report": ["--count", "--out", "--score", "--scores", "--seed", "--source", "--vae"],
+    "view": ["--device", "--open", "--port", "--revision", "--vae"],
     "sample": [
         *("--base", "--batch", "--bucket", "--caption", "--compile", "--device", "--encoders", "--guidance"),
         *("--guidance-channels", "--guidance-interval", "--json", "--label", "--npz", "--num", "--out", "--precision"),
@@ -95,6 +96,7 @@ FLAGS = {
     "bench planner": ["--device", "--json", "--set"],
     "bench learning": ["--json", "--out", "--pictures", "--seeds", "--set", "--steps"],
     "bench open": ["--json", "--records", "--rounds", "--scratch"],
+    "bench search": ["--json", "--records"],
     "bench bytes": ["--json", "--tokens"],
     "bench loader": [
         *("--json", "--peers", "--python", "--records", "--rounds", "--scratch", "--seconds", "--workload"),

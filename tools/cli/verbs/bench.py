@@ -83,6 +83,20 @@ def bench_bytes(
     print_result(run(tokens), render, as_json=as_json)
 
 
+@bench.command("search")
+def bench_search(
+    records: Annotated[int, typer.Option(min=1000, help="Records with a caption each.")] = 1_281_167,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how long 'leandit view' searches the records of a large store.
+
+    Example: leandit bench search
+    """
+    from ...bench.loader.search import render, run
+
+    print_result(run(records), render, as_json=as_json)
+
+
 @bench.command("open")
 def bench_open(
     scratch: Annotated[Path, output("Folder for the store; it stays there.")],

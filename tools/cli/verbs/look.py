@@ -1,7 +1,8 @@
-"""``leandit report``: what a store or a run is like, to look at."""
+"""``leandit report`` and ``view``: what a store or a run is like, to look at."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from ....datasets.errors import RecipeError
 from ....train.weights.folders import is_run
 from ...terminal.text import print_rows
-from ..options import is_url, local_input, output, path_or_url
+from ..options import Device, is_url, local_input, output, path_or_url, print_line, torch_device
 
 
 def report(
@@ -62,3 +63,41 @@ def _are_runs(targets: list[str]) -> bool:
         run, store = targets[are_runs.index(True)], targets[are_runs.index(False)]
         raise RecipeError(f"report: '{run}' is a run, '{store}' is not. Give stores alone, or runs alone.")
     return are_runs[0]
+
+
+def view(
+    target: Annotated[
+        str, typer.Argument(parser=path_or_url, metavar="STORE|RUN", help="Store: a folder, or a URL. Or a run.")
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1; 0: a free one.")] = 0,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in your browser.")] = True,
+    vae: Annotated[
+        str | None, typer.Option(help="Folder or hub id to decode with, such as a tiny VAE; else the store's own.")
+    ] = None,
+    device: Device = "cpu",
+    revision: Annotated[int, typer.Option(min=0, help="Revision of the store; 0: the newest.")] = 0,
+) -> None:
+    """Show a store or a run as a web page on this machine, which reads and never writes. Ctrl-C ends it.
+
+    Example: leandit view imagenet-256
+    """
+    from ...inspection.view.server import check_installed, serve
+
+    check_installed()
+    if not is_url(target) and is_run(Path(target)):
+        from ...inspection.view.run_site import RunSite
+
+        app = RunSite(Path(target)).app()
+    else:
+        from ....datasets.store import LatentStore
+        from ...inspection.view.records.painter import BATCH, CPU_BATCH, Painter, decoder_of
+        from ...inspection.view.store_site import StoreSite
+
+        if vae is None:  # the store names its VAE: nothing is fetched because of that
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        store = LatentStore(target, revision=revision, allow_incomplete=True)
+        batch = CPU_BATCH if device == "cpu" else BATCH
+        painter = Painter(store, lambda: decoder_of(store, vae, lambda: torch_device(device)), batch=batch)
+        app = StoreSite(store, painter).app()
+    print_line("Ctrl-C ends it")
+    serve(app, port=port, open_browser=open_browser, say=lambda address: print(f"view        {address}", flush=True))

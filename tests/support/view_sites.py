@@ -1,0 +1,61 @@
+"""A store with texts that are an attack on a page, and sites without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from making import CPU, caption_recipe, make_caption_folder, no_progress
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from leandit.datasets.errors import EncoderError
+from leandit.datasets.store import LatentStore
+from leandit.precompute.pipeline import precompute
+from leandit.tools.inspection.view.guard import Guard
+from leandit.tools.inspection.view.records.painter import Decode, Painter
+from leandit.tools.inspection.view.store_site import StoreSite
+
+TOKEN = "t" * 43
+ROOT = f"/{TOKEN}"
+MARKUP = '<script>alert(1)</script><img src="https://elsewhere.example/x" onerror="alert(2)">'
+CONTROL = "a bell\u0007, an escape\u001b[31m"
+RIGHT_TO_LEFT = "user\u202egnp.exe\u2066"
+HOSTILE = [MARKUP, CONTROL, RIGHT_TO_LEFT, "a red circle", '"quoted" & <b>bold</b>']
+
+
+def hostile_store(folder: Path) -> LatentStore:
+    """14 records whose captions hold markup, control characters and right-to-left marks, and 2 rejects."""
+    import json
+
+    source = make_caption_folder(folder / "source")
+    lines = [json.loads(line) for line in (source / "metadata.jsonl").read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["captions"] = [HOSTILE[number % len(HOSTILE)], *line["captions"]]
+    lines += [{"file_name": f"images/{name}", "captions": ["gone"]} for name in ("gone.png", "<b>gone.png")]
+    (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = caption_recipe()
+    precompute(recipe, source_path=source, store_path=folder / "store", device=CPU, progress=no_progress)
+    return LatentStore(folder / "store")
+
+
+def grey(rows: np.ndarray) -> np.ndarray:
+    """A decoder for tests: 8 pixels for each place of a latent, as grey as its row."""
+    levels = (np.arange(len(rows)) + 1).astype(np.uint8).reshape(-1, 1, 1, 1)
+    return np.broadcast_to(levels, (len(rows), rows.shape[2] * 8, rows.shape[3] * 8, 3)).copy()
+
+
+def no_decoder() -> Decode:
+    raise EncoderError("vae.model 'far/away': not a folder here.")
+
+
+def site(store: LatentStore, load: object = None) -> Starlette:
+    return StoreSite(store, Painter(store, load or (lambda: grey))).app()  # pyright: ignore[reportArgumentType]
+
+
+@contextmanager
+def client(app: Starlette) -> Iterator[TestClient]:
+    with TestClient(Guard(app, TOKEN), base_url="http://127.0.0.1", raise_server_exceptions=True) as one:
+        yield one

@@ -1,0 +1,113 @@
+"""The pages in a real browser: search, paging, a record, a run that goes on; no error, no request to anyone else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+from browsing import Watched, chromium, viewed
+from making import CPU, train_recipe
+from PIL import Image
+from view_sites import MARKUP, hostile_store
+
+from leandit.datasets.store import LatentStore
+from leandit.train.loop import StopRequest, train
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+LOADED = "[...document.images].every((image) => image.complete && image.naturalWidth)"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as one:
+        yield one
+
+
+@pytest.fixture
+def watched(browser: Browser) -> Iterator[Watched]:
+    page = browser.new_page()
+    yield Watched(page)
+    page.close()
+
+
+def test_a_store_is_searched_paged_and_looked_at(watched: Watched, tmp_path: Path) -> None:
+    store = hostile_store(tmp_path)
+    page = watched.page
+    with viewed(store.path) as address:
+        page.goto(address)
+        assert page.locator(".card").count() == len(store) + 2
+        watched.until("document.querySelector('.card img').naturalWidth > 0")
+
+        page.fill("input[name=q]", "TRIANGLE big")
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/?q=TRIANGLE+big")
+        found = page.locator(".card").count()
+        assert 0 < found < len(store)
+        page.select_option("select[name=bucket]", "64x64")
+        page.wait_for_url("**bucket=64x64**")
+        page.go_back()
+        page.wait_for_url("**/?q=TRIANGLE+big")
+        assert page.locator(".card").count() == found
+        assert page.input_value("input[name=q]") == "TRIANGLE big"
+
+        page.goto(f"{address}?q=alert")
+        assert page.locator(".card").first.locator(".text").inner_text().startswith(MARKUP[:30])
+        page.locator(".card").first.click()
+        page.wait_for_url("**/record/0")
+        watched.until(LOADED)
+        assert page.locator("figure").count() == 1 + store.spec.latent.stored_channels
+        assert "the same" in page.locator("body").inner_text()
+        page.click("a[rel=next]")
+        page.wait_for_url("**/record/1")
+        watched.until(LOADED)
+    watched.assert_harmless(urlsplit(address).netloc)
+
+
+def test_pages_of_a_store_lead_on_and_back(watched: Watched, tmp_path: Path) -> None:
+    from leandit.tools.synthetic.store import make_store
+
+    make_store(tmp_path / "store", {"32x32": 60}, num_classes=3)
+    page = watched.page
+    with viewed(tmp_path / "store") as address:
+        page.goto(address)
+        watched.until("document.getElementById('note').textContent.includes('no decoder')")
+        assert page.locator(".card").count() == 24
+        page.locator("a[rel=next]").first.click()
+        page.wait_for_url("**page=2")
+        page.locator("a[rel=next]").first.click()
+        page.wait_for_url("**page=3")
+        assert page.locator(".card").count() == 12
+        assert page.locator("#found").inner_text().startswith("60 of 60 records, here 49 to 60")
+        page.go_back()
+        page.wait_for_url("**page=2")
+        watched.until("document.querySelector('.card img').naturalWidth > 0")
+    watched.assert_harmless(urlsplit(address).netloc)
+
+
+def test_a_run_is_followed(watched: Watched, label_store: LatentStore, tmp_path: Path) -> None:
+    run, page = tmp_path / "run", watched.page
+    recipe = train_recipe("dit-s-4", "run.steps=4")
+    train(recipe, store_path=label_store.path, run=run, device=CPU, report=lambda _: None, stop=StopRequest())
+    with viewed(run) as address:
+        page.goto(address)
+        page.wait_for_selector("#charts svg polyline")
+        facts = page.locator("#facts").inner_text()
+        assert "finished" in facts
+        assert "4 of 4" in facts
+        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+        with open(run / "metrics.jsonl", "a") as metrics:
+            metrics.write(json.dumps(last | {"step": 1234, "loss": 7.25, "epoch": MARKUP}) + "\n")
+        (run / "samples").mkdir()
+        Image.new("RGB", (8, 8)).save(run / "samples/step-3.png")
+        watched.until("document.getElementById('facts').textContent.includes('1,234 of 4')")
+        watched.until("document.getElementById('charts').textContent.includes('7.25')")
+        watched.until("document.querySelector('#grids img')?.naturalWidth === 8")
+        assert MARKUP in page.locator("#facts").inner_text()
+    watched.assert_harmless(urlsplit(address).netloc)

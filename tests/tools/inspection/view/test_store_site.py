@@ -1,0 +1,268 @@
+"""The pages of a store: what they show, what they escape, who may ask, and that nothing is written."""
+
+from __future__ import annotations
+
+import io
+import re
+from concurrent.futures import wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+from everything import Everything
+from making import tree_digest
+from PIL import Image
+from view_sites import CONTROL, MARKUP, RIGHT_TO_LEFT, ROOT, TOKEN, client, grey, hostile_store, no_decoder, site
+
+from leandit.datasets.errors import DamageError, StoreError
+from leandit.datasets.store import LatentStore
+from leandit.tools.inspection.view.records.painter import BATCH, MOST_WAITING, Dropped, Painter, Subject
+from leandit.tools.inspection.view.records.planes import channel, principal_colours
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
+    return hostile_store(tmp_path_factory.mktemp("hostile"))
+
+
+def text_of(page: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page))
+
+
+def pixels_of(content: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(content)))
+
+
+@pytest.mark.parametrize("path", ["/", "/?q=red", "/?page=x", "/record/0", "/picture/0", "/nothing", "/static/view.js"])
+def test_every_answer_has_the_headers_that_forbid_the_rest(path: str, label_store: LatentStore) -> None:
+    with client(site(label_store)) as web:
+        headers = web.get(ROOT + path).headers
+    policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+    assert policy.pop("default-src") == "'none'"
+    own = {"script-src", "style-src", "img-src", "connect-src"}
+    assert {name for name, source in policy.items() if source == "'self'"} == own
+    assert {name for name, source in policy.items() if source == "'none'"} == {
+        "base-uri",
+        "form-action",
+        "frame-ancestors",
+    }
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/record/0", f"/{TOKEN}", f"/{TOKEN}x/", f"/{TOKEN[1:]}/", f"//{TOKEN}/", "/static/view.css"]
+)
+def test_without_the_token_there_is_nothing(path: str, label_store: LatentStore) -> None:
+    with client(site(label_store)) as web:
+        answer = web.get(f"http://127.0.0.1{path}")
+    assert answer.status_code == 404
+    assert str(label_store.path) not in answer.text
+    assert "content-security-policy" in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("127.0.0.1", "127.0.0.1:8080", "localhost:1")),
+        *((host, 400) for host in ("evil.example", "127.0.0.1.evil.example", "evil@127.0.0.1", "[::1", "0.0.0.0")),
+    ],
+)
+def test_only_names_of_this_machine_are_answered(host: str, status: int, label_store: LatentStore) -> None:
+    with client(site(label_store)) as web:
+        assert web.get(ROOT + "/", headers={"host": host}).status_code == status
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+def test_nothing_can_be_sent(method: str, label_store: LatentStore) -> None:
+    with client(site(label_store)) as web:
+        assert web.request(method, ROOT + "/").status_code == 405
+
+
+def test_texts_of_a_store_are_texts(hostile: LatentStore) -> None:
+    with client(site(hostile)) as web:
+        pages = [
+            web.get(f"{ROOT}/{path}").text for path in ("", "record/0", "record/1", "record/2", "?status=rejected")
+        ]
+    for page in pages:
+        assert len(re.findall("<script", page)) == 1  # our own
+        assert "<b>" not in page
+        assert not re.search("[\u0000-\u0008\u000b-\u001f\u202a-\u202e\u2066-\u2069]", page)
+        assert not re.search(r"\son\w+=", re.sub("<bdi>.*?</bdi>", "", page))
+        assert " style=" not in page
+    assert "<bdi>&lt;script&gt;alert(1)&lt;/script&gt;" in pages[0]
+    assert r"<bdi>a bell\x07, an escape\x1b[31m" in pages[2]
+    assert r"<bdi>user\u202egnp.exe\u2066" in pages[3]
+    assert "&lt;b&gt;gone.png" in pages[4]
+    assert {MARKUP, CONTROL, RIGHT_TO_LEFT} <= set(hostile.captions["text"].to_pylist())
+
+
+def test_what_was_typed_stands_in_the_form_again(label_store: LatentStore) -> None:
+    with client(site(label_store)) as web:
+        page = web.get(ROOT + "/", params={"q": '"><script>x</script>'}).text
+    assert 'name="q" value="&#34;&gt;&lt;script&gt;x&lt;/script&gt;"' in page
+
+
+def test_a_page_shows_24_records_and_leads_to_the_next(
+    label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from leandit.tools.inspection.view import store_site
+
+    assert store_site.PAGE == 24
+    monkeypatch.setattr(store_site, "PAGE", 6)
+    with client(site(label_store)) as web:
+        first, last = (web.get(f"{ROOT}/{query}").text for query in ("?q=n0", "?q=n0&page=3"))
+    assert len(re.findall('class="card"', first)) == 6
+    assert len(re.findall('class="card"', last)) == 3
+    assert 'href="?q=n0&amp;page=2" rel="next"' in first
+    assert 'rel="next"' not in last
+    assert 'href="?q=n0&amp;page=2" rel="prev"' in last
+    assert "15 of 15 records, here 13 to 15" in text_of(last)
+
+
+def test_the_page_of_a_record_says_where_its_bytes_lie(caption_store: LatentStore) -> None:
+    with client(site(caption_store)) as web:
+        page = web.get(ROOT + "/record/4").text
+    record = caption_store.record_at(4)
+    assert record.bucket is not None
+    path, offset, length = caption_store.latents(record.bucket).place(record.row)
+    stored = caption_store.latents(record.bucket)[record.row]
+    assert (caption_store.path / path).read_bytes()[offset : offset + length] == stored.tobytes()
+    assert path in page
+    assert f"{offset:,}" in page
+    assert f"{length:,}" in page
+    assert f"{caption_store.checksums[4]:016x}" in page
+    assert "the same" in text_of(page)
+    for number in record.caption_ids:
+        assert caption_store.captions["text"][number].as_py() in page
+    for column in caption_store.records.column_names:
+        assert column in page
+
+
+def test_a_flipped_bit_is_said_on_the_page_of_its_record(caption_store: LatentStore, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(caption_store.path, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    record = store.record_at(9)
+    path, offset, _ = store.latents(record.bucket or "").place(record.row)
+    content = bytearray((store.path / path).read_bytes())
+    content[offset] ^= 1
+    (store.path / path).write_bytes(content)
+    store = LatentStore(tmp_path / "store")
+    with client(site(store)) as web:
+        assert "differs" in text_of(web.get(ROOT + "/record/9").text)
+
+
+def test_every_picture_of_a_record_is_one(everything: Everything) -> None:
+    store = LatentStore(everything.added)
+    with client(site(store)) as web:
+        page = web.get(ROOT + "/record/0").text
+        addresses = re.findall('<img src="([^"]+)"', page)
+        kinds = {address.split("/")[2] for address in addresses}
+        assert {"picture", "channel", "feature"} <= kinds
+        for address in addresses:
+            answer = web.get(address.replace("&amp;", "&"))
+            assert answer.headers["content-type"] == "image/webp"
+            assert pixels_of(answer.content).shape[2] == 3
+
+
+def test_without_a_decoder_a_picture_is_its_latent_and_the_page_says_so(label_store: LatentStore) -> None:
+    with client(site(label_store, no_decoder)) as web:
+        picture = web.get(ROOT + "/picture/0")
+        assert picture.status_code == 200
+        assert web.get(ROOT + "/status").json() == {
+            "is_ready": True,
+            "note": "vae.model 'far/away': not a folder here.",
+        }
+        assert "no decoder" in text_of(web.get(ROOT + "/").text)
+    assert len(np.unique(pixels_of(picture.content))) > 10
+
+
+def test_what_is_not_there_is_said(hostile: LatentStore) -> None:
+    rejected = hostile.records["status"].to_pylist().index("rejected")
+    with client(site(hostile)) as web:
+        for path in ("record/99", "picture/99", f"picture/{rejected}", f"channel/{rejected}/0", "channel/0/99"):
+            answer = web.get(f"{ROOT}/{path}")
+            assert answer.status_code == 404, path
+            assert 'role="alert"' in answer.text
+        assert web.get(f"{ROOT}/feature/0/none").status_code == 404
+        assert "the metadata names a file that does not exist" in web.get(f"{ROOT}/record/{rejected}").text
+
+
+def test_nothing_in_the_store_changes(caption_store: LatentStore) -> None:
+    before = tree_digest(caption_store.path)
+    with client(site(caption_store)) as web:
+        for path in ("", "record/3", "picture/3", "channel/3/0", "?q=red&sort=key"):
+            assert web.get(f"{ROOT}/{path}").status_code == 200
+    assert tree_digest(caption_store.path) == before
+
+
+def test_pictures_of_a_bucket_are_decoded_together_and_kept(caption_store: LatentStore) -> None:
+    batches = []
+
+    def decode(rows: np.ndarray) -> np.ndarray:
+        batches.append(len(rows))
+        return grey(rows)
+
+    painter = Painter(caption_store, lambda: decode, batch=BATCH)
+    futures = [painter.paint(Subject(record)) for record in range(14)]
+    assert painter.paint(Subject(0)) is futures[0]
+    painter.start()
+    assert not wait(futures, 60).not_done
+    assert len(batches) == len(caption_store.buckets)
+    assert painter.paint(Subject(0)).result() == futures[0].result()
+    assert sum(batches) == 14
+    painter.stop()
+
+
+def test_a_full_queue_drops_what_waits_longest(label_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    from leandit.tools.inspection.view.records import painter as module
+
+    assert MOST_WAITING >= 2 * 24
+    monkeypatch.setattr(module, "MOST_WAITING", 5)
+    painter = Painter(label_store, lambda: grey)
+    futures = [painter.paint(Subject(record)) for record in range(8)]
+    assert [future.done() for future in futures] == [True] * 3 + [False] * 5
+    with pytest.raises(Dropped):
+        futures[0].result()
+    painter.stop()
+    with pytest.raises(Dropped):
+        futures[7].result()
+    with pytest.raises(Dropped):
+        painter.paint(Subject(1)).result(10)
+
+
+def test_the_cache_is_bounded(label_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    from leandit.tools.inspection.view.records import painter as module
+
+    monkeypatch.setattr(module, "CACHE_BYTES", 1)
+    painter = Painter(label_store, lambda: grey)
+    painter.start()
+    for record in range(4):
+        painter.paint(Subject(record)).result(60)
+    assert len(painter._made) == 1
+    painter.stop()
+
+
+def test_a_picture_that_cannot_be_read_is_an_error_of_its_own(label_store: LatentStore) -> None:
+    def refuse(rows: np.ndarray) -> np.ndarray:
+        raise DamageError("shard 'x': it is missing.")
+
+    painter = Painter(label_store, lambda: refuse)
+    painter.start()
+    with pytest.raises(DamageError):
+        painter.paint(Subject(0)).result(60)
+    with pytest.raises(StoreError):
+        painter.paint(Subject(99))
+    painter.stop()
+
+
+def test_principal_components_are_colours() -> None:
+    rng = np.random.default_rng(0)
+    halves = np.repeat([[0.0], [1.0]], 8, axis=0) * rng.standard_normal((1, 5)) * 10 + rng.standard_normal((16, 5)) / 10
+    colours = principal_colours(halves.astype(np.float16), (4, 4))
+    assert colours.shape == (4, 4, 3)
+    red = colours[..., 0].astype(int)
+    assert abs(red[:2].mean() - red[2:].mean()) > 200
+    assert channel(np.full((2, 2), np.nan)).max() == 0  # a damaged plane is black, and no error

@@ -1,0 +1,1 @@
+"""The records of a store: searched, described, and shown as pictures."""

@@ -1,0 +1,83 @@
+"""Serve a site on this machine alone, until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from ....datasets.errors import ResourceError
+from .guard import Guard
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+NEEDED = ("jinja2", "PIL", "starlette", "uvicorn")
+ADDRESS = "127.0.0.1"  # no other machine reaches it
+TOKEN_BYTES = 32
+SECONDS_TO_END = 1  # for requests that are being answered
+
+
+def check_installed() -> None:
+    """Raises: ResourceError: a library of the extra is missing."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ResourceError(
+            f"leandit view: {', '.join(missing)} is not installed. Install it with: pip install 'leandit[view]'"
+        )
+
+
+def serve(app: Starlette, *, port: int, open_browser: bool, say: Callable[[str], None]) -> None:
+    """Serve an application until Ctrl-C or SIGTERM.
+
+    Args:
+      port: of 127.0.0.1; 0: a free one.
+      open_browser: show the page in the user's browser, where there is a display.
+      say: called with the address of the page once it can be opened.
+    Raises: ResourceError: the port is taken.
+    """
+    import uvicorn
+
+    token = secrets.token_urlsafe(TOKEN_BYTES)
+    listener = _listen(port)
+    address = f"http://{ADDRESS}:{listener.getsockname()[1]}/{token}/"
+    config = uvicorn.Config(
+        Guard(app, token),
+        log_level="warning",
+        access_log=False,  # it would hold the token
+        server_header=False,
+        lifespan="on",
+        ws="none",
+        timeout_graceful_shutdown=SECONDS_TO_END,
+    )
+    with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):  # raised again after it has ended
+        listener.listen()  # from here on a browser waits instead of failing
+        say(address)
+        if open_browser and _has_display():
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((ADDRESS, port))
+    except OSError as error:
+        listener.close()
+        raise ResourceError(
+            f"port {port} of {ADDRESS}: {error.strerror}. Give another one with --port, or 0."
+        ) from error
+    return listener
+
+
+def _has_display() -> bool:
+    """Whether a browser would open a window, and not take the terminal."""
+    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
