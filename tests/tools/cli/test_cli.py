@@ -544,7 +544,7 @@ def test_a_dry_run_counts_the_source_and_checks_the_store(
     ended = leandit("train", "demo", "--store", caption_store.path, "--run", "new", "--dry-run", "--device", "cpu")
     assert ended.code == 0
     assert "14 records" in ended.out
-    assert "M parameters" in ended.out
+    assert "pixart-tiny, 53.9 k parameters" in ended.out
     assert "GiB of weights, gradients, adamw and averages; activations:" in ended.out
     assert ended.out.index("64x64 ") < ended.out.index("\n[model]")
     assert leandit("train", "dit-s-2-256", "--store", caption_store.path, "--dry-run").code == 3

@@ -11,7 +11,7 @@ import pytest
 from making import train_recipe
 
 from leandit.datasets.store import LatentStore
-from leandit.tools.cli import train
+from leandit.tools.cli.verbs import train
 from leandit.tools.plan import memory_check
 from leandit.tools.plan.memory_check import available_bytes, memory_warning
 from leandit.tools.plan.step_memory import StepMemory

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from html_elements import Elements
 from making import CPU, caption_recipe, label_recipe, make_class_folder, no_progress, picture
 
 from leandit.datasets.errors import EncoderError, RecipeError, StoreNotFound
-from leandit.datasets.format.schema import CheckedPicture, LatentStatistics, SelfCheck
+from leandit.datasets.format.schema import CheckedPicture, FeatureSpec, LatentStatistics, SelfCheck
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.inspection.report.stores import sheets
@@ -349,3 +350,35 @@ def test_shares_and_durations_are_short() -> None:
         *("0 %", "0.4 %", "0.00033 %", "50 %", "100 %")
     ]
     assert [duration(s) for s in (3.21, 119, 840, 19200)] == ["3.2 s", "119.0 s", "14 min", "5 h 20 min"]
+
+
+def test_without_torch_a_store_is_reported_all_the_same(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    html = page_of(label_store, out=tmp_path)
+    assert "the autoencoder cannot be loaded. torch is not installed" in html
+    assert html.count("data:image/webp") == 2
+
+
+def test_features_have_their_model_shape_and_bytes(tmp_path: Path) -> None:
+    spec = FeatureSpec(
+        output="patches", layer=-1, width=24, patch_px=16, resolution_px=64, images_px=64, dtype="float16"
+    )
+    make_store(tmp_path / "s", {"64x64": 5}, features={"dino": spec})
+    html = page_of(tmp_path / "s", out=tmp_path)
+    text = " ".join(Elements(html.split('id="features"')[1]).text)
+    assert "4 x 4 patches, 24 wide" in " ".join(text.split())
+    assert re.search(r"\b7[6-9]\d B", text)  # 16 patches of 24 numbers of 2 bytes, and a share of the shard's index
+
+
+def test_every_revision_is_listed(tmp_path: Path) -> None:
+    source = make_class_folder(tmp_path / "train", classes=2, per_class=2)
+    hashes = []
+    for number in (1, 2):
+        picture(50 + number).save(source / f"n000/new{number}.png")
+        precompute(label_recipe(), source_path=source, store_path=tmp_path / "s", device=CPU, progress=no_progress)
+        hashes.append(LatentStore(tmp_path / "s").root_hash)
+    html = page_of(tmp_path / "s", out=tmp_path)
+    rows = re.findall(r"<tr><td><bdi>(\d)</bdi></td><td><bdi>(\d)</bdi></td>.*?<bdi>([0-9a-f]{64})</bdi>", html)
+    assert rows == [("1", "5", hashes[0]), ("2", "6", hashes[1])]
