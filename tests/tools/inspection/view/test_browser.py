@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
-from browsing import Watched, chromium, viewed
+from browsing import Watched, viewed
 from making import CPU, train_recipe
 from PIL import Image
 from view_sites import MARKUP, hostile_store
@@ -17,24 +15,8 @@ from view_sites import MARKUP, hostile_store
 from leandit.datasets.store import LatentStore
 from leandit.train.loop import StopRequest, train
 
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
-
 pytestmark = pytest.mark.usefixtures("tiny_models")
 LOADED = "[...document.images].every((image) => image.complete && image.naturalWidth)"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
-
-
-@pytest.fixture
-def watched(browser: Browser) -> Iterator[Watched]:
-    page = browser.new_page()
-    yield Watched(page)
-    page.close()
 
 
 def test_a_store_is_searched_paged_and_looked_at(watched: Watched, tmp_path: Path) -> None:

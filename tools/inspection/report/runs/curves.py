@@ -11,6 +11,7 @@ from markupsafe import Markup
 from ..charts import COLOURS, Curve, line_chart, short
 from .facts import RunFacts
 from .lines import MOST_POINTS, smoothed, thinned
+from .pace import UNITS, beyond
 
 FEWEST_POINTS = 500  # of a line, however many runs there are
 MOST_RAW = 3  # runs whose raw values are drawn behind the smoothed ones
@@ -60,9 +61,10 @@ def step_charts(runs: Sequence[RunFacts]) -> list[Chart]:
 
 
 def speed_charts(runs: Sequence[RunFacts]) -> list[Chart]:
-    """Images a second, MFU, waiting, the GPU's share, memory."""
+    """Images a second, the time of a step, MFU, waiting, the GPU's share, memory."""
     charts = [
         _over_steps(runs, "images_per_second", "Images a second, of all ranks", "images/s"),
+        _over_steps(runs, "seconds_per_step", "Time of a step", "s"),
         _over_steps(runs, "mfu", "Model FLOPs utilisation", "share of the peak, %", percent=True),
         _over_steps(runs, "data_wait_share", "Waiting for batches", "share of the time, %", percent=True),
         _over_steps(runs, "gpu_busy_share", "GPU busy, first rank", "share of the time, %", percent=True),
@@ -101,7 +103,10 @@ def _over_steps(
     if not curves:
         return None
     is_log = column in ("loss", "grad_norm") and _is_spread(np.concatenate(values))
-    is_zero_based = column in ("images_per_second", "mfu", "data_wait_share", "gpu_busy_share", "memory_gib")
+    y_range = None
+    if column in UNITS:
+        top, hidden = beyond(runs, column, 100.0 if percent else 1.0)
+        y_range, title = (0.0, top), title + hidden
     svg = line_chart(
         curves,
         title=title,
@@ -110,7 +115,7 @@ def _over_steps(
         log_y=is_log,
         marks=_restarts(runs),
         expected=expected,
-        y_range=(0.0, None) if is_zero_based else None,
+        y_range=y_range,
         x_notes=_notes(runs),
         wide=wide,
     )

@@ -12,6 +12,10 @@ MOST_POINTS = 2000  # of a line
 SMOOTHED_SHARE = 0.02  # of a run, over which a smoothed line averages
 MEDIAN_POINTS = 21  # around a point, among which it is a spike or not
 WINDOWS = 4096  # at a time
+USUAL_PERCENTILE = 90.0
+SPIKE = 3.0  # times the usual value, above which a value is a spike
+ROOM = 1.1  # above the highest value that is shown
+FEWEST_VALUES = 10  # among which there are spikes
 
 
 def thinned(x: np.ndarray, y: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
@@ -49,6 +53,18 @@ def smoothed(y: np.ndarray, share: float = SMOOTHED_SHARE) -> np.ndarray:
     low, high = np.maximum(places - half, 0), np.minimum(places + half + 1, len(y))
     with np.errstate(invalid="ignore", divide="ignore"):
         return (sums[high] - sums[low]) / (counts[high] - counts[low])
+
+
+def axis_top(y: np.ndarray) -> float:
+    """The top of an axis from zero on which single spikes do not press the rest together.
+
+    Args:
+      y: (N,), at least one of them a number.
+    """
+    known = y[np.isfinite(y)]
+    usual = np.percentile(known, USUAL_PERCENTILE, method="lower")
+    shown = known[known <= SPIKE * usual] if usual > 0 and len(known) >= FEWEST_VALUES else known
+    return ROOM * float(shown.max())
 
 
 def running_median(y: np.ndarray, points: int = MEDIAN_POINTS) -> np.ndarray:

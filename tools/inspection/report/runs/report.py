@@ -15,8 +15,9 @@ from ..page import Alert, Section, count, mib, number, render_page, write_page
 from ..pictures import webp_uri
 from .curves import duration, loss_charts, speed_charts, step_charts
 from .facts import SCORES, RunFacts, StoreFacts, read_run
+from .pace import weighted_mean
 from .recipes import differing, resolved
-from .rules import RULES, warnings_of, weighted_mean
+from .rules import RULES, warnings_of
 
 Progress = Callable[[str, int, int], None]
 MOST_GRIDS = 8  # of a page, over all runs; at least the last of each

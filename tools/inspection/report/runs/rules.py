@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from .facts import RunFacts
 from .lines import running_median, smoothed
+from .pace import LEAST_LINES, MOST_NAMED, STEP_SPIKE, named_steps, slow_lines, weighted_mean
 
 MOST_SKIPPED = 0.001  # of the updates; the search of the loss scale at the beginning skips a few
 MOST_WAIT = 0.01  # of the time
@@ -20,8 +21,6 @@ FELL = 0.8  # of the median images a second
 LEAST_BUSY = 0.9  # of the time
 MOST_CLIPPED = 0.9  # of the lines after the warm-up
 MOST_EVALUATING = 0.01  # of the time
-LEAST_LINES = 20  # of which a trend is read
-MOST_NAMED = 5  # steps in a message
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def _not_finite(run: RunFacts) -> str | None:
     evaluations = run.metrics.held_out
     held_out = evaluations.steps[~np.isfinite(evaluations.columns["loss"])].tolist()
     if bad := sorted({*run.metrics.not_finite, *held_out}):
-        return f"a loss is not finite at {_steps(bad)}"
+        return f"a loss is not finite at {named_steps(bad)}"
     return None
 
 
@@ -91,8 +90,9 @@ def _spikes(column: str, what: str, limit: float) -> Callable[[RunFacts], str | 
         if not len(places):
             return None
         worst = places[np.argmax(ratio[places])]
+        where = named_steps(run.metrics.steps[places].tolist())
         return (
-            f"the {what} is over {limit:g} times the median around it at {_steps(run.metrics.steps[places].tolist())}; "
+            f"the {what} is over {limit:g} times the median around it at {where}; "
             f"the highest is {values[worst]:.4g}, {ratio[worst]:.3g} times"
         )
 
@@ -173,7 +173,7 @@ def _restarts(run: RunFacts) -> str | None:
         return None
     times = "once" if len(run.restart_steps) == 1 else f"{len(run.restart_steps)} times"
     made = f"; {run.num_repeated_steps:,} steps were lost and made again" if run.num_repeated_steps else ""
-    return f"it was resumed {times}, from {_steps(run.restart_steps)}{made}"
+    return f"it was resumed {times}, from {named_steps(run.restart_steps)}{made}"
 
 
 def _unfinished(run: RunFacts) -> str | None:
@@ -238,6 +238,12 @@ RULES = (
     ),
     Rule(f"the GPU is busy for less than {LEAST_BUSY:.0%} of the time", _idle_gpu, "speed"),
     Rule(f"the last lines are slower than {FELL:.0%} of the median", _slower, "speed"),
+    Rule(
+        f"the steps of a line take over {STEP_SPIKE:g} times the median of the lines around, without the first line of "
+        "each start",
+        slow_lines,
+        "speed",
+    ),
     Rule(f"evaluations take over {MOST_EVALUATING:.0%} of the time", _evaluating, "speed"),
     Rule("the run was resumed", _restarts, "starts"),
     Rule("the run is not finished", _unfinished, "summary"),
@@ -245,24 +251,3 @@ RULES = (
     Rule("grids wait for their decoder, and the run does not go on", _grids_wait, "pictures"),
     Rule("metrics.jsonl has lines that do not count", _file, "losses"),
 )
-
-
-def weighted_mean(run: RunFacts, column: str) -> float:
-    """Mean of a column over the time in steps, without the first line of each start; NaN if there is no number.
-
-    The first line has what a start costs: compilation, first reads, kernels tried.
-    """
-    metrics = run.metrics
-    values, weights = metrics.columns[column], metrics.columns["seconds_per_step"] * metrics.widths
-    starts = np.searchsorted(metrics.steps, [0, *run.restart_steps], side="right")
-    counts = np.isfinite(values) & np.isfinite(weights)
-    if len(values) > len(starts):
-        counts[starts[starts < len(values)]] = False
-    return float(np.average(values[counts], weights=weights[counts])) if weights[counts].sum() > 0 else float("nan")
-
-
-def _steps(steps: Sequence[int]) -> str:
-    """ "step 300", or "steps 300, 400 and 12 more"."""
-    named = ", ".join(f"{step:,}" for step in steps[:MOST_NAMED])
-    more = f" and {len(steps) - MOST_NAMED} more" if len(steps) > MOST_NAMED else ""
-    return f"step{'s' if len(steps) > 1 else ''} {named}{more}"

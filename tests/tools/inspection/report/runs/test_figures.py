@@ -13,7 +13,7 @@ from made_runs import LINES, LOG_EVERY, make_run, report_line
 
 from leandit.datasets.errors import DamageError
 from leandit.tools.inspection.report.runs.facts import read_run
-from leandit.tools.inspection.report.runs.lines import running_median, smoothed, thinned
+from leandit.tools.inspection.report.runs.lines import axis_top, running_median, smoothed, thinned
 from leandit.tools.inspection.report.runs.metrics import read_metrics
 from leandit.tools.inspection.report.runs.recipes import diff_to_shipped, differing
 from leandit.train.config import load
@@ -86,6 +86,16 @@ def test_the_running_median_is_that_of_the_points_around(values: list[float], po
     for place in range(half, len(y) - half):
         known = [one for one in y[place - half : place + half + 1] if np.isfinite(one)]
         assert np.isnan(found[place]) if not known else found[place] == np.median(known)
+
+
+def test_a_single_spike_does_not_stretch_an_axis() -> None:
+    usual = np.full(50, 0.5)
+    assert axis_top(usual) == pytest.approx(0.55)
+    assert axis_top(np.r_[usual, 40.0, np.nan]) == pytest.approx(0.55)
+    assert axis_top(np.r_[usual, 1.2]) == pytest.approx(1.32)  # seen well beside the others
+    assert axis_top(np.r_[usual, [40.0] * 20]) == pytest.approx(44)  # a part of the run
+    assert axis_top(np.r_[[0.0] * 50, 40.0]) == pytest.approx(44)
+    assert axis_top(np.array([0.5, 0.5, 40.0])) == pytest.approx(44)
 
 
 def test_the_diff_is_to_the_recipe_that_was_named_else_to_the_nearest() -> None:

@@ -191,6 +191,20 @@ def test_a_long_run_makes_a_small_page_that_keeps_a_spike(tmp_path: Path) -> Non
     assert "100" in page.parts or any("100" in part for part in page.parts)  # the axis of the loss reaches the spike
 
 
+def test_a_slow_line_is_named_and_does_not_press_the_chart_together(tmp_path: Path) -> None:
+    slow = make_run(
+        tmp_path / "slow", change=lambda n, line: line.update(seconds_per_step=60.0 if n in {1, 20} else 0.5)
+    )
+    page = page_of(slow)
+    assert "Time of a step; 2 lines are above the chart, the highest 60 s at step 10" in page.charts
+    chart = page.html[page.html.index("Time of a step; 2 lines") :].partition("</svg>")[0]
+    assert max(float(text) for text in re.findall(r">([0-9.]+)</text>", chart) if "." in text) < 0.6
+    assert "the longest is 60 s, 120 times" in page.text
+    both = page_of(make_run(tmp_path / "even"), slow)
+    assert "Time of a step; 2 lines are above the chart, the highest 60 s at step 10 of slow" in both.charts
+    assert "Images a second, of all ranks" in both.charts
+
+
 @pytest.mark.usefixtures("without_charts")
 def test_many_grids_are_thinned_and_made_smaller_until_they_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

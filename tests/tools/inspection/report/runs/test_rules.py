@@ -9,7 +9,8 @@ import pytest
 from made_runs import LINES, LOG_EVERY, Change, make_run, report_line
 
 from leandit.tools.inspection.report.runs.facts import read_run
-from leandit.tools.inspection.report.runs.rules import RULES, warnings_of, weighted_mean
+from leandit.tools.inspection.report.runs.pace import weighted_mean
+from leandit.tools.inspection.report.runs.rules import RULES, warnings_of
 
 NOW = 2e9  # long after any run of the tests has written
 
@@ -68,6 +69,11 @@ BROKEN: dict[str, tuple[Change, str]] = {
         lambda n, line: line.update(images_per_second=16.0 if n < 35 else 8.0),
         "the last lines have 8 images/s",
     ),
+    "slow": (
+        at({26, 29}, seconds_per_step=4.0),
+        "a step takes over 3 times the median of the lines around at steps 260, 290; the longest is 4 s, 8 times; "
+        "together 25.9% of the time; a checkpoint began in 1 of 2, an evaluation came just before 1 of 2",
+    ),
     "clipped": (every(grad_norm=1.5), "100% of the lines have a gradient norm above run.grad_clip 1"),
     "evaluating": (held_out({}, share=0.1), "evaluations take 10.0% of the time"),
 }
@@ -76,7 +82,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_rule_warns_of_the_run_that_breaks_it(name: str, tmp_path: Path) -> None:
     change, text = BROKEN[name]
-    overrides = ("schedule.warmup_steps=0",) if name == "clipped" else ()
+    overrides = {"clipped": ("schedule.warmup_steps=0",), "slow": ("run.checkpoint_every=125",)}.get(name, ())
     (warned,) = found(make_run(tmp_path / "run", *overrides, change=change))
     assert warned.startswith(text)
 
@@ -125,6 +131,13 @@ def test_the_first_line_of_each_start_does_not_count_as_waiting(tmp_path: Path) 
     waits = at({1, 21}, data_wait_share=0.9)
     run = make_run(tmp_path / "run", change=waits, starts=[{}, {"from_step": 20 * LOG_EVERY, "reached_step": 0}])
     assert weighted_mean(read_run(run, "run", now=NOW), "data_wait_share") == pytest.approx(0.001)
+
+
+def test_the_first_line_of_each_start_is_no_slow_one(tmp_path: Path) -> None:
+    slow = at({1, 21}, seconds_per_step=20.0)
+    starts = [{}, {"from_step": 20 * LOG_EVERY, "reached_step": 20 * LOG_EVERY}]
+    (warned,) = found(make_run(tmp_path / "run", change=slow, starts=starts))
+    assert warned.startswith("it was resumed once")
 
 
 def test_every_rule_has_a_test() -> None:
