@@ -23,6 +23,7 @@ from leandit.datasets.errors import EncoderError, RecipeError, StoreNotFound
 from leandit.datasets.format.schema import CheckedPicture, FeatureSpec, LatentStatistics, SelfCheck
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
+from leandit.tools.inspection.report.page import mib
 from leandit.tools.inspection.report.stores import sheets
 from leandit.tools.inspection.report.stores.alerts import find_alerts, share
 from leandit.tools.inspection.report.stores.facts import ASPECT_EDGES, StoreFacts, read_facts, written_at
@@ -240,6 +241,7 @@ def test_numbers_come_from_the_columns(tmp_path: Path) -> None:
     precompute(label_recipe(), source_path=source, store_path=tmp_path / "s", device=CPU, progress=no_progress)
     facts = read_facts(LatentStore(tmp_path / "s"), "s")
     assert (facts.num_copies, facts.num_enlarged) == (1, 1)
+    assert facts.copies == [(2, ["n001/1.png", "n002/copy.png"])]
     assert facts.classes is not None
     assert facts.classes.tolist() == [6, 5, 6]
     assert facts.aspects is not None
@@ -247,7 +249,7 @@ def test_numbers_come_from_the_columns(tmp_path: Path) -> None:
     place = int(np.searchsorted(ASPECT_EDGES, 20 / 60)) - 1
     assert facts.aspects[place] == 1
     assert facts.is_sealed
-    assert list(facts.written) == ["planned", "first shard", "last shard", "sealed"]
+    assert list(facts.written) == ["planned", "first pictures", "all pictures", "sealed"]
 
 
 def test_captions_are_counted_by_their_uses(caption_store: LatentStore) -> None:
@@ -369,7 +371,11 @@ def test_features_have_their_model_shape_and_bytes(tmp_path: Path) -> None:
     html = page_of(tmp_path / "s", out=tmp_path)
     text = " ".join(Elements(html.split('id="features"')[1]).text)
     assert "4 x 4 patches, 24 wide" in " ".join(text.split())
-    assert re.search(r"\b7[6-9]\d B", text)  # 16 patches of 24 numbers of 2 bytes, and a share of the shard's index
+    shards = [path for path in (tmp_path / "s/features").rglob("c/**/*") if path.is_file()]
+    shards += [path for path in (tmp_path / "s/buckets").rglob("features/**/c/**/*") if path.is_file()]
+    each = sum(path.stat().st_size for path in shards) / 5  # 16 patches of 24 numbers of 2 bytes, and of the index
+    assert each > 16 * 24 * 2
+    assert f"float16 {mib(each)} -" in " ".join(text.split())
 
 
 def test_every_revision_is_listed(tmp_path: Path) -> None:

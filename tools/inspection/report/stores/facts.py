@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ pc: Any = pyarrow.compute  # its functions are made at run time, no type checker
 SCAN_BYTES = 128 << 20  # of latents that are read for a report
 NUM_EXTREMES = 10  # classes, captions that are listed
 MAX_REJECTS = 200  # that are listed
+MAX_COPY_KEYS = 6  # of records with one picture
 ASPECT_EDGES = np.geomspace(1 / 4, 4, 33)  # of height / width; rounder pictures fall into the outer ones
 BLOCK_BYTES = 4096  # in which a file system gives out space
 HALF_BYTES = 2
@@ -98,6 +99,7 @@ class StoreFacts:
       aspects: (len(ASPECT_EDGES) - 1,) pictures by height / width of the source; None if their sizes are unknown.
       num_enlarged: pictures with fewer pixels than they were resized to.
       num_copies: records whose picture has the bytes of an earlier record's.
+      copies: the most repeated pictures: their records, and the keys of the first of these.
       classes: (num_classes,) records of each class; None without classes.
       rejects: the first of them: key, stage, reason, detail.
       written: when the files of the revision were written, by step; empty if unknown.
@@ -112,6 +114,7 @@ class StoreFacts:
     aspects: np.ndarray | None
     num_enlarged: int
     num_copies: int
+    copies: list[tuple[int, list[str]]]
     captions: CaptionFacts | None
     tokens: list[TokenFacts]
     classes: np.ndarray | None
@@ -125,6 +128,7 @@ def read_facts(store: LatentStore, name: str) -> StoreFacts:
     """Compute what a report shows of a store."""
     summary = summarise(store, scan_bytes=SCAN_BYTES)
     aspects, num_enlarged = source_sizes(store)
+    num_copies, copies = find_copies(store)
     channels, is_sealed = channel_statistics(store, summary["latent_statistics"])
     return StoreFacts(
         name=name,
@@ -134,7 +138,8 @@ def read_facts(store: LatentStore, name: str) -> StoreFacts:
         is_sealed=is_sealed,
         aspects=aspects,
         num_enlarged=num_enlarged,
-        num_copies=count_copies(store),
+        num_copies=num_copies,
+        copies=copies,
         captions=caption_facts(store),
         tokens=[token_facts(store, one) for one in store.spec.text_encoders] if store.captions.num_rows else [],
         classes=class_counts(store),
@@ -166,10 +171,25 @@ def source_sizes(store: LatentStore) -> tuple[np.ndarray | None, int]:
     return np.histogram(ratios, ASPECT_EDGES)[0], int(np.count_nonzero(resized_px[known] > height_px[known]))
 
 
-def count_copies(store: LatentStore) -> int:
-    """Records whose picture has the same bytes as that of an earlier record."""
-    checksums = store.record_columns(("source_checksum",))[0].drop_null().to_numpy()
-    return len(checksums) - len(np.unique(checksums))
+def find_copies(store: LatentStore) -> tuple[int, list[tuple[int, list[str]]]]:
+    """Records whose picture has the same bytes as that of an earlier one, and the most repeated pictures.
+
+    Returns: how many there are; of each listed picture its records, and the keys of the first of them.
+    """
+    column = store.record_columns(("source_checksum",))[0]
+    records = np.flatnonzero(pc.is_valid(column).to_numpy())
+    values = column.drop_null().to_numpy()
+    order = np.argsort(values, kind="stable")
+    starts = np.flatnonzero(np.diff(values[order], prepend=~values[order][:1]))
+    uses = np.diff(starts, append=len(values))
+    repeated = [group for group in np.argsort(-uses, kind="stable")[:NUM_EXTREMES] if uses[group] > 1]
+    if not repeated:
+        return 0, []
+    keys, found = store.record_columns(("key",))["key"], []
+    for group in repeated:
+        places = records[order[starts[group] : starts[group] + min(uses[group], MAX_COPY_KEYS)]]
+        found.append((int(uses[group]), keys.take(pa.array(places, pa.int64())).to_pylist()))
+    return len(values) - len(starts), found
 
 
 def caption_facts(store: LatentStore) -> CaptionFacts | None:
@@ -243,22 +263,24 @@ def written_at(store: LatentStore) -> dict[str, float]:
     if store.remote or not store.manifest:
         return {}
     root = store.path / revision_prefix(store.revision)
-    commits = [path.stat().st_mtime for path in _commit_records(root)]
-    plan = root / PLAN / PLAN_FILE
-    if not commits or not plan.is_file():
+    plan, captions, pictures = root / PLAN / PLAN_FILE, _dates(root, "captions"), _dates(root, "buckets")
+    if not pictures or not plan.is_file():
         return {}
-    dates = {
-        "planned": plan.stat().st_mtime,
-        "first shard": min(commits),
-        "last shard": max(commits),
+    dates = {"planned": plan.stat().st_mtime}
+    if captions and max(captions) <= min(pictures):
+        dates |= {"captions": max(captions)}
+    dates |= {
+        "first pictures": min(pictures),
+        "all pictures": max(pictures),
         "sealed": (root / MANIFEST).stat().st_mtime,
     }
     is_in_order = list(dates.values()) == sorted(dates.values())
     return dates if is_in_order and dates["sealed"] > dates["planned"] else {}
 
 
-def _commit_records(root: Path) -> Sequence[Path]:
-    return list((root / "commits").rglob("*.json"))
+def _dates(root: Path, part: str) -> list[float]:
+    """When the commit records of a revision's captions or pictures were written."""
+    return [path.stat().st_mtime for path in (root / "commits" / part).rglob("*.json")]
 
 
 def bytes_as_separate_files(store: LatentStore) -> dict[str, int]:

@@ -134,7 +134,7 @@ def _identity(facts: StoreFacts) -> dict[str, str]:
     if written:
         rows["sealed"] = utc(written["sealed"])
         steps = zip(list(written.items()), list(written.items())[1:], strict=False)
-        rows["time by step"] = ", ".join(f"{duration(end - start)} to {name}" for (_, start), (name, end) in steps)
+        rows["time by stage"] = ", ".join(f"{duration(end - start)} until {name}" for (_, start), (name, end) in steps)
     return rows | _encoders(facts)
 
 
@@ -163,6 +163,9 @@ def _of_one(facts: StoreFacts, options: SheetOptions, sheets: list[Any], note: s
         "rejects": [[one["key"], one["reason"], one["stage"], one["detail"] or ""] for one in facts.rejects],
         "more_rejects": facts.summary["num_rejected"] - len(facts.rejects),
         "thumbnails": thumbnails,
+        "copies": [
+            [count(uses), ", ".join(keys) + (" ..." if uses > len(keys) else "")] for uses, keys in facts.copies
+        ],
         "buckets": [[name, count(rows), *_latent_shape(facts, name)] for name, rows in facts.store.buckets.items()],
         "sheets": sheets,
         "note": note,
@@ -171,7 +174,7 @@ def _of_one(facts: StoreFacts, options: SheetOptions, sheets: list[Any], note: s
         "features": _features(facts),
         "extremes": _extremes(facts),
         "channels": [
-            [str(i), f"{mean:.3f}", f"{std:.3f}"]
+            [str(i), f"{mean:.3f}", "0", f"{std:.3f}", "1"]
             for i, (mean, std) in enumerate(zip(facts.channels.channel_mean, facts.channels.channel_std, strict=True))
         ],
         "checked": [
