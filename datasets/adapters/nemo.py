@@ -18,7 +18,8 @@ class StoreDataloaderConfig:
       store: path or URL.
       seed: of the order and the posterior draw.
       tokens, pooled, reads_mask: as of ``nemo_automodel``.
-      drop_last: leave out the records of a bucket that fill no batch; else they form smaller ones.
+      drop_last: leave out the records of a bucket that fill no batch; else they fill one with the first records of the
+        next epoch, as a rank without records would have no loss.
       prefetch: batches read ahead.
     """
 
@@ -49,7 +50,7 @@ class StoreDataloaderConfig:
             store,
             global_batch=batch_size * dp_world_size,
             seed=self.seed,
-            leftovers="drop" if self.drop_last else "short",
+            leftovers="drop" if self.drop_last else "carry",
             rank=dp_rank,
             world_size=dp_world_size,
             prefetch=self.prefetch,

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from ..batches.batch import Batch
 from ..errors import RecipeError
+from ..format.buckets import bucket_size
 from ..format.schema import TextSpec
 from ..store import LatentStore
 
 Named = dict[str, Any]
+PROJECTED, PLAIN = "CLIPTextModelWithProjection", "CLIPTextModel"
 TOKEN_MULTIPLE = 8  # NeMo AutoModel's collate function pads captions to a multiple of it
 
 
@@ -36,7 +38,7 @@ def diffusers_sd3(
       model_input: (B, C, H, W), what the scripts compute from ``pixel_values``;
       prompt_embeds: (B, L, D), CLIP-L and CLIP-G side by side, filled with zeros to the width D of T5, then T5;
       pooled_prompt_embeds: (B, P), of CLIP-L, then CLIP-G.
-    Raises: RecipeError: the store has no such text encoders, or their captions are not stored at full length.
+    Raises: RecipeError: the store has no such text encoders, or their captions are not stored as SD3 reads them.
     Source: Esser et al. 2024 (SD3), appendix B.1.
     """
     names = list(store.texts if texts is None else texts)
@@ -45,6 +47,9 @@ def diffusers_sd3(
     specs = [_spec_of(store, name) for name in names]
     for name, spec in zip(names, specs, strict=True):
         _check_full_length(store, name, spec)
+    _check_pooled(store, names[0], PROJECTED)
+    _check_pooled(store, names[1], PROJECTED)
+    _check_attends(store, names[2], specs[2])
     clip_l, clip_g, t5 = specs
     if not (clip_l.pooled_width and clip_g.pooled_width and clip_l.max_tokens == clip_g.max_tokens):
         raise RecipeError(
@@ -61,6 +66,46 @@ def diffusers_sd3(
             "model_input": batch.latents.to(dtype),
             "prompt_embeds": torch.cat([wide, tokens[2]], dim=1),
             "pooled_prompt_embeds": torch.cat([_pooled(batch, name, dtype) for name in names[:2]], dim=1),
+        }
+
+    return named
+
+
+def diffusers_sdxl(
+    store: LatentStore, texts: Sequence[str] | None = None, *, dtype: torch.dtype = torch.float32
+) -> Callable[[Batch], Named]:
+    """Batches for diffusers' scripts that train Stable Diffusion XL.
+
+    Args:
+      texts: names of CLIP-L and CLIP-G; None for the two text encoders of the store in their order.
+      dtype: of the tensors, that of the U-Net.
+    Returns: a function from a batch to
+      model_input: (B, C, H, W); prompt_embeds: (B, L, D), CLIP-L and CLIP-G side by side;
+      pooled_prompt_embeds: (B, P), of CLIP-G;
+      time_ids: (B, 6), height and width of the source picture, top and left of the crop in the resized picture, height
+        and width of the bucket, in pixels.
+    Raises: RecipeError: the store has no such text encoders, or their captions are not stored at full length.
+    Source: Podell et al. 2023 (SDXL), section 2.2.
+    """
+    names = list(store.texts if texts is None else texts)
+    if len(names) != 2:
+        raise RecipeError(f"{_place(store)}, needed CLIP-L and CLIP-G. Name these two with 'texts'.")
+    specs = [_spec_of(store, name) for name in names]
+    for name, spec in zip(names, specs, strict=True):
+        _check_full_length(store, name, spec)
+    if not specs[1].pooled_width or specs[0].max_tokens != specs[1].max_tokens:
+        raise RecipeError(f"{_place(store)}; '{names[1]}' must be CLIP-G: output = 'both', max_tokens as '{names[0]}'.")
+    _check_pooled(store, names[1], PROJECTED)
+    known = torch.from_numpy(store.sizes)[:, [0, 1, 4, 5]]  # of the source, then of the crop
+
+    def named(batch: Batch) -> Named:
+        target = torch.tensor([bucket_size(batch.bucket)]).expand(len(batch), 2)
+        time_ids = torch.cat([known[batch.records.cpu()], target], dim=1)
+        return {
+            "model_input": batch.latents.to(dtype),
+            "prompt_embeds": torch.cat([_tokens(batch, name, dtype) for name in names], dim=2),
+            "pooled_prompt_embeds": _pooled(batch, names[1], dtype),
+            "time_ids": time_ids.to(batch.latents.device, dtype),
         }
 
     return named
@@ -92,6 +137,8 @@ def nemo_automodel(
     pooled = _only(store, pooled, "pooled", with_pooled) if pooled is not None or with_pooled else None
     if not reads_mask:
         _check_full_length(store, tokens, _spec_of(store, tokens))
+    if pooled is not None:
+        _check_pooled(store, pooled, PLAIN)
 
     def named(batch: Batch) -> Named:
         lengths, embeddings = batch.texts[tokens].lengths, _tokens(batch, tokens, dtype)
@@ -120,11 +167,13 @@ def torchtitan_flux(
     Returns: a function from a batch to
       a dictionary of img_encodings (B, C, H, W), t5_encodings (B, L, D) and clip_encodings (B, P);
       the labels of its step, (B, C, H, W): the latents again.
-    Raises: RecipeError: the store has no such text encoder, or the captions are not stored at full length.
+    Raises: RecipeError: the store has no such text encoder, or the captions are not stored as FLUX reads them.
     """
     tokens = _only(store, tokens, "tokens", [one.name for one in store.spec.text_encoders if one.spec.has_tokens])
     pooled = _only(store, pooled, "pooled", [one.name for one in store.spec.text_encoders if one.spec.pooled_width])
     _check_full_length(store, tokens, _spec_of(store, tokens))
+    _check_attends(store, tokens, _spec_of(store, tokens))
+    _check_pooled(store, pooled, PLAIN)
 
     def named(batch: Batch) -> tuple[Named, Tensor]:
         latents = batch.latents.to(dtype)
@@ -175,6 +224,25 @@ def _check_full_length(store: LatentStore, name: str, spec: TextSpec) -> None:
         raise RecipeError(
             f"{_place(store)}; '{name}' {has}, and this trainer reads no mask. Precompute the store with "
             f"text.{name}.full_length = true."
+        )
+
+
+def _check_attends(store: LatentStore, name: str, spec: TextSpec) -> None:
+    """Raise unless T5 saw the padding, as it does in the pipelines: the values of all its tokens depend on it."""
+    if spec.kind in ("t5", "umt5") and not spec.attend_padding:
+        raise RecipeError(
+            f"{_place(store)}; '{name}' has not attended to its padding, as the model's own T5 does. Precompute the "
+            f"store with text.{name}.attend_padding = true."
+        )
+
+
+def _check_pooled(store: LatentStore, name: str, needed: str) -> None:
+    """Raise if pooled vectors are of the other class of CLIP: for SD3 and SDXL projected, for FLUX not."""
+    found = store.spec.text_encoder_of(name).encoder.class_name
+    if found in (PROJECTED, PLAIN) and found != needed:
+        raise RecipeError(
+            f"{_place(store)}; the pooled vectors of '{name}' are of {found}, this trainer reads those of {needed}. "
+            "Precompute the store with the text encoder of the model that is trained."
         )
 
 

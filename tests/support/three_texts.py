@@ -24,6 +24,7 @@ def text_spec(kind: str, tokens: int, width: int, pooled_width: int = 0, *, full
         batch_size=1,
         output="both" if pooled_width else "tokens",
         full_length=full_length,
+        attend_padding=full_length and kind == "t5",
         pooled_width=pooled_width,
     )
 

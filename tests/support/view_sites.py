@@ -15,7 +15,8 @@ from leandit.datasets.errors import EncoderError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.inspection.view.guard import Guard
-from leandit.tools.inspection.view.records.painter import Decode, Painter
+from leandit.tools.inspection.view.records.decoder import Decode
+from leandit.tools.inspection.view.records.painter import Painter
 from leandit.tools.inspection.view.store_site import StoreSite
 
 TOKEN = "t" * 43
@@ -41,18 +42,20 @@ def hostile_store(folder: Path) -> LatentStore:
     return LatentStore(folder / "store")
 
 
-def grey(rows: np.ndarray) -> np.ndarray:
+def grey(rows: np.ndarray, divisor: int = 1) -> np.ndarray:
     """A decoder for tests: 8 pixels for each place of a latent, as grey as its row."""
     levels = (np.arange(len(rows)) + 1).astype(np.uint8).reshape(-1, 1, 1, 1)
-    return np.broadcast_to(levels, (len(rows), rows.shape[2] * 8, rows.shape[3] * 8, 3)).copy()
+    height_px, width_px = (side * 8 // divisor for side in rows.shape[2:])
+    return np.broadcast_to(levels, (len(rows), height_px, width_px, 3)).copy()
 
 
 def no_decoder() -> Decode:
     raise EncoderError("vae.model 'far/away': not a folder here.")
 
 
-def site(store: LatentStore, load: object = None) -> Starlette:
-    return StoreSite(store, Painter(store, load or (lambda: grey))).app()  # pyright: ignore[reportArgumentType]
+def site(store: LatentStore, load: object = None, **options: bool) -> Starlette:
+    painter = Painter(store, load or (lambda: grey))  # pyright: ignore[reportArgumentType]
+    return StoreSite(store, painter, **options).app()
 
 
 @contextmanager

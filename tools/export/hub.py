@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
 
 import xxhash
 
@@ -30,6 +31,7 @@ URL = re.compile(
     r"hf://(?P<datasets>datasets/)?(?!(?:datasets|spaces|models|buckets|kernels)/)(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/?",
     re.ASCII,
 )
+BRANCH = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*", re.ASCII)
 QUERY = re.compile(r"\?[^\s'\")]*")  # of a URL: it may be signed
 
 Answer = TypeVar("Answer")
@@ -106,7 +108,7 @@ class HubRepository:
     Args:
       url: ``hf://datasets/OWNER/NAME`` or ``hf://OWNER/NAME``.
       branch: that is read and written.
-    Raises: RecipeError: the URL names no repository.
+    Raises: RecipeError: the URL names no repository, or the branch cannot be one.
     """
 
     def __init__(self, url: str, branch: str = "main") -> None:
@@ -115,6 +117,10 @@ class HubRepository:
             raise RecipeError(
                 f"--to '{url}': needed hf://datasets/OWNER/NAME for a store, hf://OWNER/NAME for a run. A branch is "
                 "named with --revision."
+            )
+        if not BRANCH.fullmatch(branch):
+            raise RecipeError(
+                f"--revision '{branch}': needed the name of a branch: letters, digits, '_', '.', '-', '/'."
             )
         self.url, self.name, self.branch = url.rstrip("/"), match["name"], branch
         self.kind = "dataset" if match["datasets"] else "model"
@@ -128,7 +134,7 @@ class HubRepository:
     @cached_property
     def address(self) -> str:
         """How readers name it: the URL, with the branch unless it is main."""
-        return self.url if self.branch == "main" else f"{self.url}@{self.branch}"
+        return self.url if self.branch == "main" else f"{self.url}@{quote(self.branch, safe='')}"
 
     def is_private(self) -> bool | None:
         """Whether it is private; None if it does not exist, or may not be seen."""
@@ -164,14 +170,14 @@ class HubRepository:
 
         return self._ask("be listed", ask)
 
-    def read_text(self, path: str) -> str:
-        """A small text of the branch."""
+    def read_text(self, path: str, num_bytes: int | None = None) -> str:
+        """A text of the branch, or its first bytes."""
         from fsspec.core import url_to_fs
 
         def read() -> str:
             files, place = url_to_fs(f"{self.address}/{path}")
             files.invalidate_cache()
-            return files.cat_file(place).decode(errors="replace")
+            return files.cat_file(place, end=num_bytes).decode(errors="replace")
 
         return self._ask("be read", read)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from .hub import HubRepository, OutgoingFile
 
 STAYS = ("stray", "temporary")  # findings of files that are not of the store: they are not published
 TEXTS = (".json", ".jsonl", ".toml", ".md")
+QUOTED_PATH = re.compile(r"[\"']((?:/|[A-Za-z]:[\\/])[^\"'\n]{1,4000})[\"']")
 TEXT_BYTES = 1 << 26  # a larger file is not searched for local folders
 METRICS, TRAIN_RECIPE = "metrics.jsonl", "recipe.toml"
 
@@ -147,7 +149,7 @@ def outgoing_run(run: Path, hub: HubRepository, terms: Terms, *, as_pipeline: bo
         files = [OutgoingFile(f"{saved.path.name}/{checkpoint.STATE}", document)]
         for name, entry in saved.files.items():
             files.append(OutgoingFile(f"{saved.path.name}/{name}", saved.path / name, entry.xxh3_128))
-        loading, notes = ("python", _LOAD_RUN.format(name=hub.name)), list[str]()
+        loading, notes = ("python", _LOAD_RUN.format(arguments=_arguments(hub))), list[str]()
     described = model_rows(state, ModelSpec.model_validate(state["spec"]), saved.path.name)
     card = run_card(hub.name, described, terms, loading=loading, notes=notes, recipe=recipe, is_pipeline=as_pipeline)
     files.append(OutgoingFile(CARD, card.encode()))
@@ -159,8 +161,13 @@ def outgoing_run(run: Path, hub: HubRepository, terms: Terms, *, as_pipeline: bo
 
 _LOAD_RUN = """from huggingface_hub import snapshot_download
 
-run = snapshot_download("{name}")  # then: leandit sample RUN --out samples
+run = snapshot_download({arguments})  # then: leandit sample RUN --out samples
 """
+
+
+def _arguments(hub: HubRepository) -> str:
+    """Of the functions that load it."""
+    return f'"{hub.name}"' + (f', revision="{hub.branch}"' if hub.branch != "main" else "")
 
 
 def _recipe_of(run: Path) -> dict[str, Any]:
@@ -182,15 +189,19 @@ def _pipeline_files(
     result = export(run, scratch / "pipeline")
     files = [OutgoingFile(path, scratch / "pipeline" / path) for path in result["files"] if path != CARD]
     if result["format"] == "adapters":
-        return files, ("python", f'pipeline.load_lora_weights("{hub.name}")'), result["notes"]
+        return files, ("python", f"pipeline.load_lora_weights({_arguments(hub)})"), result["notes"]
     code = (
         f"from diffusers import {result['pipeline']}\n\n# Give the encoders of the table as keywords, such as vae=...\n"
     )
-    return files, ("python", f'{code}pipeline = {result["pipeline"]}.from_pretrained("{hub.name}")'), result["notes"]
+    return (
+        files,
+        ("python", f"{code}pipeline = {result['pipeline']}.from_pretrained({_arguments(hub)})"),
+        result["notes"],
+    )
 
 
 def _refuse_local_folders(source: Path, files: Sequence[OutgoingFile]) -> None:
-    """Raise if a text that is published names the folder of the source, or the home folder.
+    """Raise if a text that is published names the folder of the source, the home folder, or a path of this machine.
 
     Raises: StoreError.
     """
@@ -198,11 +209,17 @@ def _refuse_local_folders(source: Path, files: Sequence[OutgoingFile]) -> None:
     names = [folder.rstrip("/") + "/" for folder in sorted(folders)]
     for file in files:
         for text in _texts_of(file):
-            if found := next((name for name in names if name in text), None):
+            paths = (path for path in QUOTED_PATH.findall(text) if _is_here(path))
+            if found := next((name for name in names if name in text), None) or next(paths, None):
                 raise StoreError(
-                    f"'{source}': file '{file.path}' names the local folder '{found}', which is not published. Remove "
+                    f"'{source}': file '{file.path}' names '{found}' of this machine, which is not published. Remove "
                     "what names it (of a store: 'leandit inspect STORE --rejects'), then publish again."
                 )
+
+
+def _is_here(path: str) -> bool:
+    folder = os.path.dirname(path)
+    return os.path.exists(path) or (folder != "/" and os.path.isdir(folder))
 
 
 def _texts_of(file: OutgoingFile) -> Iterator[str]:

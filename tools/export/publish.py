@@ -6,6 +6,7 @@ and hashes, so nobody reads half of a store. The same command resumes: what the 
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from ...datasets.errors import DamageError, RecipeError, StoreError
+from ...datasets.format.layout import MANIFEST, REVISIONS
 from ...train.weights.folders import is_run
 from .card import CARD, MARK, Terms
 from .hub import HubRepository, ListedFile, OutgoingFile
-from .outgoing import Outgoing, outgoing_run, outgoing_store
+from .outgoing import METRICS, Outgoing, outgoing_run, outgoing_store
 
 COMMIT_FILES, COMMIT_BYTES = 500, 8 << 30  # at most in a commit: a kill costs what is not yet uploaded of one
 PLAIN_BYTES = 64 << 20  # of small files in a commit, which travel in its request
 PLAIN_FILE_BYTES = 1 << 20
 SHOWN_FILES = 20
+LINE_BYTES = 1 << 16  # of a line that is compared
+SNAPSHOT_STATE = re.compile(r"snapshot-(\d+)/state\.json")
 REASONS = {
     "--private or --public": "who may read it",
     "--license": "that of the pictures (of a run: of the weights), as 'cc-by-4.0', any other name, or a https link",
@@ -74,7 +78,13 @@ def publish(request: PublishRequest, progress: Callable[[str, int, int], None]) 
             outgoing = outgoing_store(request.target, hub, terms, pictures=request.pictures, vae=request.vae)
         else:
             outgoing = outgoing_run(request.target, hub, terms, as_pipeline=request.as_pipeline, scratch=Path(scratch))
-        return _send(request, hub, outgoing, progress)
+        try:
+            return _send(request, hub, outgoing, progress)
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"'{request.target}': '{error.filename}' has gone while it was published. Let nothing change it "
+                "meanwhile, then run the same command again."
+            ) from error
 
 
 def _terms(request: PublishRequest) -> Terms:
@@ -149,13 +159,43 @@ def _without_foreign_card(hub: HubRepository, outgoing: Outgoing, listed: Mappin
 
 
 def _refuse_other(hub: HubRepository, outgoing: Outgoing, listed: Mapping[str, ListedFile]) -> None:
-    """Raise if the repository holds a complete revision of another store: its readers would read half of each."""
+    """Raise if the repository holds another store, a later revision, or another run: readers would get half of each."""
+    _refuse_later_revision(hub, outgoing, listed) if hub.kind == "dataset" else _refuse_other_run(hub, outgoing, listed)
     for file in outgoing.last:
         if file.path.endswith("manifest.json") and file.path in listed and not file.is_same(listed[file.path]):
             raise StoreError(
                 f"'{hub.address}' holds another store: its '{file.path}' differs. Give another name, or another branch "
                 "with --revision."
             )
+
+
+def _refuse_later_revision(hub: HubRepository, outgoing: Outgoing, listed: Mapping[str, ListedFile]) -> None:
+    known = {file.path for file in outgoing.last}
+    for path in sorted(listed):
+        if path not in known and re.fullmatch(rf"{REVISIONS}/\d+/{re.escape(MANIFEST)}", path):
+            raise StoreError(
+                f"'{hub.address}' holds a revision that this store lacks: '{path}'. Its readers would go on with that "
+                "one. Publish the store that has it, or give another name or another branch with --revision."
+            )
+
+
+def _refuse_other_run(hub: HubRepository, outgoing: Outgoing, listed: Mapping[str, ListedFile]) -> None:
+    """A run is known by the first line of its metrics, which has its first loss and times."""
+    steps = [int(match[1]) for path in listed if (match := SNAPSHOT_STATE.fullmatch(path))]
+    here = [int(match[1]) for file in outgoing.last if (match := SNAPSHOT_STATE.fullmatch(file.path))]
+    if here and max(steps, default=0) > here[0]:
+        raise StoreError(
+            f"'{hub.address}' holds the snapshot of step {max(steps)}, and this one is of step {here[0]}: readers take "
+            "the later one. Give another name, or another branch with --revision."
+        )
+    metrics = next((file.content for file in outgoing.last if file.path == METRICS), b"")
+    assert isinstance(metrics, bytes)
+    first = metrics.partition(b"\n")[0].decode(errors="replace")
+    if first and METRICS in listed and hub.read_text(METRICS, LINE_BYTES).partition("\n")[0] != first[:LINE_BYTES]:
+        raise StoreError(
+            f"'{hub.address}' holds another run: its '{METRICS}' begins otherwise. Give another name, or another "
+            "branch with --revision."
+        )
 
 
 def _missing(

@@ -35,7 +35,7 @@ def flux_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
 @pytest.fixture(scope="module")
 def short_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
     """Captions without their padding."""
-    texts = {"clip_l": POOLED, "t5": TEXTS["t5"].model_copy(update={"full_length": False})}
+    texts = {"clip_l": POOLED, "t5": TEXTS["t5"].model_copy(update={"full_length": False, "attend_padding": False})}
     return noise_store(tmp_path_factory.mktemp("short") / "store", texts=texts)
 
 
@@ -114,6 +114,77 @@ def test_a_batch_of_diffusers_joins_the_text_encoders_as_stable_diffusion_3_does
         np.testing.assert_array_equal(named["pooled_prompt_embeds"], np.concatenate(pooled, axis=1))
         np.testing.assert_array_equal(named["model_input"], batch.latents)
         assert {tensor.dtype for tensor in named.values()} == {torch.float32}
+
+
+def test_a_batch_of_sdxl_has_its_sizes_and_trains(tmp_path: Path) -> None:
+    from diffusers import UNet2DConditionModel
+
+    clip_l = TEXTS["clip_l"].model_copy(update={"output": "tokens", "pooled_width": 0})
+    store = noise_store(tmp_path / "store", texts={"clip_l": clip_l, "clip_g": TEXTS["clip_g"]})
+    sizes = np.arange(6 * len(store.records), dtype=np.int32).reshape(-1, 6)
+    store.__dict__["sizes"] = sizes  # noise has none
+    unet = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=4,
+        cross_attention_dim=20,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=4,
+        projection_class_embeddings_input_dim=10 + 6 * 4,
+    )
+    for batch in make_loader(store, global_batch=4, seed=1):
+        named = adapters.diffusers_sdxl(store)(batch)
+        clips = [captions_of(store, batch.records, name) for name in ("clip_l", "clip_g")]
+        np.testing.assert_array_equal(named["prompt_embeds"], np.concatenate(clips, axis=2))
+        np.testing.assert_array_equal(named["pooled_prompt_embeds"], pooled_of(store, batch.records, "clip_g"))
+        for row, record in zip(named["time_ids"].tolist(), batch.records.tolist(), strict=True):
+            height, width, _, _, top, left = sizes[record].tolist()
+            assert row == [height, width, top, left, *map(int, batch.bucket.split("x"))]
+        added = {"text_embeds": named["pooled_prompt_embeds"], "time_ids": named["time_ids"]}
+        times = torch.full((len(batch),), 500)
+        given = unet(named["model_input"], times, named["prompt_embeds"], added_cond_kwargs=added).sample
+        torch.nn.functional.mse_loss(given, torch.randn_like(given)).backward()
+        assert all(torch.isfinite(one.grad).all() for one in unet.parameters() if one.grad is not None)
+
+
+def of_class(store: LatentStore, name: str, class_name: str, **changes: Any) -> LatentStore:
+    """The store, as if a text encoder of another class or setting had made it."""
+    found = LatentStore(store.path)
+    texts = [
+        one.model_copy(
+            update={
+                "encoder": one.encoder.model_copy(update={"class_name": class_name}),
+                "spec": one.spec.model_copy(update=changes),
+            }
+        )
+        if one.name == name
+        else one
+        for one in found.spec.texts
+    ]
+    found.__dict__["spec"] = found.spec.model_copy(update={"texts": texts})
+    return found
+
+
+def test_captions_of_another_models_text_encoders_are_refused(sd3_store: LatentStore, flux_store: LatentStore) -> None:
+    plain, projected = "CLIPTextModel", "CLIPTextModelWithProjection"
+    adapters.diffusers_sd3(of_class(sd3_store, "clip_l", projected))
+    with pytest.raises(RecipeError, match=f"of 'clip_l' are of {plain}, this trainer reads those of {projected}"):
+        adapters.diffusers_sd3(of_class(sd3_store, "clip_l", plain))
+    adapters.torchtitan_flux(of_class(flux_store, "clip_l", plain))
+    for adapter in (adapters.torchtitan_flux, adapters.nemo_automodel):
+        with pytest.raises(RecipeError, match=f"of 'clip_l' are of {projected}, this trainer reads those of {plain}"):
+            adapter(of_class(flux_store, "clip_l", projected))
+    for adapter, store in ((adapters.diffusers_sd3, sd3_store), (adapters.torchtitan_flux, flux_store)):
+        with pytest.raises(RecipeError, match="'t5' has not attended to its padding"):
+            adapter(of_class(store, "t5", "T5EncoderModel", attend_padding=False))
+    with pytest.raises(RecipeError, match="needed CLIP-L and CLIP-G"):
+        adapters.diffusers_sdxl(sd3_store)
+    with pytest.raises(RecipeError, match="'t5' must be CLIP-G"):
+        adapters.diffusers_sdxl(sd3_store, ["clip_g", "t5"])
 
 
 def test_a_batch_of_nemo_has_its_padding_and_mask(short_store: LatentStore, flux_store: LatentStore) -> None:

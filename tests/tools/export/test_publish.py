@@ -28,6 +28,7 @@ from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.main import main
 from leandit.tools.export import publish as publishing
 from leandit.tools.export.card import fenced, front_matter, table
+from leandit.tools.export.hub import HubRepository
 from leandit.tools.export.publish import PublishRequest, publish
 from leandit.train.loop import StopRequest, train
 from leandit.train.sampling.snapshot import load_snapshot
@@ -181,12 +182,14 @@ def test_a_dry_run_lists_what_would_be_sent_and_sends_nothing(hub: Hub, caption_
 
 
 def test_a_branch_is_a_place_of_its_own(hub: Hub, caption_store: LatentStore) -> None:
-    assert send(caption_store.path, branch="second")["url"] == f"{URL}@second"
-    assert published(hub) == {}
-    assert "manifest.json" in published(hub, branch="second")
-    there = LatentStore(f"{URL}@second")
-    assert there.root_hash == caption_store.root_hash
-    np.testing.assert_array_equal(there.caption(3), caption_store.caption(3))
+    for branch, quoted in (("second", "second"), ("work/third", "work%2Fthird")):
+        assert send(caption_store.path, branch=branch)["url"] == f"{URL}@{quoted}"
+        assert published(hub) == {}
+        assert "manifest.json" in published(hub, branch=branch)
+        card = published(hub, branch=branch)["README.md"].content.decode()
+        there = LatentStore(re.findall(r'LatentStore\("(.*?)"\)', card)[0])
+        assert there.root_hash == caption_store.root_hash
+        np.testing.assert_array_equal(there.caption(3), caption_store.caption(3))
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -257,6 +260,48 @@ def test_what_is_there_is_respected(hub: Hub, caption_store: LatentStore, label_
     with pytest.raises(StoreError, match=r"holds another store: its 'manifest\.json' differs"):
         send(label_store.path, private=False)
     assert published(hub) == before
+
+
+def test_a_later_revision_there_is_not_hidden(hub: Hub, placed_store: Path, tmp_path: Path) -> None:
+    first = Path(shutil.copytree(placed_store, tmp_path / "first"))
+    shutil.rmtree(first / "revisions")
+    send(placed_store)
+    before = dict(published(hub))
+    with pytest.raises(StoreError, match=r"holds a revision that this store lacks: 'revisions/000002/manifest\.json'"):
+        send(first)
+    assert published(hub) == before
+
+
+def test_a_file_that_goes_meanwhile_is_one_error(
+    hub: Hub, caption_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Path(shutil.copytree(caption_store.path, tmp_path / "copy"))
+
+    def remove_before(name: str) -> None:
+        real = getattr(HubRepository, name)
+
+        def remove(self: HubRepository, *arguments: object, **options: object) -> object:
+            (store / "captions.parquet").unlink(missing_ok=True)
+            return real(self, *arguments, **options)
+
+        monkeypatch.setattr(HubRepository, name, remove)
+
+    remove_before("create")
+    with pytest.raises(StoreError, match=r"captions\.parquet' is not a file"):
+        send(store)
+    assert "manifest.json" not in published(hub)
+    send(caption_store.path)
+    shutil.copy(caption_store.path / "captions.parquet", store)
+    remove_before("listing")
+    with pytest.raises(StoreError, match=r"captions\.parquet' has gone while it was published"):
+        send(store)
+
+
+@pytest.mark.parametrize("branch", ["", "a b", "/a", "a//b", "../a", "-a", "a?b"])
+def test_what_is_no_branch_is_refused(branch: str, hub: Hub, caption_store: LatentStore) -> None:
+    with pytest.raises(RecipeError, match="needed the name of a branch"):
+        send(caption_store.path, branch=branch)
+    assert hub.requests == []
 
 
 def test_strays_stay_at_home_and_a_download_is_a_store(hub: Hub, caption_store: LatentStore, tmp_path: Path) -> None:
@@ -404,6 +449,40 @@ def test_a_published_run_is_a_run(run: Path, hub: Hub, tmp_path: Path) -> None:
     head = yaml_of((down / "README.md").read_text())
     assert (head["license"], head["library_name"]) == ("cc-by-4.0", "leandit")
     assert len(hub.repositories["somebody/tiny"].branches["main"]) == 2  # all in one commit
+
+
+def test_a_card_of_a_run_on_a_branch_loads_that_branch(run: Path, hub: Hub) -> None:
+    for as_pipeline in (False, True):
+        send(run, url="hf://somebody/tiny", branch="second", as_pipeline=as_pipeline)
+        card = hub.repositories["somebody/tiny"].files("second")["README.md"].content.decode()
+        assert '("somebody/tiny", revision="second")' in card
+
+
+def test_a_run_does_not_join_another(run: Path, hub: Hub, tmp_path: Path) -> None:
+    url = "hf://somebody/tiny"
+    send(run, url=url)
+    assert send(run, url=url)["files_sent"] == 0
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    lines = (other / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (other / "metrics.jsonl").write_text("".join([lines[0].replace('"loss": ', '"loss": 1'), *lines[1:]]))
+    with pytest.raises(StoreError, match=r"holds another run: its 'metrics\.jsonl' begins otherwise"):
+        send(other, url=url)
+    branch = hub.repositories["somebody/tiny"].branches["main"]
+    branch.append(branch[-1] | {"snapshot-60/state.json": Stored(b"{}", "")})
+    with pytest.raises(StoreError, match="the snapshot of step 60, and this one is of step 6"):
+        send(run, url=url)
+
+
+def test_any_path_of_this_machine_is_refused(
+    run: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "runs/copy"))
+    (tmp_path / "elsewhere").mkdir()
+    with open(copy / "metrics.jsonl", "a") as metrics:
+        metrics.write(json.dumps({"step": 7, "note": {str(tmp_path / "elsewhere/scores.parquet"): 1}}) + "\n")
+    with pytest.raises(StoreError, match=r"file 'metrics\.jsonl' names '.*elsewhere/scores\.parquet' of this machine"):
+        send(copy, url="hf://somebody/tiny")
+    assert hub.repositories == {}
 
 
 def test_a_run_is_published_as_a_pipeline(run: Path, hub: Hub, tmp_path: Path) -> None:

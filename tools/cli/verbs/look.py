@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -90,14 +89,13 @@ def view(
         app = RunSite(Path(target)).app()
     else:
         from ....datasets.store import LatentStore
-        from ...inspection.view.records.painter import BATCH, CPU_BATCH, Painter, decoder_of
+        from ...inspection.view.records.decoder import decoder_of
+        from ...inspection.view.records.painter import BATCH, CPU_BATCH, Painter
         from ...inspection.view.store_site import StoreSite
 
-        if vae is None:  # the store names its VAE: nothing is fetched because of that
-            os.environ.setdefault("HF_HUB_OFFLINE", "1")
         store = LatentStore(target, revision=revision, allow_incomplete=True)
         batch = CPU_BATCH if device == "cpu" else BATCH
         painter = Painter(store, lambda: decoder_of(store, vae, lambda: torch_device(device)), batch=batch)
-        app = StoreSite(store, painter).app()
+        app = StoreSite(store, painter, has_previews=device == "cpu").app()
     print_line("Ctrl-C ends it")
     serve(app, port=port, open_browser=open_browser, say=lambda address: print(f"view        {address}", flush=True))

@@ -17,6 +17,7 @@ STATUS = {RecipeError: 400, RowOutOfRange: 404, UnknownKey: 404, DamageError: 50
 def answer_errors(app: Starlette) -> Starlette:
     """Answer errors that a user can understand with a page that says them."""
     app.add_exception_handler(LeanditError, _problem)
+    app.add_exception_handler(OSError, _problem)  # such as a folder that was removed
     app.add_exception_handler(HTTPException, _refusal)
     return app
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -20,6 +21,7 @@ from ..report.runs.lines import thinned
 POINTS = 400  # of a line
 QUIET_SECONDS = 120  # without a report, after which a run may have stopped
 NEWEST_GRIDS = 4
+LAST_STEP = 2**53  # that JavaScript counts to
 CHARTS: tuple[tuple[str, str, Mapping[str, str], float], ...] = (  # title, unit, name and column of each line, factor
     ("Loss", "", {"training": "loss", "held-out": "held_out", "held-out, averaged weights": "held_out_averaged"}, 1),
     ("Speed", "images/s", {"speed": "images_per_second"}, 1),
@@ -46,6 +48,7 @@ class RunState:
     def _forget(self) -> None:
         self._offset, self._inode, self._last = 0, 0, dict[str, Any]()
         self._rows: dict[int, list[float]] = {}
+        self._drawn: tuple[int, list[dict[str, Any]]] = (-1, [])
 
     def read(self) -> dict[str, Any]:
         """The state as JSON: facts, charts, the steps of the newest grids, and a version that changes with them.
@@ -59,7 +62,7 @@ class RunState:
             return {
                 "version": f"{self._inode}-{self._offset}-{max(grids, default=0)}",
                 "facts": facts,
-                "charts": self._charts(),
+                "charts": self._drawn_charts(),
                 "grids": sorted(grids, reverse=True)[:NEWEST_GRIDS],
             }
 
@@ -88,11 +91,13 @@ class RunState:
         try:
             values = json.loads(line)
             step = int(values["step"])
+            if not 0 <= step <= LAST_STEP:
+                return
             held_out = values.get("held_out") or {}
             flat = {**values, "held_out": held_out.get("loss"), "held_out_averaged": held_out.get("averaged_loss")}
             self._rows[step] = [_number(flat.get(column)) for column in COLUMNS]  # the later of two counts
             self._last = values
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return  # the trainer refuses such a line when it resumes, and names it
 
     def _facts(self) -> list[tuple[str, str]]:
@@ -102,7 +107,7 @@ class RunState:
         step = int(self._last.get("step", 0))
         rows = [("state", self._state(step, steps)), ("model", str(model)), ("step", f"{step:,} of {steps:,}")]
         if self._last:
-            rows.append(("images", f"{int(_number(self._last.get('num_images'))):,}"))
+            rows.append(("images", f"{_number(self._last.get('num_images')):,.0f}"))
             rows.append(("epoch", str(self._last.get("epoch", ""))))
             rows.append(("loss", f"{_number(self._last.get('loss')):.4f}"))
             seconds = _number(self._last.get("seconds_per_step")) * max(0, steps - step)
@@ -120,6 +125,11 @@ class RunState:
         if quiet <= max(QUIET_SECONDS, 20 * _number(self._last.get("seconds_per_step"))):
             return "running"
         return f"no report for {_duration(quiet)}: it has stopped, or takes long"
+
+    def _drawn_charts(self) -> list[dict[str, Any]]:
+        if self._drawn[0] != self._offset:
+            self._drawn = self._offset, self._charts()
+        return self._drawn[1]
 
     def _charts(self) -> list[dict[str, Any]]:
         steps = np.array(sorted(self._rows), np.int64)
@@ -142,7 +152,10 @@ def _points(steps: np.ndarray, values: np.ndarray) -> list[tuple[int, float]]:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else float("nan")
+    try:
+        return float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _duration(seconds: float) -> str:

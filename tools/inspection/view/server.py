@@ -7,12 +7,15 @@ import os
 import secrets
 import socket
 import sys
+import tempfile
 import threading
 import webbrowser
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ....datasets.disk.files import write_atomic
 from ....datasets.errors import ResourceError
 from .guard import Guard
 
@@ -57,11 +60,12 @@ def serve(app: Starlette, *, port: int, open_browser: bool, say: Callable[[str],
         ws="none",
         timeout_graceful_shutdown=SECONDS_TO_END,
     )
-    with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):  # raised again after it has ended
+    folder = tempfile.TemporaryDirectory(prefix="leandit-view-")  # of this user alone
+    with folder as own, contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):  # raised again at the end
         listener.listen()  # from here on a browser waits instead of failing
         say(address)
         if open_browser and _has_display():
-            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+            _open(address, Path(own))
         uvicorn.Server(config).run(sockets=[listener])
 
 
@@ -76,6 +80,13 @@ def _listen(port: int) -> socket.socket:
             f"port {port} of {ADDRESS}: {error.strerror}. Give another one with --port, or 0."
         ) from error
     return listener
+
+
+def _open(address: str, folder: Path) -> None:
+    """Open a page by a file that leads to it: other users can read the arguments of a browser, and so the token."""
+    page = folder / "open.html"
+    write_atomic(page, f'<!doctype html><meta http-equiv="refresh" content="0; url={address}">'.encode())
+    threading.Thread(target=webbrowser.open, args=(page.as_uri(),), daemon=True).start()
 
 
 def _has_display() -> bool:

@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ....datasets.errors import RecipeError, RowOutOfRange, StoreError, UnknownKey
+from ....datasets.format.layout import MANIFEST, revision_prefix
 from ....datasets.format.schema import FeatureSpec
 from ....datasets.store import LatentStore, Record
 from .answers import answer_errors, static_route
 from .pages import render
 from .records import planes
+from .records.decoder import preview_divisor
 from .records.painter import Dropped, Painter, Subject
 from .records.query import Query
 from .records.record_facts import captions_of, column_values, commit_of, groups_of, reason_in_words
@@ -37,12 +40,17 @@ class StoreSite:
     Args:
       store: opened; it is only read.
       painter: of its pictures; started and stopped with the site.
+      has_previews: pages of several records show previews, as a CPU decodes slowly.
     """
 
-    def __init__(self, store: LatentStore, painter: Painter) -> None:
+    def __init__(self, store: LatentStore, painter: Painter, *, has_previews: bool = False) -> None:
         self._store, self._painter = store, painter
+        divisors = [preview_divisor(store, bucket) for bucket in store.buckets] if has_previews else []
+        self._has_previews = max(divisors, default=1) > 1
         self._search = RecordSearch(store.records, store.captions, store.class_names)
         self._name = str(store.remote.url if store.remote else store.path)
+        self._manifest = store.path / f"{revision_prefix(store.revision)}{MANIFEST}"
+        self._opened = _identity(self._manifest)
         self._counts = {name: self._search.counts(name) for name in ("bucket", "status", "reason")}
 
     def app(self) -> Starlette:
@@ -78,6 +86,8 @@ class StoreSite:
                 problem = str(error)
         milliseconds = (time.perf_counter() - began) * 1000
         pages = max(1, -(-len(found) // PAGE))
+        if query.page > pages:
+            problem = f"page {query.page}: the last one is {pages}."
         shown = [self._cell(int(position), query) for position in found[(query.page - 1) * PAGE : query.page * PAGE]]
         page = render(
             "store.html",
@@ -97,8 +107,15 @@ class StoreSite:
             classes=self._classes,
             note=self._painter.note,
             is_ready=self._painter.is_ready,
+            has_changed=self._has_changed,
+            has_previews=self._has_previews and not (self._painter.is_ready and self._painter.note),
         )
         return HTMLResponse(page, status_code=400 if problem else 200)
+
+    @property
+    def _has_changed(self) -> bool:
+        """Whether another store lies there now: tables that were read and pictures that are read would not fit."""
+        return _identity(self._manifest) != self._opened
 
     @property
     def _classes(self) -> list[str]:
@@ -141,6 +158,7 @@ class StoreSite:
             values=column_values(self._store, record),
             channels=self._channel_names() if is_stored else [],
             num_records=self._store.records.num_rows,
+            has_changed=self._has_changed,
             note=self._painter.note,
             is_ready=self._painter.is_ready,
         )
@@ -159,7 +177,8 @@ class StoreSite:
         name = request.query_params.get("companion", "")
         if name and name not in self._store.pictures:
             raise UnknownKey(f"store '{self._name}': no picture '{name}'.")
-        future = self._painter.paint(Subject(request.path_params["index"], name))
+        is_preview = self._has_previews and "preview" in request.query_params
+        future = self._painter.paint(Subject(request.path_params["index"], name, is_preview))
         try:
             content = await asyncio.shield(asyncio.wrap_future(future))
         except Dropped as error:
@@ -190,6 +209,14 @@ class StoreSite:
 
     def _status(self, request: Request) -> Response:
         return JSONResponse({"is_ready": self._painter.is_ready, "note": self._painter.note})
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_ino, state.st_ctime_ns  # a copy keeps the time of its content
 
 
 def _webp(pixels: Callable[[], np.ndarray]) -> Response:

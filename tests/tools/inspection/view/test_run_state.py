@@ -61,8 +61,20 @@ def test_a_run_that_went_back_is_read_again(run: Path) -> None:
 
 def test_what_is_no_report_is_left_out(run: Path) -> None:
     bad = ["nothing\n", "[]\n", '{"step": "x"}\n', line(2, loss=None, held_out=[1]), line(3, loss="<b>")]
+    bad += ['{"step": 1e999}\n', f'{{"step": {10**30}}}\n', "[" * 100_000 + "\n", line(4, loss=None, num_images=None)]
+    bad += [line(5, loss=10**400, num_images=float("inf"), seconds_per_step=float("nan"))]
     (run / "metrics.jsonl").write_text(line(1) + "".join(bad))
     assert points(RunState(run).read(), "Loss") == [(1, 1.0)]
+    with client(RunSite(run).app()) as web:
+        assert web.get(ROOT + "/state").json()["charts"]
+
+
+def test_charts_are_drawn_once_for_each_change(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / "metrics.jsonl").write_text(line(1))
+    state = RunState(run)
+    first = state.read()
+    monkeypatch.setattr(state, "_charts", lambda: pytest.fail("drawn again"))
+    assert state.read()["charts"] == first["charts"]
 
 
 def test_a_long_run_is_thinned_and_its_spikes_stay(run: Path) -> None:

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
+from threading import Event
+from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 from everything import Everything
-from making import tree_digest
+from hub_server import Hub, hub_server
+from making import CPU, no_progress, tree_digest
 from PIL import Image
 from view_sites import CONTROL, MARKUP, RIGHT_TO_LEFT, ROOT, TOKEN, client, grey, hostile_store, no_decoder, site
 
-from leandit.datasets.errors import DamageError, StoreError
+from leandit.datasets.errors import DamageError, EncoderError, StoreError
 from leandit.datasets.store import LatentStore
+from leandit.tools.export.publish import PublishRequest, publish
+from leandit.tools.inspection.view import server
+from leandit.tools.inspection.view.records.decoder import decoder_of, preview_divisor, shrunk
 from leandit.tools.inspection.view.records.painter import BATCH, MOST_WAITING, Dropped, Painter, Subject
 from leandit.tools.inspection.view.records.planes import channel, principal_colours
+from leandit.tools.synthetic.store import make_store
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +154,6 @@ def test_the_page_of_a_record_says_where_its_bytes_lie(caption_store: LatentStor
 
 
 def test_a_flipped_bit_is_said_on_the_page_of_its_record(caption_store: LatentStore, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(caption_store.path, tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     record = store.record_at(9)
@@ -201,9 +213,9 @@ def test_nothing_in_the_store_changes(caption_store: LatentStore) -> None:
 def test_pictures_of_a_bucket_are_decoded_together_and_kept(caption_store: LatentStore) -> None:
     batches = []
 
-    def decode(rows: np.ndarray) -> np.ndarray:
+    def decode(rows: np.ndarray, divisor: int) -> np.ndarray:
         batches.append(len(rows))
-        return grey(rows)
+        return grey(rows, divisor)
 
     painter = Painter(caption_store, lambda: decode, batch=BATCH)
     futures = [painter.paint(Subject(record)) for record in range(14)]
@@ -246,7 +258,7 @@ def test_the_cache_is_bounded(label_store: LatentStore, monkeypatch: pytest.Monk
 
 
 def test_a_picture_that_cannot_be_read_is_an_error_of_its_own(label_store: LatentStore) -> None:
-    def refuse(rows: np.ndarray) -> np.ndarray:
+    def refuse(rows: np.ndarray, divisor: int) -> np.ndarray:
         raise DamageError("shard 'x': it is missing.")
 
     painter = Painter(label_store, lambda: refuse)
@@ -256,6 +268,160 @@ def test_a_picture_that_cannot_be_read_is_an_error_of_its_own(label_store: Laten
     with pytest.raises(StoreError):
         painter.paint(Subject(99))
     painter.stop()
+
+
+def test_a_picture_that_is_being_made_is_not_made_again(
+    label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, let = Event(), Event()
+    made = []
+
+    def slow(rows: np.ndarray, divisor: int) -> np.ndarray:
+        made.append(len(rows))
+        entered.set()
+        assert let.wait(60)
+        return grey(rows, divisor)
+
+    painter = Painter(label_store, lambda: slow)
+    painter.start()
+    first = painter.paint(Subject(0))
+    assert entered.wait(60)
+    others = [painter.paint(Subject(0)) for _ in range(1000)]
+    let.set()
+    assert {future.result(60) for future in others} == {first.result(60)}
+    assert made == [1]
+    assert painter._made_bytes == sum(map(len, painter._made.values()))
+    painter.stop()
+
+
+def test_one_bad_row_does_not_spoil_the_pictures_beside_it(label_store: LatentStore) -> None:
+    def decode(rows: np.ndarray, divisor: int) -> np.ndarray:
+        if any((row == bad).all() for row in rows):
+            raise RuntimeError("a kernel has failed")
+        return grey(rows, divisor)
+
+    record = label_store.record_at(1)
+    bad = label_store.latents(record.bucket or "")[record.row]
+    painter = Painter(label_store, lambda: decode, batch=BATCH)
+    futures = [painter.paint(Subject(number)) for number in range(3)]
+    painter.start()
+    assert futures[0].result(60)
+    with pytest.raises(EncoderError, match="RuntimeError: a kernel has failed"):
+        futures[1].result(60)
+    assert futures[2].result(60)
+    painter.stop()
+
+
+def test_a_decoder_that_fails_in_any_way_leaves_pictures_of_latents(label_store: LatentStore) -> None:
+    def load() -> Any:
+        raise KeyError("encoder.conv_in.weight")
+
+    painter = Painter(label_store, load)
+    painter.start()
+    assert painter.paint(Subject(0)).result(60)
+    assert "KeyError: 'encoder.conv_in.weight'" in painter.note
+    painter.stop()
+
+
+def test_pages_of_many_records_show_previews_and_say_so(tmp_path: Path) -> None:
+    make_store(tmp_path / "store", {"256x256": 2, "512x768": 1, "64x64": 1}, num_classes=3)
+    store = LatentStore(tmp_path / "store")
+    assert [preview_divisor(store, bucket) for bucket in ("256x256", "512x768", "64x64", "248x1024")] == [2, 4, 1, 1]
+    with client(site(store, has_previews=True)) as web:
+        page = web.get(ROOT + "/").text
+        assert "previews, decoded from shrunken latents" in text_of(page)
+        sizes = [pixels_of(web.get(address).content).shape[:2] for address in re.findall('<img src="([^"]+)"', page)]
+        record = web.get(ROOT + "/record/0").text
+        assert "preview" not in record
+        assert pixels_of(web.get(f"{ROOT}/picture/0").content).shape[:2] == (256, 256)
+    assert sorted(sizes) == [(128, 128), (128, 128), (128, 128), (128, 192)]  # the smallest is enlarged
+    with client(site(store)) as web:
+        assert "preview" not in web.get(ROOT + "/").text
+
+
+def test_a_preview_is_decoded_from_the_mean_of_neighbours() -> None:
+    latents = np.arange(2 * 5 * 4, dtype=np.float16).reshape(1, 2, 5, 4)
+    np.testing.assert_array_equal(shrunk(latents, 2)[0, 0], [[2.5, 4.5], [10.5, 12.5]])
+    np.testing.assert_array_equal(shrunk(latents, 1), latents)
+
+
+def test_a_page_beyond_the_last_is_no_empty_result(label_store: LatentStore) -> None:
+    with client(site(label_store)) as web:
+        answer = web.get(ROOT + "/?page=2")
+    assert answer.status_code == 400
+    assert "page 2: the last one is 1." in answer.text
+    assert "No record fits" not in answer.text
+
+
+def test_a_store_that_is_removed_or_replaced_while_it_is_shown_is_said(
+    label_store: LatentStore, tmp_path: Path
+) -> None:
+    store = LatentStore(shutil.copytree(label_store.path, tmp_path / "store"))
+    with client(site(store)) as web:
+        assert "was replaced" not in web.get(ROOT + "/").text
+        shutil.rmtree(store.path)
+        for path in ("?q=n0", "picture/0", "channel/0/0", "record/0"):
+            assert 'role="alert"' in web.get(f"{ROOT}/{path}").text, path
+        shutil.copytree(label_store.path, store.path)
+        assert "was replaced" in web.get(ROOT + "/").text
+
+
+def test_a_store_does_not_make_the_page_fetch_a_model(
+    label_store: LatentStore, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = label_store.spec.recipe | {"vae": {"model": "somebody/vae", "revision": "1" * 40}}
+    monkeypatch.setattr(label_store, "spec", label_store.spec.model_copy(update={"recipe": recipe}))
+    with pytest.raises(EncoderError, match="'somebody/vae': it is not on this machine"):
+        decoder_of(label_store, None, lambda: CPU)
+    assert hub.requests == []
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with hub_server() as server:
+        yield server
+
+
+def test_a_store_on_the_hub_is_shown(label_store: LatentStore, hub: Hub) -> None:
+    said = PublishRequest(label_store.path, "hf://datasets/somebody/shown", True, "mit", "mit")
+    publish(said, no_progress)
+    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "PYTHONUNBUFFERED": "1"}
+    environment.pop("HF_HUB_OFFLINE", None)  # of the tests
+    command = [sys.executable, "-m", "leandit.tools.cli.main", "view", said.url, "--no-open"]
+    # An interpreter of its own: huggingface_hub reads the environment as it is imported.
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=60)[1]
+    assert line.startswith("view  "), error
+
+
+# Every user of the machine can read the arguments of a process.
+def test_the_browser_is_not_told_the_token_in_its_arguments(
+    monkeypatch: pytest.MonkeyPatch, label_store: LatentStore
+) -> None:
+    opened, addresses, pages, is_open = [], [], [], Event()
+
+    def open_page(address: str) -> None:
+        path = Path(address.removeprefix("file://"))
+        opened.append(address)
+        pages.append((path.read_text(), path.parent.stat().st_mode & 0o777))
+        is_open.set()
+
+    monkeypatch.setattr(server.webbrowser, "open", open_page)
+    monkeypatch.setattr(server, "_has_display", lambda: True)
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: is_open.wait(60))
+    server.serve(site(label_store), port=0, open_browser=True, say=addresses.append)
+    (address,), (page,) = addresses, pages
+    assert urlsplit(address).path.strip("/") not in opened[0]
+    assert address in page[0]
+    assert page[1] == 0o700
+    assert not Path(opened[0].removeprefix("file://")).exists()
 
 
 def test_principal_components_are_colours() -> None:

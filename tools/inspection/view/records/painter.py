@@ -7,38 +7,40 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .....datasets.errors import EncoderError, LeanditError, StoreError
+from .....datasets.format.buckets import bucket_size
 from .....datasets.format.row_layout import MASK
 from .....datasets.store import LatentStore
 from ...report.pictures import latent_pixels
+from .decoder import Decode, preview_divisor
 from .planes import webp
-
-if TYPE_CHECKING:
-    from .....precompute.encoders.vae import ImageEncoder
 
 MOST_WAITING = 72  # pictures: three pages
 BATCH, BATCH_PIXELS = 8, 8 * 256 * 256  # pictures in a forward of a GPU, and their pixels
 CPU_BATCH = 1  # a CPU takes a third longer for each of several: their numbers do not fit its cache
 CACHE_BYTES = 128 << 20
 
-Load = Callable[[], "Decode"]
-Decode = Callable[[np.ndarray], np.ndarray]
-"""From rows as stored, (B, 2C, H, W) or (B, C, H, W), to pictures (B, height_px, width_px, 3) uint8."""
+Load = Callable[[], Decode]
 
 
 class Subject(NamedTuple):
-    """What a picture shows: a stored record by its position in the table, or a companion picture of it by name."""
+    """What a picture shows: a stored record by its position in the table, or a companion picture of it by name.
+
+    A preview is decoded from a smaller latent, the mean of neighbouring positions: a quarter of the work or less.
+    """
 
     record: int
     companion: str = ""
+    is_preview: bool = False
 
 
 class Dropped(LeanditError):
@@ -62,6 +64,7 @@ class Painter:
         self.is_ready = False
         self._wake = threading.Condition()
         self._waiting: OrderedDict[Subject, Future[bytes]] = OrderedDict()
+        self._at_work: dict[Subject, Future[bytes]] = {}
         self._made: OrderedDict[Subject, bytes] = OrderedDict()
         self._made_bytes, self._stopped = 0, False
         self._thread = threading.Thread(target=self._work, name="leandit-painter", daemon=True)
@@ -90,6 +93,8 @@ class Painter:
                 done: Future[bytes] = Future()
                 done.set_result(self._made[subject])
                 return done
+            if future := self._at_work.get(subject):
+                return future
             if subject not in self._waiting:
                 self._waiting[subject] = Future()
                 if len(self._waiting) > MOST_WAITING or self._stopped:
@@ -107,21 +112,39 @@ class Painter:
             self.note = ""
         except LeanditError as error:
             self.note = str(error)
+        except Exception as error:  # noqa: BLE001 - of any library; else pictures would be waited for forever
+            self.note = f"the decoder cannot be loaded ({type(error).__name__}: {error})."
         self.is_ready = True
         while batch := self._next():
-            subjects = list(batch)
-            try:
-                pictures = [webp(pixels) for pixels in self._pixels(subjects)]
-            except (LeanditError, OSError, MemoryError, RuntimeError) as error:
-                logging.getLogger(__name__).debug("a picture cannot be made", exc_info=True)
-                for future in batch.values():
-                    future.set_exception(error)
-                continue
-            with self._wake:
-                for subject, picture in zip(subjects, pictures, strict=True):
-                    self._keep(subject, picture)
-            for future, picture in zip(batch.values(), pictures, strict=True):
-                future.set_result(picture)
+            self._make(batch)
+
+    def _make(self, batch: dict[Subject, Future[bytes]]) -> None:
+        """Make pictures of one bucket; where one of them cannot be made, the others are."""
+        try:
+            made = dict(zip(batch, map(webp, self._pixels(list(batch))), strict=True))
+        except Exception as error:  # of the libraries of a decoder
+            logging.getLogger(__name__).debug("a picture cannot be made", exc_info=True)
+            if len(batch) > 1:
+                for subject, future in batch.items():
+                    self._make({subject: future})
+                return
+            if not isinstance(error, LeanditError):
+                error = EncoderError(f"the picture cannot be made ({type(error).__name__}: {error}).")
+            self._finish(batch, {}, error)
+        else:
+            self._finish(batch, made, None)
+
+    def _finish(self, batch: dict[Subject, Future[bytes]], made: dict[Subject, bytes], error: Exception | None) -> None:
+        with self._wake:
+            for subject in batch:
+                del self._at_work[subject]
+                if error is None:
+                    self._keep(subject, made[subject])
+        for subject, future in batch.items():
+            if error is None:
+                future.set_result(made[subject])
+            else:
+                future.set_exception(error)
 
     def _next(self) -> dict[Subject, Future[bytes]]:
         """The longest waiting request, and others of its bucket; nothing at the end."""
@@ -133,13 +156,14 @@ class Painter:
             kinds = {subject: self._kind(subject) for subject in self._waiting}
             first = next(iter(kinds))
             bucket = kinds[first][0] or ""
-            height_px, _, width_px = bucket.partition("x")
-            room = BATCH_PIXELS // (int(height_px) * int(width_px)) if bucket else 1
+            room = BATCH_PIXELS // math.prod(bucket_size(bucket)) if bucket else 1
             alike = [subject for subject in kinds if kinds[subject] == kinds[first]][: max(1, min(self._batch, room))]
-            return {subject: self._waiting.pop(subject) for subject in alike}
+            batch = {subject: self._waiting.pop(subject) for subject in alike}
+            self._at_work |= batch
+            return batch
 
-    def _kind(self, subject: Subject) -> tuple[str | None, str]:
-        return self._record(subject.record).bucket, subject.companion
+    def _kind(self, subject: Subject) -> tuple[str | None, str, bool]:
+        return self._record(subject.record).bucket, subject.companion, subject.is_preview
 
     def _pixels(self, subjects: list[Subject]) -> list[np.ndarray]:
         """(height, width, 3) uint8 of each; all of one bucket and companion."""
@@ -154,7 +178,8 @@ class Painter:
         if any(one.kind == MASK for one in self._store.spec.pictures if one.name == name):
             return [np.repeat(row[..., None], 3, axis=2) for row in rows]
         if self._decode:
-            return list(self._decode(rows))
+            divisor = preview_divisor(self._store, bucket) if subjects[0].is_preview else 1
+            return list(self._decode(rows, divisor))
         return [latent_pixels(row[: self._store.spec.latent.channels]) for row in rows]
 
     def _keep(self, subject: Subject, picture: bytes) -> None:
@@ -169,46 +194,3 @@ def _dropped() -> Future[bytes]:
     future: Future[bytes] = Future()
     future.set_exception(Dropped("newer pictures were asked for."))
     return future
-
-
-def decoder_of(store: LatentStore, vae: str | None, device: Callable[[], Any]) -> Decode:
-    """The decoder of a store, or the one that the user names.
-
-    Args:
-      vae: hub id or folder of a VAE for the same latents, such as a tiny one; None: the store's own.
-      device: returns that of the decoder.
-    Raises: EncoderError: it cannot be loaded, or is for other latents.
-    """
-    try:
-        from ...contact_sheet import gives_zero_to_one, load_decoder, stored_to_latent
-    except ModuleNotFoundError as error:
-        raise EncoderError(
-            f"{error.name} is not installed. Install it with: pip install 'leandit[precompute]'."
-        ) from error
-    from .....datasets.revisions.encoder_paths import encoder_section
-
-    spec = store.spec.latent
-    decoder: ImageEncoder = load_decoder(encoder_section(store.spec, "vae", store.path), vae, device())
-    if decoder.num_channels != spec.channels or decoder.downscale != spec.downscale or not decoder.has_decoder:
-        raise EncoderError(
-            f"the VAE decodes {decoder.num_channels} channels of 1/{decoder.downscale} of the pixels, the store has "
-            f"{spec.channels} of 1/{spec.downscale}. Give one for these latents with --vae."
-        )
-    own = _shift_and_scale(decoder) if vae and spec.decoding is None else None
-
-    def decode(rows: np.ndarray) -> np.ndarray:
-        raw = stored_to_latent(store, rows)
-        if own is not None:  # by what the model sees: a tiny VAE takes latents that its large one has yet to scale
-            shift, scale = (np.array(values, np.float32)[:, None, None] for values in (spec.shift, spec.scale))
-            raw = (raw - shift) * scale / own[1] + own[0]
-        return decoder.decode(raw.astype(np.float32), zero_to_one=gives_zero_to_one(spec))
-
-    return decode
-
-
-def _shift_and_scale(decoder: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Of a VAE, for (B, C, H, W)."""
-    from .....precompute.config import VaeSection
-
-    spec = decoder.latent_spec(VaeSection(), "float32")
-    return tuple(np.array(values, np.float32)[:, None, None] for values in (spec.shift, spec.scale))  # pyright: ignore
