@@ -25,7 +25,7 @@ from ...terminal.text import printable
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8A6D3B", "#7F7F7F")
 INK = "#0a0b0c"  # of text and axes; becomes the colour of the page's text
 WIDTH, HEIGHT = 6.4, 2.7  # inches of 72 units; the page scales them
-WIDE = 9.6
+WIDE, WIDE_HEIGHT = 13.2, 3.2  # so that letters are as large as in the others
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "leandit",
@@ -146,7 +146,7 @@ def bar_chart(
             label = _name(name) if len(series) > 1 else None
             axes.bar(left, heights, width * 0.94, color=COLOURS[i % len(COLOURS)], label=label)
         shown = [_name(name) for name in names]
-        is_slanted = sum(map(len, shown)) > (80 if wide else 50)
+        is_slanted = sum(map(len, shown)) > (120 if wide else 50)
         axes.set_xticks(
             places, shown, **({"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if is_slanted else {})
         )
@@ -192,7 +192,7 @@ def histogram(
 
 
 def _axes(x_label: str, y_label: str, *, wide: bool) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(WIDE if wide else WIDTH, HEIGHT), layout="constrained")
+    figure = Figure(figsize=(WIDE, WIDE_HEIGHT) if wide else (WIDTH, HEIGHT), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel(_cut(x_label, MAX_LABEL_CHARS))
     axes.set_ylabel(_cut(y_label, MAX_LABEL_CHARS))

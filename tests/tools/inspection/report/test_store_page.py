@@ -16,7 +16,7 @@ from leandit.precompute.pipeline import precompute
 from leandit.tools.inspection.report.stores.report import report_stores
 from leandit.tools.inspection.report.stores.sheets import SheetOptions
 
-NUM_REJECTED, NUM_COPIES = 2, 3
+NUM_COPIES = 3
 
 
 class Page:
@@ -39,9 +39,10 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[LatentStore, Page]:
     for number in range(NUM_COPIES):
         shutil.copy(source / "images/0.png", source / f"images/copy{number}.png")
         lines.append({"file_name": f"images/copy{number}.png", "captions": ["a red circle", "word " * 30]})
-    for number in range(NUM_REJECTED):
-        (source / f"images/broken{number}.png").write_bytes(b"no picture")
-        lines.append({"file_name": f"images/broken{number}.png", "captions": ["broken"]})
+    whole = (source / "images/0.png").read_bytes()
+    for number, content in enumerate([b"no picture", whole[: len(whole) // 2]]):
+        (source / f"images/broken{number}.png").write_bytes(content)
+        lines.append({"file_name": f"images/broken{number}.png", "captions": [f"broken {number}"]})
     (source / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     precompute(
         caption_recipe("store.text_dtype=int8"),
@@ -57,9 +58,10 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[LatentStore, Page]:
 def test_rejects_have_a_name_a_reason_and_a_place_for_their_picture(full: tuple[LatentStore, Page]) -> None:
     _, page = full
     assert "planned 19 stored 17 rejected 2 (11 %)" in page.sections["records"]
-    assert "not_an_image 2" in page.sections["records"]
-    assert all(f"images/broken{number}.png not_an_image" in page.sections["records"] for number in range(NUM_REJECTED))
-    assert page.html.count('class="no-picture"') == NUM_REJECTED
+    assert "rejected for pictures which means not_an_image 1 the bytes" in page.sections["records"]
+    assert "images/broken0.png not_an_image" in page.sections["records"]
+    assert "images/broken1.png truncated" in page.sections["records"]
+    assert page.html.count('class="no-picture"') == 2
 
 
 def test_pictures_with_the_same_bytes_are_counted_and_named(full: tuple[LatentStore, Page]) -> None:
@@ -81,8 +83,11 @@ def test_longest_and_most_repeated_captions_are_those_of_the_source(full: tuple[
     longest = max(uses, key=len)
     assert f"Longest characters caption {len(longest)} {longest.strip()}" in text
     assert f"captions of records {uses.total()} distinct {len(uses)} (" in text
-    cut = sum(store.captions["truncated"].to_pylist())
-    assert f"tokens {cut} (" in text.partition("cut at ")[2]
+    assert "of rejected pictures alone 1 empty" in text  # the truncated one's: the other was not planned
+    assert f"{len(uses)} distinct captions" in " ".join(Elements(page.html).text).replace("\n", "")
+    cut = [row["truncated"] for row in store.captions.to_pylist() if row["text"] in uses]
+    assert f"tokens {sum(cut)} ({100 / len(cut):.2g} %)" in text.partition("cut at ")[2]
+    assert f"({sum(cut)} of {len(cut)}) are cut at" in page.sections["warnings"]
 
 
 def test_the_quality_of_narrowed_embeddings_is_told(full: tuple[LatentStore, Page]) -> None:
@@ -123,7 +128,7 @@ def test_bytes_stand_beside_those_of_a_file_for_each_record(full: tuple[LatentSt
 
 def test_time_is_told_by_stage(full: tuple[LatentStore, Page]) -> None:
     _, page = full
-    stages = page.sections["identity"].partition("time by stage ")[2]
-    assert [part.partition(" until ")[2] for part in stages.split(" encoder ")[0].split(", ")] == [
-        *("captions", "first pictures", "all pictures", "sealed")
-    ]
+    stages = page.sections["identity"].partition("time by stage, with pauses ")[2].split(" encoder ")[0].split(", ")
+    names = [stage.rsplit(" ", 2)[0] for stage in stages]
+    assert names == ["captions", "first pictures", "other pictures", "sealing"]
+    assert all(float(stage.split(" ")[-2]) >= 0 for stage in stages)

@@ -249,7 +249,7 @@ def test_numbers_come_from_the_columns(tmp_path: Path) -> None:
     place = int(np.searchsorted(ASPECT_EDGES, 20 / 60)) - 1
     assert facts.aspects[place] == 1
     assert facts.is_sealed
-    assert list(facts.written) == ["planned", "first pictures", "all pictures", "sealed"]
+    assert list(facts.written) == ["planned", "pictures", "sealing"]
 
 
 def test_captions_are_counted_by_their_uses(caption_store: LatentStore) -> None:

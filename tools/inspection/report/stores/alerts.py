@@ -142,7 +142,8 @@ def _pictures(facts: StoreFacts) -> Iterator[Alert]:
             "buckets",
         )
     if facts.num_copies:
-        yield Alert(f"{count(facts.num_copies)} pictures have the same bytes as an earlier one.", "records")
+        have = "picture has" if facts.num_copies == 1 else "pictures have"
+        yield Alert(f"{count(facts.num_copies)} {have} the same bytes as an earlier one.", "records")
 
 
 def share(part: int, whole: int) -> str:

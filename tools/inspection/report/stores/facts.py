@@ -37,7 +37,8 @@ class CaptionFacts:
     """The captions of a store.
 
     Args:
-      characters: (captions,) of each distinct one.
+      is_used: (captions in the table,) whether a stored record names it; others are of rejected pictures alone.
+      characters: (captions,) of each distinct one that is used.
       num_uses: how often records name a caption, in all.
       repeated: the most repeated captions with their uses; those that are named once are left out.
       longest: the longest captions with their characters.
@@ -45,6 +46,7 @@ class CaptionFacts:
       num_empty: uses of the empty caption.
     """
 
+    is_used: np.ndarray
     characters: np.ndarray
     num_uses: int
     repeated: list[tuple[str, int]]
@@ -59,7 +61,7 @@ class TokenFacts:
 
     Args:
       name: of the encoder; "" for that of ``[text]``.
-      tokens: (captions,).
+      tokens: (captions,) of those that are used.
     """
 
     name: str
@@ -102,7 +104,7 @@ class StoreFacts:
       copies: the most repeated pictures: their records, and the keys of the first of these.
       classes: (num_classes,) records of each class; None without classes.
       rejects: the first of them: key, stage, reason, detail.
-      written: when the files of the revision were written, by step; empty if unknown.
+      written: when the stages of the revision ended; empty if unknown.
       separate_bytes: of the same numbers as a file for each record, captions padded, in float16.
     """
 
@@ -129,6 +131,8 @@ def read_facts(store: LatentStore, name: str) -> StoreFacts:
     summary = summarise(store, scan_bytes=SCAN_BYTES)
     aspects, num_enlarged = source_sizes(store)
     num_copies, copies = find_copies(store)
+    captions = caption_facts(store)
+    encoders = store.spec.text_encoders if captions and captions.num_uses else []
     channels, is_sealed = channel_statistics(store, summary["latent_statistics"])
     return StoreFacts(
         name=name,
@@ -140,8 +144,8 @@ def read_facts(store: LatentStore, name: str) -> StoreFacts:
         num_enlarged=num_enlarged,
         num_copies=num_copies,
         copies=copies,
-        captions=caption_facts(store),
-        tokens=[token_facts(store, one) for one in store.spec.text_encoders] if store.captions.num_rows else [],
+        captions=captions,
+        tokens=[token_facts(store, one, captions.is_used) for one in encoders] if captions else [],
         classes=class_counts(store),
         rejects=first_rejects(store) if summary["num_rejected"] else [],
         revisions=revision_facts(store),
@@ -203,6 +207,7 @@ def caption_facts(store: LatentStore) -> CaptionFacts | None:
     is_empty = characters == 0
     of_words = np.where(is_empty, 0, uses)
     return CaptionFacts(
+        is_used=uses > 0,
         characters=characters[uses > 0],
         num_uses=int(uses.sum()),
         repeated=[(text, n) for text, n in _highest(texts, of_words) if n > 1],
@@ -218,12 +223,12 @@ def _highest(texts: pa.ChunkedArray, numbers: np.ndarray) -> list[tuple[str, int
     return [(texts[int(i)].as_py(), int(numbers[i])) for i in highest]
 
 
-def token_facts(store: LatentStore, encoder: TextEncoder) -> TokenFacts:
-    """Lengths of the captions in tokens of a text encoder."""
+def token_facts(store: LatentStore, encoder: TextEncoder, is_used: np.ndarray) -> TokenFacts:
+    """Lengths of the used captions in tokens of a text encoder."""
     suffix = suffixes(store.spec)[encoder.name]
-    truncated = pc.sum(store.captions[f"truncated{suffix}"]).as_py() or 0
-    tokens = store.captions[f"num_tokens{suffix}"].to_numpy()
-    return TokenFacts(encoder.name, encoder.spec.max_tokens, tokens, int(truncated))
+    truncated = store.captions[f"truncated{suffix}"].to_numpy()[is_used]
+    tokens = store.captions[f"num_tokens{suffix}"].to_numpy()[is_used]
+    return TokenFacts(encoder.name, encoder.spec.max_tokens, tokens, int(np.count_nonzero(truncated)))
 
 
 def class_counts(store: LatentStore) -> np.ndarray | None:
@@ -256,7 +261,7 @@ def revision_facts(store: LatentStore) -> list[RevisionFacts]:
 
 
 def written_at(store: LatentStore) -> dict[str, float]:
-    """Seconds since 1970 at which steps of the revision ended, from the dates of its files.
+    """Seconds since 1970 at which stages of the revision ended, from the dates of its files.
 
     Returns: empty for a store at a URL, and for a copy whose files have the dates of copying.
     """
@@ -269,13 +274,13 @@ def written_at(store: LatentStore) -> dict[str, float]:
     dates = {"planned": plan.stat().st_mtime}
     if captions and max(captions) <= min(pictures):
         dates |= {"captions": max(captions)}
-    dates |= {
-        "first pictures": min(pictures),
-        "all pictures": max(pictures),
-        "sealed": (root / MANIFEST).stat().st_mtime,
-    }
+    if min(pictures) < max(pictures):
+        dates |= {"first pictures": min(pictures), "other pictures": max(pictures)}
+    else:
+        dates |= {"pictures": max(pictures)}
+    dates |= {"sealing": (root / MANIFEST).stat().st_mtime}
     is_in_order = list(dates.values()) == sorted(dates.values())
-    return dates if is_in_order and dates["sealed"] > dates["planned"] else {}
+    return dates if is_in_order and dates["sealing"] > dates["planned"] else {}
 
 
 def _dates(root: Path, part: str) -> list[float]:

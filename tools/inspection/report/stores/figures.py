@@ -150,7 +150,7 @@ def latent_figures(stores: Sequence[StoreFacts]) -> list[Figure]:
             figures.append(Figure(f"{title}; the dotted line is expected", chart))
     checks = [(facts, facts.summary["self_check"]) for facts in stores if facts.summary["self_check"]]
     if checks:
-        title = "PSNR of pictures that were encoded and decoded again"
+        title = "PSNR of encoded and decoded pictures"
         curves = [
             Curve(_name(facts, stores), range(1, len(check["pictures"]) + 1), sorted(_decibels(check)), dots=True)
             for facts, check in checks

@@ -109,10 +109,12 @@ def side_by_side(stores: Sequence[StoreFacts], rows_of: Callable[[StoreFacts], d
 def _tiles(facts: StoreFacts) -> list[tuple[str, str]]:
     """The few numbers at the top of a page: value and name."""
     summary = facts.summary
-    tiles = [(count(summary["num_stored"]), "records stored"), (count(summary["num_rejected"]), "rejected")]
-    tiles.append((count(len(summary["buckets"])), "buckets"))
-    if summary["num_captions"]:
-        tiles.append((count(summary["num_captions"]), "distinct captions"))
+    stored, num_buckets = summary["num_stored"], len(summary["buckets"])
+    tiles = [(count(stored), "record stored" if stored == 1 else "records stored")]
+    tiles.append((count(summary["num_rejected"]), "rejected"))
+    tiles.append((count(num_buckets), "bucket" if num_buckets == 1 else "buckets"))
+    if facts.captions:
+        tiles.append((count(len(facts.captions.characters)), "distinct captions"))
     if facts.classes is not None:
         tiles.append((count(len(facts.classes)), "classes"))
     return [*tiles, (mib(summary["bytes"]["total"]), "on disk")]
@@ -132,9 +134,10 @@ def _identity(facts: StoreFacts) -> dict[str, str]:
         f"{spec.latent.dtype}, codec {spec.codec}" + (", with flipped pictures" if spec.latent.flip else ""),
     }
     if written:
-        rows["sealed"] = utc(written["sealed"])
-        steps = zip(list(written.items()), list(written.items())[1:], strict=False)
-        rows["time by stage"] = ", ".join(f"{duration(end - start)} until {name}" for (_, start), (name, end) in steps)
+        rows["sealed"] = utc(written["sealing"])
+        stages = zip(list(written.items()), list(written.items())[1:], strict=False)
+        times = [f"{name} {duration(end - start)}" for (_, start), (name, end) in stages]
+        rows["time by stage, with pauses"] = ", ".join(times)
     return rows | _encoders(facts)
 
 
@@ -253,6 +256,7 @@ def _captions(facts: StoreFacts) -> dict[str, str]:
     rows = {
         "captions of records": count(captions.num_uses),
         "distinct": counted(len(captions.characters), captions.num_uses),
+        "of rejected pictures alone": count(int(np.count_nonzero(~captions.is_used))),
         "empty": count(captions.num_empty),
         "uses of the most repeated": count(captions.most_records),
     }
@@ -331,9 +335,10 @@ def _latents(facts: StoreFacts) -> dict[str, str]:
 
 def _bytes(facts: StoreFacts) -> dict[str, str]:
     sizes = facts.summary["bytes"]
-    rows = {name: f"{mib(size)} ({share(size, sizes['total'])})" for name, size in sizes.items() if name != "total"}
+    parts = {name: size for name, size in sizes.items() if name != "total" and size}
+    rows = {name: f"{mib(size)} ({share(size, sizes['total'])})" for name, size in parts.items()}
     rows["in all"] = mib(sizes["total"])
     rows["a record"] = mib(sizes["total"] / max(1, facts.summary["num_stored"]))
     separate = facts.separate_bytes["total"]
-    rows["as a file for each record"] = f"{mib(separate)}, {separate / max(1, sizes['total']):.2g} times as much"
+    rows["as a file for each record"] = f"{mib(separate)}, {separate / max(1, sizes['total']):.2f} times as much"
     return rows
